@@ -1,0 +1,84 @@
+"""numfuse: fused matrix products, activations and gates for scientific Python.
+
+The names below are the whole interface; ``help(numfuse.<name>)`` explains each. Importing this
+package imports neither a compiler nor a device library: a backend is loaded at its first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+# These two functions share their names with the modules they live in. Importing a submodule sets it
+# as an attribute here, once, so they are bound now, after that; all else is bound when first asked for.
+from numfuse.activations import activation, activations
+from numfuse.backends import backends, last_call, use_backend
+from numfuse.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.devices import synchronize, to_device, to_numpy, warmup
+    from numfuse.functional import (
+        activation_mul,
+        activation_mul_bwd,
+        gelu_mul,
+        gelu_mul_bwd,
+        matmul_bias_activation,
+        matmul_bias_activation_bwd,
+        matmul_bias_residual,
+        matmul_bias_residual_bwd,
+        relu_mul,
+        relu_mul_bwd,
+        sigmoid_mul,
+        sigmoid_mul_bwd,
+        silu_mul,
+        silu_mul_bwd,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Activation",
+    "BackendUnavailable",
+    "activation",
+    "activation_mul",
+    "activation_mul_bwd",
+    "activations",
+    "backends",
+    "gelu_mul",
+    "gelu_mul_bwd",
+    "last_call",
+    "matmul_bias_activation",
+    "matmul_bias_activation_bwd",
+    "matmul_bias_residual",
+    "matmul_bias_residual_bwd",
+    "relu_mul",
+    "relu_mul_bwd",
+    "sigmoid_mul",
+    "sigmoid_mul_bwd",
+    "silu_mul",
+    "silu_mul_bwd",
+    "synchronize",
+    "to_device",
+    "to_numpy",
+    "use_backend",
+    "warmup",
+]
+
+_ELSEWHERE = {
+    "Activation": "numfuse.activations",
+    "synchronize": "numfuse.devices",
+    "to_device": "numfuse.devices",
+    "to_numpy": "numfuse.devices",
+    "warmup": "numfuse.devices",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_ELSEWHERE.get(name, "numfuse.functional")), name)
+    globals()[name] = value  # the next look-up finds it without coming here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

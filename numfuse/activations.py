@@ -1,0 +1,469 @@
+"""The table of activations: value, first, second and third derivative of each, and its source.
+
+A row is one formula and its derivatives, written by hand beside it, because stability is a choice:
+every one holds its relative accuracy in the far tails, and none needs a guard. No finite or
+infinite x gives NaN: a formula holds x within +-40 (gelu) or +-800 (silu) before a product that
+could be inf * 0. Both limits serve every dtype: beyond them the value has long been 0 (or x, or 1)
+in float64 and float32 alike, and no power of them overflows float32.
+
+``relu'(0) = 0``; at NaN a value is NaN, and so is every derivative that depends on x, but a
+comparison is false there: ``relu'(NaN) = relu''(NaN) = 0``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from numfuse import expr as ex
+from numfuse.expr import Expr, constant
+
+__all__ = ["Activation", "activation", "activations", "get"]
+
+Formula: TypeAlias = Callable[[Any], Any]
+_ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
+
+
+class Activation:
+    """One row of the table: a scalar function with three derivatives, for every target.
+
+    Called with an array it evaluates its traced formula in float64 and rounds once to the array's
+    dtype: that is the reference for the kernels. Made by :func:`activation`.
+
+    Attributes
+    ----------
+    name : str
+    source : str
+        Where the formula comes from.
+    id : int or None
+        Its number in the GPU kernels' contract (0 none, 1 relu, 2 gelu, 3 silu, 4 sigmoid, 5 tanh).
+    """
+
+    def __init__(self, name: str, source: str, number: int | None = None) -> None:
+        self.name = name
+        self.source = source
+        self.id = number
+        self._formulas: dict[int, Formula] = {}
+        self._traces: dict[int, Expr] = {}
+        self._digest: str | None = None
+        self._made: dict[tuple[str, int], Any] = {}
+
+    # --- how it is written ------------------------------------------------------------------
+    def _define(self, order: int, formula: Formula) -> None:
+        made = ex.trace(formula)  # a formula that cannot be traced is refused where it stands
+        self._formulas[order] = formula
+        # Whatever was derived from an earlier formula of this or a lower order is stale.
+        for later in range(order, 4):
+            if later == order or later not in self._formulas:
+                self._traces.pop(later, None)
+        self._traces[order] = made
+        self._digest = None
+        self._made.clear()
+
+    def trace(self, order: int = 0) -> Expr:
+        """The recorded graph of the value (0) or of a derivative (1, 2, 3).
+
+        A derivative that was not written is differentiated from the one below it.
+        """
+        made = self._traces.get(order)
+        if made is None:
+            if order not in (1, 2, 3):
+                raise ValueError(f"order must be 0, 1, 2 or 3, got {order!r}")
+            made = self._traces[order] = ex.differentiate(self.trace(order - 1))
+        return made
+
+    @property
+    def digest(self) -> str:
+        """Hash of the four graphs: equal for equal formulas, in any process."""
+        if self._digest is None:
+            text = ex.dumps([self.trace(order) for order in range(4)])
+            self._digest = hashlib.sha256(text.encode()).hexdigest()
+        return self._digest
+
+    # --- over arrays ------------------------------------------------------------------------
+    def __call__(self, x: Any) -> Any:
+        """The value; of a symbol, its graph (so formulas may be made of activations)."""
+        return self._at(0, x)
+
+    def _at(self, order: int, x: Any) -> Any:
+        from numfuse import elementary
+
+        if isinstance(x, Expr):
+            return ex.substitute(self.trace(order), x)
+        return elementary.evaluate(self.trace(order), x)
+
+    def _either(self, order: int, argument: Any) -> Any:
+        # As a decorator it takes a function; as a function it takes arrays (or a symbol).
+        if callable(argument) and not isinstance(argument, (Expr, Activation)):
+            self._define(order, argument)
+            return argument
+        return self._at(order, argument)
+
+    def derivative(self, x: Any) -> Any:
+        """The first derivative at `x`; as a decorator, the formula of it."""
+        return self._either(1, x)
+
+    def second_derivative(self, x: Any) -> Any:
+        """The second derivative at `x`; as a decorator, the formula of it."""
+        return self._either(2, x)
+
+    def third_derivative(self, x: Any) -> Any:
+        """The third derivative at `x`; as a decorator, the formula of it."""
+        return self._either(3, x)
+
+    # --- device functions -------------------------------------------------------------------
+    def _device(self, target: str, order: int) -> Any:
+        made = self._made.get((target, order))
+        if made is None:
+            module = f"numfuse.backends.{target}"
+            try:
+                primitives = importlib.import_module(f"{module}.primitives")
+            except ModuleNotFoundError as error:
+                from numfuse.errors import BackendUnavailable
+
+                # Only these modules: the failed import of another package speaks for itself.
+                known = error.name in (module, f"{module}.primitives")
+                reason = "this version of numfuse does not contain it" if known else str(error)
+                extra = None if target == "cpu" else target
+                raise BackendUnavailable(target, reason, extra) from error
+            made = self._made[target, order] = primitives.device_function(
+                self.trace(order), f"{self.name}_{_ORDER_NAMES[order]}"
+            )
+        return made
+
+    @property
+    def njit(self) -> Any:
+        """The value as a Numba function, for float32 and float64 scalars in your own kernels."""
+        return self._device("cpu", 0)
+
+    @property
+    def njit_derivative(self) -> Any:
+        """The first derivative as a Numba function."""
+        return self._device("cpu", 1)
+
+    @property
+    def njit_second_derivative(self) -> Any:
+        """The second derivative as a Numba function."""
+        return self._device("cpu", 2)
+
+    @property
+    def njit_third_derivative(self) -> Any:
+        """The third derivative as a Numba function."""
+        return self._device("cpu", 3)
+
+    @property
+    def cuda(self) -> Any:
+        """The value as a CUDA device function; BackendUnavailable without that backend."""
+        return self._device("cuda", 0)
+
+    @property
+    def cuda_derivative(self) -> Any:
+        """The first derivative as a CUDA device function."""
+        return self._device("cuda", 1)
+
+    # --- identity ---------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"<activation {self.name!r}: {self.source}>"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        text = ex.dumps([self.trace(order) for order in range(4)])
+        return _from_text, (self.name, self.source, self.id, text)
+
+
+def _from_text(name: str, source: str, number: int | None, text: str) -> Activation:
+    """Unpickle: the registered activation if it is the same one, else an unregistered copy."""
+    made = Activation(name, source, number)
+    made._traces = dict(enumerate(ex.loads(text)))
+    known = _TABLE.get(name)
+    return known if known is not None and known.digest == made.digest else made
+
+
+_TABLE: dict[str, Activation] = {}
+
+
+def _register(formula: Formula, name: str, source: str, number: int | None = None) -> Activation:
+    made = Activation(name, source, number)
+    made._define(0, formula)
+    _TABLE[name] = made
+    return made
+
+
+def activation(formula: Formula | None = None, /, *, source: str = "", name: str | None = None) -> Any:
+    """Define an activation; the decorated name becomes the :class:`Activation`.
+
+    Parameters
+    ----------
+    formula : callable
+        Scalar in, scalar out, written with arithmetic and the functions of `numfuse.expr`. It is
+        called once, with a symbol.
+    source : str, optional
+        Where the formula comes from.
+    name : str, optional
+        Default: the function's name. A name that exists is redefined.
+
+    Returns
+    -------
+    Activation
+        Whose ``derivative``, ``second_derivative`` and ``third_derivative`` are decorators for the
+        formulas of the derivatives. One that is left out is differentiated from the trace, which is
+        exact but not always stable where infinities or large cancelling terms meet.
+
+    Raises
+    ------
+    TypeError
+        If the formula branches on its argument, or calls what a symbol cannot serve.
+
+    Examples
+    --------
+    >>> import numfuse as nf
+    >>> from numfuse.expr import log1p, exp, tanh
+    >>> @nf.activation(source="Misra 2019, arXiv:1908.08681")
+    ... def mish(x):
+    ...     return x * tanh(log1p(exp(x)))
+    """
+
+    def decorate(made: Formula) -> Activation:
+        return _register(made, name or made.__name__, source or "user-defined")
+
+    return decorate if formula is None else decorate(formula)
+
+
+def activations() -> dict[str, Activation]:
+    """Every registered activation by name, in the order of definition (a copy of the table)."""
+    return dict(_TABLE)
+
+
+def get(which: str | Activation) -> Activation:
+    """The activation of that name, or the object itself.
+
+    Raises
+    ------
+    ValueError
+        For a name that is not registered; the message lists those that are.
+    TypeError
+        For anything but a str or an Activation.
+    """
+    if isinstance(which, str):
+        found = _TABLE.get(which)
+        if found is not None:
+            return found
+        close = difflib.get_close_matches(which.lower(), _TABLE, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"activation must be one of {', '.join(_TABLE)}, got {which!r}{hint}")
+    if isinstance(which, Activation):
+        return which
+    raise TypeError(
+        f"activation must be a name (str) or a numfuse.activations.Activation, "
+        f"got {type(which).__name__}"
+    )
+
+
+# --- the table ----------------------------------------------------------------------------------
+def _row(number: int | None, source: str) -> Callable[[Formula], Activation]:
+    return lambda formula: _register(formula, formula.__name__, source, number)
+
+
+@_row(0, "identity")
+def none(x: Any) -> Any:
+    return x
+
+
+@none.derivative
+def _(x: Any) -> Any:
+    return 1.0
+
+
+@_row(1, "Nair and Hinton 2010, ICML, Rectified linear units")
+def relu(x: Any) -> Any:
+    return ex.maximum(x, 0.0)
+
+
+@relu.derivative
+def _(x: Any) -> Any:
+    return ex.where(x > 0.0, 1.0, 0.0)
+
+
+@relu.second_derivative
+def _(x: Any) -> Any:
+    return 0.0
+
+
+# gelu = x s(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3), never x (1 + tanh(v/2)) / 2, which loses the
+# negative tail. There the relative error of s(v) is the absolute error of v, which reaches -100: so
+# v is carried as hi + lo, and its two constants as a head, whose sum with its multiple of x^2 loses
+# only what the low word then picks up, and a tail. Rounding v alone would cost 180 units in the last
+# place of float32.
+_V1 = constant("1.59576912160573071175978423973752747390343")  # 2 sqrt(2/pi)
+_V3 = constant("0.07135481627260024877633875227986354099559")  # 0.044715 of that
+# 15 bits: V1_HEAD - q below is exact for q < 2^9 in float32 (2^38 in float64), |x| <= 40 gives 116.
+_V1_HEAD, _V1_TAIL = _V1.split(15)
+_V3_HEAD, _V3_TAIL = _V3.split(24)
+_GELU_LIMIT = 40.0
+
+
+def _gelu_argument(x: Any) -> tuple[Any, Any]:
+    """v(x) as hi + lo."""
+    square, square_low = ex.product(x, x), ex.product_low(x, x)
+    q = ex.fma(square, _V3_HEAD, _V1_HEAD)
+    tails = _V1_TAIL + _V3_TAIL * square + _V3_HEAD * square_low
+    q_low = ex.fma(square, _V3_HEAD, _V1_HEAD - q) + tails
+    return ex.product(x, q), ex.product_low(x, q) + x * q_low
+
+
+@_row(2, "Hendrycks and Gimpel 2016, arXiv:1606.08415 (tanh form)")
+def gelu(x: Any) -> Any:
+    x = ex.maximum(x, -_GELU_LIMIT)
+    hi, lo = _gelu_argument(ex.minimum(x, _GELU_LIMIT))
+    return ex.scaled_sigmoid(x, hi, lo)
+
+
+@gelu.derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    hi, lo = _gelu_argument(x)
+    v1 = _V1 + 3 * _V3 * (x * x)
+    return ex.scaled_sigmoid(1.0 + x * v1 * ex.sigmoid(-hi), hi, lo)
+
+
+@gelu.second_derivative
+def _(x: Any) -> Any:
+    # s'' = s' t with t = 1 - 2 s;  (x s(v))'' = s' (2 v' + x (t v'^2 + v''))
+    x = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    hi, lo = _gelu_argument(x)
+    v1, v2 = _V1 + 3 * _V3 * (x * x), 6 * _V3 * x
+    t = 1.0 - 2.0 * ex.sigmoid(hi)
+    return ex.scaled_bell(2.0 * v1 + x * (t * (v1 * v1) + v2), hi, lo)
+
+
+@gelu.third_derivative
+def _(x: Any) -> Any:
+    # s''' = s' (1 - 6 s');  3 (s(v))'' + x (s(v))''', all over s'
+    x = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    hi, lo = _gelu_argument(x)
+    v1, v2, v3 = _V1 + 3 * _V3 * (x * x), 6 * _V3 * x, 6 * _V3
+    t = 1.0 - 2.0 * ex.sigmoid(hi)
+    bell = ex.scaled_bell(1.0, hi)
+    third = (1.0 - 6.0 * bell) * (v1 * v1 * v1) + 3.0 * t * v1 * v2 + v3
+    return ex.scaled_bell(3.0 * (t * (v1 * v1) + v2) + x * third, hi, lo)
+
+
+# silu: s(-746) is below the smallest float64.
+_SILU_LIMIT = 800.0
+
+
+@_row(3, "Elfwing et al. 2017, arXiv:1702.03118")
+def silu(x: Any) -> Any:
+    x = ex.maximum(x, -_SILU_LIMIT)
+    return ex.scaled_sigmoid(x, x)
+
+
+@silu.derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_SILU_LIMIT, _SILU_LIMIT)
+    return ex.scaled_sigmoid(1.0 + x * ex.sigmoid(-x), x)
+
+
+@silu.second_derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_SILU_LIMIT, _SILU_LIMIT)
+    return ex.scaled_bell(2.0 + x * (1.0 - 2.0 * ex.sigmoid(x)), x)
+
+
+@silu.third_derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_SILU_LIMIT, _SILU_LIMIT)
+    t = 1.0 - 2.0 * ex.sigmoid(x)
+    return ex.scaled_bell(3.0 * t + x * (1.0 - 6.0 * ex.scaled_bell(1.0, x)), x)
+
+
+@_row(4, "logistic function, Verhulst 1845")
+def sigmoid(x: Any) -> Any:
+    return ex.sigmoid(x)
+
+
+def _sigmoid_prime(x: Any) -> Any:
+    return ex.scaled_bell(1.0, x)
+
+
+def _sigmoid_second(x: Any) -> Any:
+    return ex.scaled_bell(1.0 - 2.0 * ex.sigmoid(x), x)
+
+
+def _sigmoid_third(x: Any) -> Any:
+    return ex.scaled_bell(1.0 - 6.0 * ex.scaled_bell(1.0, x), x)
+
+
+sigmoid.derivative(_sigmoid_prime)
+sigmoid.second_derivative(_sigmoid_second)
+sigmoid.third_derivative(_sigmoid_third)
+
+
+@_row(5, "hyperbolic tangent")
+def tanh(x: Any) -> Any:
+    return ex.tanh(x)
+
+
+# 1 - tanh^2 = 4 s(2x) s(-2x): the bell, which does not cancel where tanh is near 1.
+@tanh.derivative
+def _(x: Any) -> Any:
+    return ex.scaled_bell(4.0, 2.0 * x)
+
+
+@tanh.second_derivative
+def _(x: Any) -> Any:
+    return ex.scaled_bell(-8.0 * ex.tanh(x), 2.0 * x)
+
+
+@tanh.third_derivative
+def _(x: Any) -> Any:
+    t = ex.tanh(x)
+    return ex.scaled_bell(24.0 * (t * t) - 8.0, 2.0 * x)
+
+
+_DENSITY = constant("0.39894228040143267793994605993438186847585863116493")  # 1 / sqrt(2 pi)
+
+
+def _normal_density(factor: Any, x: Any) -> Any:
+    """factor * exp(-x^2 / 2) / sqrt(2 pi), the square as a double word."""
+    return ex.scaled_exp(_DENSITY * factor, -0.5 * ex.product(x, x), -0.5 * ex.product_low(x, x))
+
+
+@_row(None, "Hendrycks and Gimpel 2016, arXiv:1606.08415 (exact form, x Phi(x))")
+def gelu_erf(x: Any) -> Any:
+    x = ex.maximum(x, -_GELU_LIMIT)
+    return ex.scaled_normal_cdf(x, x)
+
+
+@gelu_erf.derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    return ex.normal_cdf(x) + _normal_density(x, x)
+
+
+@gelu_erf.second_derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    return _normal_density(2.0 - x * x, x)
+
+
+@gelu_erf.third_derivative
+def _(x: Any) -> Any:
+    x = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    return _normal_density(x * (x * x - 4.0), x)
+
+
+@_row(None, "Dugas et al. 2001, NIPS 13")
+def softplus(x: Any) -> Any:
+    return ex.maximum(x, 0.0) + ex.log1p(ex.exp(-ex.abs(x)))
+
+
+@softplus.derivative
+def _(x: Any) -> Any:
+    return ex.sigmoid(x)
+
+
+softplus.second_derivative(_sigmoid_prime)
+softplus.third_derivative(_sigmoid_second)

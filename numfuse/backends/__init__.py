@@ -1,0 +1,263 @@
+"""Hop 3: which backend runs a problem.
+
+A backend is any object with the methods of :class:`Backend`. The four that have names are loaded at
+their first use, so that importing numfuse imports neither a compiler nor a device library.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ContextDecorator
+from contextvars import ContextVar, Token
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+
+from numfuse.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from numfuse.activations import Activation
+    from numfuse.problem import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+
+__all__ = [
+    "Backend",
+    "BackendStatus",
+    "Call",
+    "backends",
+    "last_call",
+    "latest",
+    "load",
+    "resolve",
+    "use_backend",
+]
+
+
+class Backend(Protocol):
+    """What a backend has. A run writes the problem's outputs and trusts every promise of problem.py.
+
+    A backend that has several devices or precisions also has ``configure(device, precision)``, which
+    checks both and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``.
+    """
+
+    name: str
+
+    def forward(self, p: GemmProblem) -> None: ...
+    def backward(self, p: GemmBackwardProblem) -> None: ...
+    def gated(self, p: GatedProblem) -> None: ...
+    def gated_backward(self, p: GatedBackwardProblem) -> None: ...
+    def describe(self) -> dict[str, Any]: ...
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
+    def warmup(
+        self,
+        activations: Sequence[Activation],
+        dtypes: Sequence[np.dtype[Any]],
+        progress: Callable[[str], None] | None = None,
+    ) -> None: ...
+
+
+class _Source(NamedTuple):
+    module: str
+    extra: str | None
+
+
+# The module of a name has an object BACKEND. The order is that of `info`.
+_SOURCES = {
+    "cpu": _Source("numfuse.backends.cpu", None),
+    "cuda": _Source("numfuse.backends.cuda", "cuda"),
+    "webgpu": _Source("numfuse.backends.webgpu", "webgpu"),
+    "reference": _Source("numfuse.backends.reference", None),
+}
+_DEFAULT = "cpu"
+
+_loaded: dict[str, Backend] = {}
+_active: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
+
+
+def load(name: str) -> Backend:
+    """The backend of a name, imported at its first use.
+
+    Raises
+    ------
+    ValueError
+        No backend has this name.
+    BackendUnavailable
+        It cannot run here; the message names the extra and the reason.
+    """
+    backend = _loaded.get(name)
+    if backend is not None:
+        return backend
+    source = _SOURCES.get(name)
+    if source is None:
+        known = ", ".join(repr(known) for known in _SOURCES)
+        raise ValueError(f"backend must be one of {known} or a backend object, got {name!r}")
+    try:
+        backend = cast(Backend, import_module(source.module).BACKEND)
+    except ModuleNotFoundError as error:
+        if error.name == source.module:
+            reason = "this version of numfuse does not contain it"
+        else:
+            reason = f"the module {error.name} is not installed"
+        raise BackendUnavailable(name, reason, source.extra) from error
+    except ImportError as error:
+        raise BackendUnavailable(name, f"its import failed with {error!r}", source.extra) from error
+    return _loaded.setdefault(name, backend)
+
+
+def resolve(backend: str | Backend | None = None) -> Backend:
+    """The backend for NumPy operands: the one asked for, else that of `use_backend`, else the CPU.
+
+    A backend that was asked for by name never falls back to another.
+    """
+    if backend is None:
+        active = _active.get()
+        if active is not None:
+            return active
+        backend = _DEFAULT
+    if isinstance(backend, str):
+        return _loaded.get(backend) or load(backend)
+    if not callable(getattr(backend, "forward", None)) or not hasattr(backend, "name"):
+        raise TypeError(
+            f"backend must be a name or a backend object, got {type(backend).__qualname__}"
+        )
+    return backend
+
+
+class use_backend(ContextDecorator):  # noqa: N801 - reads as a statement: with nf.use_backend(...)
+    """Run NumPy operands on another backend inside a ``with`` block, or in a decorated function.
+
+    The choice belongs to the current context (:mod:`contextvars`): other threads and other asyncio
+    tasks keep theirs, and a thread that starts inside the block starts from the default. A
+    ``backend=`` argument goes before it; arrays that live on a device stay on their own device.
+
+    Parameters
+    ----------
+    backend : str or backend object
+        "cpu", "cuda", "webgpu", "reference", or an object.
+    device, precision : optional
+        Passed to the backend, which checks them. A backend with one device and one precision (the
+        CPU and the reference) accepts only None.
+
+    Raises
+    ------
+    ValueError
+        Unknown name, device or precision.
+    TypeError
+        Neither a name nor a backend object.
+    BackendUnavailable
+        The backend cannot run here.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import numfuse as nf
+    >>> with nf.use_backend("reference"):
+    ...     nf.silu_mul(np.zeros(2), np.ones(2))
+    array([0., 0.])
+    """
+
+    def __init__(
+        self, backend: str | Backend, device: Any = None, precision: str | None = None
+    ) -> None:
+        if backend is None:
+            raise TypeError("backend must be a name or a backend object, got NoneType")
+        chosen = resolve(backend)
+        if device is not None or precision is not None:
+            configure = getattr(chosen, "configure", None)
+            if configure is None:
+                raise ValueError(
+                    f"device and precision must be None for the backend {chosen.name!r}, "
+                    f"got device={device!r}, precision={precision!r}"
+                )
+            chosen = configure(device=device, precision=precision)
+        self.backend = chosen
+        # One object may be entered again inside itself, and by several threads at once.
+        self._tokens: ContextVar[tuple[Token[Backend | None], ...]] = ContextVar(
+            "numfuse_use_backend", default=()
+        )
+
+    def __enter__(self) -> Backend:
+        self._tokens.set((*self._tokens.get(), _active.set(self.backend)))
+        return self.backend
+
+    def __exit__(self, *exc: object) -> None:
+        *rest, token = self._tokens.get()
+        self._tokens.set(tuple(rest))
+        _active.reset(token)
+
+
+class BackendStatus:
+    """Whether a backend can run here; true where it can, and its text is the reason where not."""
+
+    __slots__ = ("available", "reason")
+
+    def __init__(self, available: bool, reason: str) -> None:
+        self.available = available
+        self.reason = reason
+
+    def __bool__(self) -> bool:
+        return self.available
+
+    def __str__(self) -> str:
+        return "available" if self.available else self.reason
+
+    __repr__ = __str__
+
+
+def backends() -> dict[str, BackendStatus]:
+    """Every named backend, and whether it can run here.
+
+    Returns
+    -------
+    dict
+        {name: status}. A status is true where the backend is available; ``str(status)`` is
+        "available", or the reason why not, with the extra that may be missing.
+
+    Notes
+    -----
+    To find out, each backend is imported. That takes the time of importing Numba.
+    """
+    found = {}
+    for name in _SOURCES:
+        try:
+            load(name)
+        except BackendUnavailable as error:
+            found[name] = BackendStatus(False, str(error))
+        else:
+            found[name] = BackendStatus(True, "")
+    return found
+
+
+class Call(NamedTuple):
+    """What the latest call of a thread ran."""
+
+    backend: str
+    device: str
+    tier: str
+    kernel: str
+    tiling: Any
+
+
+class _Latest(threading.local):
+    call: Call | None = None
+
+
+#: A backend sets ``latest.call`` (one attribute: a Call is built once per plan, not once per run).
+latest = _Latest()
+
+
+def last_call() -> Call | None:
+    """What this thread's latest numfuse call ran; None before the first.
+
+    Returns
+    -------
+    Call or None
+        A named tuple: backend, device, tier, kernel, tiling.
+    """
+    return latest.call

@@ -1,0 +1,242 @@
+"""The kernels of the CPU backend, specialised on demand: templates meet what they are bound to."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numfuse import specialise, tiling
+from numfuse.backends.cpu import host, kernels, microkernel, packing, primitives
+from numfuse.expr import SYMBOL
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.expr import Expr
+
+FORMATS = ("float64", "float32", "float16", "bfloat16")
+
+
+def accumulator(fmt: str) -> str:
+    """The accumulator's format of a storage format."""
+    return "float64" if fmt == "float64" else "float32"
+
+
+def _zero(acc: str) -> np.generic:
+    """Zero in the accumulator's dtype: a bare ``0.0`` in Numba code is a float64."""
+    return np.dtype(acc).type(0)
+
+
+@functools.cache
+def registers(acc: str) -> tiling.Registers:
+    return tiling.registers(host.vector_bytes(), microkernel.itemsize(acc))
+
+
+def _layout() -> dict[str, Any]:
+    return {
+        **kernels.DESCRIPTOR,
+        "D_SLOTS": kernels.D_SLOTS,
+        "D_AXES": kernels.D_AXES,
+        "AXIS_WORDS": kernels.AXIS_WORDS,
+        "SLOT_COUNT": kernels.SLOT_COUNT,
+        "C_SCRATCH": kernels.C_SCRATCH,
+        "C_SCRATCH_STRIDE": kernels.C_SCRATCH_STRIDE,
+        "WORDS": microkernel.make_elements("int64"),
+    }
+
+
+@functools.cache
+def gemm_cell(acc: str) -> specialise.Kernel:
+    r = registers(acc)
+    layout = _layout()
+    return specialise.kernel(
+        kernels.gemm_cell,
+        **layout,
+        OPEN_CONTEXT=specialise.device(kernels.open_context, **layout),
+        CALL_ROW=microkernel.make_call(5),
+        CALL_PACK=microkernel.make_call(6),
+        MICROKERNEL=microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl),
+        PREFETCH=microkernel.make_prefetch(),
+        SUMS=microkernel.make_elements(acc),
+        ZERO=_zero(acc),
+        MR=r.mr,
+        NR=r.nr,
+        VL=r.vl,
+        SIZE=r.itemsize,
+    )
+
+
+@functools.cache
+def elementwise_cell() -> specialise.Kernel:
+    layout = _layout()
+    return specialise.kernel(
+        kernels.elementwise_cell,
+        **layout,
+        OPEN_CONTEXT=specialise.device(kernels.open_context, **layout),
+        CALL_ROW=microkernel.make_call(5),
+    )
+
+
+@functools.cache
+def pack_a(fmt: str, acc: str) -> specialise.Kernel:
+    r = registers(acc)
+    return specialise.kernel(
+        packing.pack_a,
+        ITEM=microkernel.itemsize(fmt),
+        SIZE=r.itemsize,
+        VL=r.vl,
+        MR=r.mr,
+        HIGH_ROWS=(r.mr - 1) // r.vl * r.vl,
+        COPY_LANES=microkernel.make_copy_lanes(fmt, acc, r.vl),
+        COPY_ONE=microkernel.make_copy_one(fmt, acc),
+        TRANSPOSE=microkernel.make_transpose(fmt, acc, r.vl, min(r.vl, r.mr)),
+    )
+
+
+@functools.cache
+def pack_b(fmt: str, acc: str) -> specialise.Kernel:
+    r = registers(acc)
+    return specialise.kernel(
+        packing.pack_b,
+        ITEM=microkernel.itemsize(fmt),
+        SIZE=r.itemsize,
+        VL=r.vl,
+        NR=r.nr,
+        COPY_LANES=microkernel.make_copy_lanes(fmt, acc, r.vl),
+        COPY_ONE=microkernel.make_copy_one(fmt, acc),
+        COPY_PANEL_ROW=microkernel.make_copy_vectors(fmt, acc, r.vl, r.vectors),
+        TRANSPOSE_B=microkernel.make_transpose(fmt, acc, r.vl, r.vl),
+    )
+
+
+@functools.cache
+def _row_names(fmt: str, acc: str) -> dict[str, Any]:
+    """What every row function of a storage format binds."""
+    context = {
+        "WORDS": microkernel.make_elements("int64"),
+        "C_SCRATCH": kernels.C_SCRATCH,
+        "C_SCRATCH_STRIDE": kernels.C_SCRATCH_STRIDE,
+    }
+    bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
+    move = specialise.device(kernels.move, **bits)
+    return {
+        **kernels.SLOTS,
+        "ITEM": microkernel.itemsize(fmt),
+        "SIZE": microkernel.itemsize(acc),
+        "SUMS": microkernel.make_elements(acc),
+        "STORED": microkernel.make_elements(fmt),
+        "WIDEN": microkernel.make_widen(fmt, acc),
+        "NARROW": microkernel.make_narrow(fmt, acc),
+        "ZERO": _zero(acc),
+        "SOURCE_ROW": specialise.device(kernels.source_row, **context, MOVE=move),
+        "TARGET_ROW": specialise.device(kernels.target_row, **context),
+        "FINISH_ROW": specialise.device(kernels.finish_row, **context, MOVE=move),
+    }
+
+
+def _row(template: Callable[..., Any], fmt: str, **bindings: Any) -> specialise.Kernel:
+    return specialise.kernel(template, **_row_names(fmt, accumulator(fmt)), **bindings)
+
+
+@functools.cache
+def store_row(fmt: str) -> specialise.Kernel:
+    return _row(kernels.store_row, fmt)
+
+
+# Keyed by traced formulas (equal ones are one object): a redefined activation is another key.
+# Bounded, so that a notebook that redefines its activation all day does not grow without end.
+_by_formula = functools.lru_cache(maxsize=1024)
+
+
+@_by_formula
+def forward_row(
+    value: Expr, fmt: str, bias: bool, residual: bool, pre: bool
+) -> specialise.Kernel:
+    act = primitives.scalar_function((value,), accumulator(fmt))
+    return _row(
+        kernels.forward_row, fmt, ACT=act, HAS_BIAS=bias, HAS_RESIDUAL=residual, HAS_PRE=pre
+    )
+
+
+def _guarded(
+    template: Callable[..., Any], formulas: tuple[Expr, ...], acc: str, guard: bool
+) -> Any:
+    return specialise.device(
+        template,
+        DERIVATIVE=primitives.scalar_function(formulas, acc),
+        GUARD=guard,
+        ZERO=_zero(acc),
+        IS_FINITE=microkernel.make_is_finite(),
+    )
+
+
+@_by_formula
+def grad_pre_row(
+    slope: Expr, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
+) -> specialise.Kernel:
+    acc = accumulator(fmt)
+    return _row(
+        kernels.grad_pre_row,
+        fmt,
+        SLOPE=_guarded(kernels.guarded_slope, (slope,), acc, guard),
+        HAS_BIAS=bias,
+        HAS_SAVED=saved,
+        HAS_OUT=out,
+        HAS_SUMS=sums,
+        CHUNK=registers(acc).chunk,
+    )
+
+
+@functools.cache
+def column_sums_row(fmt: str) -> specialise.Kernel:
+    return _row(kernels.column_sums_row, fmt, CHUNK=registers(accumulator(fmt)).chunk)
+
+
+@_by_formula
+def gated_row(value: Expr, fmt: str) -> specialise.Kernel:
+    act = primitives.scalar_function((value,), accumulator(fmt))
+    return _row(kernels.gated_row, fmt, ACT=act)
+
+
+@_by_formula
+def gated_backward_row(
+    value: Expr, slope: Expr, fmt: str, d_a: bool, d_b: bool, guard: bool
+) -> specialise.Kernel:
+    acc = accumulator(fmt)
+    template = {
+        (True, True): kernels.gated_backward_row,
+        (True, False): kernels.gated_d_a_row,
+        (False, True): kernels.gated_d_b_row,
+    }[d_a, d_b]
+    if not d_a:
+        return _row(template, fmt, ACT=primitives.scalar_function((value,), acc))
+    if not d_b:
+        return _row(template, fmt, SLOPE=_guarded(kernels.guarded_slope, (slope,), acc, guard))
+    return _row(template, fmt, BOTH=_guarded(kernels.value_and_slope, (value, slope), acc, guard))
+
+
+def rows_of(act: Activation, fmt: str) -> list[Callable[[], specialise.Kernel]]:
+    """Calls that compile every row function that the public API can ask for with `act`.
+
+    Left out is what only rare arguments take: guard=False, and needs without d_bias or d_a.
+    """
+    value, slope = act.trace(0), act.trace(1)
+    rows: list[Callable[[], specialise.Kernel]] = [
+        functools.partial(gated_row, value, fmt),
+        functools.partial(gated_backward_row, value, slope, fmt, True, True, True),
+    ]
+    identity = value is SYMBOL
+    for bias in (True, False):
+        for pre in (False, True):
+            rows.append(functools.partial(forward_row, value, fmt, bias, False, pre))
+        if identity:
+            rows.append(functools.partial(forward_row, value, fmt, bias, True, False))
+        else:
+            for saved in (False, True):
+                has_bias = bias and not saved
+                rows.append(
+                    functools.partial(grad_pre_row, slope, fmt, has_bias, saved, True, bias, True)
+                )
+    return rows

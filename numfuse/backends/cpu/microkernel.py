@@ -1,0 +1,448 @@
+"""The micro-kernel: the only place where LLVM vectors are written by hand.
+
+LLVM does not turn a register-tiled loop into a tile of vector registers by itself, so the few
+innermost loops (the rank-1 updates of an ``MR x NR`` tile, the transposes of packing) are
+emitted as explicit vector instructions through `numba.extending.intrinsic`.  Everything above
+them is ordinary Numba code.
+
+All functions here build an intrinsic whose arguments are ``int64``: addresses, byte strides and
+counts.  They trust their caller: every address is valid for the extent that its docstring names.
+The results carry ``numfuse_key``, the identity that `numfuse.specialise` hashes.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+
+#: LLVM type and bytes of an element, by storage format.  bfloat16 travels as its 16 bits: a
+#: shift widens it exactly, and no instruction set before AVX512-BF16 knows the type.
+FORMATS: dict[str, tuple[ir.Type, int]] = {
+    "float64": (ir.DoubleType(), 8),
+    "float32": (ir.FloatType(), 4),
+    "float16": (ir.HalfType(), 2),
+    "bfloat16": (I16, 2),
+}
+
+
+def itemsize(fmt: str) -> int:
+    return FORMATS[fmt][1]
+
+
+def _vector(element: ir.Type, count: int) -> ir.VectorType:
+    return ir.VectorType(element, count)
+
+
+def _lanes(values: list[int]) -> ir.Constant:
+    return ir.Constant(_vector(I32, len(values)), values)
+
+
+def _pointer(builder: ir.IRBuilder, address: ir.Value, offset: Any, ty: ir.Type) -> ir.Value:
+    """``address + offset`` (bytes) as a pointer to `ty`."""
+    if not isinstance(offset, ir.Value):
+        offset = I64(offset)
+    return builder.inttoptr(builder.add(address, offset), ty.as_pointer())
+
+
+def _splat(builder: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
+    """Broadcast a scalar to all lanes (one broadcasting load, once LLVM has folded it)."""
+    ty = _vector(scalar.type, count)
+    one = builder.insert_element(ir.Constant(ty, ir.Undefined), scalar, I32(0))
+    return builder.shuffle_vector(one, one, _lanes([0] * count))
+
+
+def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]) -> Any:
+    """An intrinsic of `nargs` int64 and no result, whose instructions `body(builder, *args)` emits."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        body(builder, *args)
+        return context.get_dummy_value()
+
+    def typing(typingctx: Any, *args: Any) -> Any:
+        return types.void(*[types.int64] * len(args)), codegen
+
+    typing.__name__ = name
+    # Numba folds the arguments of a call by the signature, and cannot fold into *args.
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    names = ["typingctx", *(f"arg{i}" for i in range(nargs))]
+    typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, kind) for n in names]
+    )
+    made = intrinsic(typing)
+    made.numfuse_key = f"{name}({key})"
+    return made
+
+
+def _widened(builder: ir.IRBuilder, value: ir.Value, fmt: str, acc: str) -> ir.Value:
+    """A vector of storage format `fmt` in the accumulator's format; exact in every case."""
+    if fmt == acc:
+        return value
+    count = value.type.count
+    wide = _vector(FORMATS[acc][0], count)
+    if fmt == "bfloat16":
+        bits = builder.zext(value, _vector(I32, count))
+        return builder.bitcast(builder.shl(bits, _lanes([16] * count)), wide)
+    return builder.fpext(value, wide)
+
+
+def _masked_load(builder: ir.IRBuilder, pointer: ir.Value, live: ir.Value, bytes_: int) -> ir.Value:
+    """Lanes ``< live`` (an int64) from memory, zero elsewhere; other lanes are not touched."""
+    ty = pointer.type.pointee
+    lane = ir.Constant(_vector(I64, ty.count), list(range(ty.count)))
+    mask = builder.icmp_signed("<", lane, _splat(builder, live, ty.count))
+    element = str(ty.element).replace("float", "f32").replace("double", "f64").replace("half", "f16")
+    fn = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ty, [pointer.type, I32, mask.type, ty]),
+        f"llvm.masked.load.v{ty.count}{element}.p0",
+    )
+    return builder.call(fn, [pointer, I32(bytes_), mask, ir.Constant(ty, None)])
+
+
+def _prefetched(builder: ir.IRBuilder, address: ir.Value, write: int, locality: int) -> None:
+    p8 = I8.as_pointer()
+    fn = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [p8, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    builder.call(fn, [builder.inttoptr(address, p8), I32(write), I32(locality), I32(1)])
+
+
+@functools.cache
+def make_prefetch() -> Any:
+    """``prefetch(address)``: bring one cache line close (level 2), for reading."""
+    return address_intrinsic("prefetch", "1", 1, lambda b, address: _prefetched(b, address, 0, 2))
+
+
+def _tile(
+    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, mr: int, nr: int, vl: int, args: Any
+) -> None:
+    """One tile: ``c[i, j] (+)= sum_p a[p, i] * b[p, j]`` for ``rows x (vectors * vl)`` values."""
+    k, a, b, c, ldc, first = args
+    element, size = FORMATS[acc]
+    vector = _vector(element, vl)
+    fma = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(vector, [vector] * 3),
+        f"llvm.fma.v{vl}f{size * 8}",
+    )
+    targets = []
+    for i in range(rows):
+        row = builder.add(c, builder.mul(ldc, I64(i)))
+        for v in range(vectors):
+            targets.append(_pointer(builder, row, v * vl * size, vector))
+            # The tile is read only after the K loop: asked for now, it has arrived by then.
+            if (v * vl * size) % 64 == 0:
+                _prefetched(builder, builder.add(row, I64(v * vl * size)), 1, 3)
+
+    start = builder.block
+    loop = builder.append_basic_block("tile.loop")
+    done = builder.append_basic_block("tile.done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    count, a_at, b_at = (builder.phi(I64) for _ in range(3))
+    sums = [builder.phi(vector) for _ in targets]
+    columns = [
+        builder.load(_pointer(builder, b_at, v * vl * size, vector), align=size)
+        for v in range(vectors)
+    ]
+    updated = []
+    for i in range(rows):
+        value = builder.load(_pointer(builder, a_at, i * size, element), align=size)
+        splat = _splat(builder, value, vl)
+        for v in range(vectors):
+            updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
+    stepped = [
+        builder.sub(count, I64(1)),
+        builder.add(a_at, I64(mr * size)),
+        builder.add(b_at, I64(nr * size)),
+    ]
+    zero = ir.Constant(vector, None)
+    for phi, initial, following in zip(
+        [count, a_at, b_at, *sums], [k, a, b] + [zero] * len(sums), stepped + updated, strict=True
+    ):
+        phi.add_incoming(initial, start)
+        phi.add_incoming(following, builder.block)
+    builder.cbranch(builder.icmp_signed(">", stepped[0], I64(0)), loop, done)
+    builder.position_at_end(done)
+    with builder.if_else(builder.icmp_signed("!=", first, I64(0))) as (fresh, running):
+        with fresh:
+            for target, value in zip(targets, updated, strict=True):
+                builder.store(value, target, align=size)
+        with running:
+            # Each KC block is summed from zero and added once: chains of length KC + K / KC
+            # instead of K, which halves the measured rounding error at K = 2048.
+            for target, value in zip(targets, updated, strict=True):
+                builder.store(builder.fadd(builder.load(target, align=size), value), target, align=size)
+
+
+@functools.cache
+def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
+    """``microkernel(rows, wide, k, a, b, c, ldc, first)``: one output tile, k >= 1.
+
+    ``c[i, j] = sum_p a[p * MR + i] * b[p * NR + j]`` (`first` != 0), else ``+=``, for
+    ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the first ``vl`` of them
+    where `wide` is 0.  `a` and `b` are packed panels; `ldc` is in bytes.  The order of summation
+    of an element is the same in every variant, so an edge has the bits of an interior tile.
+    """
+    nr = vectors * vl
+
+    def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
+        end = builder.append_basic_block("microkernel.end")
+        variants = [(r, v) for v in sorted({vectors, 1}, reverse=True) for r in range(mr, 0, -1)]
+        selector = builder.add(builder.mul(builder.select(builder.icmp_signed("!=", wide, I64(0)),
+                                                          I64(vectors), I64(1)), I64(64)), rows)
+        switch = builder.switch(selector, end)
+        for r, v in variants:
+            block = builder.append_basic_block(f"microkernel.{r}x{v * vl}")
+            switch.add_case(I64(v * 64 + r), block)
+            builder.position_at_end(block)
+            _tile(builder, acc, r, v, mr, nr, vl, args)
+            builder.branch(end)
+        builder.position_at_end(end)
+
+    return address_intrinsic("microkernel", f"{acc},{mr},{vectors},{vl}", 8, body)
+
+
+@functools.cache
+def make_copy_lanes(fmt: str, acc: str, vl: int) -> Any:
+    """``copy_lanes(source, target, live)``: widen ``live <= vl`` elements, zero the rest of vl.
+
+    Reads exactly `live` elements and writes exactly ``vl``.
+    """
+    element, size = FORMATS[fmt]
+
+    def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value, live: ir.Value) -> None:
+        pointer = _pointer(builder, source, 0, _vector(element, vl))
+        value = _widened(builder, _masked_load(builder, pointer, live, size), fmt, acc)
+        builder.store(value, _pointer(builder, target, 0, value.type), align=itemsize(acc))
+
+    return address_intrinsic("copy_lanes", f"{fmt},{acc},{vl}", 3, body)
+
+
+@functools.cache
+def make_copy_vectors(fmt: str, acc: str, vl: int, vectors: int) -> Any:
+    """``copy_vectors(source, target)``: widen ``vectors * vl`` contiguous elements."""
+    element, size = FORMATS[fmt]
+
+    def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+        for v in range(vectors):
+            pointer = _pointer(builder, source, v * vl * size, _vector(element, vl))
+            value = _widened(builder, builder.load(pointer, align=size), fmt, acc)
+            offset = v * vl * itemsize(acc)
+            builder.store(value, _pointer(builder, target, offset, value.type), align=itemsize(acc))
+
+    return address_intrinsic("copy_vectors", f"{fmt},{acc},{vl},{vectors}", 2, body)
+
+
+@functools.cache
+def make_copy_one(fmt: str, acc: str) -> Any:
+    """``copy_one(source, target)``: widen one element."""
+    element, size = FORMATS[fmt]
+
+    def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+        one = _vector(element, 1)
+        value = _widened(builder, builder.load(_pointer(builder, source, 0, one), align=size), fmt, acc)
+        builder.store(value, _pointer(builder, target, 0, value.type), align=itemsize(acc))
+
+    return address_intrinsic("copy_one", f"{fmt},{acc}", 2, body)
+
+
+def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Columns of a square block of vectors: log2(vl) rounds of perfect shuffles."""
+    vl = len(rows)
+    half = vl // 2
+    low = _lanes([x // 2 + (x % 2) * vl for x in range(vl)])
+    high = _lanes([half + x // 2 + (x % 2) * vl for x in range(vl)])
+    for _ in range(vl.bit_length() - 1):
+        rows = [
+            builder.shuffle_vector(rows[j // 2], rows[j // 2 + half], high if j % 2 else low)
+            for j in range(vl)
+        ]
+    return rows
+
+
+@functools.cache
+def make_transpose(fmt: str, acc: str, vl: int, rows: int) -> Any:
+    """``transpose(source, stride, live_rows, live, target, step)``: a block turned round.
+
+    ``target[q * step + r] = source[r * stride + q]`` for ``r < live_rows <= rows <= vl`` and
+    ``q < live <= vl`` (strides in bytes).  Writes ``live`` vectors of vl lanes; lanes from
+    `live_rows` on hold copies of row 0 (no reader looks at them), so that nothing outside the
+    source is read.
+    """
+    element, size = FORMATS[fmt]
+
+    def body(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, live_rows: ir.Value,
+             live: ir.Value, target: ir.Value, step: ir.Value) -> None:
+        narrow = _vector(element, vl)
+        pointers = []
+        for r in range(rows):
+            index = builder.select(builder.icmp_signed("<", I64(r), live_rows), I64(r), I64(0))
+            pointers.append(_pointer(builder, source, builder.mul(stride, index), narrow))
+
+        def turned(values: list[ir.Value]) -> list[ir.Value]:
+            wide = [_widened(builder, value, fmt, acc) for value in values]
+            wide += [ir.Constant(wide[0].type, None)] * (vl - rows)
+            return _transposed(builder, wide)
+
+        def stored(column: ir.Value, q: int) -> None:
+            where = _pointer(builder, target, builder.mul(step, I64(q)), column.type)
+            builder.store(column, where, align=itemsize(acc))
+
+        with builder.if_else(builder.icmp_signed(">=", live, I64(vl))) as (full, part):
+            with full:
+                for q, column in enumerate(turned([builder.load(p, align=size) for p in pointers])):
+                    stored(column, q)
+            with part:
+                columns = turned([_masked_load(builder, p, live, size) for p in pointers])
+                for q, column in enumerate(columns[:-1]):
+                    with builder.if_then(builder.icmp_signed("<", I64(q), live)):
+                        stored(column, q)
+
+    return address_intrinsic("transpose", f"{fmt},{acc},{vl},{rows}", 6, body)
+
+
+@functools.cache
+def make_call(nargs: int) -> Any:
+    """``call(function, *args)``: call ``void function(int64, ...)`` by its address."""
+
+    def body(builder: ir.IRBuilder, function: ir.Value, *args: ir.Value) -> None:
+        ty = ir.FunctionType(ir.VoidType(), [I64] * nargs)
+        builder.call(builder.inttoptr(function, ty.as_pointer()), args)
+
+    return address_intrinsic("call", str(nargs), nargs + 1, body)
+
+
+@functools.cache
+def make_fetch_add() -> Any:
+    """``fetch_add(address) -> int64``: the counter's value before one is added, atomically."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, I64(1), "monotonic")
+
+    def fetch_add(typingctx: Any, address: Any) -> Any:
+        return types.int64(types.int64), codegen
+
+    made = intrinsic(fetch_add)
+    made.numfuse_key = "fetch_add"
+    return made
+
+
+@functools.cache
+def _typed_pointer(name: str, element: Any) -> Any:
+    pointer = types.CPointer(element)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    def typing(typingctx: Any, address: Any) -> Any:
+        return pointer(types.int64), codegen
+
+    typing.__name__ = name
+    made = intrinsic(typing)
+    made.numfuse_key = f"{name}({element})"
+    return made
+
+
+#: How a storage format looks to Numba: half types travel as their 16 bits.
+CARRIERS = {
+    "float64": types.float64,
+    "float32": types.float32,
+    "float16": types.uint16,
+    "bfloat16": types.uint16,
+    "int64": types.int64,
+    "uint16": types.uint16,
+    "uint32": types.uint32,
+    "uint64": types.uint64,
+}
+
+
+@functools.cache
+def make_elements(fmt: str) -> Any:
+    """``elements(address)``: the address as a pointer ``p`` for ``p[i]`` in Numba code."""
+    return _typed_pointer("elements", CARRIERS[fmt])
+
+
+@functools.cache
+def make_widen(fmt: str, acc: str) -> Any:
+    """``widen(element) -> accumulator`` for one storage element; exact."""
+    result = CARRIERS[acc]
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = args[0]
+        if fmt == acc:
+            return value
+        if fmt == "bfloat16":
+            return builder.bitcast(builder.shl(builder.zext(value, I32), I32(16)), ir.FloatType())
+        element = FORMATS[fmt][0]
+        if fmt == "float16":
+            value = builder.bitcast(value, element)
+        return builder.fpext(value, FORMATS[acc][0])
+
+    def widen(typingctx: Any, element: Any) -> Any:
+        return result(CARRIERS[fmt]), codegen
+
+    made = intrinsic(widen)
+    made.numfuse_key = f"widen({fmt},{acc})"
+    return made
+
+
+@functools.cache
+def make_narrow(fmt: str, acc: str) -> Any:
+    """``narrow(accumulator) -> element``: the one rounding at the store, to nearest even.
+
+    NaN stays NaN; beyond the largest finite number the result is infinite, as IEEE 754 has it.
+    """
+    result = CARRIERS[fmt]
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        value = args[0]
+        if fmt == acc:
+            return value
+        if fmt == "bfloat16":
+            bits = builder.bitcast(value, I32)
+            odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+            rounded = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
+            # Rounding the payload of a NaN could carry into the exponent: set the quiet bit.
+            quiet = builder.or_(builder.lshr(bits, I32(16)), I32(64))
+            is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+            return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
+        narrowed = builder.fptrunc(value, FORMATS[fmt][0])
+        return builder.bitcast(narrowed, I16) if fmt == "float16" else narrowed
+
+    def narrow(typingctx: Any, value: Any) -> Any:
+        return result(CARRIERS[acc]), codegen
+
+    made = intrinsic(narrow)
+    made.numfuse_key = f"narrow({fmt},{acc})"
+    return made
+
+
+@functools.cache
+def make_is_finite() -> Any:
+    """``is_finite(x)`` on the bits of a float32 or float64: no compiler may assume it away."""
+
+    def is_finite(typingctx: Any, x: Any) -> Any:
+        bits = x.bitwidth
+        exponent = 0x7F800000 if bits == 32 else 0x7FF0000000000000
+
+        def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+            integer = ir.IntType(bits)
+            masked = builder.and_(builder.bitcast(args[0], integer), integer(exponent))
+            return builder.icmp_unsigned("!=", masked, integer(exponent))
+
+        return types.boolean(x), codegen
+
+    made = intrinsic(is_finite)
+    made.numfuse_key = "is_finite"
+    return made
+

@@ -1,0 +1,71 @@
+"""The measured ceiling: what the micro-kernel reaches on panels that never leave level 1."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numba import types
+
+from numfuse import specialise
+from numfuse.backends.cpu import kernels, library, microkernel
+
+#: K of the timed panels: 14 x 256 and 256 x 32 values of float32 are 46 KiB, of which the level-1
+#: cache serves the stream.
+_DEPTH = 256
+
+
+@functools.cache
+def _loop(acc: str) -> Any:
+    r = library.registers(acc)
+    return specialise.entry(
+        kernels.peak_loop,
+        types.void(*[types.int64] * 6),
+        MICROKERNEL=microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl),
+        MR=r.mr,
+    )
+
+
+def fma_peak(dtype: str = "float32", threads: int = 1, seconds: float = 0.05) -> float:
+    """The fused-multiply-add peak of `threads` cores, measured now.
+
+    Parameters
+    ----------
+    dtype : str
+        "float32" or "float64".
+    threads : int
+        Threads that run at the same time, each on data of its own.
+    seconds : float
+        About how long to measure.
+
+    Returns
+    -------
+    float
+        GFLOP/s (a multiplication and an addition count as two), the median of five rounds.
+    """
+    r = library.registers(dtype)
+    run = _loop(dtype)
+    flops = 2 * r.mr * r.nr * _DEPTH
+    panels = np.zeros((threads, (1 << 18) // r.itemsize), dtype)
+    base = panels.__array_interface__["data"][0]
+    row = 128 * 1024
+
+    def work(thread: int, repeats: int) -> None:
+        at = base + thread * panels.strides[0]
+        run(repeats, _DEPTH, at, at + row // 4, at + row, r.nr * r.itemsize)
+
+    work(0, 1000)
+    start = time.perf_counter()
+    work(0, 1000)
+    repeats = max(1000, int(1000 * seconds / 5 / (time.perf_counter() - start)))
+    with ThreadPoolExecutor(threads) as pool:
+        rounds = []
+        for _ in range(5):
+            start = time.perf_counter()
+            list(pool.map(work, range(threads), [repeats] * threads))
+            rounds.append(time.perf_counter() - start)
+    return threads * repeats * flops / statistics.median(rounds) / 1e9

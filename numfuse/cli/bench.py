@@ -1,0 +1,239 @@
+"""Measure this machine: its ceilings (fused multiply-adds and bytes a second), numfuse, and the
+installed peers doing the same work on the same operands. One process per number of threads, pinned
+to as many cores; contestants interleaved, medians over the rounds, results checked against
+float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from numfuse.cli import missing_extra
+from numfuse.cli.peers import ACTIVATIONS, OPERATIONS, PEERS, installed
+
+SIZES = {
+    "quick": ["64", "256"],
+    "default": ["64", "256", "512", "1024", "1000x777x1003"],
+    "full": [
+        *("64", "256", "512", "1024", "2048"),
+        *("8192x512x2048", "4096x4096x64", "1000x777x1003"),
+    ],
+}
+# Rounds and the least seconds of one timed stretch.
+EFFORT = {"quick": (3, 1e-3), "default": (7, 2e-3), "full": (15, 5e-3)}
+SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
+GATED_ELEMENTS = 1 << 16  # below, a gated call measures the caller and not the kernel
+
+
+def size(text: str) -> tuple[int, int, int]:
+    """``512`` or ``1000x777x1003``: M, N, K."""
+    try:
+        numbers = [int(part) for part in text.split("x")]
+    except ValueError:
+        numbers = []
+    if len(numbers) == 1:
+        numbers *= 3
+    if len(numbers) != 3 or min(numbers) < 1:
+        raise argparse.ArgumentTypeError(f"expected N or MxNxK, got {text!r}")
+    m, n, k = numbers
+    return m, n, k
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    effort = parser.add_mutually_exclusive_group()
+    effort.add_argument(
+        "--quick", dest="effort", action="store_const", const="quick", help="some seconds"
+    )
+    effort.add_argument(
+        "--full",
+        dest="effort",
+        action="store_const",
+        const="full",
+        help="every size and peer, torch.compile too, more rounds: up to an hour",
+    )
+    parser.set_defaults(effort="default")
+    parser.add_argument(
+        "--sizes",
+        nargs="+",
+        type=size,
+        metavar="MxNxK",
+        help="a is M x K, b is K x N; N for a cube",
+    )
+    parser.add_argument("--dtype", nargs="+", choices=("float32", "float64"))
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS)
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu")
+    parser.add_argument(
+        "--threads", nargs="+", type=int, metavar="N", help="default: 1, and one per core"
+    )
+    parser.add_argument("--peers", nargs="*", choices=tuple(PEERS))
+    parser.add_argument("--rounds", type=int, metavar="N")
+    parser.add_argument("--seed", type=int, help="default: a new one each time")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument(
+        "--markdown",
+        type=Path,
+        metavar="FILE",
+        help="write the tables; between the marks of an existing file, if it has them",
+    )
+
+
+def choose_peers(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
+    """The peers to run, and why each other one is not run."""
+    wanted = arguments.peers if arguments.peers is not None else list(PEERS)
+    chosen, left_out = [], {}
+    for name in wanted:
+        if not installed(name):
+            left_out[name] = f"{PEERS[name][0]} is not installed"
+        elif name == SLOW_TO_COMPILE and arguments.peers is None and arguments.effort != "full":
+            left_out[name] = "it compiles for seconds in each case; --full or --peers includes it"
+        else:
+            chosen.append(name)
+    return chosen, left_out
+
+
+def choose_threads(arguments: argparse.Namespace, cores: list[int]) -> tuple[list[int], list[str]]:
+    """Numbers of threads, and a sentence for each that this machine has no cores for."""
+    import os
+
+    available = len(cores) or os.cpu_count() or 1
+    if arguments.threads is None:
+        return ([1] if arguments.effort == "quick" else sorted({1, available})), []
+    possible = [n for n in arguments.threads if 1 <= n <= available]
+    return possible, [
+        f"{n} threads are left out: this process may use {available} core(s)"
+        for n in arguments.threads
+        if n not in possible
+    ]
+
+
+def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+    sizes = arguments.sizes or [size(text) for text in SIZES[arguments.effort]]
+    quick = arguments.effort == "quick"
+    dtypes = arguments.dtype or (["float32"] if quick else ["float32", "float64"])
+    operations = arguments.operations or (OPERATIONS[:2] if quick else OPERATIONS)
+    # A gated operation works on (M, N): one case where two sizes differ in K only.
+    cases: dict[tuple[Any, ...], None] = {}
+    for dtype in dtypes:
+        for operation in operations:
+            for m, n, k in sizes:
+                gated = operation.startswith("gated")
+                if gated and not arguments.sizes and m * n < GATED_ELEMENTS:
+                    continue
+                case = (operation, m, n, 0 if gated else k, dtype, arguments.activation)
+                cases[case] = None
+    return list(cases)
+
+
+def measure(
+    arguments: argparse.Namespace, advance: Callable[[str, int, int], None]
+) -> dict[str, Any]:
+    """Run everything; ``advance(description, done, total)`` is called as it goes."""
+    import secrets
+
+    import numfuse as nf
+    from numfuse.cli import ceilings, session
+    from numfuse.cli.info import REQUIRED, version
+
+    cores = ceilings.cores()
+    threads, notes = choose_threads(arguments, cores)
+    chosen, left_out = choose_peers(arguments)
+    cases = choose_cases(arguments)
+    rounds, sample = EFFORT[arguments.effort]
+    seed = arguments.seed if arguments.seed is not None else secrets.randbits(32)
+    if not cores:
+        notes.append("this system cannot pin a process: JAX takes as many threads as it likes")
+    report: dict[str, Any] = {
+        "numfuse": nf.__version__,
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "processor": ceilings.processor(),
+        "cores": len(cores) or None,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in (*REQUIRED, "torch", "jax")},
+        "seed": seed,
+        "rounds": arguments.rounds or rounds,
+        "activation": arguments.activation,
+        "peers": chosen,
+        "left_out": left_out,
+        "notes": notes,
+        "sessions": [],
+        "cases": [],
+    }
+    total = len(threads) * len(cases)
+    for count in threads:
+        found: dict[str, Any] = {"threads": count}
+        plan = {
+            "threads": count,
+            "cases": cases,
+            "peers": chosen,
+            "rounds": report["rounds"],
+            "sample": sample,
+            "rest": count > 1,  # one pinned thread has nobody to wait for
+            "seed": seed,
+        }
+        advance(f"{count} thread(s): ceilings", len(report["cases"]), total)
+        for event in session.start(plan, cores[:count]):
+            kind = event.pop("event")
+            if kind == "case":
+                report["cases"].append(event)
+                text = f"{count} thread(s): {event['operation']} {event['dtype']}"
+                advance(f"{text} {event['m']}x{event['n']}", len(report["cases"]), total)
+            else:
+                found[kind] = event
+        report["sessions"].append(found)
+    return report
+
+
+def wrong_results(report: dict[str, Any]) -> list[str]:
+    """A sentence for each result that is further from float64 than its rounding allows."""
+    return [
+        f"{name}: {case['operation']} {case['dtype']} {case['m']}x{case['n']}x{case['k']}: "
+        f"relative error {error:.1e}, at most {case['tolerance']:.1e} expected"
+        for case in report["cases"]
+        for name, error in case["error"].items()
+        if not error <= case["tolerance"]
+    ]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if missing_extra("bench", ("rich",), "bench"):
+        return 2
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from numfuse.cli import report as reports
+
+    # A pipe or a file has no width of its own: wide enough for every column.
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        try:
+            report = measure(
+                arguments,
+                lambda text, done, total: bar.update(
+                    task, description=text, completed=done, total=total
+                ),
+            )
+        except RuntimeError as error:
+            bar.stop()
+            print(f"numfuse bench: {error}", file=sys.stderr)
+            return 1
+    reports.show(report, console)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        console.print(f"everything measured: {arguments.json}")
+    if arguments.markdown:
+        reports.write_markdown(report, arguments.markdown)
+        console.print(f"tables: {arguments.markdown}")
+    wrong = wrong_results(report)
+    for sentence in wrong:
+        print(f"WRONG RESULT  {sentence}", file=sys.stderr)
+    return 1 if wrong else 0

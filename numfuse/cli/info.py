@@ -1,0 +1,112 @@
+"""Tell which backends, devices, vector width, threads, threading layer and cache directory were
+found on this machine, and why the rest was not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+# What numfuse runs on, and the optional packages by the extra that installs them.
+REQUIRED = ("numpy", "numba", "llvmlite", "scipy", "ml_dtypes")
+OPTIONAL = {
+    "numba-cuda": "cuda",
+    "wgpu": "webgpu",
+    "torch": "torch",
+    "jax": "jax",
+    "autograd": "autograd",
+    "dask": "dask",
+    "matplotlib": "demo",
+    "rich": "demo",
+    "scikit-learn": "demo",
+    "threadpoolctl": "bench",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object, to attach to a bug report"
+    )
+
+
+def version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def collect() -> dict[str, Any]:
+    """Everything that this command prints, as one object that JSON can hold."""
+    import numfuse as nf
+    from numfuse.backends import load
+
+    found: dict[str, Any] = {
+        "numfuse": nf.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "packages": {name: version(name) for name in REQUIRED},
+        "optional": {name: version(name) for name in OPTIONAL},
+        "backends": {},
+    }
+    for name, status in nf.backends().items():
+        facts: dict[str, Any] = {"available": bool(status)}
+        if status:
+            facts.update(load(name).describe())
+        else:
+            facts["reason"] = str(status)
+        found["backends"][name] = facts
+    return found
+
+
+def sentence(value: Any) -> str:
+    """A fact as a person reads it: lists with commas, yes and no."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {sentence(item)}" for key, item in value.items())
+    if isinstance(value, list | tuple | set | frozenset):
+        return ", ".join(sentence(item) for item in value) or "none"
+    return "none" if value is None else str(value)
+
+
+def print_facts(facts: dict[str, str]) -> None:
+    width = max(map(len, facts), default=0)
+    for key, value in facts.items():
+        print(f"  {key:{width}}  {value}")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = collect()
+    if arguments.json:
+        print(json.dumps(found, indent=2, default=str))
+        return 0
+
+    print(f"numfuse {found['numfuse']}, Python {found['python']}, {found['platform']}")
+    for name, facts in found["backends"].items():
+        if not facts["available"]:
+            print(f"\n{name}: not available\n  {facts['reason']}")
+            continue
+        print(f"\n{name}: available")
+        print_facts(
+            {
+                key.replace("_", " "): sentence(value)
+                for key, value in facts.items()
+                if key != "available"
+            }
+        )
+    print("\npackages")
+    print_facts({name: sentence(number) for name, number in found["packages"].items()})
+    print("\noptional packages")
+    print_facts(
+        {
+            name: number or f'not installed: python -m pip install "numfuse[{OPTIONAL[name]}]"'
+            for name, number in found["optional"].items()
+        }
+    )
+    return 0

@@ -1,0 +1,94 @@
+"""The demo's picture: the learning curve beside test digits with their predictions."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from numfuse.cli.demo import Digits, Progress
+    from numfuse.cli.network import Parameters
+
+# Blue and orange of the Okabe-Ito palette: apart for every kind of colour vision.
+BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
+ROWS, COLUMNS = 4, 6
+
+
+def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress) -> None:
+    """Write the picture. Wrong predictions come first in the grid, so that none hides."""
+    import numpy as np
+    from matplotlib.figure import Figure  # not pyplot: no display is needed, nothing stays open
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+    from numfuse.cli.network import CLASSES, SMOOTHING, predict
+
+    predicted = predict(parameters, digits.x_test).argmax(axis=1)
+    wrong = predicted != digits.y_test
+    accuracy = progress.test_accuracy[-1]
+    epochs = np.arange(1, len(progress.loss) + 1)
+
+    figure = Figure(figsize=(11, 5), dpi=150, layout="constrained")
+    left, right = cast(Any, figure.subfigures(1, 2, width_ratios=(1, 1.12), wspace=0.04))
+
+    loss_axes, accuracy_axes = left.subplots(2, 1, sharex=True)
+    left.suptitle("Learning curve", fontsize=13, weight="bold")
+    marker = "o" if len(epochs) < 3 else None
+    loss_axes.plot(epochs, progress.loss, color=BLUE, linewidth=2, marker=marker)
+    loss_axes.set_ylabel("training loss\n(cross-entropy, nats)")
+    loss_axes.set_ylim(bottom=0)
+    # Against smoothed labels a perfect network still pays their entropy.
+    right_class, other = 1 - SMOOTHING + SMOOTHING / CLASSES, SMOOTHING / CLASSES
+    floor = -right_class * math.log(right_class) - (CLASSES - 1) * other * math.log(other)
+    loss_axes.axhline(floor, color=GREY, linewidth=1, linestyle=":")
+    loss_axes.annotate(
+        f"least possible with smoothed labels: {floor:.2f}",
+        (epochs[-1], floor),
+        xytext=(-4, -4),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=GREY,
+        fontsize=9,
+    )
+    accuracy_axes.plot(epochs, progress.test_accuracy, color=ORANGE, linewidth=2, marker=marker)
+    accuracy_axes.set_ylabel("test accuracy")
+    accuracy_axes.set_xlabel("epoch")
+    low = min(progress.test_accuracy)
+    accuracy_axes.set_ylim(min(0.9, 0.1 * int(10 * low)), 1.003)
+    accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
+    accuracy_axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+    accuracy_axes.annotate(
+        f"{accuracy:.2%} after {len(epochs)} epochs",
+        (epochs[-1], accuracy),
+        xytext=(-4, -26),
+        textcoords="offset points",
+        ha="right",
+        va="top",
+        color=ORANGE,
+        weight="bold",
+    )
+    for axes in (loss_axes, accuracy_axes):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+
+    right.suptitle(
+        f"Test digits and predictions   ({wrong.sum()} of {len(wrong)} wrong)",
+        fontsize=13,
+        weight="bold",
+    )
+    # A stable sort keeps the test set's own order on either side.
+    shown = np.argsort(~wrong, kind="stable")[: ROWS * COLUMNS]
+    for axes, index in zip(right.subplots(ROWS, COLUMNS).flat, shown, strict=True):
+        axes.imshow(digits.x_test[index].reshape(8, 8), cmap="gray_r")
+        axes.set_xticks([])
+        axes.set_yticks([])
+        if wrong[index]:
+            title = f"{predicted[index]}, is {digits.y_test[index]}"
+            axes.set_title(title, fontsize=11, color=ORANGE, weight="bold", pad=3)
+        else:
+            axes.set_title(str(predicted[index]), fontsize=11, color=BLUE, pad=3)
+        for spine in axes.spines.values():
+            spine.set_color(ORANGE if wrong[index] else "#cccccc")
+            spine.set_linewidth(2.5 if wrong[index] else 0.8)
+    figure.savefig(path, format="png")

@@ -1,0 +1,226 @@
+"""What ``bench`` prints and writes: one table per dtype and number of threads, and the verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numfuse.cli.timing import readable
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
+OPERATION_NAMES = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_saved": "backward, saved",
+    "gated": "gated",
+    "gated_backward": "gated backward",
+}
+# Two medians nearer than this are called equal: what the same program differs by between runs.
+EQUAL = 0.02
+
+
+class Row(NamedTuple):
+    """One case as text, and whether numfuse is behind its fastest peer."""
+
+    cells: list[str]
+    behind: bool
+
+    @property
+    def style(self) -> str | None:
+        return "yellow" if self.behind else None
+
+
+class Table(NamedTuple):
+    title: str
+    head: list[str]
+    rows: list[Row]
+
+
+def fastest_peer(case: dict[str, Any]) -> tuple[str, float] | None:
+    """Name of the fastest peer, and its time as a multiple of numfuse's."""
+    peers = {name: t for name, t in case["seconds"].items() if name != "numfuse"}
+    if not peers:
+        return None
+    name = min(peers, key=peers.__getitem__)
+    return name, peers[name] / case["seconds"]["numfuse"]
+
+
+def size_text(case: dict[str, Any]) -> str:
+    sizes = [case["m"], case["n"], *([case["k"]] if case["k"] else [])]
+    if len(sizes) == 3 and len(set(sizes)) == 1:
+        return f"{sizes[0]}³"
+    return "x".join(map(str, sizes))
+
+
+def rate_text(case: dict[str, Any], triad: float | None) -> tuple[str, str]:
+    """The rate with its unit, and its share of the ceiling that limits this work."""
+    seconds = case["seconds"]["numfuse"]
+    if case["flop"]:
+        rate, unit, ceiling = case["flop"] / seconds / 1e9, "GFLOP/s", case["peak_gflops"]
+    else:
+        rate, unit, ceiling = case["bytes"] / seconds / 1e9, "GB/s", triad
+    return f"{rate:.3g} {unit}", f"{rate / ceiling:.0%}" if ceiling else "unknown"
+
+
+def tables(report: dict[str, Any]) -> list[Table]:
+    found = []
+    for session in report["sessions"]:
+        threads = session["threads"]
+        triad = session.get("triad", {}).get("gbs")
+        for dtype in dict.fromkeys(case["dtype"] for case in report["cases"]):
+            cases = [
+                case
+                for case in report["cases"]
+                if case["dtype"] == dtype and case["threads"] == threads
+            ]
+            if cases:
+                title = f"{dtype}, {threads} thread{'s' if threads > 1 else ''}"
+                found.append(table(title, cases, triad, report["peers"]))
+    return found
+
+
+def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: list[str]) -> Table:
+    peaks = [case["peak_gflops"] for case in cases if case["peak_gflops"]]
+    if peaks:
+        title += f"; FMA peak {min(peaks):.0f} to {max(peaks):.0f} GFLOP/s"
+    if triad:
+        title += f"; triad {triad:.0f} GB/s"
+    head = ["operation", "MxNxK", "numfuse", "rate", "of ceiling", *peers, "fastest peer"]
+    rows = []
+    for case in cases:
+        rival = fastest_peer(case)
+        seconds = case["seconds"]
+        rows.append(
+            Row(
+                [
+                    OPERATION_NAMES[case["operation"]],
+                    size_text(case),
+                    readable(seconds["numfuse"]),
+                    *rate_text(case, triad),
+                    *(readable(seconds[p]) if p in seconds else "failed" for p in peers),
+                    f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
+                ],
+                behind=rival is not None and rival[1] < 1 - EQUAL,
+            )
+        )
+    return Table(title, head, rows)
+
+
+def verdict(report: dict[str, Any]) -> list[str]:
+    """In words: how often numfuse leads, and every case in which a peer does."""
+    rivals = [(case, rival) for case in report["cases"] if (rival := fastest_peer(case))]
+    if not rivals:
+        return ["No peer was run: nothing to compare with."]
+    ahead = sum(ratio > 1 + EQUAL for _, (_, ratio) in rivals)
+    behind = [(case, *rival) for case, rival in rivals if rival[1] < 1 - EQUAL]
+    equal = len(rivals) - ahead - len(behind)
+    lines = [
+        f"numfuse is faster than every peer in {ahead} of {len(rivals)} cases, equal to the "
+        f"fastest within {EQUAL:.0%} in {equal}, and slower in {len(behind)}."
+    ]
+    for case, name, ratio in sorted(behind, key=lambda item: item[2]):
+        plural = "s" if case["threads"] > 1 else ""
+        lines.append(
+            f"{name} is {1 / ratio:.2f} times as fast as numfuse: "
+            f"{OPERATION_NAMES[case['operation']]}, {case['dtype']}, {size_text(case)}, "
+            f"{case['threads']} thread{plural}."
+        )
+    return lines
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """What was not run and why, so that no gap in a table goes unexplained."""
+    lines = [f"{name} was not run: {reason}." for name, reason in report["left_out"].items()]
+    lines += [f"{note}." for note in report["notes"]]
+    if any(case["flop"] and not case["peak_gflops"] for case in report["cases"]):
+        lines.append("The FMA peak could not be measured: the CPU backend has no fma_peak here.")
+    failures = {
+        f"{name} failed: {reason}"
+        for case in report["cases"]
+        for name, reason in case["failed"].items()
+    }
+    return lines + sorted(failures)
+
+
+def machine(report: dict[str, Any]) -> str:
+    packages = ", ".join(f"{k} {v}" for k, v in report["packages"].items() if v)
+    cores = f", {report['cores']} core(s)" if report["cores"] else ""
+    return (
+        f"{report['processor']}{cores}; {report['platform']}; Python {report['python']}, "
+        f"numfuse {report['numfuse']}, {packages}"
+    )
+
+
+def method(report: dict[str, Any]) -> str:
+    text = (
+        f"Activation {report['activation']}; medians of {report['rounds']} interleaved rounds; "
+        f"fresh random operands (seed {report['seed']}); every result checked against float64."
+    )
+    worst = max((case["spread"]["numfuse"] for case in report["cases"]), default=0.0)
+    if worst:
+        text += f" numfuse's half interquartile range is at most {worst:.0%} of its median."
+    return text
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    """Print everything; a terminal too narrow for all columns gets those that decide."""
+    from rich.box import SIMPLE
+    from rich.table import Table as RichTable
+
+    console.print(machine(report), highlight=False)
+    console.print(method(report), highlight=False)
+    for found in tables(report):
+        columns = list(range(len(found.head)))
+        lines = [found.head, *(row.cells for row in found.rows)]
+        for shown in (columns, [*columns[:3], 4, columns[-1]]):
+            grid = RichTable(
+                title=found.title, title_justify="left", title_style="bold", box=SIMPLE
+            )
+            for column in shown:
+                justify = "left" if column < 2 else "right"
+                grid.add_column(found.head[column], justify=justify, no_wrap=True)  # type: ignore[arg-type]
+            for row in found.rows:
+                grid.add_row(*(row.cells[column] for column in shown), style=row.style)
+            text = sum(max(len(line[column]) for line in lines) for column in shown)
+            if text + 3 * len(shown) < console.width:  # a space on either side and the rule
+                break
+        console.print(grid)
+    console.print("fastest peer: its time as a multiple of numfuse's; above 1 numfuse is faster.")
+    for line in (*verdict(report), *remarks(report)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The same for documentation; a figure behind the fastest peer is in bold."""
+    lines = [f"Measured on {report['date']}: {machine(report)}.", "", method(report)]
+    for session in report["sessions"]:
+        libraries = session.get("libraries", {}).get("libraries")
+        if libraries:
+            lines += ["", f"{session['threads']} thread(s), BLAS: {', '.join(libraries)}."]
+    for found in tables(report):
+        lines += ["", f"### {found.title}", ""]
+        lines.append("| " + " | ".join(found.head) + " |")
+        lines.append(
+            "|" + "|".join("---" if i < 2 else "---:" for i in range(len(found.head))) + "|"
+        )
+        for row in found.rows:
+            *others, last = row.cells
+            lines.append("| " + " | ".join([*others, f"**{last}**" if row.behind else last]) + " |")
+    lines += ["", "*fastest peer*: its time as a multiple of numfuse's; above 1 numfuse is faster."]
+    lines += ["", "### In words", ""]
+    lines += [f"- {line}" for line in (*verdict(report), *remarks(report))]
+    return "\n".join(lines) + "\n"
+
+
+def write_markdown(report: dict[str, Any], path: Path) -> None:
+    """Put the tables between the marks of an existing file, else make them the whole file."""
+    text = markdown(report)
+    old = path.read_text(encoding="utf-8") if path.exists() else ""
+    before, begin, rest = old.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        text = f"{before}{BEGIN}\n{text}{END}{after}"
+    path.write_text(text, encoding="utf-8")

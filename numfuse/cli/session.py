@@ -1,0 +1,194 @@
+"""The measuring half of ``bench``: one process per number of threads, pinned to as many cores.
+
+Pinning is the one limit that every library obeys: JAX and others size their pools by the
+processors they are allowed, and have no switch of their own. The parent sends the plan as the
+argument and reads one JSON object a line from the standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+# Read by the libraries when they are imported; the same number for all.
+THREAD_VARIABLES = (
+    "NUMBA_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "BLIS_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+)
+# Affinity is set before anything is imported: threads inherit it from the one that starts them.
+BOOT = """
+import os, sys
+cpus = [int(cpu) for cpu in sys.argv[2].split(",") if cpu]
+if cpus:
+    os.sched_setaffinity(0, cpus)
+from numfuse.cli.session import measure
+measure(sys.argv[1])
+"""
+
+
+def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
+    """Run a plan in a process of its own and yield its events as they come.
+
+    Raises
+    ------
+    RuntimeError
+        The process failed; the message holds the end of what it said.
+    """
+    threads = str(plan["threads"])
+    environment = os.environ | dict.fromkeys(THREAD_VARIABLES, threads)
+    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
+        " --xla_cpu_multi_thread_eigen=false" if threads == "1" else ""
+    )
+    command = [sys.executable, "-c", BOOT, json.dumps(plan), ",".join(map(str, cpus))]
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        tail = _Drain(process.stderr)
+        try:
+            for line in process.stdout:
+                if line.startswith("{"):  # libraries print there too
+                    yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
+        code = process.wait()
+    if code:
+        raise RuntimeError(f"the measuring process ended with code {code}:\n{tail.text()}")
+
+
+class _Drain:
+    """Reads a pipe in the background, so that a talkative library cannot fill and block it."""
+
+    def __init__(self, pipe: Any) -> None:
+        import collections
+        import threading
+
+        self.lines: collections.deque[str] = collections.deque(maxlen=40)
+        self.thread = threading.Thread(target=self.lines.extend, args=(pipe,), daemon=True)
+        self.thread.start()
+
+    def text(self) -> str:
+        self.thread.join(timeout=5)
+        return "".join(self.lines)
+
+
+def measure(plan_text: str) -> None:
+    """Entry point of the measuring process."""
+    plan = json.loads(plan_text)
+    threads = plan["threads"]
+
+    def tell(**event: Any) -> None:
+        print(json.dumps(event), flush=True)
+
+    import numba
+    import numpy as np
+
+    from numfuse.cli import ceilings, peers
+
+    numba.set_num_threads(threads)
+    limit_threads(plan["peers"], threads)
+    libraries = blas_libraries()
+    if libraries:
+        tell(event="libraries", libraries=libraries)
+    bandwidth, array_bytes = ceilings.triad(threads)
+    tell(event="triad", gbs=bandwidth, array_bytes=array_bytes)
+
+    generator = np.random.default_rng(plan["seed"])
+    for fields in plan["cases"]:
+        case = peers.Case(*fields)
+        tell(event="case", **run_case(case, plan, generator))
+
+
+def limit_threads(names: list[str], threads: int) -> None:
+    """Set every pool that has a switch; for JAX the affinity of the process is the switch."""
+    try:
+        import threadpoolctl
+    except ImportError:
+        pass  # OPENBLAS_NUM_THREADS and its like did it at the import
+    else:
+        threadpoolctl.threadpool_limits(threads)
+    if any(name in ("PyTorch", "torch.compile") for name in names):
+        import torch
+
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)  # no tape: the formulas are explicit
+
+
+def blas_libraries() -> list[str]:
+    try:
+        from threadpoolctl import threadpool_info
+    except ImportError:
+        return []
+    return sorted(
+        {
+            f"{info['internal_api']} {info.get('version') or ''}".strip()
+            + f" ({info['num_threads']} threads)"
+            for info in threadpool_info()
+            if info["user_api"] == "blas"
+        }
+    )
+
+
+def run_case(case: Any, plan: dict[str, Any], generator: Any) -> dict[str, Any]:
+    """Build the contestants, check each against float64, time them in interleaved rounds."""
+    from numfuse.cli import ceilings, peers, timing
+
+    operands = peers.draw_operands(case, generator)
+    right = peers.exact(case, operands)
+    makers = {"numfuse": peers.numfuse_contestant}
+    makers |= {name: peers.PEERS[name][1] for name in plan["peers"]}
+
+    runs: dict[str, Callable[[], object]] = {}
+    errors: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, make in makers.items():
+        try:
+            contestant = make(case, operands)
+            result = contestant.arrays(contestant.run())
+        except Exception as error:  # a peer that cannot is a fact to report, whatever it raises
+            if name == "numfuse":
+                raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            continue
+        runs[name] = contestant.run
+        errors[name] = peers.relative_error(result, right)
+    del right
+
+    peaks: list[float] = []
+    if case.flop and ceilings.fma_peak(case.dtype, plan["threads"]) is not None:
+        # In the same rounds as the contestants: a processor's clock moves with heat and load.
+        def peak() -> None:
+            figure = ceilings.fma_peak(case.dtype, plan["threads"])
+            assert figure is not None
+            peaks.append(figure)
+
+        runs["peak"] = peak
+    seconds = timing.interleave(
+        runs,
+        rounds=plan["rounds"],
+        sample=plan["sample"],
+        rest=timing.REST if plan["rest"] else 0.0,
+        seed=plan["seed"],
+    )
+    seconds.pop("peak", None)
+    return {
+        **case._asdict(),
+        "threads": plan["threads"],
+        "seconds": {name: timing.median(figures) for name, figures in seconds.items()},
+        "spread": {name: timing.spread(figures) for name, figures in seconds.items()},
+        "error": errors,
+        "tolerance": peers.tolerance(case),
+        "failed": failed,
+        "flop": case.flop,
+        "bytes": case.bytes,
+        "peak_gflops": timing.median(peaks) if peaks else None,
+    }

@@ -1,0 +1,147 @@
+"""The rules of shapes: promotion of 1-D operands, broadcasting of batch axes, folding into M."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+__all__ = ["GemmShape", "gemm_shape", "merge_rows", "residual_view", "sum_to"]
+
+Shape = tuple[int, ...]
+
+_ROW = (..., None, slice(None))  # puts back the M axis of a 1-D a
+_COLUMN = (..., None)  # puts back the N axis of a 1-D b
+_CELL = (..., None, None)
+
+
+class GemmShape(NamedTuple):
+    """The sizes of act(a @ b + bias), and what the caller's 1-D operands leave out of the result."""
+
+    m: int
+    n: int
+    k: int
+    batch: Shape
+    #: The shape the caller sees: (*batch, M, N) less the axes of 1-D operands.
+    visible: Shape
+    #: The index that turns the visible shape into (*batch, M, N); None where they are the same.
+    promote: tuple[Any, ...] | None
+
+    def full(self, x: ndarray) -> ndarray:
+        """An array of the visible shape (or one that broadcasts to it) as (..., M, N)."""
+        return x if self.promote is None else x[self.promote]
+
+
+def gemm_shape(
+    a: ndarray, b: ndarray, bias: ndarray | None
+) -> tuple[GemmShape, ndarray, ndarray, ndarray | None]:
+    """Check the shapes and promote: a to (..., M, K), b to (..., K, N), bias to (..., 1, N)."""
+    a_shape, b_shape = a.shape, b.shape
+    if not a_shape:
+        raise ValueError("a must have shape (..., M, K) or (K,), got ()")
+    if not b_shape:
+        raise ValueError("b must have shape (K, N), (..., K, N) or (K,), got ()")
+    row, column = len(a_shape) == 1, len(b_shape) == 1
+    if row:
+        a = a[None, :]
+    if column:
+        b = b[:, None]
+    m, k = a.shape[-2:]
+    n = b.shape[-1]
+    if b.shape[-2] != k:
+        wanted = "(K,)" if column else "(..., K, N)"
+        raise ValueError(
+            f"b must have shape {wanted} with K = {k}, the last axis of a {a_shape}, got {b_shape}"
+        )
+    batch = a.shape[:-2]
+    if b.shape[:-2] != batch:
+        batch = _broadcast(batch, b.shape[:-2], "b", f"a {a_shape} and b {b_shape}")
+    if bias is not None:
+        bias_shape = bias.shape
+        if len(bias_shape) == 1:
+            if bias_shape[0] != n:
+                raise ValueError(f"bias must have shape (N,) = ({n},), got {bias_shape}")
+            bias = bias[None, :]
+        elif column:
+            raise ValueError(f"bias must have shape (1,) where b is 1-D, got {bias_shape}")
+        elif not bias_shape:
+            raise ValueError(f"bias must have shape (N,) = ({n},), got ()")
+        elif bias_shape[-2:] != (1, n):
+            raise ValueError(
+                f"bias must have shape (N,) = ({n},) or (..., 1, N) = (..., 1, {n}), "
+                f"got {bias_shape}"
+            )
+        else:
+            batch = _broadcast(
+                batch, bias_shape[:-2], "bias", f"a {a_shape}, b {b_shape} and bias {bias_shape}"
+            )
+    visible = batch + (() if row else (m,)) + (() if column else (n,))
+    promote = (_CELL if column else _ROW) if row else (_COLUMN if column else None)
+    return GemmShape(m, n, k, batch, visible, promote), a, b, bias
+
+
+def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:
+    """A residual that broadcasts to the visible result, as (..., M or 1, N or 1)."""
+    visible = shape.visible
+    own = residual.shape
+    fits = len(own) <= len(visible) and all(
+        length in (1, wanted) for length, wanted in zip(own[::-1], visible[::-1], strict=False)
+    )
+    if not fits:
+        raise ValueError(f"residual must broadcast to the result's shape {visible}, got {own}")
+    missing = len(visible) - len(own)
+    if missing:
+        residual = residual[(None,) * missing]
+    return shape.full(residual)
+
+
+def merge_rows(x: ndarray) -> ndarray | None:
+    """(..., M, K) as a 2-D view with every axis but the last merged, or None if that takes a copy."""
+    if x.ndim == 2:
+        return x
+    lengths = x.shape[:-1]
+    if x.size:
+        merged, step = 1, 0
+        for length, stride in zip(reversed(lengths), reversed(x.strides[:-1]), strict=True):
+            if length == 1:
+                continue
+            if merged > 1 and stride != merged * step:
+                return None
+            if merged == 1:
+                step = stride
+            merged *= length
+    return x.reshape(prod(lengths), x.shape[-1])
+
+
+def sum_to(x: ndarray, shape: Shape, acc_dtype: np.dtype[Any]) -> ndarray:
+    """`x` summed over the axes along which `shape` was broadcast to x.shape, in `acc_dtype`.
+
+    The transpose of broadcasting: axes that `shape` lacks, or has with length 1, are summed over.
+    """
+    lead = x.ndim - len(shape)
+    axes = tuple(range(lead)) + tuple(
+        lead + i for i, length in enumerate(shape) if length == 1 and x.shape[lead + i] != 1
+    )
+    if axes:
+        x = np.sum(x, axis=axes, dtype=acc_dtype, keepdims=True)
+    return x.reshape(shape)
+
+
+def _broadcast(batch: Shape, other: Shape, name: str, operands: str) -> Shape:
+    """Two batch shapes broadcast as in numpy.matmul; numpy.broadcast_shapes costs ten times this."""
+    if not other or batch == other:
+        return batch
+    long, short = (batch, other) if len(batch) >= len(other) else (other, batch)
+    lead = len(long) - len(short)
+    joint = list(long)
+    for i, length in enumerate(short):
+        wanted = joint[lead + i]
+        if wanted == 1:
+            joint[lead + i] = length
+        elif length not in (1, wanted):
+            raise ValueError(
+                f"the batch axes of {name} must broadcast to {batch}, got {other} (operands: {operands})"
+            )
+    return tuple(joint)

@@ -1,0 +1,472 @@
+"""Hop 2: the caller's arrays become a problem that a backend can run without asking anything.
+
+Every check and every shape rule is applied here, before anything is computed and before any output
+is touched. A backend trusts what it gets:
+
+- every array is a plain, aligned numpy.ndarray of the storage dtype (a saved pre-activation may have
+  the accumulator's), with any strides, zero and negative ones included;
+- `a` is (..., M, K), `b` (..., K, N), `bias` (..., 1, N), `residual` (..., M or 1, N or 1), each
+  with batch axes of its own that broadcast to `batch`; `out`, `pre`, `grad` are (*batch, M, N);
+- outputs overlap neither an input nor one another (only the gated forward's `out` may be exactly
+  `a` or `b`), and are written, never read;
+- a batch over one shared `b` has been folded into M where that takes no copy.
+
+An operand that is not needed, or not there, is None.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import empty, ndarray
+
+from numfuse.activations import get as get_activation
+from numfuse.gradients import (
+    GATED_NEEDS,
+    GEMM_NEEDS,
+    RESIDUAL_NEEDS,
+    GatedGradients,
+    GemmGradients,
+    GemmResidualGradients,
+    ResidualGradient,
+    allocate,
+    check_needs,
+    check_outputs,
+)
+from numfuse.layout import GemmShape, gemm_shape, merge_rows, residual_view
+from numfuse.operands import ACCUMULATORS, as_plain, output, same_dtype
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+
+__all__ = [
+    "GatedBackwardProblem",
+    "GatedProblem",
+    "GemmBackwardProblem",
+    "GemmProblem",
+    "gated",
+    "gated_backward",
+    "gemm",
+    "gemm_backward",
+    "gemm_residual",
+    "gemm_residual_backward",
+]
+
+_DType = np.dtype[Any]
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GemmProblem:
+    """out = act(a @ b + bias) (+ residual, then with the activation "none")."""
+
+    m: int
+    n: int
+    k: int
+    batch: tuple[int, ...]
+    dtype: _DType
+    acc_dtype: _DType
+    activation: Activation
+    a: ndarray
+    b: ndarray
+    bias: ndarray | None
+    residual: ndarray | None
+    out: ndarray
+    #: Where to write the pre-activation, in acc_dtype; None where it is not asked for.
+    pre: ndarray | None
+    #: What the caller gets: `out` in the visible shape, or (out, pre) in theirs.
+    result: Any
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GemmBackwardProblem:
+    """The gradients of act(a @ b + bias), given the gradient of the result.
+
+    Every axis of `batch` that a gradient lacks, or has with length 1, is summed over: with
+    sum_batch, `d_b` is simply (K, N) beside a batched `b`.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: tuple[int, ...]
+    dtype: _DType
+    acc_dtype: _DType
+    activation: Activation
+    a: ndarray
+    b: ndarray
+    bias: ndarray | None
+    grad: ndarray
+    #: The saved pre-activation, in acc_dtype or dtype; None: recompute it.
+    pre: ndarray | None
+    #: Whether a non-finite derivative counts as 0.
+    guard: bool
+    d_a: ndarray | None
+    d_b: ndarray | None
+    d_bias: ndarray | None
+    result: Any
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GatedProblem:
+    """out = act(a) * b; all three of one shape."""
+
+    shape: tuple[int, ...]
+    dtype: _DType
+    acc_dtype: _DType
+    activation: Activation
+    a: ndarray
+    b: ndarray
+    #: Apart from the operands, or exactly one of them.
+    out: ndarray
+    result: Any
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GatedBackwardProblem:
+    """d_a = grad * b * act'(a), d_b = grad * act(a); all of one shape."""
+
+    shape: tuple[int, ...]
+    dtype: _DType
+    acc_dtype: _DType
+    activation: Activation
+    grad: ndarray
+    a: ndarray
+    b: ndarray
+    guard: bool
+    d_a: ndarray | None
+    d_b: ndarray | None
+    result: GatedGradients
+
+
+def gemm(
+    a: Any,
+    b: Any,
+    bias: Any,
+    activation: Any,
+    save_pre: bool = False,
+    out: Any = None,
+) -> GemmProblem:
+    """The problem of `matmul_bias_activation`; see there for what is accepted and raised."""
+    act = get_activation(activation)
+    # The plain case on its own: at 64 x 64 x 64 the arithmetic takes a few microseconds, and the
+    # general path below would take as much again. It decides nothing that the general path decides
+    # otherwise; whatever is not plain, errors included, goes there.
+    if (
+        out is None
+        and type(a) is ndarray
+        and type(b) is ndarray
+        and (bias is None or type(bias) is ndarray)
+        and a.ndim == 2
+        and b.ndim == 2
+    ):
+        dtype = a.dtype
+        acc_dtype = ACCUMULATORS.get(dtype)
+        m, k = a.shape
+        b_k, n = b.shape
+        if (
+            acc_dtype is not None
+            and b.dtype is dtype
+            and b_k == k
+            and a.flags.aligned
+            and b.flags.aligned
+        ):
+            if bias is None:
+                plain = True
+            else:
+                plain = bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned
+                bias_row = bias[None]
+            if plain:
+                out = empty((m, n), dtype)
+                pre = empty((m, n), acc_dtype) if save_pre else None
+                return GemmProblem(
+                    m, n, k, (), dtype, acc_dtype, act, a, b,
+                    None if bias is None else bias_row, None, out, pre,
+                    (out, pre) if save_pre else out,
+                )  # fmt: skip
+    return _general_gemm(a, b, bias, act, save_pre, out, False, None)
+
+
+def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:
+    """The problem of `matmul_bias_residual`; see there for what is accepted and raised."""
+    return _general_gemm(a, b, bias, get_activation("none"), False, out, True, residual)
+
+
+def _general_gemm(
+    a: Any,
+    b: Any,
+    bias: Any,
+    act: Activation,
+    save_pre: bool,
+    out: Any,
+    has_residual: bool,
+    residual: Any,
+) -> GemmProblem:
+    operands = {"a": as_plain("a", a), "b": as_plain("b", b)}
+    if bias is not None:
+        operands["bias"] = as_plain("bias", bias)
+    if has_residual:
+        operands["residual"] = as_plain("residual", residual)
+    dtype, acc_dtype = same_dtype(operands)
+    shape, a, b, bias = gemm_shape(operands["a"], operands["b"], operands.get("bias"))
+    if has_residual:
+        residual = residual_view(shape, operands["residual"])
+    plain_out = output("out", out, shape.visible, dtype, operands)
+    result = plain_out if out is None else out
+    full_out = shape.full(plain_out)
+    pre = None
+    if save_pre:
+        pre = empty(shape.visible, acc_dtype)
+        result = result, pre
+        pre = shape.full(pre)
+    problem = GemmProblem(
+        shape.m, shape.n, shape.k, shape.batch, dtype, acc_dtype, act,
+        a, b, bias, residual, full_out, pre, result,
+    )  # fmt: skip
+    _fold(problem, ("a", "out", "pre", "residual"))
+    return problem
+
+
+def gemm_backward(
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    activation: Any,
+    pre_activation: Any = None,
+    needs: Any = GEMM_NEEDS,
+    sum_batch: bool = False,
+    guard: bool = True,
+    out: Any = None,
+) -> GemmBackwardProblem:
+    """The problem of `matmul_bias_activation_bwd`; see there for what is accepted and raised."""
+    act = get_activation(activation)
+    # The plain case on its own, for the same reason as in gemm.
+    if (
+        out is None
+        and type(grad) is ndarray
+        and type(a) is ndarray
+        and type(b) is ndarray
+        and (bias is None or type(bias) is ndarray)
+        and (pre_activation is None or type(pre_activation) is ndarray)
+        and needs is GEMM_NEEDS
+        and a.ndim == 2
+        and b.ndim == 2
+    ):
+        dtype = a.dtype
+        acc_dtype = ACCUMULATORS.get(dtype)
+        m, k = a.shape
+        b_k, n = b.shape
+        if (
+            acc_dtype is not None
+            and b.dtype is dtype
+            and grad.dtype is dtype
+            and b_k == k
+            and grad.shape == (m, n)
+            and a.flags.aligned
+            and b.flags.aligned
+            and grad.flags.aligned
+            and (
+                bias is None
+                or (bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned)
+            )
+            and (
+                pre_activation is None
+                or (
+                    pre_activation.dtype is acc_dtype
+                    and pre_activation.shape == (m, n)
+                    and pre_activation.flags.aligned
+                )
+            )
+        ):
+            d_a = empty((m, k), dtype)
+            d_b = empty((k, n), dtype)
+            if bias is None:
+                bias_row = d_bias = d_bias_row = None
+            else:
+                bias_row = bias[None]
+                d_bias = empty(n, dtype)
+                d_bias_row = d_bias[None]
+            return GemmBackwardProblem(
+                m, n, k, (), dtype, acc_dtype, act, a, b, bias_row, grad, pre_activation,
+                bool(guard), d_a, d_b, d_bias_row, GemmGradients(d_a, d_b, d_bias),
+            )  # fmt: skip
+    problem, _ = _general_backward(
+        grad, a, b, bias, act, pre_activation, check_needs(needs, GEMM_NEEDS), sum_batch, guard,
+        check_outputs(out, GEMM_NEEDS), None,
+    )  # fmt: skip
+    return problem
+
+
+def gemm_residual_backward(
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    pre_activation: Any = None,
+    needs: Any = RESIDUAL_NEEDS,
+    sum_batch: bool = False,
+    guard: bool = True,
+    out: Any = None,
+) -> tuple[GemmBackwardProblem, ResidualGradient | None]:
+    """The problem of `matmul_bias_residual_bwd`, and its residual's gradient if that is needed.
+
+    The residual's gradient is a sum over grad alone, so it is no part of the backend's problem.
+    """
+    return _general_backward(
+        grad, a, b, bias, get_activation("none"), pre_activation,
+        check_needs(needs, RESIDUAL_NEEDS), sum_batch, guard, check_outputs(out, RESIDUAL_NEEDS),
+        (residual,),
+    )  # fmt: skip
+
+
+def _general_backward(
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    act: Activation,
+    pre: Any,
+    needs: tuple[str, ...],
+    sum_batch: bool,
+    guard: bool,
+    outs: tuple[Any, ...],
+    residual: tuple[Any] | None,
+) -> tuple[GemmBackwardProblem, ResidualGradient | None]:
+    if isinstance(grad, np.generic) and grad.dtype in ACCUMULATORS:
+        # Arithmetic on the 0-d result of 1-D @ 1-D gives NumPy scalars, not arrays.
+        grad = np.asarray(grad)
+    operands = {"grad": as_plain("grad", grad), "a": as_plain("a", a), "b": as_plain("b", b)}
+    if bias is not None:
+        operands["bias"] = as_plain("bias", bias)
+    if residual is not None:
+        operands["residual"] = as_plain("residual", residual[0])
+    dtype, acc_dtype = same_dtype(operands)
+    shape, full_a, full_b, full_bias = gemm_shape(
+        operands["a"], operands["b"], operands.get("bias")
+    )
+    plain_grad = _shaped(operands["grad"], "grad", shape.visible)
+    if residual is not None:
+        residual_view(shape, operands["residual"])
+    if pre is not None:
+        pre = operands["pre_activation"] = _pre_activation(pre, shape, dtype, acc_dtype)
+
+    shapes: dict[str, tuple[int, ...] | None] = {
+        "a": operands["a"].shape,
+        "b": full_b.shape[-2:] if sum_batch and full_b.ndim > 2 else operands["b"].shape,
+        "bias": None if bias is None else operands["bias"].shape,
+    }
+    if residual is not None:
+        shapes["residual"] = operands["residual"].shape
+    grads, result = allocate(outs, shapes, needs, dtype, operands)
+
+    d_a, d_b, d_bias = grads[:3]
+    if d_a is not None and d_a.ndim == 1:
+        d_a = d_a[None, :]
+    if d_b is not None and d_b.ndim == 1:
+        d_b = d_b[:, None]
+    if d_bias is not None and d_bias.ndim == 1:
+        d_bias = d_bias[None, :]
+    gradients = GemmGradients if residual is None else GemmResidualGradients
+    problem = GemmBackwardProblem(
+        shape.m, shape.n, shape.k, shape.batch, dtype, acc_dtype, act,
+        full_a, full_b, full_bias, shape.full(plain_grad), None if pre is None else shape.full(pre),
+        bool(guard), d_a, d_b, d_bias, gradients(*result),
+    )  # fmt: skip
+    _fold(problem, ("a", "grad", "pre", "d_a"))
+    if residual is None or grads[3] is None:
+        return problem, None
+    return problem, ResidualGradient(plain_grad, grads[3])
+
+
+def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
+    """The problem of `activation_mul`; see there for what is accepted and raised."""
+    act = get_activation(activation)
+    operands = {"a": as_plain("a", a), "b": as_plain("b", b)}
+    dtype, acc_dtype = same_dtype(operands)
+    a, b = operands["a"], _shaped(operands["b"], "b", operands["a"].shape, "the shape of a")
+    plain_out = output("out", out, a.shape, dtype, operands, may_be=("a", "b"))
+    result = plain_out if out is None else out
+    return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, plain_out, result)
+
+
+def gated_backward(
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    needs: Any = GATED_NEEDS,
+    guard: bool = True,
+    out: Any = None,
+) -> GatedBackwardProblem:
+    """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
+    act = get_activation(activation)
+    needs = check_needs(needs, GATED_NEEDS)
+    outs = check_outputs(out, GATED_NEEDS)
+    operands = {"grad": as_plain("grad", grad), "a": as_plain("a", a), "b": as_plain("b", b)}
+    dtype, acc_dtype = same_dtype(operands)
+    grad, a, b = operands["grad"], operands["a"], operands["b"]
+    _shaped(b, "b", a.shape, "the shape of a")
+    _shaped(grad, "grad", a.shape, "the shape of a")
+    (d_a, d_b), result = allocate(outs, {"a": a.shape, "b": a.shape}, needs, dtype, operands)
+    return GatedBackwardProblem(
+        a.shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b,
+        GatedGradients(*result),
+    )  # fmt: skip
+
+
+def _fold(problem: GemmProblem | GemmBackwardProblem, rows: tuple[str, ...]) -> None:
+    """Fold the batch into M where one `b` and one `bias` serve all of it: one product, not many."""
+    batch = problem.batch
+    if not batch:
+        return
+    b, bias = problem.b, problem.bias
+    for shared in (b, bias):
+        if shared is not None and any(length != 1 for length in shared.shape[:-2]):
+            return
+    # Neither b nor bias has a batch of its own, so a has all of it (less leading axes of length 1).
+    views: dict[str, ndarray | None] = {}
+    m = problem.m
+    for length in batch:
+        m *= length
+    for name in rows:
+        x = getattr(problem, name)
+        if x is None:
+            continue
+        if name == "residual" and x.size == x.shape[-1]:
+            views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
+            continue
+        merged = merge_rows(x)
+        if merged is None or merged.shape[0] != m:
+            return
+        views[name] = merged
+    for name, view in views.items():
+        setattr(problem, name, view)
+    k, n = problem.k, problem.n
+    problem.b = b.reshape(k, n) if b.ndim > 2 else b
+    problem.bias = None if bias is None else (bias.reshape(1, n) if bias.ndim > 2 else bias)
+    if isinstance(problem, GemmBackwardProblem):
+        if problem.d_b is not None and problem.d_b.ndim > 2:
+            problem.d_b = problem.d_b[(0,) * (problem.d_b.ndim - 2)]
+        if problem.d_bias is not None and problem.d_bias.ndim > 2:
+            problem.d_bias = problem.d_bias[(0,) * (problem.d_bias.ndim - 2)]
+    problem.m = m
+    problem.batch = ()
+
+
+def _shaped(x: ndarray, name: str, shape: tuple[int, ...], what: str = "the result's shape") -> Any:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have {what} {shape}, got {x.shape}")
+    return x
+
+
+def _pre_activation(pre: Any, shape: GemmShape, dtype: _DType, acc_dtype: _DType) -> ndarray:
+    if isinstance(pre, np.generic) and pre.dtype in ACCUMULATORS:
+        pre = np.asarray(pre)
+    pre = as_plain("pre_activation", pre)
+    if pre.dtype != acc_dtype and pre.dtype != dtype:
+        wanted = f"{acc_dtype}" if acc_dtype == dtype else f"{acc_dtype} or {dtype}"
+        raise TypeError(f"pre_activation must have dtype {wanted}, got {pre.dtype}")
+    return _shaped(pre, "pre_activation", shape.visible)

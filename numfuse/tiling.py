@@ -1,0 +1,158 @@
+"""Every block size, chosen from the problem and the host, each with its reason.
+
+Nothing here imports Numba: the host's vector width is passed in by the backend that knows it.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import pathlib
+from dataclasses import dataclass
+
+#: Registers: (MR, vectors of NR) by vector bytes.  An ``MR x (vectors * VL)`` tile must leave
+#: registers for the row of B and one broadcast, and have at least (latency x FMA ports) = 8-10
+#: independent sums.
+#: 64 bytes: 32 registers, 28 sums + 2 + 1; 14x2 measured at 99-100% of the FMA peak on Zen 4 and
+#:   Granite Rapids, 12x2 and 8x3 at 95-98%.
+#: 32 bytes: 16 registers, 12 sums + 2 + 1 (the Haswell tile of the literature, 6x16 in f32).
+#: 16 bytes: 8x2 = 16 sums: fits the 32 registers of NEON; SSE2's 16 spill, which costs time only.
+REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
+
+#: Share of the level-2 cache that a packed block of B may take.  What else wants room there: the
+#: panel of A on its way to level 1, the strip or plane rows in flight, the epilogue's operands.
+BLOCK_SHARE = 0.5
+#: K values of a block.  The panel of A (MR x KC: 28 KiB in f32, 14 x 256 in f64) has to stay in
+#: level 1 (32-48 KiB) beside the stream of B; the larger KC, the rarer the updates of the plane.
+KC_BYTES = 2048
+#: Bytes of an accumulator plane (only where K has several blocks): bounds the workspace.  The plane
+#: lives in level 3; at 8 MiB the packing of B is spread over >= 2048 rows, 1.5% at one cycle an
+#: element.
+PLANE_BYTES = 8 << 20
+#: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
+ROW_BLOCK = 1024
+#: Elements of an elementwise cell: 2**16 take 20-50 us, large against 0.1 us for fetching a cell.
+ELEMENTWISE_CELL = 1 << 16
+#: A launch on several threads costs 5-20 us (measured with GNU OpenMP on two cores): below this
+#: many fused multiply-adds (100 us at 100 GFLOP/s) or elements one thread is faster.
+PARALLEL_FMAS = 4 << 20
+PARALLEL_ELEMENTS = 1 << 16
+#: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3.
+PACK_CYCLES = 1.0
+#: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
+#: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
+CHUNK_TILES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Registers:
+    """The register tile of one accumulator dtype on one host."""
+
+    vector_bytes: int
+    itemsize: int
+    mr: int
+    vectors: int
+
+    @property
+    def vl(self) -> int:
+        """Lanes of a vector."""
+        return self.vector_bytes // self.itemsize
+
+    @property
+    def nr(self) -> int:
+        return self.vectors * self.vl
+
+    @property
+    def chunk(self) -> int:
+        """Rows of a chunk of the column sums."""
+        return CHUNK_TILES * self.mr
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Blocks and cells of one launch."""
+
+    kc: int
+    nc: int
+    cell_m: int
+    cell_n: int
+    cells_m: int
+    cells_n: int
+    plane_rows: int
+
+    @property
+    def cells(self) -> int:
+        """Cells of one batch element."""
+        return self.cells_m * self.cells_n
+
+
+@functools.cache
+def registers(vector_bytes: int, itemsize: int) -> Registers:
+    mr, vectors = REGISTER_TILES[vector_bytes]
+    return Registers(vector_bytes, itemsize, mr, vectors)
+
+
+@functools.cache
+def level2_bytes() -> int:
+    """Level-2 cache of one core: from Linux's sysfs, else 1 MiB (a common size)."""
+    for index in sorted(glob.glob("/sys/devices/system/cpu/cpu0/cache/index*")):
+        try:
+            level = pathlib.Path(index, "level").read_text().strip()
+            size = pathlib.Path(index, "size").read_text().strip()
+        except OSError:
+            continue
+        if level == "2" and size.endswith("K") and size[:-1].isdigit():
+            # At least 256 KiB, the smallest in use; at most 4 MiB: more is shared by cores.
+            return min(max(int(size[:-1]) << 10, 256 << 10), 4 << 20)
+    return 1 << 20
+
+
+def round_up(value: int, step: int) -> int:
+    return -(-value // step) * step
+
+
+def k_block(k: int, itemsize: int) -> int:
+    """KC: K in equal blocks of at most `KC_BYTES`.  Depends on dtype and K alone, which makes the
+    order of summation the same for every shape, slice and number of threads."""
+    limit = KC_BYTES // itemsize
+    blocks = max(1, -(-k // limit))
+    return max(1, -(-k // blocks))
+
+
+@functools.lru_cache(maxsize=4096)
+def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers) -> Tiling:
+    """Tiling of a product: `batch` outputs of (m, n), each a sum of `sums` products over k."""
+    kc = k_block(k, r.itemsize)
+    nc_limit = max(r.nr, int(level2_bytes() * BLOCK_SHARE) // (kc * r.itemsize) // r.nr * r.nr)
+    single = sums == 1 and k <= kc
+    best: tuple[float, Tiling] | None = None
+    lanes = 2 * r.vl
+    for cells_n in range(1, max(1, min(2 * threads, -(-n // r.nr))) + 1):
+        cell_n = round_up(-(-n // cells_n), r.nr) if n else r.nr
+        blocks = max(1, -(-cell_n // nc_limit))
+        nc = round_up(-(-cell_n // blocks), r.nr)
+        row_limit = m if single else max(r.chunk, PLANE_BYTES // (nc * r.itemsize) // r.chunk * r.chunk)
+        # One cell a thread, or two where that balances better; never smaller than a chunk.
+        for target in {1, *(-(-threads * f // (batch * cells_n)) for f in (1, 2) if threads > 1)}:
+            cell_m = max(r.chunk, round_up(-(-m // max(1, target)), r.chunk))
+            cell_m = min(cell_m, round_up(row_limit, r.chunk)) if m else r.chunk
+            cells_m = max(1, -(-m // cell_m))
+            actual_n = max(1, -(-n // cell_n))
+            compute = round_up(min(cell_m, m), r.mr) * cell_n * k * sums / lanes
+            packing = PACK_CYCLES * k * sums * (cell_n + 0.5 * min(cell_m, m) * blocks)
+            rounds = -(-batch * cells_m * actual_n // threads)
+            cost = rounds * (compute + packing)
+            if best is None or cost < best[0] * 0.999:
+                rows = r.mr if single else min(cell_m, round_up(max(m, 1), r.mr))
+                best = cost, Tiling(kc, nc, cell_m, cell_n, cells_m, actual_n, rows)
+    assert best is not None  # cells_n = 1 is always tried
+    return best[1]
+
+
+@functools.lru_cache(maxsize=4096)
+def elementwise(m: int, n: int, chunk: int) -> Tiling:
+    """Tiling of a pass over (m, n): cells of whole chunks of rows and of `ROW_BLOCK` columns."""
+    nc = min(ROW_BLOCK, max(1, n))
+    cell_n = min(max(1, n), round_up(ELEMENTWISE_CELL, nc))
+    cell_m = max(chunk, round_up(ELEMENTWISE_CELL // cell_n, chunk))
+    return Tiling(0, nc, cell_m, cell_n, max(1, -(-m // cell_m)), max(1, -(-n // cell_n)), 0)
