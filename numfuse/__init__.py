@@ -7,8 +7,9 @@ package imports neither a compiler nor a device library: a backend is loaded at 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# These two functions share their names with the modules they live in. Importing a submodule sets it
-# as an attribute here, once, so they are bound now, after that; all else is bound when first asked for.
+# `activations` and `backends` share their names with the modules they live in. Importing a module
+# sets it as an attribute here, once, so the functions are bound now, after that; the names below
+# that live elsewhere are bound when they are first asked for.
 from numfuse.activations import activation, activations
 from numfuse.backends import backends, last_call, use_backend
 from numfuse.errors import BackendUnavailable

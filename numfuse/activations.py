@@ -191,7 +191,9 @@ def _register(formula: Formula, name: str, source: str, number: int | None = Non
     return made
 
 
-def activation(formula: Formula | None = None, /, *, source: str = "", name: str | None = None) -> Any:
+def activation(
+    formula: Formula | None = None, /, *, source: str = "", name: str | None = None
+) -> Any:
     """Define an activation; the decorated name becomes the :class:`Activation`.
 
     Parameters
@@ -292,10 +294,9 @@ def _(x: Any) -> Any:
 
 
 # gelu = x s(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3), never x (1 + tanh(v/2)) / 2, which loses the
-# negative tail. There the relative error of s(v) is the absolute error of v, which reaches -100: so
-# v is carried as hi + lo, and its two constants as a head, whose sum with its multiple of x^2 loses
-# only what the low word then picks up, and a tail. Rounding v alone would cost 180 units in the last
-# place of float32.
+# negative tail. There the relative error of s(v) is the absolute error of v, which reaches -100 in
+# float32: rounding v alone would cost 180 units in the last place. So v is carried as hi + lo, and
+# its two constants as head and tail.
 _V1 = constant("1.59576912160573071175978423973752747390343")  # 2 sqrt(2/pi)
 _V3 = constant("0.07135481627260024877633875227986354099559")  # 0.044715 of that
 # 15 bits: V1_HEAD - q below is exact for q < 2^9 in float32 (2^38 in float64), |x| <= 40 gives 116.
@@ -309,8 +310,10 @@ def _gelu_argument(x: Any) -> tuple[Any, Any]:
     square, square_low = ex.product(x, x), ex.product_low(x, x)
     q = ex.fma(square, _V3_HEAD, _V1_HEAD)
     tails = _V1_TAIL + _V3_TAIL * square + _V3_HEAD * square_low
-    q_low = ex.fma(square, _V3_HEAD, _V1_HEAD - q) + tails
-    return ex.product(x, q), ex.product_low(x, q) + x * q_low
+    rest = ex.fma(square, _V3_HEAD, _V1_HEAD - q) + tails
+    # The head of V1 is short, so the rest is larger than a rounding error: fold it in.
+    whole = q + rest
+    return ex.product(x, whole), ex.product_low(x, whole) + x * (rest - (whole - q))
 
 
 @_row(2, "Hendrycks and Gimpel 2016, arXiv:1606.08415 (tanh form)")

@@ -76,7 +76,9 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
             first, second = d[-2], d[-1]
             test = a[0] if e.op == "where" else a[0] > a[1] if e.op == "maximum" else a[0] < a[1]
             return ex.where(
-                test, constant(0) if first is None else first, constant(0) if second is None else second
+                test,
+                constant(0) if first is None else first,
+                constant(0) if second is None else second,
             )
         case "scaled_exp":
             return _scaled(e, d, lambda factor, _: ex.scaled_exp(factor, a[1], a[2]))
@@ -84,7 +86,9 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
             return _scaled(e, d, lambda factor, _: ex.scaled_bell(factor, a[1], a[2]))
         case "scaled_bell":
             # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
-            return _scaled(e, d, lambda factor, h: ex.scaled_bell(-factor * ex.tanh(0.5 * h), a[1], a[2]))
+            return _scaled(
+                e, d, lambda factor, h: ex.scaled_bell(-factor * ex.tanh(0.5 * h), a[1], a[2])
+            )
     out: Expr | None = None
     for partial, move in zip(_PARTIALS[e.op](e), d, strict=True):
         if partial is not None:

@@ -59,7 +59,9 @@ def warmup(
         if isinstance(given, str):
             raise TypeError(f"{name} must be an iterable, such as [{given!r}], got {given!r}")
     chosen = resolve(backend)
-    acts = [get_activation(a) for a in (_COMMON_ACTIVATIONS if activations is None else activations)]
+    acts = [
+        get_activation(a) for a in (_COMMON_ACTIVATIONS if activations is None else activations)
+    ]
     types = [np.dtype(d) for d in (_COMMON_DTYPES if dtypes is None else dtypes)]
     for dtype in types:
         accumulator("dtypes", dtype)
@@ -87,7 +89,7 @@ def to_device(x: Any, backend: str | Backend) -> Any:
 
 
 def to_numpy(x: Any) -> ndarray:
-    """An array of any kind that numfuse serves as a NumPy array; a NumPy array is returned as it is.
+    """Any array that numfuse serves as a NumPy array; a NumPy array is returned as it is.
 
     Raises
     ------

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.expr import Expr, topological
+from numfuse.graph import Expr, topological
 
 __all__ = ["apply", "evaluate"]
 
@@ -90,8 +90,8 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "minimum": np.minimum, "copysign": np.copysign, "fma": _fma, "product": np.multiply,
     "product_low": _product_low, "exp": np.exp, "log": np.log, "log1p": np.log1p,
     "tanh": np.tanh, "sigmoid": _special("expit"), "erf": _special("erf"),
-    "scaled_normal_cdf": _scaled_normal_cdf, "scaled_exp": _scaled_exp, "scaled_sigmoid": _scaled_sigmoid,
-    "scaled_bell": _scaled_bell,
+    "scaled_normal_cdf": _scaled_normal_cdf, "scaled_exp": _scaled_exp,
+    "scaled_sigmoid": _scaled_sigmoid, "scaled_bell": _scaled_bell,
 }  # fmt: skip
 
 
@@ -105,7 +105,9 @@ def apply(op: str, *args: Any) -> Any:
     dtype = np.result_type(*kinds)
     if dtype.kind in "biu":
         dtype = np.dtype(np.float64)
-    wide = [np.asarray(a, None if op == "where" and not i else np.float64) for i, a in enumerate(args)]
+    wide = [
+        np.asarray(a, None if op == "where" and not i else np.float64) for i, a in enumerate(args)
+    ]
     with np.errstate(all="ignore"):
         return np.asarray(_OPERATIONS[op](*wide)).astype(dtype, copy=False)[()]
 

@@ -6,8 +6,8 @@ __all__ = ["BackendUnavailable"]
 class BackendUnavailable(RuntimeError):
     """A backend was asked for that cannot run here.
 
-    Shapes and values raise ValueError, dtypes and kinds of array raise TypeError; this one says that
-    the request itself was sound and that the machine, or the installation, lacks something.
+    Shapes and values raise ValueError, dtypes and kinds of array raise TypeError; this one says
+    that the request itself was sound and that the machine, or the installation, lacks something.
 
     Parameters
     ----------

@@ -1,14 +1,11 @@
 """The tiny scalar language in which an activation is written once.
 
 A formula is an ordinary Python function of one argument. Called with the symbol `x` it records a
-graph of :class:`Expr` nodes, which is printed as Numba Python (`backends.cpu.primitives`) or as
-WGSL (`numfuse.wgsl`), differentiated (:func:`differentiate`) or evaluated over NumPy arrays
-(`numfuse.elementary`), which is the reference. Why record, and not compile the function as it
+graph of :class:`Expr` nodes (`numfuse.graph`), which is printed as Numba Python
+(`numfuse.backends.cpu.primitives`) or as WGSL (`numfuse.wgsl`), differentiated
+(:func:`differentiate`) or evaluated over NumPy arrays (`numfuse.elementary`), which is the reference. Why record, and not compile the function as it
 stands: a bare ``1.0`` turns float32 arithmetic into float64 in Numba, one text serves every target,
 and the recorded text has a digest that names a compiled kernel in the disk cache.
-
-Nodes are hash-consed, so equal expressions are one object (common subexpressions are shared by
-construction), and constants are exact rationals, rounded once, to the target's dtype.
 
 Double words. A sum ``hi + lo`` of two floats carries an argument beyond the dtype's precision:
 ``hi = product(a, b)`` and ``lo = product_low(a, b)`` are the rounded product and its rounding error
@@ -20,346 +17,62 @@ while the product is still a normal number.
 
 from __future__ import annotations
 
-import builtins
-import hashlib
-import math
-import threading
-import weakref
-from collections.abc import Callable, Iterable, Sequence
-from fractions import Fraction
-from typing import Any, NoReturn, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
+from numfuse.graph import (
+    SYMBOL,
+    TRUTH,
+    Expr,
+    constant,
+    dumps,
+    loads,
+    node,
+    rounded,
+    substitute,
+    topological,
+)
 
 __all__ = [
-    "FASTMATH", "Expr", "SYMBOL", "abs", "clamp", "constant", "copysign", "differentiate", "dumps",
-    "erf", "exp", "fma", "loads", "log", "log1p", "maximum", "minimum", "normal_cdf", "product",
-    "product_low", "scaled_bell", "scaled_exp", "scaled_normal_cdf", "scaled_sigmoid", "sigmoid", "sqrt", "substitute",
-    "tanh", "topological", "trace", "where",
-]  # fmt: skip
+    "FASTMATH",
+    "SYMBOL",
+    "TRUTH",
+    "Expr",
+    "abs",
+    "clamp",
+    "constant",
+    "copysign",
+    "differentiate",
+    "dumps",
+    "erf",
+    "exp",
+    "fma",
+    "loads",
+    "log",
+    "log1p",
+    "maximum",
+    "minimum",
+    "node",
+    "normal_cdf",
+    "product",
+    "product_low",
+    "rounded",
+    "scaled_bell",
+    "scaled_exp",
+    "scaled_normal_cdf",
+    "scaled_sigmoid",
+    "sigmoid",
+    "sqrt",
+    "substitute",
+    "tanh",
+    "topological",
+    "trace",
+    "where",
+]
 
 #: The fast-math flags of every kernel: a product may be contracted with a sum to one fma. Never
 #: `nnan` or `ninf`: NaN and infinity in an operand are the user's data.
 FASTMATH = {"contract"}
-
-Payload: TypeAlias = Fraction | float | str | None
-
-#: Number of operands of every operation but the leaves `x` and `const`.
-ARITY = {
-    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "abs": 1, "sqrt": 1,
-    "lt": 2, "le": 2, "eq": 2, "ne": 2, "both": 2, "either": 2, "negation": 1,
-    "where": 3, "maximum": 2, "minimum": 2, "copysign": 2,
-    "fma": 3, "product": 2, "product_low": 2,
-    "exp": 1, "log": 1, "log1p": 1, "tanh": 1, "sigmoid": 1, "erf": 1, "scaled_normal_cdf": 2,
-    "scaled_exp": 3, "scaled_sigmoid": 3, "scaled_bell": 3,
-}  # fmt: skip
-#: Operations whose result is a truth value.
-TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
-
-_NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
-_LOCK = threading.Lock()
-
-
-def _refuse(done: str, remedy: str) -> NoReturn:
-    raise TypeError(
-        f"a formula is recorded once with a symbol, which has no value, so it cannot {done}: {remedy}"
-    )
-
-
-class Expr:
-    """One node of a recorded formula; made by arithmetic on the symbol, never directly.
-
-    Attributes
-    ----------
-    op : str
-        A key of `ARITY`, or "x" (the symbol) or "const".
-    args : tuple of Expr
-        The operands.
-    payload : Fraction or float or None
-        The exact value of a constant (a float only for infinities, NaN and -0.0).
-    """
-
-    __slots__ = ("__weakref__", "args", "op", "payload")
-    op: str
-    args: tuple[Expr, ...]
-    payload: Payload
-
-    def __init__(self) -> None:
-        _refuse("be made by hand", "call the formula through numfuse.expr.trace")
-
-    # --- arithmetic -------------------------------------------------------------------------
-    def __add__(self, other: Any) -> Expr:
-        return _binary("add", self, other)
-
-    def __radd__(self, other: Any) -> Expr:
-        return _binary("add", other, self)
-
-    def __sub__(self, other: Any) -> Expr:
-        return _binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expr:
-        return _binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expr:
-        return _binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return _binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Expr:
-        return _binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expr:
-        return _binary("div", other, self)
-
-    def __neg__(self) -> Expr:
-        return node("neg", self)
-
-    def __pos__(self) -> Expr:
-        return self
-
-    def __abs__(self) -> Expr:
-        return node("abs", self)
-
-    def __pow__(self, power: Any) -> Expr:
-        value = power.payload if isinstance(power, Expr) else power
-        if value == 0.5:
-            return node("sqrt", self)
-        if isinstance(value, (int, float, Fraction)) and value == int(value) and -64 <= value <= 64:
-            raised = _power(self, builtins.abs(int(value)))
-            return raised if value >= 0 else 1 / raised
-        _refuse(
-            f"be raised to the power {power!r}",
-            "write x**n with a whole number n, numfuse.expr.sqrt(x), or "
-            "numfuse.expr.exp(p * numfuse.expr.log(x))",
-        )
-
-    def __rpow__(self, base: Any) -> NoReturn:
-        _refuse("be an exponent", "write numfuse.expr.exp(x * log_of_the_base)")
-
-    def _whole(self, *_: Any) -> NoReturn:
-        _refuse("be rounded or divided with a remainder", "an activation is made of smooth pieces")
-
-    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _whole
-    __round__ = __floor__ = __ceil__ = __trunc__ = _whole
-
-    # --- comparisons ------------------------------------------------------------------------
-    def __lt__(self, other: Any) -> Expr:
-        return node("lt", self, other)
-
-    def __le__(self, other: Any) -> Expr:
-        return node("le", self, other)
-
-    def __gt__(self, other: Any) -> Expr:
-        return node("lt", other, self)
-
-    def __ge__(self, other: Any) -> Expr:
-        return node("le", other, self)
-
-    def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
-        return node("eq", self, other)
-
-    def __ne__(self, other: Any) -> Expr:  # type: ignore[override]
-        return node("ne", self, other)
-
-    # Equal nodes are one object, so identity is the right hash (and dict looks at it first).
-    __hash__ = object.__hash__
-
-    def __and__(self, other: Any) -> Expr:
-        return node("both", self, other)
-
-    def __rand__(self, other: Any) -> Expr:
-        return node("both", other, self)
-
-    def __or__(self, other: Any) -> Expr:
-        return node("either", self, other)
-
-    def __ror__(self, other: Any) -> Expr:
-        return node("either", other, self)
-
-    def __invert__(self) -> Expr:
-        return node("negation", self)
-
-    # --- what a symbol cannot do ------------------------------------------------------------
-    def __bool__(self) -> bool:
-        _refuse(
-            "decide a branch (if, while, and, or, not, a chain like 0 < x < 1, min, max)",
-            "write numfuse.expr.where(condition, a, b), conditions joined with & | ~ in "
-            "parentheses, or numfuse.expr.maximum and minimum",
-        )
-
-    def _number(self, *_: Any) -> NoReturn:
-        _refuse(
-            "become a Python number (float(x), int(x), math.exp(x))",
-            "write numfuse.expr.exp(x) for math.exp(x), likewise sqrt, tanh, erf, log, log1p; "
-            "no float() is needed",
-        )
-
-    __float__ = __int__ = __complex__ = __index__ = _number
-
-    def _sequence(self, *_: Any) -> NoReturn:
-        _refuse(
-            "be iterated, indexed or measured",
-            "a formula maps one scalar to one scalar; it is applied to every element by the kernel",
-        )
-
-    __iter__ = __len__ = __getitem__ = __contains__ = _sequence
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("become an array", "use the functions of numfuse.expr, which take symbols")
-
-    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        made = _UFUNCS.get(ufunc.__name__)
-        if method != "__call__" or kwargs or made is None:
-            name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
-            _refuse(f"be given to {name}", "use arithmetic and the functions of numfuse.expr")
-        if any(isinstance(i, np.ndarray) and i.ndim for i in inputs):
-            _refuse("be mixed with arrays", "a formula holds only its symbol and scalar constants")
-        return made(*inputs)
-
-    def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        made = {"where": where, "clip": clamp}.get(func.__name__)
-        if made is None or kwargs:
-            _refuse(f"be given to numpy.{func.__name__}", "use the functions of numfuse.expr")
-        return made(*args)
-
-    # --- identity ---------------------------------------------------------------------------
-    def __repr__(self) -> str:
-        if self.op == "x":
-            return "x"
-        if self.op == "const":
-            return repr(float(self.payload))  # type: ignore[arg-type]
-        return f"{self.op}({', '.join(map(repr, self.args))})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load_one, (dumps((self,)),)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the graph's text: equal for equal graphs, in any process."""
-        return hashlib.sha256(dumps((self,)).encode()).hexdigest()
-
-    def split(self, bits: int) -> tuple[Expr, Expr]:
-        """A constant as ``head + tail``, the head of at most `bits` significant bits.
-
-        The head is exact in every dtype of at least `bits` bits, so its products with short
-        numbers are exact too; the tail is what is left, exactly.
-        """
-        if not isinstance(self.payload, Fraction):
-            raise TypeError(f"only a finite constant can be split, got {self!r}")
-        value = self.payload
-        if not value:
-            return self, self
-        exponent = 0
-        while builtins.abs(value) >= Fraction(2) ** (exponent + 1):
-            exponent += 1
-        while builtins.abs(value) < Fraction(2) ** exponent:
-            exponent -= 1
-        grid = Fraction(2) ** (exponent + 1 - bits)
-        head = round(value / grid) * grid
-        return constant(head), constant(value - head)
-
-
-def _intern(op: str, args: tuple[Expr, ...], payload: Payload) -> Expr:
-    # repr tells -0.0 from 0.0 and makes NaN equal to itself
-    key = (op, repr(payload), *map(id, args))
-    with _LOCK:
-        known = _NODES.get(key)
-        if known is None:
-            known = object.__new__(Expr)
-            known.op, known.args, known.payload = op, args, payload
-            _NODES[key] = known
-        return known
-
-
-def constant(value: Any) -> Expr:
-    """A constant, exact until a target rounds it to its dtype.
-
-    Parameters
-    ----------
-    value : int, float, Fraction or str
-        A string is read as a decimal number of any length, "0.044715" is not a binary fraction.
-    """
-    if isinstance(value, Expr):
-        return value
-    if isinstance(value, (bool, np.bool_)):
-        _refuse("be mixed with True or False", "write a comparison of x, or a number")
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value.item()
-    if isinstance(value, (int, float, np.integer, np.floating)):
-        number = float(value) if not isinstance(value, int) else value
-        if not math.isfinite(number) or (number == 0 and math.copysign(1.0, number) < 0):
-            return _intern("const", (), float(number))
-        return _intern("const", (), Fraction(number))
-    if isinstance(value, (str, Fraction)):
-        return _intern("const", (), Fraction(value))
-    raise TypeError(f"expected a symbol or a real number in a formula, got {type(value).__name__}")
-
-
-#: The argument of every formula.
-SYMBOL: Expr = _intern("x", (), None)
-
-
-def _value(e: Expr) -> Fraction | None:
-    return e.payload if isinstance(e.payload, Fraction) else None
-
-
-def node(op: str, *operands: Any) -> Expr:
-    """The node `op` of its operands; constants are folded where that is exact."""
-    args = tuple(constant(a) for a in operands)
-    truths = [a.op in TRUTH for a in args]
-    wanted = [op in ("both", "either", "negation") or (op == "where" and i == 0) for i in range(len(args))]
-    if truths != wanted:
-        raise TypeError(
-            f"{op} expects {'a condition such as x > 0' if True in wanted else 'numbers'}, "
-            f"got {', '.join(map(repr, args))}: turn a condition into a number with "
-            "numfuse.expr.where(condition, 1, 0)"
-        )
-    v = [_value(a) for a in args]
-    if op == "neg":
-        if v[0]:
-            return constant(-v[0])
-        if args[0].op == "neg":
-            return args[0].args[0]
-    elif op in ("add", "sub", "mul", "div"):
-        a, b = v
-        if a is not None and b is not None and not (op == "div" and b == 0):
-            return constant({"add": a + b, "sub": a - b, "mul": a * b}[op] if op != "div" else a / b)
-        # Only what holds for every float, signed zeros, infinities and NaN included.
-        if (op == "mul" and b == 1) or (op == "div" and b == 1) or (op == "sub" and b == 0):
-            return args[0]
-        if op == "mul" and a == 1:
-            return args[1]
-    elif op == "where" and args[1] is args[2]:
-        return args[1]
-    if op in ("add", "mul", "maximum", "minimum", "product", "product_low"):
-        # One order for commutative operations: a constant goes last (equal graphs become one).
-        if args[0].op == "const" and args[1].op != "const":
-            args = args[::-1]
-    return _intern(op, args, None)
-
-
-def _binary(op: str, a: Any, b: Any) -> Any:
-    if isinstance(a, Expr) and isinstance(b, Expr):
-        return node(op, a, b)
-    other = b if isinstance(a, Expr) else a
-    if isinstance(other, (int, float, Fraction, np.integer, np.floating)) or (
-        isinstance(other, np.ndarray) and other.ndim == 0
-    ):
-        return node(op, a, b)
-    if isinstance(other, np.ndarray):
-        _refuse("be mixed with arrays", "a formula holds only its symbol and scalar constants")
-    return NotImplemented
-
-
-def _power(x: Expr, n: int) -> Expr:
-    if n == 0:
-        return constant(1)
-    half = _power(x, n // 2) if n > 1 else None
-    square = half * half if half is not None else None
-    if square is None:
-        return x
-    return square * x if n % 2 else square
 
 
 def _apply(op: str, *args: Any) -> Any:
@@ -476,32 +189,6 @@ def scaled_bell(factor: Any, hi: Any, lo: Any = 0.0) -> Any:
     return _apply("scaled_bell", factor, hi, lo)
 
 
-_UFUNCS: dict[str, Callable[..., Any]] = {
-    "add": lambda a, b: node("add", a, b),
-    "subtract": lambda a, b: node("sub", a, b),
-    "multiply": lambda a, b: node("mul", a, b),
-    "divide": lambda a, b: node("div", a, b),
-    "negative": lambda a: node("neg", a),
-    "positive": lambda a: a,
-    "power": lambda a, b: a**b,
-    "square": lambda a: a * a,
-    "reciprocal": lambda a: 1 / a,
-    "less": lambda a, b: node("lt", a, b),
-    "less_equal": lambda a, b: node("le", a, b),
-    "greater": lambda a, b: node("lt", b, a),
-    "greater_equal": lambda a, b: node("le", b, a),
-    "equal": lambda a, b: node("eq", a, b),
-    "not_equal": lambda a, b: node("ne", a, b),
-    "logical_and": lambda a, b: node("both", a, b),
-    "logical_or": lambda a, b: node("either", a, b),
-    "logical_not": lambda a: node("negation", a),
-    "absolute": abs, "fabs": abs, "sqrt": sqrt, "exp": exp, "log": log, "log1p": log1p,
-    "tanh": tanh, "maximum": maximum, "minimum": minimum, "copysign": copysign,
-    "erf": erf, "expit": sigmoid, "ndtr": normal_cdf, "clip": clamp,
-}  # fmt: skip
-
-
-# --- graphs -------------------------------------------------------------------------------------
 def trace(formula: Callable[[Any], Any]) -> Expr:
     """Call `formula` once with the symbol and return the recorded graph.
 
@@ -516,65 +203,6 @@ def trace(formula: Callable[[Any], Any]) -> Expr:
             f"the formula returned a condition, {made!r}: write numfuse.expr.where(condition, 1, 0)"
         )
     return made
-
-
-def substitute(expr: Expr, argument: Expr) -> Expr:
-    """The graph with `argument` in the place of the symbol."""
-    made: dict[Expr, Expr] = {}
-    for e in topological((expr,)):
-        made[e] = argument if e.op == "x" else node(e.op, *(made[a] for a in e.args)) if e.args else e
-    return made[expr]
-
-
-def topological(exprs: Iterable[Expr]) -> list[Expr]:
-    """Every node once, operands before the nodes that use them."""
-    order: dict[Expr, None] = {}
-    stack = [(e, False) for e in reversed(list(exprs))]
-    while stack:
-        e, ready = stack.pop()
-        if e in order:
-            continue
-        if ready:
-            order[e] = None
-        else:
-            stack.append((e, True))
-            stack.extend((a, False) for a in reversed(e.args))
-    return list(order)
-
-
-def dumps(exprs: Sequence[Expr]) -> str:
-    """The graphs as text, one node a line, then the line numbers of the results."""
-    order = topological(exprs)
-    at = {e: i for i, e in enumerate(order)}
-    lines = [
-        " ".join([e.op, *(str(at[a]) for a in e.args)] + ([str(e.payload)] if e.op == "const" else []))
-        for e in order
-    ]
-    return "\n".join([*lines, " ".join(["=", *(str(at[e]) for e in exprs)])])
-
-
-def loads(text: str) -> tuple[Expr, ...]:
-    """The graphs of :func:`dumps`, interned in this process."""
-    made: list[Expr] = []
-    for line in text.splitlines():
-        op, *rest = line.split()
-        if op == "=":
-            return tuple(made[int(i)] for i in rest)
-        if op == "const":
-            special = rest[0] in ("inf", "-inf", "nan", "-0.0")
-            made.append(_intern(op, (), float(rest[0]) if special else Fraction(rest[0])))
-        elif op == "x":
-            made.append(SYMBOL)
-        elif ARITY.get(op) == len(rest):
-            # not `node`: the text was folded when it was recorded
-            made.append(_intern(op, tuple(made[int(i)] for i in rest), None))
-        else:
-            break
-    raise ValueError("expected the text of numfuse.expr.dumps, got something else")
-
-
-def _load_one(text: str) -> Expr:
-    return loads(text)[0]
 
 
 def differentiate(expr: Expr) -> Expr:

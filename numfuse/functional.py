@@ -7,20 +7,20 @@ Conventions, for all of them
 ----------------------------
 Arrays
     NumPy arrays in, NumPy arrays out, newly allocated and C-contiguous unless ``out=`` is given.
-    Any strides are read in place: transposed, sliced, reversed and broadcast views give, bit for bit,
-    what a contiguous copy gives. Inputs are never written.
+    Any strides are read in place: transposed, sliced, reversed and broadcast views give, bit for
+    bit, what a contiguous copy gives. Inputs are never written.
 dtypes
     float64, float32, float16 and ml_dtypes.bfloat16, one and the same for all operands. float64 is
     computed and accumulated in float64, the others in float32 and rounded once, at the store.
 Shapes
-    `a` (..., M, K), `b` (K, N) or (..., K, N), `bias` (N,) or (..., 1, N). Batch axes broadcast as in
-    :func:`numpy.matmul`, a 1-D `a` or `b` is treated as there (the result of two is 0-d), and a
+    `a` (..., M, K), `b` (K, N) or (..., K, N), `bias` (N,) or (..., 1, N). Batch axes broadcast as
+    in :func:`numpy.matmul`, a 1-D `a` or `b` is treated as there (the result of two is 0-d), and a
     gradient has its operand's shape: it is summed over the axes along which the operand was
     broadcast. M, N, K or a batch axis may be 0.
 ``out=``
-    An array of the result's shape and dtype to write into; for a backward, a tuple like the result in
-    which None entries are allocated. It may overlap neither an operand nor another output, judged by
-    the bounds of the memory. A call that raises has not touched it.
+    An array of the result's shape and dtype to write into; for a backward, a tuple like the result
+    in which None entries are allocated. It may overlap neither an operand nor another output,
+    judged by the bounds of the memory. A call that raises has not touched it.
 ``backend=``
     "cpu", "cuda", "webgpu", "reference" or a backend object; None takes that of
     :class:`numfuse.use_backend`, else the CPU. A backend asked for never falls back to another.
@@ -130,8 +130,8 @@ def matmul_bias_activation(
     Raises
     ------
     ValueError
-        Shapes that do not fit, an unknown activation or backend, an `out` of the wrong shape, that is
-        read-only or that overlaps an operand.
+        Shapes that do not fit, an unknown activation or backend, an `out` of the wrong shape, that
+        is read-only or that overlaps an operand.
     TypeError
         Operands that are not plain arrays, an unsupported dtype or a mixture of dtypes.
     BackendUnavailable
@@ -141,8 +141,8 @@ def matmul_bias_activation(
     -----
     With u the unit roundoff of the accumulator, the pre-activation's error is at most
     gamma_(K+1) (\|A\| \|B\| + \|bias\|) componentwise, gamma_n = n u / (1 - n u); the activation
-    multiplies it by at most max \|f'\| and adds a few u; a half type adds one rounding. The order of
-    summation over K depends on dtype, K and N alone, never on the number of threads.
+    multiplies it by at most max \|f'\| and adds a few u; a half type adds one rounding. The order
+    of summation over K depends on dtype, K and N alone, never on the number of threads.
 
     A NaN or an infinity in row i of `a` stays in row i of the result.
 
@@ -242,13 +242,13 @@ def matmul_bias_activation_bwd(
     a, b, bias, activation
         As they were in the forward.
     pre_activation : (..., M, N) array, optional
-        What the forward returned with `return_pre_activation` (its dtype, or the operands'). Without
-        it, a @ b + bias is computed again: three products rather than two.
+        What the forward returned with `return_pre_activation`, in its dtype or the operands'.
+        Without it, a @ b + bias is computed again: three products rather than two.
     needs : iterable of str, default ("a", "b", "bias")
         The gradients that are wanted. The others are None and cost nothing.
     sum_batch : bool, default False
-        With a batched `b`: return d_b summed over the batch, (K, N), without making the gradients of
-        the members.
+        With a batched `b`: return d_b summed over the batch, (K, N), without making the gradients
+        of the members.
     guard : bool, default True
         Count a derivative that is not finite as 0. It zeroes the derivative only: a NaN or an
         infinity in an operand, or in grad, follows IEEE arithmetic. False lets NaN through.
@@ -259,8 +259,8 @@ def matmul_bias_activation_bwd(
     Returns
     -------
     GemmGradients
-        A named tuple (d_a, d_b, d_bias), each of its operand's shape and dtype, summed over the axes
-        along which the operand was broadcast; None where not needed, or where `bias` is None.
+        A named tuple (d_a, d_b, d_bias), each of its operand's shape and dtype, summed over the
+        axes along which the operand was broadcast; None where not needed, or where `bias` is None.
 
     Raises
     ------
@@ -341,8 +341,8 @@ def matmul_bias_residual_bwd(
     Returns
     -------
     GemmResidualGradients
-        A named tuple (d_a, d_b, d_bias, d_residual). `d_residual` is `grad` summed to the residual's
-        shape in the accumulator's dtype; it is a new array also where that is a plain copy.
+        A named tuple (d_a, d_b, d_bias, d_residual). `d_residual` is `grad` summed to the
+        residual's shape in the accumulator's dtype, a new array also where that is a plain copy.
 
     Raises
     ------
@@ -469,23 +469,17 @@ def activation_mul_bwd(
     return p.result
 
 
-def silu_mul(
-    a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
-) -> Array:
+def silu_mul(a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None) -> Array:
     """silu(a) * b, the gate of SwiGLU: :func:`activation_mul` with "silu"."""
     return activation_mul(a, b, "silu", out=out, backend=backend)
 
 
-def gelu_mul(
-    a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
-) -> Array:
+def gelu_mul(a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None) -> Array:
     """gelu(a) * b (tanh form), the gate of GeGLU: :func:`activation_mul` with "gelu"."""
     return activation_mul(a, b, "gelu", out=out, backend=backend)
 
 
-def relu_mul(
-    a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
-) -> Array:
+def relu_mul(a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None) -> Array:
     """relu(a) * b, the gate of ReGLU: :func:`activation_mul` with "relu"."""
     return activation_mul(a, b, "relu", out=out, backend=backend)
 

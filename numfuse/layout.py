@@ -18,7 +18,7 @@ _CELL = (..., None, None)
 
 
 class GemmShape(NamedTuple):
-    """The sizes of act(a @ b + bias), and what the caller's 1-D operands leave out of the result."""
+    """The sizes of act(a @ b + bias), and what 1-D operands leave out of the result."""
 
     m: int
     n: int
@@ -98,7 +98,7 @@ def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:
 
 
 def merge_rows(x: ndarray) -> ndarray | None:
-    """(..., M, K) as a 2-D view with every axis but the last merged, or None if that takes a copy."""
+    """(..., M, K) as a 2-D view, every axis but the last merged; None if that takes a copy."""
     if x.ndim == 2:
         return x
     lengths = x.shape[:-1]
@@ -130,7 +130,7 @@ def sum_to(x: ndarray, shape: Shape, acc_dtype: np.dtype[Any]) -> ndarray:
 
 
 def _broadcast(batch: Shape, other: Shape, name: str, operands: str) -> Shape:
-    """Two batch shapes broadcast as in numpy.matmul; numpy.broadcast_shapes costs ten times this."""
+    """Two batch shapes broadcast as in numpy.matmul (numpy.broadcast_shapes is far slower)."""
     if not other or batch == other:
         return batch
     long, short = (batch, other) if len(batch) >= len(other) else (other, batch)
@@ -142,6 +142,7 @@ def _broadcast(batch: Shape, other: Shape, name: str, operands: str) -> Shape:
             joint[lead + i] = length
         elif length not in (1, wanted):
             raise ValueError(
-                f"the batch axes of {name} must broadcast to {batch}, got {other} (operands: {operands})"
+                f"the batch axes of {name} must broadcast with {batch}, got {other}; "
+                f"the operands are {operands}"
             )
     return tuple(joint)

@@ -73,8 +73,8 @@ def as_plain(name: str, x: Any) -> ndarray:
             )
         x = np.asarray(x)
     if not x.flags.aligned:
-        # A field of a packed record, or a buffer at an odd offset: its strides may be no multiple of
-        # the item size. Kernels count in items, so this rare operand (alone) is copied.
+        # A field of a packed record, or a buffer at an odd offset: its strides may be no multiple
+        # of the item size. Kernels count in items, so this rare operand (alone) is copied.
         x = x.copy()
     return x
 
@@ -150,7 +150,7 @@ def output(
 
 
 def _overlaps_itself(x: ndarray) -> bool:
-    """Whether two elements may lie at one address: each axis must step over all that lies within."""
+    """Whether two elements may share an address: each axis must step over all that lies within."""
     if x.size < 2:
         return False
     reach = x.itemsize

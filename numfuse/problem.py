@@ -3,8 +3,8 @@
 Every check and every shape rule is applied here, before anything is computed and before any output
 is touched. A backend trusts what it gets:
 
-- every array is a plain, aligned numpy.ndarray of the storage dtype (a saved pre-activation may have
-  the accumulator's), with any strides, zero and negative ones included;
+- every array is a plain, aligned numpy.ndarray of the storage dtype (a saved pre-activation may
+  have the accumulator's), with any strides, zero and negative ones included;
 - `a` is (..., M, K), `b` (..., K, N), `bias` (..., 1, N), `residual` (..., M or 1, N or 1), each
   with batch axes of its own that broadcast to `batch`; `out`, `pre`, `grad` are (*batch, M, N);
 - outputs overlap neither an input nor one another (only the gated forward's `out` may be exactly
@@ -268,8 +268,7 @@ def gemm_backward(
             and b.flags.aligned
             and grad.flags.aligned
             and (
-                bias is None
-                or (bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned)
+                bias is None or (bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned)
             )
             and (
                 pre_activation is None

@@ -19,16 +19,25 @@ from dataclasses import dataclass
 #: 16 bytes: 8x2 = 16 sums: fits the 32 registers of NEON; SSE2's 16 spill, which costs time only.
 REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 
+#: Bytes of a cache line.  Where a host's lines are longer, some prefetches repeat; no result changes.
+LINE = 64
 #: Share of the level-2 cache that a packed block of B may take.  What else wants room there: the
 #: panel of A on its way to level 1, the strip or plane rows in flight, the epilogue's operands.
 BLOCK_SHARE = 0.5
 #: K values of a block.  The panel of A (MR x KC: 28 KiB in f32, 14 x 256 in f64) has to stay in
 #: level 1 (32-48 KiB) beside the stream of B; the larger KC, the rarer the updates of the plane.
 KC_BYTES = 2048
-#: Bytes of an accumulator plane (only where K has several blocks): bounds the workspace.  The plane
-#: lives in level 3; at 8 MiB the packing of B is spread over >= 2048 rows, 1.5% at one cycle an
-#: element.
-PLANE_BYTES = 8 << 20
+#: Bytes and columns of an accumulator plane (only where K has several blocks): they bound the
+#: workspace.  The plane lives in level 3; 16 MiB are 2048 x 2048 values of float32, and packing A
+#: and B is then spread over 2048 rows and columns, 0.1% each at two cycles an element.
+PLANE_BYTES = 16 << 20
+PLANE_COLUMNS = 2048
+#: Bytes of kept panels of A, likewise, where a cell has several blocks of columns: at 8 MiB the
+#: packing of B is spread over >= 4096 rows.
+PANELS_BYTES = 8 << 20
+#: Rows of B that packing asks for in advance: a row of 2 KiB is 32 lines, and about 64 in flight
+#: cover the latency of memory.
+PACK_AHEAD = 2
 #: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
 ROW_BLOCK = 1024
 #: Elements of an elementwise cell: 2**16 take 20-50 us, large against 0.1 us for fetching a cell.
@@ -37,8 +46,10 @@ ELEMENTWISE_CELL = 1 << 16
 #: many fused multiply-adds (100 us at 100 GFLOP/s) or elements one thread is faster.
 PARALLEL_FMAS = 4 << 20
 PARALLEL_ELEMENTS = 1 << 16
-#: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3.
-PACK_CYCLES = 1.0
+#: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
+#: (Granite Rapids: 2.5 and 0.6-1.8).
+PACK_B_CYCLES = 2.0
+PACK_A_CYCLES = 1.0
 #: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
 #: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
 CHUNK_TILES = 4
@@ -78,7 +89,9 @@ class Tiling:
     cell_n: int
     cells_m: int
     cells_n: int
+    panels: int
     plane_rows: int
+    plane_columns: int
 
     @property
     def cells(self) -> int:
@@ -127,24 +140,33 @@ def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registe
     single = sums == 1 and k <= kc
     best: tuple[float, Tiling] | None = None
     lanes = 2 * r.vl
-    for cells_n in range(1, max(1, min(2 * threads, -(-n // r.nr))) + 1):
-        cell_n = round_up(-(-n // cells_n), r.nr) if n else r.nr
+    for split_n in range(1, max(1, min(2 * threads, -(-n // r.nr))) + 1):
+        cell_n = round_up(-(-n // split_n), r.nr) if n else r.nr
+        if not single:
+            cell_n = min(cell_n, PLANE_COLUMNS)
+        cells_n = max(1, -(-n // cell_n))
         blocks = max(1, -(-cell_n // nc_limit))
         nc = round_up(-(-cell_n // blocks), r.nr)
-        row_limit = m if single else max(r.chunk, PLANE_BYTES // (nc * r.itemsize) // r.chunk * r.chunk)
-        # One cell a thread, or two where that balances better; never smaller than a chunk.
+        rows_limit = m
+        if blocks > 1:
+            rows_limit = min(rows_limit, PANELS_BYTES // (kc * r.itemsize))
+        if not single:
+            rows_limit = min(rows_limit, PLANE_BYTES // (cell_n * r.itemsize))
+        # One cell a thread, or two where that balances better; whole chunks of rows.
         for target in {1, *(-(-threads * f // (batch * cells_n)) for f in (1, 2) if threads > 1)}:
             cell_m = max(r.chunk, round_up(-(-m // max(1, target)), r.chunk))
-            cell_m = min(cell_m, round_up(row_limit, r.chunk)) if m else r.chunk
+            if cell_m > max(rows_limit, r.chunk):
+                parts = -(-m // max(r.chunk, rows_limit // r.chunk * r.chunk))
+                cell_m = max(r.chunk, round_up(-(-m // parts), r.chunk))
             cells_m = max(1, -(-m // cell_m))
-            actual_n = max(1, -(-n // cell_n))
-            compute = round_up(min(cell_m, m), r.mr) * cell_n * k * sums / lanes
-            packing = PACK_CYCLES * k * sums * (cell_n + 0.5 * min(cell_m, m) * blocks)
-            rounds = -(-batch * cells_m * actual_n // threads)
-            cost = rounds * (compute + packing)
+            rows = round_up(max(1, min(cell_m, m)), r.mr)
+            compute = rows * cell_n * k * sums / lanes
+            packing = k * sums * (PACK_B_CYCLES * cell_n + PACK_A_CYCLES * rows)
+            cost = -(-batch * cells_m * cells_n // threads) * (compute + packing)
             if best is None or cost < best[0] * 0.999:
-                rows = r.mr if single else min(cell_m, round_up(max(m, 1), r.mr))
-                best = cost, Tiling(kc, nc, cell_m, cell_n, cells_m, actual_n, rows)
+                panels = 1 if blocks == 1 else rows // r.mr
+                plane = (2 * r.mr, nc) if single else (rows, round_up(cell_n, r.nr))
+                best = cost, Tiling(kc, nc, cell_m, cell_n, cells_m, cells_n, panels, *plane)
     assert best is not None  # cells_n = 1 is always tried
     return best[1]
 
@@ -155,4 +177,4 @@ def elementwise(m: int, n: int, chunk: int) -> Tiling:
     nc = min(ROW_BLOCK, max(1, n))
     cell_n = min(max(1, n), round_up(ELEMENTWISE_CELL, nc))
     cell_m = max(chunk, round_up(ELEMENTWISE_CELL // cell_n, chunk))
-    return Tiling(0, nc, cell_m, cell_n, max(1, -(-m // cell_m)), max(1, -(-n // cell_n)), 0)
+    return Tiling(0, nc, cell_m, cell_n, max(1, -(-m // cell_m)), max(1, -(-n // cell_n)), 0, 0, 0)

@@ -40,10 +40,11 @@ __all__ = [
 
 
 class Backend(Protocol):
-    """What a backend has. A run writes the problem's outputs and trusts every promise of problem.py.
+    """What a backend has. A run writes the problem's outputs and trusts what problem.py promises.
 
-    A backend that has several devices or precisions also has ``configure(device, precision)``, which
-    checks both and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``.
+    A backend that has several devices or precisions also has ``configure(device, precision)``,
+    which checks both and returns a backend object; one whose arrays live elsewhere has
+    ``to_device(x)``.
     """
 
     name: str
@@ -129,7 +130,7 @@ def resolve(backend: str | Backend | None = None) -> Backend:
     return backend
 
 
-class use_backend(ContextDecorator):  # noqa: N801 - reads as a statement: with nf.use_backend(...)
+class use_backend(ContextDecorator):
     """Run NumPy operands on another backend inside a ``with`` block, or in a decorated function.
 
     The choice belongs to the current context (:mod:`contextvars`): other threads and other asyncio

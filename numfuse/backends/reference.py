@@ -1,7 +1,10 @@
-"""The meaning of every operation, in plain float64 NumPy. Slow: the other backends are held to it.
+"""The meaning of every operation, in plain NumPy: slow, and what the other backends are held to.
 
-Operands are widened to float64, the formulas of the activation table are called with arrays, and the
-result is rounded once, to the problem's dtype, at the end.
+Operands are widened, the formulas of the activation table are called with arrays in float64, and
+the result is rounded once, to the problem's dtype, at the end. Products are made in long double: it
+is wider than float64 where the machine has it, and NumPy computes it with plain loops instead of
+BLAS, so that the order of summation over K is k = 0, 1, 2 ... whatever the layout, and a view gives
+bit for bit what its copy gives.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "Reference"]
 
 _F64 = np.dtype(np.float64)
+_LONG = np.dtype(np.longdouble)
 
 
 class Reference:
@@ -51,13 +55,12 @@ class Reference:
         with np.errstate(all="ignore"):
             pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
             grad_pre = _wide(p.grad) * _slope(p.activation, pre, p.guard)
-            a, b = _wide(p.a), _wide(p.b)
             if p.d_a is not None:
-                p.d_a[...] = sum_to(grad_pre @ b.swapaxes(-1, -2), p.d_a.shape, _F64)
+                p.d_a[...] = sum_to(_product(grad_pre, p.b.swapaxes(-1, -2)), p.d_a.shape, _LONG)
             if p.d_b is not None:
-                p.d_b[...] = sum_to(a.swapaxes(-1, -2) @ grad_pre, p.d_b.shape, _F64)
+                p.d_b[...] = sum_to(_product(p.a.swapaxes(-1, -2), grad_pre), p.d_b.shape, _LONG)
             if p.d_bias is not None:
-                p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _F64)
+                p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _LONG)
         _record("backward", p.activation)
 
     def gated(self, p: GatedProblem) -> None:
@@ -78,7 +81,7 @@ class Reference:
 
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
-        return {"device": "NumPy", "arithmetic": "float64"}
+        return {"device": "NumPy", "arithmetic": "float64, products in long double"}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
         """A new array for this backend."""
@@ -97,9 +100,16 @@ def _wide(x: ndarray) -> ndarray:
     return x.astype(_F64, copy=False)
 
 
+def _product(a: ndarray, b: ndarray) -> ndarray:
+    product: ndarray = a.astype(_LONG) @ b.astype(_LONG)
+    return product
+
+
 def _pre_activation(p: GemmProblem | GemmBackwardProblem) -> ndarray:
-    pre: ndarray = _wide(p.a) @ _wide(p.b)
-    return pre if p.bias is None else pre + _wide(p.bias)
+    pre = _product(p.a, p.b)
+    if p.bias is not None:
+        pre = pre + _wide(p.bias)
+    return _wide(pre)
 
 
 def _slope(activation: Activation, x: ndarray, guard: bool) -> ndarray:

@@ -20,7 +20,6 @@ from numfuse.backends.cpu import kernels, launch, library, microkernel
 Slots = dict[int, np.ndarray | None]
 
 S_BIAS, S_EXTRA, S_GRAD, S_OUT, S_PRE, S_SUMS, S_A, S_B = range(kernels.SLOT_COUNT)
-_LINE = 64
 
 
 class Factor(NamedTuple):
@@ -59,19 +58,26 @@ def _slot_words(slots: Slots, n: int) -> list[int]:
 
 
 def _layout(t: tiling.Tiling, r: tiling.Registers) -> tuple[tuple[int, ...], int]:
-    """Offsets of a thread's workspace (panel, block, plane, plane stride, scratch, scratch stride)
-    and its bytes.  Regions start at odd numbers of cache lines, so that they do not all begin in
-    the same cache set.
+    """Offsets of a thread's workspace (panels, their stride, block, plane, its stride, scratch, its
+    stride) and its bytes.  Regions start at odd numbers of cache lines, so that they do not all
+    begin in the same cache set.
     """
-    scratch_stride = tiling.round_up(t.nc * 8, _LINE) + _LINE
+    line, page = tiling.LINE, launch.PAGE
+    scratch_stride = tiling.round_up(t.nc * 8, line) + line
     scratch = kernels.CONTEXT_BYTES
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
-    panel = tiling.round_up(scratch + kernels.SLOT_COUNT * scratch_stride, launch.PAGE)
-    block = tiling.round_up(panel + t.kc * r.mr * r.itemsize + slack, launch.PAGE) + 3 * _LINE
-    plane = tiling.round_up(block + t.kc * t.nc * r.itemsize + slack, launch.PAGE) + 9 * _LINE
-    plane_stride = t.nc * r.itemsize + _LINE
-    total = tiling.round_up(plane + t.plane_rows * plane_stride, launch.PAGE) + launch.PAGE
-    return (panel, block, plane, plane_stride, scratch, scratch_stride), total
+    panel_stride = tiling.round_up(t.kc * r.mr * r.itemsize + slack, line)
+    panels = tiling.round_up(scratch + kernels.SLOT_COUNT * scratch_stride, page)
+    if t.panels == 1:
+        panel_bytes, panel_stride = panel_stride, 0  # every panel takes the place of the one before
+    else:
+        panel_bytes = t.panels * panel_stride
+    block = tiling.round_up(panels + panel_bytes, page) + 3 * line
+    block_bytes = t.kc * t.nc * r.itemsize + t.nc // r.nr * line + slack
+    plane = tiling.round_up(block + block_bytes, page) + 9 * line
+    plane_stride = t.plane_columns * r.itemsize + line
+    total = tiling.round_up(plane + t.plane_rows * plane_stride, page) + page
+    return (panels, panel_stride, block, plane, plane_stride, scratch, scratch_stride), total
 
 
 def _launch(

@@ -25,7 +25,7 @@ DESCRIPTOR = {
             "D_M", "D_N", "D_K", "D_KC", "D_NC", "D_CELL_M", "D_CELL_N", "D_CELLS_M", "D_CELLS_N",
             "D_PACK_A", "D_PACK_B", "D_ROW", "D_BATCH_AXES", "D_SUM_AXES", "D_SUM_SIZE",
             "D_A", "D_A_ROW", "D_A_K", "D_B", "D_B_K", "D_B_COLUMN",
-            "D_PANEL", "D_BLOCK", "D_PLANE", "D_PLANE_STRIDE", "D_SCRATCH", "D_SCRATCH_STRIDE",
+            "D_PANEL", "D_PANEL_STRIDE", "D_BLOCK", "D_PLANE", "D_PLANE_STRIDE", "D_SCRATCH", "D_SCRATCH_STRIDE",
         ]
     )
 }
@@ -51,11 +51,13 @@ CONTEXT_BYTES = 512
 def gemm_cell(descriptor, cell, workspace):
     """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``.
 
-    The K loop is blocked by KC inside the loop over summed batch axes; a packed block of B
-    (KC x NC) stays in the level-2 cache while all rows of the cell pass it, one packed panel of
-    A (MR x KC, level 1) at a time.  With a single K block the accumulator is one strip of MR
-    rows; otherwise it is a plane of the whole cell.  Either way a row's epilogue runs right
-    after its last K block, while the row is in cache.
+    The K loop is blocked by KC, inside the loop over summed batch axes.  A packed block of B
+    (KC x NC) stays in the level-2 cache while all rows of the cell pass it, one packed panel of A
+    (MR x KC, level 1) at a time; the panels are kept for the cell's further blocks of columns.
+    With a single K block the accumulator is a strip of MR rows (two by turns); otherwise it is a
+    plane of the whole cell.  Either way a row's epilogue runs soon after its last K block, while
+    the row is in cache: one row between two tiles of the next strip, so that its stores, which wait
+    for memory, drain behind arithmetic.
     """
     d = WORDS(descriptor)
     m, n, k = d[D_M], d[D_N], d[D_K]
@@ -71,7 +73,8 @@ def gemm_cell(descriptor, cell, workspace):
 
     context = workspace
     a_base, b_base = OPEN_CONTEXT(descriptor, batch, context)
-    panel = workspace + d[D_PANEL]
+    panels = workspace + d[D_PANEL]
+    panel_stride = d[D_PANEL_STRIDE]
     block = workspace + d[D_BLOCK]
     plane = workspace + d[D_PLANE]
     plane_stride = d[D_PLANE_STRIDE]
@@ -79,7 +82,9 @@ def gemm_cell(descriptor, cell, workspace):
     b_k, b_column = d[D_B_K], d[D_B_COLUMN]
     sum_size = d[D_SUM_SIZE]
     single = sum_size == 1 and k <= kc
+    rows_in_memory = a_k <= LINE and a_k >= -LINE
     axes = D_AXES + d[D_BATCH_AXES] * AXIS_WORDS
+    before = plane
 
     if k * sum_size == 0:
         # An empty sum is zero, and its epilogue still runs.
@@ -91,34 +96,64 @@ def gemm_cell(descriptor, cell, workspace):
                 CALL_ROW(d[D_ROW], context, plane, i, jc, min(nc, j1 - jc))
         return
 
-    for jc in range(j0, j1, nc):
-        columns = min(nc, j1 - jc)
-        for s in range(sum_size):
-            a_at, b_at = a_base, b_base
-            rest = s
-            for axis in range(d[D_SUM_AXES] - 1, -1, -1):
-                word = axes + 3 * axis
-                index = rest % d[word]
-                rest = rest // d[word]
-                a_at += index * d[word + 1]
-                b_at += index * d[word + 2]
-            for pc in range(0, k, kc):
-                depth = min(kc, k - pc)
-                first = s == 0 and pc == 0
-                last = s == sum_size - 1 and pc + depth == k
-                CALL_PACK(d[D_PACK_B], b_at + pc * b_k + jc * b_column, b_k, b_column, columns,
-                          depth, block)
+    for s in range(sum_size):
+        a_at, b_at = a_base, b_base
+        rest = s
+        for axis in range(d[D_SUM_AXES] - 1, -1, -1):
+            word = axes + 3 * axis
+            index = rest % d[word]
+            rest = rest // d[word]
+            a_at += index * d[word + 1]
+            b_at += index * d[word + 2]
+        for pc in range(0, k, kc):
+            depth = min(kc, k - pc)
+            first = s == 0 and pc == 0
+            b_panel = depth * NR * SIZE + LINE
+            last = s == sum_size - 1 and pc + depth == k
+            for jc in range(j0, j1, nc):
+                columns = min(nc, j1 - jc)
+                tiles = (columns + NR - 1) // NR
+                packed = jc > j0  # the panels of A are there from the first block of columns
+                CALL_PACK_B(d[D_PACK_B], b_at + pc * b_k + jc * b_column, b_k, b_column, columns,
+                          depth, block, b_panel)
+                waiting = 0  # rows of the strip before, whose epilogue has not run yet
                 for i in range(i0, i1, MR):
                     rows = min(MR, i1 - i)
-                    CALL_PACK(d[D_PACK_A], a_at + i * a_row + pc * a_k, a_row, a_k, rows, depth,
-                              panel)
-                    strip = plane if single else plane + (i - i0) * plane_stride
-                    for j in range(0, columns, NR):
-                        MICROKERNEL(rows, columns - j > VL, depth, panel,
-                                    block + j * depth * SIZE, strip + j * SIZE, plane_stride, first)
-                    if last:
-                        for r in range(rows):
-                            CALL_ROW(d[D_ROW], context, strip + r * plane_stride, i + r, jc, columns)
+                    panel = panels + (i - i0) // MR * panel_stride
+                    # What comes next is asked for while tiles keep the core busy with data in
+                    # cache: tile t brings its share of the next panel of A, packed or not.
+                    if packed:
+                        share = depth * MR * SIZE // tiles
+                        ahead, ahead_step, shares = panel + panel_stride, share // depth, tiles
+                    else:
+                        CALL_PACK_A(d[D_PACK_A], a_at + i * a_row + pc * a_k, a_row, a_k, rows,
+                                    depth, panel)
+                        share = a_row
+                        ahead, ahead_step = a_at + (i + MR) * a_row + pc * a_k, a_k
+                        shares = min(MR, i1 - i - MR) if rows_in_memory else 0
+                    if single:
+                        strip = plane + (i - i0) // MR % 2 * MR * plane_stride
+                    else:
+                        strip = plane + (i - i0) * plane_stride + (jc - j0) * SIZE
+                    for tile in range(tiles):
+                        j = tile * NR
+                        more = tile < shares
+                        MICROKERNEL(rows, columns - j > VL, depth, panel, block + tile * b_panel,
+                                    strip + j * SIZE, plane_stride, first,
+                                    ahead + tile * share if more else panel,
+                                    ahead_step if more else 0)
+                        # One row of the strip before: its stores drain during the next tile.
+                        if tile < waiting:
+                            CALL_ROW(d[D_ROW], context, before + tile * plane_stride,
+                                     i - waiting + tile, jc, columns)
+                    for r in range(tiles, waiting):
+                        CALL_ROW(d[D_ROW], context, before + r * plane_stride, i - waiting + r, jc,
+                                 columns)
+                    before = strip
+                    waiting = rows if last else 0
+                for r in range(waiting):
+                    CALL_ROW(d[D_ROW], context, before + r * plane_stride, i1 - waiting + r, jc,
+                             columns)
 
 
 def elementwise_cell(descriptor, cell, workspace):
@@ -260,7 +295,8 @@ def grad_pre_row(context, acc, i, j, n):
             value = x[q]
             if HAS_BIAS:
                 value = value + WIDEN(bias[q])
-            value = WIDEN(grad[q]) * SLOPE(value)
+            # Rounded before it is summed, with grad_pre stored or not: the same bits either way.
+            value = ROUNDED_PRODUCT(WIDEN(grad[q]), SLOPE(value))
             if HAS_OUT:
                 out[q] = value
             sums[q] = sums[q] + value
@@ -349,4 +385,4 @@ def gated_d_b_row(context, acc, i, j, n):
 def peak_loop(repeats, k, a, b, c, ldc):
     """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
     for _ in range(repeats):
-        MICROKERNEL(MR, 1, k, a, b, c, ldc, 1)
+        MICROKERNEL(MR, 1, k, a, b, c, ldc, 1, a, 0)

@@ -56,9 +56,10 @@ def gemm_cell(acc: str) -> specialise.Kernel:
         **layout,
         OPEN_CONTEXT=specialise.device(kernels.open_context, **layout),
         CALL_ROW=microkernel.make_call(5),
-        CALL_PACK=microkernel.make_call(6),
+        CALL_PACK_A=microkernel.make_call(6),
+        CALL_PACK_B=microkernel.make_call(7),
         MICROKERNEL=microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl),
-        PREFETCH=microkernel.make_prefetch(),
+        LINE=tiling.LINE,
         SUMS=microkernel.make_elements(acc),
         ZERO=_zero(acc),
         MR=r.mr,
@@ -100,6 +101,9 @@ def pack_b(fmt: str, acc: str) -> specialise.Kernel:
     r = registers(acc)
     return specialise.kernel(
         packing.pack_b,
+        AHEAD=tiling.PACK_AHEAD,
+        LINE=tiling.LINE,
+        PREFETCH=microkernel.make_prefetch(),
         ITEM=microkernel.itemsize(fmt),
         SIZE=r.itemsize,
         VL=r.vl,
@@ -185,6 +189,7 @@ def grad_pre_row(
         HAS_SAVED=saved,
         HAS_OUT=out,
         HAS_SUMS=sums,
+        ROUNDED_PRODUCT=primitives.rounded_product,
         CHUNK=registers(acc).chunk,
     )
 

@@ -8,7 +8,7 @@ Rapids); a row-major panel of A (fourteen streams) at 80-87% on the latter.
 Three cases an operand: one of its two strides is one element (vector copies or register
 transposes), or neither (element by element).  Free names in UPPER case are bound by
 `numfuse.specialise`: ITEM, SIZE bytes of a stored and of an accumulator element, VL lanes of a
-vector, MR, NR the panel heights.
+vector, MR, NR the panel heights, AHEAD how many rows of B are asked for before they are copied.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def pack_a(source, row_stride, k_stride, rows, k, target):
                 COPY_ONE(source + p * k_stride + r * row_stride, target + (p * MR + r) * SIZE)
 
 
-def pack_b(source, k_stride, column_stride, columns, k, target):
-    """``target[(j // NR) * k * NR + p * NR + j % NR] = source[p, j]``, ``j < columns``, ``p < k``.
+def pack_b(source, k_stride, column_stride, columns, k, target, panel):
+    """``target[(j // NR) * panel + (p * NR + j % NR) * SIZE] = source[p, j]``, ``p < k``.
 
-    Lanes of the last panel beyond `columns` hold no meaning (but are written where a full
-    micro-kernel reads them).
+    `panel` is the stride of panels in bytes: one line more than their size, so that the panels that
+    one row of B is dealt out to do not all fall into the same cache sets.  Lanes of the last panel
+    beyond `columns` hold no meaning (but are written where a full micro-kernel reads them).
     """
     full = columns // NR
     if column_stride == ITEM:
@@ -52,18 +53,21 @@ def pack_b(source, k_stride, column_stride, columns, k, target):
         for p in range(k):
             row = source + p * k_stride
             place = target + p * NR * SIZE
+            if p + AHEAD < k:
+                for byte in range(0, columns * ITEM, LINE):
+                    PREFETCH(row + AHEAD * k_stride + byte)
             for j in range(full):
-                COPY_PANEL_ROW(row + j * NR * ITEM, place + j * k * NR * SIZE)
+                COPY_PANEL_ROW(row + j * NR * ITEM, place + j * panel)
             for j in range(0, rest, VL):
-                COPY_LANES(row + (full * NR + j) * ITEM, place + (full * k * NR + j) * SIZE, rest - j)
+                COPY_LANES(row + (full * NR + j) * ITEM, place + full * panel + j * SIZE, rest - j)
     elif k_stride == ITEM:
         for j in range(0, columns, VL):
-            place = target + ((j // NR) * k * NR + j % NR) * SIZE
+            place = target + (j // NR) * panel + (j % NR) * SIZE
             for p in range(0, k, VL):
                 TRANSPOSE_B(source + j * column_stride + p * ITEM, column_stride, columns - j, k - p,
                             place + p * NR * SIZE, NR * SIZE)
     else:
         for j in range(columns):
-            place = target + ((j // NR) * k * NR + j % NR) * SIZE
+            place = target + (j // NR) * panel + (j % NR) * SIZE
             for p in range(k):
                 COPY_ONE(source + j * column_stride + p * k_stride, place + p * NR * SIZE)

@@ -1,16 +1,13 @@
 """The operations of `numfuse.expr` as branch-free Numba functions, and the printing of a formula.
 
-Every primitive is straight-line code of adds, products, fmas and selects, without a call of libm, so
-that LLVM turns a plain loop over it into vector code (Numba's wheels have no SVML). Integer work on
-the bits of a float is in a few intrinsics, as Numba promotes int32 arithmetic to int64.
-
-Method. exp: x = n ln2 + r with ln2 in two words (Cody and Waite 1980), e^r - 1 = r + r^2 P(r), and
-the scale 2^n in two halves, the last factors, so that a subnormal result is rounded once. Logarithm:
-log(1 + f) by the series in s = f / (2 + f) (fdlibm, Sun 1993, e_log.c). Normal tail: Mills' ratio
-M(y) = Phi(-y) / e^(-y^2/2) times (1 + y) as a polynomial in w = (y - 5) / (y + 5). Polynomials are
-minimax for the error of the final result, by Remez' exchange in 40 digits; `log2 error` is theirs.
+Every primitive is straight-line code of adds, products, fmas and selects, without a call of libm,
+so that LLVM turns a plain loop over it into vector code (Numba's wheels have no SVML). Integer work
+on the bits of a float is in a few intrinsics, as Numba promotes int32 arithmetic to int64. The
+method of each is told in `numfuse.coefficients`.
 """
 
+# A Numba function has no annotations, and a call of an intrinsic leaves out its first argument.
+# mypy: disable-error-code="no-untyped-def, call-arg, unreachable, var-annotated, arg-type"
 from __future__ import annotations
 
 import functools
@@ -18,7 +15,6 @@ import hashlib
 import math
 import pathlib
 from collections.abc import Callable
-from fractions import Fraction
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +23,9 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from numfuse.expr import FASTMATH, Expr, dumps, topological
+from numfuse import coefficients
+from numfuse.coefficients import ERF, EXP, EXP_RANGE, LN2, LOG, MILLS, MILLS_END, TANH_END
+from numfuse.expr import FASTMATH, Expr, dumps, rounded, topological
 
 __all__ = ["device_function", "primitives", "render", "scalar_function"]
 
@@ -44,17 +42,14 @@ def _llvm(bits: int) -> tuple[Any, Any, int, int]:
 
 
 def _named(name: str, operands: int) -> Any:
-    """An LLVM intrinsic of `operands` floats."""
-
-    def call(builder: Any, values: Any) -> Any:
-        return builder.call(builder.module.declare_intrinsic(name, [values[0].type], kind), values)
-
-    kind: Any = None
+    """An LLVM intrinsic of `operands` floats of one type."""
 
     def typed(x: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             ty = args[0].type
-            function = builder.module.declare_intrinsic(name, [ty], ir.FunctionType(ty, [ty] * operands))
+            function = builder.module.declare_intrinsic(
+                name, [ty], ir.FunctionType(ty, [ty] * operands)
+            )
             return builder.call(function, args)
 
         return x(*[x] * operands), codegen
@@ -84,6 +79,9 @@ def rounded_product(typingctx: Any, a: Any, b: Any) -> Any:
         return builder.fmul(*args, flags=("arcp",))
 
     return a(a, a), codegen
+
+
+rounded_product.numfuse_key = "rounded_product"
 
 
 @intrinsic
@@ -129,7 +127,7 @@ def two_powers_of_two(typingctx: Any, shifted: Any) -> Any:
     """Two normal numbers whose product is 2^n, n from -2 * bias to 2 * bias."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        real, integer, mantissa, bias = _llvm(args[0].type.intrinsic_name == "f32" and 32 or 64)
+        real, integer, mantissa, bias = _llvm(signature.args[0].bitwidth)
         # The top bits of the shifted float are those of 1.5 * 2^mantissa: take them away, and
         # work with n + 2 * bias, which is not negative (an arithmetic shift of 64 bits is slow).
         magic = 0x4B400000 if mantissa == 23 else 0x4338000000000000
@@ -143,107 +141,41 @@ def two_powers_of_two(typingctx: Any, shifted: Any) -> Any:
 
 
 @intrinsic
-def exponent_and_scale(typingctx: Any, u: Any) -> Any:
-    """(k, 2^-k) as floats, with u = 2^k m and m from sqrt(1/2) to sqrt(2); u normal and positive."""
+def exponent_parts(typingctx: Any, u: Any) -> Any:
+    """(k, m, 2^(2 - k)) with u = 2^k m, m from sqrt(1/2) to sqrt(2); u normal, k above -125.
+
+    2^-k itself is subnormal for the largest u.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        real, integer, mantissa, bias = _llvm(args[0].type.intrinsic_name == "f32" and 32 or 64)
+        real, integer, mantissa, bias = _llvm(signature.args[0].bitwidth)
         root = 0x3F3504F3 if mantissa == 23 else 0x3FE6A09E667F3BCD
         shift = integer(mantissa)
-        k = builder.ashr(builder.sub(builder.bitcast(args[0], integer), integer(root)), shift)
-        scale = builder.shl(builder.sub(integer(bias), k), shift)
-        parts = [builder.sitofp(k, real), builder.bitcast(scale, real)]
+        bits = builder.bitcast(args[0], integer)
+        k = builder.ashr(builder.sub(bits, integer(root)), shift)
+        m = builder.sub(bits, builder.shl(k, shift))
+        scale = builder.shl(builder.sub(integer(bias + 2), k), shift)
+        parts = [builder.sitofp(k, real), builder.bitcast(m, real), builder.bitcast(scale, real)]
         return context.make_tuple(builder, signature.return_type, parts)
 
-    return types.UniTuple(u, 2)(u), codegen
+    return types.UniTuple(u, 3)(u), codegen
 
 
-# --- constants per dtype ------------------------------------------------------------------------
-def _hex(*words: str) -> tuple[float, ...]:
-    return tuple(float.fromhex(word) for word in words)
-
-
-# e^r = 1 + r + r^2 P(r) for |r| <= ln2 / 2, highest power first. log2 error -28.3, -57.9.
-_EXP = {
-    "float32": _hex(
-        "0x1.6a23de484dbbfp-10", "0x1.123a360ac6b57p-7", "0x1.5558f33f615e9p-5",
-        "0x1.555490e6c2e21p-3", "0x1.fffffb96eec9dp-2",
-    ),
-    "float64": _hex(
-        "0x1.ad7b43bc8bd83p-26", "0x1.28ada3de6fab7p-22", "0x1.71df287fce3b9p-19",
-        "0x1.a01999dcfe10fp-16", "0x1.a01a0128af3afp-13", "0x1.6c16c18438ddep-10",
-        "0x1.1111111128165p-7", "0x1.5555555550849p-5", "0x1.55555555554f8p-3",
-        "0x1.000000000000ap-1",
-    ),
-}  # fmt: skip
-# log((1 + s) / (1 - s)) = 2 s + s^3 R(s^2) for |s| <= 3 - 2 sqrt(2). log2 error -36.6, -58.5.
-_LOG = {
-    "float32": _hex(
-        "0x1.e3053431cc726p-3", "0x1.24387ad6fe809p-2", "0x1.999a7bde704eep-2",
-        "0x1.555554fcf5054p-1",
-    ),
-    "float64": _hex(
-        "0x1.2f15137779cc5p-3", "0x1.39a04423b4465p-3", "0x1.74664c743d31dp-3",
-        "0x1.c71c51cc3bfafp-3", "0x1.24924942363a7p-2", "0x1.999999997f946p-2",
-        "0x1.5555555555593p-1",
-    ),
-}  # fmt: skip
-# erf(x) = x + x P(x^2) for |x| <= 1. log2 error -29.7, -57.0.
-_ERF = {
-    "float32": _hex(
-        "0x1.4ae4c59dcdbf3p-14", "-0x1.a485f7f7ff144p-11", "0x1.5419f962ab742p-8",
-        "-0x1.b7fbb56196242p-6", "0x1.ce2d1fae8ac4ep-4", "-0x1.81273ecb64b3ap-2",
-        "0x1.06eba7f8bac62p-3",
-    ),
-    "float64": _hex(
-        "-0x1.acdff90b8ebd8p-31", "0x1.d784936618cc2p-27", "-0x1.5c16e30fb0d45p-23",
-        "0x1.b9827b1885f9bp-20", "-0x1.f4ca94990cb86p-17", "0x1.f9a2bf73f0c68p-14",
-        "-0x1.c02db072f3fe0p-11", "0x1.565bccfa9a825p-8", "-0x1.b82ce312062bcp-6",
-        "0x1.ce2f21a041018p-4", "-0x1.812746b0379c2p-2", "0x1.06eba8214db68p-3",
-    ),
-}  # fmt: skip
-# M(y) (1 + y) in w = (y - 5) / (y + 5), y to 14.5 and to 39. log2 error -29.2, -56.6.
-_MILLS = {
-    "float32": _hex(
-        "0x1.aac5a482ccfb1p-13", "-0x1.6a531883003c5p-15", "-0x1.c07b50a52d4a9p-10",
-        "0x1.ac604483f4ffcp-8", "-0x1.f0aa8d1f43a8bp-7", "0x1.91fd7ee2de973p-6",
-        "-0x1.b096133188476p-6", "0x1.47c2249fa8103p-7", "0x1.fc6732a5f9fabp-6",
-        "-0x1.76ff8697a8914p-4", "0x1.d8979b0247f25p-2",
-    ),
-    "float64": _hex(
-        "0x1.7f9780200d352p-31", "0x1.0924850ddf0e5p-28", "0x1.00d60529c7d51p-31",
-        "-0x1.0edda05e725f2p-25", "-0x1.784f0d917cbc2p-26", "0x1.a9b2b9a8f6908p-23",
-        "0x1.0b48ea0a62ed3p-23", "-0x1.5f81d4c1f96e8p-20", "-0x1.2719ae49b86bdp-24",
-        "0x1.300907d4d67cap-17", "-0x1.4c131e231d5a4p-17", "-0x1.c1b23abcaab04p-15",
-        "0x1.7e61f341aa72cp-13", "0x1.0572006d19714p-17", "-0x1.b75f4fd05aab2p-10",
-        "0x1.ab6d03879c2d3p-8", "-0x1.f11aab023b941p-7", "0x1.92037bab5f001p-6",
-        "-0x1.b08e0007b930cp-6", "0x1.47c1d03053222p-7", "0x1.fc66cc64a1511p-6",
-        "-0x1.76ff86859eb0ep-4", "0x1.d8979b0f2b39dp-2",
-    ),
-}  # fmt: skip
-# ln2 as a head of few bits, whose product with any exponent is exact, and a tail.
-_LN2 = {
-    "float32": _hex("0x1.62e4p-1", "0x1.7f7d1cf79abcap-20"),
-    "float64": _hex("0x1.62e42fee00000p-1", "0x1.a39ef35793c76p-33"),
-}
-# Beyond these, exp(-x) is 0 and exp(x) is infinite.
-_EXP_RANGE = {"float32": (104.0, 89.0), "float64": (746.0, 710.0)}
-# Beyond this, e^(-y^2/2) is 0 (and the polynomial of Mills' ratio leaves its interval).
-_MILLS_END = {"float32": 14.5, "float64": 39.0}
-# Beyond this, tanh is 1 to the last place.
-_TANH_END = {"float32": 10.0, "float64": 20.0}
-
-
+# --- primitives ---------------------------------------------------------------------------------
 @functools.cache
 def primitives(dtype: str) -> SimpleNamespace:
     """The primitives of one dtype ("float32" or "float64"), by the names of `numfuse.expr`."""
     real = np.dtype(dtype).type
     mantissa = 23 if dtype == "float32" else 52
-    zero, half, one, two, five = (real(v) for v in (0.0, 0.5, 1.0, 2.0, 5.0))
+    zero, quarter, half, one, two, five = (real(v) for v in (0.0, 0.25, 0.5, 1.0, 2.0, 5.0))
     magic, log2e = real(1.5 * 2.0**mantissa), real(math.log2(math.e))
-    ln2_head, ln2_tail = (real(v) for v in _LN2[dtype])
-    exp_low, exp_high = real(-_EXP_RANGE[dtype][0]), real(_EXP_RANGE[dtype][1])
-    mills_end, tanh_end, root_two = real(_MILLS_END[dtype]), real(_TANH_END[dtype]), real(math.sqrt(2.0))
+    ln2_head, ln2_tail = (real(v) for v in LN2[dtype])
+    exp_low, exp_high = real(-EXP_RANGE[dtype][0]), real(EXP_RANGE[dtype][1])
+    mills_end, tanh_end, root_two = (
+        real(MILLS_END[dtype]),
+        real(TANH_END[dtype]),
+        real(math.sqrt(2.0)),
+    )
     # Subnormal arguments of log are scaled by a power of two first.
     tiny, lift = np.finfo(real).tiny, real(2.0 ** (mantissa + 2))
     unlift, infinity, nan = real(mantissa + 2), real(np.inf), real(np.nan)
@@ -258,8 +190,8 @@ def primitives(dtype: str) -> SimpleNamespace:
         scope["polynomial"].__globals__.update(scope)
         return _jit(scope["polynomial"])
 
-    exp_polynomial, log_polynomial = horner(_EXP[dtype]), horner(_LOG[dtype])
-    erf_polynomial, mills_polynomial = horner(_ERF[dtype]), horner(_MILLS[dtype])
+    exp_polynomial, log_polynomial = horner(EXP[dtype]), horner(LOG[dtype])
+    erf_polynomial, mills_polynomial = horner(ERF[dtype]), horner(MILLS[dtype])
 
     @_jit
     def product(a, b):
@@ -345,17 +277,17 @@ def primitives(dtype: str) -> SimpleNamespace:
     @_jit
     def log(x):
         small = x < tiny
-        k, scale = exponent_and_scale(select(small, x * lift, x))
-        f = select(small, x * lift, x) * scale - one
-        value = log_of(f, k - select(small, unlift, zero), zero)
+        k, m, _ = exponent_parts(select(small, x * lift, x))
+        value = log_of(m - one, k - select(small, unlift, zero), zero)
         value = select(x == zero, -infinity, select(x < zero, nan, value))
         return select(x < infinity, value, x)  # infinity and NaN
 
     @_jit
     def log1p(x):
         u = one + x
-        k, scale = exponent_and_scale(u)
-        f = fused(x, scale, scale - one)  # (1 + x) 2^-k - 1: x itself where k is 0
+        k, _, scale = exponent_parts(u)
+        # (1 + x) 2^-k - 1: x itself where k is 0
+        f = fused(quarter * x, scale, quarter * scale - one)
         value = log_of(f, k, zero)
         value = select(u == zero, -infinity, select(u < zero, nan, value))
         return select(x < infinity, select(x == zero, x, value), x)
@@ -394,36 +326,31 @@ def primitives(dtype: str) -> SimpleNamespace:
 
 
 # --- printing -----------------------------------------------------------------------------------
-_INFIX = {"add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "eq": "==", "ne": "!="}
+_INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+}
 
 
-def _literal(payload: Any, dtype: str) -> Any:
-    """A constant rounded to `dtype` once (through float64 it could be rounded twice)."""
-    real = np.dtype(dtype).type
-    if dtype == "float64" or not isinstance(payload, Fraction):
-        return real(payload)
-    near = np.float32(float(payload))
-    if not np.isfinite(near):
-        return near
-    around = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
-    # nearest, ties to even: the last bit of an even float32 is 0
-    return min(
-        (c for c in around if np.isfinite(c)),
-        key=lambda c: (abs(Fraction(float(c)) - payload), int(c.view(np.int32)) & 1),
-    )
-
-
-def render(exprs: tuple[Expr, ...], dtype: str, name: str = "formula") -> tuple[str, dict[str, Any]]:
+def render(
+    exprs: tuple[Expr, ...], dtype: str, name: str = "formula"
+) -> tuple[str, dict[str, Any]]:
     """The graphs as the text of one Python function, and the constants that it names."""
     constants: dict[str, Any] = {}
     names: dict[Expr, str] = {}
-    lines = []
+    lines: list[str] = []
     for e in topological(exprs):
         if e.op == "x":
             names[e] = "x"
         elif e.op == "const":
             names[e] = f"c{len(constants)}"
-            constants[names[e]] = _literal(e.payload, dtype)
+            constants[names[e]] = rounded(e, dtype)
         else:
             args = [names[a] for a in e.args]
             sign = _INFIX.get(e.op)
@@ -441,7 +368,7 @@ def render(exprs: tuple[Expr, ...], dtype: str, name: str = "formula") -> tuple[
 
 @functools.cache
 def _own_text() -> bytes:
-    return pathlib.Path(__file__).read_bytes()
+    return b"".join(pathlib.Path(f).read_bytes() for f in (__file__, coefficients.__file__))
 
 
 _FUNCTIONS: dict[tuple[str, str], Any] = {}
@@ -460,11 +387,13 @@ def scalar_function(exprs: tuple[Expr, ...], dtype: str) -> Any:
     Returns
     -------
     numba dispatcher
-        Branch-free; ``numfuse_key`` is the digest of its text, its dtype and this file.
+        Branch-free; ``numfuse_key`` is the digest of its text, its dtype, this file
+        and the coefficients.
     """
-    if dtype not in _EXP:
+    if dtype not in EXP:
         raise TypeError(f"expected dtype 'float32' or 'float64', got {dtype!r}")
-    known = _FUNCTIONS.get((dumps(exprs), dtype))
+    key = dumps(exprs), dtype
+    known = _FUNCTIONS.get(key)
     if known is not None:
         return known
     text, constants = render(exprs, dtype)
@@ -473,17 +402,17 @@ def scalar_function(exprs: tuple[Expr, ...], dtype: str) -> Any:
     exec(compile(text, f"<numfuse {dtype} formula>", "exec"), scope)
     made = _jit(scope["formula"])
     made.numfuse_key = hashlib.sha256(material).hexdigest()
-    return _FUNCTIONS.setdefault((dumps(exprs), dtype), made)
+    return _FUNCTIONS.setdefault(key, made)
 
 
 def device_function(expr: Expr, name: str) -> Callable[..., Any]:
     """The graph as a Numba function for float32 and float64 scalars (integers become float64)."""
 
-    def stub(x):  # type: ignore[no-untyped-def]
+    def stub(x):
         raise NotImplementedError  # Numba replaces it by the function that its overload picks
 
     @overload(stub, inline="never", jit_options=_OPTIONS)
-    def pick(x):  # type: ignore[no-untyped-def]
+    def pick(x):
         if isinstance(x, types.Float):
             function = scalar_function((expr,), f"float{x.bitwidth}")
             return lambda x: function(x)
@@ -492,7 +421,7 @@ def device_function(expr: Expr, name: str) -> Callable[..., Any]:
             return lambda x: function(np.float64(x))
         return None
 
-    def call(x):  # type: ignore[no-untyped-def]
+    def call(x):
         return stub(x)
 
     call.__name__ = call.__qualname__ = name

@@ -1,0 +1,51 @@
+"""What every test shares: the `backend` fixture, what may be skipped, and how Hypothesis draws.
+
+``NUMFUSE_REQUIRE="cpu,webgpu"`` names what this machine must be able to run: where one of them is
+missing, the tests that need it fail instead of being skipped.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NoReturn
+
+import hypothesis
+import pytest
+
+import numfuse as nf
+
+REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
+
+# Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.
+# HYPOTHESIS_PROFILE=explore draws new ones, many more.
+hypothesis.settings.register_profile(
+    "default", deadline=None, derandomize=True, database=None, print_blob=False
+)
+hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def unavailable(name: str, reason: str) -> NoReturn:
+    """Skip the running test for want of a backend or an adapter, or fail where it is required."""
+    if name in REQUIRED:
+        pytest.fail(f"NUMFUSE_REQUIRE names {name!r}, but: {reason}", pytrace=False)
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session", params=["reference", "cpu", "cuda", "webgpu"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """The name of each backend in turn."""
+    name: str = request.param
+    status = nf.backends()[name]
+    if not status:
+        unavailable(name, str(status))
+    return name
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    found = nf.backends()
+    lines = [f"numfuse {nf.__version__}"]
+    lines += [f"  {name}: {status}" for name, status in found.items()]
+    if REQUIRED:
+        lines.append(f"  required: {', '.join(sorted(REQUIRED))}")
+    return lines

@@ -1,0 +1,314 @@
+"""The command line: what a person types, what they read, what it leaves behind."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import numfuse
+from numfuse.cli import bench, network, peers, report, timing
+
+SMALL = ["--sizes", "24x40x16", "--threads", "1", "--rounds", "2", "--peers", "NumPy"]
+
+
+def python(*arguments, cwd=None):
+    """A fresh process that finds the numfuse under test wherever it runs."""
+    paths = [str(Path(numfuse.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+
+
+def without(module, *arguments):
+    """The command line in a process in which `module` cannot be imported."""
+    return python(
+        "-c",
+        f"import sys; sys.modules[{module!r}] = None; from numfuse.__main__ import main; "
+        f"sys.exit(main({list(arguments)!r}))",
+    )
+
+
+# --- demo -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    """The demo as the README has it, run once."""
+    directory = tmp_path_factory.mktemp("demo")
+    done = python("-m", "numfuse", "demo", cwd=directory)
+    assert done.returncode == 0, done.stderr
+    return done, directory
+
+
+def test_demo_learns_the_digits_and_says_so_in_its_last_line(demo):
+    last = demo[0].stdout.splitlines()[-1]
+    assert re.fullmatch(r"test accuracy: [01]\.\d{4}", last)
+    assert float(last.split()[-1]) >= 0.97
+
+
+def test_demo_draws_a_picture(demo):
+    from matplotlib.image import imread
+
+    assert [path.name for path in demo[1].iterdir()] == ["numfuse_demo.png"]
+    picture = imread(demo[1] / "numfuse_demo.png")
+    height, width = picture.shape[:2]
+    assert 500 <= height <= 2000 and 1000 <= width <= 4000
+    ink = picture[..., :3].min(axis=-1) < 0.9
+    # The curves are on the left, the digits on the right; an empty axis has about 1 % ink.
+    assert ink[:, : width // 2].mean() > 0.01
+    assert ink[:, width // 2 :].mean() > 0.1
+
+
+def test_demo_compares_its_step_with_numpy_and_checks_the_gradients(demo):
+    text = demo[0].stdout
+    assert "time per training step" in text
+    assert re.search(r"NumPy .* x numfuse's time; gradients agree to \de-0[5-9]", text)
+    assert re.search(r"is the fastest here|take the same time", text)
+    assert "running on cpu" in text
+    assert "compiling kernels, once; cached afterwards" in text
+
+
+def test_demo_leaves_the_terminal_alone_when_its_output_is_a_file(demo):
+    assert "\x1b" not in demo[0].stdout
+    assert demo[0].stderr == ""
+
+
+def test_demo_on_another_backend_and_path(tmp_path):
+    path = tmp_path / "named.png"
+    done = python(
+        *("-m", "numfuse", "demo", "--backend", "reference", "--epochs", "1"),
+        *("--batch", "64", "--seed", "5", "--output", str(path)),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "running on reference" in done.stdout
+    assert path.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--backend", "cuba"], "backend must be one of"),
+        (["--output", "no/such/directory/x.png"], "no directory"),
+    ],
+)
+def test_demo_refuses_in_a_sentence(arguments, sentence, tmp_path):
+    done = python("-m", "numfuse", "demo", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "extra"),
+    [("demo", "sklearn", "demo"), ("demo", "matplotlib", "demo"), ("bench", "rich", "bench")],
+)
+def test_missing_extra_is_one_sentence(command, module, extra):
+    done = without(module, command)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert module in line and f'pip install "numfuse[{extra}]"' in line
+
+
+def test_every_form_of_the_step_is_the_derivative_of_the_loss():
+    generator = np.random.default_rng(1)
+    x, labels = generator.random((40, network.PIXELS)), generator.integers(0, 10, 40)
+    single = network.Parameters.random(generator)
+    p = network.Parameters(single.flat.astype(np.float64))
+    g = network.Parameters(np.zeros_like(p.flat))
+    direction = generator.standard_normal(p.flat.shape)
+    step = 1e-6
+
+    def loss(sign):
+        moved = network.Parameters(p.flat + sign * step * direction)
+        return network.unfused_gradients(moved, network.Parameters(g.flat.copy()), x, labels)
+
+    slope = (loss(1) - loss(-1)) / (2 * step)
+    for gradients_of in (network.unfused_gradients, network.fused_gradients):
+        g.flat[:] = np.nan
+        gradients_of(p, g, x, labels)
+        assert g.flat @ direction == pytest.approx(slope, rel=1e-6)
+
+
+# --- info -----------------------------------------------------------------------------------------
+
+
+def test_info_tells_what_was_found_and_why_the_rest_was_not():
+    done = python("-m", "numfuse", "info")
+    assert done.returncode == 0, done.stderr
+    assert "cpu: available" in done.stdout
+    for fact in ("vector width", "threads", "threading layer", "cache"):
+        assert re.search(rf"^  .*{fact} +\S", done.stdout, re.MULTILINE), fact
+    for name, status in numfuse.backends().items():
+        if not status:
+            assert f"{name}: not available\n  {status}" in done.stdout
+
+
+def test_info_as_json_names_every_backend():
+    done = python("-m", "numfuse", "info", "--json")
+    found = json.loads(done.stdout)
+    assert found["numfuse"] == numfuse.__version__
+    assert set(found["backends"]) == set(numfuse.backends())
+    assert found["backends"]["cpu"]["available"] is True
+
+
+def test_help_names_the_commands_and_needs_no_compiler():
+    done = python(
+        "-c",
+        "import sys; from numfuse.__main__ import build_parser as p; print(p().format_help());"
+        "sys.exit('numba' in sys.modules)",
+    )
+    assert done.returncode == 0, done.stderr
+    for command in ("demo", "info", "bench"):
+        assert command in done.stdout
+
+
+# --- bench ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A tiny measurement, all operations and both dtypes, through the command line."""
+    directory = tmp_path_factory.mktemp("bench")
+    page = directory / "page.md"
+    page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    done = python(
+        *("-m", "numfuse", "bench", *SMALL, "--json", "b.json", "--markdown", "page.md"),
+        cwd=directory,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads((directory / "b.json").read_text()), page.read_text()
+
+
+def test_bench_measures_every_operation_and_checks_every_result(measured):
+    cases = measured[1]["cases"]
+    assert {(case["operation"], case["dtype"]) for case in cases} == {
+        (operation, dtype) for operation in peers.OPERATIONS for dtype in ("float32", "float64")
+    }
+    for case in cases:
+        assert set(case["seconds"]) == set(case["error"]) == {"numfuse", "NumPy"}
+        assert all(seconds > 0 for seconds in case["seconds"].values())
+        assert all(error <= case["tolerance"] for error in case["error"].values())
+        assert case["failed"] == {}
+        assert (case["peak_gflops"] is None) == case["operation"].startswith("gated")
+
+
+def test_bench_finds_a_wrong_result(measured):
+    assert bench.wrong_results(measured[1]) == []
+    broken = json.loads(json.dumps(measured[1]))
+    for value in (1e-2, float("nan")):
+        broken["cases"][0]["error"]["numfuse"] = value
+        (sentence,) = bench.wrong_results(broken)
+        assert "numfuse: forward float32 24x40x16" in sentence
+
+
+def test_bench_tables_stand_between_the_marks(measured):
+    page = measured[2]
+    assert page.startswith(f"before\n{report.BEGIN}\n") and page.endswith(f"{report.END}\nafter\n")
+    assert "old" not in page
+    assert page.count("| forward | 24x40x16 |") == 2
+
+
+def test_bench_says_in_words_where_a_peer_is_faster(measured):
+    loser = json.loads(json.dumps(measured[1]))
+    loser["cases"] = loser["cases"][:2]
+    for case, ours in zip(loser["cases"], (2.0, 0.5), strict=True):
+        case["seconds"] = {"numfuse": ours, "NumPy": 1.0}
+    lines = report.verdict(loser)
+    assert "faster than every peer in 1 of 2 cases" in lines[0]
+    assert lines[1:] == [
+        "NumPy is 2.00 times as fast as numfuse: forward, float32, 24x40x16, 1 thread."
+    ]
+    assert "numfuse is faster than every peer" in measured[0]
+
+
+def test_a_peer_that_fails_is_reported_and_the_rest_goes_on(monkeypatch):
+    from numfuse.cli import session
+
+    def broken(case, operands):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setitem(peers.PEERS, "JAX", ("jax", broken))
+    plan = {"peers": ["NumPy", "JAX"], "threads": 1, "rounds": 1, "sample": 0.0, "rest": False}
+    case = peers.Case("gated", 8, 8, 0, "float64", "silu")
+    found = session.run_case(case, {**plan, "seed": 0}, np.random.default_rng(0))
+    assert found["failed"] == {"JAX": "RuntimeError: no compiler"}
+    assert set(found["seconds"]) == {"numfuse", "NumPy"}
+
+
+@pytest.mark.parametrize("operation", peers.OPERATIONS)
+@pytest.mark.parametrize(
+    ("peer", "activation"),
+    [
+        (peer, activation)
+        for peer in peers.PEERS
+        for activation in peers.ACTIVATIONS
+        if peer != "torch.compile" or activation == "gelu"  # seconds each: one stands for all
+    ],
+)
+def test_peers_do_the_same_work(peer, operation, activation):
+    if not peers.installed(peer):
+        pytest.skip(f"{peers.PEERS[peer][0]} is not installed")
+    case = peers.Case(operation, 33, 17, 21, "float64", activation)
+    operands = peers.draw_operands(case, np.random.default_rng(2))
+    with numfuse.use_backend("reference"):
+        ours = peers.numfuse_contestant(case, operands)
+        right = ours.arrays(ours.run())
+    try:
+        theirs = peers.PEERS[peer][1](case, operands)
+        results = theirs.arrays(theirs.run())
+    except Exception as error:
+        if "InvalidCxxCompiler" not in f"{type(error).__name__} {error}":
+            raise
+        pytest.skip("torch.compile finds no C++ compiler")
+    assert peers.relative_error(results, right) <= peers.tolerance(case)
+    again = theirs.arrays(theirs.run())  # in-place scratch must not change a second call
+    assert peers.relative_error(again, right) <= peers.tolerance(case)
+
+
+@pytest.mark.parametrize("text", ["0", "3x4", "1x2x3x4", "axbxc", "-5"])
+def test_bench_refuses_a_size_that_is_none(text):
+    with pytest.raises(Exception, match="expected N or MxNxK"):
+        bench.size(text)
+
+
+def test_threads_beyond_the_cores_are_left_out_with_a_sentence():
+    from numfuse.__main__ import build_parser
+
+    arguments = build_parser().parse_args(["bench", "--threads", "1", "2", "3"])
+    threads, notes = bench.choose_threads(arguments, cores=[4, 6])
+    assert threads == [1, 2]
+    assert notes == ["3 threads are left out: this process may use 2 core(s)"]
+
+
+def test_interleaving_runs_everyone_equally_often():
+    calls = {"one": 0, "two": 0}
+
+    def contestant(name):
+        def call():
+            calls[name] += 1
+
+        return call
+
+    seconds = timing.interleave(
+        {name: contestant(name) for name in calls}, rounds=5, sample=0.0, rest=0.0
+    )
+    assert {name: len(figures) for name, figures in seconds.items()} == {"one": 5, "two": 5}
+    assert calls == {"one": 12, "two": 12}  # 2 to calibrate, then one untimed and one timed a round
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(2.5, "2.5 s"), (1.234e-3, "1.23 ms"), (4.5e-6, "4.5 µs")]
+)
+def test_times_are_readable(seconds, text):
+    assert timing.readable(seconds) == text

@@ -1,0 +1,187 @@
+r"""How far a result may be from the exact one: functions of the dtype and the length of the sums.
+
+Nothing here is tuned to a test. With u the unit roundoff of the accumulator and v that of the
+storage dtype, and every bound componentwise (N. J. Higham, Accuracy and Stability of Numerical
+Algorithms, chapter 3):
+
+1. A sum of n products, in any order, with or without FMA, errs by at most gamma_n \|x\|^T \|y\|,
+   gamma_n = n u / (1 - n u). The bias is one more term: the pre-activation P errs by
+   e = gamma_(K+1) (\|A\| \|B\| + \|bias\|).
+2. An activation f, as it is evaluated, is mixed forward-backward stable: its result is within a
+   relative ``EVALUATION u`` of f at a point within a relative ``EVALUATION u`` of the argument. So
+   f(P) errs by at most the change of f over P +- (e + EVALUATION u \|P\|), and EVALUATION u \|f\|.
+   The change is measured on the textbook function at both ends (and doubled, for the curvature
+   between them, plus the square of e for an inflection), not bounded by max \|f'\|: in the tails,
+   where f and f' are tiny, the bound is a relative one.
+3. The same with f' for f gives the error s of the slope. At the kink of relu the change over the
+   interval is the jump, and either side is right. G = grad f'(P) errs by \|grad\| s + u \|G\|.
+4. A gradient is a sum of n products of G (n counts the axes that are summed over): it errs by
+   gamma_n \|G\| \|Y\| plus the error of G times \|Y\|.
+5. A half type is rounded once, at the store: relative v, or half of its smallest subnormal.
+   Where a backend may round G to the storage dtype for d_a and d_b (``rounded_grad_pre``), that is
+   v \|G\| more in 4.
+
+`EVALUATION` is 16: exp and tanh are polynomials that err by 1 to 2 u, and the formulas have at most
+six more operations. Underflow of an intermediate adds the smallest normal number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+import oracle
+from numpy import ndarray
+
+EVALUATION = 16
+BF16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {
+    "float64": np.dtype(np.float64),
+    "float32": np.dtype(np.float32),
+    "float16": np.dtype(np.float16),
+    "bfloat16": BF16,
+}
+
+
+def roundoff(dtype: np.dtype) -> float:
+    """The unit roundoff: half of the distance from 1 to the next number."""
+    return float(ml_dtypes.finfo(dtype).eps) / 2
+
+
+def accumulator(dtype: np.dtype) -> np.dtype:
+    return dtype if dtype == np.float64 else np.dtype(np.float32)
+
+
+def gamma(n: int, dtype: np.dtype) -> float:
+    """gamma_n of the accumulator of a dtype; long double, the oracle's, is taken as exact."""
+    u = roundoff(accumulator(dtype))
+    return n * u / (1 - n * u)
+
+
+def stored(exact: ndarray, error: ndarray | float, dtype: np.dtype) -> ndarray:
+    """The bound after the store: `error`, and the rounding of a value that is off by that much."""
+    info = ml_dtypes.finfo(dtype)
+    floor = float(ml_dtypes.finfo(accumulator(dtype)).smallest_normal)
+    if dtype != accumulator(dtype):
+        floor += float(info.smallest_subnormal) / 2
+    return error + roundoff(dtype) * (np.abs(exact) + error) + floor
+
+
+def evaluated(
+    f: Callable[[ndarray], ndarray], x: ndarray, error: ndarray, dtype: np.dtype
+) -> ndarray:
+    """The error of f(x) where x errs by `error` (point 2)."""
+    u = EVALUATION * roundoff(accumulator(dtype))
+    reach = error + u * np.abs(x)
+    here = f(x)
+    change = np.maximum(np.abs(f(x + reach) - here), np.abs(f(x - reach) - here))
+    return 2 * change + error**2 + u * np.abs(here)
+
+
+@dataclass
+class Forward:
+    """The exact forward in long double, with its bounds."""
+
+    pre: ndarray
+    pre_error: ndarray
+    out: ndarray
+    out_error: ndarray
+
+
+def forward(
+    a: ndarray, b: ndarray, bias: ndarray | None, activation: str, dtype: np.dtype,
+    residual: ndarray | None = None,
+) -> Forward:  # fmt: skip
+    """The exact act(a @ b + bias) + residual, for operands of two axes or more."""
+    pre = oracle.pre_activation(a, b, bias)
+    magnitude = oracle.pre_activation(np.abs(a), np.abs(b), None if bias is None else np.abs(bias))
+    out = oracle.VALUE[activation](pre)
+    terms = a.shape[-1] + 1
+    if residual is not None:
+        out = out + oracle.wide(residual)
+        magnitude = magnitude + np.abs(oracle.wide(residual))
+        terms += 1
+    error = gamma(terms, dtype) * magnitude
+    if activation == "none":
+        out_error = error
+    else:
+        out_error = evaluated(oracle.VALUE[activation], pre, error, dtype)
+    acc = accumulator(dtype)
+    return Forward(pre, stored(pre, error, acc), out, stored(out, out_error, dtype))
+
+
+@dataclass
+class Backward:
+    """The exact gradients in long double, with their bounds."""
+
+    d_a: ndarray
+    d_b: ndarray
+    d_bias: ndarray | None
+    d_a_error: ndarray
+    d_b_error: ndarray
+    d_bias_error: ndarray | None
+
+
+def backward(
+    grad: ndarray, a: ndarray, b: ndarray, bias: ndarray | None, activation: str,
+    dtype: np.dtype, *, pre: ndarray | None = None, d_b_shape: tuple[int, ...] | None = None,
+    rounded_grad_pre: bool = False,
+) -> Backward:  # fmt: skip
+    """The exact gradients, for operands of two axes or more; `pre` as saved, None to recompute."""
+    if pre is None:
+        saved = forward(a, b, bias, "none", dtype)
+        pre, error = (
+            saved.pre,
+            gamma(a.shape[-1] + 1, dtype)
+            * oracle.pre_activation(np.abs(a), np.abs(b), None if bias is None else np.abs(bias)),
+        )
+    else:
+        pre, error = oracle.wide(pre), np.zeros_like(oracle.wide(pre))
+    grad, a, b = oracle.wide(grad), oracle.wide(a), oracle.wide(b)
+    slope = oracle.SLOPE[activation](pre)
+    g = grad * slope
+    u = roundoff(accumulator(dtype))
+    slope_error = (
+        0 if activation == "none" else evaluated(oracle.SLOPE[activation], pre, error, dtype)
+    )
+    g_error = np.abs(grad) * slope_error + u * np.abs(g)
+    operand_error = g_error + (roundoff(dtype) * np.abs(g) if rounded_grad_pre else 0)
+
+    def summed(y, magnitude, y_error, shape, inner):
+        exact = oracle.sum_to(y, shape)
+        terms = inner * max(1, y.size // max(1, exact.size))
+        bound = gamma(terms, dtype) * oracle.sum_to(magnitude, shape) + oracle.sum_to(
+            y_error, shape
+        )
+        return exact, stored(exact, bound, dtype)
+
+    b_t, a_t = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
+    d_a, d_a_error = summed(
+        g @ b_t, np.abs(g) @ np.abs(b_t), operand_error @ np.abs(b_t), a.shape, b.shape[-1]
+    )
+    d_b, d_b_error = summed(
+        a_t @ g, np.abs(a_t) @ np.abs(g), np.abs(a_t) @ operand_error,
+        b.shape if d_b_shape is None else d_b_shape, a.shape[-2],
+    )  # fmt: skip
+    d_bias = d_bias_error = None
+    if bias is not None:
+        d_bias, d_bias_error = summed(g, np.abs(g), g_error, bias.shape, 1)
+    return Backward(d_a, d_b, d_bias, d_a_error, d_b_error, d_bias_error)
+
+
+def assert_within(name: str, result: ndarray, exact: ndarray, error: ndarray) -> None:
+    """Every component within its bound; the message names the worst."""
+    assert result.shape == exact.shape, f"{name}: shape {result.shape}, not {exact.shape}"
+    if not result.size:
+        return
+    off = np.abs(oracle.wide(result) - exact)
+    wrong = ~(off <= error)  # a NaN is wrong too
+    if wrong.any():
+        ratio = np.where(np.isnan(off), np.inf, off / error)
+        at = np.unravel_index(np.argmax(ratio), ratio.shape)
+        raise AssertionError(
+            f"{name}{[int(i) for i in at]} is {result[at]!s}, exactly {exact[at]!s}: off by "
+            f"{off[at]:.3e}, allowed {error[at]:.3e}; {wrong.sum()} of {wrong.size} are wrong"
+        )
