@@ -56,6 +56,11 @@ def _scaled_sigmoid(factor: Any, hi: Any, lo: Any) -> Any:
     return np.where(negative, small, factor / (1.0 + e))
 
 
+def _sigmoid(x: Any) -> Any:
+    # SciPy's expit ends at -709.8, where the result is still a (subnormal) number.
+    return _scaled_sigmoid(1.0, x, 0.0)
+
+
 def _scaled_bell(factor: Any, hi: Any, lo: Any) -> Any:
     toward = np.where(hi < 0, lo, -lo)
     e = np.exp(-np.abs(hi)) * (1.0 + toward)
@@ -63,23 +68,22 @@ def _scaled_bell(factor: Any, hi: Any, lo: Any) -> Any:
 
 
 def _scaled_normal_cdf(factor: Any, x: Any) -> Any:
-    from scipy.special import erfcx
+    from scipy.special import erfcx, ndtr
 
     y = np.minimum(np.abs(x), 40.0)
     square = y * y
     mills = 0.5 * erfcx(y * np.sqrt(0.5))
     scale = np.where(x > 0, 1.0, factor)  # multiplied in before the tail becomes subnormal
     tail = _scaled_exp(scale * mills, -0.5 * square, -0.5 * _product_low(y, y))
-    return np.where(x > 0, factor * (1.0 - tail), tail)
+    # Near 0 SciPy's erfcx is the less accurate of the two.
+    small = np.where(x > 0, factor * (1.0 - tail), tail)
+    return np.where(np.abs(x) < 1.0, factor * ndtr(x), small)
 
 
-def _special(name: str) -> Callable[..., Any]:
-    def call(x: Any) -> Any:
-        import scipy.special
+def _erf(x: Any) -> Any:
+    from scipy.special import erf
 
-        return getattr(scipy.special, name)(x)
-
-    return call
+    return erf(x)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
@@ -89,7 +93,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "negation": np.logical_not, "where": np.where, "maximum": np.maximum,
     "minimum": np.minimum, "copysign": np.copysign, "fma": _fma, "product": np.multiply,
     "product_low": _product_low, "exp": np.exp, "log": np.log, "log1p": np.log1p,
-    "tanh": np.tanh, "sigmoid": _special("expit"), "erf": _special("erf"),
+    "tanh": np.tanh, "sigmoid": _sigmoid, "erf": _erf,
     "scaled_normal_cdf": _scaled_normal_cdf, "scaled_exp": _scaled_exp,
     "scaled_sigmoid": _scaled_sigmoid, "scaled_bell": _scaled_bell,
 }  # fmt: skip

@@ -3,9 +3,10 @@
 A formula is an ordinary Python function of one argument. Called with the symbol `x` it records a
 graph of :class:`Expr` nodes (`numfuse.graph`), which is printed as Numba Python
 (`numfuse.backends.cpu.primitives`) or as WGSL (`numfuse.wgsl`), differentiated
-(:func:`differentiate`) or evaluated over NumPy arrays (`numfuse.elementary`), which is the reference. Why record, and not compile the function as it
-stands: a bare ``1.0`` turns float32 arithmetic into float64 in Numba, one text serves every target,
-and the recorded text has a digest that names a compiled kernel in the disk cache.
+(:func:`differentiate`) or evaluated over NumPy arrays (`numfuse.elementary`), which is the
+reference. Why record, and not compile the function as it stands: a bare ``1.0`` turns float32
+arithmetic into float64 in Numba, one text serves every target, and the recorded text has a digest
+that names a compiled kernel in the disk cache.
 
 Double words. A sum ``hi + lo`` of two floats carries an argument beyond the dtype's precision:
 ``hi = product(a, b)`` and ``lo = product_low(a, b)`` are the rounded product and its rounding error

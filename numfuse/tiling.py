@@ -35,9 +35,6 @@ PLANE_COLUMNS = 2048
 #: Bytes of kept panels of A, likewise, where a cell has several blocks of columns: at 8 MiB the
 #: packing of B is spread over >= 4096 rows.
 PANELS_BYTES = 8 << 20
-#: Rows of B that packing asks for in advance: a row of 2 KiB is 32 lines, and about 64 in flight
-#: cover the latency of memory.
-PACK_AHEAD = 2
 #: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
 ROW_BLOCK = 1024
 #: Elements of an elementwise cell: 2**16 take 20-50 us, large against 0.1 us for fetching a cell.

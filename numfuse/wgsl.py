@@ -167,7 +167,7 @@ fn nf_log1p(x: f32) -> f32 {
     let k = nf_log_exponent(u);
     let scale = nf_power_of_two(2 - k);
     let f = fma(0.25f * x, scale, 0.25f * scale - 1.0f);
-    return nf_outside_log(u, select(nf_log_of(f, f32(k)), x, x == 0.0f));
+    return nf_outside_log(u, select(nf_log_of(f, f32(k)), x, abs(x) < 1e-08f));
 }""",
     "nf_normal_tail": f"""\
 fn nf_normal_tail(factor: f32, distance: f32) -> f32 {{

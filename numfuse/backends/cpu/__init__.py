@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import ml_dtypes
 import numpy as np
 
-from numfuse.backends import Call, latest
 from numfuse.backends.cpu import driver, host, launch, library
-from numfuse.backends.cpu.driver import (
-    S_A,
-    S_B,
-    S_BIAS,
-    S_EXTRA,
-    S_GRAD,
-    S_OUT,
-    S_PRE,
-    S_SUMS,
-    Factor,
-)
+from numfuse.backends.cpu.driver import Slots
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
 
@@ -31,7 +21,10 @@ if TYPE_CHECKING:
         GemmBackwardProblem,
         GemmProblem,
     )
-    from numfuse.tiling import Tiling
+
+#: Storage dtypes by their names (`dtype.name` takes two microseconds to say the same).
+FORMATS = {np.dtype(t): np.dtype(t).name for t in ("f8", "f4", "f2")}
+FORMATS[np.dtype(ml_dtypes.bfloat16)] = "bfloat16"
 
 __all__ = ["BACKEND", "CpuBackend", "fma_peak"]
 
@@ -42,10 +35,6 @@ def _summed_axes(gradient: np.ndarray, batch: tuple[int, ...]) -> tuple[int, ...
         return ()
     own = (1,) * (len(batch) - (gradient.ndim - 2)) + gradient.shape[:-2]
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
-
-
-def _transposed(x: np.ndarray) -> np.ndarray:
-    return x.swapaxes(-1, -2)
 
 
 def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -88,54 +77,51 @@ class CpuBackend:
 
     def forward(self, p: GemmProblem) -> None:
         """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""
-        fmt = p.dtype.name
+        fmt = FORMATS[p.dtype]
         row = library.forward_row(
             p.activation.trace(0), fmt, p.bias is not None, p.residual is not None, p.pre is not None
         )
-        slots = {S_BIAS: p.bias, S_EXTRA: p.residual, S_OUT: p.out, S_PRE: p.pre}
-        tiling = driver.gemm(Factor(p.a, fmt), Factor(p.b, fmt), row.address, slots, p.batch)
-        _record("gemm + forward_row", tiling)
+        slots = Slots(bias=p.bias, extra=p.residual, out=p.out, pre=p.pre)
+        driver.gemm(p.a, fmt, p.b, fmt, row, slots, p.batch)
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b."""
-        fmt = p.dtype.name
+        fmt = FORMATS[p.dtype]
         batch = p.batch
         sums = None if p.d_bias is None else self._sums(p)
         products = p.d_a is not None or p.d_b is not None
         if not products and sums is None:
             return
         if p.activation.trace(0) is SYMBOL:
-            grad_pre = Factor(p.grad, fmt)
+            grad_pre, grad_format = p.grad, fmt
             if sums is not None:
                 chunk = library.registers(library.accumulator(fmt)).chunk
                 row = library.column_sums_row(fmt)
-                slots = {S_GRAD: p.grad, S_SUMS: sums}
-                tiling = driver.elementwise((p.m, p.n), row.address, slots, batch, chunk)
+                slots = Slots(grad=p.grad, sums=sums)
+                driver.elementwise(p.m, p.n, row, slots, batch, chunk)
         else:
-            grad_pre, tiling = self._grad_pre(p, sums, products)
+            grad_pre, grad_format = self._grad_pre(p, sums, products)
         if p.d_bias is not None and sums is not None:
             _reduce_sums(sums, p.d_bias, batch)
-        if p.d_a is not None or p.d_b is not None:
-            store = library.store_row(fmt).address
+        store = library.store_row(fmt)
         if p.d_a is not None:
-            right = Factor(_transposed(p.b), fmt)
             summed = _summed_axes(p.d_a, batch)
-            tiling = driver.gemm(grad_pre, right, store, {S_OUT: p.d_a}, batch, summed)
+            right, slots = p.b.swapaxes(-1, -2), Slots(out=p.d_a)
+            driver.gemm(grad_pre, grad_format, right, fmt, store, slots, batch, summed)
         if p.d_b is not None:
-            left = Factor(_transposed(p.a), fmt)
             summed = _summed_axes(p.d_b, batch)
-            tiling = driver.gemm(left, grad_pre, store, {S_OUT: p.d_b}, batch, summed)
-        _record("gemm + grad_pre_row, gemm + store_row", tiling)
+            left, slots = p.a.swapaxes(-1, -2), Slots(out=p.d_b)
+            driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed)
 
     def _sums(self, p: GemmBackwardProblem) -> np.ndarray:
         """Room for the partial column sums: one row for every chunk of rows."""
-        chunk = library.registers(p.acc_dtype.name).chunk
+        chunk = library.registers(FORMATS[p.acc_dtype]).chunk
         return np.empty((*p.batch, -(-p.m // chunk), p.n), p.acc_dtype)
 
     def _grad_pre(
         self, p: GemmBackwardProblem, sums: np.ndarray | None, products: bool
-    ) -> tuple[Factor, Tiling]:
-        fmt, acc = p.dtype.name, p.acc_dtype
+    ) -> tuple[np.ndarray, str]:
+        fmt, acc = FORMATS[p.dtype], p.acc_dtype
         # Kept in the accumulator's dtype: d_a and d_b then read it without another rounding.
         out = np.empty((*p.batch, p.m, p.n), acc) if products else None
         saved = None if p.pre is None else p.pre.astype(acc, copy=False)
@@ -143,22 +129,21 @@ class CpuBackend:
         row = library.grad_pre_row(
             p.activation.trace(1), fmt, bias is not None, saved is not None, products,
             sums is not None, p.guard,
-        ).address  # fmt: skip
-        slots = {S_BIAS: bias, S_EXTRA: saved, S_GRAD: p.grad, S_OUT: out, S_SUMS: sums}
+        )  # fmt: skip
+        slots = Slots(bias, saved, p.grad, out, None, sums)
         if saved is None:
-            tiling = driver.gemm(Factor(p.a, fmt), Factor(p.b, fmt), row, slots, p.batch)
+            driver.gemm(p.a, fmt, p.b, fmt, row, slots, p.batch)
         else:
-            chunk = library.registers(acc.name).chunk
-            tiling = driver.elementwise((p.m, p.n), row, slots, p.batch, chunk)
-        return Factor(p.grad if out is None else out, acc.name), tiling
+            chunk = library.registers(FORMATS[acc]).chunk
+            driver.elementwise(p.m, p.n, row, slots, p.batch, chunk)
+        return (p.grad if out is None else out), FORMATS[acc]
 
     def gated(self, p: GatedProblem) -> None:
         """``out = act(a) * b``"""
         out, a, b = _merged((p.out, p.a, p.b))
-        row = library.gated_row(p.activation.trace(0), p.dtype.name).address
-        slots = {S_A: a, S_B: b, S_OUT: out}
-        tiling = driver.elementwise(out.shape[-2:], row, slots, out.shape[:-2])
-        _record("elementwise + gated_row", tiling)
+        row = library.gated_row(p.activation.trace(0), FORMATS[p.dtype])
+        slots = Slots(a=a, b=b, out=out)
+        driver.elementwise(*out.shape[-2:], row, slots, out.shape[:-2])
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
@@ -167,16 +152,13 @@ class CpuBackend:
         outputs = [x for x in (p.d_a, p.d_b) if x is not None]
         *outs, grad, a, b = _merged((*outputs, p.grad, p.a, p.b))
         row = library.gated_backward_row(
-            p.activation.trace(0), p.activation.trace(1), p.dtype.name,
+            p.activation.trace(0), p.activation.trace(1), FORMATS[p.dtype],
             p.d_a is not None, p.d_b is not None, p.guard,
-        ).address  # fmt: skip
-        slots: driver.Slots = {S_GRAD: grad, S_A: a, S_B: b}
-        if p.d_a is not None:
-            slots[S_OUT] = outs[0]
-        if p.d_b is not None:
-            slots[S_EXTRA] = outs[-1]
-        tiling = driver.elementwise(a.shape[-2:], row, slots, a.shape[:-2])
-        _record("elementwise + gated_backward_row", tiling)
+        )  # fmt: skip
+        d_a = outs[0] if p.d_a is not None else None
+        d_b = outs[-1] if p.d_b is not None else None
+        slots = Slots(grad=grad, a=a, b=b, out=d_a, extra=d_b)
+        driver.elementwise(*a.shape[-2:], row, slots, a.shape[:-2])
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.empty(shape, dtype)
@@ -235,10 +217,6 @@ def _reduce_sums(sums: np.ndarray, d_bias: np.ndarray, batch: tuple[int, ...]) -
     axes = (*_summed_axes(d_bias, batch), sums.ndim - 2)
     total = np.add.reduce(sums, axis=axes, dtype=np.float64, keepdims=True)
     d_bias[...] = total.reshape(d_bias.shape)
-
-
-def _record(kernel: str, tiling: Tiling) -> None:
-    latest.call = Call("cpu", host.name(), host.vector_name(), kernel, tiling)
 
 
 BACKEND = CpuBackend()

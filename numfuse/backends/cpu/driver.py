@@ -6,6 +6,7 @@ round and another row function.
 
 from __future__ import annotations
 
+import functools
 import math
 from array import array
 from collections.abc import Sequence
@@ -14,53 +15,28 @@ from typing import NamedTuple
 import numpy as np
 
 from numfuse import tiling
-from numfuse.backends.cpu import kernels, launch, library, microkernel
-
-#: Operands of a row function by slot (`kernels.SLOTS`); an absent one is None.
-Slots = dict[int, np.ndarray | None]
-
-S_BIAS, S_EXTRA, S_GRAD, S_OUT, S_PRE, S_SUMS, S_A, S_B = range(kernels.SLOT_COUNT)
+from numfuse.backends import Call, latest
+from numfuse.backends.cpu import host, kernels, launch, library
+from numfuse.specialise import Kernel, readable_name
 
 
-class Factor(NamedTuple):
-    """One factor of a product: (..., rows, K) for the left one, (..., K, columns) for the right."""
+class Slots(NamedTuple):
+    """Operands of a row function, (..., rows, columns), in the order of `kernels.SLOTS`."""
 
-    array: np.ndarray
-    fmt: str
-
-
-def address(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])
-
-
-def _batch_strides(x: np.ndarray | None, batch: Sequence[int]) -> list[int]:
-    """Byte strides of `x` (..., rows, columns) along `batch`; 0 where it is broadcast."""
-    if x is None:
-        return [0] * len(batch)
-    missing = len(batch) - (x.ndim - 2)
-    own = zip(x.shape[:-2], x.strides[:-2], strict=True)
-    return [0] * missing + [0 if size == 1 else stride for size, stride in own]
+    bias: np.ndarray | None = None
+    extra: np.ndarray | None = None
+    grad: np.ndarray | None = None
+    out: np.ndarray | None = None
+    pre: np.ndarray | None = None
+    sums: np.ndarray | None = None
+    a: np.ndarray | None = None
+    b: np.ndarray | None = None
 
 
-def _slot_words(slots: Slots, n: int) -> list[int]:
-    words = [0] * (3 * kernels.SLOT_COUNT)
-    for slot, x in slots.items():
-        if x is None:
-            continue
-        rows, columns = x.shape[-2:]
-        row_stride, column_stride = x.strides[-2:]
-        words[3 * slot] = x.__array_interface__["data"][0]
-        # An axis of length 1 is broadcast: no step.  But where the result has one column as well,
-        # any step is right, and that of contiguous elements spares the scratch row.
-        words[3 * slot + 1] = 0 if rows == 1 else row_stride
-        words[3 * slot + 2] = column_stride if columns != 1 else (x.itemsize if n == 1 else 0)
-    return words
+def _layout(t: tiling.Tiling, r: tiling.Registers) -> tuple[dict[str, int], int]:
+    """The words that lay out a thread's workspace, and its bytes.
 
-
-def _layout(t: tiling.Tiling, r: tiling.Registers) -> tuple[tuple[int, ...], int]:
-    """Offsets of a thread's workspace (panels, their stride, block, plane, its stride, scratch, its
-    stride) and its bytes.  Regions start at odd numbers of cache lines, so that they do not all
-    begin in the same cache set.
+    Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
     """
     line, page = tiling.LINE, launch.PAGE
     scratch_stride = tiling.round_up(t.nc * 8, line) + line
@@ -77,91 +53,184 @@ def _layout(t: tiling.Tiling, r: tiling.Registers) -> tuple[tuple[int, ...], int
     plane = tiling.round_up(block + block_bytes, page) + 9 * line
     plane_stride = t.plane_columns * r.itemsize + line
     total = tiling.round_up(plane + t.plane_rows * plane_stride, page) + page
-    return (panels, panel_stride, block, plane, plane_stride, scratch, scratch_stride), total
+    words = {
+        "D_PANEL": panels, "D_PANEL_STRIDE": panel_stride, "D_BLOCK": block, "D_PLANE": plane,
+        "D_PLANE_STRIDE": plane_stride, "D_SCRATCH": scratch, "D_SCRATCH_STRIDE": scratch_stride,
+    }  # fmt: skip
+    return words, total
 
 
-def _launch(
-    cell: int, head: list[int], slots: list[int], axes: list[int], cells: int, stride: int, count: int
-) -> None:
-    descriptor = array("q", head + slots + axes)
-    launch.launch(cell, descriptor.buffer_info()[0], cells, stride, count)
+class Plan(NamedTuple):
+    """Everything of a launch but its operands' addresses."""
+
+    cell: int
+    descriptor: array[int]
+    #: (word, operand number) of every operand that is there.
+    places: tuple[tuple[int, int], ...]
+    cells: int
+    stride: int
+    count: int
+    call: Call
+
+
+#: What a plan depends on of an operand; None where it is absent.
+_Form = tuple[tuple[int, ...], tuple[int, ...]] | None
+# Operands by number: A, B, then the slots.
+_WORDS = (
+    kernels.DESCRIPTOR["D_A"],
+    kernels.DESCRIPTOR["D_B"],
+    *range(kernels.D_SLOTS, kernels.D_SLOTS + 3 * kernels.SLOT_COUNT, 3),
+)
+
+
+def _strides(form: _Form, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Byte strides of (..., rows, columns) along `batch`; 0 where it is broadcast."""
+    if form is None:
+        return (0,) * len(batch)
+    shape, strides = form
+    missing = len(batch) - (len(shape) - 2)
+    own = zip(shape[:-2], strides[:-2], strict=True)
+    return (0,) * missing + tuple(0 if size == 1 else stride for size, stride in own)
+
+
+def _slot_words(forms: tuple[_Form, ...], n: int, items: tuple[int, ...]) -> list[int]:
+    words = [0] * (3 * kernels.SLOT_COUNT)
+    for slot, form in enumerate(forms):
+        if form is None:
+            continue
+        (*_, rows, columns), (*_, row_stride, column_stride) = form
+        # An axis of length 1 is broadcast: no step.  But where the result has one column as well,
+        # any step is right, and that of contiguous elements spares the scratch row.
+        words[3 * slot + 1] = 0 if rows == 1 else row_stride
+        words[3 * slot + 2] = column_stride if columns != 1 else (items[slot] if n == 1 else 0)
+    return words
+
+
+def _plan(
+    cell: Kernel, head: dict[str, int], forms: tuple[_Form, ...], items: tuple[int, ...],
+    axes: list[int], t: tiling.Tiling, r: tiling.Registers, elements: int, count: int,
+    row: Kernel,
+) -> Plan:  # fmt: skip
+    layout, stride = _layout(t, r)
+    head |= layout | {
+        "D_KC": t.kc, "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n,
+        "D_CELLS_M": t.cells_m, "D_CELLS_N": t.cells_n, "D_ROW": row.address,
+    }  # fmt: skip
+    places = tuple((_WORDS[i], i) for i, form in enumerate(forms) if form is not None)
+    if launch.objects_can_be_read():
+        head["D_OBJECTS"] = sum(1 << i for _, i in places)
+    words = [head.get(name, 0) for name in kernels.DESCRIPTOR]
+    descriptor = array("q", words + _slot_words(forms[2:], head["D_N"], items) + axes)
+    kernel = f"{readable_name(cell.name)} + {readable_name(row.name)}"
+    call = Call("cpu", host.name(), host.vector_name(), kernel, t)
+    return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gemm_plan(
+    forms: tuple[_Form, ...], items: tuple[int, ...], left: str, right: str, row: Kernel,
+    batch: tuple[int, ...], summed: tuple[int, ...], threads: int,
+) -> Plan | None:  # fmt: skip
+    a, b = forms[0], forms[1]
+    assert a is not None and b is not None  # the factors of a product are always there
+    m, k = a[0][-2:]
+    n = b[0][-1]
+    acc = library.accumulator(left)
+    r = library.registers(acc)
+    strides = [_strides(form, batch) for form in forms]
+    sizes = {axis: size for axis, size in enumerate(batch) if size != 1}
+    outer = [axis for axis in sizes if axis not in summed]
+    inner = [axis for axis in sizes if axis in summed]
+    axes = [word for axis in outer for word in (batch[axis], *(s[axis] for s in strides))]
+    axes += [word for axis in inner for word in (batch[axis], *(s[axis] for s in strides[:2]))]
+    elements = math.prod(batch[axis] for axis in outer)
+    sums = math.prod(batch[axis] for axis in inner)
+    if m == 0 or n == 0 or elements == 0:
+        return None
+    count = 1 if m * n * k * elements * sums < tiling.PARALLEL_FMAS else threads
+    t = tiling.gemm(m, n, k, elements, sums, count, r)
+    head = {
+        "D_M": m, "D_N": n, "D_K": k,
+        "D_PACK_A": library.pack_a(left, acc).address,
+        "D_PACK_B": library.pack_b(right, acc).address,
+        "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
+        "D_A_ROW": a[1][-2], "D_A_K": a[1][-1], "D_B_K": b[1][-2], "D_B_COLUMN": b[1][-1],
+    }  # fmt: skip
+    cell = library.gemm_cell(acc)
+    return _plan(cell, head, forms, items, axes, t, r, elements, count, row)
+
+
+@functools.lru_cache(maxsize=4096)
+def _elementwise_plan(
+    m: int, n: int, forms: tuple[_Form, ...], items: tuple[int, ...], row: Kernel,
+    batch: tuple[int, ...], chunk: int, threads: int,
+) -> Plan | None:  # fmt: skip
+    elements = math.prod(batch)
+    if m * n * elements == 0:
+        return None
+    strides = [_strides(form, batch) for form in forms]
+    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
+    count = 1 if m * n * elements < tiling.PARALLEL_ELEMENTS else threads
+    head = {"D_M": m, "D_N": n, "D_BATCH_AXES": len(batch)}
+    t = tiling.elementwise(m, n, chunk)
+    r = library.registers("float64")
+    cell = library.elementwise_cell()
+    return _plan(cell, head, forms, items, axes, t, r, elements, count, row)
+
+
+def _run(plan: Plan | None, operands: Sequence[np.ndarray | None]) -> None:
+    if plan is None:
+        return
+    descriptor = plan.descriptor[:]
+    if launch.objects_can_be_read():
+        for word, i in plan.places:
+            descriptor[word] = id(operands[i])
+    else:
+        for word, i in plan.places:
+            descriptor[word] = operands[i].__array_interface__["data"][0]  # type: ignore[union-attr]
+    launch.launch(plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.count)
+    latest.call = plan.call
+
+
+def _forms(operands: Sequence[np.ndarray | None]) -> tuple[_Form, ...]:
+    return tuple([None if x is None else (x.shape, x.strides) for x in operands])
+
+
+def _items(operands: Sequence[np.ndarray | None]) -> tuple[int, ...]:
+    return tuple([0 if x is None else x.itemsize for x in operands])
 
 
 def gemm(
-    left: Factor,
-    right: Factor,
-    row: int,
+    a: np.ndarray,
+    a_format: str,
+    b: np.ndarray,
+    b_format: str,
+    row: Kernel,
     slots: Slots,
-    batch: Sequence[int] = (),
-    summed: Sequence[int] = (),
-) -> tiling.Tiling:
-    """``row(sum over summed axes of left @ right)`` for every batch element.
+    batch: tuple[int, ...] = (),
+    summed: tuple[int, ...] = (),
+) -> None:
+    """``row(sum over summed axes of a @ b)`` for every batch element.
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
     """
-    a, b = left.array, right.array
-    m, k = a.shape[-2:]
-    n = b.shape[-1]
-    acc = "float64" if left.fmt == "float64" else "float32"
-    r = library.registers(acc)
-    axes: list[int] = []
-    batch_axes = sum_axes = 0
-    elements = sums = 1
-    if batch:
-        a_strides, b_strides = _batch_strides(a, batch), _batch_strides(b, batch)
-        slot_strides = [_batch_strides(slots.get(s), batch) for s in range(kernels.SLOT_COUNT)]
-        tail: list[int] = []
-        for axis, size in enumerate(batch):
-            if axis in summed:
-                sums *= size
-                sum_axes += 1
-                tail += (size, a_strides[axis], b_strides[axis])
-            else:
-                elements *= size
-                batch_axes += 1
-                axes += (size, a_strides[axis], b_strides[axis], *(s[axis] for s in slot_strides))
-        axes += tail
-    if m == 0 or n == 0 or elements == 0:
-        return tiling.gemm(m, n, k, 1, 1, 1, r)
-    count = 1 if m * n * k * elements * sums < tiling.PARALLEL_FMAS else launch.threads()
-    t = tiling.gemm(m, n, k, elements, sums, count, r)
-    offsets, stride = _layout(t, r)
-    head = [
-        m, n, k, t.kc, t.nc, t.cell_m, t.cell_n, t.cells_m, t.cells_n,
-        library.pack_a(left.fmt, acc).address, library.pack_b(right.fmt, acc).address, row,
-        batch_axes, sum_axes, sums,
-        address(a), *a.strides[-2:], address(b), *b.strides[-2:],
-        *offsets,
-    ]  # fmt: skip
-    words = _slot_words(slots, n)
-    _launch(library.gemm_cell(acc).address, head, words, axes, t.cells * elements, stride, count)
-    return t
+    operands = (a, b, *slots)
+    # The number of threads costs a call into Numba: not asked for where one is certain.
+    small = not batch and a.size * b.shape[-1] < tiling.PARALLEL_FMAS
+    threads = 1 if small else launch.threads()
+    plan = _gemm_plan(
+        _forms(operands), _items(slots), a_format, b_format, row, batch, summed, threads
+    )
+    _run(plan, operands)
 
 
 def elementwise(
-    shape: Sequence[int], row: int, slots: Slots, batch: Sequence[int] = (), chunk: int = 1
-) -> tiling.Tiling:
-    """``row`` over every row of (*batch, *shape); cells are whole chunks of `chunk` rows."""
-    m, n = shape
-    r = library.registers("float64")
-    elements = math.prod(batch)
-    size = m * n * elements
-    count = 1 if size < tiling.PARALLEL_ELEMENTS else launch.threads()
-    t = tiling.elementwise(m, n, chunk)
-    if size == 0:
-        return t
-    axes: list[int] = []
-    if batch:
-        slot_strides = [_batch_strides(slots.get(s), batch) for s in range(kernels.SLOT_COUNT)]
-        for axis, length in enumerate(batch):
-            axes += (length, 0, 0, *(s[axis] for s in slot_strides))
-    offsets, stride = _layout(t, r)
-    head = [
-        m, n, 0, t.kc, t.nc, t.cell_m, t.cell_n, t.cells_m, t.cells_n,
-        0, 0, row, len(batch), 0, 1, 0, 0, 0, 0, 0, 0, *offsets,
-    ]  # fmt: skip
-    words = _slot_words(slots, n)
-    cell = library.elementwise_cell().address
-    _launch(cell, head, words, axes, t.cells * elements, stride, count)
-    return t
+    m: int, n: int, row: Kernel, slots: Slots, batch: tuple[int, ...] = (), chunk: int = 1
+) -> None:
+    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows."""
+    operands = (None, None, *slots)
+    small = not batch and m * n < tiling.PARALLEL_ELEMENTS
+    threads = 1 if small else launch.threads()
+    plan = _elementwise_plan(m, n, _forms(operands), _items(slots), row, batch, chunk, threads)
+    _run(plan, operands)

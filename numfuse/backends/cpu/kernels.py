@@ -24,7 +24,7 @@ DESCRIPTOR = {
         [
             "D_M", "D_N", "D_K", "D_KC", "D_NC", "D_CELL_M", "D_CELL_N", "D_CELLS_M", "D_CELLS_N",
             "D_PACK_A", "D_PACK_B", "D_ROW", "D_BATCH_AXES", "D_SUM_AXES", "D_SUM_SIZE",
-            "D_A", "D_A_ROW", "D_A_K", "D_B", "D_B_K", "D_B_COLUMN",
+            "D_A", "D_A_ROW", "D_A_K", "D_B", "D_B_K", "D_B_COLUMN", "D_OBJECTS",
             "D_PANEL", "D_PANEL_STRIDE", "D_BLOCK", "D_PLANE", "D_PLANE_STRIDE", "D_SCRATCH", "D_SCRATCH_STRIDE",
         ]
     )

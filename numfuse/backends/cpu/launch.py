@@ -13,8 +13,11 @@ processes made by fork are usually one worker among many.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import mmap
 import os
+import sys
 import threading
 from array import array
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +28,7 @@ import numpy as np
 from numba import prange, types
 
 from numfuse import specialise
-from numfuse.backends.cpu import microkernel
+from numfuse.backends.cpu import kernels, microkernel
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -37,8 +40,29 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 
 
+def resolve(descriptor):
+    """Replace the array objects that the descriptor names by the addresses of their data.
+
+    Bit i of word D_OBJECTS says that operand i (A, B, then the slots) is given as the address of
+    its ndarray object, which holds the data pointer right behind the object header: reading it here
+    takes a nanosecond, ``__array_interface__`` a microsecond an operand.
+    """
+    d = WORDS(descriptor)
+    objects = d[D_OBJECTS]
+    word = D_A
+    operand = 0
+    while objects != 0:
+        if objects & 1:
+            d[word] = WORDS(d[word] + HEADER)[0]
+        objects = objects >> 1
+        operand += 1
+        word = D_B if operand == 1 else D_SLOTS + 3 * (operand - 2)
+    d[D_OBJECTS] = 0
+
+
 def run_here(cell_function, descriptor, cells, workspace):
     """All cells in the calling thread."""
+    RESOLVE(descriptor)
     for cell in range(cells):
         CALL(cell_function, descriptor, cell, workspace)
 
@@ -53,31 +77,43 @@ def run_shared(cell_function, descriptor, cells, workspace, counter):
 
 def run_parallel(cell_function, descriptor, cells, workspace, stride, counter, threads):
     """All cells on Numba's threads; thread t works at ``workspace + t * stride``."""
+    RESOLVE(descriptor)
     for t in prange(threads):
         RUN_SHARED(cell_function, descriptor, cells, workspace + t * stride, counter)
 
 
 _I = types.int64
-_entries: dict[str, Any] = {}
+#: Bytes of an object's header, behind which NumPy's C API has an array's data pointer.
+HEADER = object.__basicsize__
 
 
+@functools.cache
+def objects_can_be_read() -> bool:
+    """Whether an ndarray's data pointer stands where NumPy's C API has it (CPython: yes)."""
+    probe = np.zeros(3)[1:]
+    if sys.implementation.name != "cpython":
+        return False
+    return ctypes.c_void_p.from_address(id(probe) + HEADER).value == probe.ctypes.data
+
+
+@functools.cache
 def _entry(name: str) -> Any:
-    known = _entries.get(name)
-    if known is None:
-        call, fetch_add = microkernel.make_call(3), microkernel.make_fetch_add()
-        if name == "here":
-            known = specialise.entry(run_here, types.void(_I, _I, _I, _I), CALL=call)
-        elif name == "shared":
-            known = specialise.entry(
-                run_shared, types.void(*[_I] * 5), CALL=call, FETCH_ADD=fetch_add
-            )
-        else:
-            shared = specialise.device(run_shared, CALL=call, FETCH_ADD=fetch_add)
-            known = specialise.entry(
-                run_parallel, types.void(*[_I] * 7), parallel=True, RUN_SHARED=shared, prange=prange
-            )
-        _entries[name] = known
-    return known
+    call, fetch_add = microkernel.make_call(3), microkernel.make_fetch_add()
+    names = {name: kernels.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")}
+    names |= {"D_SLOTS": kernels.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
+    names["HEADER"] = HEADER
+    if name == "resolve":
+        return specialise.entry(resolve, types.void(_I), **names)
+    resolved = specialise.device(resolve, **names)
+    if name == "here":
+        return specialise.entry(run_here, types.void(*[_I] * 4), CALL=call, RESOLVE=resolved)
+    if name == "shared":
+        return specialise.entry(run_shared, types.void(*[_I] * 5), CALL=call, FETCH_ADD=fetch_add)
+    shared = specialise.device(run_shared, CALL=call, FETCH_ADD=fetch_add)
+    return specialise.entry(
+        run_parallel, types.void(*[_I] * 7), parallel=True, RUN_SHARED=shared, prange=prange,
+        RESOLVE=resolved,
+    )  # fmt: skip
 
 
 class Workspace:
@@ -153,15 +189,18 @@ def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: 
     raises.
     """
     count = min(count, cells)
-    workspace = _borrow(max(count, 1) * stride)
     if count <= 1:
+        workspace = _borrow(stride)
         _entry("here")(cell_function, descriptor, cells, workspace.address)
-    elif threading_layer() != "workqueue":
+        _give_back(workspace)
+        return
+    workspace = _borrow(count * stride)
+    if threading_layer() != "workqueue":
         counter = array("q", [0])
         _entry("parallel")(
             cell_function, descriptor, cells, workspace.address, stride,
             counter.buffer_info()[0], count,
-        )
+        )  # fmt: skip
     else:
         _launch_on_own_threads(cell_function, descriptor, cells, workspace, stride, count)
     _give_back(workspace)
@@ -170,6 +209,7 @@ def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: 
 def _launch_on_own_threads(
     cell_function: int, descriptor: int, cells: int, workspace: Workspace, stride: int, count: int
 ) -> None:
+    _entry("resolve")(descriptor)
     run = _entry("shared")
     counter = array("q", [0])
     shared = counter.buffer_info()[0]
@@ -190,5 +230,7 @@ def _launch_on_own_threads(
 def warmup() -> None:
     """Compile the entries that a launch can take on this host."""
     _entry("here")
-    if not _forked:
-        _entry("shared" if threading_layer() == "workqueue" else "parallel")
+    if _forked:
+        return
+    for name in ("resolve", "shared") if threading_layer() == "workqueue" else ("parallel",):
+        _entry(name)

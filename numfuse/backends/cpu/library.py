@@ -101,9 +101,6 @@ def pack_b(fmt: str, acc: str) -> specialise.Kernel:
     r = registers(acc)
     return specialise.kernel(
         packing.pack_b,
-        AHEAD=tiling.PACK_AHEAD,
-        LINE=tiling.LINE,
-        PREFETCH=microkernel.make_prefetch(),
         ITEM=microkernel.itemsize(fmt),
         SIZE=r.itemsize,
         VL=r.vl,

@@ -116,12 +116,6 @@ def _prefetched(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(2), I32(1)])
 
 
-@functools.cache
-def make_prefetch() -> Any:
-    """``prefetch(address)``: bring one cache line close, for reading."""
-    return address_intrinsic("prefetch", "", 1, _prefetched)
-
-
 def _tile(
     builder: ir.IRBuilder, acc: str, rows: int, vectors: int, mr: int, nr: int, vl: int, args: Any
 ) -> None:

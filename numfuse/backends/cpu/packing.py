@@ -8,7 +8,7 @@ Rapids); a row-major panel of A (fourteen streams) at 80-87% on the latter.
 Three cases an operand: one of its two strides is one element (vector copies or register
 transposes), or neither (element by element).  Free names in UPPER case are bound by
 `numfuse.specialise`: ITEM, SIZE bytes of a stored and of an accumulator element, VL lanes of a
-vector, MR, NR the panel heights, AHEAD how many rows of B are asked for before they are copied.
+vector, MR, NR the panel heights.
 """
 
 from __future__ import annotations
@@ -53,9 +53,6 @@ def pack_b(source, k_stride, column_stride, columns, k, target, panel):
         for p in range(k):
             row = source + p * k_stride
             place = target + p * NR * SIZE
-            if p + AHEAD < k:
-                for byte in range(0, columns * ITEM, LINE):
-                    PREFETCH(row + AHEAD * k_stride + byte)
             for j in range(full):
                 COPY_PANEL_ROW(row + j * NR * ITEM, place + j * panel)
             for j in range(0, rest, VL):

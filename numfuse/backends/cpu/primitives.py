@@ -81,7 +81,7 @@ def rounded_product(typingctx: Any, a: Any, b: Any) -> Any:
     return a(a, a), codegen
 
 
-rounded_product.numfuse_key = "rounded_product"
+rounded_product.numfuse_key = "rounded_product"  # type: ignore[attr-defined]
 
 
 @intrinsic
@@ -287,7 +287,7 @@ def primitives(dtype: str) -> SimpleNamespace:
         u = one + x
         k, _, scale = exponent_parts(u)
         # (1 + x) 2^-k - 1: x itself where k is 0
-        f = fused(quarter * x, scale, quarter * scale - one)
+        f = fused(x, quarter * scale, quarter * scale - one)
         value = log_of(f, k, zero)
         value = select(u == zero, -infinity, select(u < zero, nan, value))
         return select(x < infinity, select(x == zero, x, value), x)

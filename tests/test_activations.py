@@ -1,0 +1,487 @@
+"""The table of activations: every row, every order, both dtypes, every target.
+
+Bounds are in units in the last place (ULP). A value's are its own. A derivative has zeros, near
+which no formula in working precision keeps its relative error, so its units are those of the local
+scale ``max(|f^(k)(x)|, |f^(k+1)(x)| / (1 + |x|))``: what a relative change of x would move.
+Every bound holds down to the smallest normal number, far tails included; below, the unit is fixed.
+"""
+
+import functools
+import importlib.util
+import json
+import math
+import pathlib
+import pickle
+import re
+import subprocess
+import sys
+
+import mpmath as mp
+import numpy as np
+import pytest
+from numba import njit
+from test_expr import DTYPES, compiled, exact, ulps
+
+import numfuse as nf
+from numfuse import elementary, wgsl
+from numfuse import expr as ex
+from numfuse.activations import Activation, _row, get
+
+ROWS = [name for name, act in nf.activations().items() if act.source != "user-defined"]
+ORDERS = [0, 1, 2, 3]
+#: Most units by order of differentiation; 6 for a value of the array reference (SciPy's erfcx: 4).
+BOUND = [4, 8, 24, 64]
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+
+#: The formulas as their sources print them, where one can be written in mpmath.
+TEXTBOOK = {
+    "none": lambda x: x,
+    "relu": lambda x: max(x, mp.mpf(0)),
+    "gelu": lambda x: x / 2 * (1 + mp.tanh(mp.sqrt(2 / mp.pi) * (x + mp.mpf("0.044715") * x**3))),
+    "silu": lambda x: x / (1 + mp.exp(-x)),
+    "sigmoid": lambda x: 1 / (1 + mp.exp(-x)),
+    "tanh": mp.tanh,
+    "gelu_erf": lambda x: x / 2 * (1 + mp.erf(x / mp.sqrt(2))),
+    "softplus": lambda x: mp.log(1 + mp.exp(x)),
+}
+
+
+def array_function(act, order):
+    return (act, act.derivative, act.second_derivative, act.third_derivative)[order]
+
+
+@functools.cache
+def exact_graphs(name):
+    """The value's graph and its derivatives by the chain rule, not by the hand-written formulas."""
+    graphs = [get(name).trace(0)]
+    for _ in range(4):
+        graphs.append(ex.differentiate(graphs[-1]))
+    return graphs
+
+
+def points(dtype, seed=11, count=60):
+    """Arguments near 0, where activations bend, and out to where every tail has underflowed."""
+    random = np.random.default_rng(seed)
+    reach = [1.0, 4.0, 12.0, 40.0, 95.0] + ([720.0] if dtype == "float64" else [])
+    drawn = [random.uniform(-r, r, count) for r in reach]
+    tiny = random.standard_normal(count) * 10.0 ** random.uniform(-30, 0, count)
+    return np.concatenate([*drawn, tiny]).astype(dtype)
+
+
+@functools.cache
+def exact_values(name, dtype):
+    graphs = exact_graphs(name)
+    with mp.workdps(60):
+        return [[exact(graph, float(x)) for x in points(dtype)] for graph in graphs]
+
+
+# --- the formulas -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_every_row_has_its_source_its_number_and_four_graphs(name):
+    act = get(name)
+    assert act.name == name and act.source
+    gpu = ("none", "relu", "gelu", "silu", "sigmoid", "tanh")
+    assert act.id == (gpu.index(name) if name in gpu else None)
+    assert all(isinstance(act.trace(order), ex.Expr) for order in ORDERS)
+    with pytest.raises(ValueError, match="order must be 0, 1, 2 or 3, got 4"):
+        act.trace(4)
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+def test_the_value_is_the_textbook_formula(name):
+    with mp.workdps(50):
+        for x in (-9.0, -3.3, -1.0, -0.01, 0.0, 0.02, 0.8, 2.5, 8.0):
+            got, want = exact(get(name).trace(0), x), TEXTBOOK[name](mp.mpf(x))
+            assert mp.almosteq(got, want, 1e-34, 1e-38), x
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("name", ROWS)
+def test_hand_written_derivatives_are_derivatives_of_the_value(name, order):
+    graphs = [get(name).trace(k) for k in (0, order)]
+    with mp.workdps(60):
+        for x in (-11.0, -5.2, -2.1, -0.9, -0.3, 0.4, 1.1, 3.7, 9.5):
+            want = mp.diff(lambda v: exact(graphs[0], v), mp.mpf(x), order)
+            assert mp.almosteq(exact(graphs[1], x), want, 1e-25, 1e-35), x
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("name", ROWS)
+def test_derivatives_match_finite_differences_in_float64(name, order):
+    act = get(name)
+    below, here = array_function(act, order - 1), array_function(act, order)
+    x = np.setdiff1d(np.linspace(-6, 6, 240), 0.0)
+    h = 2e-4
+    # central, fourth order: truncation h^4 f^(5) / 30, rounding 1.5 eps / h
+    slope = (8 * (below(x + h) - below(x - h)) - (below(x + 2 * h) - below(x - 2 * h))) / (12 * h)
+    np.testing.assert_allclose(here(x), slope, atol=5e-11)
+
+
+# --- accuracy -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ROWS)
+def test_compiled_and_reference_are_accurate_into_the_tails(name, order, dtype):
+    act, x = get(name), points(dtype)
+    values = exact_values(name, dtype)
+    want, above = values[order], values[order + 1]
+    for got, most in (
+        (compiled(act.trace(order), dtype)(x), BOUND[order]),
+        (array_function(act, order)(x), max(BOUND[order], 6)),
+    ):
+        assert got.dtype == x.dtype
+        worst = 0.0
+        for v, g, w, a in zip(x, got, want, above, strict=True):
+            scale = abs(w) if order == 0 else max(abs(w), abs(a) / (1 + abs(float(v))))
+            worst = max(worst, ulps(g, w, dtype, scale))
+        assert worst <= most
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_compiled_values_are_accurate_on_a_dense_float32_grid(name):
+    # The float64 reference, rounded, stands for the exact value: half a unit more.
+    x = np.concatenate([np.linspace(-100, 20, 300_001), np.geomspace(1e-38, 20, 50_001)])
+    x = x.astype(np.float32)
+    x = np.concatenate([x, -x[x < 0][:1], -x[-50_001:]])
+    want = get(name)(x.astype(np.float64))
+    unit = np.spacing(np.maximum(np.abs(want), np.finfo(np.float32).tiny).astype(np.float32))
+    error = np.abs(compiled(get(name).trace(0), "float32")(x) - want) / unit
+    assert error.max() <= BOUND[0], x[error.argmax()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ROWS)
+def test_no_finite_or_infinite_argument_gives_nan(name, order, dtype):
+    info = np.finfo(dtype)
+    x = np.array(
+        [0, info.smallest_subnormal, info.tiny / 4, info.tiny, 1e-20, 1, 30, 50, 100, 800, 1e3,
+         1e4, 1e10, 1e20, info.max, np.inf],
+        dtype,
+    )  # fmt: skip
+    x = np.concatenate([x, -x])
+    got, want = compiled(get(name).trace(order), dtype)(x), array_function(get(name), order)(x)
+    assert not np.isnan(got).any()
+    np.testing.assert_allclose(got, want, rtol=16 * info.eps, atol=4 * info.smallest_subnormal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ROWS)
+def test_infinite_arguments_give_the_limits(name, order, dtype):
+    run = compiled(get(name).trace(order), dtype)
+    for sign in (-1.0, 1.0):
+        with mp.workdps(400):
+            far, farther = (exact(exact_graphs(name)[order], sign * v) for v in (2e2, 4e2))
+        limit = sign * math.inf if abs(farther) > 1.5 * abs(far) > 1 else float(round(farther))
+        if name == "gelu" and order == 0 and sign > 0:
+            limit = math.inf
+        assert run(np.array([sign * np.inf], dtype))[0] == limit
+        if order == 1:
+            # the derivative has long arrived: nothing overflows on the way
+            np.testing.assert_array_equal(run(np.array([sign * 1e20], dtype)), [limit])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ROWS)
+def test_nan_stays_nan(name, dtype):
+    x = np.array([np.nan, -np.nan], dtype)
+    act = get(name)
+    assert np.isnan(compiled(act.trace(0), dtype)(x)).all()
+    assert np.isnan(act(x)).all()
+    for order in (1, 2, 3):
+        smooth = name not in ("none", "relu")
+        assert np.isnan(compiled(act.trace(order), dtype)(x)).all() == smooth
+        assert np.isnan(array_function(act, order)(x)).all() == smooth
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["none", "gelu", "silu", "tanh", "gelu_erf"])
+def test_odd_at_zero_keeps_its_sign(name, dtype):
+    for got in (compiled(get(name).trace(0), dtype), get(name)):
+        value = got(np.array([-0.0, 0.0], dtype))
+        assert np.signbit(value).tolist() == [True, False] and not value.any()
+
+
+def test_relu_has_derivative_0_at_0():
+    relu = get("relu")
+    assert relu.derivative([-1.0, -0.0, 0.0, 1.0]).tolist() == [0, 0, 0, 1]
+    assert njit(lambda f=relu.njit_derivative: f(0.0))() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", ROWS)
+def test_a_plain_loop_becomes_vector_code_without_libm(name, order, dtype):
+    run = compiled(get(name).trace(order), dtype)
+    run(np.zeros(4, dtype))
+    [text] = run.loop.inspect_llvm().values()
+    word = {"float32": "float", "float64": "double"}[dtype]
+    # a loop that stores one number becomes a memset
+    assert re.search(rf"store <\d+ x {word}>|call void @llvm\.memset", text)
+    called = set(re.findall(r"call [^@\n]*@([\w.]+)\(", text))
+    libm = r"_*(exp|exp2|expm1|log|log1p|tanh|erf|erfc|pow|ldexp|fma)f?"
+    assert not [c for c in called if re.fullmatch(libm, c)]
+    assert not [c for c in called if re.match(r"llvm\.(exp|log|pow|tanh|ldexp)", c)]
+    other = "double" if dtype == "float32" else "float"
+    assert not re.search(rf"\bf(add|sub|mul|div) [^\n]*\b{other}\b", text)
+
+
+# --- WGSL ---------------------------------------------------------------------------------------
+
+
+def test_wgsl_of_the_table_is_the_golden_text():
+    made = subprocess.run(
+        [sys.executable, GOLDEN / "regenerate.py"], capture_output=True, text=True, check=True
+    )
+    assert made.stdout == (GOLDEN / "activations.wgsl").read_text()
+
+
+def python_of_wgsl(text, fused):
+    """The functions of a module of straight-line scalar WGSL, as Python over NumPy's float32."""
+    lines = []
+    for line in text.splitlines():
+        if head := re.fullmatch(r"fn (\w+)\((.*)\) -> \w+ \{", line):
+            names = re.sub(r": \w+", "", head[2])
+            lines.append(f"def {head[1]}({names}):")
+        elif body := re.fullmatch(r"    (?:let (\w+) = |(return) )(.*);", line):
+            value = re.sub(r"(?<![\w.])(\d+\.?\d*(?:e[+-]?\d+)?)f\b", r"f32(\1)", body[3])
+            value = re.sub(r"\b(0x[0-9a-f]+|\d+)u\b", r"\1", value)
+            value = re.sub(r"bitcast<(\w+)>", r"bitcast_\1", value)
+            value = re.sub(r"!(?!=)", " not ", value.replace("&&", " and "))
+            lines.append(f"    {'return' if body[2] else body[1] + ' ='} {value}")
+        else:
+            assert line in ("", "}"), line
+
+    def fma(a, b, c):
+        wide = np.float64(a) * np.float64(b) + np.float64(c)
+        return np.float32(wide) if fused else a * b + c
+
+    def select(no, yes, condition):
+        return yes if condition else no
+
+    def bits(x):
+        return int(x.view(np.uint32)) if isinstance(x, np.float32) else x & 0xFFFFFFFF
+
+    def signed(x):
+        return bits(x) - (bits(x) >> 31 << 32)
+
+    scope = {
+        "f32": np.float32, "i32": lambda x: 0 if np.isnan(x) else int(x), "abs": np.abs,
+        "min": np.minimum, "sqrt": np.sqrt, "round": np.rint, "fma": fma, "select": select,
+        "bitcast_u32": bits, "bitcast_i32": signed,
+        "bitcast_f32": lambda x: np.uint32(bits(x)).view(np.float32),
+    }  # fmt: skip
+    exec("\n".join(lines), scope)
+    return scope
+
+
+# Where fma is two roundings, what a low word saved is lost again: the argument of gelu reaches 100.
+@pytest.mark.parametrize(("fused", "room"), [(True, 1.5), (False, 100)], ids=["fma", "no fma"])
+@pytest.mark.parametrize("name", ROWS)
+def test_wgsl_text_computes_the_activation(name, fused, room):
+    module = python_of_wgsl(wgsl.table({name: get(name)}), fused)
+    x = np.concatenate([points("float32", count=12), np.float32([0.0, -0.0, 1e20, -1e20])])
+    with np.errstate(all="ignore"):
+        for order, ending in enumerate(("", "_prime", "_second", "_third")):
+            run = module[name + ending]
+            want = array_function(get(name), order)(x.astype(np.float64))
+            graph = exact_graphs(name)[order + 1]
+            above = elementary.evaluate(graph, np.clip(x.astype(np.float64), -30, 30))
+            scale = np.maximum(np.abs(want), np.abs(above) / (1 + np.abs(x)) if order else 0)
+            scale = np.maximum(scale, np.finfo(np.float32).tiny)
+            got = np.array([run(v) for v in x])
+            assert got.dtype == np.float32
+            np.testing.assert_array_less(
+                np.abs(got - want), room * BOUND[order] * np.spacing(scale.astype(np.float32))
+            )
+            is_nan = np.isnan(run(np.float32(np.nan)))
+            assert is_nan == np.isnan(array_function(get(name), order)(np.nan))
+
+
+@pytest.mark.parametrize("name", ["log", "log1p", "erf", "sqrt", "exp", "normal_cdf"])
+def test_wgsl_primitives_compute(name):
+    graph = getattr(ex, name)(ex.SYMBOL)
+    text = wgsl.function(graph, "f")
+    run = python_of_wgsl(f"{wgsl.prelude(text)}\n\n{text}\n", True)["f"]
+    x = np.float32(
+        [0.0, -0.0, 1e-9, 1e-3, 0.3, 0.9, 1.0, 1.1, 2.5, 40, 1e30, np.inf, -1, -2, np.nan]
+    )
+    with np.errstate(all="ignore"):
+        got = np.array([run(v) for v in x])
+    np.testing.assert_allclose(got, elementary.evaluate(graph, x), rtol=5e-7)
+
+
+def test_wgsl_refuses_what_it_cannot_write():
+    assert "3.4028235e+38f" in wgsl.function(ex.maximum(ex.SYMBOL, -math.inf), "f")
+    with pytest.raises(ValueError, match="NaN constant"):
+        wgsl.function(ex.SYMBOL * math.nan, "f")
+
+
+# --- a user's own -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_table(monkeypatch):
+    """Names registered in a test vanish after it."""
+    # as an attribute of the package, `activations` is the function
+    module = sys.modules["numfuse.activations"]
+    monkeypatch.setattr(module, "_TABLE", nf.activations())
+
+
+OWN = {
+    "mish": (
+        lambda x: x * ex.tanh(ex.log1p(ex.exp(x))),
+        lambda x: x * mp.tanh(mp.log1p(mp.exp(x))),
+    ),
+    "softsign": (lambda x: x / (1 + abs(x)), lambda x: x / (1 + abs(x))),
+    "squared_relu": (lambda x: np.maximum(x, 0) ** 2, lambda x: max(x, mp.mpf(0)) ** 2),
+    "elu": (
+        lambda x: ex.where(x > 0, x, ex.exp(ex.minimum(x, 0)) - 1),
+        lambda x: x if x > 0 else mp.expm1(x),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OWN)
+def test_left_out_derivatives_are_traced(name, dtype, own_table):
+    formula, textbook = OWN[name]
+    act = nf.activation(formula, name=name, source="a test")
+    assert get(name) is act and nf.activations()[name] is act and act.id is None
+    x = np.array([-5.5, -2.2, -0.6, 0.3, 1.7, 6.1], dtype)
+    for order in ORDERS:
+        with mp.workdps(60):
+            want = [float(mp.diff(textbook, mp.mpf(float(v)), order)) for v in x]
+        tolerance = 100 * np.finfo(dtype).eps
+        got = compiled(act.trace(order), dtype)(x)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+        got = array_function(act, order)(x)
+        np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
+
+
+def test_the_decorators_define_value_and_derivatives(own_table):
+    @nf.activation(source="a test")
+    def cube(x):
+        return x**3
+
+    @cube.derivative
+    def cube_prime(x):
+        return 3 * x * x
+
+    assert isinstance(cube, Activation) and cube.name == "cube" and cube.source == "a test"
+    assert cube(2.0) == 8 and cube.derivative(2.0) == 12
+    assert cube.second_derivative(2.0) == 12 and cube.third_derivative(2.0) == 6
+    assert cube_prime(2.0) == 12  # stays a function
+
+    before = cube.digest
+    cube.derivative(lambda x: 3 * x**2 + 1e-9)
+    assert cube.digest != before
+    cube.second_derivative(lambda x: 7.0)
+    assert cube.second_derivative(1.0) == 7 and cube.third_derivative(1.0) == 0
+
+
+def test_an_activation_may_be_made_of_activations(own_table):
+    silu = get("silu")
+    twice = nf.activation(lambda x: silu(silu(x)) + silu.derivative(x), name="twice")
+    x = np.linspace(-3, 3, 13)
+    np.testing.assert_allclose(twice(x), silu(silu(x)) + silu.derivative(x), rtol=1e-14)
+
+
+def test_redefinition_replaces_and_the_digest_follows_the_formula(own_table):
+    first = nf.activation(lambda x: x * 2, name="again")
+    second = nf.activation(lambda x: x * 3, name="again")
+    third = nf.activation(lambda y: 2 * y, name="again")
+    assert get("again") is third
+    assert first.digest == third.digest != second.digest
+    assert (first(1.0), second(1.0), third(1.0)) == (2, 3, 2)
+
+
+def test_a_branch_is_refused_where_it_stands_and_nothing_is_registered(own_table):
+    with pytest.raises(TypeError, match=r"numfuse\.expr\.where\(condition, a, b\)"):
+
+        @nf.activation
+        def branches(x):
+            return x if x > 0 else 0.0
+
+    assert "branches" not in nf.activations()
+    with pytest.raises(TypeError, match=r"numfuse\.expr\.exp\(x\) for math\.exp"):
+        get("silu").derivative(lambda x: math.exp(x))
+    assert get("silu").derivative(0.0) == 0.5
+
+
+def test_pickles_by_its_graph_also_in_a_fresh_process(own_table, tmp_path):
+    act = nf.activation(lambda x: x / (1 + abs(x)), name="soft", source="a test")
+    x = [-2.0, 0.0, 3.0]
+    path = tmp_path / "act.pickle"
+    path.write_bytes(pickle.dumps([act, get("gelu")]))
+    program = (
+        "import json, pickle, sys, numfuse\n"
+        f"act, gelu = pickle.load(open({str(path)!r}, 'rb'))\n"
+        "assert gelu is numfuse.activations()['gelu'] and 'soft' not in numfuse.activations()\n"
+        "assert 'numba' not in sys.modules and 'scipy' not in sys.modules\n"
+        f"print(json.dumps([act.name, act.source, act.digest, list(act.derivative({x}))]))\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    name, source, digest, values = json.loads(run.stdout)
+    assert (name, source, digest) == ("soft", "a test", act.digest)
+    assert values == list(act.derivative(x))
+    assert pickle.loads(pickle.dumps(act)) is act
+
+
+def test_names_and_kinds_are_checked():
+    assert get("silu") is nf.activations()["silu"] is get(get("silu"))
+    with pytest.raises(
+        ValueError, match=r"one of none, relu, .*, got 'slu' \(did you mean 'silu'\?\)"
+    ):
+        get("slu")
+    with pytest.raises(ValueError, match=r"got 'Q'$"):
+        get("Q")
+    with pytest.raises(
+        TypeError, match=r"a name \(str\) or a numfuse\.activations\.Activation, got int"
+    ):
+        get(2)
+    nf.activations().clear()
+    assert "silu" in nf.activations()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_njit_functions_serve_a_users_own_kernel(name):
+    act = get(name)
+    value, slope = act.njit, act.njit_derivative
+    curve, third = act.njit_second_derivative, act.njit_third_derivative
+    assert act.njit is value
+
+    @njit
+    def kernel(x):
+        return value(x), slope(x), curve(x), third(x)
+
+    for x in (np.float32(0.7), np.float64(-1.3), 2):
+        got = kernel(x)
+        dtype = np.float32 if isinstance(x, np.float32) else np.float64
+        for order, v in enumerate(got):
+            want = array_function(act, order)(dtype(x))
+            assert v == pytest.approx(want, rel=100 * float(np.finfo(dtype).eps), abs=1e-15)
+    single = {str(s.return_type) for s in value.nopython_signatures if "float32" in str(s.args)}
+    assert single == {"float32"}
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("numfuse.backends.cuda") is not None,
+    reason="the CUDA backend is there: its own tests hold .cuda",
+)
+def test_cuda_functions_say_what_is_missing():
+    with pytest.raises(nf.BackendUnavailable, match=r"'cuda' is not available.*numfuse\[cuda\]"):
+        _ = get("silu").cuda
+
+
+def test_a_row_is_one_formula(own_table):
+    # What the table's own decorator does, a user's does too, but for the number.
+    row = _row(7, "a test")(lambda x: x + 1)
+    assert row.id == 7 and row.trace(1) is ex.constant(1) and row.trace(2) is ex.constant(0)
