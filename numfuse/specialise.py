@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import njit, prange, types
 from numba.core.ccallback import CFunc
 from numba.core.decorators import cfunc
 
@@ -54,6 +54,8 @@ def identity(value: Any) -> str:
         return repr(value)
     if isinstance(value, np.generic):
         return f"{value.dtype}({value!r})"
+    if value is prange:
+        return "numba.prange"
     key = getattr(value, "numfuse_key", None)
     if key is None:
         raise TypeError(f"cannot bind {value!r}: expected a number or an object with numfuse_key")

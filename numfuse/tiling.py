@@ -23,7 +23,7 @@ REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 LINE = 64
 #: Share of the level-2 cache that a packed block of B may take.  What else wants room there: the
 #: panel of A on its way to level 1, the strip or plane rows in flight, the epilogue's operands.
-BLOCK_SHARE = 0.5
+BLOCK_SHARE = 0.625
 #: K values of a block.  The panel of A (MR x KC: 28 KiB in f32, 14 x 256 in f64) has to stay in
 #: level 1 (32-48 KiB) beside the stream of B; the larger KC, the rarer the updates of the plane.
 KC_BYTES = 2048
@@ -35,6 +35,9 @@ PLANE_COLUMNS = 2048
 #: Bytes of kept panels of A, likewise, where a cell has several blocks of columns: at 8 MiB the
 #: packing of B is spread over >= 4096 rows.
 PANELS_BYTES = 8 << 20
+#: Panels that are packed together where the columns of A are contiguous (A^T in d_b): 8 x 14 values
+#: of float32 are seven lines of a row; one panel at a time would fetch each line twice.
+COLUMN_GROUP = 8
 #: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
 ROW_BLOCK = 1024
 #: Elements of an elementwise cell: 2**16 take 20-50 us, large against 0.1 us for fetching a cell.
@@ -47,6 +50,8 @@ PARALLEL_ELEMENTS = 1 << 16
 #: (Granite Rapids: 2.5 and 0.6-1.8).
 PACK_B_CYCLES = 2.0
 PACK_A_CYCLES = 1.0
+#: Rows of A up to which a B that fits level 2 is read in place (`reads_in_place`).
+IN_PLACE_ROWS = 192
 #: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
 #: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
 CHUNK_TILES = 4
@@ -129,6 +134,19 @@ def k_block(k: int, itemsize: int) -> int:
     return max(1, -(-k // blocks))
 
 
+def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registers) -> bool:
+    """Whether rows of B are read where they are: contiguous, and used by few rows of A.
+
+    Packing costs 1.4-2 cycles an element of B; read in place, its rows meet in fewer cache sets and
+    cost the micro-kernel 12% (measured at 128-512).  With ``m / (2 VL)`` cycles of arithmetic an
+    element the two are even near m = 256, or near four register tiles where B exceeds level 2.
+    """
+    if column_stride != r.itemsize:
+        return False
+    fits = k * abs(k_stride) <= level2_bytes() * BLOCK_SHARE
+    return m <= (IN_PLACE_ROWS if fits else CHUNK_TILES * r.mr)
+
+
 @functools.lru_cache(maxsize=4096)
 def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers) -> Tiling:
     """Tiling of a product: `batch` outputs of (m, n), each a sum of `sums` products over k."""
@@ -144,7 +162,7 @@ def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registe
         cells_n = max(1, -(-n // cell_n))
         blocks = max(1, -(-cell_n // nc_limit))
         nc = round_up(-(-cell_n // blocks), r.nr)
-        rows_limit = m
+        rows_limit = round_up(m, r.chunk)
         if blocks > 1:
             rows_limit = min(rows_limit, PANELS_BYTES // (kc * r.itemsize))
         if not single:

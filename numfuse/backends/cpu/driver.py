@@ -16,7 +16,7 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends import Call, latest
-from numfuse.backends.cpu import host, kernels, launch, library
+from numfuse.backends.cpu import host, kernels, launch, library, microkernel
 from numfuse.specialise import Kernel, readable_name
 
 
@@ -33,7 +33,7 @@ class Slots(NamedTuple):
     b: np.ndarray | None = None
 
 
-def _layout(t: tiling.Tiling, r: tiling.Registers) -> tuple[dict[str, int], int]:
+def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
     """The words that lay out a thread's workspace, and its bytes.
 
     Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
@@ -43,18 +43,16 @@ def _layout(t: tiling.Tiling, r: tiling.Registers) -> tuple[dict[str, int], int]
     scratch = kernels.CONTEXT_BYTES
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
     panel_stride = tiling.round_up(t.kc * r.mr * r.itemsize + slack, line)
+    count = t.panels if t.panels > 1 else group
     panels = tiling.round_up(scratch + kernels.SLOT_COUNT * scratch_stride, page)
-    if t.panels == 1:
-        panel_bytes, panel_stride = panel_stride, 0  # every panel takes the place of the one before
-    else:
-        panel_bytes = t.panels * panel_stride
-    block = tiling.round_up(panels + panel_bytes, page) + 3 * line
+    block = tiling.round_up(panels + count * panel_stride, page) + 3 * line
     block_bytes = t.kc * t.nc * r.itemsize + t.nc // r.nr * line + slack
     plane = tiling.round_up(block + block_bytes, page) + 9 * line
     plane_stride = t.plane_columns * r.itemsize + line
     total = tiling.round_up(plane + t.plane_rows * plane_stride, page) + page
     words = {
-        "D_PANEL": panels, "D_PANEL_STRIDE": panel_stride, "D_BLOCK": block, "D_PLANE": plane,
+        "D_PANEL": panels, "D_PANEL_STRIDE": panel_stride, "D_PANELS": count, "D_GROUP": group,
+        "D_BLOCK": block, "D_PLANE": plane,
         "D_PLANE_STRIDE": plane_stride, "D_SCRATCH": scratch, "D_SCRATCH_STRIDE": scratch_stride,
     }  # fmt: skip
     return words, total
@@ -109,9 +107,9 @@ def _slot_words(forms: tuple[_Form, ...], n: int, items: tuple[int, ...]) -> lis
 def _plan(
     cell: Kernel, head: dict[str, int], forms: tuple[_Form, ...], items: tuple[int, ...],
     axes: list[int], t: tiling.Tiling, r: tiling.Registers, elements: int, count: int,
-    row: Kernel,
+    row: Kernel, group: int = 1,
 ) -> Plan:  # fmt: skip
-    layout, stride = _layout(t, r)
+    layout, stride = _layout(t, r, group)
     head |= layout | {
         "D_KC": t.kc, "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n,
         "D_CELLS_M": t.cells_m, "D_CELLS_N": t.cells_n, "D_ROW": row.address,
@@ -155,9 +153,13 @@ def _gemm_plan(
         "D_PACK_B": library.pack_b(right, acc).address,
         "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
         "D_A_ROW": a[1][-2], "D_A_K": a[1][-1], "D_B_K": b[1][-2], "D_B_COLUMN": b[1][-1],
+        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, *b[1][-2:], r)),
     }  # fmt: skip
+    # Columns of A in memory are packed by groups of panels.
+    by_columns = a[1][-2] == microkernel.itemsize(left) != a[1][-1]
+    group = tiling.COLUMN_GROUP if by_columns else 1
     cell = library.gemm_cell(acc)
-    return _plan(cell, head, forms, items, axes, t, r, elements, count, row)
+    return _plan(cell, head, forms, items, axes, t, r, elements, count, row, group)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -24,8 +24,8 @@ DESCRIPTOR = {
         [
             "D_M", "D_N", "D_K", "D_KC", "D_NC", "D_CELL_M", "D_CELL_N", "D_CELLS_M", "D_CELLS_N",
             "D_PACK_A", "D_PACK_B", "D_ROW", "D_BATCH_AXES", "D_SUM_AXES", "D_SUM_SIZE",
-            "D_A", "D_A_ROW", "D_A_K", "D_B", "D_B_K", "D_B_COLUMN", "D_OBJECTS",
-            "D_PANEL", "D_PANEL_STRIDE", "D_BLOCK", "D_PLANE", "D_PLANE_STRIDE", "D_SCRATCH", "D_SCRATCH_STRIDE",
+            "D_A", "D_A_ROW", "D_A_K", "D_B", "D_B_K", "D_B_COLUMN", "D_OBJECTS", "D_B_DIRECT",
+            "D_PANEL", "D_PANEL_STRIDE", "D_PANELS", "D_GROUP", "D_BLOCK", "D_PLANE", "D_PLANE_STRIDE", "D_SCRATCH", "D_SCRATCH_STRIDE",
         ]
     )
 }
@@ -52,7 +52,7 @@ def gemm_cell(descriptor, cell, workspace):
     """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``.
 
     The K loop is blocked by KC, inside the loop over summed batch axes.  A packed block of B
-    (KC x NC) stays in the level-2 cache while all rows of the cell pass it, one packed panel of A
+    (KC x NC; a small B is read in place) stays in the level-2 cache while all rows of the cell pass it, one packed panel of A
     (MR x KC, level 1) at a time; the panels are kept for the cell's further blocks of columns.
     With a single K block the accumulator is a strip of MR rows (two by turns); otherwise it is a
     plane of the whole cell.  Either way a row's epilogue runs soon after its last K block, while
@@ -74,12 +74,14 @@ def gemm_cell(descriptor, cell, workspace):
     context = workspace
     a_base, b_base = OPEN_CONTEXT(descriptor, batch, context)
     panels = workspace + d[D_PANEL]
-    panel_stride = d[D_PANEL_STRIDE]
+    panel_stride, panel_count, group = d[D_PANEL_STRIDE], d[D_PANELS], d[D_GROUP]
+    kept = panel_count * MR >= i1 - i0
     block = workspace + d[D_BLOCK]
     plane = workspace + d[D_PLANE]
     plane_stride = d[D_PLANE_STRIDE]
     a_row, a_k = d[D_A_ROW], d[D_A_K]
     b_k, b_column = d[D_B_K], d[D_B_COLUMN]
+    direct = d[D_B_DIRECT] != 0
     sum_size = d[D_SUM_SIZE]
     single = sum_size == 1 and k <= kc
     rows_in_memory = a_k <= LINE and a_k >= -LINE
@@ -113,24 +115,32 @@ def gemm_cell(descriptor, cell, workspace):
             for jc in range(j0, j1, nc):
                 columns = min(nc, j1 - jc)
                 tiles = (columns + NR - 1) // NR
-                packed = jc > j0  # the panels of A are there from the first block of columns
-                CALL_PACK_B(d[D_PACK_B], b_at + pc * b_k + jc * b_column, b_k, b_column, columns,
-                          depth, block, b_panel)
+                packed = jc > j0 and kept
+                b_here = b_at + pc * b_k + jc * b_column
+                # Where B is read in place, only a last narrow panel is packed: a micro-kernel
+                # reads whole vectors.
+                in_place = columns // NR if direct else 0
+                if in_place < tiles:
+                    CALL_PACK_B(d[D_PACK_B], b_here + in_place * NR * b_column, b_k, b_column,
+                                columns - in_place * NR, depth, block, b_panel)
                 waiting = 0  # rows of the strip before, whose epilogue has not run yet
                 for i in range(i0, i1, MR):
                     rows = min(MR, i1 - i)
-                    panel = panels + (i - i0) // MR * panel_stride
+                    index = (i - i0) // MR
+                    panel = panels + index % panel_count * panel_stride
                     # What comes next is asked for while tiles keep the core busy with data in
-                    # cache: tile t brings its share of the next panel of A, packed or not.
-                    if packed:
+                    # cache: tile t brings its share of the next panel of A, if it is packed
+                    # already, or row t of its source.
+                    if packed or (index + 1) % group != 0:
                         share = depth * MR * SIZE // tiles
                         ahead, ahead_step, shares = panel + panel_stride, share // depth, tiles
                     else:
-                        CALL_PACK_A(d[D_PACK_A], a_at + i * a_row + pc * a_k, a_row, a_k, rows,
-                                    depth, panel)
                         share = a_row
                         ahead, ahead_step = a_at + (i + MR) * a_row + pc * a_k, a_k
                         shares = min(MR, i1 - i - MR) if rows_in_memory else 0
+                    if not packed and index % group == 0:
+                        CALL_PACK_A(d[D_PACK_A], a_at + i * a_row + pc * a_k, a_row, a_k,
+                                    min(group * MR, i1 - i), depth, panel, panel_stride)
                     if single:
                         strip = plane + (i - i0) // MR % 2 * MR * plane_stride
                     else:
@@ -138,7 +148,11 @@ def gemm_cell(descriptor, cell, workspace):
                     for tile in range(tiles):
                         j = tile * NR
                         more = tile < shares
-                        MICROKERNEL(rows, columns - j > VL, depth, panel, block + tile * b_panel,
+                        if tile < in_place:
+                            b_tile, b_step = b_here + j * SIZE, b_k
+                        else:
+                            b_tile, b_step = block + (tile - in_place) * b_panel, NR * SIZE
+                        MICROKERNEL(rows, columns - j > VL, depth, panel, b_tile, b_step,
                                     strip + j * SIZE, plane_stride, first,
                                     ahead + tile * share if more else panel,
                                     ahead_step if more else 0)
@@ -247,6 +261,7 @@ def move(source, source_step, target, target_step, n, item):
 
 def store_row(context, acc, i, j, n):
     """``out = acc``"""
+    WIDE_VECTORS()
     x = SUMS(acc)
     out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
     for q in range(n):
@@ -256,6 +271,7 @@ def store_row(context, acc, i, j, n):
 
 def forward_row(context, acc, i, j, n):
     """``pre = acc + bias + residual; out = act(pre)``"""
+    WIDE_VECTORS()
     x = SUMS(acc)
     # An operand that is absent is never read: its slot stands for any valid address.
     bias = STORED(SOURCE_ROW(context, S_BIAS, i, j, n, ITEM) if HAS_BIAS else acc)
@@ -282,6 +298,7 @@ def grad_pre_row(context, acc, i, j, n):
     The column sums of a chunk of CHUNK rows are one row of partials: rows of a chunk are always
     visited in order by one thread, so the sum does not depend on the number of threads.
     """
+    WIDE_VECTORS()
     x = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE) if HAS_SAVED else acc)
     bias = STORED(SOURCE_ROW(context, S_BIAS, i, j, n, ITEM) if HAS_BIAS else acc)
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
@@ -310,6 +327,7 @@ def grad_pre_row(context, acc, i, j, n):
 
 def column_sums_row(context, acc, i, j, n):
     """The partials of d_bias alone, where grad_pre is grad itself."""
+    WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     sums = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK, j, SIZE))
     if i % CHUNK == 0:
@@ -337,6 +355,7 @@ def value_and_slope(x):
 
 def gated_row(context, acc, i, j, n):
     """``out = act(a) * b``"""
+    WIDE_VECTORS()
     a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
     b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
     out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
@@ -347,6 +366,7 @@ def gated_row(context, acc, i, j, n):
 
 def gated_backward_row(context, acc, i, j, n):
     """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
+    WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
     b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
@@ -363,6 +383,7 @@ def gated_backward_row(context, acc, i, j, n):
 
 def gated_d_a_row(context, acc, i, j, n):
     """``d_a = grad * b * act'(a)``"""
+    WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
     b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
@@ -374,6 +395,7 @@ def gated_d_a_row(context, acc, i, j, n):
 
 def gated_d_b_row(context, acc, i, j, n):
     """``d_b = grad * act(a)``"""
+    WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
     d_b = STORED(TARGET_ROW(context, S_EXTRA, i, j, ITEM))
@@ -385,4 +407,4 @@ def gated_d_b_row(context, acc, i, j, n):
 def peak_loop(repeats, k, a, b, c, ldc):
     """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
     for _ in range(repeats):
-        MICROKERNEL(MR, 1, k, a, b, c, ldc, 1, a, 0)
+        MICROKERNEL(MR, 1, k, a, b, NR * SIZE, c, ldc, 1, a, 0)

@@ -117,10 +117,10 @@ def _prefetched(builder: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def _tile(
-    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, mr: int, nr: int, vl: int, args: Any
+    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, mr: int, vl: int, args: Any
 ) -> None:
     """One tile: ``c[i, j] (+)= sum_p a[p, i] * b[p, j]`` for ``rows x (vectors * vl)`` values."""
-    k, a, b, c, ldc, first, ahead, ahead_step = args
+    k, a, b, b_step, c, ldc, first, ahead, ahead_step = args
     element, size = FORMATS[acc]
     vector = _vector(element, vl)
     fma = cgutils.get_or_insert_function(
@@ -158,7 +158,7 @@ def _tile(
     stepped = [
         builder.sub(count, I64(1)),
         builder.add(a_at, I64(mr * size)),
-        builder.add(b_at, I64(nr * size)),
+        builder.add(b_at, b_step),
         builder.add(ahead_at, ahead_step),
     ]
     zero = ir.Constant(vector, None)
@@ -185,17 +185,16 @@ def _tile(
 
 @functools.cache
 def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
-    """``microkernel(rows, wide, k, a, b, c, ldc, first, ahead, ahead_step)``.
+    """``microkernel(rows, wide, k, a, b, b_step, c, ldc, first, ahead, ahead_step)``.
 
     One output tile, k >= 1:
 
-    ``c[i, j] = sum_p a[p * MR + i] * b[p * NR + j]`` (`first` != 0), else ``+=``, for
+    ``c[i, j] = sum_p a[p * MR + i] * (b + p * b_step)[j]`` (`first` != 0), else ``+=``, for
     ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the first ``vl`` of them
-    where `wide` is 0.  `a` and `b` are packed panels; `ldc` is in bytes.  At step p the
+    where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a matrix; `b_step` and `ldc` are in bytes.  At step p the
     address ``ahead + p * ahead_step`` is prefetched.  The order of summation
     of an element is the same in every variant, so an edge has the bits of an interior tile.
     """
-    nr = vectors * vl
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
         end = builder.append_basic_block("microkernel.end")
@@ -207,11 +206,11 @@ def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
             block = builder.append_basic_block(f"microkernel.{r}x{v * vl}")
             switch.add_case(I64(v * 64 + r), block)
             builder.position_at_end(block)
-            _tile(builder, acc, r, v, mr, nr, vl, args)
+            _tile(builder, acc, r, v, mr, vl, args)
             builder.branch(end)
         builder.position_at_end(end)
 
-    return address_intrinsic("microkernel", f"{acc},{mr},{vectors},{vl}", 10, body)
+    return address_intrinsic("microkernel", f"{acc},{mr},{vectors},{vl}", 11, body)
 
 
 @functools.cache
@@ -243,6 +242,28 @@ def make_copy_vectors(fmt: str, acc: str, vl: int, vectors: int) -> Any:
             builder.store(value, _pointer(builder, target, offset, value.type), align=itemsize(acc))
 
     return address_intrinsic("copy_vectors", f"{fmt},{acc},{vl},{vectors}", 2, body)
+
+
+@functools.cache
+def make_copy_rows(fmt: str, acc: str, vl: int, rows: int) -> Any:
+    """``copy_rows(source, target)``: widen exactly `rows` contiguous elements.
+
+    Writes whole vectors, so up to ``vl - 1`` elements more.
+    """
+    element, size = FORMATS[fmt]
+
+    def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
+        for r in range(0, rows, vl):
+            pointer = _pointer(builder, source, r * size, _vector(element, vl))
+            if r + vl <= rows:
+                value = builder.load(pointer, align=size)
+            else:
+                value = _masked_load(builder, pointer, I64(rows - r), size)
+            value = _widened(builder, value, fmt, acc)
+            where = _pointer(builder, target, r * itemsize(acc), value.type)
+            builder.store(value, where, align=itemsize(acc))
+
+    return address_intrinsic("copy_rows", f"{fmt},{acc},{vl},{rows}", 2, body)
 
 
 @functools.cache
@@ -449,3 +470,28 @@ def make_is_finite() -> Any:
     made.numfuse_key = "is_finite"
     return made
 
+
+
+@functools.cache
+def make_wide_vectors(bits: int) -> Any:
+    """``wide_vectors()``: let LLVM use vectors of `bits` bits in the loops of this function.
+
+    For many processors with AVX-512 LLVM prefers 256 bits, for fear of lower clocks.  Between two
+    tiles of the micro-kernel, which is written in 512 bits, the clock is what it is, and the wider
+    loops of an epilogue take half the time.  The function is kept out of line, because inlined into
+    its C wrapper it would lose the attribute.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        attributes = builder.function.attributes
+        attributes.add("noinline")
+        # llvmlite lists the attributes that it knows; one with a value goes past that list.
+        set.add(attributes, f'"prefer-vector-width"="{bits}"')
+        return context.get_dummy_value()
+
+    def wide_vectors(typingctx: Any) -> Any:
+        return types.void(), codegen
+
+    made = intrinsic(wide_vectors)
+    made.numfuse_key = f"wide_vectors({bits})"
+    return made

@@ -17,27 +17,41 @@ from __future__ import annotations
 # mypy: disable-error-code="name-defined"
 
 
-def pack_a(source, row_stride, k_stride, rows, k, target):
-    """``target[p * MR + r] = source[r, p]`` for ``r < rows <= MR``, ``p < k``.
+def pack_a(source, row_stride, k_stride, rows, k, target, panel):
+    """``target[(r // MR) * panel + (p * MR + r % MR) * SIZE] = source[r, p]``, ``r < rows``, ``p < k``.
 
-    Rows beyond `rows` hold no meaning.  Writes up to VL elements past ``k * MR``.
+    `panel` is the stride of panels in bytes.  Rows of the last panel beyond `rows` hold no meaning.
+    Writes up to VL elements past a panel's ``k * MR``.
     """
-    if k_stride == ITEM:
-        for p in range(0, k, VL):
-            # Highest rows first: a block of VL lanes that overhangs MR spills into the next p,
-            # whose own lowest rows are written after it.
-            for r in range(HIGH_ROWS, -1, -VL):
-                if r < rows:
-                    TRANSPOSE(source + r * row_stride + p * ITEM, row_stride, rows - r, k - p,
-                              target + (p * MR + r) * SIZE, MR * SIZE)
-    elif row_stride == ITEM:
+    if row_stride == ITEM:
+        # Columns of A in memory: one line of it serves more than one panel, so all panels advance
+        # together.  A vector that overhangs its panel's MR rows spills into the next p, which is
+        # written after it.
         for p in range(k):
-            for r in range(0, rows, VL):
-                COPY_LANES(source + p * k_stride + r * ITEM, target + (p * MR + r) * SIZE, rows - r)
-    else:
-        for p in range(k):
-            for r in range(rows):
-                COPY_ONE(source + p * k_stride + r * row_stride, target + (p * MR + r) * SIZE)
+            at = source + p * k_stride
+            place = target + p * MR * SIZE
+            for i in range(0, rows - MR + 1, MR):
+                COPY_ROWS(at + i * ITEM, place + i // MR * panel)
+            rest = rows // MR * MR
+            for r in range(rest, rows, VL):
+                COPY_LANES(at + r * ITEM, place + rest // MR * panel + (r - rest) * SIZE, rows - r)
+        return
+    for i in range(0, rows, MR):
+        live = min(MR, rows - i)
+        at = source + i * row_stride
+        place = target + i // MR * panel
+        if k_stride == ITEM:
+            for p in range(0, k, VL):
+                # Highest rows first: a block of VL lanes that overhangs MR spills into the next
+                # p, whose own lowest rows are written after it.
+                for r in range(HIGH_ROWS, -1, -VL):
+                    if r < live:
+                        TRANSPOSE(at + r * row_stride + p * ITEM, row_stride, live - r, k - p,
+                                  place + (p * MR + r) * SIZE, MR * SIZE)
+        else:
+            for p in range(k):
+                for r in range(live):
+                    COPY_ONE(at + p * k_stride + r * row_stride, place + (p * MR + r) * SIZE)
 
 
 def pack_b(source, k_stride, column_stride, columns, k, target, panel):

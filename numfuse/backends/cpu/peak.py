@@ -27,6 +27,8 @@ def _loop(acc: str) -> Any:
         types.void(*[types.int64] * 6),
         MICROKERNEL=microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl),
         MR=r.mr,
+        NR=r.nr,
+        SIZE=r.itemsize,
     )
 
 
