@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import os
 import pathlib
 import re
 import threading
@@ -36,6 +37,15 @@ OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
 # would be compiled twice.
 _LOCK = threading.RLock()
 _WARNED = False
+
+
+def _after_fork_in_child() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # a thread that held it may not have survived the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @functools.cache
@@ -112,7 +122,7 @@ class Kernel:
     def __init__(self, name: str, compiled: CFunc) -> None:
         self.name = name
         self._cfunc = compiled  # owns the machine code behind the address
-        self.address: int = compiled.address
+        self.address: int = compiled.address  # type: ignore[assignment]
 
     @property
     def cache_hits(self) -> int:
@@ -120,7 +130,9 @@ class Kernel:
         return self._cfunc.cache_hits
 
     def assembly(self) -> str:
-        return self._cfunc._library.get_asm_str() if self._cfunc._library is not None else ""
+        """The machine code as text; only of a kernel compiled by this process."""
+        library: Any = self._cfunc._library  # type: ignore[attr-defined]
+        return str(library.get_asm_str())
 
 
 _KERNELS: dict[str, Kernel] = {}
@@ -138,13 +150,14 @@ def kernel(template: Callable[..., Any], **bindings: Any) -> Kernel:
     return known
 
 
-def entry(template: Callable[..., Any], signature: Any, parallel: bool = False, **bindings: Any) -> Any:
+def entry(
+    template: Callable[..., Any], signature: Any, parallel: bool = False, **bindings: Any
+) -> Any:
     """A function called from Python: releases the interpreter lock, compiled for `signature`."""
     clone = bound(template, bindings)
     with _LOCK:
-        return _cached(
-            lambda cache: njit(signature, nogil=True, parallel=parallel, cache=cache, **OPTIONS)(clone)
-        )
+        options = {"nogil": True, "parallel": parallel, **OPTIONS}
+        return _cached(lambda cache: njit(signature, cache=cache, **options)(clone))
 
 
 def cache_directory() -> str:

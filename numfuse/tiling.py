@@ -19,7 +19,7 @@ from dataclasses import dataclass
 #: 16 bytes: 8x2 = 16 sums: fits the 32 registers of NEON; SSE2's 16 spill, which costs time only.
 REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 
-#: Bytes of a cache line.  Where a host's lines are longer, some prefetches repeat; no result changes.
+#: Bytes of a cache line.  Where lines are longer, some prefetches repeat; no result changes.
 LINE = 64
 #: Share of the level-2 cache that a packed block of B may take.  What else wants room there: the
 #: panel of A on its way to level 1, the strip or plane rows in flight, the epilogue's operands.
@@ -46,6 +46,8 @@ ELEMENTWISE_CELL = 1 << 16
 #: many fused multiply-adds (100 us at 100 GFLOP/s) or elements one thread is faster.
 PARALLEL_FMAS = 4 << 20
 PARALLEL_ELEMENTS = 1 << 16
+#: Plans of small products kept by their exact form: 4096 of about 2 KiB are 8 MiB at the most.
+SMALL_PLANS = 4096
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
 #: (Granite Rapids: 2.5 and 0.6-1.8).
 PACK_B_CYCLES = 2.0

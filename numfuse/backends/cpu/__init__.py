@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
 
+from numfuse import tiling
 from numfuse.backends.cpu import driver, host, launch, library
 from numfuse.backends.cpu.driver import Slots
 from numfuse.backends.cpu.peak import fma_peak
@@ -75,14 +77,40 @@ class CpuBackend:
 
     name = "cpu"
 
+    def __init__(self) -> None:
+        #: Plans of small plain forwards by everything that they depend on.
+        self._small: dict[tuple[Any, ...], driver.Plan] = {}
+
     def forward(self, p: GemmProblem) -> None:
         """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""
+        key = None
+        if not p.batch and p.residual is None and p.pre is None:
+            # At 64 x 64 x 64 the arithmetic takes 3 us: what is looked up here in one step would
+            # take as long again in several.
+            a, b, bias, out = p.a, p.b, p.bias, p.out
+            key = (
+                p.activation.trace(0), p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
+                None if bias is None else bias.strides,
+            )  # fmt: skip
+            plan = self._small.get(key)
+            if plan is not None:
+                driver.run(plan, (a, b, bias, None, None, out))
+                return
         fmt = FORMATS[p.dtype]
         row = library.forward_row(
-            p.activation.trace(0), fmt, p.bias is not None, p.residual is not None, p.pre is not None
+            p.activation.trace(0),
+            fmt,
+            p.bias is not None,
+            p.residual is not None,
+            p.pre is not None,
         )
         slots = Slots(bias=p.bias, extra=p.residual, out=p.out, pre=p.pre)
-        driver.gemm(p.a, fmt, p.b, fmt, row, slots, p.batch)
+        plan = driver.gemm(p.a, fmt, p.b, fmt, row, slots, p.batch)
+        if key is not None and plan is not None and plan.threads == 1:
+            if p.m * p.n * p.k < tiling.PARALLEL_FMAS:  # one thread whatever Numba's setting
+                if len(self._small) >= tiling.SMALL_PLANS:
+                    self._small.clear()
+                self._small[key] = plan
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b."""
@@ -143,7 +171,7 @@ class CpuBackend:
         out, a, b = _merged((p.out, p.a, p.b))
         row = library.gated_row(p.activation.trace(0), FORMATS[p.dtype])
         slots = Slots(a=a, b=b, out=out)
-        driver.elementwise(*out.shape[-2:], row, slots, out.shape[:-2])
+        driver.elementwise(out.shape[-2], out.shape[-1], row, slots, out.shape[:-2])
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
@@ -158,14 +186,14 @@ class CpuBackend:
         d_a = outs[0] if p.d_a is not None else None
         d_b = outs[-1] if p.d_b is not None else None
         slots = Slots(grad=grad, a=a, b=b, out=d_a, extra=d_b)
-        driver.elementwise(*a.shape[-2:], row, slots, a.shape[:-2])
+        driver.elementwise(a.shape[-2], a.shape[-1], row, slots, a.shape[:-2])
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.empty(shape, dtype)
 
     def describe(self) -> dict[str, Any]:
         """What `python -m numfuse info` tells about this backend."""
-        from numfuse import specialise, tiling
+        from numfuse import specialise
 
         return {
             "device": host.name(),
@@ -201,12 +229,12 @@ class CpuBackend:
         yield "elementwise", library.elementwise_cell
         for fmt in dict.fromkeys(dtype.name for dtype in dtypes):
             acc = library.accumulator(fmt)
-            yield f"gemm {acc}", lambda acc=acc: library.gemm_cell(acc)
+            yield f"gemm {acc}", partial(library.gemm_cell, acc)
             for source in dict.fromkeys((fmt, acc)):
                 for pack in (library.pack_a, library.pack_b):
-                    yield f"packing {source}", lambda p=pack, s=source, acc=acc: p(s, acc)
-            yield f"store {fmt}", lambda fmt=fmt: library.store_row(fmt)
-            yield f"column sums {fmt}", lambda fmt=fmt: library.column_sums_row(fmt)
+                    yield f"packing {source}", partial(pack, source, acc)
+            yield f"store {fmt}", partial(library.store_row, fmt)
+            yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
             for act in activations:
                 for call in library.rows_of(act, fmt):
                     yield f"{act.name} {fmt}", call

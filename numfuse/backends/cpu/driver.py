@@ -67,7 +67,7 @@ class Plan(NamedTuple):
     places: tuple[tuple[int, int], ...]
     cells: int
     stride: int
-    count: int
+    threads: int
     call: Call
 
 
@@ -115,7 +115,7 @@ def _plan(
         "D_CELLS_M": t.cells_m, "D_CELLS_N": t.cells_n, "D_ROW": row.address,
     }  # fmt: skip
     places = tuple((_WORDS[i], i) for i, form in enumerate(forms) if form is not None)
-    if launch.objects_can_be_read():
+    if launch.OBJECTS_CAN_BE_READ:
         head["D_OBJECTS"] = sum(1 << i for _, i in places)
     words = [head.get(name, 0) for name in kernels.DESCRIPTOR]
     descriptor = array("q", words + _slot_words(forms[2:], head["D_N"], items) + axes)
@@ -153,7 +153,7 @@ def _gemm_plan(
         "D_PACK_B": library.pack_b(right, acc).address,
         "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
         "D_A_ROW": a[1][-2], "D_A_K": a[1][-1], "D_B_K": b[1][-2], "D_B_COLUMN": b[1][-1],
-        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, *b[1][-2:], r)),
+        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b[1][-2], b[1][-1], r)),
     }  # fmt: skip
     # Columns of A in memory are packed by groups of panels.
     by_columns = a[1][-2] == microkernel.itemsize(left) != a[1][-1]
@@ -180,17 +180,16 @@ def _elementwise_plan(
     return _plan(cell, head, forms, items, axes, t, r, elements, count, row)
 
 
-def _run(plan: Plan | None, operands: Sequence[np.ndarray | None]) -> None:
-    if plan is None:
-        return
+def run(plan: Plan, operands: Sequence[np.ndarray | None]) -> None:
+    """Launch a plan on operands of the forms that it was made for."""
     descriptor = plan.descriptor[:]
-    if launch.objects_can_be_read():
+    if launch.OBJECTS_CAN_BE_READ:
         for word, i in plan.places:
             descriptor[word] = id(operands[i])
     else:
         for word, i in plan.places:
             descriptor[word] = operands[i].__array_interface__["data"][0]  # type: ignore[union-attr]
-    launch.launch(plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.count)
+    launch.launch(plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.threads)
     latest.call = plan.call
 
 
@@ -211,11 +210,12 @@ def gemm(
     slots: Slots,
     batch: tuple[int, ...] = (),
     summed: tuple[int, ...] = (),
-) -> None:
+) -> Plan | None:
     """``row(sum over summed axes of a @ b)`` for every batch element.
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
+    Returns what was launched; None where there is nothing to compute.
     """
     operands = (a, b, *slots)
     # The number of threads costs a call into Numba: not asked for where one is certain.
@@ -224,7 +224,9 @@ def gemm(
     plan = _gemm_plan(
         _forms(operands), _items(slots), a_format, b_format, row, batch, summed, threads
     )
-    _run(plan, operands)
+    if plan is not None:
+        run(plan, operands)
+    return plan
 
 
 def elementwise(
@@ -235,4 +237,5 @@ def elementwise(
     small = not batch and m * n < tiling.PARALLEL_ELEMENTS
     threads = 1 if small else launch.threads()
     plan = _elementwise_plan(m, n, _forms(operands), _items(slots), row, batch, chunk, threads)
-    _run(plan, operands)
+    if plan is not None:
+        run(plan, operands)

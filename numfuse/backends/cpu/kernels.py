@@ -14,6 +14,8 @@ Free names in UPPER case are bound by `numfuse.specialise`.
 
 from __future__ import annotations
 
+from typing import Any
+
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
@@ -22,10 +24,38 @@ DESCRIPTOR = {
     name: index
     for index, name in enumerate(
         [
-            "D_M", "D_N", "D_K", "D_KC", "D_NC", "D_CELL_M", "D_CELL_N", "D_CELLS_M", "D_CELLS_N",
-            "D_PACK_A", "D_PACK_B", "D_ROW", "D_BATCH_AXES", "D_SUM_AXES", "D_SUM_SIZE",
-            "D_A", "D_A_ROW", "D_A_K", "D_B", "D_B_K", "D_B_COLUMN", "D_OBJECTS", "D_B_DIRECT",
-            "D_PANEL", "D_PANEL_STRIDE", "D_PANELS", "D_GROUP", "D_BLOCK", "D_PLANE", "D_PLANE_STRIDE", "D_SCRATCH", "D_SCRATCH_STRIDE",
+            "D_M",
+            "D_N",
+            "D_K",
+            "D_KC",
+            "D_NC",
+            "D_CELL_M",
+            "D_CELL_N",
+            "D_CELLS_M",
+            "D_CELLS_N",
+            "D_PACK_A",
+            "D_PACK_B",
+            "D_ROW",
+            "D_BATCH_AXES",
+            "D_SUM_AXES",
+            "D_SUM_SIZE",
+            "D_A",
+            "D_A_ROW",
+            "D_A_K",
+            "D_B",
+            "D_B_K",
+            "D_B_COLUMN",
+            "D_OBJECTS",
+            "D_B_DIRECT",
+            "D_PANEL",
+            "D_PANEL_STRIDE",
+            "D_PANELS",
+            "D_GROUP",
+            "D_BLOCK",
+            "D_PLANE",
+            "D_PLANE_STRIDE",
+            "D_SCRATCH",
+            "D_SCRATCH_STRIDE",
         ]
     )
 }
@@ -48,7 +78,7 @@ C_SCRATCH_STRIDE = C_SCRATCH + 1
 CONTEXT_BYTES = 512
 
 
-def gemm_cell(descriptor, cell, workspace):
+def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
     """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``.
 
     The K loop is blocked by KC, inside the loop over summed batch axes.  A packed block of B
@@ -121,8 +151,16 @@ def gemm_cell(descriptor, cell, workspace):
                 # reads whole vectors.
                 in_place = columns // NR if direct else 0
                 if in_place < tiles:
-                    CALL_PACK_B(d[D_PACK_B], b_here + in_place * NR * b_column, b_k, b_column,
-                                columns - in_place * NR, depth, block, b_panel)
+                    CALL_PACK_B(
+                        d[D_PACK_B],
+                        b_here + in_place * NR * b_column,
+                        b_k,
+                        b_column,
+                        columns - in_place * NR,
+                        depth,
+                        block,
+                        b_panel,
+                    )
                 waiting = 0  # rows of the strip before, whose epilogue has not run yet
                 for i in range(i0, i1, MR):
                     rows = min(MR, i1 - i)
@@ -139,8 +177,16 @@ def gemm_cell(descriptor, cell, workspace):
                         ahead, ahead_step = a_at + (i + MR) * a_row + pc * a_k, a_k
                         shares = min(MR, i1 - i - MR) if rows_in_memory else 0
                     if not packed and index % group == 0:
-                        CALL_PACK_A(d[D_PACK_A], a_at + i * a_row + pc * a_k, a_row, a_k,
-                                    min(group * MR, i1 - i), depth, panel, panel_stride)
+                        CALL_PACK_A(
+                            d[D_PACK_A],
+                            a_at + i * a_row + pc * a_k,
+                            a_row,
+                            a_k,
+                            min(group * MR, i1 - i),
+                            depth,
+                            panel,
+                            panel_stride,
+                        )
                     if single:
                         strip = plane + (i - i0) // MR % 2 * MR * plane_stride
                     else:
@@ -152,25 +198,47 @@ def gemm_cell(descriptor, cell, workspace):
                             b_tile, b_step = b_here + j * SIZE, b_k
                         else:
                             b_tile, b_step = block + (tile - in_place) * b_panel, NR * SIZE
-                        MICROKERNEL(rows, columns - j > VL, depth, panel, b_tile, b_step,
-                                    strip + j * SIZE, plane_stride, first,
-                                    ahead + tile * share if more else panel,
-                                    ahead_step if more else 0)
+                        MICROKERNEL(
+                            rows,
+                            columns - j > VL,
+                            depth,
+                            panel,
+                            b_tile,
+                            b_step,
+                            strip + j * SIZE,
+                            plane_stride,
+                            first,
+                            ahead + tile * share if more else panel,
+                            ahead_step if more else 0,
+                        )
                         # One row of the strip before: its stores drain during the next tile.
                         if tile < waiting:
-                            CALL_ROW(d[D_ROW], context, before + tile * plane_stride,
-                                     i - waiting + tile, jc, columns)
+                            CALL_ROW(
+                                d[D_ROW],
+                                context,
+                                before + tile * plane_stride,
+                                i - waiting + tile,
+                                jc,
+                                columns,
+                            )
                     for r in range(tiles, waiting):
-                        CALL_ROW(d[D_ROW], context, before + r * plane_stride, i - waiting + r, jc,
-                                 columns)
+                        CALL_ROW(
+                            d[D_ROW],
+                            context,
+                            before + r * plane_stride,
+                            i - waiting + r,
+                            jc,
+                            columns,
+                        )
                     before = strip
                     waiting = rows if last else 0
                 for r in range(waiting):
-                    CALL_ROW(d[D_ROW], context, before + r * plane_stride, i1 - waiting + r, jc,
-                             columns)
+                    CALL_ROW(
+                        d[D_ROW], context, before + r * plane_stride, i1 - waiting + r, jc, columns
+                    )
 
 
-def elementwise_cell(descriptor, cell, workspace):
+def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
     """One cell of an operation without a product: its row function over the cell's rows."""
     d = WORDS(descriptor)
     cells_n = d[D_CELLS_N]
@@ -188,7 +256,7 @@ def elementwise_cell(descriptor, cell, workspace):
             CALL_ROW(d[D_ROW], workspace, 0, i, jc, columns)
 
 
-def open_context(descriptor, batch, context):
+def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
     """Write the context of one batch element; return its addresses of A and B."""
     d = WORDS(descriptor)
     c = WORDS(context)
@@ -213,7 +281,7 @@ def open_context(descriptor, batch, context):
 # through a scratch row, so that the loops with the arithmetic in them always vectorise.
 
 
-def source_row(context, slot, i, j, n, item):
+def source_row(context: int, slot: int, i: int, j: int, n: int, item: int) -> int:
     """Address of ``operand[i, j:j + n]`` as contiguous elements of `item` bytes."""
     c = WORDS(context)
     step = c[3 * slot + 2]
@@ -225,7 +293,7 @@ def source_row(context, slot, i, j, n, item):
     return scratch
 
 
-def target_row(context, slot, i, j, item):
+def target_row(context: int, slot: int, i: int, j: int, item: int) -> int:
     """Where to write ``operand[i, j:]`` as contiguous elements of `item` bytes."""
     c = WORDS(context)
     step = c[3 * slot + 2]
@@ -234,7 +302,7 @@ def target_row(context, slot, i, j, item):
     return c[C_SCRATCH] + slot * c[C_SCRATCH_STRIDE]
 
 
-def finish_row(context, slot, i, j, n, item):
+def finish_row(context: int, slot: int, i: int, j: int, n: int, item: int) -> None:
     """Scatter a written scratch row to its place; nothing for a contiguous operand."""
     c = WORDS(context)
     step = c[3 * slot + 2]
@@ -243,7 +311,7 @@ def finish_row(context, slot, i, j, n, item):
         MOVE(c[C_SCRATCH] + slot * c[C_SCRATCH_STRIDE], item, address, step, n, item)
 
 
-def move(source, source_step, target, target_step, n, item):
+def move(source: int, source_step: int, target: int, target_step: int, n: int, item: int) -> None:
     """Copy `n` elements of 2, 4 or 8 bytes between any two strides, bit by bit."""
     if item == 4:
         for q in range(n):
@@ -259,7 +327,7 @@ def move(source, source_step, target, target_step, n, item):
 # Row functions: (context, accumulator row, row i, first column j, columns n).
 
 
-def store_row(context, acc, i, j, n):
+def store_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``out = acc``"""
     WIDE_VECTORS()
     x = SUMS(acc)
@@ -269,7 +337,7 @@ def store_row(context, acc, i, j, n):
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 
-def forward_row(context, acc, i, j, n):
+def forward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``pre = acc + bias + residual; out = act(pre)``"""
     WIDE_VECTORS()
     x = SUMS(acc)
@@ -292,7 +360,7 @@ def forward_row(context, acc, i, j, n):
         FINISH_ROW(context, S_PRE, i, j, n, SIZE)
 
 
-def grad_pre_row(context, acc, i, j, n):
+def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``grad_pre = grad * act'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
 
     The column sums of a chunk of CHUNK rows are one row of partials: rows of a chunk are always
@@ -325,7 +393,7 @@ def grad_pre_row(context, acc, i, j, n):
             out[q] = WIDEN(grad[q]) * SLOPE(value)
 
 
-def column_sums_row(context, acc, i, j, n):
+def column_sums_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """The partials of d_bias alone, where grad_pre is grad itself."""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
@@ -337,7 +405,7 @@ def column_sums_row(context, acc, i, j, n):
         sums[q] = sums[q] + WIDEN(grad[q])
 
 
-def guarded_slope(x):
+def guarded_slope(x: Any) -> Any:
     """``act'(x)``; a non-finite one counts as zero where GUARD is bound to True."""
     slope = DERIVATIVE(x)
     if GUARD:
@@ -345,7 +413,7 @@ def guarded_slope(x):
     return slope
 
 
-def value_and_slope(x):
+def value_and_slope(x: Any) -> Any:
     """``act(x)`` and the guarded ``act'(x)``, which share what they have in common."""
     value, slope = DERIVATIVE(x)
     if GUARD:
@@ -353,7 +421,7 @@ def value_and_slope(x):
     return value, slope
 
 
-def gated_row(context, acc, i, j, n):
+def gated_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``out = act(a) * b``"""
     WIDE_VECTORS()
     a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
@@ -364,7 +432,7 @@ def gated_row(context, acc, i, j, n):
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 
-def gated_backward_row(context, acc, i, j, n):
+def gated_backward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
@@ -381,7 +449,7 @@ def gated_backward_row(context, acc, i, j, n):
     FINISH_ROW(context, S_EXTRA, i, j, n, ITEM)
 
 
-def gated_d_a_row(context, acc, i, j, n):
+def gated_d_a_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``d_a = grad * b * act'(a)``"""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
@@ -393,7 +461,7 @@ def gated_d_a_row(context, acc, i, j, n):
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 
-def gated_d_b_row(context, acc, i, j, n):
+def gated_d_b_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``d_b = grad * act(a)``"""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
@@ -404,7 +472,7 @@ def gated_d_b_row(context, acc, i, j, n):
     FINISH_ROW(context, S_EXTRA, i, j, n, ITEM)
 
 
-def peak_loop(repeats, k, a, b, c, ldc):
+def peak_loop(repeats: int, k: int, a: int, b: int, c: int, ldc: int) -> None:
     """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
     for _ in range(repeats):
         MICROKERNEL(MR, 1, k, a, b, NR * SIZE, c, ldc, 1, a, 0)

@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 from array import array
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -40,7 +41,7 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 
 
-def resolve(descriptor):
+def resolve(descriptor: int) -> None:
     """Replace the array objects that the descriptor names by the addresses of their data.
 
     Bit i of word D_OBJECTS says that operand i (A, B, then the slots) is given as the address of
@@ -60,14 +61,14 @@ def resolve(descriptor):
     d[D_OBJECTS] = 0
 
 
-def run_here(cell_function, descriptor, cells, workspace):
+def run_here(cell_function: int, descriptor: int, cells: int, workspace: int) -> None:
     """All cells in the calling thread."""
     RESOLVE(descriptor)
     for cell in range(cells):
         CALL(cell_function, descriptor, cell, workspace)
 
 
-def run_shared(cell_function, descriptor, cells, workspace, counter):
+def run_shared(cell_function: int, descriptor: int, cells: int, workspace: int, counter: int) -> None:
     """Cells from a counter that several threads share, until there are none left."""
     cell = FETCH_ADD(counter)
     while cell < cells:
@@ -75,7 +76,9 @@ def run_shared(cell_function, descriptor, cells, workspace, counter):
         cell = FETCH_ADD(counter)
 
 
-def run_parallel(cell_function, descriptor, cells, workspace, stride, counter, threads):
+def run_parallel(
+    cell_function: int, descriptor: int, cells: int, workspace: int, stride: int, counter: int, threads: int
+) -> None:
     """All cells on Numba's threads; thread t works at ``workspace + t * stride``."""
     RESOLVE(descriptor)
     for t in prange(threads):
@@ -87,8 +90,7 @@ _I = types.int64
 HEADER = object.__basicsize__
 
 
-@functools.cache
-def objects_can_be_read() -> bool:
+def _objects_can_be_read() -> bool:
     """Whether an ndarray's data pointer stands where NumPy's C API has it (CPython: yes)."""
     probe = np.zeros(3)[1:]
     if sys.implementation.name != "cpython":
@@ -96,10 +98,13 @@ def objects_can_be_read() -> bool:
     return ctypes.c_void_p.from_address(id(probe) + HEADER).value == probe.ctypes.data
 
 
+OBJECTS_CAN_BE_READ = _objects_can_be_read()
+
+
 @functools.cache
 def _entry(name: str) -> Any:
     call, fetch_add = microkernel.make_call(3), microkernel.make_fetch_add()
-    names = {name: kernels.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")}
+    names: dict[str, Any] = {name: kernels.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")}
     names |= {"D_SLOTS": kernels.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
     names["HEADER"] = HEADER
     if name == "resolve":
@@ -121,7 +126,12 @@ class Workspace:
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // HUGE_PAGE) * HUGE_PAGE
-        self._map = mmap.mmap(-1, self.size + HUGE_PAGE)
+        if hasattr(mmap, "MAP_PRIVATE"):
+            # Python's default is a map that a forked child shares: both would work in one place.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._map = mmap.mmap(-1, self.size + HUGE_PAGE, flags=flags)
+        else:
+            self._map = mmap.mmap(-1, self.size + HUGE_PAGE)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
@@ -169,7 +179,7 @@ def threads() -> int:
 def threading_layer() -> str:
     """Numba's layer: "tbb", "omp" or "workqueue" (under which numfuse uses its own threads)."""
     numba.get_num_threads()  # starts the layer; its name is unknown before
-    return str(numba.threading_layer())
+    return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 
 def _own_threads() -> ThreadPoolExecutor:
@@ -182,6 +192,15 @@ def _own_threads() -> ThreadPoolExecutor:
         return _executor
 
 
+_here: Any = None
+
+
+def _load_here() -> Any:
+    global _here
+    _here = _entry("here")
+    return _here
+
+
 def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: int) -> None:
     """Run `cells` cells on at most `count` threads with `stride` bytes of workspace each.
 
@@ -191,7 +210,7 @@ def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: 
     count = min(count, cells)
     if count <= 1:
         workspace = _borrow(stride)
-        _entry("here")(cell_function, descriptor, cells, workspace.address)
+        (_here or _load_here())(cell_function, descriptor, cells, workspace.address)
         _give_back(workspace)
         return
     workspace = _borrow(count * stride)
@@ -206,6 +225,44 @@ def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: 
     _give_back(workspace)
 
 
+class _Crew:
+    """The threads at work on one launch; its end waits for those that have begun, not for others."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._open = True
+        self._inside = 0
+
+    def share(self, run: Callable[..., None], *arguments: int) -> None:
+        """Take part in the launch, unless it is over: what the arguments point to is then gone."""
+        with self._changed:
+            if not self._open:
+                return
+            self._inside += 1
+        try:
+            run(*arguments)
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+    def dismiss(self) -> None:
+        """Let nobody in any more, and wait for the others, whatever interrupts the caller:
+        operands and workspace have to stay alive until the last one is done."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                with self._changed:
+                    self._open = False
+                    while self._inside:
+                        self._changed.wait()
+                break
+            except BaseException as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
 def _launch_on_own_threads(
     cell_function: int, descriptor: int, cells: int, workspace: Workspace, stride: int, count: int
 ) -> None:
@@ -213,18 +270,19 @@ def _launch_on_own_threads(
     run = _entry("shared")
     counter = array("q", [0])
     shared = counter.buffer_info()[0]
-    futures = [
-        _own_threads().submit(
-            run, cell_function, descriptor, cells, workspace.address + t * stride, shared
-        )
-        for t in range(1, count)
-    ]
+    crew = _Crew()
     try:
+        try:
+            for t in range(1, count):
+                place = workspace.address + t * stride
+                _own_threads().submit(
+                    crew.share, run, cell_function, descriptor, cells, place, shared
+                )
+        except RuntimeError:
+            pass  # no thread can be started (the interpreter ends): the caller does every cell
         run(cell_function, descriptor, cells, workspace.address, shared)
     finally:
-        # Whatever interrupts the caller: operands and workspace stay alive until all are done.
-        for future in futures:
-            future.result()
+        crew.dismiss()
 
 
 def warmup() -> None:

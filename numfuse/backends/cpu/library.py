@@ -154,9 +154,7 @@ _by_formula = functools.lru_cache(maxsize=1024)
 
 
 @_by_formula
-def forward_row(
-    value: Expr, fmt: str, bias: bool, residual: bool, pre: bool
-) -> specialise.Kernel:
+def forward_row(value: Expr, fmt: str, bias: bool, residual: bool, pre: bool) -> specialise.Kernel:
     act = primitives.scalar_function((value,), accumulator(fmt))
     return _row(
         kernels.forward_row, fmt, ACT=act, HAS_BIAS=bias, HAS_RESIDUAL=residual, HAS_PRE=pre

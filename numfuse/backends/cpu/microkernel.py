@@ -76,7 +76,7 @@ def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]
     typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, kind) for n in names]
     )
-    made = intrinsic(typing)
+    made: Any = intrinsic(typing)
     made.numfuse_key = f"{name}({key})"
     return made
 
@@ -98,7 +98,9 @@ def _masked_load(builder: ir.IRBuilder, pointer: ir.Value, live: ir.Value, bytes
     ty = pointer.type.pointee
     lane = ir.Constant(_vector(I64, ty.count), list(range(ty.count)))
     mask = builder.icmp_signed("<", lane, _splat(builder, live, ty.count))
-    element = str(ty.element).replace("float", "f32").replace("double", "f64").replace("half", "f16")
+    element = (
+        str(ty.element).replace("float", "f32").replace("double", "f64").replace("half", "f16")
+    )
     fn = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(ty, [pointer.type, I32, mask.type, ty]),
@@ -180,7 +182,9 @@ def _tile(
             # Each KC block is summed from zero and added once: chains of length KC + K / KC
             # instead of K, which halves the measured rounding error at K = 2048.
             for target, value in zip(targets, updated, strict=True):
-                builder.store(builder.fadd(builder.load(target, align=size), value), target, align=size)
+                builder.store(
+                    builder.fadd(builder.load(target, align=size), value), target, align=size
+                )
 
 
 @functools.cache
@@ -199,8 +203,13 @@ def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
         end = builder.append_basic_block("microkernel.end")
         variants = [(r, v) for v in sorted({vectors, 1}, reverse=True) for r in range(mr, 0, -1)]
-        selector = builder.add(builder.mul(builder.select(builder.icmp_signed("!=", wide, I64(0)),
-                                                          I64(vectors), I64(1)), I64(64)), rows)
+        selector = builder.add(
+            builder.mul(
+                builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(vectors), I64(1)),
+                I64(64),
+            ),
+            rows,
+        )
         switch = builder.switch(selector, end)
         for r, v in variants:
             block = builder.append_basic_block(f"microkernel.{r}x{v * vl}")
@@ -273,7 +282,9 @@ def make_copy_one(fmt: str, acc: str) -> Any:
 
     def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
         one = _vector(element, 1)
-        value = _widened(builder, builder.load(_pointer(builder, source, 0, one), align=size), fmt, acc)
+        value = _widened(
+            builder, builder.load(_pointer(builder, source, 0, one), align=size), fmt, acc
+        )
         builder.store(value, _pointer(builder, target, 0, value.type), align=itemsize(acc))
 
     return address_intrinsic("copy_one", f"{fmt},{acc}", 2, body)
@@ -304,8 +315,15 @@ def make_transpose(fmt: str, acc: str, vl: int, rows: int) -> Any:
     """
     element, size = FORMATS[fmt]
 
-    def body(builder: ir.IRBuilder, source: ir.Value, stride: ir.Value, live_rows: ir.Value,
-             live: ir.Value, target: ir.Value, step: ir.Value) -> None:
+    def body(
+        builder: ir.IRBuilder,
+        source: ir.Value,
+        stride: ir.Value,
+        live_rows: ir.Value,
+        live: ir.Value,
+        target: ir.Value,
+        step: ir.Value,
+    ) -> None:
         narrow = _vector(element, vl)
         pointers = []
         for r in range(rows):
@@ -356,7 +374,7 @@ def make_fetch_add() -> Any:
     def fetch_add(typingctx: Any, address: Any) -> Any:
         return types.int64(types.int64), codegen
 
-    made = intrinsic(fetch_add)
+    made: Any = intrinsic(fetch_add)
     made.numfuse_key = "fetch_add"
     return made
 
@@ -372,13 +390,13 @@ def _typed_pointer(name: str, element: Any) -> Any:
         return pointer(types.int64), codegen
 
     typing.__name__ = name
-    made = intrinsic(typing)
+    made: Any = intrinsic(typing)
     made.numfuse_key = f"{name}({element})"
     return made
 
 
 #: How a storage format looks to Numba: half types travel as their 16 bits.
-CARRIERS = {
+CARRIERS: dict[str, Any] = {
     "float64": types.float64,
     "float32": types.float32,
     "float16": types.uint16,
@@ -415,7 +433,7 @@ def make_widen(fmt: str, acc: str) -> Any:
     def widen(typingctx: Any, element: Any) -> Any:
         return result(CARRIERS[fmt]), codegen
 
-    made = intrinsic(widen)
+    made: Any = intrinsic(widen)
     made.numfuse_key = f"widen({fmt},{acc})"
     return made
 
@@ -438,7 +456,9 @@ def make_narrow(fmt: str, acc: str) -> Any:
             rounded = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
             # Rounding the payload of a NaN could carry into the exponent: set the quiet bit.
             quiet = builder.or_(builder.lshr(bits, I32(16)), I32(64))
-            is_nan = builder.icmp_unsigned(">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000))
+            is_nan = builder.icmp_unsigned(
+                ">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000)
+            )
             return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
         narrowed = builder.fptrunc(value, FORMATS[fmt][0])
         return builder.bitcast(narrowed, I16) if fmt == "float16" else narrowed
@@ -446,7 +466,7 @@ def make_narrow(fmt: str, acc: str) -> Any:
     def narrow(typingctx: Any, value: Any) -> Any:
         return result(CARRIERS[acc]), codegen
 
-    made = intrinsic(narrow)
+    made: Any = intrinsic(narrow)
     made.numfuse_key = f"narrow({fmt},{acc})"
     return made
 
@@ -466,10 +486,9 @@ def make_is_finite() -> Any:
 
         return types.boolean(x), codegen
 
-    made = intrinsic(is_finite)
+    made: Any = intrinsic(is_finite)
     made.numfuse_key = "is_finite"
     return made
-
 
 
 @functools.cache
@@ -492,6 +511,6 @@ def make_wide_vectors(bits: int) -> Any:
     def wide_vectors(typingctx: Any) -> Any:
         return types.void(), codegen
 
-    made = intrinsic(wide_vectors)
+    made: Any = intrinsic(wide_vectors)
     made.numfuse_key = f"wide_vectors({bits})"
     return made

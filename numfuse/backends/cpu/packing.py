@@ -17,7 +17,9 @@ from __future__ import annotations
 # mypy: disable-error-code="name-defined"
 
 
-def pack_a(source, row_stride, k_stride, rows, k, target, panel):
+def pack_a(
+    source: int, row_stride: int, k_stride: int, rows: int, k: int, target: int, panel: int
+) -> None:
     """``target[(r // MR) * panel + (p * MR + r % MR) * SIZE] = source[r, p]``, ``r < rows``, ``p < k``.
 
     `panel` is the stride of panels in bytes.  Rows of the last panel beyond `rows` hold no meaning.
@@ -46,15 +48,23 @@ def pack_a(source, row_stride, k_stride, rows, k, target, panel):
                 # p, whose own lowest rows are written after it.
                 for r in range(HIGH_ROWS, -1, -VL):
                     if r < live:
-                        TRANSPOSE(at + r * row_stride + p * ITEM, row_stride, live - r, k - p,
-                                  place + (p * MR + r) * SIZE, MR * SIZE)
+                        TRANSPOSE(
+                            at + r * row_stride + p * ITEM,
+                            row_stride,
+                            live - r,
+                            k - p,
+                            place + (p * MR + r) * SIZE,
+                            MR * SIZE,
+                        )
         else:
             for p in range(k):
                 for r in range(live):
                     COPY_ONE(at + p * k_stride + r * row_stride, place + (p * MR + r) * SIZE)
 
 
-def pack_b(source, k_stride, column_stride, columns, k, target, panel):
+def pack_b(
+    source: int, k_stride: int, column_stride: int, columns: int, k: int, target: int, panel: int
+) -> None:
     """``target[(j // NR) * panel + (p * NR + j % NR) * SIZE] = source[p, j]``, ``p < k``.
 
     `panel` is the stride of panels in bytes: one line more than their size, so that the panels that
@@ -75,8 +85,14 @@ def pack_b(source, k_stride, column_stride, columns, k, target, panel):
         for j in range(0, columns, VL):
             place = target + (j // NR) * panel + (j % NR) * SIZE
             for p in range(0, k, VL):
-                TRANSPOSE_B(source + j * column_stride + p * ITEM, column_stride, columns - j, k - p,
-                            place + p * NR * SIZE, NR * SIZE)
+                TRANSPOSE_B(
+                    source + j * column_stride + p * ITEM,
+                    column_stride,
+                    columns - j,
+                    k - p,
+                    place + p * NR * SIZE,
+                    NR * SIZE,
+                )
     else:
         for j in range(columns):
             place = target + (j // NR) * panel + (j % NR) * SIZE
