@@ -68,7 +68,9 @@ def run_here(cell_function: int, descriptor: int, cells: int, workspace: int) ->
         CALL(cell_function, descriptor, cell, workspace)
 
 
-def run_shared(cell_function: int, descriptor: int, cells: int, workspace: int, counter: int) -> None:
+def run_shared(
+    cell_function: int, descriptor: int, cells: int, workspace: int, counter: int
+) -> None:
     """Cells from a counter that several threads share, until there are none left."""
     cell = FETCH_ADD(counter)
     while cell < cells:
@@ -77,7 +79,13 @@ def run_shared(cell_function: int, descriptor: int, cells: int, workspace: int, 
 
 
 def run_parallel(
-    cell_function: int, descriptor: int, cells: int, workspace: int, stride: int, counter: int, threads: int
+    cell_function: int,
+    descriptor: int,
+    cells: int,
+    workspace: int,
+    stride: int,
+    counter: int,
+    threads: int,
 ) -> None:
     """All cells on Numba's threads; thread t works at ``workspace + t * stride``."""
     RESOLVE(descriptor)
@@ -172,7 +180,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def threads() -> int:
-    """Threads that the next launch of this Python thread may use: Numba's setting, 1 after a fork."""
+    """Threads that this Python thread's next launch may use: Numba's setting, 1 after a fork."""
     return 1 if _forked else int(numba.get_num_threads())
 
 
@@ -226,7 +234,7 @@ def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: 
 
 
 class _Crew:
-    """The threads at work on one launch; its end waits for those that have begun, not for others."""
+    """The threads at work on one launch; its end waits for those that have begun only."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

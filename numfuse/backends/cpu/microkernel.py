@@ -60,7 +60,7 @@ def _splat(builder: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
 
 
 def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]) -> Any:
-    """An intrinsic of `nargs` int64 and no result, whose instructions `body(builder, *args)` emits."""
+    """An intrinsic of `nargs` int64 and no result; `body(builder, *args)` emits it."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         body(builder, *args)
@@ -154,8 +154,8 @@ def _tile(
         for v in range(vectors):
             updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
     if rows == mr:
-        # One request a step: a burst at the start would fill the buffers that the stream of B needs,
-        # and more than one instruction more in this loop costs 5% and over (measured).
+        # One request a step: a burst at the start would fill the buffers that the stream of B
+        # needs, and more than one instruction more in this loop costs 5% and over (measured).
         _prefetched(builder, ahead_at)
     stepped = [
         builder.sub(count, I64(1)),
@@ -195,9 +195,9 @@ def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
 
     ``c[i, j] = sum_p a[p * MR + i] * (b + p * b_step)[j]`` (`first` != 0), else ``+=``, for
     ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the first ``vl`` of them
-    where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a matrix; `b_step` and `ldc` are in bytes.  At step p the
-    address ``ahead + p * ahead_step`` is prefetched.  The order of summation
-    of an element is the same in every variant, so an edge has the bits of an interior tile.
+    where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a matrix; `b_step` and
+    `ldc` are in bytes.  At step p the address ``ahead + p * ahead_step`` is prefetched.  The order
+    of summation of an element is the same in every variant, so an edge has the bits of an interior tile.
     """
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:

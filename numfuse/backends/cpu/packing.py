@@ -20,7 +20,7 @@ from __future__ import annotations
 def pack_a(
     source: int, row_stride: int, k_stride: int, rows: int, k: int, target: int, panel: int
 ) -> None:
-    """``target[(r // MR) * panel + (p * MR + r % MR) * SIZE] = source[r, p]``, ``r < rows``, ``p < k``.
+    """``target[(r // MR) * panel + (p * MR + r % MR) * SIZE] = source[r, p]``, all r and p.
 
     `panel` is the stride of panels in bytes.  Rows of the last panel beyond `rows` hold no meaning.
     Writes up to VL elements past a panel's ``k * MR``.

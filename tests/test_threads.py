@@ -1,0 +1,589 @@
+"""Threads and processes: calls at the same time, after a fork, on any number of threads.
+
+Numba's threading layer is chosen once in a process, and what fails here ends the process (an abort,
+a deadlock, a killed child), so every case runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+# What every case starts with. A product of 263 x 131 x 127 is just beyond tiling.PARALLEL_FMAS, and
+# no size is a multiple of a tile, a chunk or a block.
+PRELUDE = """
+import os, sys, threading, time
+import ml_dtypes, numba, numpy as np
+import numfuse as nf
+from numfuse import tiling
+from numfuse.backends.cpu import launch
+
+M, N, K = 263, 131, 127
+assert M * N * K > tiling.PARALLEL_FMAS
+
+def operands(m, n, k, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    shapes = (m, k), (k, n), (n,), (m, n)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+def forward(m=M, n=N, k=K, dtype="float32", seed=0):
+    a, b, bias, grad = operands(m, n, k, dtype, seed)
+    return nf.matmul_bias_activation(a, b, bias, "gelu").tobytes()
+
+def backward(m=M, n=N, k=K, dtype="float32", seed=0):
+    a, b, bias, grad = operands(m, n, k, dtype, seed)
+    return b"".join(x.tobytes() for x in nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"))
+
+def gated(m=M, n=2 * N, dtype="float32", seed=0):
+    rng = np.random.default_rng(seed)
+    a, b, grad = (rng.standard_normal((m, n)).astype(dtype) for _ in range(3))
+    results = nf.silu_mul(a, b), *nf.silu_mul_bwd(grad, a, b)
+    return b"".join(x.tobytes() for x in results)
+
+def right(result, m=M, n=N, k=K, seed=0):
+    a, b, bias, _ = operands(m, n, k, "float32", seed)
+    wanted = nf.matmul_bias_activation(a, b, bias, "gelu", backend="reference")
+    return np.allclose(np.frombuffer(result, np.float32).reshape(m, n), wanted, 1e-3, 1e-3)
+
+entered = set()  # names of the entries that launches took
+plain_entry = launch._entry
+def spied_entry(name):
+    entered.add(name)
+    return plain_entry(name)
+launch._entry = spied_entry
+
+def check_layer():
+    layer = os.environ["NUMBA_THREADING_LAYER"]
+    assert launch.threading_layer() == layer, launch.threading_layer()
+    wanted, other = ("shared", "parallel")[:: 1 if layer == "workqueue" else -1]
+    assert wanted in entered and other not in entered, entered
+"""
+
+
+def finished(code: str, layer: str, threads: int = 4) -> subprocess.CompletedProcess[str]:
+    env = os.environ | {"NUMBA_THREADING_LAYER": layer, "NUMBA_NUM_THREADS": str(threads)}
+    return subprocess.run(
+        [sys.executable, "-c", PRELUDE + code],
+        capture_output=True, text=True, timeout=120, check=False, env=env,
+    )  # fmt: skip
+
+
+def run(code: str, layer: str, threads: int = 4) -> str:
+    done = finished(code, layer, threads)
+    assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+@functools.cache
+def why_not(layer: str) -> str:
+    """Empty where Numba can start this threading layer, else what it says."""
+    env = os.environ | {"NUMBA_THREADING_LAYER": layer}
+    done = subprocess.run(
+        [sys.executable, "-c", "import numba; numba.get_num_threads()"],
+        capture_output=True, text=True, timeout=60, check=False, env=env,
+    )  # fmt: skip
+    return "" if done.returncode == 0 else f"no threading layer {layer}: {done.stderr[-300:]}"
+
+
+@pytest.fixture(params=["omp", "workqueue", "tbb"])
+def layer(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    if name == "tbb" and why_not(name):
+        pytest.skip(why_not(name))  # an extra package; Numba itself brings the others
+    return name
+
+
+def forking_layers() -> list[str]:
+    return ["omp", "workqueue"]
+
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def test_threads_that_call_at_once_get_what_single_calls_get(layer):
+    run(
+        """
+wanted = forward(), backward(), gated()
+check_layer()
+wrong = []
+barrier = threading.Barrier(4)
+def work(t):
+    barrier.wait()
+    for i in range(6):
+        which = (t + i) % 3
+        if (forward, backward, gated)[which]() != wanted[which]:
+            wrong.append((t, i))
+team = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+for t in team: t.start()
+for t in team: t.join()
+assert not wrong, wrong
+assert right(wanted[0])
+""",
+        layer,
+    )
+
+
+def test_the_first_calls_may_be_at_once(layer):
+    """Nothing is compiled, loaded or started yet."""
+    run(
+        """
+results = [None] * 4
+barrier = threading.Barrier(4)
+def work(t):
+    barrier.wait()
+    results[t] = forward()
+team = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+for t in team: t.start()
+for t in team: t.join()
+check_layer()
+assert len(set(results)) == 1 and right(results[0])
+""",
+        layer,
+    )
+
+
+def test_a_pool_of_threads_with_different_shapes(layer):
+    run(
+        """
+from concurrent.futures import ThreadPoolExecutor
+rng = np.random.default_rng(7)
+shapes = [tuple(int(x) for x in rng.integers(1, 300, 3)) for _ in range(24)]
+shapes += [(M, N, K), (1, 1500, 3000), (3000, 1, 1500), (64, 64, 1100)]
+def both(shape):
+    return forward(*shape, seed=shape[0]), backward(*shape, seed=shape[0])
+wanted = [both(shape) for shape in shapes]
+check_layer()
+with ThreadPoolExecutor(8) as pool:
+    assert list(pool.map(both, shapes * 2)) == wanted * 2
+""",
+        layer,
+    )
+
+
+USERS_PRANGE = """
+@numba.njit(parallel=True, nogil=True)
+def users(x):
+    total = 0.0
+    for i in numba.prange(x.size):
+        total += np.sqrt(x[i])
+    return total
+x = np.full(100_003, 4.0)
+users(x)
+stop = threading.Event()
+rounds, wrong = [0], []
+def loop():
+    while not stop.is_set():
+        rounds[0] += 1
+        if users(x) != 2.0 * x.size: wrong.append(rounds[0])
+"""
+
+
+def test_a_users_prange_in_another_thread_is_not_disturbed(layer):
+    run(
+        USERS_PRANGE
+        + """
+wanted = forward(), backward(), gated()
+user = threading.Thread(target=loop)
+user.start()
+deadline = time.monotonic() + 1.5
+calls = 0
+while time.monotonic() < deadline:
+    assert (forward(), backward(), gated()) == wanted
+    calls += 1
+stop.set()
+user.join()
+check_layer()
+assert calls > 3 and rounds[0] > 3 and not wrong, (calls, rounds, wrong)
+""",
+        layer,
+    )
+
+
+def test_workqueue_would_abort_if_it_were_entered_twice():
+    """What the test above relies on: an entry of two threads at once does not go unnoticed."""
+    code = """
+team = [threading.Thread(target=loop, daemon=True) for _ in range(4)]
+for t in team: t.start()
+time.sleep(20)
+"""
+    done = finished(USERS_PRANGE + code, "workqueue")
+    assert done.returncode == -signal.SIGABRT or "Concurrent access" in done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+def test_results_have_the_same_bits_on_any_number_of_threads(layer, dtype):
+    run(
+        f"""
+dtype = {dtype!r}
+results = []
+for threads in (1, 2, 3, 4):
+    numba.set_num_threads(threads)
+    entered.clear()
+    results.append((
+        forward(dtype=dtype), backward(dtype=dtype), gated(dtype=dtype),
+        # K in several blocks, and gradients that sum over many rows
+        forward(67, 53, 1301, dtype), backward(1301, 53, 67, dtype),
+    ))
+    if threads == 1:
+        assert entered <= {{"here"}}, entered
+    else:
+        check_layer()
+assert all(result == results[0] for result in results)
+""",
+        layer,
+    )
+
+
+# Threads that used the processor during a call. Upper bounds alone are certain: a thread of the team
+# may find all cells done.
+BUSY = """
+def times():
+    found = {}
+    for task in os.listdir("/proc/self/task"):
+        try:
+            with open(f"/proc/self/task/{task}/schedstat") as f:
+                found[task] = int(f.read().split()[0])
+        except OSError:
+            pass  # a thread that has ended
+    return found
+
+def busy(seconds=0.5):
+    a, b, bias, _ = operands(600, 500, 700)
+    before = times()
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        nf.matmul_bias_activation(a, b, bias, "gelu")
+    spent = {task: t - before.get(task, 0) for task, t in times().items()}
+    return sum(t > 0.02 * sum(spent.values()) for t in spent.values())
+counts = []
+plain_launch = launch.launch
+def spied_launch(cell, descriptor, cells, stride, count):
+    counts.append((cells, count))
+    plain_launch(cell, descriptor, cells, stride, count)
+launch.launch = spied_launch
+"""
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@linux
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_number_of_threads_in_the_environment_is_respected(layer, threads):
+    code = f"""
+forward()
+assert launch.threads() == {threads}
+assert 1 <= busy() <= {threads}, busy()
+assert all(count == {threads} and cells >= {threads} for cells, count in counts), set(counts)
+{"check_layer()" if threads > 1 else "assert entered == {'here'}"}
+"""
+    run(BUSY + code, layer, threads)
+
+
+@linux
+@pytest.mark.parametrize("threads", [1, 2])
+def test_set_num_threads_is_respected(layer, threads):
+    code = f"""
+numba.set_num_threads({threads})
+forward()
+assert launch.threads() == {threads}
+assert 1 <= busy() <= {threads}, busy()
+assert all(count == {threads} for cells, count in counts), set(counts)
+numba.set_num_threads(3)
+counts.clear()
+forward()
+assert {{count for cells, count in counts}} == {{3}}
+check_layer()
+"""
+    run(BUSY + code, layer)
+
+
+def test_set_num_threads_belongs_to_the_thread_that_calls_it(layer):
+    run(
+        """
+numba.set_num_threads(3)
+seen = []
+def work():
+    numba.set_num_threads(1)
+    entered.clear()
+    forward()
+    seen.append((launch.threads(), set(entered)))
+other = threading.Thread(target=work)
+other.start(); other.join()
+assert seen == [(1, {"here"})], seen
+assert launch.threads() == 3
+forward()
+check_layer()
+""",
+        layer,
+    )
+
+
+def test_a_small_call_stays_in_its_thread(layer):
+    run(
+        """
+small = forward(64, 64, 64), backward(31, 33, 35), gated(31, 33)
+assert entered == {"here"}, entered
+""",
+        layer,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("k", [1, 127, 1100])
+def test_a_row_has_the_same_bits_alone_and_in_a_larger_problem(dtype, k):
+    """Rows that other threads, cells and tiles computed; K = 1100 is several blocks."""
+    run(
+        f"""
+m, n, k, dtype = 401, 131, {k}, {dtype!r}
+a, b, bias, grad = operands(m, n, k, dtype)
+whole = nf.matmul_bias_activation(a, b, bias, "gelu")
+pre = nf.matmul_bias_activation(a, b, bias, "gelu", return_pre_activation=True)[1]
+d_a = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=("a",)).d_a
+for start, stop in ((0, 1), (13, 14), (14, 15), (57, 171), (200, 401), (400, 401)):
+    part = slice(start, stop)
+    out, own = nf.matmul_bias_activation(a[part], b, bias, "gelu", return_pre_activation=True)
+    assert out.tobytes() == whole[part].tobytes(), part
+    assert own.tobytes() == pre[part].tobytes(), part
+    g = nf.matmul_bias_activation_bwd(grad[part], a[part], b, bias, "gelu", needs=("a",))
+    assert g.d_a.tobytes() == d_a[part].tobytes(), part
+""",
+        "workqueue",
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_member_of_a_batch_has_the_same_bits_alone(dtype):
+    run(
+        f"""
+rng = np.random.default_rng(3)
+batch, m, n, k = 7, 45, 37, 1100
+a, b, bias, grad = (
+    rng.standard_normal(shape).astype({dtype!r})
+    for shape in ((batch, m, k), (batch, k, n), (batch, 1, n), (batch, m, n))
+)
+out = nf.matmul_bias_activation(a, b, bias, "gelu")
+gradients = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+assert entered & {{"parallel", "shared"}}
+entered.clear()
+for i in (0, 3, 6):
+    own = nf.matmul_bias_activation(a[i], b[i], bias[i, 0], "gelu")
+    assert own.tobytes() == out[i].tobytes(), i
+    alone = nf.matmul_bias_activation_bwd(grad[i], a[i], b[i], bias[i, 0], "gelu")
+    for name, x, y in zip("a b bias".split(), alone, gradients):
+        assert x.tobytes() == y[i].tobytes(), (i, name)
+assert entered == {{"here"}}, entered
+""",
+        "workqueue",
+    )
+
+
+@needs_fork
+@pytest.mark.parametrize("layer", forking_layers())
+@pytest.mark.parametrize("used", ["used", "used by threads", "unused"])
+def test_a_forked_child_may_call_after_its_parent_has(layer, used):
+    run(
+        f"""
+used = {used!r}
+if used != "unused":
+    wanted = forward(), backward(), gated()
+    check_layer()
+if used == "used by threads":
+    team = [threading.Thread(target=backward) for _ in range(3)]
+    for t in team: t.start()
+    for t in team: t.join()
+if used == "unused":
+    nf.matmul_bias_activation(np.ones((2, 2)), np.ones((2, 2)))  # the backend is loaded, no more
+child = os.fork()
+if child == 0:
+    status = 1
+    try:
+        assert launch.threads() == 1
+        entered.clear()
+        got = forward(), backward(), gated()
+        assert entered == {{"here"}}, entered
+        assert right(got[0]) and (used == "unused" or got == wanted)
+        grandchild = os.fork()
+        if grandchild == 0:
+            os._exit(0 if forward() == got[0] else 3)
+        assert os.waitpid(grandchild, 0)[1] == 0
+        status = 0
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+assert os.waitpid(child, 0)[1] == 0
+# The parent still has all its threads.
+entered.clear()
+got = forward(), backward(), gated()
+check_layer()
+assert right(got[0]) and (used == "unused" or got == wanted)
+""",
+        layer,
+    )
+
+
+@needs_fork
+@pytest.mark.parametrize("layer", forking_layers())
+def test_workers_of_a_forking_pool_may_call(layer):
+    run(
+        """
+import multiprocessing
+wanted = [forward(seed=seed) for seed in range(4)]
+check_layer()
+def work(seed):
+    return forward(seed=seed), os.getpid()
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    got = pool.map(work, [0, 1, 2, 3] * 2, chunksize=1)
+    pool.close()
+    pool.join()
+assert [result for result, _ in got] == wanted * 2
+assert os.getpid() not in {pid for _, pid in got}
+process = multiprocessing.get_context("fork").Process(target=work, args=(0,))
+process.start()
+process.join()
+assert process.exitcode == 0
+""",
+        layer,
+    )
+
+
+@needs_fork
+@pytest.mark.parametrize("layer", forking_layers())
+def test_a_parent_and_its_children_do_not_share_workspaces(layer):
+    """A workspace is kept for the next call: a child's copy of it must be its own memory."""
+    run(
+        """
+numba.set_num_threads(1)  # then parent and children keep the same one workspace
+wanted = {seed: forward(seed=seed) for seed in range(3)}
+children = []
+for seed in (1, 2):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(forward(seed=seed) == wanted[seed] for _ in range(60)) else 1)
+    children.append(child)
+wrong = sum(forward(seed=0) != wanted[0] for _ in range(60))
+statuses = [os.waitpid(child, 0)[1] for child in children]
+assert wrong == 0 and statuses == [0, 0], (wrong, statuses)
+# The sure proof, whatever the scheduler did: a store by a child is not seen here.
+import ctypes
+word = ctypes.c_int64.from_address(launch._pool[0].address)
+word.value = 1
+child = os.fork()
+if child == 0:
+    word.value = 2
+    os._exit(0)
+os.waitpid(child, 0)
+assert word.value == 1
+""",
+        layer,
+    )
+
+
+@needs_fork
+@pytest.mark.parametrize("layer", forking_layers())
+def test_a_fork_while_other_threads_are_in_a_call(layer):
+    run(
+        """
+wanted = forward()
+stop = threading.Event()
+wrong = []
+def loop():
+    while not stop.is_set():
+        if forward() != wanted: wrong.append(1)
+team = [threading.Thread(target=loop) for _ in range(2)]
+for t in team: t.start()
+statuses = []
+for _ in range(8):
+    time.sleep(0.02)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if forward() == wanted else 1)
+    statuses.append(os.waitpid(child, 0)[1])
+stop.set()
+for t in team: t.join()
+assert not wrong and statuses == [0] * 8, (wrong, statuses)
+""",
+        layer,
+    )
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+def test_an_interrupted_call_leaves_the_next_one_right(layer):
+    run(
+        """
+import signal
+a, b, bias, _ = operands(400, 300, 500)
+out = np.empty((400, 300), np.float32)
+wanted = nf.matmul_bias_activation(a, b, bias, "gelu").tobytes()
+class Interrupt(KeyboardInterrupt): pass
+armed = False
+def handler(*_):
+    if armed: raise Interrupt
+signal.signal(signal.SIGALRM, handler)
+rng = np.random.default_rng(0)
+interrupted = 0
+deadline = time.monotonic() + 20
+while interrupted < 25 and time.monotonic() < deadline:
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, float(rng.uniform(1e-4, 4e-3)))
+        while True:
+            nf.matmul_bias_activation(a, b, bias, "gelu", out=out)
+    except Interrupt:
+        armed = False
+        interrupted += 1
+    # Nobody writes to the output of the call that was interrupted any more.
+    out.fill(7)
+    assert nf.matmul_bias_activation(a, b, bias, "gelu").tobytes() == wanted
+    assert (out == 7).all()
+assert interrupted == 25
+check_layer()
+""",
+        layer,
+    )
+
+
+def test_an_exception_in_one_thread_leaves_the_others_right(layer):
+    run(
+        """
+wanted = forward()
+wrong, raised = [], []
+def failing():
+    for _ in range(10):
+        try:
+            nf.matmul_bias_activation(np.ones((3, 4)), np.ones((5, 6)))
+        except ValueError:
+            raised.append(1)
+def working():
+    for _ in range(10):
+        if forward() != wanted: wrong.append(1)
+team = [threading.Thread(target=f) for f in (failing, working, failing, working)]
+for t in team: t.start()
+for t in team: t.join()
+assert len(raised) == 20 and not wrong
+assert forward() == wanted
+check_layer()
+""",
+        layer,
+    )
+
+
+def test_a_call_while_the_interpreter_ends_still_runs(layer):
+    """No thread can be started any more: the caller computes everything."""
+    out = run(
+        """
+import atexit
+wanted = forward()
+def last():
+    print("same bits:", forward() == wanted)
+atexit.register(last)
+""",
+        layer,
+    )
+    assert out.strip() == "same bits: True"
