@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy import empty, ndarray
+from numpy import empty, may_share_memory, ndarray
 
 from numfuse.activations import get as get_activation
 from numfuse.gradients import (
@@ -154,8 +154,7 @@ def gemm(
     # general path below would take as much again. It decides nothing that the general path decides
     # otherwise; whatever is not plain, errors included, goes there.
     if (
-        out is None
-        and type(a) is ndarray
+        type(a) is ndarray
         and type(b) is ndarray
         and (bias is None or type(bias) is ndarray)
         and a.ndim == 2
@@ -177,8 +176,11 @@ def gemm(
             else:
                 plain = bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned
                 bias_row = bias[None]
+            if plain and out is not None:
+                plain = _plain_output(out, (m, n), dtype, (a, b, bias))
             if plain:
-                out = empty((m, n), dtype)
+                if out is None:
+                    out = empty((m, n), dtype)
                 pre = empty((m, n), acc_dtype) if save_pre else None
                 return GemmProblem(
                     m, n, k, (), dtype, acc_dtype, act, a, b,
@@ -186,6 +188,21 @@ def gemm(
                     (out, pre) if save_pre else out,
                 )  # fmt: skip
     return _general_gemm(a, b, bias, act, save_pre, out, False, None)
+
+
+def _plain_output(
+    out: Any, shape: tuple[int, int], dtype: _DType, others: tuple[ndarray | None, ...]
+) -> bool:
+    """Whether `out` needs none of the longer checks of `operands.output`."""
+    if type(out) is not ndarray or out.dtype is not dtype or out.shape != shape:
+        return False
+    flags = out.flags
+    if not (flags.c_contiguous and flags.writeable and flags.aligned):
+        return False
+    for other in others:
+        if other is not None and may_share_memory(out, other):
+            return False
+    return True
 
 
 def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:

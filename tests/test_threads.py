@@ -57,6 +57,9 @@ def spied_entry(name):
     return plain_entry(name)
 launch._entry = spied_entry
 
+def alone():
+    return not entered & {"shared", "parallel"}
+
 def check_layer():
     layer = os.environ["NUMBA_THREADING_LAYER"]
     assert launch.threading_layer() == layer, launch.threading_layer()
@@ -87,7 +90,7 @@ def why_not(layer: str) -> str:
         [sys.executable, "-c", "import numba; numba.get_num_threads()"],
         capture_output=True, text=True, timeout=60, check=False, env=env,
     )  # fmt: skip
-    return "" if done.returncode == 0 else f"no threading layer {layer}: {done.stderr[-300:]}"
+    return "" if done.returncode == 0 else f"Numba finds no library for its layer {layer}"
 
 
 @pytest.fixture(params=["omp", "workqueue", "tbb"])
@@ -98,10 +101,8 @@ def layer(request: pytest.FixtureRequest) -> str:
     return name
 
 
-def forking_layers() -> list[str]:
-    return ["omp", "workqueue"]
-
-
+#: Under tbb a fork is Numba's business; a forked child of numfuse is serial under every layer.
+FORKING = ["omp", "workqueue"]
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 
 
@@ -129,9 +130,15 @@ assert right(wanted[0])
 
 
 def test_the_first_calls_may_be_at_once(layer):
-    """Nothing is compiled, loaded or started yet."""
+    """Nothing is compiled, loaded or started yet.
+
+    But tbb, which has to be started by the main thread: a process that starts it in another one, be
+    it for a prange of its own and without numfuse, never ends (Numba 0.68, TBB 2023.2).
+    """
     run(
         """
+if os.environ["NUMBA_THREADING_LAYER"] == "tbb":
+    numba.get_num_threads()
 results = [None] * 4
 barrier = threading.Barrier(4)
 def work(t):
@@ -230,7 +237,7 @@ for threads in (1, 2, 3, 4):
         forward(67, 53, 1301, dtype), backward(1301, 53, 67, dtype),
     ))
     if threads == 1:
-        assert entered <= {{"here"}}, entered
+        assert alone(), entered
     else:
         check_layer()
 assert all(result == results[0] for result in results)
@@ -239,8 +246,8 @@ assert all(result == results[0] for result in results)
     )
 
 
-# Threads that used the processor during a call. Upper bounds alone are certain: a thread of the team
-# may find all cells done.
+# Threads that used the processor during one long call (over several calls they may be others). Upper
+# bounds alone are certain: a thread of the team may find all cells done.
 BUSY = """
 def times():
     found = {}
@@ -252,12 +259,10 @@ def times():
             pass  # a thread that has ended
     return found
 
-def busy(seconds=0.5):
-    a, b, bias, _ = operands(600, 500, 700)
+def busy():
+    a, b, bias, _ = operands(2000, 1500, 2000)
     before = times()
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        nf.matmul_bias_activation(a, b, bias, "gelu")
+    nf.matmul_bias_activation(a, b, bias, "gelu")
     spent = {task: t - before.get(task, 0) for task, t in times().items()}
     return sum(t > 0.02 * sum(spent.values()) for t in spent.values())
 counts = []
@@ -277,9 +282,10 @@ def test_the_number_of_threads_in_the_environment_is_respected(layer, threads):
     code = f"""
 forward()
 assert launch.threads() == {threads}
-assert 1 <= busy() <= {threads}, busy()
+found = busy()
+assert 1 <= found <= {threads}, found
 assert all(count == {threads} and cells >= {threads} for cells, count in counts), set(counts)
-{"check_layer()" if threads > 1 else "assert entered == {'here'}"}
+{"check_layer()" if threads > 1 else "assert alone()"}
 """
     run(BUSY + code, layer, threads)
 
@@ -291,7 +297,8 @@ def test_set_num_threads_is_respected(layer, threads):
 numba.set_num_threads({threads})
 forward()
 assert launch.threads() == {threads}
-assert 1 <= busy() <= {threads}, busy()
+found = busy()
+assert 1 <= found <= {threads}, found
 assert all(count == {threads} for cells, count in counts), set(counts)
 numba.set_num_threads(3)
 counts.clear()
@@ -311,10 +318,10 @@ def work():
     numba.set_num_threads(1)
     entered.clear()
     forward()
-    seen.append((launch.threads(), set(entered)))
+    seen.append((launch.threads(), alone()))
 other = threading.Thread(target=work)
 other.start(); other.join()
-assert seen == [(1, {"here"})], seen
+assert seen == [(1, True)], seen
 assert launch.threads() == 3
 forward()
 check_layer()
@@ -327,7 +334,7 @@ def test_a_small_call_stays_in_its_thread(layer):
     run(
         """
 small = forward(64, 64, 64), backward(31, 33, 35), gated(31, 33)
-assert entered == {"here"}, entered
+assert alone(), entered
 """,
         layer,
     )
@@ -373,17 +380,17 @@ entered.clear()
 for i in (0, 3, 6):
     own = nf.matmul_bias_activation(a[i], b[i], bias[i, 0], "gelu")
     assert own.tobytes() == out[i].tobytes(), i
-    alone = nf.matmul_bias_activation_bwd(grad[i], a[i], b[i], bias[i, 0], "gelu")
-    for name, x, y in zip("a b bias".split(), alone, gradients):
+    single = nf.matmul_bias_activation_bwd(grad[i], a[i], b[i], bias[i, 0], "gelu")
+    for name, x, y in zip("a b bias".split(), single, gradients):
         assert x.tobytes() == y[i].tobytes(), (i, name)
-assert entered == {{"here"}}, entered
+assert alone(), entered
 """,
         "workqueue",
     )
 
 
 @needs_fork
-@pytest.mark.parametrize("layer", forking_layers())
+@pytest.mark.parametrize("layer", FORKING)
 @pytest.mark.parametrize("used", ["used", "used by threads", "unused"])
 def test_a_forked_child_may_call_after_its_parent_has(layer, used):
     run(
@@ -405,7 +412,7 @@ if child == 0:
         assert launch.threads() == 1
         entered.clear()
         got = forward(), backward(), gated()
-        assert entered == {{"here"}}, entered
+        assert alone(), entered
         assert right(got[0]) and (used == "unused" or got == wanted)
         grandchild = os.fork()
         if grandchild == 0:
@@ -429,7 +436,7 @@ assert right(got[0]) and (used == "unused" or got == wanted)
 
 
 @needs_fork
-@pytest.mark.parametrize("layer", forking_layers())
+@pytest.mark.parametrize("layer", FORKING)
 def test_workers_of_a_forking_pool_may_call(layer):
     run(
         """
@@ -454,7 +461,7 @@ assert process.exitcode == 0
 
 
 @needs_fork
-@pytest.mark.parametrize("layer", forking_layers())
+@pytest.mark.parametrize("layer", FORKING)
 def test_a_parent_and_its_children_do_not_share_workspaces(layer):
     """A workspace is kept for the next call: a child's copy of it must be its own memory."""
     run(
@@ -486,7 +493,7 @@ assert word.value == 1
 
 
 @needs_fork
-@pytest.mark.parametrize("layer", forking_layers())
+@pytest.mark.parametrize("layer", FORKING)
 def test_a_fork_while_other_threads_are_in_a_call(layer):
     run(
         """

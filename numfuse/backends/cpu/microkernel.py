@@ -197,7 +197,7 @@ def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
     ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the first ``vl`` of them
     where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a matrix; `b_step` and
     `ldc` are in bytes.  At step p the address ``ahead + p * ahead_step`` is prefetched.  The order
-    of summation of an element is the same in every variant, so an edge has the bits of an interior tile.
+    of summation of an element is the same in every variant: an edge has an interior tile's bits.
     """
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
