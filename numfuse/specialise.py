@@ -50,9 +50,9 @@ if hasattr(os, "register_at_fork"):
 
 @functools.cache
 def source_digest() -> str:
-    """Digest of every source text from which kernel code is made."""
+    """Digest of every source text from which kernel code is made, and of how it is compiled."""
     here = pathlib.Path(__file__).resolve().parent
-    digest = hashlib.sha256()
+    digest = hashlib.sha256(repr(sorted(FASTMATH)).encode())
     kernel_texts = [here / "specialise.py", *(here / "backends" / "cpu").glob("*.py")]
     for path in sorted(kernel_texts):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())

@@ -197,7 +197,7 @@ def test_a_users_prange_in_another_thread_is_not_disturbed(layer):
 wanted = forward(), backward(), gated()
 user = threading.Thread(target=loop)
 user.start()
-deadline = time.monotonic() + 1.5
+deadline = time.monotonic() + 0.7
 calls = 0
 while time.monotonic() < deadline:
     assert (forward(), backward(), gated()) == wanted
@@ -205,7 +205,7 @@ while time.monotonic() < deadline:
 stop.set()
 user.join()
 check_layer()
-assert calls > 3 and rounds[0] > 3 and not wrong, (calls, rounds, wrong)
+assert calls > 1 and rounds[0] > 1 and not wrong, (calls, rounds, wrong)
 """,
         layer,
     )
@@ -246,7 +246,7 @@ assert all(result == results[0] for result in results)
     )
 
 
-# Threads that used the processor during one long call (over several calls they may be others). Upper
+# Threads that used the processor in one long call (in several calls they may be others). Upper
 # bounds alone are certain: a thread of the team may find all cells done.
 BUSY = """
 def times():

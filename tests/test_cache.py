@@ -1,0 +1,361 @@
+"""Compiled kernels on disk: found by the next process, never stale, and not needed.
+
+Numba looks at a template's file and bytecode only; what else a kernel is made of is in the digest
+in its name. Every case runs in processes of its own, with a cache directory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import numfuse
+
+PACKAGE = Path(numfuse.__file__).parent
+
+
+def run(code: str, cache: Path | None, **settings: str) -> str:
+    """Run `code` with Numba's cache in `cache`; None: where Numba puts it by itself."""
+    env = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
+    # A layer whose entries are always the same, and more than one thread on any machine.
+    env |= {"NUMBA_THREADING_LAYER": "workqueue", "NUMBA_NUM_THREADS": "2"}
+    if cache is not None:
+        env["NUMBA_CACHE_DIR"] = str(cache)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True, text=True, timeout=240, check=False, env=env | settings,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# One call of every kind, small and on threads, and where each kernel came from.
+EVERYTHING = """
+import hashlib, json
+import ml_dtypes, numpy as np
+import numfuse as nf
+from numfuse import specialise
+
+entries = {}
+plain_entry = specialise.entry
+def kept_entry(template, *args, **kwargs):
+    entries[template.__name__] = made = plain_entry(template, *args, **kwargs)
+    return made
+specialise.entry = kept_entry
+
+rng = np.random.default_rng(0)
+results = []
+for size in (50, 170):
+    a, b, grad = (rng.standard_normal((size, size)).astype("f4") for _ in range(3))
+    bias = a[0].copy()
+    results += [nf.matmul_bias_activation(a, b, bias, "gelu")]
+    results += nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+results += [nf.silu_mul(a, b), *nf.silu_mul_bwd(grad, a, b)]
+results += [nf.matmul_bias_activation(*(x.astype(ml_dtypes.bfloat16) for x in (a, b)))]
+digest = hashlib.sha256(b"".join(x.tobytes() for x in results)).hexdigest()
+print(json.dumps({
+    "kernels": {kernel.name: kernel.cache_hits for kernel in specialise.kernels()},
+    "entries": {name: sum(made.stats.cache_hits.values()) for name, made in entries.items()},
+    "results": digest,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def first(cache: Path) -> dict[str, dict[str, int]]:
+    """What the first process of this cache reports."""
+    report: dict[str, dict[str, int]] = json.loads(run(EVERYTHING, cache))
+    return report
+
+
+def test_the_first_process_compiles_everything_and_the_second_nothing(first, cache):
+    assert len(first["kernels"]) > 8
+    assert set(first["kernels"].values()) == {0}
+    assert first["entries"] == {"run_here": 0, "run_shared": 0, "resolve": 0}
+    before = sorted(cache.rglob("*.nb?"))
+    second = json.loads(run(EVERYTHING, cache))
+    assert second["kernels"] == dict.fromkeys(first["kernels"], 1)
+    assert second["entries"] == dict.fromkeys(first["entries"], 1)
+    assert second["results"] == first["results"]
+    assert sorted(cache.rglob("*.nb?")) == before
+
+
+def test_the_entry_of_numbas_own_threads_is_cached_too(first, cache):
+    code = """
+import numpy as np
+import numfuse as nf
+from numfuse.backends.cpu import launch
+a = np.ones((170, 170), np.float32)
+out = nf.matmul_bias_activation(a, a, a[0], "gelu")
+assert abs(out - 171).max() < 1e-3
+print(sum(launch._entry("parallel").stats.cache_hits.values()))
+"""
+    found = [run(code, cache, NUMBA_THREADING_LAYER="omp").strip() for _ in range(2)]
+    assert found == ["0", "1"]
+
+
+def test_loading_a_backend_compiles_nothing(tmp_path):
+    code = """
+import numfuse
+from numfuse import specialise
+import numfuse.backends.cpu
+import numfuse as nf
+assert nf.backends()["cpu"]
+print(specialise.kernels())
+"""
+    assert run(code, tmp_path).strip() == "[]"
+    assert list(tmp_path.rglob("*.nb?")) == []
+
+
+# A user's own activation of one name, with a formula from the command line.
+OWN = """
+import json, sys
+import numpy as np
+import numfuse as nf
+from numfuse import specialise
+
+x = np.linspace(-2, 2, 48, dtype=np.float32).reshape(6, 8)
+eye = np.eye(8, dtype=np.float32)
+
+def define(factor):
+    @nf.activation(source="a test")
+    def mine(x):
+        return factor * x * x
+    return mine
+
+def check(factor):
+    out = nf.matmul_bias_activation(x, eye, None, "mine")
+    assert np.allclose(out, factor * x * x, 1e-6), (factor, out / x**2)
+    d_a = nf.matmul_bias_activation_bwd(np.ones_like(x), x, eye, None, "mine").d_a
+    assert np.allclose(d_a, 2 * factor * x, 1e-5), factor
+    assert np.allclose(nf.activation_mul(x, x, "mine"), factor * x**3, 1e-5), factor
+
+def hits():
+    rows = ("forward_row", "grad_pre_row", "gated_row")
+    kernels = specialise.kernels()
+    return {
+        row: [k.cache_hits for k in kernels if specialise.readable_name(k.name) == row]
+        for row in rows
+    }
+"""
+
+
+def test_a_redefined_activation_never_runs_the_stale_kernel(first, cache):
+    run(
+        OWN
+        + """
+for factor in (2.0, 3.0, 2.0, 5.0):
+    define(factor)
+    check(factor)
+assert all(found == [0, 0, 0] for found in hits().values()), hits()
+""",
+        cache,
+    )
+
+
+def test_another_process_with_another_formula_of_that_name_compiles_its_own(first, cache):
+    def hits(factor: float) -> dict[str, list[int]]:
+        code = OWN + f"define({factor}); check({factor}); print(json.dumps(hits()))"
+        found: dict[str, list[int]] = json.loads(run(code, cache))
+        return found
+
+    rows = ("forward_row", "grad_pre_row", "gated_row")
+    assert hits(7.0) == {row: [0] for row in rows}
+    assert hits(11.0) == {row: [0] for row in rows}
+    assert hits(7.0) == {row: [1] for row in rows}
+
+
+def test_one_bound_value_makes_another_kernel():
+    from numfuse import specialise
+    from numfuse.backends.cpu import kernels
+
+    def template(x):
+        return x
+
+    def name(which=template, **bindings):
+        return specialise.bound(which, bindings).__name__
+
+    import numpy as np
+
+    different = [
+        name(), name(A=1), name(A=2), name(A=1.0), name(A=True), name(A="1"), name(A=None),
+        name(B=1), name(A=1, B=1), name(A=np.float32(1)), name(A=np.float64(1)),
+        name(A=np.float32(0)), name(A=np.float32(-0.0)), name(kernels.move, A=1),
+    ]  # fmt: skip
+    assert len(set(different)) == len(different)
+    assert name(A=1, B=2) == name(B=2, A=1)
+
+
+def test_what_has_no_identity_cannot_be_bound():
+    from numfuse import specialise
+
+    for value in (lambda x: x, [1], object()):
+        with pytest.raises(TypeError, match="numfuse_key"):
+            specialise.bound(lambda x: x, {"A": value})
+
+
+def test_formats_activations_and_options_have_kernels_of_their_own(first):
+    code = """
+from numfuse import specialise
+from numfuse.activations import get
+from numfuse.backends.cpu import library, primitives, microkernel, kernels
+names = []
+plain = specialise.bound
+def bound(template, bindings):
+    clone = plain(template, bindings)
+    names.append(clone.__name__)
+    return clone
+class Uncompiled:
+    def __init__(self, name): self.name = name
+specialise.kernel = lambda template, **bindings: Uncompiled(bound(template, bindings).__name__)
+rows = []
+for fmt in library.FORMATS:
+    for act in ("relu", "gelu", "silu", "tanh"):
+        f, df = get(act).trace(0), get(act).trace(1)
+        for flag in (False, True):
+            rows += [library.forward_row(f, fmt, flag, False, not flag)]
+            rows += [library.forward_row(f, fmt, flag, True, True)]
+            rows += [library.grad_pre_row(df, fmt, True, False, True, True, flag)]
+            rows += [library.gated_backward_row(f, df, fmt, True, True, flag)]
+        rows += [library.gated_row(f, fmt)]
+    rows += [library.store_row(fmt), library.column_sums_row(fmt)]
+    acc = library.accumulator(fmt)
+    rows += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]
+assert len({row.name for row in rows}) == len(rows)
+"""
+    run(code, None)
+
+
+def kernel_names(package: Path) -> set[str]:
+    """Names of kernels of a copy of the package, compiling nothing."""
+    code = f"""
+import sys
+sys.path.insert(0, {str(package.parent)!r})
+from numfuse import specialise
+from numfuse.activations import get
+from numfuse.backends.cpu import library
+assert specialise.__file__.startswith({str(package)!r})
+class Uncompiled: pass
+specialise.kernel = lambda template, **bindings: specialise.bound(template, bindings).__name__
+gelu = get("gelu")
+print(library.gemm_cell("float32"), library.pack_a("float32", "float32"),
+      library.forward_row(gelu.trace(0), "float32", True, False, False))
+"""
+    return set(run(code, None).split())
+
+
+def test_a_changed_source_text_makes_other_kernels(tmp_path):
+    """Every file from which kernel code is made; what else Numba inlines it does not look at."""
+    package = tmp_path / "numfuse"
+    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    before = kernel_names(package)
+    assert len(before) == 3
+    assert kernel_names(package) == before
+    cpu = package / "backends" / "cpu"
+    files = [cpu / f"{name}.py" for name in ("microkernel", "kernels", "packing", "primitives")]
+    for path in [*files, package / "specialise.py"]:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text + "\n# another line\n", encoding="utf-8")
+        assert not kernel_names(package) & before, path
+        path.write_text(text, encoding="utf-8")
+    path = package / "expr.py"
+    text = path.read_text(encoding="utf-8")
+    assert text.count('FASTMATH = {"contract"}') == 1
+    path.write_text(text.replace('{"contract"}', '{"contract", "arcp"}'), encoding="utf-8")
+    assert not kernel_names(package) & before, "the compiler's options"
+    path.write_text(text, encoding="utf-8")
+    # The coefficients are in formulas only.
+    path = package / "coefficients.py"
+    path.write_text(path.read_text(encoding="utf-8") + "\n# another line\n", encoding="utf-8")
+    changed = kernel_names(package) - before
+    assert {name.rpartition("_")[0] for name in changed} >= {"forward_row"}
+
+
+# Root may write anywhere: without its capabilities it is a user like any other.
+UNPRIVILEGED = """
+import os, sys, warnings
+if os.geteuid() == 0:
+    import ctypes
+    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
+    assert ctypes.CDLL(None).capset(header, (ctypes.c_uint32 * 6)()) == 0
+try:
+    open(os.path.join(INSTALL, "numfuse", "probe"), "w")
+except PermissionError:
+    pass
+else:
+    raise SystemExit("the install is not read-only")
+sys.path.insert(0, INSTALL)
+sys.dont_write_bytecode = True
+import numpy as np
+import numfuse as nf
+assert nf.__file__.startswith(INSTALL), nf.__file__
+from numfuse import specialise
+a, b = np.random.default_rng(0).standard_normal((2, 40, 40)).astype("f4")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    out = nf.matmul_bias_activation(a, b, a[0], "relu")
+    d_a, d_b, d_bias = nf.matmul_bias_activation_bwd(a, a, b, a[0], "relu")
+assert np.allclose(out, np.maximum(a @ b + a[0], 0), 1e-4, 1e-4)
+assert np.allclose(d_a, np.where(out > 0, a, 0) @ b.T, 1e-4, 1e-4)
+caught = [w for w in caught if "numfuse" in str(w.message)]
+hits = [kernel.cache_hits for kernel in specialise.kernels()]
+"""
+
+
+@pytest.fixture(scope="module")
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A copy of the package that may be read and not written."""
+    if sys.platform != "linux" and (os.name != "posix" or os.geteuid() == 0):
+        pytest.skip("no way to give up the right to write here")
+    where = tmp_path_factory.mktemp("site")
+    shutil.copytree(PACKAGE, where / "numfuse", ignore=shutil.ignore_patterns("__pycache__"))
+    directories = [where, *(path for path in where.rglob("*") if path.is_dir())]
+    for path in directories:
+        path.chmod(0o555)
+    yield where
+    for path in directories:
+        path.chmod(0o755)
+
+
+def test_a_read_only_install_without_a_cache_runs_and_warns_once(read_only):
+    home = {"HOME": str(read_only), "XDG_CACHE_HOME": str(read_only / "none")}
+    code = f"INSTALL = {str(read_only)!r}" + UNPRIVILEGED
+    out = run(
+        code
+        + """
+assert len(caught) == 1, [str(w.message) for w in caught]
+assert caught[0].category is RuntimeWarning
+assert "NUMBA_CACHE_DIR" in str(caught[0].message)
+assert hits and not any(hits)
+print(specialise.cache_directory())
+""",
+        None,
+        **home,
+    )
+    assert out.startswith("none: ")
+
+
+def test_a_read_only_install_caches_where_it_may(read_only, tmp_path):
+    code = f"INSTALL = {str(read_only)!r}" + UNPRIVILEGED
+    code += "assert not caught\nprint(set(hits), specialise.cache_directory())"
+    assert run(code, tmp_path).startswith("{0} " + str(tmp_path))
+    assert run(code, tmp_path).startswith("{1} " + str(tmp_path))
+
+
+def test_a_read_only_install_caches_in_the_users_own_directory(read_only, tmp_path):
+    code = f"INSTALL = {str(read_only)!r}" + UNPRIVILEGED + "print(set(hits), len(caught))"
+    home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    assert run(code, None, **home).strip() == "{0} 0"
+    assert run(code, None, **home).strip() == "{1} 0"

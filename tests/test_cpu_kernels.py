@@ -1,0 +1,440 @@
+"""The pieces of the CPU backend: packing, micro-kernel, conversions, row functions and tilings.
+
+All tests here take the host's vectors; the last one runs this file again as if the host had
+narrower ones.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from arrays import address
+from hypothesis import given
+from hypothesis import strategies as st
+from numba import types
+from tolerance import DTYPES
+
+from numfuse import specialise, tiling
+from numfuse.backends.cpu import driver, host, kernels, library, microkernel
+
+# ruff: noqa: F821  (the free names of a template are bound at specialisation)
+# mypy: disable-error-code="name-defined"
+
+FORMATS = tuple(DTYPES)
+FENCE = 64  # elements on either side of a target
+
+
+def called(kernel: specialise.Kernel, arguments: int) -> Callable[..., None]:
+    """A kernel as a function of integers."""
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(kernel.address)
+
+
+def small_integers(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Values whose sums of products are exact in every dtype and any order."""
+    return rng.integers(-8, 9, shape).astype(dtype)
+
+
+def laid_out(x: np.ndarray, kind: str) -> np.ndarray:
+    """The values of `x` (rows, k) with one of the three kinds of strides, or reversed ones."""
+    base = np.full((2 * x.shape[0] + 3, 2 * x.shape[1] + 5), 99, x.dtype)
+    if kind == "rows":
+        view = base[1 : 1 + x.shape[0], 2 : 2 + x.shape[1]]
+    elif kind == "columns":
+        base = np.full((2 * x.shape[1] + 3, 2 * x.shape[0] + 5), 99, x.dtype)
+        view = base[1 : 1 + x.shape[1], 2 : 2 + x.shape[0]].T
+    elif kind == "neither":
+        view = base[1 : 1 + 2 * x.shape[0] : 2, 2 : 2 + 2 * x.shape[1] : 2]
+    else:
+        view = base[: x.shape[0], : x.shape[1]][::-1, ::-1]
+    view[...] = x
+    return view
+
+
+def depths(vl: int) -> tuple[int, ...]:
+    return 1, vl - 1, vl, vl + 1, 2 * vl + 3
+
+
+KINDS = ("rows", "columns", "neither", "reversed")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_packed_a_is_a(fmt, kind):
+    acc = library.accumulator(fmt)
+    r = library.registers(acc)
+    pack = called(library.pack_a(fmt, acc), 7)
+    rng = np.random.default_rng(0)
+    for rows in (*range(1, r.mr + 2), 3 * r.mr + r.mr // 2, 4 * r.mr):
+        for k in depths(r.vl):
+            x = small_integers(rng, (rows, k), DTYPES[fmt])
+            view = laid_out(x, kind)
+            panels = -(-rows // r.mr)
+            size = k * r.mr + r.vl  # the overhang that the docstring allows
+            panel = size + 16
+            target = np.full(FENCE + panels * panel + FENCE, -77.0, acc)
+            pack(
+                address(view), *view.strides, rows, k,
+                address(target) + FENCE * r.itemsize, panel * r.itemsize,
+            )  # fmt: skip
+            for i in range(panels):
+                at = FENCE + i * panel
+                live = min(r.mr, rows - i * r.mr)
+                got = target[at : at + k * r.mr].reshape(k, r.mr)[:, :live]
+                np.testing.assert_array_equal(got, x[i * r.mr : i * r.mr + live].T)
+                assert (target[at + size : at + panel] == -77).all(), (rows, k)
+            assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (rows, k)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_packed_b_is_b(fmt, kind):
+    acc = library.accumulator(fmt)
+    r = library.registers(acc)
+    pack = called(library.pack_b(fmt, acc), 7)
+    rng = np.random.default_rng(1)
+    for columns in (*range(1, r.vl + 2), r.nr - 1, r.nr, r.nr + 1, 3 * r.nr - 1, 4 * r.nr):
+        for k in depths(r.vl):
+            x = small_integers(rng, (k, columns), DTYPES[fmt])
+            view = laid_out(x, kind)
+            panels = -(-columns // r.nr)
+            panel = k * r.nr + tiling.LINE // r.itemsize
+            target = np.full(FENCE + panels * panel + FENCE, -77.0, acc)
+            pack(
+                address(view), *view.strides, columns, k,
+                address(target) + FENCE * r.itemsize, panel * r.itemsize,
+            )  # fmt: skip
+            for j in range(panels):
+                at = FENCE + j * panel
+                live = min(r.nr, columns - j * r.nr)
+                got = target[at : at + k * r.nr].reshape(k, r.nr)[:, :live]
+                np.testing.assert_array_equal(got, x[:, j * r.nr : j * r.nr + live])
+                assert (target[at + k * r.nr : at + panel] == -77).all(), (columns, k)
+            assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (columns, k)
+
+
+def one_tile(rows, wide, k, a, b, b_step, c, ldc, first):
+    MICROKERNEL(rows, wide, k, a, b, b_step, c, ldc, first, a, 0)
+
+
+@functools.cache
+def tile(acc: str) -> Callable[..., None]:
+    r = library.registers(acc)
+    made = microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl)
+    return specialise.entry(one_tile, types.void(*[types.int64] * 9), MICROKERNEL=made)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("acc", ["float32", "float64"])
+def test_a_tile_is_the_product_and_nothing_else_is_written(acc, in_place):
+    r = library.registers(acc)
+    rng = np.random.default_rng(2)
+    for k in (1, 2, r.vl + 1):
+        a = small_integers(rng, (k, r.mr), np.dtype(acc))
+        b = small_integers(rng, (k, r.nr + (5 if in_place else 0)), np.dtype(acc))
+        for rows in range(1, r.mr + 1):
+            for columns in (r.vl, r.nr):
+                c = np.full((r.mr + 4, r.nr + 2 * r.vl), 99, acc)
+                inside = c[2 : 2 + rows, r.vl : r.vl + columns]
+                product = a[:, :rows].T @ b[:, :columns]
+                for times in (1, 2):  # written, then added to
+                    tile(acc)(
+                        rows, columns > r.vl, k, address(a), address(b), b.strides[0],
+                        address(inside), c.strides[0], times == 1,
+                    )  # fmt: skip
+                    np.testing.assert_array_equal(inside, times * product)
+                inside[...] = 99
+                assert (c == 99).all(), (k, rows, columns)
+
+
+@pytest.mark.parametrize("acc", ["float32", "float64"])
+def test_an_edge_has_the_bits_of_an_interior_tile(acc):
+    r = library.registers(acc)
+    rng = np.random.default_rng(3)
+    k = 77
+    a, b = (rng.standard_normal((k, size)).astype(acc) for size in (r.mr, r.nr))
+
+    def product(rows: int, columns: int) -> np.ndarray:
+        c = np.ones((rows, columns), acc)
+        for first in (1, 0):
+            tile(acc)(
+                rows, columns > r.vl, k, address(a), address(b), b.strides[0],
+                address(c), c.strides[0], first,
+            )  # fmt: skip
+        return c
+
+    whole = product(r.mr, r.nr)
+    for rows in range(1, r.mr + 1):
+        for columns in (r.vl, r.nr):
+            assert product(rows, columns).tobytes() == whole[:rows, :columns].tobytes()
+
+
+def moved(source, source_step, target, target_step, n, item):
+    MOVE(source, source_step, target, target_step, n, item)
+
+
+def test_move_copies_bits_between_any_strides():
+    bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
+    move = specialise.entry(
+        moved, types.void(*[types.int64] * 6), MOVE=specialise.device(kernels.move, **bits)
+    )
+    rng = np.random.default_rng(4)
+    for item in (2, 4, 8):
+        for n in (0, 1, 2, 31, 64, 65):
+            for source_step in (1, 3, -1, 0):
+                for target_step in (1, 2, -5):
+                    source = rng.integers(0, 2**16, 400).astype(f"u{item}")
+                    source *= source  # every byte takes part, signalling NaNs among them
+                    target = np.full(800, 7, f"u{item}")
+                    wanted = target.copy()
+                    index = np.arange(n)
+                    wanted[400 + index * target_step] = source[200 + index * source_step]
+                    move(
+                        address(source[200:]), source_step * item,
+                        address(target[400:]), target_step * item, n, item,
+                    )  # fmt: skip
+                    np.testing.assert_array_equal(target, wanted)
+
+
+def widened_all(source, target, n):
+    x = STORED(source)
+    y = SUMS(target)
+    for q in range(n):
+        y[q] = WIDEN(x[q])
+
+
+def narrowed_all(source, target, n):
+    x = SUMS(source)
+    y = STORED(target)
+    for q in range(n):
+        y[q] = NARROW(x[q])
+
+
+@functools.cache
+def conversion(template: Callable[..., None], fmt: str) -> Callable[..., None]:
+    return specialise.entry(
+        template,
+        types.void(*[types.int64] * 3),
+        STORED=microkernel.make_elements(fmt),
+        SUMS=microkernel.make_elements("float32"),
+        WIDEN=microkernel.make_widen(fmt, "float32"),
+        NARROW=microkernel.make_narrow(fmt, "float32"),
+    )
+
+
+def assert_same_numbers(got: np.ndarray, wanted: np.ndarray) -> None:
+    """The same bits, signs of zeros included; a NaN for a NaN, whatever its payload."""
+    nan = np.isnan(wanted)
+    np.testing.assert_array_equal(np.isnan(got), nan)
+    kind = f"u{got.itemsize}"
+    np.testing.assert_array_equal(got.view(kind)[~nan], wanted.view(kind)[~nan])
+
+
+HALVES = ("float16", "bfloat16")
+
+
+@pytest.mark.parametrize("fmt", HALVES)
+def test_every_half_is_widened_exactly(fmt):
+    halves = np.arange(1 << 16, dtype=np.uint16).view(DTYPES[fmt])
+    wanted = halves.astype(np.float32)
+    got = np.empty(halves.size, np.float32)
+    conversion(widened_all, fmt)(address(halves), address(got), halves.size)
+    assert_same_numbers(got, wanted)
+    # Packing widens whole vectors, and masked ones at the edges.
+    r = library.registers("float32")
+    for columns in (r.nr, r.nr - 1):
+        k = halves.size // columns
+        x = halves[: k * columns].reshape(k, columns)
+        packed = np.empty((k * r.nr + 2 * r.nr,), np.float32)
+        called(library.pack_b(fmt, "float32"), 7)(
+            address(x), *x.strides, columns, k, address(packed), 0
+        )
+        got = np.ascontiguousarray(packed[: k * r.nr].reshape(k, r.nr)[:, :columns])
+        assert_same_numbers(got, x.astype(np.float32))
+
+
+@pytest.mark.parametrize("fmt", HALVES)
+@np.errstate(all="ignore")  # NumPy's conversions, the truth here, warn of NaN and overflow
+def test_narrowing_is_to_nearest_even(fmt):
+    dtype = DTYPES[fmt]
+    halves = np.arange(1 << 15, dtype=np.uint16).view(dtype)
+    wide = halves.astype(np.float64)
+    finite = wide[np.isfinite(wide)]
+    # Halfway between neighbours, beyond the largest too (there IEEE rounds to infinity), and one
+    # float32 to either side of it. The subnormals of a half are among them.
+    ends = np.append(finite, 2 * finite[-1] - finite[-2])
+    halfway = ((ends[1:] + ends[:-1]) / 2).astype(np.float32)
+    assert (halfway.astype(np.float64) == (ends[1:] + ends[:-1]) / 2).all()
+    rng = np.random.default_rng(5)
+    values = np.concatenate([
+        halfway,
+        np.nextafter(halfway, np.float32(0)),
+        np.nextafter(halfway, np.float32(np.inf)),
+        wide.astype(np.float32),
+        rng.integers(0, 1 << 31, 1 << 18, dtype=np.uint32).view(np.float32),
+        np.array([0, np.inf, np.nan, 1e-45, 3.4028235e38, 65504, 65519.996, 65520], np.float32),
+        # NaNs whose payload is all in the bits that are cut off, or carries into the exponent
+        np.array([0x7F800001, 0x7FFFFFFF, 0x7FC00000, 0x7FBFFFFF], np.uint32).view(np.float32),
+    ])  # fmt: skip
+    values = np.concatenate([values, -values])
+    wanted = values.astype(dtype)
+    got = np.empty(values.size, dtype)
+    conversion(narrowed_all, fmt)(address(values), address(got), values.size)
+    assert_same_numbers(got, wanted)
+
+
+def test_ml_dtypes_rounds_to_nearest_even_itself():
+    """What the test above takes as the truth, on values that are easily checked by hand."""
+    one = 0x3F800000
+    values = np.array([one + 0x8000, one + 0x18000, one + 0x8001], np.uint32).view(np.float32)
+    assert values.astype(ml_dtypes.bfloat16).view(np.uint16).tolist() == [0x3F80, 0x3F82, 0x3F81]
+
+
+# Rows whose loop LLVM may leave scalar, or that call libm, are an order of magnitude slower.
+ASSEMBLY = """
+from numfuse.activations import get
+from numfuse.backends.cpu import library
+for fmt in library.FORMATS:
+    for name in ("gelu", "tanh", "gelu_erf"):
+        act = get(name)
+        value, slope = act.trace(0), act.trace(1)
+        rows = [library.forward_row(value, fmt, True, False, False)]
+        if name == "gelu":
+            rows += [
+                library.grad_pre_row(slope, fmt, True, False, True, True, True),
+                library.gated_backward_row(value, slope, fmt, True, True, True),
+            ]
+        for row in rows:
+            assert row.cache_hits == 0
+            print(f"==== {fmt} {name} {row.name}")
+            print(row.assembly())
+"""
+
+
+def test_row_functions_are_vector_code_without_calls(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", ASSEMBLY],
+        capture_output=True, text=True, timeout=240, check=False,
+        env=os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    _, *listings = done.stdout.split("==== ")
+    assert len(listings) == 4 * 5
+    wide = {64: "zmm", 32: "ymm"}.get(host.vector_bytes())
+    for listing in listings:
+        title = listing.partition("\n")[0]
+        calls = re.findall(r"^\s+(?:call\w*|bl|blr)\s+(.*)$", listing, re.MULTILINE)
+        functions = [call for call in calls if re.search(r"exp|tanh|erf|log|fma|hf2|2hf|bf2", call)]
+        assert not functions, f"{title}: calls {functions}"
+        if wide is not None:
+            assert re.search(rf"^\s+vfn?m(add|sub)\w+p[sd]\s.*%{wide}", listing, re.M), title
+            # The quotient in a sigmoid is of vectors too.
+            assert re.search(rf"^\s+vdivp[sd]\s.*%{wide}", listing, re.M), title
+
+
+REGISTERS = [tiling.registers(width, size) for width in (16, 32, 64) for size in (4, 8)]
+sizes = st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))
+
+
+@given(k=st.integers(0, 1 << 24), itemsize=st.sampled_from((4, 8)))
+def test_blocks_of_k_are_even_and_as_few_as_fit(k, itemsize):
+    kc = tiling.k_block(k, itemsize)
+    limit = tiling.KC[itemsize]
+    assert 1 <= kc <= limit
+    blocks = -(-k // kc)
+    assert blocks == -(-k // limit)
+    assert k <= blocks * kc < k + max(1, blocks)
+
+
+@given(
+    m=sizes, n=sizes, k=sizes, batch=st.integers(1, 50), sums=st.integers(1, 5),
+    threads=st.integers(1, 64), r=st.sampled_from(REGISTERS), by_columns=st.booleans(),
+)  # fmt: skip
+def test_cells_tile_the_output_within_bounded_workspaces(
+    m, n, k, batch, sums, threads, r, by_columns
+):
+    t = tiling.gemm(m, n, k, batch, sums, threads, r)
+    # The order of summation depends on K and the dtype alone.
+    assert t.kc == tiling.k_block(k, r.itemsize)
+    # Every cell has a part of the output, the last one too.
+    assert (t.cells_m - 1) * t.cell_m < m <= t.cells_m * t.cell_m
+    assert (t.cells_n - 1) * t.cell_n < n <= t.cells_n * t.cell_n
+    # A chunk of the column sums belongs to one cell, and a register tile to one block.
+    assert t.cell_m % r.chunk == 0
+    assert t.cell_n % r.nr == 0 and t.nc % r.nr == 0
+    rows = min(t.cell_m, tiling.round_up(m, r.mr))
+    if t.cell_n > t.nc:
+        assert t.panels * r.mr >= rows  # kept for the next block of columns
+    if sums > 1 or k > t.kc:
+        assert t.plane_rows >= rows and t.plane_columns >= min(t.cell_n, tiling.round_up(n, r.nr))
+    else:
+        assert t.plane_rows >= min(rows, 2 * r.mr) and t.plane_columns >= t.nc
+    words, stride = driver._layout(t, r, tiling.COLUMN_GROUP if by_columns else 1)
+    # The workspace does not grow with the problem: plane, panels, and where K is one block, which
+    # may be of one value, a block of B with rows of its width (two strips, and 8 bytes a slot).
+    block = tiling.level2_bytes() * tiling.BLOCK_SHARE
+    per_block = 1 + 2 * r.mr + 8 * kernels.SLOT_COUNT / r.itemsize
+    bound = tiling.PLANE_BYTES + tiling.PANELS_BYTES + per_block * block + (2 << 20)
+    assert stride <= bound
+    # Its regions follow each other without overlap.
+    panels_end = words["D_PANEL"] + words["D_PANELS"] * words["D_PANEL_STRIDE"]
+    scratch_end = words["D_SCRATCH"] + kernels.SLOT_COUNT * words["D_SCRATCH_STRIDE"]
+    block_end = words["D_BLOCK"] + t.nc // r.nr * (t.kc * r.nr * r.itemsize + tiling.LINE)
+    plane_end = words["D_PLANE"] + t.plane_rows * words["D_PLANE_STRIDE"]
+    assert kernels.CONTEXT_BYTES <= words["D_SCRATCH"] and scratch_end <= words["D_PANEL"]
+    assert panels_end <= words["D_BLOCK"] and block_end <= words["D_PLANE"] and plane_end <= stride
+    assert words["D_SCRATCH_STRIDE"] >= 8 * t.nc
+    assert words["D_PANEL_STRIDE"] >= (t.kc * r.mr + r.vl) * r.itemsize
+    assert words["D_PLANE_STRIDE"] >= t.plane_columns * r.itemsize
+
+
+@given(m=sizes, n=sizes, r=st.sampled_from(REGISTERS))
+def test_elementwise_cells_tile_the_output(m, n, r):
+    t = tiling.elementwise(m, n, r.chunk)
+    assert (t.cells_m - 1) * t.cell_m < m <= t.cells_m * t.cell_m
+    assert (t.cells_n - 1) * t.cell_n < n <= t.cells_n * t.cell_n
+    assert t.cell_m % r.chunk == 0
+    assert t.nc <= tiling.ROW_BLOCK
+    assert t.cell_m * t.cell_n <= 2 * tiling.ELEMENTWISE_CELL + r.chunk * t.cell_n
+
+
+def test_the_context_has_room_for_what_is_in_it():
+    assert 8 * (kernels.C_SCRATCH_STRIDE + 1) <= kernels.CONTEXT_BYTES
+
+
+@pytest.mark.skipif("NUMFUSE_TEST_VECTORS" in os.environ, reason="this is the inner run")
+@pytest.mark.parametrize("width", [32, 16])
+def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width):
+    if width >= host.vector_bytes():
+        pytest.skip(f"the host's own vectors have {host.vector_bytes()} bytes")
+    here = Path(__file__)
+    code = f"""
+import sys
+from numfuse.backends.cpu import host
+host.vector_bytes = lambda: {width}
+import pytest
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
+"""
+    # Forward and backward in every dtype, with edges in every direction.
+    suite = here.parent / "test_conformance.py"
+    names = "thin_deep_and_shallow", "output_fence_is_untouched", "gated_output_fence_is_untouched"
+    tests = [str(here), *(f"{suite}::test_{name}" for name in names)]
+    chosen = " and not ".join(
+        ("cpu", "reference", "cuda", "webgpu", "tile_the_output", "vector_code")
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *tests, "-k", chosen],
+        capture_output=True, text=True, timeout=300, check=False,
+        cwd=here.parent.parent, env=os.environ | {"NUMFUSE_TEST_VECTORS": str(width)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert re.search(r"^\d\d+ passed", done.stdout, re.MULTILINE), done.stdout[-500:]
