@@ -24,10 +24,11 @@ LINE = 64
 #: Share of the level-2 cache that a packed block of B may take.  What else wants room there: the
 #: panel of A on its way to level 1, the strip or plane rows in flight, the epilogue's operands.
 BLOCK_SHARE = 0.5
-#: K values of a block, by bytes of an accumulator element.  The panel of A (MR x KC: 28 KiB in f32,
-#: 14 KiB in f64) stays in level 1 beside the stream of B; the larger KC, the rarer the updates of the
-#: plane, and K <= KC needs none.  Measured on Granite Rapids (48 KiB of level 1): f32 within 1% from
-#: 256 to 512 at K >= 1024, and 2% better at 512 where K is 512; f64 6-7% better at 128 than at 256.
+#: K values of a block, by bytes of an accumulator element.  The panel of A (MR x KC: 28 KiB in
+#: f32, 14 KiB in f64) stays in level 1 beside the stream of B; the larger KC, the rarer the updates
+#: of the plane, and K <= KC needs none.  Measured on Granite Rapids (48 KiB of level 1): f32 within
+#: 1% from 256 to 512 at K >= 1024, and 2% better at 512 where K is 512; f64 6-7% better at 128 than
+#: at 256.
 KC = {4: 512, 8: 128}
 #: Bytes and columns of an accumulator plane (only where K has several blocks): they bound the
 #: workspace.  The plane lives in level 3; 16 MiB are 2048 x 2048 values of float32, and packing A
@@ -155,7 +156,9 @@ def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registe
 def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers) -> Tiling:
     """Tiling of a product: `batch` outputs of (m, n), each a sum of `sums` products over k."""
     kc = k_block(k, r.itemsize)
-    nc_limit = max(r.nr, int(level2_bytes() * BLOCK_SHARE) // (kc * r.itemsize) // r.nr * r.nr)
+    nc_limit = int(level2_bytes() * BLOCK_SHARE) // (kc * r.itemsize) // r.nr * r.nr
+    # At least a panel, and no wider than a plane: with a small K the strips would grow instead.
+    nc_limit = max(r.nr, min(nc_limit, PLANE_COLUMNS // r.nr * r.nr))
     single = sums == 1 and k <= kc
     best: tuple[float, Tiling] | None = None
     lanes = 2 * r.vl

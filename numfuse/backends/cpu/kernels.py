@@ -83,8 +83,8 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
 
     The K loop is blocked by KC, inside the loop over summed batch axes.  A packed block of B
     (KC x NC; a B with few rows of A to serve is read in place) stays in the level-2 cache while all
-    rows of the cell pass it, one packed panel of A (MR x KC, level 1) at a time; the panels are kept
-    for the cell's further blocks of columns.
+    rows of the cell pass it, one packed panel of A (MR x KC, level 1) at a time; the panels are
+    kept for the cell's further blocks of columns.
     With a single K block the accumulator is a strip of MR rows (two by turns); otherwise it is a
     plane of the whole cell.  Either way a row's epilogue runs soon after its last K block, while
     the row is in cache: one row between two tiles of the next strip, so that its stores, which wait

@@ -194,9 +194,8 @@ def _own_threads() -> ThreadPoolExecutor:
     global _executor
     with _executor_lock:
         if _executor is None:
-            _executor = ThreadPoolExecutor(
-                max(1, int(numba.config.NUMBA_NUM_THREADS) - 1), thread_name_prefix="numfuse"
-            )
+            most = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
+            _executor = ThreadPoolExecutor(max(1, most - 1), thread_name_prefix="numfuse")
         return _executor
 
 
