@@ -45,10 +45,11 @@ COLUMN_GROUP = 8
 ROW_BLOCK = 1024
 #: Elements of an elementwise cell: 2**16 take 20-50 us, large against 0.1 us for fetching a cell.
 ELEMENTWISE_CELL = 1 << 16
-#: A launch on several threads costs 5-20 us (measured with GNU OpenMP on two cores): below this
-#: many fused multiply-adds (100 us at 100 GFLOP/s) or elements one thread is faster.
-PARALLEL_FMAS = 4 << 20
-PARALLEL_ELEMENTS = 1 << 16
+#: From how many fused multiply-adds or elements on a launch takes several threads.  It costs
+#: 5-20 us (GNU OpenMP, two cores), and milliseconds where another library's pool still spins on the
+#: other core (OpenBLAS after a product: measured), so the work should be about 150 us: 256^3 in f32.
+PARALLEL_FMAS = 16 << 20
+PARALLEL_ELEMENTS = 1 << 18
 #: Plans of small products kept by their exact form: 4096 of about 2 KiB are 8 MiB at the most.
 SMALL_PLANS = 4096
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
