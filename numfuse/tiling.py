@@ -47,7 +47,8 @@ ROW_BLOCK = 1024
 ELEMENTWISE_CELL = 1 << 16
 #: From how many fused multiply-adds or elements on a launch takes several threads.  It costs
 #: 5-20 us (GNU OpenMP, two cores), and milliseconds where another library's pool still spins on the
-#: other core (OpenBLAS after a product: measured), so the work should be about 150 us: 256^3 in f32.
+#: other core (OpenBLAS after a product: measured): the work should take about 150 us, as 256^3 does
+#: in float32.
 PARALLEL_FMAS = 16 << 20
 PARALLEL_ELEMENTS = 1 << 18
 #: Plans of small products kept by their exact form: 4096 of about 2 KiB are 8 MiB at the most.
