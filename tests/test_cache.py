@@ -52,7 +52,7 @@ specialise.entry = kept_entry
 
 rng = np.random.default_rng(0)
 results = []
-for size in (50, 170):
+for size in (50, 270):
     a, b, grad = (rng.standard_normal((size, size)).astype("f4") for _ in range(3))
     bias = a[0].copy()
     results += [nf.matmul_bias_activation(a, b, bias, "gelu")]
@@ -97,9 +97,9 @@ def test_the_entry_of_numbas_own_threads_is_cached_too(first, cache):
 import numpy as np
 import numfuse as nf
 from numfuse.backends.cpu import launch
-a = np.ones((170, 170), np.float32)
+a = np.ones((270, 270), np.float32)
 out = nf.matmul_bias_activation(a, a, a[0], "gelu")
-assert abs(out - 171).max() < 1e-3
+assert abs(out - 271).max() < 1e-3
 print(sum(launch._entry("parallel").stats.cache_hits.values()))
 """
     found = [run(code, cache, NUMBA_THREADING_LAYER="omp").strip() for _ in range(2)]
