@@ -21,15 +21,15 @@ REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 
 #: Bytes of a cache line.  Where lines are longer, some prefetches repeat; no result changes.
 LINE = 64
-#: Share of the level-2 cache that a packed block of B may take.  What else wants room there: the
-#: panel of A on its way to level 1, the strip or plane rows in flight, the epilogue's operands.
-BLOCK_SHARE = 0.5
-#: K values of a block, by bytes of an accumulator element.  The panel of A (MR x KC: 28 KiB in
-#: f32, 14 KiB in f64) stays in level 1 beside the stream of B; the larger KC, the rarer the updates
-#: of the plane, and K <= KC needs none.  Measured on Granite Rapids (48 KiB of level 1): f32 within
-#: 1% from 256 to 512 at K >= 1024, and 2% better at 512 where K is 512; f64 6-7% better at 128 than
-#: at 256.
-KC = {4: 512, 8: 128}
+#: Share of the level-2 cache that a packed block of B may take.  The next block, packed meanwhile,
+#: takes as much; what is left is for the panel of A, the strips, and what has been asked for.
+#: Measured on Granite Rapids (2 MiB): 0.25 and 0.375 even, 0.125 and 0.5 up to 5% slower.
+BLOCK_SHARE = 0.375
+#: K values of a block, by bytes of an accumulator element.  Panels of A and B stream from level 2
+#: (a rank-1 update reads 3 lines in 14 cycles in f32, 4 in f64); the larger KC, the rarer the
+#: updates of the plane, and K <= KC needs none.  Measured on Granite Rapids: f32 within 1% from 256
+#: to 512 at K >= 1024; f64 even from 128 to 512 up to 1024^3, 2-4% better at 512 beyond.
+KC = {4: 512, 8: 512}
 #: Bytes and columns of an accumulator plane (only where K has several blocks): they bound the
 #: workspace.  The plane lives in level 3; 16 MiB are 2048 x 2048 values of float32, and packing A
 #: and B is then spread over 2048 rows and columns, 0.1% each at two cycles an element.
@@ -81,6 +81,14 @@ class Registers:
     @property
     def nr(self) -> int:
         return self.vectors * self.vl
+
+    @property
+    def panel_rows(self) -> int:
+        """Rows that a packed panel of A has room for: whole vectors where that wastes little, so
+        that packing writes whole lines (14 values to 16: measured 0.2 against 0.4 cycles each).
+        """
+        whole = round_up(self.mr, self.vl)
+        return whole if 7 * whole <= 8 * self.mr else self.mr
 
     @property
     def chunk(self) -> int:
@@ -189,7 +197,7 @@ def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registe
             cost = -(-batch * cells_m * cells_n // threads) * (compute + packing)
             if best is None or cost < best[0] * 0.999:
                 panels = 1 if blocks == 1 else rows // r.mr
-                plane = (2 * r.mr, nc) if single else (rows, round_up(cell_n, r.nr))
+                plane = (0, 0) if single else (rows, round_up(cell_n, r.nr))
                 best = cost, Tiling(kc, nc, cell_m, cell_n, cells_m, cells_n, panels, *plane)
     assert best is not None  # cells_n = 1 is always tried
     return best[1]

@@ -25,7 +25,7 @@ from numba import types
 from tolerance import DTYPES
 
 from numfuse import specialise, tiling
-from numfuse.backends.cpu import driver, host, kernels, library, microkernel
+from numfuse.backends.cpu import driver, host, kernels, library, microkernel, protocol
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -79,7 +79,7 @@ def test_packed_a_is_a(fmt, kind):
             x = small_integers(rng, (rows, k), DTYPES[fmt])
             view = laid_out(x, kind)
             panels = -(-rows // r.mr)
-            size = k * r.mr + r.vl  # the overhang that the docstring allows
+            size = k * r.panel_rows + r.vl  # the overhang that the docstring allows
             panel = size + 16
             target = np.full(FENCE + panels * panel + FENCE, -77.0, acc)
             pack(
@@ -89,7 +89,7 @@ def test_packed_a_is_a(fmt, kind):
             for i in range(panels):
                 at = FENCE + i * panel
                 live = min(r.mr, rows - i * r.mr)
-                got = target[at : at + k * r.mr].reshape(k, r.mr)[:, :live]
+                got = target[at : at + k * r.panel_rows].reshape(k, r.panel_rows)[:, :live]
                 np.testing.assert_array_equal(got, x[i * r.mr : i * r.mr + live].T)
                 assert (target[at + size : at + panel] == -77).all(), (rows, k)
             assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (rows, k)
@@ -122,15 +122,25 @@ def test_packed_b_is_b(fmt, kind):
             assert (target[:FENCE] == -77).all() and (target[-FENCE:] == -77).all(), (columns, k)
 
 
-def one_tile(rows, wide, k, a, b, b_step, c, ldc, first):
-    MICROKERNEL(rows, wide, k, a, b, b_step, c, ldc, first, a, 0)
+def one_tile(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table):
+    MICROKERNEL(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table)
 
 
 @functools.cache
 def tile(acc: str) -> Callable[..., None]:
     r = library.registers(acc)
-    made = microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl)
-    return specialise.entry(one_tile, types.void(*[types.int64] * 9), MICROKERNEL=made)
+    made = microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT)
+    run = specialise.entry(one_tile, types.void(*[types.int64] * 12), MICROKERNEL=made)
+
+    def call(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first):
+        table = np.zeros(2 * protocol.STREAM_COUNT, np.int64)
+        table[::2] = a  # requests that rest where they are
+        run(
+            rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, address(table)
+        )  # fmt: skip
+        assert (table[::2] == a).all() and (table[1::2] == 0).all()
+
+    return call
 
 
 @pytest.mark.parametrize("in_place", [False, True])
@@ -139,7 +149,7 @@ def test_a_tile_is_the_product_and_nothing_else_is_written(acc, in_place):
     r = library.registers(acc)
     rng = np.random.default_rng(2)
     for k in (1, 2, r.vl + 1):
-        a = small_integers(rng, (k, r.mr), np.dtype(acc))
+        a = small_integers(rng, (k, r.panel_rows), np.dtype(acc))
         b = small_integers(rng, (k, r.nr + (5 if in_place else 0)), np.dtype(acc))
         for rows in range(1, r.mr + 1):
             for columns in (r.vl, r.nr):
@@ -149,7 +159,7 @@ def test_a_tile_is_the_product_and_nothing_else_is_written(acc, in_place):
                 for times in (1, 2):  # written, then added to
                     tile(acc)(
                         rows, columns > r.vl, k, address(a), address(b), b.strides[0],
-                        address(inside), c.strides[0], times == 1,
+                        address(inside), c.strides[0], address(inside), c.strides[0], times == 1,
                     )  # fmt: skip
                     np.testing.assert_array_equal(inside, times * product)
                 inside[...] = 99
@@ -161,14 +171,15 @@ def test_an_edge_has_the_bits_of_an_interior_tile(acc):
     r = library.registers(acc)
     rng = np.random.default_rng(3)
     k = 77
-    a, b = (rng.standard_normal((k, size)).astype(acc) for size in (r.mr, r.nr))
+    a, b = (rng.standard_normal((k, size)).astype(acc) for size in (r.panel_rows, r.nr))
 
     def product(rows: int, columns: int) -> np.ndarray:
+        before = np.ones((rows, 2 * columns), acc)
         c = np.ones((rows, columns), acc)
-        for first in (1, 0):
+        for first, target in ((1, before), (0, c)):  # the sum goes elsewhere than it comes from
             tile(acc)(
                 rows, columns > r.vl, k, address(a), address(b), b.strides[0],
-                address(c), c.strides[0], first,
+                address(before), before.strides[0], address(target), target.strides[0], first,
             )  # fmt: skip
         return c
 
@@ -376,25 +387,27 @@ def test_cells_tile_the_output_within_bounded_workspaces(
         assert t.panels * r.mr >= rows  # kept for the next block of columns
     if sums > 1 or k > t.kc:
         assert t.plane_rows >= rows and t.plane_columns >= min(t.cell_n, tiling.round_up(n, r.nr))
-    else:
-        assert t.plane_rows >= min(rows, 2 * r.mr) and t.plane_columns >= t.nc
     words, stride = driver._layout(t, r, tiling.COLUMN_GROUP if by_columns else 1)
     # The workspace does not grow with the problem: plane, panels, and where K is one block, which
     # may be of one value, a block of B with rows of its width (two strips, and 8 bytes a slot).
-    block = tiling.level2_bytes() * tiling.BLOCK_SHARE
-    per_block = 1 + 2 * r.mr + 8 * kernels.SLOT_COUNT / r.itemsize
+    block = 2 * tiling.level2_bytes() * tiling.BLOCK_SHARE
+    per_block = 1 + 2 * r.mr + 8 * protocol.SLOT_COUNT / r.itemsize
     bound = tiling.PLANE_BYTES + tiling.PANELS_BYTES + per_block * block + (2 << 20)
     assert stride <= bound
     # Its regions follow each other without overlap.
     panels_end = words["D_PANEL"] + words["D_PANELS"] * words["D_PANEL_STRIDE"]
-    scratch_end = words["D_SCRATCH"] + kernels.SLOT_COUNT * words["D_SCRATCH_STRIDE"]
-    block_end = words["D_BLOCK"] + t.nc // r.nr * (t.kc * r.nr * r.itemsize + tiling.LINE)
-    plane_end = words["D_PLANE"] + t.plane_rows * words["D_PLANE_STRIDE"]
-    assert kernels.CONTEXT_BYTES <= words["D_SCRATCH"] and scratch_end <= words["D_PANEL"]
-    assert panels_end <= words["D_BLOCK"] and block_end <= words["D_PLANE"] and plane_end <= stride
+    scratch_end = words["D_SCRATCH"] + protocol.SLOT_COUNT * words["D_SCRATCH_STRIDE"]
+    block_bytes = t.nc // r.nr * (t.kc * r.nr * r.itemsize + tiling.LINE)
+    block_end = words["D_BLOCK"] + words["D_BLOCK_STRIDE"] + block_bytes
+    strip_end = words["D_STRIP"] + 2 * r.mr * words["D_STRIP_STRIDE"]
+    plane_end = words["D_PLANE"] + t.plane_rows * t.plane_columns * r.itemsize
+    assert protocol.CONTEXT_BYTES <= words["D_SCRATCH"] and scratch_end <= words["D_PANEL"]
+    assert panels_end <= words["D_BLOCK"] and block_bytes <= words["D_BLOCK_STRIDE"]
+    assert block_end <= words["D_STRIP"] and strip_end <= words["D_PLANE"] and plane_end <= stride
     assert words["D_SCRATCH_STRIDE"] >= 8 * t.nc
-    assert words["D_PANEL_STRIDE"] >= (t.kc * r.mr + r.vl) * r.itemsize
-    assert words["D_PLANE_STRIDE"] >= t.plane_columns * r.itemsize
+    assert words["D_PANEL_STRIDE"] >= (t.kc * r.panel_rows + r.vl) * r.itemsize
+    assert words["D_STRIP_STRIDE"] >= t.nc * r.itemsize
+    assert t.plane_columns % r.nr == 0 and t.plane_rows % r.mr == 0  # whole tiles
 
 
 @given(m=sizes, n=sizes, r=st.sampled_from(REGISTERS))
@@ -408,7 +421,7 @@ def test_elementwise_cells_tile_the_output(m, n, r):
 
 
 def test_the_context_has_room_for_what_is_in_it():
-    assert 8 * (kernels.C_SCRATCH_STRIDE + 1) <= kernels.CONTEXT_BYTES
+    assert 8 * (protocol.STREAM_TABLE + 2 * protocol.STREAM_COUNT) <= protocol.CONTEXT_BYTES
 
 
 @pytest.mark.skipif("NUMFUSE_TEST_VECTORS" in os.environ, reason="this is the inner run")

@@ -16,12 +16,12 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends import Call, latest
-from numfuse.backends.cpu import host, kernels, launch, library, microkernel
+from numfuse.backends.cpu import host, launch, library, microkernel, protocol
 from numfuse.specialise import Kernel, readable_name
 
 
 class Slots(NamedTuple):
-    """Operands of a row function, (..., rows, columns), in the order of `kernels.SLOTS`."""
+    """Operands of a row function, (..., rows, columns), in the order of `protocol.SLOTS`."""
 
     bias: np.ndarray | None = None
     extra: np.ndarray | None = None
@@ -40,20 +40,23 @@ def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str
     """
     line, page = tiling.LINE, launch.PAGE
     scratch_stride = tiling.round_up(t.nc * 8, line) + line
-    scratch = kernels.CONTEXT_BYTES
+    scratch = protocol.CONTEXT_BYTES
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
-    panel_stride = tiling.round_up(t.kc * r.mr * r.itemsize + slack, line)
+    panel_stride = tiling.round_up(t.kc * r.panel_rows * r.itemsize + slack, line)
     count = t.panels if t.panels > 1 else group
-    panels = tiling.round_up(scratch + kernels.SLOT_COUNT * scratch_stride, page)
+    panels = tiling.round_up(scratch + protocol.SLOT_COUNT * scratch_stride, page)
     block = tiling.round_up(panels + count * panel_stride, page) + 3 * line
     block_bytes = t.kc * t.nc * r.itemsize + t.nc // r.nr * line + slack
-    plane = tiling.round_up(block + block_bytes, page) + 9 * line
-    plane_stride = t.plane_columns * r.itemsize + line
-    total = tiling.round_up(plane + t.plane_rows * plane_stride, page) + page
+    block_stride = tiling.round_up(block_bytes, page) + 5 * line
+    strip = tiling.round_up(block + 2 * block_stride, page) + 9 * line
+    strip_stride = t.nc * r.itemsize + line
+    plane = tiling.round_up(strip + 2 * r.mr * strip_stride, page) + 7 * line
+    total = tiling.round_up(plane + t.plane_rows * t.plane_columns * r.itemsize, page) + page
     words = {
         "D_PANEL": panels, "D_PANEL_STRIDE": panel_stride, "D_PANELS": count, "D_GROUP": group,
-        "D_BLOCK": block, "D_PLANE": plane,
-        "D_PLANE_STRIDE": plane_stride, "D_SCRATCH": scratch, "D_SCRATCH_STRIDE": scratch_stride,
+        "D_BLOCK": block, "D_BLOCK_STRIDE": block_stride, "D_PLANE": plane,
+        "D_STRIP": strip, "D_STRIP_STRIDE": strip_stride,
+        "D_SCRATCH": scratch, "D_SCRATCH_STRIDE": scratch_stride,
     }  # fmt: skip
     return words, total
 
@@ -75,9 +78,9 @@ class Plan(NamedTuple):
 _Form = tuple[tuple[int, ...], tuple[int, ...]] | None
 # Operands by number: A, B, then the slots.
 _WORDS = (
-    kernels.DESCRIPTOR["D_A"],
-    kernels.DESCRIPTOR["D_B"],
-    *range(kernels.D_SLOTS, kernels.D_SLOTS + 3 * kernels.SLOT_COUNT, 3),
+    protocol.DESCRIPTOR["D_A"],
+    protocol.DESCRIPTOR["D_B"],
+    *range(protocol.D_SLOTS, protocol.D_SLOTS + 3 * protocol.SLOT_COUNT, 3),
 )
 
 
@@ -92,7 +95,7 @@ def _strides(form: _Form, batch: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _slot_words(forms: tuple[_Form, ...], n: int, items: tuple[int, ...]) -> list[int]:
-    words = [0] * (3 * kernels.SLOT_COUNT)
+    words = [0] * (3 * protocol.SLOT_COUNT)
     for slot, form in enumerate(forms):
         if form is None:
             continue
@@ -117,7 +120,7 @@ def _plan(
     places = tuple((_WORDS[i], i) for i, form in enumerate(forms) if form is not None)
     if launch.OBJECTS_CAN_BE_READ:
         head["D_OBJECTS"] = sum(1 << i for _, i in places)
-    words = [head.get(name, 0) for name in kernels.DESCRIPTOR]
+    words = [head.get(name, 0) for name in protocol.DESCRIPTOR]
     descriptor = array("q", words + _slot_words(forms[2:], head["D_N"], items) + axes)
     kernel = f"{readable_name(cell.name)} + {readable_name(row.name)}"
     call = Call("cpu", host.name(), host.vector_name(), kernel, t)
@@ -155,6 +158,14 @@ def _gemm_plan(
         "D_A_ROW": a[1][-2], "D_A_K": a[1][-1], "D_B_K": b[1][-2], "D_B_COLUMN": b[1][-1],
         "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b[1][-2], b[1][-1], r)),
     }  # fmt: skip
+    asked = [
+        slot for slot, (form, item) in enumerate(zip(forms[2:], items, strict=True))
+        if form is not None and slot != protocol.SLOTS["S_SUMS"] and form[0][-2] > 1
+        and form[1][-1] == item
+    ]  # fmt: skip
+    for name, slot in zip(("D_ASK", "D_ASK_2", "D_ASK_3"), [*asked, -1, -1, -1], strict=False):
+        head[name] = slot
+    head["D_B_BY_ROWS"] = int(b[1][-1] == microkernel.itemsize(right))
     # Columns of A in memory are packed by groups of panels.
     by_columns = a[1][-2] == microkernel.itemsize(left) != a[1][-1]
     group = tiling.COLUMN_GROUP if by_columns else 1

@@ -1,15 +1,12 @@
-"""The kernels of the CPU backend, as templates: one GEMM cell, one elementwise cell, row functions.
+"""The elementwise cell and the row functions of the CPU backend, as templates.
 
 A *cell* is a rectangle of the output; any thread may compute any cell, and a cell's result does
 not depend on who does.  A *row function* is an epilogue: accumulator row in, results out.  The
-cell calls packing and row functions by address, so that one compiled GEMM per accumulator dtype
+cells call row functions by address, so that one compiled GEMM per accumulator dtype
 serves every storage dtype, layout and activation, and a new activation costs one small function.
 
-A launch is described by int64 words (`DESCRIPTOR`); a cell turns the part of it that depends on
-the batch element into a *context* for its row functions.  Kernels trust the descriptor: every
-check has been made in `numfuse.problem`.
-
-Free names in UPPER case are bound by `numfuse.specialise`.
+Kernels trust the descriptor: every check has been made in `numfuse.problem`.  Free names in UPPER
+case are bound by `numfuse.specialise`.
 """
 
 from __future__ import annotations
@@ -19,237 +16,23 @@ from typing import Any
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
-#: Word numbers of the descriptor.  Strides are bytes.
-DESCRIPTOR = {
-    name: index
-    for index, name in enumerate(
-        [
-            "D_M",
-            "D_N",
-            "D_K",
-            "D_KC",
-            "D_NC",
-            "D_CELL_M",
-            "D_CELL_N",
-            "D_CELLS_M",
-            "D_CELLS_N",
-            "D_PACK_A",
-            "D_PACK_B",
-            "D_ROW",
-            "D_BATCH_AXES",
-            "D_SUM_AXES",
-            "D_SUM_SIZE",
-            "D_A",
-            "D_A_ROW",
-            "D_A_K",
-            "D_B",
-            "D_B_K",
-            "D_B_COLUMN",
-            "D_OBJECTS",
-            "D_B_DIRECT",
-            "D_PANEL",
-            "D_PANEL_STRIDE",
-            "D_PANELS",
-            "D_GROUP",
-            "D_BLOCK",
-            "D_PLANE",
-            "D_PLANE_STRIDE",
-            "D_SCRATCH",
-            "D_SCRATCH_STRIDE",
-        ]
-    )
-}
-#: Operands of a row function: three words each (address, row stride, column stride).
-SLOTS = {
-    name: index
-    for index, name in enumerate(
-        ["S_BIAS", "S_EXTRA", "S_GRAD", "S_OUT", "S_PRE", "S_SUMS", "S_A", "S_B"]
-    )
-}
-SLOT_COUNT = len(SLOTS)
-D_SLOTS = len(DESCRIPTOR)
-#: After the slots: per batch axis its size and the strides of A, B and every slot, then per
-#: summed axis its size and the strides of A and B.
-D_AXES = D_SLOTS + 3 * SLOT_COUNT
-AXIS_WORDS = 3 + SLOT_COUNT
-#: Context words: the slots, then the address and stride of the scratch rows.
-C_SCRATCH = 3 * SLOT_COUNT
-C_SCRATCH_STRIDE = C_SCRATCH + 1
-CONTEXT_BYTES = 512
 
-
-def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``.
-
-    The K loop is blocked by KC, inside the loop over summed batch axes.  A packed block of B
-    (KC x NC; a B with few rows of A to serve is read in place) stays in the level-2 cache while all
-    rows of the cell pass it, one packed panel of A (MR x KC, level 1) at a time; the panels are
-    kept for the cell's further blocks of columns.
-    With a single K block the accumulator is a strip of MR rows (two by turns); otherwise it is a
-    plane of the whole cell.  Either way a row's epilogue runs soon after its last K block, while
-    the row is in cache: one row between two tiles of the next strip, so that its stores, which wait
-    for memory, drain behind arithmetic.
-    """
+def cell_of(descriptor: int, cell: int) -> tuple[int, int, int, int, int]:
+    """Cell number `cell`: its batch element, first and end row, first and end column."""
     d = WORDS(descriptor)
-    m, n, k = d[D_M], d[D_N], d[D_K]
-    kc, nc = d[D_KC], d[D_NC]
     cells_n = d[D_CELLS_N]
     per_batch = d[D_CELLS_M] * cells_n
     batch = cell // per_batch
     place = cell - batch * per_batch
     i0 = (place // cells_n) * d[D_CELL_M]
     j0 = (place % cells_n) * d[D_CELL_N]
-    i1 = min(m, i0 + d[D_CELL_M])
-    j1 = min(n, j0 + d[D_CELL_N])
-
-    context = workspace
-    a_base, b_base = OPEN_CONTEXT(descriptor, batch, context)
-    panels = workspace + d[D_PANEL]
-    panel_stride, panel_count, group = d[D_PANEL_STRIDE], d[D_PANELS], d[D_GROUP]
-    kept = panel_count * MR >= i1 - i0
-    block = workspace + d[D_BLOCK]
-    plane = workspace + d[D_PLANE]
-    plane_stride = d[D_PLANE_STRIDE]
-    a_row, a_k = d[D_A_ROW], d[D_A_K]
-    b_k, b_column = d[D_B_K], d[D_B_COLUMN]
-    direct = d[D_B_DIRECT] != 0
-    sum_size = d[D_SUM_SIZE]
-    single = sum_size == 1 and k <= kc
-    rows_in_memory = a_k <= LINE and a_k >= -LINE
-    axes = D_AXES + d[D_BATCH_AXES] * AXIS_WORDS
-    before = plane
-
-    if k * sum_size == 0:
-        # An empty sum is zero, and its epilogue still runs.
-        zeros = SUMS(plane)
-        for q in range(min(nc, j1 - j0)):
-            zeros[q] = ZERO
-        for jc in range(j0, j1, nc):
-            for i in range(i0, i1):
-                CALL_ROW(d[D_ROW], context, plane, i, jc, min(nc, j1 - jc))
-        return
-
-    for s in range(sum_size):
-        a_at, b_at = a_base, b_base
-        rest = s
-        for axis in range(d[D_SUM_AXES] - 1, -1, -1):
-            word = axes + 3 * axis
-            index = rest % d[word]
-            rest = rest // d[word]
-            a_at += index * d[word + 1]
-            b_at += index * d[word + 2]
-        for pc in range(0, k, kc):
-            depth = min(kc, k - pc)
-            first = s == 0 and pc == 0
-            b_panel = depth * NR * SIZE + LINE
-            last = s == sum_size - 1 and pc + depth == k
-            for jc in range(j0, j1, nc):
-                columns = min(nc, j1 - jc)
-                tiles = (columns + NR - 1) // NR
-                packed = jc > j0 and kept
-                b_here = b_at + pc * b_k + jc * b_column
-                # Where B is read in place, only a last narrow panel is packed: a micro-kernel
-                # reads whole vectors.
-                in_place = columns // NR if direct else 0
-                if in_place < tiles:
-                    CALL_PACK_B(
-                        d[D_PACK_B],
-                        b_here + in_place * NR * b_column,
-                        b_k,
-                        b_column,
-                        columns - in_place * NR,
-                        depth,
-                        block,
-                        b_panel,
-                    )
-                waiting = 0  # rows of the strip before, whose epilogue has not run yet
-                for i in range(i0, i1, MR):
-                    rows = min(MR, i1 - i)
-                    index = (i - i0) // MR
-                    panel = panels + index % panel_count * panel_stride
-                    # What comes next is asked for while tiles keep the core busy with data in
-                    # cache: tile t brings its share of the next panel of A, if it is packed
-                    # already, or row t of its source.
-                    if packed or (index + 1) % group != 0:
-                        share = depth * MR * SIZE // tiles
-                        ahead, ahead_step, shares = panel + panel_stride, share // depth, tiles
-                    else:
-                        share = a_row
-                        ahead, ahead_step = a_at + (i + MR) * a_row + pc * a_k, a_k
-                        shares = min(MR, i1 - i - MR) if rows_in_memory else 0
-                    if not packed and index % group == 0:
-                        CALL_PACK_A(
-                            d[D_PACK_A],
-                            a_at + i * a_row + pc * a_k,
-                            a_row,
-                            a_k,
-                            min(group * MR, i1 - i),
-                            depth,
-                            panel,
-                            panel_stride,
-                        )
-                    if single:
-                        strip = plane + (i - i0) // MR % 2 * MR * plane_stride
-                    else:
-                        strip = plane + (i - i0) * plane_stride + (jc - j0) * SIZE
-                    for tile in range(tiles):
-                        j = tile * NR
-                        more = tile < shares
-                        if tile < in_place:
-                            b_tile, b_step = b_here + j * SIZE, b_k
-                        else:
-                            b_tile, b_step = block + (tile - in_place) * b_panel, NR * SIZE
-                        MICROKERNEL(
-                            rows,
-                            columns - j > VL,
-                            depth,
-                            panel,
-                            b_tile,
-                            b_step,
-                            strip + j * SIZE,
-                            plane_stride,
-                            first,
-                            ahead + tile * share if more else panel,
-                            ahead_step if more else 0,
-                        )
-                        # One row of the strip before: its stores drain during the next tile.
-                        if tile < waiting:
-                            CALL_ROW(
-                                d[D_ROW],
-                                context,
-                                before + tile * plane_stride,
-                                i - waiting + tile,
-                                jc,
-                                columns,
-                            )
-                    for r in range(tiles, waiting):
-                        CALL_ROW(
-                            d[D_ROW],
-                            context,
-                            before + r * plane_stride,
-                            i - waiting + r,
-                            jc,
-                            columns,
-                        )
-                    before = strip
-                    waiting = rows if last else 0
-                for r in range(waiting):
-                    CALL_ROW(
-                        d[D_ROW], context, before + r * plane_stride, i1 - waiting + r, jc, columns
-                    )
+    return batch, i0, min(d[D_M], i0 + d[D_CELL_M]), j0, min(d[D_N], j0 + d[D_CELL_N])
 
 
 def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
     """One cell of an operation without a product: its row function over the cell's rows."""
     d = WORDS(descriptor)
-    cells_n = d[D_CELLS_N]
-    per_batch = d[D_CELLS_M] * cells_n
-    batch = cell // per_batch
-    place = cell - batch * per_batch
-    i0 = (place // cells_n) * d[D_CELL_M]
-    j0 = (place % cells_n) * d[D_CELL_N]
-    i1 = min(d[D_M], i0 + d[D_CELL_M])
-    j1 = min(d[D_N], j0 + d[D_CELL_N])
+    batch, i0, i1, j0, j1 = CELL(descriptor, cell)
     OPEN_CONTEXT(descriptor, batch, workspace)
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
@@ -471,9 +254,3 @@ def gated_d_b_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     for q in range(n):
         d_b[q] = NARROW(WIDEN(grad[q]) * ACT(WIDEN(a[q])))
     FINISH_ROW(context, S_EXTRA, i, j, n, ITEM)
-
-
-def peak_loop(repeats: int, k: int, a: int, b: int, c: int, ldc: int) -> None:
-    """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
-    for _ in range(repeats):
-        MICROKERNEL(MR, 1, k, a, b, NR * SIZE, c, ldc, 1, a, 0)

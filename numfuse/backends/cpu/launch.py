@@ -29,7 +29,7 @@ import numpy as np
 from numba import prange, types
 
 from numfuse import specialise
-from numfuse.backends.cpu import kernels, microkernel
+from numfuse.backends.cpu import microkernel, protocol
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -112,8 +112,10 @@ OBJECTS_CAN_BE_READ = _objects_can_be_read()
 @functools.cache
 def _entry(name: str) -> Any:
     call, fetch_add = microkernel.make_call(3), microkernel.make_fetch_add()
-    names: dict[str, Any] = {name: kernels.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")}
-    names |= {"D_SLOTS": kernels.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
+    names: dict[str, Any] = {
+        name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")
+    }
+    names |= {"D_SLOTS": protocol.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
     names["HEADER"] = HEADER
     if name == "resolve":
         return specialise.entry(resolve, types.void(_I), **names)

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse import specialise, tiling
-from numfuse.backends.cpu import host, kernels, microkernel, packing, primitives
+from numfuse.backends.cpu import (
+    gemm,
+    host,
+    kernels,
+    microkernel,
+    packing,
+    primitives,
+    protocol,
+)
 from numfuse.expr import SYMBOL
 
 if TYPE_CHECKING:
@@ -34,50 +42,65 @@ def registers(acc: str) -> tiling.Registers:
     return tiling.registers(host.vector_bytes(), microkernel.itemsize(acc))
 
 
-def _layout() -> dict[str, Any]:
+def _words() -> dict[str, Any]:
+    """What every function that reads a descriptor or a context binds."""
     return {
-        **kernels.DESCRIPTOR,
-        "D_SLOTS": kernels.D_SLOTS,
-        "D_AXES": kernels.D_AXES,
-        "AXIS_WORDS": kernels.AXIS_WORDS,
-        "SLOT_COUNT": kernels.SLOT_COUNT,
-        "C_SCRATCH": kernels.C_SCRATCH,
-        "C_SCRATCH_STRIDE": kernels.C_SCRATCH_STRIDE,
+        **{
+            name: getattr(protocol, name)
+            for name in (
+                "D_SLOTS", "D_AXES", "AXIS_WORDS", "SLOT_COUNT", "C_SCRATCH", "C_SCRATCH_STRIDE",
+            )
+        },
+        **protocol.DESCRIPTOR,
         "WORDS": microkernel.make_elements("int64"),
+    }  # fmt: skip
+
+
+def _cell_names() -> dict[str, Any]:
+    """What both kinds of cell bind."""
+    words = _words()
+    return {
+        **words,
+        "CELL": specialise.device(kernels.cell_of, **words),
+        "OPEN_CONTEXT": specialise.device(kernels.open_context, **words),
+        "CALL_ROW": microkernel.make_call(5),
     }
 
 
 @functools.cache
 def gemm_cell(acc: str) -> specialise.Kernel:
     r = registers(acc)
-    layout = _layout()
+    words = {
+        **_words(), **protocol.AHEAD, **protocol.STREAMS,
+        "STREAM_TABLE": protocol.STREAM_TABLE, "ROW_STREAMS": protocol.ROW_STREAMS,
+        "LINE": tiling.LINE, "NR": r.nr, "SIZE": r.itemsize,
+        "CALL_PACK_B": microkernel.make_call(7),
+    }  # fmt: skip
+    # Each may call those before it.
+    for name, template in (
+        ("PLACE", gemm.place), ("SUM_OFFSETS", gemm.sum_offsets), ("ASK", gemm.ask),
+        ("PLAN_AHEAD", gemm.plan_ahead), ("PACK_AHEAD", gemm.pack_ahead), ("ASK_A", gemm.ask_a),
+        ("ASK_B", gemm.ask_b), ("ASK_ROW", gemm.ask_row),
+    ):  # fmt: skip
+        words[name] = specialise.device(template, **words)
     return specialise.kernel(
-        kernels.gemm_cell,
-        **layout,
-        OPEN_CONTEXT=specialise.device(kernels.open_context, **layout),
-        CALL_ROW=microkernel.make_call(5),
+        gemm.gemm_cell,
+        **{**words, **_cell_names()},
         CALL_PACK_A=microkernel.make_call(7),
-        CALL_PACK_B=microkernel.make_call(7),
-        MICROKERNEL=microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl),
-        LINE=tiling.LINE,
+        MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
+        STREAM_COUNT=protocol.STREAM_COUNT,
         SUMS=microkernel.make_elements(acc),
         ZERO=_zero(acc),
         MR=r.mr,
-        NR=r.nr,
+        PANEL_ROWS=r.panel_rows,
+        TILE=r.mr * r.nr * r.itemsize,
         VL=r.vl,
-        SIZE=r.itemsize,
     )
 
 
 @functools.cache
 def elementwise_cell() -> specialise.Kernel:
-    layout = _layout()
-    return specialise.kernel(
-        kernels.elementwise_cell,
-        **layout,
-        OPEN_CONTEXT=specialise.device(kernels.open_context, **layout),
-        CALL_ROW=microkernel.make_call(5),
-    )
+    return specialise.kernel(kernels.elementwise_cell, **_cell_names())
 
 
 @functools.cache
@@ -89,6 +112,7 @@ def pack_a(fmt: str, acc: str) -> specialise.Kernel:
         SIZE=r.itemsize,
         VL=r.vl,
         MR=r.mr,
+        PANEL_ROWS=r.panel_rows,
         HIGH_ROWS=(r.mr - 1) // r.vl * r.vl,
         COPY_ROWS=microkernel.make_copy_rows(fmt, acc, r.vl, r.mr),
         COPY_LANES=microkernel.make_copy_lanes(fmt, acc, r.vl),
@@ -118,13 +142,13 @@ def _row_names(fmt: str, acc: str) -> dict[str, Any]:
     """What every row function of a storage format binds."""
     context = {
         "WORDS": microkernel.make_elements("int64"),
-        "C_SCRATCH": kernels.C_SCRATCH,
-        "C_SCRATCH_STRIDE": kernels.C_SCRATCH_STRIDE,
+        "C_SCRATCH": protocol.C_SCRATCH,
+        "C_SCRATCH_STRIDE": protocol.C_SCRATCH_STRIDE,
     }
     bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.device(kernels.move, **bits)
     return {
-        **kernels.SLOTS,
+        **protocol.SLOTS,
         "ITEM": microkernel.itemsize(fmt),
         "SIZE": microkernel.itemsize(acc),
         "SUMS": microkernel.make_elements(acc),

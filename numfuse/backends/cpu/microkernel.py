@@ -21,6 +21,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from numfuse.tiling import Registers
+
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
 #: LLVM type and bytes of an element, by storage format.  bfloat16 travels as its 16 bits: a
@@ -118,108 +120,149 @@ def _prefetched(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(2), I32(1)])
 
 
-def _tile(
-    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, mr: int, vl: int, args: Any
-) -> None:
-    """One tile: ``c[i, j] (+)= sum_p a[p, i] * b[p, j]`` for ``rows x (vectors * vl)`` values."""
-    k, a, b, b_step, c, ldc, first, ahead, ahead_step = args
+def _steps(
+    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers,
+    count: ir.Value, unroll: int, state: list[ir.Value], b_step: ir.Value, steps: list[ir.Value],
+) -> list[ir.Value]:  # fmt: skip
+    """The loop of `count` times `unroll` rank-1 updates; no pass where count is 0.
+
+    `state` is the address of A's panel and of B's row, an address a stream of requests, and the
+    sums; returned as it is afterwards.  Request i of a pass is for stream i: one a rank-1 update.
+    """
     element, size = FORMATS[acc]
+    vl = r.vl
     vector = _vector(element, vl)
     fma = cgutils.get_or_insert_function(
         builder.module,
         ir.FunctionType(vector, [vector] * 3),
         f"llvm.fma.v{vl}f{size * 8}",
     )
-    targets = []
-    for i in range(rows):
-        row = builder.add(c, builder.mul(ldc, I64(i)))
-        for v in range(vectors):
-            targets.append(_pointer(builder, row, v * vl * size, vector))
-
     start = builder.block
     loop = builder.append_basic_block("tile.loop")
     done = builder.append_basic_block("tile.done")
-    builder.branch(loop)
+    builder.cbranch(builder.icmp_signed(">", count, I64(0)), loop, done)
     builder.position_at_end(loop)
-    count, a_at, b_at, ahead_at = (builder.phi(I64) for _ in range(4))
-    sums = [builder.phi(vector) for _ in targets]
-    columns = [
-        builder.load(_pointer(builder, b_at, v * vl * size, vector), align=size)
-        for v in range(vectors)
-    ]
-    updated = []
-    for i in range(rows):
-        value = builder.load(_pointer(builder, a_at, i * size, element), align=size)
-        splat = _splat(builder, value, vl)
-        for v in range(vectors):
-            updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
-    if rows == mr:
-        # One request a step: a burst at the start would fill the buffers that the stream of B
-        # needs, and more than one instruction more in this loop costs 5% and over (measured).
-        _prefetched(builder, ahead_at)
-    stepped = [
-        builder.sub(count, I64(1)),
-        builder.add(a_at, I64(mr * size)),
-        builder.add(b_at, b_step),
-        builder.add(ahead_at, ahead_step),
-    ]
-    zero = ir.Constant(vector, None)
-    for phi, initial, following in zip(
-        [count, a_at, b_at, ahead_at, *sums],
-        [k, a, b, ahead] + [zero] * len(sums),
-        stepped + updated,
-        strict=True,
-    ):
+    left = builder.phi(I64)
+    phis = [builder.phi(value.type) for value in state]
+    a_at, b_at, *rest = phis
+    streams, sums = rest[: len(steps)], rest[len(steps) :]
+    for u in range(unroll):
+        columns = [
+            builder.load(_pointer(builder, b_at, v * vl * size, vector), align=size)
+            for v in range(vectors)
+        ]
+        updated = []
+        for i in range(rows):
+            value = builder.load(
+                _pointer(builder, a_at, (u * r.panel_rows + i) * size, element), align=size
+            )
+            splat = _splat(builder, value, vl)
+            for v in range(vectors):
+                updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
+        sums = updated
+        b_at = builder.add(b_at, b_step)
+        if u < len(streams):
+            _prefetched(builder, streams[u])
+    a_at = builder.add(a_at, I64(unroll * r.panel_rows * size))
+    streams = [builder.add(x, step) for x, step in zip(streams, steps, strict=True)]
+    following = [builder.sub(left, I64(1)), a_at, b_at, *streams, *sums]
+    for phi, initial, then in zip([left, *phis], [count, *state], following, strict=True):
         phi.add_incoming(initial, start)
-        phi.add_incoming(following, builder.block)
-    builder.cbranch(builder.icmp_signed(">", stepped[0], I64(0)), loop, done)
+        phi.add_incoming(then, loop)
+    builder.cbranch(builder.icmp_signed(">", following[0], I64(0)), loop, done)
     builder.position_at_end(done)
+    results = []
+    for initial, then in zip(state, following[1:], strict=True):
+        result = builder.phi(initial.type)
+        result.add_incoming(initial, start)
+        result.add_incoming(then, loop)
+        results.append(result)
+    return results
+
+
+def _tile(
+    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers, unroll: int,
+    args: Any,
+) -> None:  # fmt: skip
+    """One tile: ``c[i, j] (+)= sum_p a[p, i] * b[p, j]`` for ``rows x (vectors * vl)`` values."""
+    k, a, b, b_step, before, before_step, c, c_step, first, table = args
+    element, size = FORMATS[acc]
+    vl = r.vl
+    vector = _vector(element, vl)
+
+    def places(base: ir.Value, step: ir.Value) -> list[ir.Value]:
+        found = []
+        for i in range(rows):
+            row = builder.add(base, builder.mul(step, I64(i)))
+            found += [_pointer(builder, row, v * vl * size, vector) for v in range(vectors)]
+        return found
+
+    state = [a, b] + [ir.Constant(vector, None)] * (rows * vectors)
+    if rows == r.mr:
+        words = [_pointer(builder, table, 8 * word, I64) for word in range(2 * unroll)]
+        state[2:2] = [builder.load(word) for word in words[0::2]]
+        steps = [builder.load(word) for word in words[1::2]]
+        passes = builder.udiv(k, I64(unroll))
+        state = _steps(builder, acc, rows, vectors, r, passes, unroll, state, b_step, steps)
+        for word, value in zip(words[0::2], state[2 : 2 + unroll], strict=True):
+            builder.store(value, word)
+        del state[2 : 2 + unroll]
+        k = builder.sub(k, builder.mul(passes, I64(unroll)))
+    state = _steps(builder, acc, rows, vectors, r, k, 1, state, b_step, [])
+    sums = state[2:]
+    targets = places(c, c_step)
     with builder.if_else(builder.icmp_signed("!=", first, I64(0))) as (fresh, running):
         with fresh:
-            for target, value in zip(targets, updated, strict=True):
+            for target, value in zip(targets, sums, strict=True):
                 builder.store(value, target, align=size)
         with running:
             # Each KC block is summed from zero and added once: chains of length KC + K / KC
             # instead of K, which halves the measured rounding error at K = 2048.
-            for target, value in zip(targets, updated, strict=True):
+            for source, target, value in zip(
+                places(before, before_step), targets, sums, strict=True
+            ):
                 builder.store(
-                    builder.fadd(builder.load(target, align=size), value), target, align=size
+                    builder.fadd(builder.load(source, align=size), value), target, align=size
                 )
 
 
 @functools.cache
-def make_microkernel(acc: str, mr: int, vectors: int, vl: int) -> Any:
-    """``microkernel(rows, wide, k, a, b, b_step, c, ldc, first, ahead, ahead_step)``.
+def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
+    """``microkernel(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
 
     One output tile, k >= 1:
 
-    ``c[i, j] = sum_p a[p * MR + i] * (b + p * b_step)[j]`` (`first` != 0), else ``+=``, for
-    ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the first ``vl`` of them
-    where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a matrix; `b_step` and
-    `ldc` are in bytes.  At step p the address ``ahead + p * ahead_step`` is prefetched.  The order
+    ``c[i, j] = sum_p a[p * PANEL_ROWS + i] * (b + p * b_step)[j]`` (`first` != 0), else this plus
+    ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the
+    first ``vl`` of them where `wide` is 0.  `a` is a packed panel, `b` a packed panel or rows of a
+    matrix; steps are in bytes.  `table` holds an address and a step for each of `streams` streams
+    of requests to the caches, and takes the addresses where they ended: every S-th update asks for
+    the next address of stream i.  The order
     of summation of an element is the same in every variant: an edge has an interior tile's bits.
     """
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
         end = builder.append_basic_block("microkernel.end")
-        variants = [(r, v) for v in sorted({vectors, 1}, reverse=True) for r in range(mr, 0, -1)]
+        widths = sorted({r.vectors, 1}, reverse=True)
+        variants = [(height, v) for v in widths for height in range(r.mr, 0, -1)]
         selector = builder.add(
             builder.mul(
-                builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(vectors), I64(1)),
+                builder.select(builder.icmp_signed("!=", wide, I64(0)), I64(r.vectors), I64(1)),
                 I64(64),
             ),
             rows,
         )
         switch = builder.switch(selector, end)
-        for r, v in variants:
-            block = builder.append_basic_block(f"microkernel.{r}x{v * vl}")
-            switch.add_case(I64(v * 64 + r), block)
+        for height, v in variants:
+            block = builder.append_basic_block(f"microkernel.{height}x{v * r.vl}")
+            switch.add_case(I64(v * 64 + height), block)
             builder.position_at_end(block)
-            _tile(builder, acc, r, v, mr, vl, args)
+            _tile(builder, acc, height, v, r, streams, args)
             builder.branch(end)
         builder.position_at_end(end)
 
-    return address_intrinsic("microkernel", f"{acc},{mr},{vectors},{vl}", 11, body)
+    key = f"{acc},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{streams}"
+    return address_intrinsic("microkernel", key, 12, body)
 
 
 @functools.cache
@@ -290,18 +333,42 @@ def make_copy_one(fmt: str, acc: str) -> Any:
     return address_intrinsic("copy_one", f"{fmt},{acc}", 2, body)
 
 
-def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
-    """Columns of a square block of vectors: log2(vl) rounds of perfect shuffles."""
-    vl = len(rows)
-    half = vl // 2
-    low = _lanes([x // 2 + (x % 2) * vl for x in range(vl)])
-    high = _lanes([half + x // 2 + (x % 2) * vl for x in range(vl)])
-    for _ in range(vl.bit_length() - 1):
-        rows = [
-            builder.shuffle_vector(rows[j // 2], rows[j // 2 + half], high if j % 2 else low)
-            for j in range(vl)
-        ]
-    return rows
+def _inserted(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
+    """`whole` with its lanes from `at` on replaced by `part`: one insertion, from memory too."""
+    names = {ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16", I16: "i16"}
+    name = names[part.type.element]
+    fn = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(whole.type, [whole.type, part.type, I64]),
+        f"llvm.vector.insert.v{whole.type.count}{name}.v{part.type.count}{name}",
+    )
+    return builder.call(fn, [whole, part, I64(at)])
+
+
+def _transposed_lanes(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Columns of the square block in each 128-bit lane of `rows` (as many as a lane has values)."""
+    e, vl = len(rows), rows[0].type.count
+
+    def lanes(pattern: list[int]) -> ir.Constant:
+        # pattern: of e + e values of two lanes, as for a vector of one lane.
+        return _lanes(
+            [lane + (x if x < e else x - e + vl) for lane in range(0, vl, e) for x in pattern]
+        )
+
+    if e == 2:
+        one, two = rows
+        return [builder.shuffle_vector(one, two, lanes(p)) for p in ([0, 2], [1, 3])]
+    low, high = lanes([0, 4, 1, 5]), lanes([2, 6, 3, 7])
+    pairs = [
+        builder.shuffle_vector(rows[x], rows[x + 1], pattern)
+        for pattern in (low, high)
+        for x in (0, 2)
+    ]
+    return [
+        builder.shuffle_vector(pairs[x], pairs[x + 1], lanes(pattern))
+        for x in (0, 2)
+        for pattern in ([0, 1, 4, 5], [2, 3, 6, 7])
+    ]
 
 
 @functools.cache
@@ -312,8 +379,12 @@ def make_transpose(fmt: str, acc: str, vl: int, rows: int) -> Any:
     ``q < live <= vl`` (strides in bytes).  Writes ``live`` vectors of vl lanes; lanes from
     `live_rows` on hold copies of row 0 (no reader looks at them), so that nothing outside the
     source is read.
+
+    Pieces of a 128-bit lane are loaded straight to the lane that they belong in, which leaves a
+    transpose inside each lane: half the shuffles of transposing whole vectors.
     """
     element, size = FORMATS[fmt]
+    e = 16 // itemsize(acc)  # values of a lane
 
     def body(
         builder: ir.IRBuilder,
@@ -324,28 +395,48 @@ def make_transpose(fmt: str, acc: str, vl: int, rows: int) -> Any:
         target: ir.Value,
         step: ir.Value,
     ) -> None:
-        narrow = _vector(element, vl)
-        pointers = []
+        at = []
         for r in range(rows):
             index = builder.select(builder.icmp_signed("<", I64(r), live_rows), I64(r), I64(0))
-            pointers.append(_pointer(builder, source, builder.mul(stride, index), narrow))
+            at.append(builder.add(source, builder.mul(stride, index)))
 
-        def turned(values: list[ir.Value]) -> list[ir.Value]:
-            wide = [_widened(builder, value, fmt, acc) for value in values]
-            wide += [ir.Constant(wide[0].type, None)] * (vl - rows)
-            return _transposed(builder, wide)
+        def columns(piece: Callable[[int, int], ir.Value]) -> Any:
+            """The vectors to store, in order; `piece(r, q)` is values q to q + e of row r."""
+            for q in range(0, vl, e):
+                gathered = []
+                for r in range(e):
+                    vector = ir.Constant(_vector(element, vl), ir.Undefined)
+                    for lane in range(0, vl, e):
+                        if lane + r < rows:
+                            vector = _inserted(builder, vector, piece(lane + r, q), lane)
+                    gathered.append(_widened(builder, vector, fmt, acc))
+                yield from enumerate(_transposed_lanes(builder, gathered), q)
 
         def stored(column: ir.Value, q: int) -> None:
             where = _pointer(builder, target, builder.mul(step, I64(q)), column.type)
             builder.store(column, where, align=itemsize(acc))
 
+        def loaded(r: int, q: int) -> ir.Value:
+            pointer = _pointer(builder, at[r], q * size, _vector(element, e))
+            return builder.load(pointer, align=size)
+
         with builder.if_else(builder.icmp_signed(">=", live, I64(vl))) as (full, part):
             with full:
-                for q, column in enumerate(turned([builder.load(p, align=size) for p in pointers])):
+                for q, column in columns(loaded):
                     stored(column, q)
             with part:
-                columns = turned([_masked_load(builder, p, live, size) for p in pointers])
-                for q, column in enumerate(columns[:-1]):
+                whole = _vector(element, vl)
+                masked = [
+                    _masked_load(builder, _pointer(builder, x, 0, whole), live, size) for x in at
+                ]
+
+                def cut(r: int, q: int) -> ir.Value:
+                    return builder.shuffle_vector(
+                        masked[r], masked[r], _lanes(list(range(q, q + e)))
+                    )
+
+                turned = list(columns(cut))
+                for q, column in turned[:-1]:
                     with builder.if_then(builder.icmp_signed("<", I64(q), live)):
                         stored(column, q)
 

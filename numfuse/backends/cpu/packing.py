@@ -1,14 +1,14 @@
 """Packing: any strided matrix to the panels that the micro-kernel reads, widened on the way.
 
-A panel of A holds ``MR`` rows as ``[k][MR]``, a panel of B ``NR`` columns as ``[k][NR]``: one
-contiguous stream each, whatever the strides of the source were.  With both operands in this form
-and resident in cache the micro-kernel was measured at 99-100% of the FMA peak (Zen 4, Granite
+A panel of A holds ``MR`` rows as ``[k][PANEL_ROWS]``, a panel of B ``NR`` columns as ``[k][NR]``:
+one contiguous stream each, whatever the strides of the source were.  With both operands in this
+form and resident in cache the micro-kernel was measured at 99-100% of the FMA peak (Zen 4, Granite
 Rapids); a row-major panel of A (fourteen streams) at 80-87% on the latter.
 
 Three cases an operand: one of its two strides is one element (vector copies or register
 transposes), or neither (element by element).  Free names in UPPER case are bound by
 `numfuse.specialise`: ITEM, SIZE bytes of a stored and of an accumulator element, VL lanes of a
-vector, MR, NR the panel heights.
+vector, MR, NR the panel heights, PANEL_ROWS what MR rows take.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from __future__ import annotations
 def pack_a(
     source: int, row_stride: int, k_stride: int, rows: int, k: int, target: int, panel: int
 ) -> None:
-    """``target[(r // MR) * panel + (p * MR + r % MR) * SIZE] = source[r, p]``, all r and p.
+    """``target[(r // MR) * panel + (p * PANEL_ROWS + r % MR) * SIZE] = source[r, p]``, all r and p.
 
     `panel` is the stride of panels in bytes.  Rows of the last panel beyond `rows` hold no meaning.
-    Writes up to VL elements past a panel's ``k * MR``.
+    Writes up to VL elements past a panel's ``k * PANEL_ROWS``.
     """
     if row_stride == ITEM:
         # Columns of A in memory: one line of it serves more than one panel, so all panels advance
@@ -31,7 +31,7 @@ def pack_a(
         # written after it.
         for p in range(k):
             at = source + p * k_stride
-            place = target + p * MR * SIZE
+            place = target + p * PANEL_ROWS * SIZE
             for i in range(0, rows - MR + 1, MR):
                 COPY_ROWS(at + i * ITEM, place + i // MR * panel)
             rest = rows // MR * MR
@@ -53,13 +53,15 @@ def pack_a(
                             row_stride,
                             live - r,
                             k - p,
-                            place + (p * MR + r) * SIZE,
-                            MR * SIZE,
+                            place + (p * PANEL_ROWS + r) * SIZE,
+                            PANEL_ROWS * SIZE,
                         )
         else:
             for p in range(k):
                 for r in range(live):
-                    COPY_ONE(at + p * k_stride + r * row_stride, place + (p * MR + r) * SIZE)
+                    COPY_ONE(
+                        at + p * k_stride + r * row_stride, place + (p * PANEL_ROWS + r) * SIZE
+                    )
 
 
 def pack_b(

@@ -12,7 +12,7 @@ import numpy as np
 from numba import types
 
 from numfuse import specialise
-from numfuse.backends.cpu import kernels, library, microkernel
+from numfuse.backends.cpu import gemm, library, microkernel, protocol
 
 #: K of the timed panels: 14 x 256 and 256 x 32 values of float32 are 46 KiB, of which the level-1
 #: cache serves the stream.
@@ -23,9 +23,9 @@ _DEPTH = 256
 def _loop(acc: str) -> Any:
     r = library.registers(acc)
     return specialise.entry(
-        kernels.peak_loop,
-        types.void(*[types.int64] * 6),
-        MICROKERNEL=microkernel.make_microkernel(acc, r.mr, r.vectors, r.vl),
+        gemm.peak_loop,
+        types.void(*[types.int64] * 7),
+        MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
         MR=r.mr,
         NR=r.nr,
         SIZE=r.itemsize,
@@ -58,7 +58,8 @@ def fma_peak(dtype: str = "float32", threads: int = 1, seconds: float = 0.05) ->
 
     def work(thread: int, repeats: int) -> None:
         at = base + thread * panels.strides[0]
-        run(repeats, _DEPTH, at, at + row // 4, at + row, r.nr * r.itemsize)
+        c = at + row
+        run(repeats, _DEPTH, at, at + row // 4, c, r.nr * r.itemsize, c + row // 2)
 
     work(0, 1000)
     start = time.perf_counter()

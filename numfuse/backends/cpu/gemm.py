@@ -1,0 +1,292 @@
+"""The GEMM cell, as a template: blocks, panels and tiles, and what is fetched behind them.
+
+The arithmetic of a cell is its micro-kernel's; everything else has to happen between two tiles
+without keeping the core waiting for memory.  So the next block of B is packed in slices between the
+tiles of this one, the epilogue's rows are spread over the tiles of the next strip, and all that
+these will touch is asked for ahead of time by the micro-kernel: nine streams of requests, one
+request a rank-1 update, which fit beside the stream of B from level 2 (a burst of them does not).
+
+Kernels trust the descriptor: every check has been made in `numfuse.problem`.  Free names in UPPER
+case are bound by `numfuse.specialise`.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
+# mypy: disable-error-code="name-defined"
+
+
+def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
+    """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``.
+
+    The K loop is blocked by KC, inside the loop over summed batch axes.  A packed block of B
+    (KC x NC; a B with few rows of A to serve is read in place) stays in the level-2 cache while all
+    rows of the cell pass it, one packed panel of A (MR x KC) at a time; the panels are kept for the
+    cell's further blocks of columns.  The tiles of the last K block go to a strip of MR rows (two
+    by turns), whose epilogue runs row by row between the tiles of the next strip; those of the
+    blocks before it to a plane of tiles.
+    """
+    d = WORDS(descriptor)
+    k, kc, nc = d[D_K], d[D_KC], d[D_NC]
+    batch, i0, i1, j0, j1 = CELL(descriptor, cell)
+    context = workspace
+    a_base, b_base = OPEN_CONTEXT(descriptor, batch, context)
+    panels, panel_stride = workspace + d[D_PANEL], d[D_PANEL_STRIDE]
+    panel_count, group = d[D_PANELS], d[D_GROUP]
+    kept = panel_count * MR >= i1 - i0
+    strips, strip_stride = workspace + d[D_STRIP], d[D_STRIP_STRIDE]
+    plane_row = (j1 - j0 + NR - 1) // NR * TILE
+    a_row, a_k, b_k, b_column = d[D_A_ROW], d[D_A_K], d[D_B_K], d[D_B_COLUMN]
+    direct = d[D_B_DIRECT] != 0
+    row_function = d[D_ROW]
+
+    if k * d[D_SUM_SIZE] == 0:
+        # An empty sum is zero, and its epilogue still runs.
+        zeros = SUMS(strips)
+        for q in range(min(nc, j1 - j0)):
+            zeros[q] = ZERO
+        for jc in range(j0, j1, nc):
+            for i in range(i0, i1):
+                CALL_ROW(row_function, context, strips, i, jc, min(nc, j1 - jc))
+        return
+
+    i_panels = (i1 - i0 + MR - 1) // MR
+    blocks = d[D_SUM_SIZE] * ((k + kc - 1) // kc) * ((j1 - j0 + nc - 1) // nc)
+    for t in range(blocks):
+        for number in range(STREAM_COUNT):
+            ASK(context, number, context, 0)
+        s, pc, jc = PLACE(descriptor, t, j0, j1)
+        depth, columns = min(kc, k - pc), min(nc, j1 - jc)
+        tiles = (columns + NR - 1) // NR
+        requests = max(1, depth // STREAM_COUNT)  # of a stream in a tile
+        a_at, b_at = SUM_OFFSETS(
+            descriptor, s, a_base + pc * a_k, b_base + pc * b_k + jc * b_column
+        )
+        block = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
+        b_panel = depth * NR * SIZE + LINE
+        first = s == 0 and pc == 0
+        last = s == d[D_SUM_SIZE] - 1 and pc + depth == k
+        packed = jc > j0 and kept
+        # Where B is read in place, only a last narrow panel is packed: a micro-kernel reads whole
+        # vectors.
+        in_place = columns // NR if direct else 0
+        if (direct or t == 0) and in_place < tiles:
+            CALL_PACK_B(
+                d[D_PACK_B],
+                b_at + in_place * NR * b_column,
+                b_k,
+                b_column,
+                columns - in_place * NR,
+                depth,
+                block,
+                b_panel,
+            )
+        PLAN_AHEAD(descriptor, workspace, b_base, t + 1, blocks, j0, j1, i_panels * tiles, requests)
+        row_requests = max(1, requests * tiles // MR)
+        before, waiting, row, credit = strips, 0, 0, 0  # rows whose epilogue has not run yet
+        for i in range(i0, i1, MR):
+            index = (i - i0) // MR
+            member = index % group
+            panel = panels + index % panel_count * panel_stride
+            if not packed and member == 0:
+                CALL_PACK_A(
+                    d[D_PACK_A],
+                    a_at + i * a_row,
+                    a_row,
+                    a_k,
+                    min(group * MR, i1 - i),
+                    depth,
+                    panel,
+                    panel_stride,
+                )
+                at = panels + (index + group) % panel_count * panel_stride
+                ASK(context, FOR_PANELS, at, panel_stride // (tiles * requests) + 1)
+            elif packed:
+                half = depth * PANEL_ROWS * SIZE // 2
+                share = half // (tiles * requests) + 1
+                ASK(context, FOR_A, panel + panel_stride, share)
+                ASK(context, FOR_A + 1, panel + panel_stride + half, share)
+            tile_at = workspace + d[D_PLANE] + index * plane_row + (jc - j0) // NR * TILE
+            if not first:
+                share = TILE // requests
+                ASK(context, FOR_PLANE, tile_at + TILE, share)
+                ASK(context, FOR_PLANE + 1, tile_at + TILE + share // 2, share)
+            strip = strips + index % 2 * MR * strip_stride
+            for tile in range(tiles):
+                j = tile * NR
+                if tile < in_place:
+                    b_tile, b_step = b_at + j * SIZE, b_k
+                else:
+                    b_tile, b_step = block + (tile - in_place) * b_panel, NR * SIZE
+                if not packed:
+                    ahead = i + (group - member) * MR
+                    rows = min(group * MR, i1 - ahead)
+                    part = member * tiles + tile
+                    ASK_A(context, a_at + ahead * a_row, a_row, a_k, rows, depth, part, requests)
+                ASK_B(context)
+                MICROKERNEL(
+                    min(MR, i1 - i),
+                    columns - j > VL,
+                    depth,
+                    panel,
+                    b_tile,
+                    b_step,
+                    tile_at,
+                    NR * SIZE,
+                    strip + j * SIZE if last else tile_at,
+                    strip_stride if last else NR * SIZE,
+                    first,
+                    context + 8 * STREAM_TABLE,
+                )
+                tile_at += TILE
+                credit += waiting
+                while credit >= tiles:
+                    credit -= tiles
+                    at = i - waiting + row
+                    CALL_ROW(row_function, context, before + row * strip_stride, at, jc, columns)
+                    row += 1
+                    ASK_ROW(descriptor, context, at + 1, jc, columns, row_requests)
+                PACK_AHEAD(descriptor, context)
+            before, waiting, row, credit = strip, min(MR, i1 - i) if last else 0, 0, 0
+            if last:
+                ASK_ROW(descriptor, context, i, jc, columns, row_requests)
+        for r in range(waiting):
+            at = i1 - waiting + r
+            CALL_ROW(row_function, context, before + r * strip_stride, at, jc, columns)
+
+
+def place(descriptor: int, t: int, j0: int, j1: int) -> tuple[int, int, int]:
+    """Block t of a cell's B: the number of its summed product, its first k, its first column."""
+    d = WORDS(descriptor)
+    kc, nc = d[D_KC], d[D_NC]
+    k_blocks, column_blocks = (d[D_K] + kc - 1) // kc, (j1 - j0 + nc - 1) // nc
+    step = t // column_blocks
+    return step // k_blocks, step % k_blocks * kc, j0 + t % column_blocks * nc
+
+
+def sum_offsets(descriptor: int, s: int, a: int, b: int) -> tuple[int, int]:
+    """Addresses of A and B advanced to product s of the summed batch axes."""
+    d = WORDS(descriptor)
+    axes = D_AXES + d[D_BATCH_AXES] * AXIS_WORDS
+    for axis in range(d[D_SUM_AXES] - 1, -1, -1):
+        word = axes + 3 * axis
+        index = s % d[word]
+        s = s // d[word]
+        a += index * d[word + 1]
+        b += index * d[word + 2]
+    return a, b
+
+
+def plan_ahead(
+    descriptor: int, workspace: int, b_base: int, t: int, blocks: int, j0: int, j1: int,
+    tiles: int, requests: int,
+) -> None:  # fmt: skip
+    """Prepare for packing block t, if there is one, between `tiles` tiles of the block before."""
+    d = WORDS(descriptor)
+    c = WORDS(workspace)
+    c[N_SLICES] = 0
+    c[N_LINES] = 0
+    c[N_PACKED] = 0
+    c[N_ASKED] = 0
+    c[N_CREDIT] = 0
+    c[N_TILES] = tiles
+    if t == blocks or d[D_B_DIRECT] != 0:
+        return
+    s, pc, jc = PLACE(descriptor, t, j0, j1)
+    _, c[N_SOURCE] = SUM_OFFSETS(descriptor, s, 0, b_base + pc * d[D_B_K] + jc * d[D_B_COLUMN])
+    c[N_TARGET] = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
+    c[N_DEPTH] = min(d[D_KC], d[D_K] - pc)
+    c[N_COLUMNS] = min(d[D_NC], j1 - jc)
+    c[N_PANEL] = c[N_DEPTH] * NR * SIZE + LINE
+    # By rows where they are contiguous in memory, else by panels of columns.
+    if d[D_B_BY_ROWS] != 0:
+        c[N_SLICES] = c[N_DEPTH]
+        c[N_LINES] = c[N_DEPTH]
+        c[N_AHEAD] = 1
+        c[N_LINE_STEP] = d[D_B_K]
+        c[N_SHARE] = c[N_COLUMNS] * d[D_B_COLUMN] // requests + 1
+    else:
+        c[N_SLICES] = (c[N_COLUMNS] + NR - 1) // NR
+        c[N_LINES] = c[N_COLUMNS]
+        c[N_AHEAD] = NR
+        c[N_LINE_STEP] = d[D_B_COLUMN]
+        c[N_SHARE] = c[N_DEPTH] * d[D_B_K] // requests + 1
+
+
+def pack_ahead(descriptor: int, context: int) -> None:
+    """Pack what is due of the next block of B after one more tile: all of it after the last."""
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    c[N_CREDIT] += c[N_SLICES]
+    if c[N_CREDIT] < c[N_TILES]:
+        return
+    slices = c[N_CREDIT] // c[N_TILES]
+    c[N_CREDIT] -= slices * c[N_TILES]
+    packed = c[N_PACKED]
+    c[N_PACKED] = packed + slices
+    c[N_ASKED] = max(c[N_ASKED], c[N_PACKED] * c[N_AHEAD])
+    if d[D_B_BY_ROWS] != 0:
+        at, columns = c[N_SOURCE] + packed * d[D_B_K], c[N_COLUMNS]
+        depth, target = slices, c[N_TARGET] + packed * NR * SIZE
+    else:
+        at = c[N_SOURCE] + packed * NR * d[D_B_COLUMN]
+        columns = min(slices * NR, c[N_COLUMNS] - packed * NR)
+        depth, target = c[N_DEPTH], c[N_TARGET] + packed * c[N_PANEL]
+    CALL_PACK_B(d[D_PACK_B], at, d[D_B_K], d[D_B_COLUMN], columns, depth, target, c[N_PANEL])
+
+
+def ask(context: int, number: int, address: int, step: int) -> None:
+    """From now on, requests of stream `number` walk from `address`; with step 0 they rest there."""
+    c = WORDS(context)
+    c[STREAM_TABLE + 2 * number] = address
+    c[STREAM_TABLE + 2 * number + 1] = step
+
+
+def ask_a(
+    context: int, at: int, row_stride: int, k_stride: int, rows: int, depth: int, part: int,
+    requests: int,
+) -> None:  # fmt: skip
+    """Ask for part `part` of the `rows` rows of A from `at` on, that are to be packed next."""
+    for half in range(2):
+        run = 2 * part + half
+        start, step = context, 0
+        if rows > 0 and k_stride <= LINE and k_stride >= -LINE:
+            if run < rows:  # a run is a row
+                start, step = at + run * row_stride, depth * k_stride // requests
+        elif rows > 0 and row_stride <= LINE and row_stride >= -LINE:
+            # A run is one line of each of `requests` columns.
+            lines = (rows * abs(row_stride) + LINE - 1) // LINE + 1
+            column = run // lines * requests
+            if column < depth:
+                start = at + run % lines * (LINE if row_stride > 0 else -LINE) + column * k_stride
+                step = k_stride
+        ASK(context, FOR_A + half, start, step)
+
+
+def ask_b(context: int) -> None:
+    """Ask for the next line of the source of the next block of B, if its turn has come."""
+    c = WORDS(context)
+    asked = c[N_ASKED]
+    if asked < c[N_LINES] and asked < (c[N_PACKED] + 2) * c[N_AHEAD]:
+        ASK(context, FOR_B, c[N_SOURCE] + asked * c[N_LINE_STEP], c[N_SHARE])
+        c[N_ASKED] = asked + 1
+    else:
+        ASK(context, FOR_B, context, 0)
+
+
+def ask_row(descriptor: int, context: int, i: int, j: int, columns: int, requests: int) -> None:
+    """Ask for row i of the operands that the row function will touch next."""
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    for number in range(ROW_STREAMS):
+        slot = d[D_ASK + number]
+        if slot >= 0:
+            step = c[3 * slot + 2]
+            at = c[3 * slot] + i * c[3 * slot + 1] + j * step
+            ASK(context, FOR_ROWS + number, at, columns * step // requests + 1)
+
+
+def peak_loop(repeats: int, k: int, a: int, b: int, c: int, ldc: int, streams: int) -> None:
+    """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
+    for _ in range(repeats):
+        MICROKERNEL(MR, 1, k, a, b, NR * SIZE, c, ldc, c, ldc, 1, streams)
