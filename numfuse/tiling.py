@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import math
 import pathlib
 from dataclasses import dataclass
 
@@ -57,6 +58,11 @@ SMALL_PLANS = 4096
 #: (Granite Rapids: 2.5 and 0.6-1.8).
 PACK_B_CYCLES = 2.0
 PACK_A_CYCLES = 1.0
+#: Rows of A below which a B beyond level 2 is read in place all the same: packing takes longer than
+#: the arithmetic that it could hide behind (measured even at 2-4).
+STREAMED_ROWS = 4
+#: Ways of the level-2 cache (8 to 20 in current processors), for telling strides that clash.
+LEVEL2_WAYS = 16
 #: Rows of A up to which a B that fits level 2 is read in place (`reads_in_place`).
 IN_PLACE_ROWS = 192
 #: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
@@ -152,14 +158,21 @@ def k_block(k: int, itemsize: int) -> int:
 def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registers) -> bool:
     """Whether rows of B are read where they are: contiguous, and used by few rows of A.
 
-    Packing costs 1.4-2 cycles an element of B; read in place, its rows meet in fewer cache sets and
+    Packing costs 0.3-2 cycles an element of B; read in place, its rows meet in fewer cache sets and
     cost the micro-kernel 12% (measured at 128-512).  With ``m / (2 VL)`` cycles of arithmetic an
-    element the two are even near m = 256, or near four register tiles where B exceeds level 2.
+    element the two are even near m = 256.  A B beyond level 2 is read faster by the long rows of
+    packing than by the narrow panels of tiles, except where hardly any arithmetic hides the packing.
     """
     if column_stride != r.itemsize:
         return False
     fits = k * abs(k_stride) <= level2_bytes() * BLOCK_SHARE
-    return m <= (IN_PLACE_ROWS if fits else CHUNK_TILES * r.mr)
+    if m <= r.mr:
+        return fits or m < STREAMED_ROWS
+    # Rows whose distance is a multiple of a large power of two meet in few sets of level 2.
+    way = level2_bytes() // LEVEL2_WAYS
+    apart = way // (math.gcd(abs(k_stride), way) or 1)
+    clash = min(k, KC[r.itemsize]) > apart * LEVEL2_WAYS // 2
+    return not clash and m <= (IN_PLACE_ROWS if fits else CHUNK_TILES * r.mr)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -53,8 +53,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
     i_panels = (i1 - i0 + MR - 1) // MR
     blocks = d[D_SUM_SIZE] * ((k + kc - 1) // kc) * ((j1 - j0 + nc - 1) // nc)
     for t in range(blocks):
-        for number in range(STREAM_COUNT):
-            ASK(context, number, context, 0)
+        REST(context)
         s, pc, jc = PLACE(descriptor, t, j0, j1)
         depth, columns = min(kc, k - pc), min(nc, j1 - jc)
         tiles = (columns + NR - 1) // NR
@@ -124,6 +123,8 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                     part = member * tiles + tile
                     ASK_A(context, a_at + ahead * a_row, a_row, a_k, rows, depth, part, requests)
                 ASK_B(context)
+                if direct and i == i0:
+                    ASK_PANEL(context, b_at + (j + NR) * b_column, b_k, requests)
                 MICROKERNEL(
                     min(MR, i1 - i),
                     columns - j > VL,
@@ -147,6 +148,8 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                     row += 1
                     ASK_ROW(descriptor, context, at + 1, jc, columns, row_requests)
                 PACK_AHEAD(descriptor, context)
+            if direct and i == i0:
+                REST(context)
             before, waiting, row, credit = strip, min(MR, i1 - i) if last else 0, 0, 0
             if last:
                 ASK_ROW(descriptor, context, i, jc, columns, row_requests)
@@ -240,6 +243,21 @@ def ask(context: int, number: int, address: int, step: int) -> None:
     c = WORDS(context)
     c[STREAM_TABLE + 2 * number] = address
     c[STREAM_TABLE + 2 * number + 1] = step
+
+
+def rest(context: int) -> None:
+    """No requests until asked again."""
+    for number in range(STREAM_COUNT):
+        ASK(context, number, context, 0)
+
+
+def ask_panel(context: int, at: int, k_stride: int, requests: int) -> None:
+    """Ask for a panel of a B that is read in place: by all streams, a line of each row.
+
+    It is two lines wide, and processors fetch lines by pairs.
+    """
+    for number in range(STREAM_COUNT):
+        ASK(context, number, at + number * requests * k_stride, k_stride)
 
 
 def ask_a(

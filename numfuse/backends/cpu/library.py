@@ -73,6 +73,7 @@ def gemm_cell(acc: str) -> specialise.Kernel:
     words = {
         **_words(), **protocol.AHEAD, **protocol.STREAMS,
         "STREAM_TABLE": protocol.STREAM_TABLE, "ROW_STREAMS": protocol.ROW_STREAMS,
+        "STREAM_COUNT": protocol.STREAM_COUNT,
         "LINE": tiling.LINE, "NR": r.nr, "SIZE": r.itemsize,
         "CALL_PACK_B": microkernel.make_call(7),
     }  # fmt: skip
@@ -80,7 +81,8 @@ def gemm_cell(acc: str) -> specialise.Kernel:
     for name, template in (
         ("PLACE", gemm.place), ("SUM_OFFSETS", gemm.sum_offsets), ("ASK", gemm.ask),
         ("PLAN_AHEAD", gemm.plan_ahead), ("PACK_AHEAD", gemm.pack_ahead), ("ASK_A", gemm.ask_a),
-        ("ASK_B", gemm.ask_b), ("ASK_ROW", gemm.ask_row),
+        ("ASK_B", gemm.ask_b), ("ASK_ROW", gemm.ask_row), ("REST", gemm.rest),
+        ("ASK_PANEL", gemm.ask_panel),
     ):  # fmt: skip
         words[name] = specialise.device(template, **words)
     return specialise.kernel(
@@ -88,7 +90,6 @@ def gemm_cell(acc: str) -> specialise.Kernel:
         **{**words, **_cell_names()},
         CALL_PACK_A=microkernel.make_call(7),
         MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
-        STREAM_COUNT=protocol.STREAM_COUNT,
         SUMS=microkernel.make_elements(acc),
         ZERO=_zero(acc),
         MR=r.mr,
