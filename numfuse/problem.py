@@ -55,6 +55,8 @@ __all__ = [
 ]
 
 _DType = np.dtype[Any]
+#: Of each gradient; None where its operand is not there.
+_Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -147,8 +149,12 @@ def gemm(
     activation: Any,
     save_pre: bool = False,
     out: Any = None,
+    residual: tuple[Any] | None = None,
 ) -> GemmProblem:
-    """The problem of `matmul_bias_activation`; see there for what is accepted and raised."""
+    """The problem of `matmul_bias_activation`; see there for what is accepted and raised.
+
+    With (residual,) that of `matmul_bias_residual`.
+    """
     act = get_activation(activation)
     # The plain case on its own: at 64 x 64 x 64 the arithmetic takes a few microseconds, and the
     # general path below would take as much again. It decides nothing that the general path decides
@@ -176,22 +182,31 @@ def gemm(
             else:
                 plain = bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned
                 bias_row = bias[None]
+            full = None
+            if residual is not None:
+                (full,) = residual
+                plain = plain and _is_plain(full, (m, n), dtype)
             if plain and out is not None:
-                plain = _plain_output(out, (m, n), dtype, (a, b, bias))
+                plain = _plain_output(out, (m, n), dtype, (a, b, bias, full))
             if plain:
                 if out is None:
                     out = empty((m, n), dtype)
                 pre = empty((m, n), acc_dtype) if save_pre else None
                 return GemmProblem(
                     m, n, k, (), dtype, acc_dtype, act, a, b,
-                    None if bias is None else bias_row, None, out, pre,
+                    None if bias is None else bias_row, full, out, pre,
                     (out, pre) if save_pre else out,
                 )  # fmt: skip
-    return _general_gemm(a, b, bias, act, save_pre, out, False, None)
+    return _general_gemm(a, b, bias, act, save_pre, out, residual)
+
+
+def _is_plain(x: Any, shape: tuple[int, int], dtype: _DType) -> bool:
+    """Whether `x` needs no conversion to be an operand of this shape and dtype."""
+    return type(x) is ndarray and x.dtype is dtype and x.shape == shape and x.flags.aligned
 
 
 def _plain_output(
-    out: Any, shape: tuple[int, int], dtype: _DType, others: tuple[ndarray | None, ...]
+    out: Any, shape: tuple[int, ...], dtype: _DType, others: tuple[ndarray | None, ...]
 ) -> bool:
     """Whether `out` needs none of the longer checks of `operands.output`."""
     if type(out) is not ndarray or out.dtype is not dtype or out.shape != shape:
@@ -207,7 +222,7 @@ def _plain_output(
 
 def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:
     """The problem of `matmul_bias_residual`; see there for what is accepted and raised."""
-    return _general_gemm(a, b, bias, get_activation("none"), False, out, True, residual)
+    return gemm(a, b, bias, "none", False, out, (residual,))
 
 
 def _general_gemm(
@@ -217,18 +232,16 @@ def _general_gemm(
     act: Activation,
     save_pre: bool,
     out: Any,
-    has_residual: bool,
-    residual: Any,
+    residual: tuple[Any] | None,
 ) -> GemmProblem:
     operands = {"a": as_plain("a", a), "b": as_plain("b", b)}
     if bias is not None:
         operands["bias"] = as_plain("bias", bias)
-    if has_residual:
-        operands["residual"] = as_plain("residual", residual)
+    if residual is not None:
+        operands["residual"] = as_plain("residual", residual[0])
     dtype, acc_dtype = same_dtype(operands)
     shape, a, b, bias = gemm_shape(operands["a"], operands["b"], operands.get("bias"))
-    if has_residual:
-        residual = residual_view(shape, operands["residual"])
+    full_residual = None if residual is None else residual_view(shape, operands["residual"])
     plain_out = output("out", out, shape.visible, dtype, operands)
     result = plain_out if out is None else out
     full_out = shape.full(plain_out)
@@ -239,7 +252,7 @@ def _general_gemm(
         pre = shape.full(pre)
     problem = GemmProblem(
         shape.m, shape.n, shape.k, shape.batch, dtype, acc_dtype, act,
-        a, b, bias, residual, full_out, pre, result,
+        a, b, bias, full_residual, full_out, pre, result,
     )  # fmt: skip
     _fold(problem, ("a", "out", "pre", "residual"))
     return problem
@@ -258,59 +271,9 @@ def gemm_backward(
     out: Any = None,
 ) -> GemmBackwardProblem:
     """The problem of `matmul_bias_activation_bwd`; see there for what is accepted and raised."""
-    act = get_activation(activation)
-    # The plain case on its own, for the same reason as in gemm.
-    if (
-        out is None
-        and type(grad) is ndarray
-        and type(a) is ndarray
-        and type(b) is ndarray
-        and (bias is None or type(bias) is ndarray)
-        and (pre_activation is None or type(pre_activation) is ndarray)
-        and needs is GEMM_NEEDS
-        and a.ndim == 2
-        and b.ndim == 2
-    ):
-        dtype = a.dtype
-        acc_dtype = ACCUMULATORS.get(dtype)
-        m, k = a.shape
-        b_k, n = b.shape
-        if (
-            acc_dtype is not None
-            and b.dtype is dtype
-            and grad.dtype is dtype
-            and b_k == k
-            and grad.shape == (m, n)
-            and a.flags.aligned
-            and b.flags.aligned
-            and grad.flags.aligned
-            and (
-                bias is None or (bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned)
-            )
-            and (
-                pre_activation is None
-                or (
-                    pre_activation.dtype is acc_dtype
-                    and pre_activation.shape == (m, n)
-                    and pre_activation.flags.aligned
-                )
-            )
-        ):
-            d_a = empty((m, k), dtype)
-            d_b = empty((k, n), dtype)
-            if bias is None:
-                bias_row = d_bias = d_bias_row = None
-            else:
-                bias_row = bias[None]
-                d_bias = empty(n, dtype)
-                d_bias_row = d_bias[None]
-            return GemmBackwardProblem(
-                m, n, k, (), dtype, acc_dtype, act, a, b, bias_row, grad, pre_activation,
-                bool(guard), d_a, d_b, d_bias_row, GemmGradients(d_a, d_b, d_bias),
-            )  # fmt: skip
-    problem, _ = _general_backward(
-        grad, a, b, bias, act, pre_activation, check_needs(needs, GEMM_NEEDS), sum_batch, guard,
-        check_outputs(out, GEMM_NEEDS), None,
+    problem, _ = _backward(
+        grad, a, b, bias, get_activation(activation), pre_activation, needs, sum_batch, guard, out,
+        None,
     )  # fmt: skip
     return problem
 
@@ -331,11 +294,102 @@ def gemm_residual_backward(
 
     The residual's gradient is a sum over grad alone, so it is no part of the backend's problem.
     """
-    return _general_backward(
-        grad, a, b, bias, get_activation("none"), pre_activation,
-        check_needs(needs, RESIDUAL_NEEDS), sum_batch, guard, check_outputs(out, RESIDUAL_NEEDS),
+    return _backward(
+        grad, a, b, bias, get_activation("none"), pre_activation, needs, sum_batch, guard, out,
         (residual,),
     )  # fmt: skip
+
+
+def _backward(
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    act: Activation,
+    pre: Any,
+    needs: Any,
+    sum_batch: bool,
+    guard: bool,
+    out: Any,
+    residual: tuple[Any] | None,
+) -> tuple[GemmBackwardProblem, ResidualGradient | None]:
+    names: tuple[str, ...] = GEMM_NEEDS if residual is None else RESIDUAL_NEEDS
+    needs = check_needs(needs, names)
+    outs = check_outputs(out, names)
+    # The plain case on its own, for the same reason as in gemm.
+    if (
+        type(grad) is ndarray
+        and type(a) is ndarray
+        and type(b) is ndarray
+        and (bias is None or type(bias) is ndarray)
+        and a.ndim == 2
+        and b.ndim == 2
+    ):
+        dtype = a.dtype
+        acc_dtype = ACCUMULATORS.get(dtype)
+        m, k = a.shape
+        b_k, n = b.shape
+        if (
+            acc_dtype is not None
+            and b.dtype is dtype
+            and grad.dtype is dtype
+            and b_k == k
+            and grad.shape == (m, n)
+            and a.flags.aligned
+            and b.flags.aligned
+            and grad.flags.aligned
+            and (
+                bias is None or (bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned)
+            )
+            and (pre is None or _is_plain(pre, (m, n), acc_dtype))
+            and (residual is None or _is_plain(residual[0], (m, n), dtype))
+        ):
+            shapes: _Shapes = ((m, k), (k, n), None if bias is None else (n,))
+            others: tuple[ndarray | None, ...] = (grad, a, b, bias, pre)
+            if residual is not None:
+                shapes, others = (*shapes, (m, n)), (*others, *residual)
+            found: list[Any] | None
+            if out is None and needs is names:
+                found = [None if shape is None else empty(shape, dtype) for shape in shapes]
+            else:
+                found = _plain_gradients(names, shapes, needs, outs, dtype, others)
+            if found is not None:
+                d_a, d_b, d_bias = found[:3]
+                gradients = GemmGradients if residual is None else GemmResidualGradients
+                problem = GemmBackwardProblem(
+                    m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
+                    grad, pre, bool(guard), d_a, d_b, None if d_bias is None else d_bias[None],
+                    gradients(*found),
+                )  # fmt: skip
+                if residual is None or found[3] is None:
+                    return problem, None
+                return problem, ResidualGradient(grad, found[3])
+    return _general_backward(grad, a, b, bias, act, pre, needs, sum_batch, guard, outs, residual)
+
+
+def _plain_gradients(
+    names: tuple[str, ...],
+    shapes: _Shapes,
+    needs: tuple[str, ...],
+    outs: tuple[Any, ...],
+    dtype: _DType,
+    others: tuple[ndarray | None, ...],
+) -> list[Any] | None:
+    """The arrays of `gradients.allocate`; None where an output needs its longer checks."""
+    found: list[Any] = []
+    for name, shape, given in zip(names, shapes, outs, strict=True):
+        if shape is None or name not in needs:
+            if given is not None:
+                return None
+            found.append(None)
+        elif given is None:
+            found.append(empty(shape, dtype))
+        elif _plain_output(given, shape, dtype, others):
+            found.append(given)
+            others = (*others, given)
+        else:
+            return None
+    return found
 
 
 def _general_backward(

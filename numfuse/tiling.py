@@ -161,7 +161,7 @@ def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registe
     Packing costs 0.3-2 cycles an element of B; read in place, its rows meet in fewer cache sets and
     cost the micro-kernel 12% (measured at 128-512).  With ``m / (2 VL)`` cycles of arithmetic an
     element the two are even near m = 256.  A B beyond level 2 is read faster by the long rows of
-    packing than by the narrow panels of tiles, except where hardly any arithmetic hides the packing.
+    packing than by the narrow panels of tiles, unless there is little arithmetic to hide packing.
     """
     if column_stride != r.itemsize:
         return False

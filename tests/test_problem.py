@@ -38,7 +38,7 @@ def test_the_plain_case_is_the_general_one(dtype, save_pre, bias):
     bias = ones(5, dtype=dtype) if bias else None
     plain = problem.gemm(a, b, bias, "silu", save_pre)
     general = problem._general_gemm(
-        a, b, bias, problem.get_activation("silu"), save_pre, None, False, None
+        a, b, bias, problem.get_activation("silu"), save_pre, None, None
     )
     for name in GemmProblem.__slots__:
         one, two = getattr(plain, name), getattr(general, name)

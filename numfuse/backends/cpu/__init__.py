@@ -11,12 +11,13 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cpu import driver, host, launch, library
-from numfuse.backends.cpu.driver import Slots
+from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
+    from numfuse.expr import Expr
     from numfuse.problem import (
         GatedBackwardProblem,
         GatedProblem,
@@ -30,12 +31,20 @@ FORMATS[np.dtype(ml_dtypes.bfloat16)] = "bfloat16"
 
 __all__ = ["BACKEND", "CpuBackend", "fma_peak"]
 
+# The arrays of a call by number, as plans know them: those of the caller, then the call's own.
+A, B, BIAS, RESIDUAL, PRE, OUT = range(6)  # of a forward
+GRAD, D_A, D_B, D_BIAS, GRAD_PRE, SUMS = 3, 5, 6, 7, 8, 9  # of a backward; 0-2 and PRE as above
 
-def _summed_axes(gradient: np.ndarray, batch: tuple[int, ...]) -> tuple[int, ...]:
+
+def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
+    return None if x is None else operand(number, x)
+
+
+def _summed_axes(gradient: np.ndarray | driver.Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
     """Axes of `batch` that a gradient (..., rows, columns) lacks or has with length 1."""
     if not batch:
         return ()
-    own = (1,) * (len(batch) - (gradient.ndim - 2)) + gradient.shape[:-2]
+    own = (1,) * (len(batch) - (len(gradient.shape) - 2)) + gradient.shape[:-2]
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
 
 
@@ -72,106 +81,165 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
+def _is_small(p: GemmProblem | GemmBackwardProblem) -> bool:
+    """Whether products without batch axes take one thread, whatever Numba's setting."""
+    return p.m * p.n * p.k < tiling.PARALLEL_FMAS and launch.OBJECTS_CAN_BE_READ
+
+
 class CpuBackend:
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        #: Plans of small plain forwards by everything that they depend on.
-        self._small: dict[tuple[Any, ...], driver.Plan] = {}
+        #: Sequences of small plain calls by everything that they depend on.
+        self._small: dict[tuple[Any, ...], driver.Sequence] = {}
+
+    def _keep(
+        self, key: tuple[Any, ...], plans: list[driver.Plan], own: Sequence[driver.Operand]
+    ) -> driver.Sequence:
+        if len(self._small) >= tiling.SMALL_PLANS:
+            self._small.clear()
+        self._small[key] = made = driver.sequence(plans, own)
+        return made
 
     def forward(self, p: GemmProblem) -> None:
         """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""
+        value = p.activation.trace(0)
+        a, b, bias, residual, pre, out = arrays = (p.a, p.b, p.bias, p.residual, p.pre, p.out)
         key = None
-        if not p.batch and p.residual is None and p.pre is None:
+        if not p.batch and _is_small(p):
             # At 64 x 64 x 64 the arithmetic takes 3 us: what is looked up here in one step would
             # take as long again in several.
-            a, b, bias, out = p.a, p.b, p.bias, p.out
             key = (
-                p.activation.trace(0), p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
+                value, p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
                 None if bias is None else bias.strides,
+                None if residual is None else (residual.shape, residual.strides),
+                None if pre is None else pre.strides,
             )  # fmt: skip
-            plan = self._small.get(key)
-            if plan is not None:
-                driver.run(plan, (a, b, bias, None, None, out))
+            known = self._small.get(key)
+            if known is not None:
+                driver.run_sequence(known, arrays)
                 return
         fmt = FORMATS[p.dtype]
         row = library.forward_row(
-            p.activation.trace(0),
-            fmt,
-            p.bias is not None,
-            p.residual is not None,
-            p.pre is not None,
+            value, fmt, bias is not None, residual is not None, pre is not None
         )
-        slots = Slots(bias=p.bias, extra=p.residual, out=p.out, pre=p.pre)
-        plan = driver.gemm(p.a, fmt, p.b, fmt, row, slots, p.batch)
-        if key is not None and plan is not None and plan.threads == 1:
-            if p.m * p.n * p.k < tiling.PARALLEL_FMAS:  # one thread whatever Numba's setting
-                if len(self._small) >= tiling.SMALL_PLANS:
-                    self._small.clear()
-                self._small[key] = plan
+        slots = Slots(
+            bias=_optional(BIAS, bias), extra=_optional(RESIDUAL, residual),
+            out=operand(OUT, out), pre=_optional(PRE, pre),
+        )  # fmt: skip
+        plan = driver.gemm(operand(A, a), fmt, operand(B, b), fmt, row, slots, p.batch)
+        if plan is None:
+            return
+        if key is not None:
+            driver.run_sequence(self._keep(key, [plan], ()), arrays)
+        else:
+            driver.run(plan, arrays)
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b."""
-        fmt = FORMATS[p.dtype]
-        batch = p.batch
-        sums = None if p.d_bias is None else self._sums(p)
-        products = p.d_a is not None or p.d_b is not None
-        if not products and sums is None:
+        # Where the activation is the identity, grad_pre is grad itself and there is no slope.
+        identity = p.activation.trace(0) is SYMBOL
+        slope = None if identity else p.activation.trace(1)
+        a, b, bias, grad, d_a, d_b, d_bias = p.a, p.b, p.bias, p.grad, p.d_a, p.d_b, p.d_bias
+        pre = p.pre
+        if pre is not None:
+            pre = None if identity else pre.astype(p.acc_dtype, copy=False)
+        arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
+        key = None
+        # grad_pre of a sequence lies in the workspace, which is kept: so M x N is bounded too.
+        if not p.batch and _is_small(p) and p.m * p.n < tiling.PARALLEL_ELEMENTS:
+            key = (
+                slope, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
+                None if bias is None else bias.strides,
+                None if pre is None else pre.strides,
+                None if d_a is None else d_a.strides,
+                None if d_b is None else d_b.strides,
+                None if d_bias is None else d_bias.strides,
+            )  # fmt: skip
+            known = self._small.get(key)
+            if known is not None:
+                driver.run_sequence(known, arrays)
+                return
+        plans, own = self._backward_plans(p, arrays, slope)
+        if key is not None:
+            if plans:
+                driver.run_sequence(self._keep(key, plans, own), arrays)
             return
-        if p.activation.trace(0) is SYMBOL:
-            grad_pre, grad_format = p.grad, fmt
+        room = {x.number: np.empty(x.shape, p.acc_dtype) for x in own}
+        every = (*arrays, room.get(GRAD_PRE), room.get(SUMS))
+        for plan in plans:
+            driver.run(plan, every)
+        if d_bias is not None and p.batch:
+            _reduce_sums(room[SUMS], d_bias, p.batch)
+
+    def _backward_plans(
+        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
+    ) -> tuple[list[driver.Plan], list[driver.Operand]]:
+        """The launches of a backward, and the arrays of its own that they need (in acc_dtype).
+
+        With batch axes the partial sums of d_bias are left to be joined.
+        """
+        fmt, acc, batch = FORMATS[p.dtype], FORMATS[p.acc_dtype], p.batch
+        chunk = library.registers(acc).chunk
+        a, b, bias, grad, pre, d_a, d_b, d_bias = (
+            _optional(number, x) for number, x in enumerate(arrays)
+        )
+        assert a is not None and b is not None and grad is not None
+        plans: list[driver.Plan | None] = []
+        own: list[driver.Operand] = []
+        sums = None
+        if d_bias is not None:
+            # One row of partial sums for every chunk of rows.
+            sums = driver.temporary(SUMS, (*batch, -(-p.m // chunk), p.n), p.acc_dtype)
+            own.append(sums)
+        products = d_a is not None or d_b is not None
+        grad_pre, grad_format = grad, fmt
+        if slope is None:
             if sums is not None:
-                chunk = library.registers(library.accumulator(fmt)).chunk
                 row = library.column_sums_row(fmt)
-                slots = Slots(grad=p.grad, sums=sums)
-                driver.elementwise(p.m, p.n, row, slots, batch, chunk)
-        else:
-            grad_pre, grad_format = self._grad_pre(p, sums, products)
-        if p.d_bias is not None and sums is not None:
-            _reduce_sums(sums, p.d_bias, batch)
+                slots = Slots(grad=grad, sums=sums)
+                plans.append(driver.elementwise(p.m, p.n, row, slots, batch, chunk))
+        elif products or sums is not None:
+            out = None
+            if products:
+                # In the accumulator's dtype: d_a and d_b then read it without another rounding.
+                out = driver.temporary(GRAD_PRE, (*batch, p.m, p.n), p.acc_dtype)
+                own.append(out)
+                grad_pre, grad_format = out, acc
+            row = library.grad_pre_row(
+                slope, fmt, bias is not None and pre is None, pre is not None, products,
+                sums is not None, p.guard,
+            )  # fmt: skip
+            slots = Slots(None if pre is not None else bias, pre, grad, out, None, sums)
+            if pre is None:
+                plans.append(driver.gemm(a, fmt, b, fmt, row, slots, batch))
+            else:
+                plans.append(driver.elementwise(p.m, p.n, row, slots, batch, chunk))
+        if d_bias is not None and sums is not None and not batch:
+            plans.append(driver.join(library.join_cell(fmt), sums, d_bias))
         store = library.store_row(fmt)
-        if p.d_a is not None:
-            summed = _summed_axes(p.d_a, batch)
-            right, slots = p.b.swapaxes(-1, -2), Slots(out=p.d_a)
-            driver.gemm(grad_pre, grad_format, right, fmt, store, slots, batch, summed)
-        if p.d_b is not None:
-            summed = _summed_axes(p.d_b, batch)
-            left, slots = p.a.swapaxes(-1, -2), Slots(out=p.d_b)
-            driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed)
-
-    def _sums(self, p: GemmBackwardProblem) -> np.ndarray:
-        """Room for the partial column sums: one row for every chunk of rows."""
-        chunk = library.registers(FORMATS[p.acc_dtype]).chunk
-        return np.empty((*p.batch, -(-p.m // chunk), p.n), p.acc_dtype)
-
-    def _grad_pre(
-        self, p: GemmBackwardProblem, sums: np.ndarray | None, products: bool
-    ) -> tuple[np.ndarray, str]:
-        fmt, acc = FORMATS[p.dtype], p.acc_dtype
-        # Kept in the accumulator's dtype: d_a and d_b then read it without another rounding.
-        out = np.empty((*p.batch, p.m, p.n), acc) if products else None
-        saved = None if p.pre is None else p.pre.astype(acc, copy=False)
-        bias = p.bias if saved is None else None
-        row = library.grad_pre_row(
-            p.activation.trace(1), fmt, bias is not None, saved is not None, products,
-            sums is not None, p.guard,
-        )  # fmt: skip
-        slots = Slots(bias, saved, p.grad, out, None, sums)
-        if saved is None:
-            driver.gemm(p.a, fmt, p.b, fmt, row, slots, p.batch)
-        else:
-            chunk = library.registers(FORMATS[acc]).chunk
-            driver.elementwise(p.m, p.n, row, slots, p.batch, chunk)
-        return (p.grad if out is None else out), FORMATS[acc]
+        if d_a is not None:
+            summed, slots = _summed_axes(d_a, batch), Slots(out=d_a)
+            right = b.turned()
+            plans.append(
+                driver.gemm(grad_pre, grad_format, right, fmt, store, slots, batch, summed)
+            )
+        if d_b is not None:
+            summed, slots = _summed_axes(d_b, batch), Slots(out=d_b)
+            left = a.turned()
+            plans.append(driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed))
+        return [plan for plan in plans if plan is not None], own
 
     def gated(self, p: GatedProblem) -> None:
         """``out = act(a) * b``"""
         out, a, b = _merged((p.out, p.a, p.b))
         row = library.gated_row(p.activation.trace(0), FORMATS[p.dtype])
-        slots = Slots(a=a, b=b, out=out)
-        driver.elementwise(out.shape[-2], out.shape[-1], row, slots, out.shape[:-2])
+        slots = Slots(a=operand(0, a), b=operand(1, b), out=operand(2, out))
+        plan = driver.elementwise(out.shape[-2], out.shape[-1], row, slots, out.shape[:-2])
+        if plan is not None:
+            driver.run(plan, (a, b, out))
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
@@ -185,8 +253,13 @@ class CpuBackend:
         )  # fmt: skip
         d_a = outs[0] if p.d_a is not None else None
         d_b = outs[-1] if p.d_b is not None else None
-        slots = Slots(grad=grad, a=a, b=b, out=d_a, extra=d_b)
-        driver.elementwise(a.shape[-2], a.shape[-1], row, slots, a.shape[:-2])
+        slots = Slots(
+            a=operand(0, a), b=operand(1, b), grad=operand(2, grad),
+            out=_optional(3, d_a), extra=_optional(4, d_b),
+        )  # fmt: skip
+        plan = driver.elementwise(a.shape[-2], a.shape[-1], row, slots, a.shape[:-2])
+        if plan is not None:
+            driver.run(plan, (a, b, grad, d_a, d_b))
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.empty(shape, dtype)
@@ -235,6 +308,7 @@ class CpuBackend:
                     yield f"packing {source}", partial(pack, source, acc)
             yield f"store {fmt}", partial(library.store_row, fmt)
             yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
+            yield f"joined sums {fmt}", partial(library.join_cell, fmt)
             for act in activations:
                 for call in library.rows_of(act, fmt):
                     yield f"{act.name} {fmt}", call

@@ -2,6 +2,9 @@
 
 `gemm` is the one driver.  Forward, grad_pre, d_a and d_b are the same call with strides turned
 round and another row function.
+
+A plan knows the arrays of a call by their numbers only.  So it serves every call of its form:
+alone (`run`), or as a step of a `Sequence`, which runs several plans in one native call.
 """
 
 from __future__ import annotations
@@ -9,8 +12,8 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,17 +23,46 @@ from numfuse.backends.cpu import host, launch, library, microkernel, protocol
 from numfuse.specialise import Kernel, readable_name
 
 
-class Slots(NamedTuple):
-    """Operands of a row function, (..., rows, columns), in the order of `protocol.SLOTS`."""
+class Operand(NamedTuple):
+    """An array (..., rows, columns) as a plan sees it: which one of the call, and its form."""
 
-    bias: np.ndarray | None = None
-    extra: np.ndarray | None = None
-    grad: np.ndarray | None = None
-    out: np.ndarray | None = None
-    pre: np.ndarray | None = None
-    sums: np.ndarray | None = None
-    a: np.ndarray | None = None
-    b: np.ndarray | None = None
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    itemsize: int
+
+    def turned(self) -> Operand:
+        """Its transpose."""
+        *batch, rows, columns = self.shape
+        *steps, row_stride, column_stride = self.strides
+        return Operand(
+            self.number, (*batch, columns, rows), (*steps, column_stride, row_stride), self.itemsize
+        )
+
+
+def operand(number: int, x: np.ndarray) -> Operand:
+    return Operand(number, x.shape, x.strides, x.itemsize)
+
+
+def temporary(number: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Operand:
+    """A contiguous array that only the call itself knows."""
+    strides = [dtype.itemsize]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return Operand(number, shape, tuple(reversed(strides)), dtype.itemsize)
+
+
+class Slots(NamedTuple):
+    """Operands of a row function in the order of `protocol.SLOTS`."""
+
+    bias: Operand | None = None
+    extra: Operand | None = None
+    grad: Operand | None = None
+    out: Operand | None = None
+    pre: Operand | None = None
+    sums: Operand | None = None
+    a: Operand | None = None
+    b: Operand | None = None
 
 
 def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
@@ -43,7 +75,8 @@ def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str
     scratch = protocol.CONTEXT_BYTES
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
     panel_stride = tiling.round_up(t.kc * r.panel_rows * r.itemsize + slack, line)
-    count = t.panels if t.panels > 1 else group
+    # A group of panels is packed while the group before it is used.
+    count = t.panels if t.panels > 1 else 2 * group if group > 1 else 1
     panels = tiling.round_up(scratch + protocol.SLOT_COUNT * scratch_stride, page)
     block = tiling.round_up(panels + count * panel_stride, page) + 3 * line
     block_bytes = t.kc * t.nc * r.itemsize + t.nc // r.nr * line + slack
@@ -66,7 +99,7 @@ class Plan(NamedTuple):
 
     cell: int
     descriptor: array[int]
-    #: (word, operand number) of every operand that is there.
+    #: (word, number of the array) of every operand that is there.
     places: tuple[tuple[int, int], ...]
     cells: int
     stride: int
@@ -74,8 +107,7 @@ class Plan(NamedTuple):
     call: Call
 
 
-#: What a plan depends on of an operand; None where it is absent.
-_Form = tuple[tuple[int, ...], tuple[int, ...]] | None
+_Operands = tuple[Operand | None, ...]
 # Operands by number: A, B, then the slots.
 _WORDS = (
     protocol.DESCRIPTOR["D_A"],
@@ -84,61 +116,60 @@ _WORDS = (
 )
 
 
-def _strides(form: _Form, batch: tuple[int, ...]) -> tuple[int, ...]:
+def _strides(x: Operand | None, batch: tuple[int, ...]) -> tuple[int, ...]:
     """Byte strides of (..., rows, columns) along `batch`; 0 where it is broadcast."""
-    if form is None:
+    if x is None:
         return (0,) * len(batch)
-    shape, strides = form
-    missing = len(batch) - (len(shape) - 2)
-    own = zip(shape[:-2], strides[:-2], strict=True)
+    missing = len(batch) - (len(x.shape) - 2)
+    own = zip(x.shape[:-2], x.strides[:-2], strict=True)
     return (0,) * missing + tuple(0 if size == 1 else stride for size, stride in own)
 
 
-def _slot_words(forms: tuple[_Form, ...], n: int, items: tuple[int, ...]) -> list[int]:
+def _slot_words(slots: _Operands, n: int) -> list[int]:
     words = [0] * (3 * protocol.SLOT_COUNT)
-    for slot, form in enumerate(forms):
-        if form is None:
+    for slot, x in enumerate(slots):
+        if x is None:
             continue
-        (*_, rows, columns), (*_, row_stride, column_stride) = form
+        (*_, rows, columns), (*_, row_stride, column_stride) = x.shape, x.strides
         # An axis of length 1 is broadcast: no step.  But where the result has one column as well,
         # any step is right, and that of contiguous elements spares the scratch row.
         words[3 * slot + 1] = 0 if rows == 1 else row_stride
-        words[3 * slot + 2] = column_stride if columns != 1 else (items[slot] if n == 1 else 0)
+        words[3 * slot + 2] = column_stride if columns != 1 else (x.itemsize if n == 1 else 0)
     return words
 
 
 def _plan(
-    cell: Kernel, head: dict[str, int], forms: tuple[_Form, ...], items: tuple[int, ...],
-    axes: list[int], t: tiling.Tiling, r: tiling.Registers, elements: int, count: int,
-    row: Kernel, group: int = 1,
+    cell: Kernel, head: dict[str, int], operands: _Operands, axes: list[int], t: tiling.Tiling,
+    r: tiling.Registers, elements: int, count: int, row: Kernel | None, group: int = 1,
 ) -> Plan:  # fmt: skip
     layout, stride = _layout(t, r, group)
     head |= layout | {
         "D_KC": t.kc, "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n,
-        "D_CELLS_M": t.cells_m, "D_CELLS_N": t.cells_n, "D_ROW": row.address,
+        "D_CELLS_M": t.cells_m, "D_CELLS_N": t.cells_n,
+        "D_ROW": 0 if row is None else row.address,
     }  # fmt: skip
-    places = tuple((_WORDS[i], i) for i, form in enumerate(forms) if form is not None)
+    present = [(i, x) for i, x in enumerate(operands) if x is not None]
+    places = tuple((_WORDS[i], x.number) for i, x in present)
     if launch.OBJECTS_CAN_BE_READ:
-        head["D_OBJECTS"] = sum(1 << i for _, i in places)
+        head["D_OBJECTS"] = sum(1 << i for i, _ in present)
     words = [head.get(name, 0) for name in protocol.DESCRIPTOR]
-    descriptor = array("q", words + _slot_words(forms[2:], head["D_N"], items) + axes)
-    kernel = f"{readable_name(cell.name)} + {readable_name(row.name)}"
+    descriptor = array("q", words + _slot_words(operands[2:], head["D_N"]) + axes)
+    kernel = " + ".join(readable_name(x.name) for x in (cell, row) if x is not None)
     call = Call("cpu", host.name(), host.vector_name(), kernel, t)
     return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call)
 
 
 @functools.lru_cache(maxsize=4096)
 def _gemm_plan(
-    forms: tuple[_Form, ...], items: tuple[int, ...], left: str, right: str, row: Kernel,
+    a: Operand, b: Operand, slots: Slots, left: str, right: str, row: Kernel,
     batch: tuple[int, ...], summed: tuple[int, ...], threads: int,
 ) -> Plan | None:  # fmt: skip
-    a, b = forms[0], forms[1]
-    assert a is not None and b is not None  # the factors of a product are always there
-    m, k = a[0][-2:]
-    n = b[0][-1]
+    operands = (a, b, *slots)
+    m, k = a.shape[-2:]
+    n = b.shape[-1]
     acc = library.accumulator(left)
     r = library.registers(acc)
-    strides = [_strides(form, batch) for form in forms]
+    strides = [_strides(x, batch) for x in operands]
     sizes = {axis: size for axis, size in enumerate(batch) if size != 1}
     outer = [axis for axis in sizes if axis not in summed]
     inner = [axis for axis in sizes if axis in summed]
@@ -150,72 +181,67 @@ def _gemm_plan(
         return None
     count = 1 if m * n * k * elements * sums < tiling.PARALLEL_FMAS else threads
     t = tiling.gemm(m, n, k, elements, sums, count, r)
+    a_row, a_k = a.strides[-2:]
+    b_k, b_column = b.strides[-2:]
     head = {
         "D_M": m, "D_N": n, "D_K": k,
         "D_PACK_A": library.pack_a(left, acc).address,
         "D_PACK_B": library.pack_b(right, acc).address,
         "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
-        "D_A_ROW": a[1][-2], "D_A_K": a[1][-1], "D_B_K": b[1][-2], "D_B_COLUMN": b[1][-1],
-        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b[1][-2], b[1][-1], r)),
+        "D_A_ROW": a_row, "D_A_K": a_k, "D_B_K": b_k, "D_B_COLUMN": b_column,
+        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
     }  # fmt: skip
     asked = [
-        slot for slot, (form, item) in enumerate(zip(forms[2:], items, strict=True))
-        if form is not None and slot != protocol.SLOTS["S_SUMS"] and form[0][-2] > 1
-        and form[1][-1] == item
+        slot for slot, x in enumerate(slots)
+        if x is not None and slot != protocol.SLOTS["S_SUMS"] and x.shape[-2] > 1
+        and x.strides[-1] == x.itemsize
     ]  # fmt: skip
     for name, slot in zip(("D_ASK", "D_ASK_2", "D_ASK_3"), [*asked, -1, -1, -1], strict=False):
         head[name] = slot
-    head["D_B_BY_ROWS"] = int(b[1][-1] == microkernel.itemsize(right))
+    head["D_B_BY_ROWS"] = int(b_column == microkernel.itemsize(right))
     # Columns of A in memory are packed by groups of panels.
-    by_columns = a[1][-2] == microkernel.itemsize(left) != a[1][-1]
+    by_columns = a_row == microkernel.itemsize(left) != a_k
     group = tiling.COLUMN_GROUP if by_columns else 1
     cell = library.gemm_cell(acc)
-    return _plan(cell, head, forms, items, axes, t, r, elements, count, row, group)
+    return _plan(cell, head, operands, axes, t, r, elements, count, row, group)
 
 
 @functools.lru_cache(maxsize=4096)
 def _elementwise_plan(
-    m: int, n: int, forms: tuple[_Form, ...], items: tuple[int, ...], row: Kernel,
-    batch: tuple[int, ...], chunk: int, threads: int,
+    m: int, n: int, slots: Slots, row: Kernel, batch: tuple[int, ...], chunk: int, threads: int,
 ) -> Plan | None:  # fmt: skip
+    operands = (None, None, *slots)
     elements = math.prod(batch)
     if m * n * elements == 0:
         return None
-    strides = [_strides(form, batch) for form in forms]
+    strides = [_strides(x, batch) for x in operands]
     axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
     count = 1 if m * n * elements < tiling.PARALLEL_ELEMENTS else threads
     head = {"D_M": m, "D_N": n, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(m, n, chunk)
     r = library.registers("float64")
     cell = library.elementwise_cell()
-    return _plan(cell, head, forms, items, axes, t, r, elements, count, row)
+    return _plan(cell, head, operands, axes, t, r, elements, count, row)
 
 
-def run(plan: Plan, operands: Sequence[np.ndarray | None]) -> None:
-    """Launch a plan on operands of the forms that it was made for."""
-    descriptor = plan.descriptor[:]
-    if launch.OBJECTS_CAN_BE_READ:
-        for word, i in plan.places:
-            descriptor[word] = id(operands[i])
-    else:
-        for word, i in plan.places:
-            descriptor[word] = operands[i].__array_interface__["data"][0]  # type: ignore[union-attr]
-    launch.launch(plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.threads)
-    latest.call = plan.call
-
-
-def _forms(operands: Sequence[np.ndarray | None]) -> tuple[_Form, ...]:
-    return tuple([None if x is None else (x.shape, x.strides) for x in operands])
-
-
-def _items(operands: Sequence[np.ndarray | None]) -> tuple[int, ...]:
-    return tuple([0 if x is None else x.itemsize for x in operands])
+@functools.lru_cache(maxsize=4096)
+def _join_plan(cell: Kernel, slots: Slots, threads: int) -> Plan | None:
+    assert slots.sums is not None
+    rows, n = slots.sums.shape
+    if n == 0:
+        return None
+    count = 1 if rows * n < tiling.PARALLEL_ELEMENTS else threads
+    # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
+    head = {"D_M": 1, "D_N": n, "D_K": rows}
+    t = tiling.elementwise(1, n, 1)
+    r = library.registers("float64")
+    return _plan(cell, head, (None, None, *slots), [], t, r, 1, count, None)
 
 
 def gemm(
-    a: np.ndarray,
+    a: Operand,
     a_format: str,
-    b: np.ndarray,
+    b: Operand,
     b_format: str,
     row: Kernel,
     slots: Slots,
@@ -226,27 +252,82 @@ def gemm(
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
-    Returns what was launched; None where there is nothing to compute.
+    None where there is nothing to compute.
     """
-    operands = (a, b, *slots)
     # The number of threads costs a call into Numba: not asked for where one is certain.
-    small = not batch and a.size * b.shape[-1] < tiling.PARALLEL_FMAS
+    small = not batch and a.shape[0] * a.shape[1] * b.shape[-1] < tiling.PARALLEL_FMAS
     threads = 1 if small else launch.threads()
-    plan = _gemm_plan(
-        _forms(operands), _items(slots), a_format, b_format, row, batch, summed, threads
-    )
-    if plan is not None:
-        run(plan, operands)
-    return plan
+    return _gemm_plan(a, b, slots, a_format, b_format, row, batch, summed, threads)
 
 
 def elementwise(
     m: int, n: int, row: Kernel, slots: Slots, batch: tuple[int, ...] = (), chunk: int = 1
-) -> None:
-    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows."""
-    operands = (None, None, *slots)
+) -> Plan | None:
+    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
+
+    None where there is nothing to compute.
+    """
     small = not batch and m * n < tiling.PARALLEL_ELEMENTS
     threads = 1 if small else launch.threads()
-    plan = _elementwise_plan(m, n, _forms(operands), _items(slots), row, batch, chunk, threads)
-    if plan is not None:
-        run(plan, operands)
+    return _elementwise_plan(m, n, slots, row, batch, chunk, threads)
+
+
+def join(cell: Kernel, sums: Operand, out: Operand) -> Plan | None:
+    """``out = the sum of the rows of sums``, both of two axes; None where there is no column."""
+    small = math.prod(sums.shape) < tiling.PARALLEL_ELEMENTS
+    threads = 1 if small else launch.threads()
+    return _join_plan(cell, Slots(out=out, sums=sums), threads)
+
+
+def run(plan: Plan, arrays: tuple[np.ndarray | None, ...]) -> None:
+    """Launch a plan on the arrays of a call, each at its number."""
+    descriptor = plan.descriptor[:]
+    if launch.OBJECTS_CAN_BE_READ:
+        for word, number in plan.places:
+            descriptor[word] = id(arrays[number])
+    else:
+        for word, number in plan.places:
+            descriptor[word] = arrays[number].__array_interface__["data"][0]  # type: ignore[union-attr]
+    launch.launch(plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.threads)
+    latest.call = plan.call
+
+
+class Sequence(NamedTuple):
+    """Plans of one thread that run one after another in one native call."""
+
+    #: The steps that `launch.run_sequence` reads, and their address.
+    words: array[int]
+    address: int
+    steps: int
+    #: Where in the thread's memory a step's descriptor is completed, and how much it has in all.
+    scratch: int
+    size: int
+    call: Call
+
+
+def sequence(plans: Iterable[Plan], temporaries: Iterable[Operand]) -> Sequence:
+    """Small plans as one; contiguous `temporaries` get places beside the workspace."""
+    plans = list(plans)
+    size = max(plan.stride for plan in plans)
+    places: dict[int, int] = {}
+    for x in temporaries:
+        places[x.number] = size
+        # Whole pages and a few lines, so that not all begin in one cache set.
+        size += tiling.round_up(math.prod(x.shape) * x.itemsize, launch.PAGE) + 3 * tiling.LINE
+    scratch, size = size, size + 8 * max(len(plan.descriptor) for plan in plans)
+    words = array("q")
+    for plan in plans:
+        words.extend((plan.cell, plan.cells, len(plan.descriptor)))
+        start = len(words)
+        words.extend(plan.descriptor)
+        for word, number in plan.places:
+            words[start + word] = -places[number] if number in places else number
+    return Sequence(words, words.buffer_info()[0], len(plans), scratch, size, plans[-1].call)
+
+
+def run_sequence(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
+    """Run a sequence on the arrays of a call, each at its number."""
+    launch.launch_sequence(
+        sequence.address, sequence.steps, id(arrays), sequence.scratch, sequence.size
+    )
+    latest.call = sequence.call

@@ -16,6 +16,10 @@ from __future__ import annotations
 # mypy: disable-error-code="name-defined"
 
 
+#: Columns of A that are packed at a time behind tiles: enough to be worth the call.
+SLICE = 16
+
+
 def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
     """One cell of ``row(sum_s sum_p A[i, p] B[p, j])``.
 
@@ -88,18 +92,28 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
             member = index % group
             panel = panels + index % panel_count * panel_stride
             if not packed and member == 0:
-                CALL_PACK_A(
-                    d[D_PACK_A],
-                    a_at + i * a_row,
-                    a_row,
-                    a_k,
-                    min(group * MR, i1 - i),
-                    depth,
-                    panel,
-                    panel_stride,
-                )
+                # By columns, panels are packed by groups, all but the first behind the tiles of the
+                # group before; by rows, a panel's source is at hand when its turn comes.
+                if group > 1 and i > i0:
+                    PACK_GROUP(descriptor, context, depth)
+                else:
+                    CALL_PACK_A(
+                        d[D_PACK_A],
+                        a_at + i * a_row,
+                        a_row,
+                        a_k,
+                        min(group * MR, i1 - i),
+                        depth,
+                        panel,
+                        panel_stride,
+                    )
                 at = panels + (index + group) % panel_count * panel_stride
                 ASK(context, FOR_PANELS, at, panel_stride // (tiles * requests) + 1)
+                if group > 1:
+                    ahead = i + group * MR
+                    rows = min(group * MR, i1 - ahead)
+                    source = a_at + ahead * a_row
+                    PLAN_GROUP(context, source, at, rows, depth, group * tiles)
             elif packed:
                 half = depth * PANEL_ROWS * SIZE // 2
                 share = half // (tiles * requests) + 1
@@ -118,10 +132,13 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                 else:
                     b_tile, b_step = block + (tile - in_place) * b_panel, NR * SIZE
                 if not packed:
-                    ahead = i + (group - member) * MR
-                    rows = min(group * MR, i1 - ahead)
-                    part = member * tiles + tile
-                    ASK_A(context, a_at + ahead * a_row, a_row, a_k, rows, depth, part, requests)
+                    if group > 1:
+                        ASK_GROUP(context, a_row, a_k, requests)
+                    else:
+                        ahead = i + MR
+                        rows = min(MR, i1 - ahead)
+                        at = a_at + ahead * a_row
+                        ASK_A(context, at, a_row, a_k, rows, depth, tile, requests)
                 ASK_B(context)
                 if direct and i == i0:
                     ASK_PANEL(context, b_at + (j + NR) * b_column, b_k, requests)
@@ -148,6 +165,8 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                     row += 1
                     ASK_ROW(descriptor, context, at + 1, jc, columns, row_requests)
                 PACK_AHEAD(descriptor, context)
+                if group > 1 and not packed:
+                    PACK_SLICE(descriptor, context)
             if direct and i == i0:
                 REST(context)
             before, waiting, row, credit = strip, min(MR, i1 - i) if last else 0, 0, 0
@@ -261,24 +280,80 @@ def ask_panel(context: int, at: int, k_stride: int, requests: int) -> None:
 
 
 def ask_a(
-    context: int, at: int, row_stride: int, k_stride: int, rows: int, depth: int, part: int,
+    context: int, at: int, row_stride: int, k_stride: int, rows: int, depth: int, tile: int,
     requests: int,
 ) -> None:  # fmt: skip
-    """Ask for part `part` of the `rows` rows of A from `at` on, that are to be packed next."""
+    """Ask for two of the `rows` rows of A from `at` on, that are to be packed next."""
     for half in range(2):
-        run = 2 * part + half
-        start, step = context, 0
-        if rows > 0 and k_stride <= LINE and k_stride >= -LINE:
-            if run < rows:  # a run is a row
-                start, step = at + run * row_stride, depth * k_stride // requests
-        elif rows > 0 and row_stride <= LINE and row_stride >= -LINE:
-            # A run is one line of each of `requests` columns.
-            lines = (rows * abs(row_stride) + LINE - 1) // LINE + 1
-            column = run // lines * requests
-            if column < depth:
-                start = at + run % lines * (LINE if row_stride > 0 else -LINE) + column * k_stride
-                step = k_stride
-        ASK(context, FOR_A + half, start, step)
+        row = 2 * tile + half
+        if row < rows and k_stride <= LINE and k_stride >= -LINE:
+            ASK(context, FOR_A + half, at + row * row_stride, depth * k_stride // requests)
+        else:
+            ASK(context, FOR_A + half, context, 0)
+
+
+def plan_group(context: int, at: int, target: int, rows: int, depth: int, tiles: int) -> None:
+    """Prepare for packing the next group of panels of A between `tiles` tiles."""
+    c = WORDS(context)
+    c[G_SOURCE] = at
+    c[G_TARGET] = target
+    c[G_ROWS] = rows
+    c[G_DEPTH] = depth if rows > 0 else 0
+    c[G_PACKED] = 0
+    # It begins when the first columns have been asked for, a group's lines by two a tile.
+    start = min(tiles - 1, 4)
+    c[G_TILES] = tiles - start
+    c[G_CREDIT] = -start * depth
+    c[G_RUNS] = 0
+
+
+def ask_group(context: int, row_stride: int, k_stride: int, requests: int) -> None:
+    """Ask for columns of the next group of panels of A: no more than will soon be packed.
+
+    Columns are often a power of two apart and meet in few cache sets: asked for too early, they
+    would drive each other out.
+    """
+    c = WORDS(context)
+    lines = (c[G_ROWS] * row_stride + LINE - 1) // LINE + 1
+    for half in range(2):
+        run = c[G_RUNS]
+        column = run // lines * requests
+        if column < c[G_DEPTH] and column < c[G_PACKED] + 2 * requests:
+            at = c[G_SOURCE] + run % lines * LINE + column * k_stride
+            ASK(context, FOR_A + half, at, k_stride)
+            c[G_RUNS] = run + 1
+        else:
+            ASK(context, FOR_A + half, context, 0)
+
+
+def pack_slice(descriptor: int, context: int) -> None:
+    """Pack what is due of the next group after one more tile."""
+    c = WORDS(context)
+    c[G_CREDIT] += c[G_DEPTH]
+    if c[G_CREDIT] >= SLICE * c[G_TILES]:
+        columns = c[G_CREDIT] // c[G_TILES]
+        c[G_CREDIT] -= columns * c[G_TILES]
+        PACK_GROUP(descriptor, context, columns)
+
+
+def pack_group(descriptor: int, context: int, columns: int) -> None:
+    """Pack up to `columns` more columns of the next group of panels of A."""
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    packed = c[G_PACKED]
+    count = min(columns, c[G_DEPTH] - packed)
+    if count > 0:
+        CALL_PACK_A(
+            d[D_PACK_A],
+            c[G_SOURCE] + packed * d[D_A_K],
+            d[D_A_ROW],
+            d[D_A_K],
+            c[G_ROWS],
+            count,
+            c[G_TARGET] + packed * PANEL_ROWS * SIZE,
+            d[D_PANEL_STRIDE],
+        )
+        c[G_PACKED] = packed + count
 
 
 def ask_b(context: int) -> None:

@@ -40,6 +40,28 @@ def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
             CALL_ROW(d[D_ROW], workspace, 0, i, jc, columns)
 
 
+def join_cell(descriptor: int, cell: int, workspace: int) -> None:
+    """Some columns of ``out = sums[0] + sums[1] + ...``: the partials of d_bias.
+
+    Summed in float64 and in their order, whatever ran on how many threads.  There are D_K of them.
+    """
+    d = WORDS(descriptor)
+    _, _, _, j0, j1 = CELL(descriptor, cell)
+    total = TOTALS(workspace + d[D_SCRATCH])
+    sums = D_SLOTS + 3 * S_SUMS
+    out = D_SLOTS + 3 * S_OUT
+    for jc in range(j0, j1, d[D_NC]):
+        columns = min(d[D_NC], j1 - jc)
+        for q in range(columns):
+            total[q] = ZERO
+        for i in range(d[D_K]):
+            partial = SUMS(d[sums] + i * d[sums + 1] + jc * SIZE)
+            for q in range(columns):
+                total[q] = total[q] + WIDEN(partial[q])
+        for q in range(columns):
+            STORED(d[out] + (jc + q) * d[out + 2])[0] = NARROW(ROUND(total[q]))
+
+
 def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
     """Write the context of one batch element; return its addresses of A and B."""
     d = WORDS(descriptor)

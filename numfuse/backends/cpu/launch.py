@@ -41,6 +41,13 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 
 
+def operand_word(operand: int) -> int:
+    """The word with the address of an operand: A, B, then the slots."""
+    if operand < 2:
+        return D_B if operand == 1 else D_A
+    return D_SLOTS + 3 * (operand - 2)
+
+
 def resolve(descriptor: int) -> None:
     """Replace the array objects that the descriptor names by the addresses of their data.
 
@@ -50,15 +57,48 @@ def resolve(descriptor: int) -> None:
     """
     d = WORDS(descriptor)
     objects = d[D_OBJECTS]
-    word = D_A
     operand = 0
     while objects != 0:
         if objects & 1:
+            word = OPERAND_WORD(operand)
             d[word] = WORDS(d[word] + HEADER)[0]
         objects = objects >> 1
         operand += 1
-        word = D_B if operand == 1 else D_SLOTS + 3 * (operand - 2)
     d[D_OBJECTS] = 0
+
+
+def run_sequence(steps: int, count: int, arrays: int, workspace: int, scratch: int) -> None:
+    """`count` steps one after another in the calling thread, on the arrays of a tuple.
+
+    A step is its cell function, its number of cells, the number of words of its descriptor, and the
+    descriptor.  There the word of an operand's address holds the number of its array in the tuple
+    at `arrays` or, negative, how far behind `workspace` a temporary begins.  The steps serve every
+    call, so a descriptor is completed in a copy, `scratch` bytes behind `workspace`.
+    """
+    descriptor = workspace + scratch
+    d = WORDS(descriptor)
+    at = steps
+    for _ in range(count):
+        step = WORDS(at)
+        words = step[2]
+        for i in range(words):
+            d[i] = step[3 + i]
+        objects = d[D_OBJECTS]
+        operand = 0
+        while objects != 0:
+            if objects & 1:
+                word = OPERAND_WORD(operand)
+                if d[word] < 0:
+                    d[word] = workspace - d[word]
+                else:
+                    array = WORDS(arrays + TUPLE_HEADER)[d[word]]
+                    d[word] = WORDS(array + HEADER)[0]
+            objects = objects >> 1
+            operand += 1
+        d[D_OBJECTS] = 0
+        for cell in range(step[1]):
+            CALL(step[0], descriptor, cell, workspace)
+        at += 8 * (3 + words)
 
 
 def run_here(cell_function: int, descriptor: int, cells: int, workspace: int) -> None:
@@ -96,14 +136,22 @@ def run_parallel(
 _I = types.int64
 #: Bytes of an object's header, behind which NumPy's C API has an array's data pointer.
 HEADER = object.__basicsize__
+#: Bytes of a tuple before its items.
+TUPLE_HEADER = tuple.__basicsize__
 
 
 def _objects_can_be_read() -> bool:
-    """Whether an ndarray's data pointer stands where NumPy's C API has it (CPython: yes)."""
+    """Whether an ndarray's data pointer and a tuple's items stand where the C APIs of NumPy and
+    CPython have them (CPython: yes)."""
     probe = np.zeros(3)[1:]
     if sys.implementation.name != "cpython":
         return False
-    return ctypes.c_void_p.from_address(id(probe) + HEADER).value == probe.ctypes.data
+    pair = None, probe
+    item = ctypes.c_void_p.from_address(id(pair) + TUPLE_HEADER + ctypes.sizeof(ctypes.c_void_p))
+    return (
+        item.value == id(probe)
+        and ctypes.c_void_p.from_address(id(probe) + HEADER).value == probe.ctypes.data
+    )
 
 
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
@@ -116,9 +164,14 @@ def _entry(name: str) -> Any:
         name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")
     }
     names |= {"D_SLOTS": protocol.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
+    names["OPERAND_WORD"] = specialise.device(operand_word, **names)
     names["HEADER"] = HEADER
     if name == "resolve":
         return specialise.entry(resolve, types.void(_I), **names)
+    if name == "sequence":
+        return specialise.entry(
+            run_sequence, types.void(*[_I] * 5), CALL=call, TUPLE_HEADER=TUPLE_HEADER, **names
+        )
     resolved = specialise.device(resolve, **names)
     if name == "here":
         return specialise.entry(run_here, types.void(*[_I] * 4), CALL=call, RESOLVE=resolved)
@@ -202,12 +255,31 @@ def _own_threads() -> ThreadPoolExecutor:
 
 
 _here: Any = None
+_sequence: Any = None
 
 
 def _load_here() -> Any:
     global _here
     _here = _entry("here")
     return _here
+
+
+def _load_sequence() -> Any:
+    global _sequence
+    _sequence = _entry("sequence")
+    return _sequence
+
+
+def launch_sequence(steps: int, count: int, arrays: int, scratch: int, size: int) -> None:
+    """Run the steps of `run_sequence` in the calling thread with `size` bytes of memory.
+
+    Trusts that the steps and the tuple at `arrays` stay alive until the return, and that no kernel
+    raises.
+    """
+    run = _sequence or _load_sequence()
+    workspace = _borrow(size)
+    run(steps, count, arrays, workspace.address, scratch)
+    _give_back(workspace)
 
 
 def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: int) -> None:
@@ -297,6 +369,8 @@ def _launch_on_own_threads(
 def warmup() -> None:
     """Compile the entries that a launch can take on this host."""
     _entry("here")
+    if OBJECTS_CAN_BE_READ:
+        _entry("sequence")
     if _forked:
         return
     for name in ("resolve", "shared") if threading_layer() == "workqueue" else ("parallel",):

@@ -75,25 +75,26 @@ def gemm_cell(acc: str) -> specialise.Kernel:
         "STREAM_TABLE": protocol.STREAM_TABLE, "ROW_STREAMS": protocol.ROW_STREAMS,
         "STREAM_COUNT": protocol.STREAM_COUNT,
         "LINE": tiling.LINE, "NR": r.nr, "SIZE": r.itemsize,
-        "CALL_PACK_B": microkernel.make_call(7),
+        "CALL_PACK_A": microkernel.make_call(7), "CALL_PACK_B": microkernel.make_call(7),
+        "PANEL_ROWS": r.panel_rows, "SLICE": gemm.SLICE,
     }  # fmt: skip
     # Each may call those before it.
     for name, template in (
         ("PLACE", gemm.place), ("SUM_OFFSETS", gemm.sum_offsets), ("ASK", gemm.ask),
         ("PLAN_AHEAD", gemm.plan_ahead), ("PACK_AHEAD", gemm.pack_ahead), ("ASK_A", gemm.ask_a),
         ("ASK_B", gemm.ask_b), ("ASK_ROW", gemm.ask_row), ("REST", gemm.rest),
-        ("ASK_PANEL", gemm.ask_panel),
+        ("ASK_PANEL", gemm.ask_panel), ("PLAN_GROUP", gemm.plan_group),
+        ("ASK_GROUP", gemm.ask_group), ("PACK_GROUP", gemm.pack_group),
+        ("PACK_SLICE", gemm.pack_slice),
     ):  # fmt: skip
         words[name] = specialise.device(template, **words)
     return specialise.kernel(
         gemm.gemm_cell,
         **{**words, **_cell_names()},
-        CALL_PACK_A=microkernel.make_call(7),
         MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
         SUMS=microkernel.make_elements(acc),
         ZERO=_zero(acc),
         MR=r.mr,
-        PANEL_ROWS=r.panel_rows,
         TILE=r.mr * r.nr * r.itemsize,
         VL=r.vl,
     )
@@ -102,6 +103,23 @@ def gemm_cell(acc: str) -> specialise.Kernel:
 @functools.cache
 def elementwise_cell() -> specialise.Kernel:
     return specialise.kernel(kernels.elementwise_cell, **_cell_names())
+
+
+@functools.cache
+def join_cell(fmt: str) -> specialise.Kernel:
+    acc = accumulator(fmt)
+    return specialise.kernel(
+        kernels.join_cell,
+        **{**_cell_names(), **protocol.SLOTS},
+        SIZE=microkernel.itemsize(acc),
+        TOTALS=microkernel.make_elements("float64"),
+        SUMS=microkernel.make_elements(acc),
+        STORED=microkernel.make_elements(fmt),
+        ZERO=_zero("float64"),
+        WIDEN=microkernel.make_widen(acc, "float64"),
+        ROUND=microkernel.make_narrow(acc, "float64"),
+        NARROW=microkernel.make_narrow(fmt, acc),
+    )
 
 
 @functools.cache

@@ -88,6 +88,15 @@ AHEAD = {
             "N_ASKED",  # lines that have been
             "N_AHEAD",  # lines to ask for ahead of a slice
             "N_SHARE",  # bytes from request to request
+            # The same of the next group of panels of A, where its columns are contiguous.
+            "G_SOURCE",
+            "G_TARGET",
+            "G_ROWS",
+            "G_DEPTH",
+            "G_PACKED",  # columns
+            "G_TILES",
+            "G_CREDIT",
+            "G_RUNS",  # requested: one line of as many columns as a stream asks for in a tile
         ]
     )
 }
@@ -105,4 +114,4 @@ STREAMS = {
 }
 STREAM_COUNT = 9
 ROW_STREAMS = STREAMS["FOR_PANELS"] - STREAMS["FOR_ROWS"]
-CONTEXT_BYTES = 512
+CONTEXT_BYTES = 640
