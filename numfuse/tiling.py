@@ -52,7 +52,7 @@ ELEMENTWISE_CELL = 1 << 16
 #: in float32.
 PARALLEL_FMAS = 16 << 20
 PARALLEL_ELEMENTS = 1 << 18
-#: Plans of small products kept by their exact form: 4096 of about 2 KiB are 8 MiB at the most.
+#: Plans of small calls kept by their exact form: 4096 of 2-4 KiB are 16 MiB at the most.
 SMALL_PLANS = 4096
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
 #: (Granite Rapids: 2.5 and 0.6-1.8).

@@ -307,6 +307,19 @@ def test_interleaving_runs_everyone_equally_often():
     assert calls == {"one": 12, "two": 12}  # 2 to calibrate, then one untimed and one timed a round
 
 
+def test_a_disturbed_stretch_is_timed_again_but_not_for_ever():
+    speeds = iter([10.0, 10.0, 10.0, 5.0, 10.0, 9.5] + [1.0] * 100)
+    probe = timing.Probe(lambda: next(speeds))
+    runs = []
+    seconds = timing.interleave(
+        {"one": lambda: runs.append(1)}, rounds=3, sample=0.0, rest=0.0, probe=probe
+    )
+    # Calm; calm before but not after, then calm; never calm again.
+    assert len(seconds["one"]) == 3
+    assert (probe.stretches, probe.disturbed) == (3 + timing.TRIES, 1 + timing.TRIES)
+    assert len(runs) == 2 + 2 * probe.stretches
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(2.5, "2.5 s"), (1.234e-3, "1.23 ms"), (4.5e-6, "4.5 µs")]
 )

@@ -50,13 +50,13 @@ def last_level_cache() -> int:
     return max(sizes, default=32 << 20)
 
 
-def fma_peak(dtype: str, threads: int) -> float | None:
+def fma_peak(dtype: str, threads: int, seconds: float = 0.05) -> float | None:
     """GFLOP/s of fused multiply-adds on registers alone; None if it cannot be measured."""
     try:
         from numfuse.backends.cpu import fma_peak
     except ImportError:
         return None
-    return float(fma_peak(dtype, threads))
+    return float(fma_peak(dtype, threads, seconds))
 
 
 def triad(threads: int, repeats: int = 5) -> tuple[float, int]:

@@ -23,6 +23,8 @@ THREAD_VARIABLES = (
     "BLIS_NUM_THREADS",
     "VECLIB_MAXIMUM_THREADS",
 )
+# Seconds of multiply-adds that tell whether the machine is undisturbed.
+PROBE = 0.002
 # Affinity is set before anything is imported: threads inherit it from the one that starts them.
 BOOT = """
 import os, sys
@@ -92,7 +94,7 @@ def measure(plan_text: str) -> None:
     import numba
     import numpy as np
 
-    from numfuse.cli import ceilings, peers
+    from numfuse.cli import ceilings, peers, timing
 
     numba.set_num_threads(threads)
     limit_threads(plan["peers"], threads)
@@ -102,10 +104,15 @@ def measure(plan_text: str) -> None:
     bandwidth, array_bytes = ceilings.triad(threads)
     tell(event="triad", gbs=bandwidth, array_bytes=array_bytes)
 
+    probe = None
+    if ceilings.fma_peak("float32", threads) is not None:
+        probe = timing.Probe(lambda: ceilings.fma_peak("float32", threads, PROBE) or 0.0)
     generator = np.random.default_rng(plan["seed"])
     for fields in plan["cases"]:
         case = peers.Case(*fields)
-        tell(event="case", **run_case(case, plan, generator))
+        tell(event="case", **run_case(case, plan, generator, probe))
+    if probe is not None:
+        tell(event="disturbed", disturbed=probe.disturbed, stretches=probe.stretches)
 
 
 def limit_threads(names: list[str], threads: int) -> None:
@@ -138,7 +145,7 @@ def blas_libraries() -> list[str]:
     )
 
 
-def run_case(case: Any, plan: dict[str, Any], generator: Any) -> dict[str, Any]:
+def run_case(case: Any, plan: dict[str, Any], generator: Any, probe: Any = None) -> dict[str, Any]:
     """Build the contestants, check each against float64, time them in interleaved rounds."""
     from numfuse.cli import ceilings, peers, timing
 
@@ -178,6 +185,7 @@ def run_case(case: Any, plan: dict[str, Any], generator: Any) -> dict[str, Any]:
         sample=plan["sample"],
         rest=timing.REST if plan["rest"] else 0.0,
         seed=plan["seed"],
+        probe=probe,
     )
     seconds.pop("peak", None)
     return {

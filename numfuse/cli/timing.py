@@ -15,9 +15,37 @@ from collections.abc import Callable, Mapping
 
 Contestant = Callable[[], object]
 
+
+class Probe:
+    """Tells whether the machine is its own: its speed now against the best seen.
+
+    Parameters
+    ----------
+    speed
+        Measures the processor's speed, in any unit, in a millisecond or two.
+    """
+
+    def __init__(self, speed: Callable[[], float]) -> None:
+        self._speed = speed
+        self._best = 0.0
+        self.stretches = 0
+        self.disturbed = 0
+
+    def calm(self) -> bool:
+        speed = self._speed()
+        self._best = max(self._best, speed)
+        return speed >= CALM * self._best
+
+
 # The worker threads of OpenBLAS, OpenMP and Numba spin for a while after their last job, on the
 # cores that the next contestant wants. OpenBLAS gives up after about 1 ms, GNU OpenMP after 5 ms.
 REST = 0.006
+# A stretch counts as disturbed where the processor, measured right before or after it, was slower
+# than this share of its best: another tenant of the machine had its core or its power. Its clock
+# alone moves by 5%.
+CALM = 0.9
+# A disturbed stretch is timed again, so often at the most; then it counts as it is.
+TRIES = 8
 # The clock's own step (tens of ns) and the call of perf_counter are below 0.1% of this.
 SAMPLE = 2e-3
 
@@ -29,6 +57,7 @@ def interleave(
     sample: float = SAMPLE,
     rest: float = REST,
     seed: int = 0,
+    probe: Probe | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each contestant, one figure a round.
 
@@ -44,6 +73,8 @@ def interleave(
         Pause in seconds before each contestant, for the previous one's threads to fall asleep.
     seed
         Of the order in which the contestants run.
+    probe
+        Where given, it is asked before and after a stretch, and a disturbed stretch is timed again.
     """
     order = list(contestants)
     shuffle = random.Random(seed).shuffle
@@ -52,15 +83,28 @@ def interleave(
     for _ in range(rounds):
         shuffle(order)
         for name in order:
-            call = contestants[name]
-            time.sleep(rest)
-            call()  # untimed: wakes the threads and takes the caches back from the others
-            loop = range(repeats[name])
-            start = time.perf_counter()
-            for _ in loop:
-                call()
-            seconds[name].append((time.perf_counter() - start) / len(loop))
+            for _ in range(TRIES):
+                before = probe is None or probe.calm()
+                figure = _stretch(contestants[name], repeats[name], rest)
+                if probe is None:
+                    break
+                probe.stretches += 1
+                if before and probe.calm():
+                    break
+                probe.disturbed += 1
+            seconds[name].append(figure)
     return seconds
+
+
+def _stretch(call: Contestant, repeats: int, rest: float) -> float:
+    """Seconds per call, in one stretch of `repeats` calls."""
+    time.sleep(rest)
+    call()  # untimed: wakes the threads and takes the caches back from the others
+    loop = range(repeats)
+    start = time.perf_counter()
+    for _ in loop:
+        call()
+    return (time.perf_counter() - start) / len(loop)
 
 
 def _repeats(call: Contestant, sample: float) -> int:
