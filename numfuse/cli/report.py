@@ -55,11 +55,11 @@ def size_text(case: dict[str, Any]) -> str:
     return "x".join(map(str, sizes))
 
 
-def rate_text(case: dict[str, Any], triad: float | None) -> tuple[str, str]:
+def rate_text(case: dict[str, Any], peak: float | None, triad: float | None) -> tuple[str, str]:
     """The rate with its unit, and its share of the ceiling that limits this work."""
     seconds = case["seconds"]["numfuse"]
     if case["flop"]:
-        rate, unit, ceiling = case["flop"] / seconds / 1e9, "GFLOP/s", case["peak_gflops"]
+        rate, unit, ceiling = case["flop"] / seconds / 1e9, "GFLOP/s", peak
     else:
         rate, unit, ceiling = case["bytes"] / seconds / 1e9, "GB/s", triad
     return f"{rate:.3g} {unit}", f"{rate / ceiling:.0%}" if ceiling else "unknown"
@@ -85,7 +85,7 @@ def tables(report: dict[str, Any]) -> list[Table]:
 def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: list[str]) -> Table:
     peaks = [case["peak_gflops"] for case in cases if case["peak_gflops"]]
     if peaks:
-        title += f"; FMA peak {min(peaks):.0f} to {max(peaks):.0f} GFLOP/s"
+        title += f"; FMA peak {max(peaks):.0f} GFLOP/s"
     if triad:
         title += f"; triad {triad:.0f} GB/s"
     head = ["operation", "MxNxK", "numfuse", "rate", "of ceiling", *peers, "fastest peer"]
@@ -99,7 +99,7 @@ def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: l
                     OPERATION_NAMES[case["operation"]],
                     size_text(case),
                     readable(seconds["numfuse"]),
-                    *rate_text(case, triad),
+                    *rate_text(case, max(peaks, default=None), triad),
                     *(readable(seconds[p]) if p in seconds else "failed" for p in peers),
                     f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
                 ],
