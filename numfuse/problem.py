@@ -159,48 +159,44 @@ def gemm(
     # The plain case on its own: at 64 x 64 x 64 the arithmetic takes a few microseconds, and the
     # general path below would take as much again. It decides nothing that the general path decides
     # otherwise; whatever is not plain, errors included, goes there.
-    if (
-        type(a) is ndarray
-        and type(b) is ndarray
-        and (bias is None or type(bias) is ndarray)
-        and a.ndim == 2
-        and b.ndim == 2
-    ):
-        dtype = a.dtype
-        acc_dtype = ACCUMULATORS.get(dtype)
-        m, k = a.shape
-        b_k, n = b.shape
-        if (
-            acc_dtype is not None
-            and b.dtype is dtype
-            and b_k == k
-            and a.flags.aligned
-            and b.flags.aligned
+    plain = _plain_product(a, b, bias)
+    if plain is not None:
+        m, n, k, dtype, acc_dtype = plain
+        full = None if residual is None else residual[0]
+        if (residual is None or _is_plain(full, (m, n), dtype)) and (
+            out is None or _plain_output(out, (m, n), dtype, (a, b, bias, full))
         ):
-            if bias is None:
-                plain = True
-            else:
-                plain = bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned
-                bias_row = bias[None]
-            full = None
-            if residual is not None:
-                (full,) = residual
-                plain = plain and _is_plain(full, (m, n), dtype)
-            if plain and out is not None:
-                plain = _plain_output(out, (m, n), dtype, (a, b, bias, full))
-            if plain:
-                if out is None:
-                    out = empty((m, n), dtype)
-                pre = empty((m, n), acc_dtype) if save_pre else None
-                return GemmProblem(
-                    m, n, k, (), dtype, acc_dtype, act, a, b,
-                    None if bias is None else bias_row, full, out, pre,
-                    (out, pre) if save_pre else out,
-                )  # fmt: skip
+            if out is None:
+                out = empty((m, n), dtype)
+            pre = empty((m, n), acc_dtype) if save_pre else None
+            return GemmProblem(
+                m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
+                full, out, pre, (out, pre) if save_pre else out,
+            )  # fmt: skip
     return _general_gemm(a, b, bias, act, save_pre, out, residual)
 
 
-def _is_plain(x: Any, shape: tuple[int, int], dtype: _DType) -> bool:
+def _plain_product(a: Any, b: Any, bias: Any) -> tuple[int, int, int, _DType, _DType] | None:
+    """M, N, K, dtype and accumulator of a product that needs no conversion; None of another."""
+    if type(a) is not ndarray or type(b) is not ndarray or a.ndim != 2 or b.ndim != 2:
+        return None
+    dtype = a.dtype
+    acc_dtype = ACCUMULATORS.get(dtype)
+    m, k = a.shape
+    b_k, n = b.shape
+    if (
+        acc_dtype is not None
+        and b.dtype is dtype
+        and b_k == k
+        and a.flags.aligned
+        and b.flags.aligned
+        and (bias is None or _is_plain(bias, (n,), dtype))
+    ):
+        return m, n, k, dtype, acc_dtype
+    return None
+
+
+def _is_plain(x: Any, shape: tuple[int, ...], dtype: _DType) -> bool:
     """Whether `x` needs no conversion to be an operand of this shape and dtype."""
     return type(x) is ndarray and x.dtype is dtype and x.shape == shape and x.flags.aligned
 
@@ -317,30 +313,11 @@ def _backward(
     needs = check_needs(needs, names)
     outs = check_outputs(out, names)
     # The plain case on its own, for the same reason as in gemm.
-    if (
-        type(grad) is ndarray
-        and type(a) is ndarray
-        and type(b) is ndarray
-        and (bias is None or type(bias) is ndarray)
-        and a.ndim == 2
-        and b.ndim == 2
-    ):
-        dtype = a.dtype
-        acc_dtype = ACCUMULATORS.get(dtype)
-        m, k = a.shape
-        b_k, n = b.shape
+    plain = _plain_product(a, b, bias)
+    if plain is not None:
+        m, n, k, dtype, acc_dtype = plain
         if (
-            acc_dtype is not None
-            and b.dtype is dtype
-            and grad.dtype is dtype
-            and b_k == k
-            and grad.shape == (m, n)
-            and a.flags.aligned
-            and b.flags.aligned
-            and grad.flags.aligned
-            and (
-                bias is None or (bias.dtype is dtype and bias.shape == (n,) and bias.flags.aligned)
-            )
+            _is_plain(grad, (m, n), dtype)
             and (pre is None or _is_plain(pre, (m, n), acc_dtype))
             and (residual is None or _is_plain(residual[0], (m, n), dtype))
         ):

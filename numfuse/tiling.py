@@ -24,7 +24,7 @@ REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 LINE = 64
 #: Share of the level-2 cache that a packed block of B may take.  The next block, packed meanwhile,
 #: takes as much; what is left is for the panel of A, the strips, and what has been asked for.
-#: Measured on Granite Rapids (2 MiB): 0.25 and 0.375 even, 0.125 and 0.5 up to 5% slower.
+#: Measured on Granite Rapids (2 MiB): 0.25 and 0.375 even, 0.5 up to 12% slower.
 BLOCK_SHARE = 0.375
 #: K values of a block, by bytes of an accumulator element.  Panels of A and B stream from level 2
 #: (a rank-1 update reads 3 lines in 14 cycles in f32, 4 in f64); the larger KC, the rarer the

@@ -164,7 +164,9 @@ def method(report: dict[str, Any]) -> str:
         text += f" numfuse's half interquartile range is at most {worst:.0%} of its median."
     again = sum(found.get("disturbed", {}).get("disturbed", 0) for found in report["sessions"])
     if again:
-        stretches = sum(found["disturbed"]["stretches"] for found in report["sessions"])
+        stretches = sum(
+            found.get("disturbed", {}).get("stretches", 0) for found in report["sessions"]
+        )
         text += (
             f" {again} of {stretches} stretches were timed again, because the processor was "
             "slower before or after them than it can be."

@@ -41,39 +41,47 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 
 
-def operand_word(operand: int) -> int:
-    """The word with the address of an operand: A, B, then the slots."""
-    if operand < 2:
-        return D_B if operand == 1 else D_A
-    return D_SLOTS + 3 * (operand - 2)
+def resolve(descriptor: int, arrays: int, workspace: int) -> None:
+    """Replace what the descriptor names operands by with the addresses of their data.
 
-
-def resolve(descriptor: int) -> None:
-    """Replace the array objects that the descriptor names by the addresses of their data.
-
-    Bit i of word D_OBJECTS says that operand i (A, B, then the slots) is given as the address of
-    its ndarray object, which holds the data pointer right behind the object header: reading it here
-    takes a nanosecond, ``__array_interface__`` a microsecond an operand.
+    Bit i of word D_OBJECTS says that operand i (A, B, then the slots) is named: in most launches by
+    the address of its ndarray object, in a sequence by a number (`data_of_number`).
     """
     d = WORDS(descriptor)
     objects = d[D_OBJECTS]
+    word = D_A
     operand = 0
     while objects != 0:
         if objects & 1:
-            word = OPERAND_WORD(operand)
-            d[word] = WORDS(d[word] + HEADER)[0]
+            d[word] = DATA(d[word], arrays, workspace)
         objects = objects >> 1
         operand += 1
+        word = D_B if operand == 1 else D_SLOTS + 3 * (operand - 2)
     d[D_OBJECTS] = 0
+
+
+def data_of_object(array: int, arrays: int, workspace: int) -> int:
+    """Where the elements of an ndarray object begin: the word right behind the object header.
+
+    Reading it here takes a nanosecond, ``__array_interface__`` a microsecond an operand.
+    """
+    return WORDS(array + HEADER)[0]
+
+
+def data_of_number(number: int, arrays: int, workspace: int) -> int:
+    """The same of array `number` of the tuple at `arrays`; a negative one is a temporary, that many
+    bytes behind `workspace`."""
+    if number < 0:
+        return workspace - number
+    return WORDS(WORDS(arrays + TUPLE_HEADER)[number] + HEADER)[0]
 
 
 def run_sequence(steps: int, count: int, arrays: int, workspace: int, scratch: int) -> None:
     """`count` steps one after another in the calling thread, on the arrays of a tuple.
 
     A step is its cell function, its number of cells, the number of words of its descriptor, and the
-    descriptor.  There the word of an operand's address holds the number of its array in the tuple
-    at `arrays` or, negative, how far behind `workspace` a temporary begins.  The steps serve every
-    call, so a descriptor is completed in a copy, `scratch` bytes behind `workspace`.
+    descriptor, which names operands by number (`data_of_number`).  The steps serve every call, so a
+    descriptor is resolved in a copy, `scratch` bytes behind `workspace`.
     """
     descriptor = workspace + scratch
     d = WORDS(descriptor)
@@ -83,19 +91,7 @@ def run_sequence(steps: int, count: int, arrays: int, workspace: int, scratch: i
         words = step[2]
         for i in range(words):
             d[i] = step[3 + i]
-        objects = d[D_OBJECTS]
-        operand = 0
-        while objects != 0:
-            if objects & 1:
-                word = OPERAND_WORD(operand)
-                if d[word] < 0:
-                    d[word] = workspace - d[word]
-                else:
-                    array = WORDS(arrays + TUPLE_HEADER)[d[word]]
-                    d[word] = WORDS(array + HEADER)[0]
-            objects = objects >> 1
-            operand += 1
-        d[D_OBJECTS] = 0
+        RESOLVE(descriptor, arrays, workspace)
         for cell in range(step[1]):
             CALL(step[0], descriptor, cell, workspace)
         at += 8 * (3 + words)
@@ -103,7 +99,7 @@ def run_sequence(steps: int, count: int, arrays: int, workspace: int, scratch: i
 
 def run_here(cell_function: int, descriptor: int, cells: int, workspace: int) -> None:
     """All cells in the calling thread."""
-    RESOLVE(descriptor)
+    RESOLVE(descriptor, 0, 0)
     for cell in range(cells):
         CALL(cell_function, descriptor, cell, workspace)
 
@@ -128,7 +124,7 @@ def run_parallel(
     threads: int,
 ) -> None:
     """All cells on Numba's threads; thread t works at ``workspace + t * stride``."""
-    RESOLVE(descriptor)
+    RESOLVE(descriptor, 0, 0)
     for t in prange(threads):
         RUN_SHARED(cell_function, descriptor, cells, workspace + t * stride, counter)
 
@@ -164,15 +160,15 @@ def _entry(name: str) -> Any:
         name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")
     }
     names |= {"D_SLOTS": protocol.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
-    names["OPERAND_WORD"] = specialise.device(operand_word, **names)
-    names["HEADER"] = HEADER
+    template = data_of_number if name == "sequence" else data_of_object
+    names["DATA"] = specialise.device(template, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     if name == "resolve":
-        return specialise.entry(resolve, types.void(_I), **names)
+        return specialise.entry(resolve, types.void(*[_I] * 3), **names)
+    resolved = specialise.device(resolve, **names)
     if name == "sequence":
         return specialise.entry(
-            run_sequence, types.void(*[_I] * 5), CALL=call, TUPLE_HEADER=TUPLE_HEADER, **names
+            run_sequence, types.void(*[_I] * 5), CALL=call, RESOLVE=resolved, WORDS=names["WORDS"]
         )
-    resolved = specialise.device(resolve, **names)
     if name == "here":
         return specialise.entry(run_here, types.void(*[_I] * 4), CALL=call, RESOLVE=resolved)
     if name == "shared":
@@ -347,7 +343,7 @@ class _Crew:
 def _launch_on_own_threads(
     cell_function: int, descriptor: int, cells: int, workspace: Workspace, stride: int, count: int
 ) -> None:
-    _entry("resolve")(descriptor)
+    _entry("resolve")(descriptor, 0, 0)
     run = _entry("shared")
     counter = array("q", [0])
     shared = counter.buffer_info()[0]
