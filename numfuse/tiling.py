@@ -55,9 +55,15 @@ PARALLEL_ELEMENTS = 1 << 18
 #: Plans of small calls kept by their exact form: 4096 of 2-4 KiB are 16 MiB at the most.
 SMALL_PLANS = 4096
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
-#: (Granite Rapids: 2.5 and 0.6-1.8).
-PACK_B_CYCLES = 2.0
-PACK_A_CYCLES = 1.0
+#: (Granite Rapids).
+PACK_B_CYCLES = 0.7
+PACK_A_CYCLES = 0.5
+#: Cells a thread, at the most.  Each packs its own part of B; several are there for balance.
+CELLS = 4
+#: What a launch loses in waiting for the thread that is last, as a share of a cell.  Measured on 16
+#: threads (8 cores of Emerald Rapids): 0.3 is ahead of 0.1 by 9% in float64, and both of one cell a
+#: thread by 20-40%, because threads that share a core or lose it for a while are late by that much.
+LATE = 0.3
 #: Rows of A below which a B beyond level 2 is read in place all the same: packing takes longer than
 #: the arithmetic that it could hide behind (measured even at 2-4).
 STREAMED_ROWS = 4
@@ -176,38 +182,42 @@ def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registe
 
 
 @functools.lru_cache(maxsize=4096)
-def gemm(m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers) -> Tiling:
-    """Tiling of a product: `batch` outputs of (m, n), each a sum of `sums` products over k."""
+def gemm(
+    m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers, unit: int
+) -> Tiling:
+    """Tiling of a product: `batch` outputs of (m, n), each a sum of `sums` products over k.
+
+    Cells have a multiple of `unit` rows (a multiple of MR).
+    """
     kc = k_block(k, r.itemsize)
     nc_limit = int(level2_bytes() * BLOCK_SHARE) // (kc * r.itemsize) // r.nr * r.nr
     # At least a panel, and no wider than a plane: with a small K the strips would grow instead.
     nc_limit = max(r.nr, min(nc_limit, PLANE_COLUMNS // r.nr * r.nr))
     single = sums == 1 and k <= kc
     best: tuple[float, Tiling] | None = None
-    lanes = 2 * r.vl
-    for split_n in range(1, max(1, min(2 * threads, -(-n // r.nr))) + 1):
+    for split_n in range(1, max(1, min(CELLS * threads, -(-n // r.nr))) + 1):
         cell_n = round_up(-(-n // split_n), r.nr) if n else r.nr
         if not single:
             cell_n = min(cell_n, PLANE_COLUMNS)
         cells_n = max(1, -(-n // cell_n))
         blocks = max(1, -(-cell_n // nc_limit))
         nc = round_up(-(-cell_n // blocks), r.nr)
-        rows_limit = round_up(m, r.chunk)
+        rows_limit = round_up(m, unit)
         if blocks > 1:
             rows_limit = min(rows_limit, PANELS_BYTES // (kc * r.itemsize))
         if not single:
             rows_limit = min(rows_limit, PLANE_BYTES // (cell_n * r.itemsize))
-        # One cell a thread, or two where that balances better; whole chunks of rows.
-        for target in {1, *(-(-threads * f // (batch * cells_n)) for f in (1, 2) if threads > 1)}:
-            cell_m = max(r.chunk, round_up(-(-m // max(1, target)), r.chunk))
-            if cell_m > max(rows_limit, r.chunk):
-                parts = -(-m // max(r.chunk, rows_limit // r.chunk * r.chunk))
-                cell_m = max(r.chunk, round_up(-(-m // parts), r.chunk))
+        rows_limit = max(unit, rows_limit // unit * unit)
+        factors = range(1, CELLS + 1) if threads > 1 else ()
+        for target in {1, *(-(-threads * f // (batch * cells_n)) for f in factors)}:
+            cells_m = max(1, target, -(-m // rows_limit))
+            cell_m = max(unit, round_up(-(-m // cells_m), unit))
             cells_m = max(1, -(-m // cell_m))
             rows = round_up(max(1, min(cell_m, m)), r.mr)
-            compute = rows * cell_n * k * sums / lanes
+            compute = rows * cell_n * k * sums / (2 * r.vl)
             packing = k * sums * (PACK_B_CYCLES * cell_n + PACK_A_CYCLES * rows)
-            cost = -(-batch * cells_m * cells_n // threads) * (compute + packing)
+            late = 0.0 if threads == 1 else LATE
+            cost = (compute + packing) * (-(-batch * cells_m * cells_n // threads) + late)
             if best is None or cost < best[0] * 0.999:
                 panels = 1 if blocks == 1 else rows // r.mr
                 plane = (0, 0) if single else (rows, round_up(cell_n, r.nr))

@@ -369,18 +369,20 @@ def test_blocks_of_k_are_even_and_as_few_as_fit(k, itemsize):
 @given(
     m=sizes, n=sizes, k=sizes, batch=st.integers(1, 50), sums=st.integers(1, 5),
     threads=st.integers(1, 64), r=st.sampled_from(REGISTERS), by_columns=st.booleans(),
+    column_sums=st.booleans(),
 )  # fmt: skip
 def test_cells_tile_the_output_within_bounded_workspaces(
-    m, n, k, batch, sums, threads, r, by_columns
+    m, n, k, batch, sums, threads, r, by_columns, column_sums
 ):
-    t = tiling.gemm(m, n, k, batch, sums, threads, r)
+    unit = r.chunk if column_sums else r.mr
+    t = tiling.gemm(m, n, k, batch, sums, threads, r, unit)
     # The order of summation depends on K and the dtype alone.
     assert t.kc == tiling.k_block(k, r.itemsize)
     # Every cell has a part of the output, the last one too.
     assert (t.cells_m - 1) * t.cell_m < m <= t.cells_m * t.cell_m
     assert (t.cells_n - 1) * t.cell_n < n <= t.cells_n * t.cell_n
     # A chunk of the column sums belongs to one cell, and a register tile to one block.
-    assert t.cell_m % r.chunk == 0
+    assert t.cell_m % unit == 0
     assert t.cell_n % r.nr == 0 and t.nc % r.nr == 0
     rows = min(t.cell_m, tiling.round_up(m, r.mr))
     if t.cell_n > t.nc:

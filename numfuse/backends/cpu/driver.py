@@ -180,7 +180,9 @@ def _gemm_plan(
     if m == 0 or n == 0 or elements == 0:
         return None
     count = 1 if m * n * k * elements * sums < tiling.PARALLEL_FMAS else threads
-    t = tiling.gemm(m, n, k, elements, sums, count, r)
+    # Rows of the partial column sums belong to whole chunks.
+    rows = r.chunk if slots.sums is not None else r.mr
+    t = tiling.gemm(m, n, k, elements, sums, count, r, rows)
     a_row, a_k = a.strides[-2:]
     b_k, b_column = b.strides[-2:]
     head = {
