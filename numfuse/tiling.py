@@ -75,6 +75,11 @@ IN_PLACE_ROWS = 192
 #: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
 CHUNK_TILES = 4
 
+#: Bytes of a block of grad_pre.
+GRAD_PRE_BYTES = 12 << 20
+#: Rows that a block has at least.
+GRAD_PRE_ROWS = 512
+
 
 @dataclass(frozen=True, slots=True)
 class Registers:
@@ -224,6 +229,19 @@ def gemm(
                 best = cost, Tiling(kc, nc, cell_m, cell_n, cells_m, cells_n, panels, *plane)
     assert best is not None  # cells_n = 1 is always tried
     return best[1]
+
+
+def backward_block(m: int, n: int, k: int, rounded: bool, r: Registers) -> tuple[int, int]:
+    """Rows of a block of grad_pre (whole chunks), and how many batch elements it is of.
+
+    `rounded`: the gradients have less than the accumulator's dtype, and d_b grows beside itself.
+    Depends on the problem alone, as the order of the sums in d_b and d_bias does.
+    """
+    rows = max(GRAD_PRE_ROWS, GRAD_PRE_BYTES // (max(1, n) * r.itemsize))
+    if m <= rows + (k if rounded else 0):
+        return max(1, m), max(1, rows // max(1, m))
+    blocks = -(-m // rows)
+    return round_up(-(-m // blocks), r.chunk), 1
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cpu import driver, host, launch, library
+from numfuse.backends.cpu.blocks import Block, Turn, cut
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
         GemmBackwardProblem,
         GemmProblem,
     )
+    from numfuse.specialise import Kernel
 
 #: Storage dtypes by their names (`dtype.name` takes two microseconds to say the same).
 FORMATS = {np.dtype(t): np.dtype(t).name for t in ("f8", "f4", "f2")}
@@ -34,6 +37,7 @@ __all__ = ["BACKEND", "CpuBackend", "fma_peak"]
 # The arrays of a call by number, as plans know them: those of the caller, then the call's own.
 A, B, BIAS, RESIDUAL, PRE, OUT = range(6)  # of a forward
 GRAD, D_A, D_B, D_BIAS, GRAD_PRE, SUMS = 3, 5, 6, 7, 8, 9  # of a backward; 0-2 and PRE as above
+TOTAL_A, TOTAL_B, TOTAL_BIAS = 10, 11, 12  # gradients that grow block by block
 
 
 def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
@@ -46,6 +50,36 @@ def _summed_axes(gradient: np.ndarray | driver.Operand, batch: tuple[int, ...]) 
         return ()
     own = (1,) * (len(batch) - (len(gradient.shape) - 2)) + gradient.shape[:-2]
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
+
+
+def _operands(arrays: Sequence[np.ndarray | None]) -> tuple[driver.Operand | None, ...]:
+    """The arrays of a backward as plans know them; those that are not there at the end too."""
+    missing = (None,) * (TOTAL_BIAS + 1 - len(arrays))
+    return (*(_optional(number, x) for number, x in enumerate(arrays)), *missing)
+
+
+def _parts(block: Block, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
+    """A block's part of each array of a backward."""
+    by_rows = (A, GRAD, PRE, D_A, TOTAL_A)
+    return [None if x is None else block.of(x, i in by_rows) for i, x in enumerate(arrays)]
+
+
+def _growing(
+    fmt: str, acc: str, out: driver.Operand, total: driver.Operand | None, turn: Turn
+) -> tuple[Kernel, Slots]:
+    """The row function that stores a block's part of a sum or adds to it, and its operands.
+
+    `total` is where a half type is summed; others are summed in `out`.
+    """
+    if turn.first:
+        if turn.last or total is None:
+            return library.store_row(fmt), Slots(out=out)
+        return library.store_row(acc), Slots(out=total)
+    if total is None:
+        return library.add_row(acc), Slots(out=out)
+    if turn.last:
+        return library.add_and_store_row(fmt), Slots(extra=total, out=out)
+    return library.add_row(acc), Slots(out=total)
 
 
 def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -138,18 +172,19 @@ class CpuBackend:
             driver.run(plan, arrays)
 
     def backward(self, p: GemmBackwardProblem) -> None:
-        """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b."""
+        """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
+        rows where grad_pre is large.
+        """
         # Where the activation is the identity, grad_pre is grad itself and there is no slope.
         identity = p.activation.trace(0) is SYMBOL
         slope = None if identity else p.activation.trace(1)
         a, b, bias, grad, d_a, d_b, d_bias = p.a, p.b, p.bias, p.grad, p.d_a, p.d_b, p.d_bias
-        pre = p.pre
-        if pre is not None:
-            pre = None if identity else pre.astype(p.acc_dtype, copy=False)
-        arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
-        key = None
+        pre = None if identity else p.pre
         # grad_pre of a sequence lies in the workspace, which is kept: so M x N is bounded too.
         if not p.batch and _is_small(p) and p.m * p.n < tiling.PARALLEL_ELEMENTS:
+            if pre is not None:
+                pre = pre.astype(p.acc_dtype, copy=False)
+            arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
             key = (
                 slope, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
                 None if bias is None else bias.strides,
@@ -162,37 +197,98 @@ class CpuBackend:
             if known is not None:
                 driver.run_sequence(known, arrays)
                 return
-        plans, own = self._backward_plans(p, arrays, slope)
-        if key is not None:
+            plans, own = self._backward_plans(p, _operands(arrays), slope, (), (Turn(),) * 3)
             if plans:
                 driver.run_sequence(self._keep(key, plans, own), arrays)
             return
-        room = {x.number: np.empty(x.shape, p.acc_dtype) for x in own}
-        every = (*arrays, room.get(GRAD_PRE), room.get(SUMS))
-        for plan in plans:
-            driver.run(plan, every)
-        if d_bias is not None and p.batch:
-            _reduce_sums(room[SUMS], d_bias, p.batch)
+        r = library.registers(FORMATS[p.acc_dtype])
+        if not identity:
+            rows, members = tiling.backward_block(p.m, p.n, p.k, p.dtype != p.acc_dtype, r)
+            self._backward_in_blocks(p, (pre, d_a, d_b, d_bias), slope, rows, members)
+            return
+        # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in
+        # blocks that take as much room as grad_pre would.
+        if d_a is not None or d_b is not None:
+            rows, members = max(1, p.m), max(1, math.prod(p.batch))
+            self._backward_in_blocks(p, (None, d_a, d_b, None), None, rows, members)
+        if d_bias is not None:
+            rows, members = tiling.backward_block(-(-p.m // r.chunk), p.n, 0, False, r)
+            rows *= r.chunk
+            self._backward_in_blocks(p, (None, None, None, d_bias), None, rows, members)
+
+    def _backward_in_blocks(
+        self, p: GemmBackwardProblem, varying: tuple[np.ndarray | None, ...], slope: Expr | None,
+        rows: int, members: int,
+    ) -> None:  # fmt: skip
+        """grad_pre of `rows` rows of `members` batch elements, and what it adds to each gradient;
+        then the next.
+        """
+        batch = p.batch
+        pre, *gradients = varying
+        summed = [() if x is None else _summed_axes(x, batch) for x in gradients]
+        whole = list(cut(batch, p.m, rows, members))
+        turns = [
+            tuple(
+                block.turn(axes, batch, m) for axes, m in zip(summed, (None, p.m, p.m), strict=True)
+            )
+            for block in whole
+        ]
+        # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
+        totals: list[np.ndarray | None] = [None] * 3
+        for i, x in enumerate(gradients):
+            grows = any(turn[i] != Turn() for turn in turns)
+            if x is not None and i == 2 and (grows or batch):
+                totals[i] = np.empty(x.shape, np.float64)
+            elif x is not None and grows and x.dtype != p.acc_dtype:
+                totals[i] = np.empty(x.shape, p.acc_dtype)
+        arrays = (p.a, p.b, p.bias, p.grad, pre, *gradients, None, None, *totals)
+
+        work: list[tuple[Block, list[driver.Plan], list[driver.Operand]]] = []
+        kinds: dict[Any, tuple[list[driver.Plan], list[driver.Operand]]] = {}
+        for block, turn in zip(whole, turns, strict=True):
+            kind = block.sizes, turn
+            if kind not in kinds:
+                operands = _operands(_parts(block, arrays))
+                kinds[kind] = self._backward_plans(p, operands, slope, block.sizes[:-1], turn)
+            work.append((block, *kinds[kind]))
+        size = max((plan.room for plans, _ in kinds.values() for plan in plans), default=0)
+        places, size = driver.places(work[0][2], size)
+        if size == 0:
+            return
+        with launch.room(size) as memory:
+            for (block, plans, own), turn in zip(work, turns, strict=True):
+                every = _parts(block, arrays)
+                for temporary in own:
+                    number = temporary.number
+                    held = memory.array(places[number], temporary.shape, p.acc_dtype)
+                    if number == PRE:
+                        held[...] = every[PRE]
+                    every[number] = held
+                for plan in plans:
+                    driver.run(plan, tuple(every), memory.address)
+                sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
+                if batch and sums is not None and d_bias is not None and total is not None:
+                    _reduce_sums(sums, d_bias, total, turn[2])
 
     def _backward_plans(
-        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
-    ) -> tuple[list[driver.Plan], list[driver.Operand]]:
-        """The launches of a backward, and the arrays of its own that they need (in acc_dtype).
+        self, p: GemmBackwardProblem, operands: tuple[driver.Operand | None, ...],
+        slope: Expr | None, batch: tuple[int, ...], turns: tuple[Turn, ...],
+    ) -> tuple[list[driver.Plan], list[driver.Operand]]:  # fmt: skip
+        """The launches of a block, and the arrays of its own that they need (in acc_dtype).
 
         With batch axes the partial sums of d_bias are left to be joined.
         """
-        fmt, acc, batch = FORMATS[p.dtype], FORMATS[p.acc_dtype], p.batch
+        fmt, acc = FORMATS[p.dtype], FORMATS[p.acc_dtype]
         chunk = library.registers(acc).chunk
-        a, b, bias, grad, pre, d_a, d_b, d_bias = (
-            _optional(number, x) for number, x in enumerate(arrays)
-        )
+        a, b, bias, grad, pre, d_a, d_b, d_bias, _, _, total_a, total_b, total_bias = operands
         assert a is not None and b is not None and grad is not None
+        m, n = grad.shape[-2:]
         plans: list[driver.Plan | None] = []
         own: list[driver.Operand] = []
         sums = None
         if d_bias is not None:
             # One row of partial sums for every chunk of rows.
-            sums = driver.temporary(SUMS, (*batch, -(-p.m // chunk), p.n), p.acc_dtype)
+            sums = driver.temporary(SUMS, (*batch, -(-m // chunk), n), p.acc_dtype)
             own.append(sums)
         products = d_a is not None or d_b is not None
         grad_pre, grad_format = grad, fmt
@@ -200,12 +296,15 @@ class CpuBackend:
             if sums is not None:
                 row = library.column_sums_row(fmt)
                 slots = Slots(grad=grad, sums=sums)
-                plans.append(driver.elementwise(p.m, p.n, row, slots, batch, chunk))
+                plans.append(driver.elementwise(m, n, row, slots, batch, chunk))
         elif products or sums is not None:
+            if pre is not None and pre.itemsize != p.acc_dtype.itemsize:
+                pre = driver.temporary(PRE, pre.shape, p.acc_dtype)
+                own.append(pre)
             out = None
             if products:
                 # In the accumulator's dtype: d_a and d_b then read it without another rounding.
-                out = driver.temporary(GRAD_PRE, (*batch, p.m, p.n), p.acc_dtype)
+                out = driver.temporary(GRAD_PRE, (*batch, m, n), p.acc_dtype)
                 own.append(out)
                 grad_pre, grad_format = out, acc
             row = library.grad_pre_row(
@@ -216,19 +315,25 @@ class CpuBackend:
             if pre is None:
                 plans.append(driver.gemm(a, fmt, b, fmt, row, slots, batch))
             else:
-                plans.append(driver.elementwise(p.m, p.n, row, slots, batch, chunk))
+                plans.append(driver.elementwise(m, n, row, slots, batch, chunk))
+        turn_a, turn_b, turn_bias = turns
         if d_bias is not None and sums is not None and not batch:
-            plans.append(driver.join(library.join_cell(fmt), sums, d_bias))
-        store = library.store_row(fmt)
+            plans.append(
+                driver.join(
+                    library.join_cell(fmt), sums, d_bias if turn_bias.last else None,
+                    None if turn_bias.first else total_bias,
+                    None if turn_bias.last else total_bias,
+                )
+            )  # fmt: skip
         if d_a is not None:
-            summed, slots = _summed_axes(d_a, batch), Slots(out=d_a)
-            right = b.turned()
+            summed, right = _summed_axes(d_a, batch), b.turned()
+            store, slots = _growing(fmt, acc, d_a, total_a, turn_a)
             plans.append(
                 driver.gemm(grad_pre, grad_format, right, fmt, store, slots, batch, summed)
             )
         if d_b is not None:
-            summed, slots = _summed_axes(d_b, batch), Slots(out=d_b)
-            left = a.turned()
+            summed, left = _summed_axes(d_b, batch), a.turned()
+            store, slots = _growing(fmt, acc, d_b, total_b, turn_b)
             plans.append(driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed))
         return [plan for plan in plans if plan is not None], own
 
@@ -307,6 +412,10 @@ class CpuBackend:
                 for pack in (library.pack_a, library.pack_b):
                     yield f"packing {source}", partial(pack, source, acc)
             yield f"store {fmt}", partial(library.store_row, fmt)
+            yield f"add {acc}", partial(library.add_row, acc)
+            if acc != fmt:
+                yield f"store {acc}", partial(library.store_row, acc)
+                yield f"add and store {fmt}", partial(library.add_and_store_row, fmt)
             yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
             yield f"joined sums {fmt}", partial(library.join_cell, fmt)
             for act in activations:
@@ -314,11 +423,17 @@ class CpuBackend:
                     yield f"{act.name} {fmt}", call
 
 
-def _reduce_sums(sums: np.ndarray, d_bias: np.ndarray, batch: tuple[int, ...]) -> None:
-    """Join the partial column sums, in float64: a fixed order, whatever ran on how many threads."""
-    axes = (*_summed_axes(d_bias, batch), sums.ndim - 2)
-    total = np.add.reduce(sums, axis=axes, dtype=np.float64, keepdims=True)
-    d_bias[...] = total.reshape(d_bias.shape)
+def _reduce_sums(sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, turn: Turn) -> None:
+    """Join the partial column sums of a block of batch elements to `total`, in float64, and round
+    that to d_bias after the last: a fixed order, whatever ran on how many threads."""
+    axes = (*_summed_axes(d_bias, sums.shape[:-2]), sums.ndim - 2)
+    part = np.add.reduce(sums, axis=axes, dtype=np.float64, keepdims=True).reshape(total.shape)
+    if turn.first:
+        total[...] = part
+    else:
+        total += part
+    if turn.last:
+        d_bias[...] = total
 
 
 BACKEND = CpuBackend()

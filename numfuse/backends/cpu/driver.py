@@ -106,6 +106,11 @@ class Plan(NamedTuple):
     threads: int
     call: Call
 
+    @property
+    def room(self) -> int:
+        """Bytes of workspace of all threads."""
+        return max(1, min(self.threads, self.cells)) * self.stride
+
 
 _Operands = tuple[Operand | None, ...]
 # Operands by number: A, B, then the slots.
@@ -274,15 +279,24 @@ def elementwise(
     return _elementwise_plan(m, n, slots, row, batch, chunk, threads)
 
 
-def join(cell: Kernel, sums: Operand, out: Operand) -> Plan | None:
-    """``out = the sum of the rows of sums``, both of two axes; None where there is no column."""
+def join(
+    cell: Kernel, sums: Operand, out: Operand | None, before: Operand | None = None,
+    after: Operand | None = None,
+) -> Plan | None:  # fmt: skip
+    """``out = before + the sum of the rows of sums``, all of two axes; None without a column.
+
+    A sum that is to go on is written to `after` in float64, and has no `out`.
+    """
     small = math.prod(sums.shape) < tiling.PARALLEL_ELEMENTS
     threads = 1 if small else launch.threads()
-    return _join_plan(cell, Slots(out=out, sums=sums), threads)
+    return _join_plan(cell, Slots(extra=before, out=out, pre=after, sums=sums), threads)
 
 
-def run(plan: Plan, arrays: tuple[np.ndarray | None, ...]) -> None:
-    """Launch a plan on the arrays of a call, each at its number."""
+def run(plan: Plan, arrays: tuple[np.ndarray | None, ...], workspace: int = 0) -> None:
+    """Launch a plan on the arrays of a call, each at its number.
+
+    `workspace` is the address of `plan.room` bytes; without it the launch finds its own.
+    """
     descriptor = plan.descriptor[:]
     if launch.OBJECTS_CAN_BE_READ:
         for word, number in plan.places:
@@ -290,8 +304,24 @@ def run(plan: Plan, arrays: tuple[np.ndarray | None, ...]) -> None:
     else:
         for word, number in plan.places:
             descriptor[word] = arrays[number].__array_interface__["data"][0]  # type: ignore[union-attr]
-    launch.launch(plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.threads)
+    how = plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.threads
+    if workspace:
+        launch.launch_in(workspace, *how)
+    else:
+        launch.launch(*how)
     latest.call = plan.call
+
+
+def places(temporaries: Iterable[Operand], start: int) -> tuple[dict[int, int], int]:
+    """Where contiguous temporaries lie in memory from `start` on, by number, and its new end.
+
+    Whole pages and a few lines, so that not all begin in one cache set.
+    """
+    found: dict[int, int] = {}
+    for x in temporaries:
+        found[x.number] = start
+        start += tiling.round_up(math.prod(x.shape) * x.itemsize, launch.PAGE) + 3 * tiling.LINE
+    return found, start
 
 
 class Sequence(NamedTuple):
@@ -310,12 +340,7 @@ class Sequence(NamedTuple):
 def sequence(plans: Iterable[Plan], temporaries: Iterable[Operand]) -> Sequence:
     """Small plans as one; contiguous `temporaries` get places beside the workspace."""
     plans = list(plans)
-    size = max(plan.stride for plan in plans)
-    places: dict[int, int] = {}
-    for x in temporaries:
-        places[x.number] = size
-        # Whole pages and a few lines, so that not all begin in one cache set.
-        size += tiling.round_up(math.prod(x.shape) * x.itemsize, launch.PAGE) + 3 * tiling.LINE
+    own, size = places(temporaries, max(plan.stride for plan in plans))
     scratch, size = size, size + 8 * max(len(plan.descriptor) for plan in plans)
     words = array("q")
     for plan in plans:
@@ -323,7 +348,7 @@ def sequence(plans: Iterable[Plan], temporaries: Iterable[Operand]) -> Sequence:
         start = len(words)
         words.extend(plan.descriptor)
         for word, number in plan.places:
-            words[start + word] = -places[number] if number in places else number
+            words[start + word] = -own[number] if number in own else number
     return Sequence(words, words.buffer_info()[0], len(plans), scratch, size, plans[-1].call)
 
 

@@ -41,15 +41,18 @@ def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
 
 
 def join_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """Some columns of ``out = sums[0] + sums[1] + ...``: the partials of d_bias.
+    """Some columns of ``out = total + (sums[0] + sums[1] + ...)``: the partials of d_bias.
 
     Summed in float64 and in their order, whatever ran on how many threads.  There are D_K of them.
+    `total` is the float64 sum of blocks of rows before this one, if there are any; where others
+    follow there is no `out`, and the sum replaces `total`.
     """
     d = WORDS(descriptor)
     _, _, _, j0, j1 = CELL(descriptor, cell)
     total = TOTALS(workspace + d[D_SCRATCH])
     sums = D_SLOTS + 3 * S_SUMS
     out = D_SLOTS + 3 * S_OUT
+    before, after = d[D_SLOTS + 3 * S_EXTRA], d[D_SLOTS + 3 * S_PRE]  # 0 where absent
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
         for q in range(columns):
@@ -58,8 +61,17 @@ def join_cell(descriptor: int, cell: int, workspace: int) -> None:
             partial = SUMS(d[sums] + i * d[sums + 1] + jc * SIZE)
             for q in range(columns):
                 total[q] = total[q] + WIDEN(partial[q])
-        for q in range(columns):
-            STORED(d[out] + (jc + q) * d[out + 2])[0] = NARROW(ROUND(total[q]))
+        if before != 0:
+            earlier = TOTALS(before + 8 * jc)
+            for q in range(columns):
+                total[q] = earlier[q] + total[q]
+        if after != 0:
+            kept = TOTALS(after + 8 * jc)
+            for q in range(columns):
+                kept[q] = total[q]
+        else:
+            for q in range(columns):
+                STORED(d[out] + (jc + q) * d[out + 2])[0] = NARROW(ROUND(total[q]))
 
 
 def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
@@ -140,6 +152,27 @@ def store_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
     for q in range(n):
         out[q] = NARROW(x[q])
+    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
+
+
+def add_row(context: int, acc: int, i: int, j: int, n: int) -> None:
+    """``out += acc``, `out` in the accumulator's dtype: a product summed over blocks of rows."""
+    WIDE_VECTORS()
+    x = SUMS(acc)
+    out = SUMS(SOURCE_ROW(context, S_OUT, i, j, n, SIZE))
+    for q in range(n):
+        out[q] = out[q] + x[q]
+    FINISH_ROW(context, S_OUT, i, j, n, SIZE)
+
+
+def add_and_store_row(context: int, acc: int, i: int, j: int, n: int) -> None:
+    """``out = extra + acc``: the last block of such a sum, rounded to a half type."""
+    WIDE_VECTORS()
+    x = SUMS(acc)
+    total = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE))
+    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
+    for q in range(n):
+        out[q] = NARROW(total[q] + x[q])
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 

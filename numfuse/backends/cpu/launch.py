@@ -20,8 +20,9 @@ import os
 import sys
 import threading
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import numba
@@ -195,6 +196,11 @@ class Workspace:
             self._map.madvise(mmap.MADV_HUGEPAGE)
         address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
         self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
+        self._start = self.address - address
+
+    def array(self, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """Part of it as a contiguous array, which keeps the memory alive."""
+        return np.ndarray(shape, dtype, self._map, self._start + offset)
 
 
 # list.append and list.pop are atomic, so the pool needs no lock (and survives a fork).
@@ -278,28 +284,39 @@ def launch_sequence(steps: int, count: int, arrays: int, scratch: int, size: int
     _give_back(workspace)
 
 
+@contextmanager
+def room(size: int) -> Iterator[Workspace]:
+    """Memory for the launches of one call and what they hand on; after an error it is not kept."""
+    workspace = _borrow(size)
+    yield workspace
+    _give_back(workspace)
+
+
 def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: int) -> None:
-    """Run `cells` cells on at most `count` threads with `stride` bytes of workspace each.
+    """Run `cells` cells on at most `count` threads with `stride` bytes of workspace each."""
+    workspace = _borrow(max(1, min(count, cells)) * stride)
+    launch_in(workspace.address, cell_function, descriptor, cells, stride, count)
+    _give_back(workspace)
+
+
+def launch_in(
+    workspace: int, cell_function: int, descriptor: int, cells: int, stride: int, count: int
+) -> None:
+    """The same with the workspaces of its threads at the address `workspace`.
 
     Trusts that `descriptor` and all it points to stay valid until the return, and that no kernel
     raises.
     """
     count = min(count, cells)
     if count <= 1:
-        workspace = _borrow(stride)
-        (_here or _load_here())(cell_function, descriptor, cells, workspace.address)
-        _give_back(workspace)
-        return
-    workspace = _borrow(count * stride)
-    if threading_layer() != "workqueue":
+        (_here or _load_here())(cell_function, descriptor, cells, workspace)
+    elif threading_layer() != "workqueue":
         counter = array("q", [0])
         _entry("parallel")(
-            cell_function, descriptor, cells, workspace.address, stride,
-            counter.buffer_info()[0], count,
-        )  # fmt: skip
+            cell_function, descriptor, cells, workspace, stride, counter.buffer_info()[0], count
+        )
     else:
         _launch_on_own_threads(cell_function, descriptor, cells, workspace, stride, count)
-    _give_back(workspace)
 
 
 class _Crew:
@@ -341,7 +358,7 @@ class _Crew:
 
 
 def _launch_on_own_threads(
-    cell_function: int, descriptor: int, cells: int, workspace: Workspace, stride: int, count: int
+    cell_function: int, descriptor: int, cells: int, workspace: int, stride: int, count: int
 ) -> None:
     _entry("resolve")(descriptor, 0, 0)
     run = _entry("shared")
@@ -351,13 +368,13 @@ def _launch_on_own_threads(
     try:
         try:
             for t in range(1, count):
-                place = workspace.address + t * stride
+                place = workspace + t * stride
                 _own_threads().submit(
                     crew.share, run, cell_function, descriptor, cells, place, shared
                 )
         except RuntimeError:
             pass  # no thread can be started (the interpreter ends): the caller does every cell
-        run(cell_function, descriptor, cells, workspace.address, shared)
+        run(cell_function, descriptor, cells, workspace, shared)
     finally:
         crew.dismiss()
 

@@ -191,6 +191,16 @@ def store_row(fmt: str) -> specialise.Kernel:
     return _row(kernels.store_row, fmt)
 
 
+@functools.cache
+def add_row(acc: str) -> specialise.Kernel:
+    return _row(kernels.add_row, acc)
+
+
+@functools.cache
+def add_and_store_row(fmt: str) -> specialise.Kernel:
+    return _row(kernels.add_and_store_row, fmt)
+
+
 # Keyed by traced formulas (equal ones are one object): a redefined activation is another key.
 # Bounded, so that a notebook that redefines its activation all day does not grow without end.
 _by_formula = functools.lru_cache(maxsize=1024)
