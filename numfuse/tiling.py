@@ -44,26 +44,31 @@ PANELS_BYTES = 8 << 20
 COLUMN_GROUP = 8
 #: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
 ROW_BLOCK = 1024
-#: Elements of an elementwise cell: 2**16 take 20-50 us, large against 0.1 us for fetching a cell.
-ELEMENTWISE_CELL = 1 << 16
+#: Elements of an elementwise cell: 2**14 take 5-12 us, large against 0.1 us for fetching a cell.
+ELEMENTWISE_CELL = 1 << 14
 #: From how many fused multiply-adds or elements on a launch takes several threads.  It costs
 #: 5-20 us (GNU OpenMP, two cores), and milliseconds where another library's pool still spins on the
 #: other core (OpenBLAS after a product: measured): the work should take about 150 us, as 256^3 does
 #: in float32.
 PARALLEL_FMAS = 16 << 20
 PARALLEL_ELEMENTS = 1 << 18
-#: Plans of small calls kept by their exact form: 4096 of 2-4 KiB are 16 MiB at the most.
-SMALL_PLANS = 4096
+#: Plans of calls kept by their exact form: 4096 of 2-4 KiB are 16 MiB, those of backwards by blocks
+#: are larger.
+KEPT_PLANS = 4096
+#: Blocks of a backward up to which it is one launch: a block's steps are 3 KiB.
+BLOCKS_IN_ONE_LAUNCH = 64
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
 #: (Granite Rapids).
 PACK_B_CYCLES = 0.7
 PACK_A_CYCLES = 0.5
 #: Cells a thread, at the most.  Each packs its own part of B; several are there for balance.
 CELLS = 4
-#: What a launch loses in waiting for the thread that is last, as a share of a cell.  Measured on 16
-#: threads (8 cores of Emerald Rapids): 0.3 is ahead of 0.1 by 9% in float64, and both of one cell a
-#: thread by 20-40%, because threads that share a core or lose it for a while are late by that much.
-LATE = 0.3
+#: What a launch loses in waiting for the thread that is last, as a share of a cell, for each
+#: doubling of the threads beyond two.  Measured on 16 threads (8 cores of Emerald Rapids): a loss
+#: of 0.3 in all is ahead of 0.1 by 9% in float64, and both of one cell a thread by 20-40%: threads
+#: that share a core, or lose it for a while, are late by that much.  On two threads (two cores)
+#: one cell a thread is ahead by 5%.
+LATE = 0.1
 #: Rows of A below which a B beyond level 2 is read in place all the same: packing takes longer than
 #: the arithmetic that it could hide behind (measured even at 2-4).
 STREAMED_ROWS = 4
@@ -221,7 +226,7 @@ def gemm(
             rows = round_up(max(1, min(cell_m, m)), r.mr)
             compute = rows * cell_n * k * sums / (2 * r.vl)
             packing = k * sums * (PACK_B_CYCLES * cell_n + PACK_A_CYCLES * rows)
-            late = 0.0 if threads == 1 else LATE
+            late = LATE * max(0.0, math.log2(threads) - 1)
             cost = (compute + packing) * (-(-batch * cells_m * cells_n // threads) + late)
             if best is None or cost < best[0] * 0.999:
                 panels = 1 if blocks == 1 else rows // r.mr
@@ -249,5 +254,5 @@ def elementwise(m: int, n: int, chunk: int) -> Tiling:
     """Tiling of a pass over (m, n): cells of whole chunks of rows and of `ROW_BLOCK` columns."""
     nc = min(ROW_BLOCK, max(1, n))
     cell_n = min(max(1, n), round_up(ELEMENTWISE_CELL, nc))
-    cell_m = max(chunk, round_up(ELEMENTWISE_CELL // cell_n, chunk))
+    cell_m = max(chunk, ELEMENTWISE_CELL // cell_n // chunk * chunk)
     return Tiling(0, nc, cell_m, cell_n, max(1, -(-m // cell_m)), max(1, -(-n // cell_n)), 0, 0, 0)

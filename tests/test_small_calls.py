@@ -13,7 +13,7 @@ from tolerance import DTYPES
 
 import numfuse as nf
 from numfuse import tiling
-from numfuse.backends.cpu import BACKEND, driver, launch, library
+from numfuse.backends.cpu import BACKEND, launch, library
 
 FORMATS = tuple(DTYPES)
 LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")
@@ -22,8 +22,8 @@ LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")
 @pytest.fixture
 def kept(monkeypatch):
     """The sequences that this test makes, and no others."""
-    found: dict[Any, driver.Sequence] = {}
-    monkeypatch.setattr(BACKEND, "_small", found)
+    found: dict[Any, Any] = {}
+    monkeypatch.setattr(BACKEND, "_kept", found)
     return found
 
 
@@ -71,10 +71,12 @@ def test_a_small_call_has_the_bits_of_a_large_one(fmt, layout, kept, monkeypatch
     small = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
     again = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
     assert kept
+    # The path of calls that are not kept: each plan a launch of its own, on several threads.
     monkeypatch.setattr(tiling, "PARALLEL_FMAS", 0)
+    monkeypatch.setattr(tiling, "BLOCKS_IN_ONE_LAUNCH", 0)
     kept.clear()
     large = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
-    assert not kept
+    assert all(sequence.steps == 1 for sequence, _ in kept.values())
     for got, once_more, wanted in zip(small, again, large, strict=True):
         assert_equal(got, wanted)
         assert_equal(once_more, wanted)
@@ -83,17 +85,14 @@ def test_a_small_call_has_the_bits_of_a_large_one(fmt, layout, kept, monkeypatch
 def test_objects_that_cannot_be_read_are_asked_for_their_address(kept, monkeypatch):
     wanted = every_call(*operands(31, 33, 35))
     kept.clear()
-    plans = driver._gemm_plan, driver._elementwise_plan, driver._join_plan
     try:
         with monkeypatch.context() as patch:
             patch.setattr(launch, "OBJECTS_CAN_BE_READ", False)
-            for plan in plans:
-                plan.cache_clear()
+            patch.setattr(launch, "_here", None)
+            launch._entry.cache_clear()
             assert_equal(every_call(*operands(31, 33, 35)), wanted)
-            assert not kept
     finally:
-        for plan in plans:
-            plan.cache_clear()
+        launch._entry.cache_clear()
 
 
 def test_a_form_is_kept_once_whatever_the_arrays(kept):
@@ -137,7 +136,7 @@ def test_another_form_is_another_sequence(kept):
 
 
 def test_the_number_of_kept_sequences_is_bounded(kept, monkeypatch):
-    monkeypatch.setattr(tiling, "SMALL_PLANS", 3)
+    monkeypatch.setattr(tiling, "KEPT_PLANS", 3)
     for size in range(1, 12):
         a, b, bias, grad = operands(size, size, size)
         nf.matmul_bias_activation(a, b, bias, "relu")
@@ -145,14 +144,14 @@ def test_the_number_of_kept_sequences_is_bounded(kept, monkeypatch):
         assert 0 < len(kept) <= 3
 
 
-def test_temporaries_of_a_sequence_are_bounded(kept):
-    n = tiling.PARALLEL_ELEMENTS // 8
-    a, b, bias, grad = operands(8, n, 1)
+@pytest.mark.parametrize("m", [8, 1000, 30000])
+def test_temporaries_of_a_sequence_are_bounded(kept, m):
+    a, b, bias, grad = operands(m, 512, 1)
     nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
-    assert not kept
-    nf.matmul_bias_activation_bwd(grad[:, 1:], a, b[:, 1:], bias[1:], "relu")
-    (made,) = kept.values()
-    assert made.size < 16 << 20
+    ((made, _),) = kept.values()
+    # The block of grad_pre, and of each thread at most its panels, block, strips and plane.
+    assert made.size - made.threads * made.stride < tiling.GRAD_PRE_BYTES + (1 << 20)
+    assert made.stride < 32 << 20
 
 
 @pytest.mark.parametrize("strided", [False, True])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -64,6 +64,67 @@ def _parts(block: Block, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray
     return [None if x is None else block.of(x, i in by_rows) for i, x in enumerate(arrays)]
 
 
+#: What a gradient that is summed over blocks grows in: the number of the array, and its dtype.
+Totals = Sequence[tuple[int, np.dtype[Any]]]
+
+
+class Launches(NamedTuple):
+    """What a block takes: grad_pre, then all that reads it; and the arrays of its own that these
+    need (in acc_dtype)."""
+
+    first: list[driver.Plan]
+    then: list[driver.Plan]
+    own: list[driver.Operand]
+
+
+class Work(NamedTuple):
+    """A backward in blocks, or a part of one."""
+
+    blocks: list[Block]
+    turns: list[tuple[Turn, ...]]
+    launches: list[Launches]
+    totals: Totals
+
+
+def _with_totals(
+    arrays: tuple[np.ndarray | None, ...], totals: Totals
+) -> tuple[np.ndarray | None, ...]:
+    """The arrays of a backward, and new ones for what grows beside its gradient."""
+    found: dict[int, np.ndarray] = {}
+    for number, dtype in totals:
+        gradient = arrays[D_A + number - TOTAL_A]
+        assert gradient is not None
+        found[number] = np.empty(gradient.shape, dtype)
+    return (*arrays, None, None, *(found.get(i) for i in (TOTAL_A, TOTAL_B, TOTAL_BIAS)))
+
+
+def _joined(
+    works: list[Work], arrays: tuple[np.ndarray | None, ...]
+) -> tuple[list[list[driver.Step]], list[driver.Operand], Totals]:
+    """Works without batch axes as the phases of one sequence, and what they need."""
+    phases: list[list[driver.Step]] = []
+    own: dict[int, driver.Operand] = {}
+    totals: list[tuple[int, np.dtype[Any]]] = []
+    for work in works:
+        totals += work.totals
+        for block, launches in zip(work.blocks, work.launches, strict=True):
+            parts = _parts(block, arrays)
+            offsets = {
+                number: _address(part) - _address(x)
+                for number, (part, x) in enumerate(zip(parts, arrays, strict=True))
+                if part is not None and x is not None
+            }
+            phases.append([(plan, offsets) for plan in launches.first])
+            phases.append([(plan, offsets) for plan in launches.then])
+            for x in launches.own:
+                own.setdefault(x.number, x)  # the first block is the largest
+    return phases, list(own.values()), totals
+
+
+def _address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])
+
+
 def _growing(
     fmt: str, acc: str, out: driver.Operand, total: driver.Operand | None, turn: Turn
 ) -> tuple[Kernel, Slots]:
@@ -115,45 +176,41 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
-def _is_small(p: GemmProblem | GemmBackwardProblem) -> bool:
-    """Whether products without batch axes take one thread, whatever Numba's setting."""
-    return p.m * p.n * p.k < tiling.PARALLEL_FMAS and launch.OBJECTS_CAN_BE_READ
-
-
 class CpuBackend:
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        #: Sequences of small plain calls by everything that they depend on.
-        self._small: dict[tuple[Any, ...], driver.Sequence] = {}
+        #: Sequences of plain calls by everything that they depend on.
+        self._kept: dict[tuple[Any, ...], tuple[launch.Sequence, Totals]] = {}
 
     def _keep(
-        self, key: tuple[Any, ...], plans: list[driver.Plan], own: Sequence[driver.Operand]
-    ) -> driver.Sequence:
-        if len(self._small) >= tiling.SMALL_PLANS:
-            self._small.clear()
-        self._small[key] = made = driver.sequence(plans, own)
-        return made
+        self, key: tuple[Any, ...], sequence: launch.Sequence, totals: Totals = ()
+    ) -> launch.Sequence:
+        if len(self._kept) >= tiling.KEPT_PLANS:
+            self._kept.clear()
+        self._kept[key] = sequence, totals
+        return sequence
 
     def forward(self, p: GemmProblem) -> None:
         """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""
         value = p.activation.trace(0)
         a, b, bias, residual, pre, out = arrays = (p.a, p.b, p.bias, p.residual, p.pre, p.out)
         key = None
-        if not p.batch and _is_small(p):
+        if not p.batch:
             # At 64 x 64 x 64 the arithmetic takes 3 us: what is looked up here in one step would
             # take as long again in several.
             key = (
                 value, p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
+                1 if p.m * p.n * p.k < tiling.PARALLEL_FMAS else launch.threads(),
                 None if bias is None else bias.strides,
                 None if residual is None else (residual.shape, residual.strides),
                 None if pre is None else pre.strides,
             )  # fmt: skip
-            known = self._small.get(key)
+            known = self._kept.get(key)
             if known is not None:
-                driver.run_sequence(known, arrays)
+                driver.run_sequence(known[0], arrays)
                 return
         fmt = FORMATS[p.dtype]
         row = library.forward_row(
@@ -167,7 +224,7 @@ class CpuBackend:
         if plan is None:
             return
         if key is not None:
-            driver.run_sequence(self._keep(key, [plan], ()), arrays)
+            driver.run_sequence(self._keep(key, driver.alone(plan)), arrays)
         else:
             driver.run(plan, arrays)
 
@@ -180,11 +237,13 @@ class CpuBackend:
         slope = None if identity else p.activation.trace(1)
         a, b, bias, grad, d_a, d_b, d_bias = p.a, p.b, p.bias, p.grad, p.d_a, p.d_b, p.d_bias
         pre = None if identity else p.pre
-        # grad_pre of a sequence lies in the workspace, which is kept: so M x N is bounded too.
-        if not p.batch and _is_small(p) and p.m * p.n < tiling.PARALLEL_ELEMENTS:
-            if pre is not None:
-                pre = pre.astype(p.acc_dtype, copy=False)
-            arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
+        # Products without batch axes take one thread below a size, whatever Numba's setting.
+        small = not p.batch and p.m * p.n * p.k < tiling.PARALLEL_FMAS
+        if small and pre is not None:
+            pre = pre.astype(p.acc_dtype, copy=False)
+        arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
+        key = None
+        if not p.batch and (pre is None or pre.dtype == p.acc_dtype):
             key = (
                 slope, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
                 None if bias is None else bias.strides,
@@ -192,34 +251,49 @@ class CpuBackend:
                 None if d_a is None else d_a.strides,
                 None if d_b is None else d_b.strides,
                 None if d_bias is None else d_bias.strides,
+                1 if small else launch.threads(),
             )  # fmt: skip
-            known = self._small.get(key)
+            known = self._kept.get(key)
             if known is not None:
-                driver.run_sequence(known, arrays)
+                sequence, totals = known
+                driver.run_sequence(sequence, _with_totals(arrays, totals) if totals else arrays)
                 return
-            plans, own = self._backward_plans(p, _operands(arrays), slope, (), (Turn(),) * 3)
-            if plans:
-                driver.run_sequence(self._keep(key, plans, own), arrays)
+        works = self._backward_works(p, pre, slope)
+        blocks = sum(len(work.blocks) for work in works)
+        if key is None or blocks > tiling.BLOCKS_IN_ONE_LAUNCH:
+            for work in works:
+                self._block_by_block(p, work, arrays)
             return
+        phases, own, totals = _joined(works, arrays)
+        if any(phases):
+            sequence = self._keep(key, driver.sequence(phases, own), totals)
+            driver.run_sequence(sequence, _with_totals(arrays, totals))
+
+    def _backward_works(
+        self, p: GemmBackwardProblem, pre: np.ndarray | None, slope: Expr | None
+    ) -> list[Work]:
+        """A backward cut in blocks."""
+        d_a, d_b, d_bias = p.d_a, p.d_b, p.d_bias
         r = library.registers(FORMATS[p.acc_dtype])
-        if not identity:
+        if slope is not None:
             rows, members = tiling.backward_block(p.m, p.n, p.k, p.dtype != p.acc_dtype, r)
-            self._backward_in_blocks(p, (pre, d_a, d_b, d_bias), slope, rows, members)
-            return
+            return [self._backward_work(p, (pre, d_a, d_b, d_bias), slope, rows, members)]
         # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in
         # blocks that take as much room as grad_pre would.
+        works = []
         if d_a is not None or d_b is not None:
             rows, members = max(1, p.m), max(1, math.prod(p.batch))
-            self._backward_in_blocks(p, (None, d_a, d_b, None), None, rows, members)
+            works.append(self._backward_work(p, (None, d_a, d_b, None), None, rows, members))
         if d_bias is not None:
             rows, members = tiling.backward_block(-(-p.m // r.chunk), p.n, 0, False, r)
             rows *= r.chunk
-            self._backward_in_blocks(p, (None, None, None, d_bias), None, rows, members)
+            works.append(self._backward_work(p, (None, None, None, d_bias), None, rows, members))
+        return works
 
-    def _backward_in_blocks(
+    def _backward_work(
         self, p: GemmBackwardProblem, varying: tuple[np.ndarray | None, ...], slope: Expr | None,
         rows: int, members: int,
-    ) -> None:  # fmt: skip
+    ) -> Work:  # fmt: skip
         """grad_pre of `rows` rows of `members` batch elements, and what it adds to each gradient;
         then the next.
         """
@@ -234,55 +308,62 @@ class CpuBackend:
             for block in whole
         ]
         # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
-        totals: list[np.ndarray | None] = [None] * 3
+        totals: list[tuple[int, np.dtype[Any]]] = []
         for i, x in enumerate(gradients):
             grows = any(turn[i] != Turn() for turn in turns)
             if x is not None and i == 2 and (grows or batch):
-                totals[i] = np.empty(x.shape, np.float64)
+                totals.append((TOTAL_A + i, np.dtype(np.float64)))
             elif x is not None and grows and x.dtype != p.acc_dtype:
-                totals[i] = np.empty(x.shape, p.acc_dtype)
-        arrays = (p.a, p.b, p.bias, p.grad, pre, *gradients, None, None, *totals)
-
-        work: list[tuple[Block, list[driver.Plan], list[driver.Operand]]] = []
-        kinds: dict[Any, tuple[list[driver.Plan], list[driver.Operand]]] = {}
+                totals.append((TOTAL_A + i, p.acc_dtype))
+        arrays = _with_totals((p.a, p.b, p.bias, p.grad, pre, *gradients), totals)
+        kinds: dict[Any, Launches] = {}
+        launches = []
         for block, turn in zip(whole, turns, strict=True):
             kind = block.sizes, turn
             if kind not in kinds:
                 operands = _operands(_parts(block, arrays))
                 kinds[kind] = self._backward_plans(p, operands, slope, block.sizes[:-1], turn)
-            work.append((block, *kinds[kind]))
-        size = max((plan.room for plans, _ in kinds.values() for plan in plans), default=0)
-        places, size = driver.places(work[0][2], size)
-        if size == 0:
+            launches.append(kinds[kind])
+        return Work(whole, turns, launches, tuple(totals))
+
+    def _block_by_block(
+        self, p: GemmBackwardProblem, work: Work, arrays: tuple[np.ndarray | None, ...]
+    ) -> None:
+        """Each plan a launch of its own: where NumPy has to do something between them."""
+        arrays = _with_totals(arrays, work.totals)
+        plans = [plan for launches in work.launches for plan in launches.first + launches.then]
+        if not plans:
             return
+        room = max(driver.alone(plan).size for plan in plans)
+        places, size = driver.places(work.launches[0].own, room)
         with launch.room(size) as memory:
-            for (block, plans, own), turn in zip(work, turns, strict=True):
+            for block, turn, launches in zip(work.blocks, work.turns, work.launches, strict=True):
                 every = _parts(block, arrays)
-                for temporary in own:
+                for temporary in launches.own:
                     number = temporary.number
                     held = memory.array(places[number], temporary.shape, p.acc_dtype)
                     if number == PRE:
                         held[...] = every[PRE]
                     every[number] = held
-                for plan in plans:
+                for plan in launches.first + launches.then:
                     driver.run(plan, tuple(every), memory.address)
                 sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
-                if batch and sums is not None and d_bias is not None and total is not None:
+                if p.batch and sums is not None and d_bias is not None and total is not None:
                     _reduce_sums(sums, d_bias, total, turn[2])
 
     def _backward_plans(
         self, p: GemmBackwardProblem, operands: tuple[driver.Operand | None, ...],
         slope: Expr | None, batch: tuple[int, ...], turns: tuple[Turn, ...],
-    ) -> tuple[list[driver.Plan], list[driver.Operand]]:  # fmt: skip
-        """The launches of a block, and the arrays of its own that they need (in acc_dtype).
-
-        With batch axes the partial sums of d_bias are left to be joined.
+    ) -> Launches:  # fmt: skip
+        """The launches of a block.  With batch axes the partial sums of d_bias are left to be
+        joined.
         """
         fmt, acc = FORMATS[p.dtype], FORMATS[p.acc_dtype]
         chunk = library.registers(acc).chunk
         a, b, bias, grad, pre, d_a, d_b, d_bias, _, _, total_a, total_b, total_bias = operands
         assert a is not None and b is not None and grad is not None
         m, n = grad.shape[-2:]
+        first: list[driver.Plan | None] = []
         plans: list[driver.Plan | None] = []
         own: list[driver.Operand] = []
         sums = None
@@ -296,7 +377,7 @@ class CpuBackend:
             if sums is not None:
                 row = library.column_sums_row(fmt)
                 slots = Slots(grad=grad, sums=sums)
-                plans.append(driver.elementwise(m, n, row, slots, batch, chunk))
+                first.append(driver.elementwise(m, n, row, slots, batch, chunk))
         elif products or sums is not None:
             if pre is not None and pre.itemsize != p.acc_dtype.itemsize:
                 pre = driver.temporary(PRE, pre.shape, p.acc_dtype)
@@ -313,18 +394,10 @@ class CpuBackend:
             )  # fmt: skip
             slots = Slots(None if pre is not None else bias, pre, grad, out, None, sums)
             if pre is None:
-                plans.append(driver.gemm(a, fmt, b, fmt, row, slots, batch))
+                first.append(driver.gemm(a, fmt, b, fmt, row, slots, batch))
             else:
-                plans.append(driver.elementwise(m, n, row, slots, batch, chunk))
+                first.append(driver.elementwise(m, n, row, slots, batch, chunk))
         turn_a, turn_b, turn_bias = turns
-        if d_bias is not None and sums is not None and not batch:
-            plans.append(
-                driver.join(
-                    library.join_cell(fmt), sums, d_bias if turn_bias.last else None,
-                    None if turn_bias.first else total_bias,
-                    None if turn_bias.last else total_bias,
-                )
-            )  # fmt: skip
         if d_a is not None:
             summed, right = _summed_axes(d_a, batch), b.turned()
             store, slots = _growing(fmt, acc, d_a, total_a, turn_a)
@@ -335,7 +408,19 @@ class CpuBackend:
             summed, left = _summed_axes(d_b, batch), a.turned()
             store, slots = _growing(fmt, acc, d_b, total_b, turn_b)
             plans.append(driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed))
-        return [plan for plan in plans if plan is not None], own
+        if d_bias is not None and sums is not None and not batch:
+            plans.append(
+                driver.join(
+                    library.join_cell(fmt), sums, d_bias if turn_bias.last else None,
+                    None if turn_bias.first else total_bias,
+                    None if turn_bias.last else total_bias,
+                )
+            )  # fmt: skip
+        return Launches(
+            [plan for plan in first if plan is not None],
+            [plan for plan in plans if plan is not None],
+            own,
+        )
 
     def gated(self, p: GatedProblem) -> None:
         """``out = act(a) * b``"""

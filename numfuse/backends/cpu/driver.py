@@ -12,7 +12,8 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ import numpy as np
 from numfuse import tiling
 from numfuse.backends import Call, latest
 from numfuse.backends.cpu import host, launch, library, microkernel, protocol
+from numfuse.backends.cpu.launch import Sequence
 from numfuse.specialise import Kernel, readable_name
 
 
@@ -94,8 +96,9 @@ def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str
     return words, total
 
 
-class Plan(NamedTuple):
-    """Everything of a launch but its operands' addresses."""
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Everything of a product or pass but its operands' addresses."""
 
     cell: int
     descriptor: array[int]
@@ -105,11 +108,8 @@ class Plan(NamedTuple):
     stride: int
     threads: int
     call: Call
-
-    @property
-    def room(self) -> int:
-        """Bytes of workspace of all threads."""
-        return max(1, min(self.threads, self.cells)) * self.stride
+    #: The plan as a sequence of its own, once it has been asked for.
+    alone: Sequence | None = None
 
 
 _Operands = tuple[Operand | None, ...]
@@ -155,8 +155,7 @@ def _plan(
     }  # fmt: skip
     present = [(i, x) for i, x in enumerate(operands) if x is not None]
     places = tuple((_WORDS[i], x.number) for i, x in present)
-    if launch.OBJECTS_CAN_BE_READ:
-        head["D_OBJECTS"] = sum(1 << i for i, _ in present)
+    head["D_NAMED"] = sum(1 << i for i, _ in present)
     words = [head.get(name, 0) for name in protocol.DESCRIPTOR]
     descriptor = array("q", words + _slot_words(operands[2:], head["D_N"]) + axes)
     kernel = " + ".join(readable_name(x.name) for x in (cell, row) if x is not None)
@@ -292,23 +291,23 @@ def join(
     return _join_plan(cell, Slots(extra=before, out=out, pre=after, sums=sums), threads)
 
 
+def alone(plan: Plan) -> Sequence:
+    """A plan as a sequence of one step."""
+    if plan.alone is None:
+        plan.alone = sequence([[(plan, {})]], ())
+    return plan.alone
+
+
 def run(plan: Plan, arrays: tuple[np.ndarray | None, ...], workspace: int = 0) -> None:
     """Launch a plan on the arrays of a call, each at its number.
 
-    `workspace` is the address of `plan.room` bytes; without it the launch finds its own.
+    `workspace` is the address of ``alone(plan).size`` bytes; without it the launch finds its own.
     """
-    descriptor = plan.descriptor[:]
-    if launch.OBJECTS_CAN_BE_READ:
-        for word, number in plan.places:
-            descriptor[word] = id(arrays[number])
-    else:
-        for word, number in plan.places:
-            descriptor[word] = arrays[number].__array_interface__["data"][0]  # type: ignore[union-attr]
-    how = plan.cell, descriptor.buffer_info()[0], plan.cells, plan.stride, plan.threads
+    own = plan.alone or alone(plan)
     if workspace:
-        launch.launch_in(workspace, *how)
+        launch.launch_in(workspace, own, arrays)
     else:
-        launch.launch(*how)
+        launch.launch(own, arrays)
     latest.call = plan.call
 
 
@@ -324,37 +323,45 @@ def places(temporaries: Iterable[Operand], start: int) -> tuple[dict[int, int], 
     return found, start
 
 
-class Sequence(NamedTuple):
-    """Plans of one thread that run one after another in one native call."""
-
-    #: The steps that `launch.run_sequence` reads, and their address.
-    words: array[int]
-    address: int
-    steps: int
-    #: Where in the thread's memory a step's descriptor is completed, and how much it has in all.
-    scratch: int
-    size: int
-    call: Call
+#: A plan, and by number how many bytes behind the array's first element its operand begins.
+Step = tuple[Plan, Mapping[int, int]]
 
 
-def sequence(plans: Iterable[Plan], temporaries: Iterable[Operand]) -> Sequence:
-    """Small plans as one; contiguous `temporaries` get places beside the workspace."""
-    plans = list(plans)
-    own, size = places(temporaries, max(plan.stride for plan in plans))
-    scratch, size = size, size + 8 * max(len(plan.descriptor) for plan in plans)
+def sequence(phases: Iterable[list[Step]], temporaries: Iterable[Operand]) -> Sequence:
+    """Plans as one; those of a phase beside one another, when the phases before it are finished.
+
+    Contiguous `temporaries` get places beside the workspaces.
+    """
+    phases = [phase for phase in phases if phase]
+    steps = [step for phase in phases for step in phase]
+    threads = max(
+        min(max(plan.threads for plan, _ in phase), sum(plan.cells for plan, _ in phase))
+        for phase in phases
+    )
+    stride = max(plan.stride for plan, _ in steps)
+    own, table = places(temporaries, threads * stride)
     words = array("q")
-    for plan in plans:
-        words.extend((plan.cell, plan.cells, len(plan.descriptor)))
-        start = len(words)
-        words.extend(plan.descriptor)
-        for word, number in plan.places:
-            words[start + word] = -own[number] if number in own else number
-    return Sequence(words, words.buffer_info()[0], len(plans), scratch, size, plans[-1].call)
+    end = 0
+    for phase in phases:
+        before = end
+        for plan, offsets in phase:
+            end += plan.cells
+            words.extend((plan.cell, end, before, len(plan.descriptor)))
+            start = len(words)
+            words.extend(plan.descriptor)
+            for word, number in plan.places:
+                temporary = number in own
+                offset = own[number] if temporary else offsets.get(number, 0)
+                name = protocol.NUMBERS if temporary else number
+                words[start + word] = offset << protocol.NUMBER_BITS | name
+    size = table + 8 * (protocol.TABLE["T_ENTRIES"] + len(words))
+    return Sequence(
+        words, words.buffer_info()[0], len(steps), threads, stride, table, size,
+        steps[-1][0].call,
+    )  # fmt: skip
 
 
 def run_sequence(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
     """Run a sequence on the arrays of a call, each at its number."""
-    launch.launch_sequence(
-        sequence.address, sequence.steps, id(arrays), sequence.scratch, sequence.size
-    )
+    launch.launch(sequence, arrays)
     latest.call = sequence.call

@@ -1,5 +1,9 @@
 """Launching cells on threads: one choke point for every kernel of the CPU backend.
 
+What is launched is a sequence of steps, each so many cells, in phases: a cell begins when the
+phases before its own are finished.  So a whole backward is one launch, and the products of one
+phase share its threads.
+
 Three ways to run the cells of a launch, with the same result bit by bit:
 
 - in the calling thread (small launches, one thread asked for, a forked child);
@@ -23,13 +27,14 @@ from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
 import numpy as np
 from numba import prange, types
 
 from numfuse import specialise
+from numfuse.backends import Call
 from numfuse.backends.cpu import microkernel, protocol
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
@@ -40,94 +45,118 @@ PAGE = 4096
 HUGE_PAGE = 2 << 20
 #: Workspaces kept for the next call: as many as calls have run at once, up to this number.
 KEPT_WORKSPACES = 4
+#: Looks at the counter before a waiting thread lets others run: some microseconds.
+SPINS = 100
 
 
 def resolve(descriptor: int, arrays: int, workspace: int) -> None:
-    """Replace what the descriptor names operands by with the addresses of their data.
+    """Replace the names of operands in a descriptor by the addresses of their data.
 
-    Bit i of word D_OBJECTS says that operand i (A, B, then the slots) is named: in most launches by
-    the address of its ndarray object, in a sequence by a number (`data_of_number`).
+    Bit i of word D_NAMED says that operand i (A, B, then the slots) is named: by the number of its
+    array in its lowest four bits, and above them how many bytes behind that array's first element
+    it begins.  The last number stands for the memory at `workspace`.
     """
     d = WORDS(descriptor)
-    objects = d[D_OBJECTS]
+    named = d[D_NAMED]
     word = D_A
     operand = 0
-    while objects != 0:
-        if objects & 1:
-            d[word] = DATA(d[word], arrays, workspace)
-        objects = objects >> 1
+    while named != 0:
+        if named & 1:
+            number = d[word] & NUMBERS
+            base = workspace if number == NUMBERS else DATA(arrays, number)
+            d[word] = base + (d[word] >> NUMBER_BITS)
+        named = named >> 1
         operand += 1
         word = D_B if operand == 1 else D_SLOTS + 3 * (operand - 2)
-    d[D_OBJECTS] = 0
 
 
-def data_of_object(array: int, arrays: int, workspace: int) -> int:
-    """Where the elements of an ndarray object begin: the word right behind the object header.
+def data_of_array(arrays: int, number: int) -> int:
+    """Where the elements of array `number` of the tuple at `arrays` begin.
 
-    Reading it here takes a nanosecond, ``__array_interface__`` a microsecond an operand.
+    That is the word right behind the object header.  Reading it here takes a nanosecond,
+    ``__array_interface__`` a microsecond an operand.
     """
-    return WORDS(array + HEADER)[0]
-
-
-def data_of_number(number: int, arrays: int, workspace: int) -> int:
-    """The same of array `number` of the tuple at `arrays`; a negative one is a temporary, that many
-    bytes behind `workspace`."""
-    if number < 0:
-        return workspace - number
     return WORDS(WORDS(arrays + TUPLE_HEADER)[number] + HEADER)[0]
 
 
-def run_sequence(steps: int, count: int, arrays: int, workspace: int, scratch: int) -> None:
-    """`count` steps one after another in the calling thread, on the arrays of a tuple.
+def data_of_address(arrays: int, number: int) -> int:
+    """The same, where `arrays` are the addresses of the data themselves."""
+    return WORDS(arrays)[number]
 
-    A step is its cell function, its number of cells, the number of words of its descriptor, and the
-    descriptor, which names operands by number (`data_of_number`).  The steps serve every call, so a
-    descriptor is resolved in a copy, `scratch` bytes behind `workspace`.
+
+def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: int) -> None:
+    """Complete the descriptors of `count` steps for the arrays of a call, in the memory at `table`.
+
+    A step is its cell function, the numbers of cells up to its end and before its phase, the number
+    of words of its descriptor, and the descriptor, which names its operands (`resolve`).  The steps
+    serve every call, so all this is done in a copy.
     """
-    descriptor = workspace + scratch
-    d = WORDS(descriptor)
+    t = WORDS(table)
+    t[T_NEXT] = 0
+    t[T_FINISHED] = 0
+    entry = table + 8 * T_ENTRIES
+    descriptor = entry + 8 * ENTRY_WORDS * count
     at = steps
     for _ in range(count):
-        step = WORDS(at)
-        words = step[2]
+        step, e, d = WORDS(at), WORDS(entry), WORDS(descriptor)
+        e[0] = step[0]
+        e[1] = step[1]
+        e[2] = step[2]
+        e[3] = descriptor
+        t[T_CELLS] = step[1]
+        words = step[3]
         for i in range(words):
-            d[i] = step[3 + i]
+            d[i] = step[4 + i]
         RESOLVE(descriptor, arrays, workspace)
-        for cell in range(step[1]):
-            CALL(step[0], descriptor, cell, workspace)
-        at += 8 * (3 + words)
+        at += 8 * (4 + words)
+        entry += 8 * ENTRY_WORDS
+        descriptor += 8 * words
 
 
-def run_here(cell_function: int, descriptor: int, cells: int, workspace: int) -> None:
-    """All cells in the calling thread."""
-    RESOLVE(descriptor, 0, 0)
-    for cell in range(cells):
-        CALL(cell_function, descriptor, cell, workspace)
+def work(table: int, workspace: int, pause: int) -> None:
+    """Cells of an open sequence, until none are left: what each of its threads does.
 
-
-def run_shared(
-    cell_function: int, descriptor: int, cells: int, workspace: int, counter: int
-) -> None:
-    """Cells from a counter that several threads share, until there are none left."""
-    cell = FETCH_ADD(counter)
+    Cells are numbered through all steps and taken in that order.  A cell waits until those of the
+    phases before its own are finished.  Each of these is in the hands of a thread that waits for
+    earlier ones only: so there is always one that need not wait, however few threads there are and
+    however late they come.  `pause` is the address of a function that lets others run, or 0.
+    """
+    t = WORDS(table)
+    cells = t[T_CELLS]
+    entry = table + 8 * T_ENTRIES
+    begin = 0
+    cell = FETCH_ADD(table + 8 * T_NEXT)
     while cell < cells:
-        CALL(cell_function, descriptor, cell, workspace)
-        cell = FETCH_ADD(counter)
+        e = WORDS(entry)
+        while cell >= e[1]:
+            begin = e[1]
+            entry += 8 * ENTRY_WORDS
+            e = WORDS(entry)
+        spins = 0
+        while LOAD(table + 8 * T_FINISHED) < e[2]:
+            PAUSE()
+            spins += 1
+            if spins % SPINS == 0 and pause != 0:
+                CALL_PAUSE(pause)
+        CALL(e[0], e[3], cell - begin, workspace)
+        FETCH_ADD(table + 8 * T_FINISHED)
+        cell = FETCH_ADD(table + 8 * T_NEXT)
+
+
+def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) -> None:
+    """A sequence in the calling thread."""
+    OPEN(steps, count, arrays, workspace, workspace + table)
+    WORK(workspace + table, workspace, 0)
 
 
 def run_parallel(
-    cell_function: int,
-    descriptor: int,
-    cells: int,
-    workspace: int,
-    stride: int,
-    counter: int,
-    threads: int,
-) -> None:
-    """All cells on Numba's threads; thread t works at ``workspace + t * stride``."""
-    RESOLVE(descriptor, 0, 0)
+    steps: int, count: int, arrays: int, workspace: int, table: int, stride: int, threads: int,
+    pause: int,
+) -> None:  # fmt: skip
+    """A sequence on Numba's threads; thread t works at ``workspace + t * stride``."""
+    OPEN(steps, count, arrays, workspace, workspace + table)
     for t in prange(threads):
-        RUN_SHARED(cell_function, descriptor, cells, workspace + t * stride, counter)
+        WORK(workspace + table, workspace + t * stride, pause)
 
 
 _I = types.int64
@@ -154,31 +183,46 @@ def _objects_can_be_read() -> bool:
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
+def _yield_address() -> int:
+    """The C library's sched_yield; 0 where there is none."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+    except (AttributeError, OSError, TypeError):
+        return 0
+
+
+YIELD = _yield_address()
+
+
 @functools.cache
 def _entry(name: str) -> Any:
-    call, fetch_add = microkernel.make_call(3), microkernel.make_fetch_add()
-    names: dict[str, Any] = {
-        name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_OBJECTS")
+    names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
+    names |= protocol.TABLE | {
+        "D_SLOTS": protocol.D_SLOTS, "WORDS": microkernel.make_elements("int64"),
+        "NUMBER_BITS": protocol.NUMBER_BITS, "NUMBERS": protocol.NUMBERS,
+        "ENTRY_WORDS": protocol.ENTRY_WORDS,
+    }  # fmt: skip
+    data = data_of_array if OBJECTS_CAN_BE_READ else data_of_address
+    names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
+    names["RESOLVE"] = specialise.device(resolve, **names)
+    if name == "open":
+        return specialise.entry(open_sequence, types.void(*[_I] * 5), **names)
+    working = names | {
+        "CALL": microkernel.make_call(3), "FETCH_ADD": microkernel.make_fetch_add(),
+        "LOAD": microkernel.make_atomic_load(), "PAUSE": microkernel.make_pause(),
+        "CALL_PAUSE": microkernel.make_call(0), "SPINS": SPINS,
+    }  # fmt: skip
+    if name == "work":
+        return specialise.entry(work, types.void(*[_I] * 3), **working)
+    parts = {
+        "OPEN": specialise.device(open_sequence, **names),
+        "WORK": specialise.device(work, **working),
     }
-    names |= {"D_SLOTS": protocol.D_SLOTS, "WORDS": microkernel.make_elements("int64")}
-    template = data_of_number if name == "sequence" else data_of_object
-    names["DATA"] = specialise.device(template, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
-    if name == "resolve":
-        return specialise.entry(resolve, types.void(*[_I] * 3), **names)
-    resolved = specialise.device(resolve, **names)
-    if name == "sequence":
-        return specialise.entry(
-            run_sequence, types.void(*[_I] * 5), CALL=call, RESOLVE=resolved, WORDS=names["WORDS"]
-        )
     if name == "here":
-        return specialise.entry(run_here, types.void(*[_I] * 4), CALL=call, RESOLVE=resolved)
-    if name == "shared":
-        return specialise.entry(run_shared, types.void(*[_I] * 5), CALL=call, FETCH_ADD=fetch_add)
-    shared = specialise.device(run_shared, CALL=call, FETCH_ADD=fetch_add)
+        return specialise.entry(run_here, types.void(*[_I] * 5), **parts)
     return specialise.entry(
-        run_parallel, types.void(*[_I] * 7), parallel=True, RUN_SHARED=shared, prange=prange,
-        RESOLVE=resolved,
-    )  # fmt: skip
+        run_parallel, types.void(*[_I] * 8), parallel=True, prange=prange, **parts
+    )
 
 
 class Workspace:
@@ -257,7 +301,6 @@ def _own_threads() -> ThreadPoolExecutor:
 
 
 _here: Any = None
-_sequence: Any = None
 
 
 def _load_here() -> Any:
@@ -266,22 +309,49 @@ def _load_here() -> Any:
     return _here
 
 
-def _load_sequence() -> Any:
-    global _sequence
-    _sequence = _entry("sequence")
-    return _sequence
+class Sequence(NamedTuple):
+    """Steps that are run in one native call; `driver.sequence` makes them."""
+
+    #: The steps that `open_sequence` reads, their address, and how many they are.
+    words: array[int]
+    address: int
+    steps: int
+    #: Threads, and the bytes of workspace of each.
+    threads: int
+    stride: int
+    #: Where in the memory of a launch its table lies, and how much it needs in all.
+    table: int
+    size: int
+    #: What `last_call` tells of it.
+    call: Call
 
 
-def launch_sequence(steps: int, count: int, arrays: int, scratch: int, size: int) -> None:
-    """Run the steps of `run_sequence` in the calling thread with `size` bytes of memory.
+def launch(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
+    """Run a sequence on the arrays of a call.
 
-    Trusts that the steps and the tuple at `arrays` stay alive until the return, and that no kernel
-    raises.
+    Trusts that the steps and the arrays stay alive until the return, and that no kernel raises.
     """
-    run = _sequence or _load_sequence()
-    workspace = _borrow(size)
-    run(steps, count, arrays, workspace.address, scratch)
+    workspace = _borrow(sequence.size)
+    launch_in(workspace.address, sequence, arrays)
     _give_back(workspace)
+
+
+def launch_in(workspace: int, sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
+    """The same with `sequence.size` bytes of memory at the address `workspace`."""
+    if OBJECTS_CAN_BE_READ:
+        operands = id(arrays)
+    else:
+        data = [0 if x is None else x.__array_interface__["data"][0] for x in arrays]
+        addresses = array("q", data)
+        operands = addresses.buffer_info()[0]
+    how = sequence.address, sequence.steps, operands, workspace, sequence.table
+    threads = sequence.threads
+    if threads == 1:
+        (_here or _load_here())(*how)
+    elif threading_layer() != "workqueue":
+        _entry("parallel")(*how, sequence.stride, threads, YIELD)
+    else:
+        _launch_on_own_threads(how, sequence.stride, threads)
 
 
 @contextmanager
@@ -290,33 +360,6 @@ def room(size: int) -> Iterator[Workspace]:
     workspace = _borrow(size)
     yield workspace
     _give_back(workspace)
-
-
-def launch(cell_function: int, descriptor: int, cells: int, stride: int, count: int) -> None:
-    """Run `cells` cells on at most `count` threads with `stride` bytes of workspace each."""
-    workspace = _borrow(max(1, min(count, cells)) * stride)
-    launch_in(workspace.address, cell_function, descriptor, cells, stride, count)
-    _give_back(workspace)
-
-
-def launch_in(
-    workspace: int, cell_function: int, descriptor: int, cells: int, stride: int, count: int
-) -> None:
-    """The same with the workspaces of its threads at the address `workspace`.
-
-    Trusts that `descriptor` and all it points to stay valid until the return, and that no kernel
-    raises.
-    """
-    count = min(count, cells)
-    if count <= 1:
-        (_here or _load_here())(cell_function, descriptor, cells, workspace)
-    elif threading_layer() != "workqueue":
-        counter = array("q", [0])
-        _entry("parallel")(
-            cell_function, descriptor, cells, workspace, stride, counter.buffer_info()[0], count
-        )
-    else:
-        _launch_on_own_threads(cell_function, descriptor, cells, workspace, stride, count)
 
 
 class _Crew:
@@ -357,24 +400,19 @@ class _Crew:
             raise interrupt
 
 
-def _launch_on_own_threads(
-    cell_function: int, descriptor: int, cells: int, workspace: int, stride: int, count: int
-) -> None:
-    _entry("resolve")(descriptor, 0, 0)
-    run = _entry("shared")
-    counter = array("q", [0])
-    shared = counter.buffer_info()[0]
+def _launch_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> None:
+    *steps, workspace, table = how
+    table += workspace
+    _entry("open")(*steps, workspace, table)
+    run = _entry("work")
     crew = _Crew()
     try:
         try:
-            for t in range(1, count):
-                place = workspace + t * stride
-                _own_threads().submit(
-                    crew.share, run, cell_function, descriptor, cells, place, shared
-                )
+            for t in range(1, threads):
+                _own_threads().submit(crew.share, run, table, workspace + t * stride, YIELD)
         except RuntimeError:
             pass  # no thread can be started (the interpreter ends): the caller does every cell
-        run(cell_function, descriptor, cells, workspace, shared)
+        run(table, workspace, YIELD)
     finally:
         crew.dismiss()
 
@@ -382,9 +420,7 @@ def _launch_on_own_threads(
 def warmup() -> None:
     """Compile the entries that a launch can take on this host."""
     _entry("here")
-    if OBJECTS_CAN_BE_READ:
-        _entry("sequence")
     if _forked:
         return
-    for name in ("resolve", "shared") if threading_layer() == "workqueue" else ("parallel",):
+    for name in ("open", "work") if threading_layer() == "workqueue" else ("parallel",):
         _entry(name)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import platform
 from collections.abc import Callable
 from typing import Any
 
@@ -460,7 +461,8 @@ def make_fetch_add() -> Any:
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, I64(1), "monotonic")
+        # What was written before is seen by whoever sees the new value.
+        return builder.atomic_rmw("add", pointer, I64(1), "acq_rel")
 
     def fetch_add(typingctx: Any, address: Any) -> Any:
         return types.int64(types.int64), codegen
@@ -468,6 +470,41 @@ def make_fetch_add() -> Any:
     made: Any = intrinsic(fetch_add)
     made.numfuse_key = "fetch_add"
     return made
+
+
+@functools.cache
+def make_atomic_load() -> Any:
+    """``atomic_load(address) -> int64``: a counter's value, and all that was written before it."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    def atomic_load(typingctx: Any, address: Any) -> Any:
+        return types.int64(types.int64), codegen
+
+    made: Any = intrinsic(atomic_load)
+    made.numfuse_key = "atomic_load"
+    return made
+
+
+@functools.cache
+def make_pause() -> Any:
+    """``pause()``: tells the processor that this thread waits in a loop."""
+    machine = platform.machine().lower()
+
+    def body(builder: ir.IRBuilder) -> None:
+        if machine in ("x86_64", "amd64"):
+            ty = ir.FunctionType(ir.VoidType(), [])
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, ty, "llvm.x86.sse2.pause"), []
+            )
+        elif machine in ("aarch64", "arm64"):
+            ty = ir.FunctionType(ir.VoidType(), [I32])
+            hint = cgutils.get_or_insert_function(builder.module, ty, "llvm.aarch64.hint")
+            builder.call(hint, [I32(1)])
+
+    return address_intrinsic("pause", machine, 0, body)
 
 
 @functools.cache

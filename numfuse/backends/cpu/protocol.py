@@ -33,7 +33,7 @@ DESCRIPTOR = {
             "D_B",
             "D_B_K",
             "D_B_COLUMN",
-            "D_OBJECTS",
+            "D_NAMED",
             "D_B_DIRECT",
             "D_PANEL",
             "D_PANEL_STRIDE",
@@ -115,3 +115,14 @@ STREAMS = {
 STREAM_COUNT = 9
 ROW_STREAMS = STREAMS["FOR_PANELS"] - STREAMS["FOR_ROWS"]
 CONTEXT_BYTES = 640
+
+#: How a step names an operand: the number of its array, above these bits an offset in bytes.  The
+#: last number is the launch's own memory.
+NUMBER_BITS = 4
+NUMBERS = (1 << NUMBER_BITS) - 1
+#: The table of an open sequence: the next cell to be taken and how many are finished (a line each),
+#: all cells, and from T_ENTRIES on an entry for each step.
+TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_ENTRIES": 24}
+#: Of an entry: the cell function, the numbers of cells up to the step's end and before its phase,
+#: the descriptor's address.
+ENTRY_WORDS = 4
