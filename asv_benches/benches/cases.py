@@ -17,11 +17,13 @@ MAKERS = {"numfuse": peers.numfuse_contestant, "NumPy": peers.numpy_contestant}
 LIBRARIES, DTYPES = list(MAKERS), ["float32", "float64"]
 
 
-def contestant(library: str, operation: str, dtype: str, shape: str) -> peers.Contestant:
+def contestant(
+    library: str, operation: str, dtype: str, shape: str, layout: str = "contiguous"
+) -> peers.Contestant:
     """A call that has run once: compiled, or found in the disk cache. One thread for everyone."""
     numba.set_num_threads(1)
     threadpool_limits(1)
-    case = peers.Case(operation, *SHAPES[shape], dtype, "gelu")
+    case = peers.Case(operation, *SHAPES[shape], dtype, "gelu", layout)
     made = MAKERS[library](case, peers.draw_operands(case, np.random.default_rng(0)))
     made.run()
     return made

@@ -1,0 +1,23 @@
+"""gelu(a @ b + bias) and its backward on views: turned round, cut out, every second column."""
+
+from numfuse.cli.peers import LAYOUTS
+
+from .cases import DTYPES, LIBRARIES, contestant
+
+
+class Views:
+    params = (
+        LIBRARIES,
+        ["forward", "backward"],
+        DTYPES,
+        ["cube_512", "odd"],
+        [layout for layout in LAYOUTS if layout != "contiguous"],
+    )
+    param_names = ("library", "operation", "dtype", "shape", "layout")
+    timeout = 300
+
+    def setup(self, library, operation, dtype, shape, layout):
+        self.run = contestant(library, operation, dtype, shape, layout).run
+
+    def time_views(self, library, operation, dtype, shape, layout):
+        self.run()
