@@ -230,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
     from numfuse.cli import report as reports
 
     # A pipe or a file has no width of its own: wide enough for every column.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)
