@@ -1,4 +1,4 @@
-"""The simulated schedule of docs/schedule.py: the cells of a launch, and times that are possible."""
+"""The simulated schedule of docs/schedule.py: a launch's cells, and possible times."""
 
 import importlib.util
 import sys
