@@ -17,8 +17,15 @@ from dataclasses import dataclass
 #: 64 bytes: 32 registers, 28 sums + 2 + 1; 14x2 measured at 99-100% of the FMA peak on Zen 4 and
 #:   Granite Rapids, 12x2 and 8x3 at 95-98%.
 #: 32 bytes: 16 registers, 12 sums + 2 + 1 (the Haswell tile of the literature, 6x16 in f32).
-#: 16 bytes: 8x2 = 16 sums: fits the 32 registers of NEON; SSE2's 16 spill, which costs time only.
+#: 16 bytes: 8x2 = 16 sums: SSE2's 16 registers spill, which costs time only.
 REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
+#: The same where an FMA takes a factor from a lane of a register (NEON), so that A is read by
+#: vectors too.  Neoverse V1 and V2 and Apple's cores have 4 ports of latency 4: 16 sums keep them
+#: busy only if each is resumed in the very cycle it is ready.  8x3 has 24, with 3 registers of B
+#: and 2 (f32) or 4 (f64) of A 29 or 31 of 32.  It loads 5 (7) registers for 24 FMAs where 8x2 loads
+#: 4 (6) for 16, of the 2-3 loads a cycle; 12x2 loads 5 (8), 6x4 has rows that are no whole vectors.
+#: Its assembly is inspected (no spills), no such processor was at hand to time it.
+LANE_TILES = {16: (8, 3)}
 
 #: Bytes of a cache line.  Where lines are longer, some prefetches repeat; no result changes.
 LINE = 64
@@ -94,6 +101,8 @@ class Registers:
     itemsize: int
     mr: int
     vectors: int
+    #: Whether the micro-kernel reads A by vectors and multiplies by their lanes.
+    lanes: bool = False
 
     @property
     def vl(self) -> int:
@@ -139,9 +148,9 @@ class Tiling:
 
 
 @functools.cache
-def registers(vector_bytes: int, itemsize: int) -> Registers:
-    mr, vectors = REGISTER_TILES[vector_bytes]
-    return Registers(vector_bytes, itemsize, mr, vectors)
+def registers(vector_bytes: int, itemsize: int, lanes: bool = False) -> Registers:
+    mr, vectors = (LANE_TILES if lanes else REGISTER_TILES)[vector_bytes]
+    return Registers(vector_bytes, itemsize, mr, vectors, lanes)
 
 
 @functools.cache

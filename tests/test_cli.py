@@ -246,20 +246,9 @@ def test_a_peer_that_fails_is_reported_and_the_rest_goes_on(monkeypatch):
     assert set(found["seconds"]) == {"numfuse", "NumPy"}
 
 
-@pytest.mark.parametrize("operation", peers.OPERATIONS)
-@pytest.mark.parametrize(
-    ("peer", "activation"),
-    [
-        (peer, activation)
-        for peer in peers.PEERS
-        for activation in peers.ACTIVATIONS
-        if peer != "torch.compile" or activation == "gelu"  # seconds each: one stands for all
-    ],
-)
-def test_peers_do_the_same_work(peer, operation, activation):
+def assert_same_work(peer, case):
     if not peers.installed(peer):
         pytest.skip(f"{peers.PEERS[peer][0]} is not installed")
-    case = peers.Case(operation, 33, 17, 21, "float64", activation)
     operands = peers.draw_operands(case, np.random.default_rng(2))
     with numfuse.use_backend("reference"):
         ours = peers.numfuse_contestant(case, operands)
@@ -274,6 +263,109 @@ def test_peers_do_the_same_work(peer, operation, activation):
     assert peers.relative_error(results, right) <= peers.tolerance(case)
     again = theirs.arrays(theirs.run())  # in-place scratch must not change a second call
     assert peers.relative_error(again, right) <= peers.tolerance(case)
+
+
+@pytest.mark.parametrize("operation", peers.OPERATIONS)
+@pytest.mark.parametrize(
+    ("peer", "activation"),
+    [
+        (peer, activation)
+        for peer in peers.PEERS
+        for activation in peers.ACTIVATIONS
+        if peer != "torch.compile" or activation == "gelu"  # seconds each: one stands for all
+    ],
+)
+def test_peers_do_the_same_work(peer, operation, activation):
+    assert_same_work(peer, peers.Case(operation, 33, 17, 21, "float64", activation))
+
+
+VIEWS = [layout for layout in peers.LAYOUTS if layout != "contiguous"]
+
+
+@pytest.mark.parametrize("layout", VIEWS)
+@pytest.mark.parametrize("operation", peers.PRODUCTS)
+@pytest.mark.parametrize("peer", [peer for peer in peers.PEERS if peer != "torch.compile"])
+def test_peers_do_the_same_work_on_views(peer, operation, layout):
+    assert_same_work(peer, peers.Case(operation, 33, 17, 21, "float64", "silu", layout))
+
+
+@pytest.mark.parametrize("layout", VIEWS)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_operands_in_a_layout_are_views_of_arrays_of_their_own(dtype, layout):
+    case = peers.Case("backward", 33, 17, 21, dtype, "gelu", layout)
+    o = peers.draw_operands(case, np.random.default_rng(3))
+    assert (o.a.shape, o.b.shape, o.grad.shape) == ((33, 21), (21, 17), (33, 17))
+    assert o.a.dtype == o.b.dtype == o.grad.dtype == dtype
+    size = o.a.itemsize
+    strides = {
+        "transposed": ((size, 33 * size), (size, 21 * size), (17 * size, size)),
+        "sliced": ((53 * size, size), (49 * size, size), (49 * size, size)),
+        "strided": ((42 * size, 2 * size), (34 * size, 2 * size), (34 * size, size)),
+    }
+    assert (o.a.strides, o.b.strides, o.grad.strides) == strides[layout]
+    # JAX is given the whole arrays and takes the same views of them.
+    for view, x in zip(peers.LAYOUTS[layout], (o.a, o.b, o.grad), strict=True):
+        whole = x if x.base is None else x.base
+        assert whole.flags.c_contiguous and whole.base is None
+        np.testing.assert_array_equal(view.take(whole), x)
+    ours = peers.numfuse_contestant(case, o)
+    assert all(x.flags.c_contiguous for x in ours.arrays(ours.run()))
+
+
+def test_only_the_full_grid_has_views_and_of_products_alone():
+    from numfuse.__main__ import build_parser
+
+    def layouts(*arguments):
+        cases = bench.choose_cases(build_parser().parse_args(["bench", *arguments]))
+        assert len(set(cases)) == len(cases)
+        return {(case[0], case[-1]) for case in cases if case[-1] != "contiguous"}
+
+    assert layouts() == layouts("--quick") == set()
+    assert layouts("--full") == {(o, x) for o in ("forward", "backward") for x in VIEWS}
+    assert layouts("--full", "--sizes", "64") == set()
+    chosen = layouts("--sizes", "64", "--layouts", "strided")
+    assert chosen == {(operation, "strided") for operation in peers.PRODUCTS}
+
+
+def test_the_floor_is_the_longer_of_arithmetic_and_memory():
+    def case(*fields):
+        made = peers.Case(*fields)
+        return {**made._asdict(), "flop": made.flop, "bytes": made.bytes}
+
+    def floor(case, peak):
+        return report.floor(case, peak, 10.0)
+
+    # 2 m n k flops; a, b and the result with the bias once: 2^20 + 2^20 + 2^20 + 2^10 elements.
+    cube = case("forward", 1024, 1024, 1024, "float32", "gelu")
+    assert cube["flop"] == 2 << 30 and cube["bytes"] == 4 * ((3 << 20) + (1 << 10))
+    assert floor(cube, 100.0) == (pytest.approx((2 << 30) / 100e9), "arithmetic")
+    assert floor(cube, 10000.0) == (pytest.approx(cube["bytes"] / 10e9), "memory")
+    # A single row is limited by reading b.
+    row = case("forward", 1, 1024, 1024, "float64", "gelu")
+    assert floor(row, 100.0) == (pytest.approx(row["bytes"] / 10e9), "memory")
+    # Three gradients, their operands, bias and d_bias.
+    backward = case("backward", 8, 16, 32, "float64", "gelu")
+    assert backward["bytes"] == 8 * (2 * (8 * 32 + 32 * 16 + 16) + 8 * 16)
+    saved = case("backward_saved", 8, 16, 32, "float64", "gelu")
+    assert saved["bytes"] == 8 * (2 * (8 * 32 + 32 * 16 + 8 * 16) + 16)
+    strided = case("forward", 8, 16, 32, "float64", "gelu", "strided")
+    assert strided["bytes"] == 8 * (2 * (8 * 32 + 32 * 16) + 8 * 16 + 16)
+    gated = case("gated", 1024, 1024, 0, "float32", "gelu")
+    assert floor(gated, None) == (pytest.approx(12 * (1 << 20) / 10e9), "memory")
+    # Where a ceiling could not be measured, nothing is claimed.
+    assert report.floor(cube, None, 10.0) is report.floor(cube, 100.0, None) is None
+
+
+def test_tables_say_which_floor_applies_and_its_share(measured):
+    for line in measured[2].splitlines():
+        if line.startswith("| operation"):
+            head = [cell.strip() for cell in line.split("|")]
+        elif re.match(r"\| (forward|backward|gated)", line):
+            row = dict(zip(head, (cell.strip() for cell in line.split("|")), strict=True))
+            assert re.fullmatch(r"\S+ (ns|µs|ms|s) (arithmetic|memory)", row["floor"])
+            assert re.fullmatch(r"\d+%", row["of floor"])
+            assert not row["operation"].startswith("gated") or row["floor"].endswith("memory")
+    assert "of floor" in head
 
 
 @pytest.mark.parametrize("text", ["0", "3x4", "1x2x3x4", "axbxc", "-5"])

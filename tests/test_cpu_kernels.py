@@ -352,7 +352,11 @@ def test_row_functions_are_vector_code_without_calls(tmp_path):
             assert re.search(rf"^\s+vdivp[sd]\s.*%{wide}", listing, re.M), title
 
 
-REGISTERS = [tiling.registers(width, size) for width in (16, 32, 64) for size in (4, 8)]
+REGISTERS = [
+    tiling.registers(width, size, lanes)
+    for width, lanes in ((16, False), (16, True), (32, False), (64, False))
+    for size in (4, 8)
+]
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))
 
 
@@ -427,8 +431,8 @@ def test_the_context_has_room_for_what_is_in_it():
 
 
 @pytest.mark.skipif("NUMFUSE_TEST_VECTORS" in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize("width", [32, 16])
-def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width):
+@pytest.mark.parametrize(("width", "lanes"), [(32, False), (16, False), (16, True)])
+def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width, lanes):
     if width >= host.vector_bytes():
         pytest.skip(f"the host's own vectors have {host.vector_bytes()} bytes")
     here = Path(__file__)
@@ -436,6 +440,7 @@ def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width):
 import sys
 from numfuse.backends.cpu import host
 host.vector_bytes = lambda: {width}
+host.multiplies_by_lanes = lambda: {lanes}
 import pytest
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """

@@ -17,11 +17,15 @@ MAKERS = {"numfuse": peers.numfuse_contestant, "NumPy": peers.numpy_contestant}
 LIBRARIES, DTYPES = list(MAKERS), ["float32", "float64"]
 
 
-def contestant(library: str, operation: str, dtype: str, shape: str) -> peers.Contestant:
+def contestant(
+    library: str, operation: str, dtype: str, shape: str, layout: str = "contiguous"
+) -> peers.Contestant:
     """A call that has run once: compiled, or found in the disk cache. One thread for everyone."""
     numba.set_num_threads(1)
     threadpool_limits(1)
-    case = peers.Case(operation, *SHAPES[shape], dtype, "gelu")
+    # Versions before there were views have no such field, and their history stays measurable.
+    view = () if layout == "contiguous" else (layout,)
+    case = peers.Case(operation, *SHAPES[shape], dtype, "gelu", *view)
     made = MAKERS[library](case, peers.draw_operands(case, np.random.default_rng(0)))
     made.run()
     return made

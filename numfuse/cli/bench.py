@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from numfuse.cli import missing_extra
-from numfuse.cli.peers import ACTIVATIONS, OPERATIONS, PEERS, installed
+from numfuse.cli.peers import ACTIVATIONS, LAYOUTS, OPERATIONS, PEERS, PRODUCTS, installed
 
 SIZES = {
     "quick": ["64", "256"],
@@ -26,6 +26,9 @@ SIZES = {
         *("8192x512x2048", "4096x4096x64", "1000x777x1003"),
     ],
 }
+# What --full adds on views: where packing weighs most, where it weighs least, and odd sizes.
+VIEW_SIZES = ["256", "1024", "8192x512x2048", "1000x777x1003"]
+VIEW_OPERATIONS = ["forward", "backward"]
 # Rounds and the least seconds of one timed stretch.
 EFFORT = {"quick": (3, 1e-3), "default": (7, 2e-3), "full": (15, 5e-3)}
 SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
@@ -56,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         dest="effort",
         action="store_const",
         const="full",
-        help="every size and peer, torch.compile too, more rounds: up to an hour",
+        help="every size, layout and peer, torch.compile too, more rounds: up to two hours",
     )
     parser.set_defaults(effort="default")
     parser.add_argument(
@@ -68,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", nargs="+", choices=("float32", "float64"))
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS)
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        choices=tuple(LAYOUTS),
+        help="of the operands of products; default: contiguous, with --full some of each",
+    )
     parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu")
     parser.add_argument(
         "--threads", nargs="+", type=int, metavar="N", help="default: 1, and one per core"
@@ -121,13 +130,22 @@ def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     # A gated operation works on (M, N): one case where two sizes differ in K only.
     cases: dict[tuple[Any, ...], None] = {}
     for dtype in dtypes:
-        for operation in operations:
-            for m, n, k in sizes:
-                gated = operation.startswith("gated")
-                if gated and not arguments.sizes and m * n < GATED_ELEMENTS:
+        for layout in arguments.layouts or ["contiguous"]:
+            for operation in operations:
+                gated = operation not in PRODUCTS
+                if gated and layout != "contiguous":
                     continue
-                case = (operation, m, n, 0 if gated else k, dtype, arguments.activation)
-                cases[case] = None
+                for m, n, k in sizes:
+                    if gated and not arguments.sizes and m * n < GATED_ELEMENTS:
+                        continue
+                    k = 0 if gated else k
+                    cases[(operation, m, n, k, dtype, arguments.activation, layout)] = None
+        if arguments.effort == "full" and not (arguments.sizes or arguments.layouts):
+            for layout in LAYOUTS:
+                for operation in operations:
+                    for text in VIEW_SIZES if operation in VIEW_OPERATIONS else ():
+                        shape = size(text)
+                        cases[(operation, *shape, dtype, arguments.activation, layout)] = None
     return list(cases)
 
 
@@ -194,7 +212,8 @@ def measure(
 def wrong_results(report: dict[str, Any]) -> list[str]:
     """A sentence for each result that is further from float64 than its rounding allows."""
     return [
-        f"{name}: {case['operation']} {case['dtype']} {case['m']}x{case['n']}x{case['k']}: "
+        f"{name}: {case['operation']} {case['dtype']} {case['m']}x{case['n']}x{case['k']} "
+        f"{case['layout']}: "
         f"relative error {error:.1e}, at most {case['tolerance']:.1e} expected"
         for case in report["cases"]
         for name, error in case["error"].items()
@@ -211,7 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
     from numfuse.cli import report as reports
 
     # A pipe or a file has no width of its own: wide enough for every column.
-    console = Console(width=None if sys.stdout.isatty() else 160)
+    console = Console(width=None if sys.stdout.isatty() else 200)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
         task = bar.add_task("starting", total=None)

@@ -2,7 +2,8 @@
 
 A peer writes into arrays that were allocated before where its interface can (NumPy, PyTorch), and
 uses explicit derivative formulas, not a tape. ``backward`` recomputes the pre-activation,
-``backward_saved`` is given it: two products instead of three.
+``backward_saved`` is given it: two products instead of three. Operands that are views are the same
+views for everyone; JAX, which has none, takes them inside its compiled function.
 """
 
 from __future__ import annotations
@@ -19,7 +20,32 @@ Array = np.ndarray[Any, np.dtype[Any]]
 OPERATIONS = ("forward", "backward", "backward_saved", "gated", "gated_backward")
 PRODUCTS = {"forward": 1, "backward": 3, "backward_saved": 2}  # GEMMs of 2 m n k flop each
 STREAMS = {"gated": 3, "gated_backward": 5}  # arrays of m n elements, read or written
+# How often a product's a, b and grad (or the saved pre-activation) cross the bus, read or written.
+TRAFFIC = {"forward": (1, 1, 1), "backward": (2, 2, 1), "backward_saved": (2, 2, 2)}
 ACTIVATIONS = ("gelu", "silu", "relu")
+
+
+class View(NamedTuple):
+    """An operand as a part of a larger array, or turned round."""
+
+    shape: Callable[[int, int], tuple[int, int]]  # of the array, for an operand of (rows, columns)
+    take: Callable[[Any], Any]  # the operand, from that array in any library
+
+
+MARGIN = 16  # columns on either side of a slice: its rows are no longer one piece of memory
+WHOLE = View(lambda rows, columns: (rows, columns), lambda x: x)
+TURNED = View(lambda rows, columns: (columns, rows), lambda x: x.T)
+SLICE = View(lambda rows, columns: (rows, columns + 2 * MARGIN), lambda x: x[:, MARGIN:-MARGIN])
+COLUMNS = View(lambda rows, columns: (rows, 2 * columns), lambda x: x[:, ::2])
+ROWS = View(lambda rows, columns: (2 * rows, columns), lambda x: x[::2])
+# Views of a, b and grad. BLAS takes the first three as they are; in the last, neither stride of a
+# and b is one element.
+LAYOUTS: dict[str, tuple[View, View, View]] = {
+    "contiguous": (WHOLE, WHOLE, WHOLE),
+    "transposed": (TURNED, TURNED, WHOLE),
+    "sliced": (SLICE, SLICE, SLICE),
+    "strided": (COLUMNS, COLUMNS, ROWS),
+}
 
 
 class Case(NamedTuple):
@@ -31,6 +57,7 @@ class Case(NamedTuple):
     k: int
     dtype: str
     activation: str
+    layout: str = "contiguous"
 
     @property
     def flop(self) -> int:
@@ -38,7 +65,17 @@ class Case(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        return STREAMS.get(self.operation, 0) * self.m * self.n * np.dtype(self.dtype).itemsize
+        """Bytes that have to cross the memory bus: every operand and every result once."""
+        m, n, k = self.m, self.n, self.k
+        elements = STREAMS.get(self.operation, 0) * m * n
+        if self.operation in TRAFFIC:
+            a, b, grad = TRAFFIC[self.operation]
+            # bias and d_bias: one of them in a forward and where pre is saved
+            vectors = 2 if self.operation == "backward" else 1
+            # Of every second column, whole lines are read: twice the bytes.
+            unused = m * k + k * n if self.layout == "strided" else 0
+            elements = a * m * k + b * k * n + grad * m * n + vectors * n + unused
+        return elements * np.dtype(self.dtype).itemsize
 
 
 class Operands(NamedTuple):
@@ -60,11 +97,16 @@ class Contestant(NamedTuple):
 def draw_operands(case: Case, generator: np.random.Generator) -> Operands:
     """Fresh random operands. b is scaled by 1 / sqrt(k), so that pre is of size 1."""
     m, n, k = case.m, case.n, case.k
+    of_a, of_b, of_grad = LAYOUTS[case.layout]
 
     def normal(*shape: int) -> Array:
         return generator.standard_normal(shape, np.float32).astype(case.dtype)
 
-    a, b, bias, grad = normal(m, k), normal(k, n), normal(n), normal(m, n)
+    a, b, grad = (
+        view.take(normal(*view.shape(*shape)))
+        for view, shape in ((of_a, (m, k)), (of_b, (k, n)), (of_grad, (m, n)))
+    )
+    bias = normal(n)
     if case.operation in STREAMS:
         return Operands(a, b, bias, grad, normal(m, n), normal(m, n))
     b *= np.asarray(1 / math.sqrt(k), case.dtype)
@@ -133,7 +175,7 @@ def numpy_contestant(case: Case, o: Operands) -> Contestant:
     """NumPy as one writes it for speed: out= and in-place ufuncs, products by its BLAS."""
     activation = case.activation
     x, s, t = np.empty_like(o.pre), np.empty_like(o.pre), np.empty_like(o.pre)
-    d_a, d_b, d_bias = np.empty_like(o.a), np.empty_like(o.b), np.empty_like(o.bias)
+    d_a, d_b, d_bias = (np.empty(y.shape, y.dtype) for y in (o.a, o.b, o.bias))
 
     def pre_activation() -> Array:
         np.matmul(o.a, o.b, out=x)
@@ -183,7 +225,7 @@ def numfuse_contestant(case: Case, o: Operands) -> Contestant:
     activation = case.activation
     out = np.empty_like(o.pre)
     gated_out = (np.empty_like(o.pre), np.empty_like(o.pre))
-    gradients = (np.empty_like(o.a), np.empty_like(o.b), np.empty_like(o.bias))
+    gradients = (*(np.empty(x.shape, x.dtype) for x in (o.a, o.b, o.bias)),)
 
     runs: dict[str, Callable[[], Any]] = {
         "forward": lambda: (nf.matmul_bias_activation(o.a, o.b, o.bias, activation, out=out),),
@@ -215,7 +257,7 @@ def torch_contestant(case: Case, o: Operands) -> Contestant:
     aten, activation = torch.ops.aten, case.activation
     a, b, bias, grad, pre, up = (torch.from_numpy(x) for x in o)
     x, s, t = torch.empty_like(pre), torch.empty_like(pre), torch.empty_like(pre)
-    d_a, d_b, d_bias = torch.empty_like(a), torch.empty_like(b), torch.empty_like(bias)
+    d_a, d_b, d_bias = (torch.empty(y.shape, dtype=y.dtype) for y in (a, b, bias))
 
     def activate(source: Any, out: Any) -> Any:
         if activation == "gelu":
@@ -304,8 +346,9 @@ def jax_contestant(case: Case, o: Operands) -> Contestant:
     import jax
 
     jax.config.update("jax_enable_x64", True)
-    numpy = jax.numpy
-    a, b, bias, grad, pre, up = (numpy.asarray(x) for x in o)
+    # Whole arrays: a view would be copied here, where nobody counts the time.
+    a, b, bias, grad, pre, up = (jax.numpy.asarray(x if x.base is None else x.base) for x in o)
+    views = [view.take for view in LAYOUTS[case.layout]]
 
     def activate(x: Any) -> Any:
         if case.activation == "gelu":
@@ -316,13 +359,23 @@ def jax_contestant(case: Case, o: Operands) -> Contestant:
         (grad_pre,) = jax.vjp(activate, x)[1](grad)
         return grad_pre @ b.T, a.T @ grad_pre, grad_pre.sum(0)
 
+    def on_views(program: Callable[..., Any]) -> Callable[..., Any]:
+        def call(a: Any, b: Any, grad: Any, x: Any) -> Any:
+            a, b, grad = (take(y) for take, y in zip(views, (a, b, grad), strict=True))
+            return program(a, b, grad, x)
+
+        return call
+
     programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "forward": (lambda a, b, bias: (activate(a @ b + bias),), (a, b, bias)),
-        "backward": (
-            lambda grad, a, b, bias: gradients(a, b, grad, a @ b + bias),
-            (grad, a, b, bias),
+        "forward": (
+            on_views(lambda a, b, grad, bias: (activate(a @ b + bias),)),
+            (a, b, grad, bias),
         ),
-        "backward_saved": (gradients, (a, b, grad, pre)),
+        "backward": (
+            on_views(lambda a, b, grad, bias: gradients(a, b, grad, a @ b + bias)),
+            (a, b, grad, bias),
+        ),
+        "backward_saved": (on_views(gradients), (a, b, grad, pre)),
         "gated": (lambda x, up: (activate(x) * up,), (pre, up)),
         "gated_backward": (
             lambda grad, x, up: jax.vjp(lambda x, up: activate(x) * up, x, up)[1](grad),

@@ -18,6 +18,11 @@ OPERATION_NAMES = {
     "gated": "gated",
     "gated_backward": "gated backward",
 }
+LEGEND = (
+    "floor: flops at the FMA peak or bytes at the triad's bandwidth, the longer of the two; "
+    "of floor: its share of numfuse's time. "
+    "fastest peer: its time as a multiple of numfuse's; above 1 numfuse is faster."
+)
 # Two medians nearer than this are called equal: what the same program differs by between runs.
 EQUAL = 0.02
 
@@ -55,14 +60,41 @@ def size_text(case: dict[str, Any]) -> str:
     return "x".join(map(str, sizes))
 
 
-def rate_text(case: dict[str, Any], peak: float | None, triad: float | None) -> tuple[str, str]:
-    """The rate with its unit, and its share of the ceiling that limits this work."""
+def operation_text(case: dict[str, Any]) -> str:
+    name = OPERATION_NAMES[case["operation"]]
+    return name if case["layout"] == "contiguous" else f"{name}, {case['layout']}"
+
+
+def rate_text(case: dict[str, Any]) -> str:
     seconds = case["seconds"]["numfuse"]
     if case["flop"]:
-        rate, unit, ceiling = case["flop"] / seconds / 1e9, "GFLOP/s", peak
-    else:
-        rate, unit, ceiling = case["bytes"] / seconds / 1e9, "GB/s", triad
-    return f"{rate:.3g} {unit}", f"{rate / ceiling:.0%}" if ceiling else "unknown"
+        return f"{case['flop'] / seconds / 1e9:.3g} GFLOP/s"
+    return f"{case['bytes'] / seconds / 1e9:.3g} GB/s"
+
+
+def floor(
+    case: dict[str, Any], peak: float | None, triad: float | None
+) -> tuple[float, str] | None:
+    """The least seconds that the case can take by what is counted, and what needs them.
+
+    That is its arithmetic at the FMA peak (GFLOP/s), or its operands and results, each once, at the
+    bandwidth of memory (GB/s). None where a ceiling that it needs is unknown.
+    """
+    if not triad or (case["flop"] and not peak):
+        return None
+    bounds = [(case["bytes"] / triad / 1e9, "memory")]
+    if case["flop"] and peak:
+        bounds.append((case["flop"] / peak / 1e9, "arithmetic"))
+    return max(bounds)
+
+
+def floor_text(case: dict[str, Any], peak: float | None, triad: float | None) -> tuple[str, str]:
+    """The floor with its name, and its share of numfuse's time."""
+    found = floor(case, peak, triad)
+    if found is None:
+        return "unknown", "unknown"
+    seconds, name = found
+    return f"{readable(seconds)} {name}", f"{seconds / case['seconds']['numfuse']:.0%}"
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
@@ -88,7 +120,7 @@ def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: l
         title += f"; FMA peak {max(peaks):.0f} GFLOP/s"
     if triad:
         title += f"; triad {triad:.0f} GB/s"
-    head = ["operation", "MxNxK", "numfuse", "rate", "of ceiling", *peers, "fastest peer"]
+    head = ["operation", "MxNxK", "numfuse", "rate", "floor", "of floor", *peers, "fastest peer"]
     rows = []
     for case in cases:
         rival = fastest_peer(case)
@@ -96,10 +128,11 @@ def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: l
         rows.append(
             Row(
                 [
-                    OPERATION_NAMES[case["operation"]],
+                    operation_text(case),
                     size_text(case),
                     readable(seconds["numfuse"]),
-                    *rate_text(case, max(peaks, default=None), triad),
+                    rate_text(case),
+                    *floor_text(case, max(peaks, default=None), triad),
                     *(readable(seconds[p]) if p in seconds else "failed" for p in peers),
                     f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
                 ],
@@ -125,7 +158,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
         plural = "s" if case["threads"] > 1 else ""
         lines.append(
             f"{name} is {1 / ratio:.2f} times as fast as numfuse: "
-            f"{OPERATION_NAMES[case['operation']]}, {case['dtype']}, {size_text(case)}, "
+            f"{operation_text(case)}, {case['dtype']}, {size_text(case)}, "
             f"{case['threads']} thread{plural}."
         )
     return lines
@@ -184,7 +217,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for found in tables(report):
         columns = list(range(len(found.head)))
         lines = [found.head, *(row.cells for row in found.rows)]
-        for shown in (columns, [*columns[:3], 4, columns[-1]]):
+        for shown in (columns, [*columns[:3], *columns[4:6], columns[-1]]):
             grid = RichTable(
                 title=found.title, title_justify="left", title_style="bold", box=SIMPLE
             )
@@ -197,7 +230,7 @@ def show(report: dict[str, Any], console: Console) -> None:
             if text + 3 * len(shown) < console.width:  # a space on either side and the rule
                 break
         console.print(grid)
-    console.print("fastest peer: its time as a multiple of numfuse's; above 1 numfuse is faster.")
+    console.print(LEGEND, highlight=False, soft_wrap=True)
     for line in (*verdict(report), *remarks(report)):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -218,7 +251,7 @@ def markdown(report: dict[str, Any]) -> str:
         for row in found.rows:
             *others, last = row.cells
             lines.append("| " + " | ".join([*others, f"**{last}**" if row.behind else last]) + " |")
-    lines += ["", "*fastest peer*: its time as a multiple of numfuse's; above 1 numfuse is faster."]
+    lines += ["", LEGEND]
     lines += ["", "### In words", ""]
     lines += [f"- {line}" for line in (*verdict(report), *remarks(report))]
     return "\n".join(lines) + "\n"

@@ -26,8 +26,16 @@ def vector_bytes() -> int:
     return 16
 
 
+@functools.cache
+def multiplies_by_lanes() -> bool:
+    """Whether an FMA can take one factor from a lane of a register: every 64-bit ARM's can."""
+    return llvm.get_process_triple().startswith(("aarch64", "arm64"))
+
+
 def vector_name() -> str:
     """The instruction set behind `vector_bytes`, for people."""
+    if multiplies_by_lanes():
+        return "NEON"
     return {64: "AVX-512", 32: "AVX2 + FMA", 16: "128-bit vectors"}[vector_bytes()]
 
 

@@ -39,7 +39,9 @@ def _zero(acc: str) -> np.generic:
 
 @functools.cache
 def registers(acc: str) -> tiling.Registers:
-    return tiling.registers(host.vector_bytes(), microkernel.itemsize(acc))
+    return tiling.registers(
+        host.vector_bytes(), microkernel.itemsize(acc), host.multiplies_by_lanes()
+    )
 
 
 def _words() -> dict[str, Any]:

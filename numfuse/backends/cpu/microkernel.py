@@ -138,6 +138,8 @@ def _steps(
         ir.FunctionType(vector, [vector] * 3),
         f"llvm.fma.v{vl}f{size * 8}",
     )
+    # A by vectors where an FMA takes its factor from a lane; a panel has room for whole ones.
+    kind, a_step = (vector, vl) if r.lanes else (element, 1)
     start = builder.block
     loop = builder.append_basic_block("tile.loop")
     done = builder.append_basic_block("tile.done")
@@ -154,10 +156,13 @@ def _steps(
         ]
         updated = []
         for i in range(rows):
-            value = builder.load(
-                _pointer(builder, a_at, (u * r.panel_rows + i) * size, element), align=size
-            )
-            splat = _splat(builder, value, vl)
+            if i % a_step == 0:
+                offset = (u * r.panel_rows + i) * size
+                value = builder.load(_pointer(builder, a_at, offset, kind), align=size)
+            if r.lanes:
+                splat = builder.shuffle_vector(value, value, _lanes([i % vl] * vl))
+            else:
+                splat = _splat(builder, value, vl)
             for v in range(vectors):
                 updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
         sums = updated
@@ -262,7 +267,9 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
             builder.branch(end)
         builder.position_at_end(end)
 
-    key = f"{acc},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{streams}"
+    if r.lanes and r.panel_rows % r.vl:
+        raise ValueError(f"panel_rows must be a multiple of vl = {r.vl}, got {r.panel_rows}")
+    key = f"{acc},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{streams}"
     return address_intrinsic("microkernel", key, 12, body)
 
 

@@ -1,0 +1,154 @@
+"""The kernels as a 64-bit ARM processor would run them: Numba compiles them for one here, and the
+assembly is inspected.
+
+Nothing is executed.  That the same kernels (128-bit vectors, the tile of NEON, factors taken from
+lanes) compute the right thing, the last test of `test_cpu_kernels` shows on the host's own
+processor.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+
+import llvmlite.binding as llvm
+import pytest
+
+from numfuse import tiling
+from numfuse.backends.cpu import protocol
+
+TRIPLE = "aarch64-unknown-linux-gnu"
+#: NEON alone, and with 256-bit SVE beside it, which LLVM takes for the loops of row functions.
+PROCESSORS = ("neoverse-n1", "neoverse-v1")
+
+# Numba's own compiler with another target.  What would run or link the machine code is left out.
+EMIT = f"""
+import json, sys
+import llvmlite.binding as llvm
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+llvm.get_process_triple = lambda: {TRIPLE!r}
+llvm.get_host_cpu_features = lambda: llvm.FeatureMap(neon=True)
+from numba.core import codegen
+codegen.JITCPUCodegen.set_env = lambda self, name, environment: None
+codegen.JITCodeLibrary._finalize_specific = lambda self: None
+codegen.JITCodeLibrary.get_pointer_to_function = lambda self, name: self._ensure_finalized() or 1
+from numfuse import specialise
+specialise._cached = lambda decorate: decorate(False)
+from numfuse.activations import get
+from numfuse.backends.cpu import host, library
+assert host.vector_bytes() == 16 and host.vector_name() == "NEON"
+listings = {{}}
+for acc in ("float32", "float64"):
+    listings[f"gemm {{acc}}"] = library.gemm_cell(acc)
+for fmt in library.FORMATS:
+    acc = library.accumulator(fmt)
+    listings[f"pack_a {{fmt}}"] = library.pack_a(fmt, acc)
+    listings[f"pack_b {{fmt}}"] = library.pack_b(fmt, acc)
+    for name in ("gelu", "tanh"):
+        act = get(name)
+        row = library.forward_row(act.trace(0), fmt, True, False, False)
+        listings[f"row forward {{name}} {{fmt}}"] = row
+    slope = get("gelu").trace(1)
+    row = library.grad_pre_row(slope, fmt, True, False, True, True, True)
+    listings[f"row backward gelu {{fmt}}"] = row
+json.dump({{name: kernel.assembly() for name, kernel in listings.items()}}, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module", params=PROCESSORS)
+def listings(request, tmp_path_factory):
+    """The kernel's own instructions (not its C wrapper's) by what it does."""
+    llvm.initialize_all_targets()
+    try:
+        llvm.Target.from_triple(TRIPLE)
+    except RuntimeError as error:
+        pytest.skip(f"llvmlite's LLVM has no AArch64 target here: {error}")
+    environment = {
+        "NUMBA_CACHE_DIR": str(tmp_path_factory.mktemp("cache")),
+        "NUMBA_CPU_NAME": request.param,
+        "NUMBA_CPU_FEATURES": "+neon",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", EMIT],
+        capture_output=True, text=True, timeout=240, check=False, env=os.environ | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {}
+    for name, text in json.loads(done.stdout).items():
+        assert "\t.globl\t_ZN7numfuse" in text, name
+        body = text[text.index("\n_ZN7numfuse") :]
+        found[name] = body[: body.index("\n.Lfunc_end")]
+    return found
+
+
+def loops(text: str) -> list[str]:
+    """The innermost loops: blocks that end with a jump to their own beginning."""
+    blocks = re.split(r"\n(?=\.LBB\w+:)", text)
+    return [b for b in blocks if re.search(rf"\sb\S*\s.*{re.escape(b[: b.find(':')])}$", b, re.M)]
+
+
+def operations(text: str) -> Counter[str]:
+    return Counter(re.findall(r"^\t([a-z]\w*)", text, re.M))
+
+
+def vector_spills(text: str) -> list[str]:
+    return re.findall(r"^\t(?:ld|st)\S+\s+[qdsv]\d.*\[sp.*$", text, re.M)
+
+
+@pytest.mark.parametrize("acc", ["float32", "float64"])
+def test_a_rank_1_update_is_fmas_by_lanes_and_as_few_loads_as_the_tile_needs(listings, acc):
+    r = tiling.registers(16, {"float32": 4, "float64": 8}[acc], lanes=True)
+    shape, lane = {"float32": ("4s", "s"), "float64": ("2d", "d")}[acc]
+    tiles = [loop for loop in loops(listings[f"gemm {acc}"]) if "fmla" in loop]
+    assert len(tiles) >= 2 * r.mr + 1  # every height, two widths; one with requests beside
+    fma = rf"fmla\tv\d+\.{shape}, v\d+\.{shape}, v\d+\.{lane}\[\d\]"
+    for loop in tiles:
+        # No arithmetic but whole vectors times a lane, and all of the tile in registers.
+        assert len(re.findall(fma, loop)) == operations(loop)["fmla"]
+        assert not vector_spills(loop), loop
+    whole = max(tiles, key=lambda loop: operations(loop)["fmla"])
+    count = operations(whole)
+    updates = protocol.STREAM_COUNT
+    assert count["fmla"] == updates * r.mr * r.vectors
+    assert count["prfm"] == updates
+    # Of A and B, each register once; nothing is copied or broadcast.
+    assert re.findall(r"\tld\S+\t[bhsdv]\d", whole) == []
+    loaded = len(re.findall(r"\tldr\tq", whole)) + 2 * len(re.findall(r"\tldp\tq", whole))
+    assert loaded <= updates * (r.mr // r.vl + r.vectors)
+    assert not set(count) & {"dup", "ins", "ext", "fmov", "str", "stp", "bl", "blr"}, count
+    assert not re.search(r"\tmov\tv", whole)
+    # Addresses, steps and jumps beside it: at most one instruction for four FMAs.
+    others = sum(count.values()) - count["fmla"] - count["prfm"] - count["ldr"] - count["ldp"]
+    assert 4 * others <= count["fmla"], count
+
+
+@pytest.mark.parametrize("fmt", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("which", ["pack_a", "pack_b"])
+def test_packing_is_vector_code_without_calls(listings, which, fmt):
+    count = operations(listings[f"{which} {fmt}"])
+    assert not set(count) & {"bl", "blr"}
+    assert set(count) & {"zip1", "trn1", "uzp1"}, count  # transposes inside registers
+    widening = {"float16": {"fcvtl", "fcvtl2"}, "bfloat16": {"shll", "shll2", "ushll"}}
+    assert fmt not in widening or set(count) & widening[fmt], count
+
+
+@pytest.mark.parametrize("fmt", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("row", ["forward gelu", "forward tanh", "backward gelu"])
+def test_row_functions_are_vector_code_without_calls(listings, row, fmt):
+    text = listings[f"row {row} {fmt}"]
+    assert set(re.findall(r"^\tbl\t(\w+)$", text, re.M)) <= {"memset"}  # sums begin with zeros
+    assert "\tblr\t" not in text
+    width = "d" if fmt == "float64" else "s"
+    arithmetic = [
+        loop
+        for loop in loops(text)
+        if re.search(rf"\tfdivr?\t(v\d+\.{{n}}{width}|z\d+\.{width})".replace("{n}", r"\d"), loop)
+    ]
+    assert arithmetic, "the quotient of the sigmoid is not of vectors"
+    for loop in arithmetic:
+        fmas = re.findall(r"\tfn?m(?:la|ls|ad|sb)\t[vz]\d+", loop)
+        assert len(fmas) >= 8, loop
+        assert not re.search(r"\tfn?m(add|sub)\t[sd]\d", loop)
