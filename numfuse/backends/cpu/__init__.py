@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from numfuse import tiling
-from numfuse.backends.cpu import driver, host, launch, library
-from numfuse.backends.cpu.blocks import Block, Turn, cut
+from numfuse.backends.cpu import driver, host, launch, library, microkernel
+from numfuse.backends.cpu.blocks import Block, Held, Schedule, Step, Total, Turn, cut
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
@@ -38,6 +38,7 @@ __all__ = ["BACKEND", "CpuBackend", "fma_peak"]
 A, B, BIAS, RESIDUAL, PRE, OUT = range(6)  # of a forward
 GRAD, D_A, D_B, D_BIAS, GRAD_PRE, SUMS = 3, 5, 6, 7, 8, 9  # of a backward; 0-2 and PRE as above
 TOTAL_A, TOTAL_B, TOTAL_BIAS = 10, 11, 12  # gradients that grow block by block
+BY_ROWS = (A, GRAD, PRE, D_A, TOTAL_A)  # cut where a backward is cut by rows
 
 
 def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
@@ -60,8 +61,7 @@ def _operands(arrays: Sequence[np.ndarray | None]) -> tuple[driver.Operand | Non
 
 def _parts(block: Block, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """A block's part of each array of a backward."""
-    by_rows = (A, GRAD, PRE, D_A, TOTAL_A)
-    return [None if x is None else block.of(x, i in by_rows) for i, x in enumerate(arrays)]
+    return [None if x is None else block.of(x, i in BY_ROWS) for i, x in enumerate(arrays)]
 
 
 def _growing(
@@ -128,6 +128,8 @@ class CpuBackend:
     def __init__(self) -> None:
         #: Sequences of small plain calls by everything that they depend on.
         self._small: dict[tuple[Any, ...], driver.Sequence] = {}
+        #: Schedules of other backwards, likewise.
+        self._schedules: dict[tuple[Any, ...], Schedule] = {}
 
     def _keep(
         self, key: tuple[Any, ...], plans: list[driver.Plan], own: Sequence[driver.Operand]
@@ -201,9 +203,11 @@ class CpuBackend:
             if plans:
                 driver.run_sequence(self._keep(key, plans, own), arrays)
             return
-        r = library.registers(FORMATS[p.acc_dtype])
+        acc = FORMATS[p.acc_dtype]
+        chunk, itemsize = library.registers(acc).chunk, microkernel.itemsize(acc)
         if not identity:
-            rows, members = tiling.backward_block(p.m, p.n, p.k, p.dtype != p.acc_dtype, r)
+            held = p.k if p.dtype != p.acc_dtype else 0
+            rows, members = tiling.backward_block(p.m, p.n, held, itemsize, chunk)
             self._backward_in_blocks(p, (pre, d_a, d_b, d_bias), slope, rows, members)
             return
         # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in
@@ -212,63 +216,92 @@ class CpuBackend:
             rows, members = max(1, p.m), max(1, math.prod(p.batch))
             self._backward_in_blocks(p, (None, d_a, d_b, None), None, rows, members)
         if d_bias is not None:
-            rows, members = tiling.backward_block(-(-p.m // r.chunk), p.n, 0, False, r)
-            rows *= r.chunk
-            self._backward_in_blocks(p, (None, None, None, d_bias), None, rows, members)
+            rows, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, itemsize, 1)
+            self._backward_in_blocks(p, (None, None, None, d_bias), None, rows * chunk, members)
 
     def _backward_in_blocks(
         self, p: GemmBackwardProblem, varying: tuple[np.ndarray | None, ...], slope: Expr | None,
         rows: int, members: int,
     ) -> None:  # fmt: skip
         """grad_pre of `rows` rows of `members` batch elements, and what it adds to each gradient;
-        then the next.
+        then the next.  `varying`: the saved pre-activation, d_a, d_b, d_bias.
         """
-        batch = p.batch
         pre, *gradients = varying
-        summed = [() if x is None else _summed_axes(x, batch) for x in gradients]
-        whole = list(cut(batch, p.m, rows, members))
-        turns = [
-            tuple(
-                block.turn(axes, batch, m) for axes, m in zip(summed, (None, p.m, p.m), strict=True)
-            )
-            for block in whole
-        ]
-        # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
-        totals: list[np.ndarray | None] = [None] * 3
-        for i, x in enumerate(gradients):
-            grows = any(turn[i] != Turn() for turn in turns)
-            if x is not None and i == 2 and (grows or batch):
-                totals[i] = np.empty(x.shape, np.float64)
-            elif x is not None and grows and x.dtype != p.acc_dtype:
-                totals[i] = np.empty(x.shape, p.acc_dtype)
-        arrays = (p.a, p.b, p.bias, p.grad, pre, *gradients, None, None, *totals)
-
-        work: list[tuple[Block, list[driver.Plan], list[driver.Operand]]] = []
-        kinds: dict[Any, tuple[list[driver.Plan], list[driver.Operand]]] = {}
-        for block, turn in zip(whole, turns, strict=True):
-            kind = block.sizes, turn
-            if kind not in kinds:
-                operands = _operands(_parts(block, arrays))
-                kinds[kind] = self._backward_plans(p, operands, slope, block.sizes[:-1], turn)
-            work.append((block, *kinds[kind]))
-        size = max((plan.room for plans, _ in kinds.values() for plan in plans), default=0)
-        places, size = driver.places(work[0][2], size)
-        if size == 0:
-            return
-        with launch.room(size) as memory:
-            for (block, plans, own), turn in zip(work, turns, strict=True):
-                every = _parts(block, arrays)
-                for temporary in own:
-                    number = temporary.number
-                    held = memory.array(places[number], temporary.shape, p.acc_dtype)
+        arrays = [p.a, p.b, p.bias, p.grad, pre, *gradients, *(None,) * 5]
+        forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays[:GRAD_PRE])
+        threads = launch.threads()
+        key = (
+            forms, slope, p.dtype, None if pre is None else pre.dtype, p.batch, p.guard, rows,
+            members, threads,
+        )  # fmt: skip
+        schedule = self._schedules.get(key)
+        if schedule is None:
+            if len(self._schedules) >= tiling.SMALL_PLANS:
+                self._schedules.clear()
+            schedule = self._schedules[key] = self._schedule(p, arrays, slope, rows, members)
+        for number, shape, dtype in schedule.totals:
+            arrays[number] = np.empty(shape, dtype)
+        with launch.room(schedule.size) as memory:
+            for step in schedule.steps:
+                every = arrays[:] if step.block is None else _parts(step.block, arrays)
+                for number, shape, dtype, offset in step.own:
+                    held = memory.array(offset, shape, dtype)
                     if number == PRE:
                         held[...] = every[PRE]
                     every[number] = held
-                for plan in plans:
-                    driver.run(plan, tuple(every), memory.address)
+                called = tuple(every)
+                for plan in step.plans:
+                    driver.run(plan, called, memory.address)
                 sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
-                if batch and sums is not None and d_bias is not None and total is not None:
-                    _reduce_sums(sums, d_bias, total, turn[2])
+                if p.batch and sums is not None and d_bias is not None and total is not None:
+                    _reduce_sums(sums, d_bias, total, step.turns[2])
+
+    def _schedule(
+        self, p: GemmBackwardProblem, arrays: Sequence[np.ndarray | None], slope: Expr | None,
+        rows: int, members: int,
+    ) -> Schedule:  # fmt: skip
+        """The blocks of a backward, with the plans of each: few are of a form of their own."""
+        gradients = arrays[D_A : D_BIAS + 1]
+        summed = [() if x is None else _summed_axes(x, p.batch) for x in gradients]
+        parts = [
+            (block, block.turns(summed, p.batch, p.m)) for block in cut(p.batch, p.m, rows, members)
+        ]
+        # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
+        totals: list[Total] = []
+        for i, x in enumerate(gradients):
+            grows = any(turns[i] != Turn() for _, turns in parts)
+            if x is not None and i == 2 and (grows or p.batch):
+                totals.append(Total(TOTAL_A + i, x.shape, np.dtype(np.float64)))
+            elif x is not None and grows and x.dtype != p.acc_dtype:
+                totals.append(Total(TOTAL_A + i, x.shape, p.acc_dtype))
+        whole = list(_operands(arrays))
+        for total in totals:
+            whole[total.number] = driver.temporary(*total)
+        made: dict[Any, tuple[list[driver.Plan], list[driver.Operand]]] = {}
+        for block, turns in parts:
+            if (block.sizes, turns) not in made:
+                operands = tuple(
+                    None if x is None else x._replace(shape=block.shape(x.shape, i in BY_ROWS))
+                    for i, x in enumerate(whole)
+                )
+                made[block.sizes, turns] = self._backward_plans(
+                    p, operands, slope, block.sizes[:-1], turns
+                )
+        room = max((plan.room for plans, _ in made.values() for plan in plans), default=0)
+        # The first block is the largest.
+        block, turns = parts[0]
+        places, size = driver.places(made[block.sizes, turns][1], room)
+        steps = []
+        for block, turns in parts:
+            plans, temporaries = made[block.sizes, turns]
+            own = [
+                Held(
+                    x.number, x.shape, p.dtype if x.itemsize == 2 else p.acc_dtype, places[x.number]
+                )
+                for x in temporaries
+            ]
+            steps.append(Step(block if len(parts) > 1 else None, turns, plans, own))
+        return Schedule(steps, size, totals)
 
     def _backward_plans(
         self, p: GemmBackwardProblem, operands: tuple[driver.Operand | None, ...],

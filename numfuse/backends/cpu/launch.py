@@ -29,7 +29,7 @@ import numba
 import numpy as np
 from numba import prange, types
 
-from numfuse import specialise
+from numfuse import specialise, tiling
 from numfuse.backends.cpu import microkernel, protocol
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
@@ -38,7 +38,8 @@ from numfuse.backends.cpu import microkernel, protocol
 #: Workspaces are cut on pages, so that two threads never share a line or a page.
 PAGE = 4096
 HUGE_PAGE = 2 << 20
-#: Workspaces kept for the next call: as many as calls have run at once, up to this number.
+#: Workspaces kept for the next call: as many as calls have run at once, up to this number and to
+#: `tiling.KEPT_BYTES` in all.
 KEPT_WORKSPACES = 4
 
 
@@ -216,8 +217,10 @@ def _borrow(size: int) -> Workspace:
 
 
 def _give_back(workspace: Workspace) -> None:
-    if len(_pool) < KEPT_WORKSPACES:
-        _pool.append(workspace)
+    kept = _pool[:]  # another thread may change the list itself
+    if len(kept) < KEPT_WORKSPACES:
+        if workspace.size + sum(x.size for x in kept) <= tiling.KEPT_BYTES:
+            _pool.append(workspace)
 
 
 _forked = False
