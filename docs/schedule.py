@@ -149,7 +149,7 @@ def tiled(
     r = tiling.registers(processor.vector_bytes, itemsize, processor.lanes)
     count = threads if m * n * k >= tiling.PARALLEL_FMAS else 1
     with level2(processor.level2):
-        t = tiling.gemm(m, n, k, 1, 1, count, r)
+        t = tiling.gemm(m, n, k, 1, 1, count, r, r.mr)
         in_place = tiling.reads_in_place(m, k, n * itemsize, itemsize, r)
     return t, r, count, in_place
 

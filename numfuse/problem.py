@@ -8,7 +8,7 @@ is touched. A backend trusts what it gets:
 - `a` is (..., M, K), `b` (..., K, N), `bias` (..., 1, N), `residual` (..., M or 1, N or 1), each
   with batch axes of its own that broadcast to `batch`; `out`, `pre`, `grad` are (*batch, M, N);
 - outputs overlap neither an input nor one another (only the gated forward's `out` may be exactly
-  `a` or `b`), and are written, never read;
+  `a` or `b`), and are never read before they are written;
 - a batch over one shared `b` has been folded into M where that takes no copy.
 
 An operand that is not needed, or not there, is None.

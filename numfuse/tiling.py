@@ -87,10 +87,19 @@ IN_PLACE_ROWS = 192
 #: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
 CHUNK_TILES = 4
 
-#: Bytes of a block of grad_pre.
+#: Bytes of a block of grad_pre, which bound what a backward holds beside its operands and results.
+#: Measured against grad_pre in one piece of fresh memory (Granite Rapids, 1 and 2 threads): 2-8%
+#: faster at 8192 x 2048 x 512, 12-18% at 4096 x 4096 x 64, 3-10% at 100000 x 64 x 64, even at
+#: 8192 x 512 x 2048 and 2048^3; from 2 to 12 MiB nothing clear, so it is the larger, for the
+#: launches on many cores.  Each block packs B twice and adds to d_b once: 5 to 6 cycles an element
+#: of B, against 3 rows / (2 VL) of arithmetic: 96 at 1024 rows in float32.
 GRAD_PRE_BYTES = 12 << 20
-#: Rows that a block has at least.
+#: Rows that a block has at least, however wide: a block of K in d_b.  Reached where N > 6144 in
+#: float32, N > 3072 in float64; blocks then have 512 N values.
 GRAD_PRE_ROWS = 512
+#: Bytes of workspaces that are kept for the next call, in all.  A thread's workspace has at most 27
+#: MiB, and only in products that take it tens of milliseconds; fresh pages cost 0.1 ms a MiB.
+KEPT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,17 +254,18 @@ def gemm(
     return best[1]
 
 
-def backward_block(m: int, n: int, k: int, rounded: bool, r: Registers) -> tuple[int, int]:
+def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tuple[int, int]:
     """Rows of a block of grad_pre (whole chunks), and how many batch elements it is of.
 
-    `rounded`: the gradients have less than the accumulator's dtype, and d_b grows beside itself.
-    Depends on the problem alone, as the order of the sums in d_b and d_bias does.
+    `held`: rows of n values that blocks need beside it (K for half types: d_b in the accumulator's
+    dtype).  Where M has no more than both together, one block takes less.  Depends on the problem
+    alone, as the order of the sums in d_b and d_bias does.
     """
-    rows = max(GRAD_PRE_ROWS, GRAD_PRE_BYTES // (max(1, n) * r.itemsize))
-    if m <= rows + (k if rounded else 0):
+    rows = max(GRAD_PRE_ROWS, GRAD_PRE_BYTES // (max(1, n) * itemsize))
+    if m <= rows + held:
         return max(1, m), max(1, rows // max(1, m))
-    blocks = -(-m // rows)
-    return round_up(-(-m // blocks), r.chunk), 1
+    rows = max(chunk, rows // chunk * chunk)
+    return round_up(-(-m // -(-m // rows)), chunk), 1
 
 
 @functools.lru_cache(maxsize=4096)

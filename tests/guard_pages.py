@@ -16,6 +16,7 @@ import numpy as np
 from tolerance import DTYPES
 
 import numfuse as nf
+from numfuse import tiling
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -49,6 +50,7 @@ def filled(shape, dtype, at_end, transposed=False):
 
 def run(backend: str) -> None:
     sizes = [(1, 1, 1), (3, 5, 7), (14, 16, 32), (15, 33, 17), (29, 65, 13), (57, 31, 64)]
+    sizes += [(175, 17, 9)]  # four chunks of rows
     for name, dtype in DTYPES.items():
         for m, n, k in sizes:
             for at_end in (True, False):
@@ -83,4 +85,7 @@ def run(backend: str) -> None:
 
 
 if __name__ == "__main__":
+    if "blocks" in sys.argv:
+        # The backward of the CPU backend by blocks of one chunk of rows, whatever its size.
+        tiling.GRAD_PRE_BYTES, tiling.GRAD_PRE_ROWS, tiling.PARALLEL_FMAS = 0, 1, 0
     run(sys.argv[1])

@@ -65,20 +65,20 @@ def test_the_tiling_is_the_one_of_the_launch(schedule, m, n, k, threads):
     r = tiling.registers(64, 4)
     count = 1 if m * n * k < tiling.PARALLEL_FMAS else threads
     assert schedule.simulate(schedule.Problem(m, n, k), threads, p).tiling == tiling.gemm(
-        m, n, k, 1, 1, count, r
+        m, n, k, 1, 1, count, r, r.mr
     )
 
 
 def test_another_level_2_is_simulated_and_forgotten(schedule):
     problem = schedule.Problem(4096, 4096, 4096)
     r = tiling.registers(64, 4)
-    before = tiling.gemm(*problem[:3], 1, 1, 16, r), tiling.level2_bytes()
+    before = tiling.gemm(*problem[:3], 1, 1, 16, r, r.mr), tiling.level2_bytes()
     found = [
         schedule.simulate(problem, 16, schedule.Processor(level2=size)).tiling.nc
         for size in (1 << 19, 1 << 22)
     ]
     assert found[0] < found[1]
-    assert (tiling.gemm(*problem[:3], 1, 1, 16, r), tiling.level2_bytes()) == before
+    assert (tiling.gemm(*problem[:3], 1, 1, 16, r, r.mr), tiling.level2_bytes()) == before
 
 
 def test_what_the_model_charges_for_costs_time(schedule):

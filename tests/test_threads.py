@@ -246,6 +246,31 @@ assert all(result == results[0] for result in results)
     )
 
 
+def test_a_backward_by_blocks_has_the_same_bits_on_any_number_of_threads(layer):
+    """Four blocks of rows, on the threads of a layer and by four callers at once."""
+    run(
+        """
+tiling.GRAD_PRE_BYTES, tiling.GRAD_PRE_ROWS, tiling.PARALLEL_FMAS = 0, 1, 0
+for dtype in ("float64", "float32", "bfloat16"):
+    results = []
+    for threads in (1, 2, 3, 4):
+        numba.set_num_threads(threads)
+        entered.clear()
+        results.append(backward(200, 263, 70, dtype))
+        if threads == 1:
+            assert alone(), entered
+        else:
+            check_layer()
+    def work(): results.append(backward(200, 263, 70, dtype))
+    team = [threading.Thread(target=work) for _ in range(4)]
+    for t in team: t.start()
+    for t in team: t.join()
+    assert len(results) == 8 and all(result == results[0] for result in results)
+""",
+        layer,
+    )
+
+
 # Threads that used the processor in one long call (in several calls they may be others). Upper
 # bounds alone are certain: a thread of the team may find all cells done.
 BUSY = """

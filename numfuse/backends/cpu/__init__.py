@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 
 from numfuse import tiling
-from numfuse.backends.cpu import driver, host, launch, library
-from numfuse.backends.cpu.blocks import Block, Turn, cut
+from numfuse.backends.cpu import driver, host, launch, library, microkernel
+from numfuse.backends.cpu.blocks import Block, Held, Launches, Schedule, Step, Total, Turn, cut
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
@@ -38,6 +38,7 @@ __all__ = ["BACKEND", "CpuBackend", "fma_peak"]
 A, B, BIAS, RESIDUAL, PRE, OUT = range(6)  # of a forward
 GRAD, D_A, D_B, D_BIAS, GRAD_PRE, SUMS = 3, 5, 6, 7, 8, 9  # of a backward; 0-2 and PRE as above
 TOTAL_A, TOTAL_B, TOTAL_BIAS = 10, 11, 12  # gradients that grow block by block
+BY_ROWS = (A, GRAD, PRE, D_A, TOTAL_A)  # cut where a backward is cut by rows
 
 
 def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
@@ -60,65 +61,32 @@ def _operands(arrays: Sequence[np.ndarray | None]) -> tuple[driver.Operand | Non
 
 def _parts(block: Block, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """A block's part of each array of a backward."""
-    by_rows = (A, GRAD, PRE, D_A, TOTAL_A)
-    return [None if x is None else block.of(x, i in by_rows) for i, x in enumerate(arrays)]
-
-
-#: What a gradient that is summed over blocks grows in: the number of the array, and its dtype.
-Totals = Sequence[tuple[int, np.dtype[Any]]]
-
-
-class Launches(NamedTuple):
-    """What a block takes: grad_pre, then all that reads it; and the arrays of its own that these
-    need (in acc_dtype)."""
-
-    first: list[driver.Plan]
-    then: list[driver.Plan]
-    own: list[driver.Operand]
-
-
-class Work(NamedTuple):
-    """A backward in blocks, or a part of one."""
-
-    blocks: list[Block]
-    turns: list[tuple[Turn, ...]]
-    launches: list[Launches]
-    totals: Totals
+    return [None if x is None else block.of(x, i in BY_ROWS) for i, x in enumerate(arrays)]
 
 
 def _with_totals(
-    arrays: tuple[np.ndarray | None, ...], totals: Totals
+    arrays: tuple[np.ndarray | None, ...], totals: Sequence[Total]
 ) -> tuple[np.ndarray | None, ...]:
     """The arrays of a backward, and new ones for what grows beside its gradient."""
-    found: dict[int, np.ndarray] = {}
-    for number, dtype in totals:
-        gradient = arrays[D_A + number - TOTAL_A]
-        assert gradient is not None
-        found[number] = np.empty(gradient.shape, dtype)
-    return (*arrays, None, None, *(found.get(i) for i in (TOTAL_A, TOTAL_B, TOTAL_BIAS)))
+    every = [*arrays, *(None,) * (TOTAL_BIAS + 1 - len(arrays))]
+    for number, shape, dtype in totals:
+        every[number] = np.empty(shape, dtype)
+    return tuple(every)
 
 
-def _joined(
-    works: list[Work], arrays: tuple[np.ndarray | None, ...]
-) -> tuple[list[list[driver.Step]], list[driver.Operand], Totals]:
-    """Works without batch axes as the phases of one sequence, and what they need."""
-    phases: list[list[driver.Step]] = []
-    own: dict[int, driver.Operand] = {}
-    totals: list[tuple[int, np.dtype[Any]]] = []
-    for work in works:
-        totals += work.totals
-        for block, launches in zip(work.blocks, work.launches, strict=True):
-            parts = _parts(block, arrays)
-            offsets = {
-                number: _address(part) - _address(x)
-                for number, (part, x) in enumerate(zip(parts, arrays, strict=True))
-                if part is not None and x is not None
-            }
-            phases.append([(plan, offsets) for plan in launches.first])
-            phases.append([(plan, offsets) for plan in launches.then])
-            for x in launches.own:
-                own.setdefault(x.number, x)  # the first block is the largest
-    return phases, list(own.values()), totals
+def _phases(
+    schedule: Schedule, arrays: tuple[np.ndarray | None, ...]
+) -> Iterator[list[driver.Step]]:
+    """A schedule without batch axes as phases of a sequence on these arrays' forms."""
+    for step in schedule.steps:
+        parts = arrays if step.block is None else _parts(step.block, arrays)
+        offsets = {
+            number: _address(part) - _address(x)
+            for number, (part, x) in enumerate(zip(parts, arrays, strict=True))
+            if part is not None and x is not None
+        }
+        yield [(plan, offsets) for plan in step.launches.first]
+        yield [(plan, offsets) for plan in step.launches.then]
 
 
 def _address(x: np.ndarray) -> int:
@@ -176,22 +144,29 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
+class Kept(NamedTuple):
+    """How calls of one form are run: as a sequence, or, where that is None, step by step."""
+
+    sequence: launch.Sequence | None
+    #: What the sequence needs beside the arrays of the call.
+    totals: Sequence[Total]
+    schedules: Sequence[Schedule]
+
+
 class CpuBackend:
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        #: Sequences of plain calls by everything that they depend on.
-        self._kept: dict[tuple[Any, ...], tuple[launch.Sequence, Totals]] = {}
+        #: How calls are run, by everything that this depends on.
+        self._kept: dict[tuple[Any, ...], Kept] = {}
 
-    def _keep(
-        self, key: tuple[Any, ...], sequence: launch.Sequence, totals: Totals = ()
-    ) -> launch.Sequence:
+    def _keep(self, key: tuple[Any, ...], kept: Kept) -> Kept:
         if len(self._kept) >= tiling.KEPT_PLANS:
             self._kept.clear()
-        self._kept[key] = sequence, totals
-        return sequence
+        self._kept[key] = kept
+        return kept
 
     def forward(self, p: GemmProblem) -> None:
         """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""
@@ -209,8 +184,8 @@ class CpuBackend:
                 None if pre is None else pre.strides,
             )  # fmt: skip
             known = self._kept.get(key)
-            if known is not None:
-                driver.run_sequence(known[0], arrays)
+            if known is not None and known.sequence is not None:
+                driver.run_sequence(known.sequence, arrays)
                 return
         fmt = FORMATS[p.dtype]
         row = library.forward_row(
@@ -224,9 +199,8 @@ class CpuBackend:
         if plan is None:
             return
         if key is not None:
-            driver.run_sequence(self._keep(key, driver.alone(plan)), arrays)
-        else:
-            driver.run(plan, arrays)
+            self._keep(key, Kept(driver.alone(plan), (), ()))
+        driver.run(plan, arrays)
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
@@ -242,114 +216,145 @@ class CpuBackend:
         if small and pre is not None:
             pre = pre.astype(p.acc_dtype, copy=False)
         arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
-        key = None
-        if not p.batch and (pre is None or pre.dtype == p.acc_dtype):
+        threads = 1 if small else launch.threads()
+        key: tuple[Any, ...]
+        if p.batch:
+            forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
+            saved = None if pre is None else pre.dtype
+            key = (forms, slope, p.dtype, saved, p.batch, p.guard, threads)
+        else:
             key = (
                 slope, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
                 None if bias is None else bias.strides,
-                None if pre is None else pre.strides,
+                None if pre is None else (pre.dtype, pre.strides),
                 None if d_a is None else d_a.strides,
                 None if d_b is None else d_b.strides,
                 None if d_bias is None else d_bias.strides,
-                1 if small else launch.threads(),
+                threads,
             )  # fmt: skip
-            known = self._kept.get(key)
-            if known is not None:
-                sequence, totals = known
-                driver.run_sequence(sequence, _with_totals(arrays, totals) if totals else arrays)
-                return
-        works = self._backward_works(p, pre, slope)
-        blocks = sum(len(work.blocks) for work in works)
-        if key is None or blocks > tiling.BLOCKS_IN_ONE_LAUNCH:
-            for work in works:
-                self._block_by_block(p, work, arrays)
-            return
-        phases, own, totals = _joined(works, arrays)
-        if any(phases):
-            sequence = self._keep(key, driver.sequence(phases, own), totals)
-            driver.run_sequence(sequence, _with_totals(arrays, totals))
+        known = self._kept.get(key)
+        if known is None:
+            known = self._keep(key, self._kept_backward(p, arrays, slope))
+        sequence, totals, schedules = known
+        if sequence is not None:
+            driver.run_sequence(sequence, _with_totals(arrays, totals) if totals else arrays)
+        elif schedules:
+            self._step_by_step(p, arrays, schedules)
 
-    def _backward_works(
-        self, p: GemmBackwardProblem, pre: np.ndarray | None, slope: Expr | None
-    ) -> list[Work]:
-        """A backward cut in blocks."""
-        d_a, d_b, d_bias = p.d_a, p.d_b, p.d_bias
-        r = library.registers(FORMATS[p.acc_dtype])
+    def _kept_backward(
+        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
+    ) -> Kept:
+        """How every backward of this form is run."""
+        arrays = _with_totals(arrays, ())
+        schedules = self._backward_schedules(p, arrays, slope)
+        pre = arrays[PRE]
+        steps = sum(len(schedule.steps) for schedule in schedules)
+        if (
+            p.batch
+            or (pre is not None and pre.dtype != p.acc_dtype)
+            or steps > tiling.BLOCKS_IN_ONE_LAUNCH
+        ):
+            return Kept(None, (), schedules)
+        phases = [phase for schedule in schedules for phase in _phases(schedule, arrays)]
+        if not any(phases):
+            return Kept(None, (), ())
+        own = [x for schedule in schedules for x in schedule.steps[0].launches.own]
+        totals = [total for schedule in schedules for total in schedule.totals]
+        return Kept(driver.sequence(phases, own), totals, ())
+
+    def _step_by_step(
+        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
+        schedules: Sequence[Schedule],
+    ) -> None:  # fmt: skip
+        """A backward as many launches: where NumPy has to do something between them."""
+        for schedule in schedules:
+            whole = _with_totals(arrays, schedule.totals)
+            with launch.room(schedule.size) as memory:
+                for step in schedule.steps:
+                    every = [*whole] if step.block is None else _parts(step.block, whole)
+                    for number, shape, dtype, offset in step.held:
+                        held = memory.array(offset, shape, dtype)
+                        if number == PRE:
+                            held[...] = every[PRE]
+                        every[number] = held
+                    called = tuple(every)
+                    for plan in step.launches.first + step.launches.then:
+                        driver.run(plan, called, memory.address)
+                    sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
+                    if p.batch and sums is not None and d_bias is not None and total is not None:
+                        _reduce_sums(sums, d_bias, total, step.turns[2])
+
+    def _backward_schedules(
+        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
+    ) -> list[Schedule]:
+        """A backward in blocks that bound what it holds."""
+        a, b, bias, grad, _, d_a, d_b, d_bias, *rest = arrays
+        acc = FORMATS[p.acc_dtype]
+        chunk, itemsize = library.registers(acc).chunk, microkernel.itemsize(acc)
         if slope is not None:
-            rows, members = tiling.backward_block(p.m, p.n, p.k, p.dtype != p.acc_dtype, r)
-            return [self._backward_work(p, (pre, d_a, d_b, d_bias), slope, rows, members)]
+            held = p.k if p.dtype != p.acc_dtype else 0
+            rows, members = tiling.backward_block(p.m, p.n, held, itemsize, chunk)
+            return [self._schedule(p, arrays, slope, rows, members)]
         # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in
         # blocks that take as much room as grad_pre would.
-        works = []
+        schedules = []
         if d_a is not None or d_b is not None:
+            products = (a, b, bias, grad, None, d_a, d_b, None, *rest)
             rows, members = max(1, p.m), max(1, math.prod(p.batch))
-            works.append(self._backward_work(p, (None, d_a, d_b, None), None, rows, members))
+            schedules.append(self._schedule(p, products, None, rows, members))
         if d_bias is not None:
-            rows, members = tiling.backward_block(-(-p.m // r.chunk), p.n, 0, False, r)
-            rows *= r.chunk
-            works.append(self._backward_work(p, (None, None, None, d_bias), None, rows, members))
-        return works
+            sums = (a, b, bias, grad, None, None, None, d_bias, *rest)
+            rows, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, itemsize, 1)
+            schedules.append(self._schedule(p, sums, None, rows * chunk, members))
+        return schedules
 
-    def _backward_work(
-        self, p: GemmBackwardProblem, varying: tuple[np.ndarray | None, ...], slope: Expr | None,
+    def _schedule(
+        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None,
         rows: int, members: int,
-    ) -> Work:  # fmt: skip
-        """grad_pre of `rows` rows of `members` batch elements, and what it adds to each gradient;
-        then the next.
-        """
-        batch = p.batch
-        pre, *gradients = varying
-        summed = [() if x is None else _summed_axes(x, batch) for x in gradients]
-        whole = list(cut(batch, p.m, rows, members))
-        turns = [
-            tuple(
-                block.turn(axes, batch, m) for axes, m in zip(summed, (None, p.m, p.m), strict=True)
-            )
-            for block in whole
+    ) -> Schedule:  # fmt: skip
+        """The blocks of a backward, with the plans of each: few are of a form of their own."""
+        gradients = arrays[D_A : D_BIAS + 1]
+        summed = [() if x is None else _summed_axes(x, p.batch) for x in gradients]
+        parts = [
+            (block, block.turns(summed, p.batch, p.m)) for block in cut(p.batch, p.m, rows, members)
         ]
         # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
-        totals: list[tuple[int, np.dtype[Any]]] = []
+        totals: list[Total] = []
         for i, x in enumerate(gradients):
-            grows = any(turn[i] != Turn() for turn in turns)
-            if x is not None and i == 2 and (grows or batch):
-                totals.append((TOTAL_A + i, np.dtype(np.float64)))
+            grows = any(turns[i] != Turn() for _, turns in parts)
+            if x is not None and i == 2 and (grows or p.batch):
+                totals.append(Total(TOTAL_A + i, x.shape, np.dtype(np.float64)))
             elif x is not None and grows and x.dtype != p.acc_dtype:
-                totals.append((TOTAL_A + i, p.acc_dtype))
-        arrays = _with_totals((p.a, p.b, p.bias, p.grad, pre, *gradients), totals)
-        kinds: dict[Any, Launches] = {}
-        launches = []
-        for block, turn in zip(whole, turns, strict=True):
-            kind = block.sizes, turn
-            if kind not in kinds:
-                operands = _operands(_parts(block, arrays))
-                kinds[kind] = self._backward_plans(p, operands, slope, block.sizes[:-1], turn)
-            launches.append(kinds[kind])
-        return Work(whole, turns, launches, tuple(totals))
-
-    def _block_by_block(
-        self, p: GemmBackwardProblem, work: Work, arrays: tuple[np.ndarray | None, ...]
-    ) -> None:
-        """Each plan a launch of its own: where NumPy has to do something between them."""
-        arrays = _with_totals(arrays, work.totals)
-        plans = [plan for launches in work.launches for plan in launches.first + launches.then]
-        if not plans:
-            return
-        room = max(driver.alone(plan).size for plan in plans)
-        places, size = driver.places(work.launches[0].own, room)
-        with launch.room(size) as memory:
-            for block, turn, launches in zip(work.blocks, work.turns, work.launches, strict=True):
-                every = _parts(block, arrays)
-                for temporary in launches.own:
-                    number = temporary.number
-                    held = memory.array(places[number], temporary.shape, p.acc_dtype)
-                    if number == PRE:
-                        held[...] = every[PRE]
-                    every[number] = held
-                for plan in launches.first + launches.then:
-                    driver.run(plan, tuple(every), memory.address)
-                sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
-                if p.batch and sums is not None and d_bias is not None and total is not None:
-                    _reduce_sums(sums, d_bias, total, turn[2])
+                totals.append(Total(TOTAL_A + i, x.shape, p.acc_dtype))
+        whole = list(_operands(arrays))
+        for total in totals:
+            whole[total.number] = driver.temporary(*total)
+        made: dict[Any, Launches] = {}
+        for block, turns in parts:
+            if (block.sizes, turns) not in made:
+                operands = tuple(
+                    None if x is None else x._replace(shape=block.shape(x.shape, i in BY_ROWS))
+                    for i, x in enumerate(whole)
+                )
+                made[block.sizes, turns] = self._backward_plans(
+                    p, operands, slope, block.sizes[:-1], turns
+                )
+        plans = [plan for x in made.values() for plan in x.first + x.then]
+        room = max((driver.alone(plan).size for plan in plans), default=0)
+        # The first block is the largest.
+        block, turns = parts[0]
+        places, size = driver.places(made[block.sizes, turns].own, room)
+        steps = []
+        for block, turns in parts:
+            launches = made[block.sizes, turns]
+            held = [
+                Held(
+                    x.number, x.shape, p.dtype if x.itemsize == 2 else p.acc_dtype, places[x.number]
+                )
+                for x in launches.own
+            ]
+            steps.append(Step(block if len(parts) > 1 else None, turns, launches, held))
+        return Schedule(steps, size, totals)
 
     def _backward_plans(
         self, p: GemmBackwardProblem, operands: tuple[driver.Operand | None, ...],

@@ -7,10 +7,12 @@ order of every sum over them is fixed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+
+from numfuse.backends.cpu.driver import Operand, Plan
 
 
 class Turn(NamedTuple):
@@ -38,12 +40,72 @@ class Block(NamedTuple):
         where = [slice(None) if size == 1 else s for size, s in zip(own, parts, strict=True)]
         return x[(*where, self.rows)] if by_rows else x[tuple(where)]
 
-    def turn(self, summed: tuple[int, ...], batch: tuple[int, ...], m: int | None = None) -> Turn:
-        """Its turn in a sum over the axes `summed` of `batch`, and over m rows where m is given."""
-        parts = [(self.batch[axis], batch[axis]) for axis in summed]
-        if m is not None:
-            parts.append((self.rows, m))
-        return Turn(all(s.start == 0 for s, _ in parts), all(s.stop == size for s, size in parts))
+    def shape(self, shape: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
+        """The shape of its part of an operand of this shape."""
+        *sizes, rows = self.sizes
+        *own, length, columns = shape
+        sizes = sizes[len(sizes) - len(own) :]
+        part = (1 if size == 1 else s for size, s in zip(own, sizes, strict=True))
+        return (*part, rows if by_rows else length, columns)
+
+    def turns(
+        self, summed: Sequence[tuple[int, ...]], batch: tuple[int, ...], m: int
+    ) -> tuple[Turn, ...]:
+        """Its turns in the sums of d_a, d_b and d_bias: each over its own batch axes, all but the
+        first over the m rows as well."""
+        found = []
+        for i, axes in enumerate(summed):
+            parts = [(self.batch[axis], batch[axis]) for axis in axes]
+            if i > 0:
+                parts.append((self.rows, m))
+            first = all(s.start == 0 for s, _ in parts)
+            found.append(Turn(first, all(s.stop == size for s, size in parts)))
+        return tuple(found)
+
+
+class Total(NamedTuple):
+    """An array beside a gradient in which that grows, by its number among those of a call."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+
+class Held(NamedTuple):
+    """An array of a block's own, `offset` bytes into the call's memory."""
+
+    number: int
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+
+
+class Launches(NamedTuple):
+    """What a block takes: grad_pre, then all that reads it; and the arrays of its own that these
+    need."""
+
+    first: list[Plan]
+    then: list[Plan]
+    own: list[Operand]
+
+
+class Step(NamedTuple):
+    """What is run for one block; None: it is everything."""
+
+    block: Block | None
+    turns: tuple[Turn, ...]
+    launches: Launches
+    #: Where its own arrays lie where each plan is a launch of its own.
+    held: list[Held]
+
+
+class Schedule(NamedTuple):
+    """A backward by blocks, for every call of its form."""
+
+    steps: list[Step]
+    #: Bytes of its memory: the workspaces of threads, then what the first block holds.
+    size: int
+    totals: list[Total]
 
 
 def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Block]:

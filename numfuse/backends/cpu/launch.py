@@ -33,7 +33,7 @@ import numba
 import numpy as np
 from numba import prange, types
 
-from numfuse import specialise
+from numfuse import specialise, tiling
 from numfuse.backends import Call
 from numfuse.backends.cpu import microkernel, protocol
 
@@ -43,7 +43,8 @@ from numfuse.backends.cpu import microkernel, protocol
 #: Workspaces are cut on pages, so that two threads never share a line or a page.
 PAGE = 4096
 HUGE_PAGE = 2 << 20
-#: Workspaces kept for the next call: as many as calls have run at once, up to this number.
+#: Workspaces kept for the next call: as many as calls have run at once, up to this number and to
+#: `tiling.KEPT_BYTES` in all.
 KEPT_WORKSPACES = 4
 #: Looks at the counter before a waiting thread lets others run: some microseconds.
 SPINS = 100
@@ -260,8 +261,10 @@ def _borrow(size: int) -> Workspace:
 
 
 def _give_back(workspace: Workspace) -> None:
-    if len(_pool) < KEPT_WORKSPACES:
-        _pool.append(workspace)
+    kept = _pool[:]  # another thread may change the list itself
+    if len(kept) < KEPT_WORKSPACES:
+        if workspace.size + sum(x.size for x in kept) <= tiling.KEPT_BYTES:
+            _pool.append(workspace)
 
 
 _forked = False
