@@ -83,7 +83,11 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
 def _is_small(p: GemmProblem | GemmBackwardProblem) -> bool:
     """Whether products without batch axes take one thread, whatever Numba's setting."""
-    return p.m * p.n * p.k < tiling.PARALLEL_FMAS and launch.OBJECTS_CAN_BE_READ
+    limit = tiling.PARALLEL_FMAS
+    if p.dtype.itemsize == 2:
+        fmt = FORMATS[p.dtype]
+        limit = tiling.parallel_fmas(library.kind(fmt, fmt))
+    return p.m * p.n * p.k < limit and launch.OBJECTS_CAN_BE_READ
 
 
 class CpuBackend:
@@ -167,7 +171,9 @@ class CpuBackend:
             if plans:
                 driver.run_sequence(self._keep(key, plans, own), arrays)
             return
-        room = {x.number: np.empty(x.shape, p.acc_dtype) for x in own}
+        room = {
+            x.number: np.empty(x.shape, p.acc_dtype if x.itemsize != 2 else p.dtype) for x in own
+        }
         every = (*arrays, room.get(GRAD_PRE), room.get(SUMS))
         for plan in plans:
             driver.run(plan, every)
@@ -177,12 +183,13 @@ class CpuBackend:
     def _backward_plans(
         self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
     ) -> tuple[list[driver.Plan], list[driver.Operand]]:
-        """The launches of a backward, and the arrays of its own that they need (in acc_dtype).
+        """The launches of a backward, and the arrays of its own that they need (in acc_dtype, or
+        in dtype where products take halves as they are).
 
         With batch axes the partial sums of d_bias are left to be joined.
         """
-        fmt, acc, batch = FORMATS[p.dtype], FORMATS[p.acc_dtype], p.batch
-        chunk = library.registers(acc).chunk
+        fmt, batch = FORMATS[p.dtype], p.batch
+        chunk = library.chunk(fmt)
         a, b, bias, grad, pre, d_a, d_b, d_bias = (
             _optional(number, x) for number, x in enumerate(arrays)
         )
@@ -205,9 +212,12 @@ class CpuBackend:
             out = None
             if products:
                 # In the accumulator's dtype: d_a and d_b then read it without another rounding.
-                out = driver.temporary(GRAD_PRE, (*batch, p.m, p.n), p.acc_dtype)
+                # But products of halves as they are take it in halves too.
+                grad_format = library.grad_pre_format(fmt)
+                dtype = p.dtype if grad_format == fmt else p.acc_dtype
+                out = driver.temporary(GRAD_PRE, (*batch, p.m, p.n), dtype)
                 own.append(out)
-                grad_pre, grad_format = out, acc
+                grad_pre = out
             row = library.grad_pre_row(
                 slope, fmt, bias is not None and pre is None, pre is not None, products,
                 sums is not None, p.guard,
@@ -271,6 +281,9 @@ class CpuBackend:
         return {
             "device": host.name(),
             "vector width": f"{8 * host.vector_bytes()} bits ({host.vector_name()})",
+            "half products": {
+                fmt: host.product_name(host.product(fmt), fmt) for fmt in ("float16", "bfloat16")
+            },
             "register tile": {
                 acc: f"{r.mr} x {r.nr}"
                 for acc in ("float32", "float64")
@@ -302,10 +315,11 @@ class CpuBackend:
         yield "elementwise", library.elementwise_cell
         for fmt in dict.fromkeys(dtype.name for dtype in dtypes):
             acc = library.accumulator(fmt)
-            yield f"gemm {acc}", partial(library.gemm_cell, acc)
-            for source in dict.fromkeys((fmt, acc)):
+            kind = library.kind(fmt, fmt)
+            yield f"gemm {acc}", partial(library.gemm_cell, acc, kind, fmt)
+            for source in dict.fromkeys((fmt, library.grad_pre_format(fmt))):
                 for pack in (library.pack_a, library.pack_b):
-                    yield f"packing {source}", partial(pack, source, acc)
+                    yield f"packing {source}", partial(pack, source, acc, kind)
             yield f"store {fmt}", partial(library.store_row, fmt)
             yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
             yield f"joined sums {fmt}", partial(library.join_cell, fmt)

@@ -35,6 +35,26 @@ FORMATS: dict[str, tuple[ir.Type, int]] = {
 }
 
 
+#: Two neighbours of K as one element, as packing for dot products and tiles moves them.
+FORMATS["pair"] = (I32, 4)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite lacks; only on hosts whose processor has it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+
+
 def itemsize(fmt: str) -> int:
     return FORMATS[fmt][1]
 
@@ -120,6 +140,28 @@ def _prefetched(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(2), I32(1)])
 
 
+def _multiplier(
+    builder: ir.IRBuilder, acc: str, r: Registers
+) -> tuple[ir.Type, Callable[[ir.Value, ir.Value, ir.Value], ir.Value]]:
+    """What the panels of factors hold, and ``multiply(splat of A, row of B, sums) -> sums``."""
+    element, size = FORMATS[acc]
+    vector = _vector(element, r.vl)
+    if r.kind == "dot":
+        pairs = _vector(BFLOAT, 2 * r.vl)
+        dot = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [vector, pairs, pairs]),
+            f"llvm.x86.avx512bf16.dpbf16ps.{8 * r.vector_bytes}",
+        )
+        return I32, lambda a, b, sums: builder.call(
+            dot, [sums, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
+        )
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{r.vl}f{size * 8}"
+    )
+    return element, lambda a, b, sums: builder.call(fma, [a, b, sums])
+
+
 def _steps(
     builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers,
     count: ir.Value, unroll: int, state: list[ir.Value], b_step: ir.Value, steps: list[ir.Value],
@@ -129,14 +171,10 @@ def _steps(
     `state` is the address of A's panel and of B's row, an address a stream of requests, and the
     sums; returned as it is afterwards.  Request i of a pass is for stream i: one a rank-1 update.
     """
-    element, size = FORMATS[acc]
+    size = FORMATS[acc][1]
     vl = r.vl
+    element, multiply = _multiplier(builder, acc, r)
     vector = _vector(element, vl)
-    fma = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(vector, [vector] * 3),
-        f"llvm.fma.v{vl}f{size * 8}",
-    )
     start = builder.block
     loop = builder.append_basic_block("tile.loop")
     done = builder.append_basic_block("tile.done")
@@ -158,7 +196,7 @@ def _steps(
             )
             splat = _splat(builder, value, vl)
             for v in range(vectors):
-                updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
+                updated.append(multiply(splat, columns[v], sums[i * vectors + v]))
         sums = updated
         b_at = builder.add(b_at, b_step)
         if u < len(streams):
@@ -261,7 +299,7 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
             builder.branch(end)
         builder.position_at_end(end)
 
-    key = f"{acc},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{streams}"
+    key = f"{acc},{r.kind},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{streams}"
     return address_intrinsic("microkernel", key, 12, body)
 
 
@@ -335,7 +373,9 @@ def make_copy_one(fmt: str, acc: str) -> Any:
 
 def _inserted(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
     """`whole` with its lanes from `at` on replaced by `part`: one insertion, from memory too."""
-    names = {ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16", I16: "i16"}
+    names = {
+        ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16", I16: "i16", I32: "i32"
+    }  # fmt: skip
     name = names[part.type.element]
     fn = cgutils.get_or_insert_function(
         builder.module,
@@ -455,6 +495,12 @@ def make_call(nargs: int) -> Any:
 
 
 @functools.cache
+def make_nothing() -> Any:
+    """``nothing(address)``: for a name that only other kinds of kernel need."""
+    return address_intrinsic("nothing", "", 1, lambda builder, address: None)
+
+
+@functools.cache
 def make_fetch_add() -> Any:
     """``fetch_add(address) -> int64``: the counter's value before one is added, atomically."""
 
@@ -530,10 +576,12 @@ def make_widen(fmt: str, acc: str) -> Any:
 
 
 @functools.cache
-def make_narrow(fmt: str, acc: str) -> Any:
+def make_narrow(fmt: str, acc: str, flush: bool = False) -> Any:
     """``narrow(accumulator) -> element``: the one rounding at the store, to nearest even.
 
     NaN stays NaN; beyond the largest finite number the result is infinite, as IEEE 754 has it.
+    With `flush` the processor rounds to bfloat16 itself, in one instruction instead of eight: what
+    is below its smallest normal number then becomes zero, as it does in its products.
     """
     result = CARRIERS[fmt]
 
@@ -541,6 +589,8 @@ def make_narrow(fmt: str, acc: str) -> Any:
         value = args[0]
         if fmt == acc:
             return value
+        if fmt == "bfloat16" and flush:
+            return builder.bitcast(builder.fptrunc(value, BFLOAT), I16)
         if fmt == "bfloat16":
             bits = builder.bitcast(value, I32)
             odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
@@ -558,7 +608,7 @@ def make_narrow(fmt: str, acc: str) -> Any:
         return result(CARRIERS[acc]), codegen
 
     made: Any = intrinsic(narrow)
-    made.numfuse_key = f"narrow({fmt},{acc})"
+    made.numfuse_key = f"narrow({fmt},{acc},{flush})"
     return made
 
 
