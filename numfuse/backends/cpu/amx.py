@@ -98,8 +98,8 @@ def _sums_of(
         move("llvm.x86.tileloadd64", 4 + i, a_at, _ROWS * LINE * i, I64(LINE))
         for j in range(widths):
             _tile_call(builder, product, I8(2 * i + j), I8(4 + i), I8(6 + j))
-    # Addresses are computed anew from what never changes: eighteen words do not fit the registers,
-    # and a store in the loop makes the loads of tiles behind it wait (measured: 69 ns a step, not 29).
+    # Eighteen words do not fit the registers: addresses are computed anew from those at the start,
+    # so that the loop loads only (with stores in it, loads of tiles would have to be told apart).
     for stream in range(streams):
         first_at, step = requested(stream)
         number = builder.mul(builder.sub(k, left), I64(asks))

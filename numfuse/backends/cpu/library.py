@@ -214,8 +214,8 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
 
 
 @functools.cache
-def _row_names(fmt: str, acc: str, flush: bool) -> dict[str, Any]:
-    """What every row function of a storage format binds; `flush`: see `microkernel.make_narrow`."""
+def _row_names(fmt: str, acc: str) -> dict[str, Any]:
+    """What every row function of a storage format binds."""
     context = {
         "WORDS": microkernel.make_elements("int64"),
         "C_SCRATCH": protocol.C_SCRATCH,
@@ -230,7 +230,7 @@ def _row_names(fmt: str, acc: str, flush: bool) -> dict[str, Any]:
         "SUMS": microkernel.make_elements(acc),
         "STORED": microkernel.make_elements(fmt),
         "WIDEN": microkernel.make_widen(fmt, acc),
-        "NARROW": microkernel.make_narrow(fmt, acc, flush),
+        "NARROW": microkernel.make_narrow(fmt, acc),
         "ZERO": _zero(acc),
         "WIDE_VECTORS": microkernel.make_wide_vectors(8 * host.vector_bytes()),
         "SOURCE_ROW": specialise.device(kernels.source_row, **context, MOVE=move),
@@ -240,18 +240,12 @@ def _row_names(fmt: str, acc: str, flush: bool) -> dict[str, Any]:
 
 
 def _row(template: Callable[..., Any], fmt: str, **bindings: Any) -> specialise.Kernel:
-    return specialise.kernel(template, **_row_names(fmt, accumulator(fmt), False), **bindings)
-
-
-def _product_row(template: Callable[..., Any], fmt: str, **bindings: Any) -> specialise.Kernel:
-    """A row function behind a product."""
-    flush = fmt == "bfloat16" and kind(fmt, fmt) != "fma"
-    return specialise.kernel(template, **_row_names(fmt, accumulator(fmt), flush), **bindings)
+    return specialise.kernel(template, **_row_names(fmt, accumulator(fmt)), **bindings)
 
 
 @functools.cache
 def store_row(fmt: str) -> specialise.Kernel:
-    return _product_row(kernels.store_row, fmt)
+    return _row(kernels.store_row, fmt)
 
 
 # Keyed by traced formulas (equal ones are one object): a redefined activation is another key.
@@ -262,7 +256,7 @@ _by_formula = functools.lru_cache(maxsize=1024)
 @_by_formula
 def forward_row(value: Expr, fmt: str, bias: bool, residual: bool, pre: bool) -> specialise.Kernel:
     act = primitives.scalar_function((value,), accumulator(fmt))
-    return _product_row(
+    return _row(
         kernels.forward_row, fmt, ACT=act, HAS_BIAS=bias, HAS_RESIDUAL=residual, HAS_PRE=pre
     )
 
@@ -285,13 +279,12 @@ def grad_pre_row(
 ) -> specialise.Kernel:
     acc = accumulator(fmt)
     stored = grad_pre_format(fmt)
-    native = stored != acc
-    return _product_row(
+    return _row(
         kernels.grad_pre_row,
         fmt,
         OUT=microkernel.make_elements(stored),
         OUT_SIZE=microkernel.itemsize(stored),
-        STORE=microkernel.make_narrow(stored, acc, native and fmt == "bfloat16"),
+        STORE=microkernel.make_narrow(stored, acc),
         SLOPE=_guarded(kernels.guarded_slope, (slope,), acc, guard),
         HAS_BIAS=bias,
         HAS_SAVED=saved,

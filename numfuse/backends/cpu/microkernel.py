@@ -576,12 +576,10 @@ def make_widen(fmt: str, acc: str) -> Any:
 
 
 @functools.cache
-def make_narrow(fmt: str, acc: str, flush: bool = False) -> Any:
+def make_narrow(fmt: str, acc: str) -> Any:
     """``narrow(accumulator) -> element``: the one rounding at the store, to nearest even.
 
     NaN stays NaN; beyond the largest finite number the result is infinite, as IEEE 754 has it.
-    With `flush` the processor rounds to bfloat16 itself, in one instruction instead of eight: what
-    is below its smallest normal number then becomes zero, as it does in its products.
     """
     result = CARRIERS[fmt]
 
@@ -589,8 +587,6 @@ def make_narrow(fmt: str, acc: str, flush: bool = False) -> Any:
         value = args[0]
         if fmt == acc:
             return value
-        if fmt == "bfloat16" and flush:
-            return builder.bitcast(builder.fptrunc(value, BFLOAT), I16)
         if fmt == "bfloat16":
             bits = builder.bitcast(value, I32)
             odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
@@ -608,7 +604,7 @@ def make_narrow(fmt: str, acc: str, flush: bool = False) -> Any:
         return result(CARRIERS[acc]), codegen
 
     made: Any = intrinsic(narrow)
-    made.numfuse_key = f"narrow({fmt},{acc},{flush})"
+    made.numfuse_key = f"narrow({fmt},{acc})"
     return made
 
 

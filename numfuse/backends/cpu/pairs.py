@@ -75,9 +75,7 @@ def _interleaved(
 def make_copy_halves() -> Any:
     """``copy_halves(source, live, target)``: `live` values and zeros, 32 in all."""
 
-    def body(
-        builder: ir.IRBuilder, source: ir.Value, live: ir.Value, target: ir.Value
-    ) -> None:
+    def body(builder: ir.IRBuilder, source: ir.Value, live: ir.Value, target: ir.Value) -> None:
         halves = _vector(I16, _HALVES)
         pointer = _pointer(builder, source, 0, halves)
         place = _pointer(builder, target, 0, halves)
