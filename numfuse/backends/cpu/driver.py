@@ -191,7 +191,7 @@ def _gemm_plan(
         "D_PACK_B": library.pack_b(right, acc, kind).address,
         "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
         "D_A_ROW": a_row, "D_A_K": a_k, "D_B_K": b_k, "D_B_COLUMN": b_column,
-        "D_B_DIRECT": int(right == acc and kind == "fma" and tiling.reads_in_place(m, k, b_k, b_column, r)),
+        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
     }  # fmt: skip
     asked = [
         slot for slot, x in enumerate(slots)

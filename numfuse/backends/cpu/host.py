@@ -6,6 +6,7 @@ import ctypes
 import functools
 import platform
 import sys
+from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core import config
@@ -36,12 +37,13 @@ def vector_name() -> str:
 
 @functools.cache
 def product(fmt: str) -> str:
-    """How two factors of this storage format are multiplied: "amx", "dot", or "fma", after widening.
+    """How two factors of a storage format are multiplied: "amx", "dot", or widened to "fma".
 
     Dot products and tiles take bfloat16 (and tiles of some processors float16) as it is stored.
     """
     have = features()
-    if config.CPU_NAME is not None or config.CPU_FEATURES is not None:
+    told: Any = config
+    if told.CPU_NAME is not None or told.CPU_FEATURES is not None:
         return "fma"  # Numba was told to compile for another processor
     if vector_bytes() != 64 or not {"avx512bw", "avx512vl"} <= have:
         return "fma"  # packing is written in 512 bits

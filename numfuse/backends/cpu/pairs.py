@@ -2,7 +2,7 @@
 
 Dot products and tiles multiply two neighbours of K at a time, so a panel holds *pairs*: 32 bits
 with the values of p and p + 1.  Turning a matrix round is then a transpose of 32-bit elements, and
-rows are interleaved two by two.  All of this is for AVX-512, which dot products and tiles come with.
+rows are interleaved two by two.  All of this is for AVX-512: dot products and tiles come with it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,18 @@ from typing import Any
 from llvmlite import ir
 
 from numfuse.backends.cpu.microkernel import (
-    I1, I16, I32, I64, _inserted, _lanes, _masked_load, _pointer, _splat, _transposed_lanes,
-    _vector, address_intrinsic,
+    I1,
+    I16,
+    I32,
+    I64,
+    _inserted,
+    _lanes,
+    _masked_load,
+    _pointer,
+    _splat,
+    _transposed_lanes,
+    _vector,
+    address_intrinsic,
 )  # fmt: skip
 
 #: Lanes of 32 bits, and halves, in 512 bits.
