@@ -591,12 +591,9 @@ def make_narrow(fmt: str, acc: str) -> Any:
             bits = builder.bitcast(value, I32)
             odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
             rounded = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
-            # Rounding the payload of a NaN could carry into the exponent: set the quiet bit.
-            quiet = builder.or_(builder.lshr(bits, I32(16)), I32(64))
-            is_nan = builder.icmp_unsigned(
-                ">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000)
-            )
-            return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
+            # Rounding the payload of a NaN could carry into the exponent: one NaN for all.
+            is_nan = builder.fcmp_unordered("uno", value, value)
+            return builder.trunc(builder.select(is_nan, I32(0x7FC0), rounded), I16)
         narrowed = builder.fptrunc(value, FORMATS[fmt][0])
         return builder.bitcast(narrowed, I16) if fmt == "float16" else narrowed
 
