@@ -26,6 +26,15 @@ REGISTER_TILES = {64: (14, 2), 32: (6, 2), 16: (8, 2)}
 #: 4 (6) for 16, of the 2-3 loads a cycle; 12x2 loads 5 (8), 6x4 has rows that are no whole vectors.
 #: Its assembly is inspected (no spills), no such processor was at hand to time it.
 LANE_TILES = {16: (8, 3)}
+#: The kinds of product: fused multiply-adds of widened factors; dot products of pairs along K
+#: (AVX512-BF16); products of AMX tiles.  Values of K that a step of the micro-kernel takes.
+K_STEPS = {"fma": 1, "dot": 2, "amx": 32}
+#: Fused multiply-adds a cycle, in vectors of sums: two ports, two of a pair each, and 16 x 16 x 32
+#: of AMX in 16 cycles.
+KIND_VECTORS = {"fma": 2, "dot": 4, "amx": 32 * 2}
+#: Rows and vectors of columns of AMX: 2 x 2 tiles of 16 x 16 sums, which leaves four of the eight
+#: tiles for factors.
+AMX_TILE = 32, 2
 
 #: Bytes of a cache line.  Where lines are longer, some prefetches repeat; no result changes.
 LINE = 64
@@ -38,6 +47,11 @@ BLOCK_SHARE = 0.375
 #: updates of the plane, and K <= KC needs none.  Measured on Granite Rapids: f32 within 1% from 256
 #: to 512 at K >= 1024; f64 even from 128 to 512 up to 1024^3, 2-4% better at 512 beyond.
 KC = {4: 512, 8: 512}
+#: The same by the kind of product where factors are not widened.  Dot products: panels of as many
+#: bytes as in float32.  AMX takes 4 KiB of A and B in 64 cycles, more than level 2 gives: 16 KiB of
+#: A must stay in level 1.  Measured on Granite Rapids: the kernel does 2.6, 2.2 and 1.8 TFLOP/s at
+#: 256, 512 and 1024, and whole products take 7-17% less time at 256 than at 1024.
+KC_HALVES = {"dot": 1024, "amx": 256}
 #: Bytes and columns of an accumulator plane (only where K has several blocks): they bound the
 #: workspace.  The plane lives in level 3; 16 MiB are 2048 x 2048 values of float32, and packing A
 #: and B is then spread over 2048 rows and columns, 0.1% each at two cycles an element.
@@ -49,6 +63,9 @@ PANELS_BYTES = 8 << 20
 #: Panels that are packed together where the columns of A are contiguous (A^T in d_b): 8 x 14 values
 #: of float32 are seven lines of a row; one panel at a time would fetch each line twice.
 COLUMN_GROUP = 8
+#: With AMX a panel's 32 rows are a line of halves by themselves: two panels make up for a source
+#: that begins in the middle of a line.
+COLUMN_GROUP_AMX = 2
 #: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
 ROW_BLOCK = 1024
 #: Elements of an elementwise cell: 2**14 take 5-12 us, large against 0.1 us for fetching a cell.
@@ -58,6 +75,8 @@ ELEMENTWISE_CELL = 1 << 14
 #: other core (OpenBLAS after a product: measured): the work should take about 150 us, as 256^3 does
 #: in float32.
 PARALLEL_FMAS = 16 << 20
+#: The same in relation, for products that are faster.
+PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8}
 PARALLEL_ELEMENTS = 1 << 18
 #: Plans of calls kept by their exact form: 4096 of 2-4 KiB are 16 MiB, those of backwards by blocks
 #: are larger.
@@ -86,6 +105,8 @@ IN_PLACE_ROWS = 192
 #: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
 #: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
 CHUNK_TILES = 4
+#: The same with AMX: 64 rows.
+CHUNK_TILES_AMX = 2
 
 #: Bytes of a block of grad_pre, which bound what a backward holds beside its operands and results.
 #: Measured against grad_pre in one piece of fresh memory (Granite Rapids, 1 and 2 threads): 2-8%
@@ -112,6 +133,8 @@ class Registers:
     vectors: int
     #: Whether the micro-kernel reads A by vectors and multiplies by their lanes.
     lanes: bool = False
+    #: How factors are multiplied: a key of `K_STEPS`.
+    kind: str = "fma"
 
     @property
     def vl(self) -> int:
@@ -127,13 +150,37 @@ class Registers:
         """Rows that a packed panel of A has room for: whole vectors where that wastes little, so
         that packing writes whole lines (14 values to 16: measured 0.2 against 0.4 cycles each).
         """
+        if self.kind == "amx":
+            return self.mr
         whole = round_up(self.mr, self.vl)
         return whole if 7 * whole <= 8 * self.mr else self.mr
 
     @property
     def chunk(self) -> int:
         """Rows of a chunk of the column sums."""
-        return CHUNK_TILES * self.mr
+        return (CHUNK_TILES_AMX if self.kind == "amx" else CHUNK_TILES) * self.mr
+
+    @property
+    def k_step(self) -> int:
+        """Values of K that a step of the micro-kernel takes: packing pads with zeros to it."""
+        return K_STEPS[self.kind]
+
+    @property
+    def factor(self) -> int:
+        """Bytes of a packed factor: a half where it is not widened."""
+        return self.itemsize if self.kind == "fma" else 2
+
+    @property
+    def requests(self) -> int:
+        """Requests to the caches in a step of the micro-kernel: one beside a row of fused
+        multiply-adds (14 cycles), two of each of nine streams in a step of tiles (64 cycles).
+        """
+        return 18 if self.kind == "amx" else 1
+
+    @property
+    def column_group(self) -> int:
+        """Panels of A that are packed together where its columns are contiguous."""
+        return COLUMN_GROUP_AMX if self.kind == "amx" else COLUMN_GROUP
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +204,17 @@ class Tiling:
 
 
 @functools.cache
-def registers(vector_bytes: int, itemsize: int, lanes: bool = False) -> Registers:
-    mr, vectors = (LANE_TILES if lanes else REGISTER_TILES)[vector_bytes]
-    return Registers(vector_bytes, itemsize, mr, vectors, lanes)
+def registers(
+    vector_bytes: int, itemsize: int, lanes: bool = False, kind: str = "fma"
+) -> Registers:
+    tiles = LANE_TILES if lanes else REGISTER_TILES
+    mr, vectors = AMX_TILE if kind == "amx" else tiles[vector_bytes]
+    return Registers(vector_bytes, itemsize, mr, vectors, lanes, kind)
+
+
+def parallel_fmas(kind: str) -> int:
+    """From how many fused multiply-adds on a product takes several threads."""
+    return PARALLEL_FMAS * PARALLEL_SPEED[kind]
 
 
 @functools.cache
@@ -181,12 +236,12 @@ def round_up(value: int, step: int) -> int:
     return -(-value // step) * step
 
 
-def k_block(k: int, itemsize: int) -> int:
+def k_block(k: int, itemsize: int, kind: str = "fma") -> int:
     """K in equal blocks of at most `KC`.  Depends on dtype and K alone, which makes the
     order of summation the same for every shape, slice and number of threads."""
-    limit = KC[itemsize]
+    limit = KC[itemsize] if kind == "fma" else KC_HALVES[kind]
     blocks = max(1, -(-k // limit))
-    return max(1, -(-k // blocks))
+    return round_up(max(1, -(-k // blocks)), K_STEPS[kind])
 
 
 def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registers) -> bool:
@@ -217,8 +272,8 @@ def gemm(
 
     Cells have a multiple of `unit` rows (a multiple of MR).
     """
-    kc = k_block(k, r.itemsize)
-    nc_limit = int(level2_bytes() * BLOCK_SHARE) // (kc * r.itemsize) // r.nr * r.nr
+    kc = k_block(k, r.itemsize, r.kind)
+    nc_limit = int(level2_bytes() * BLOCK_SHARE) // (kc * r.factor) // r.nr * r.nr
     # At least a panel, and no wider than a plane: with a small K the strips would grow instead.
     nc_limit = max(r.nr, min(nc_limit, PLANE_COLUMNS // r.nr * r.nr))
     single = sums == 1 and k <= kc
@@ -232,7 +287,7 @@ def gemm(
         nc = round_up(-(-cell_n // blocks), r.nr)
         rows_limit = round_up(m, unit)
         if blocks > 1:
-            rows_limit = min(rows_limit, PANELS_BYTES // (kc * r.itemsize))
+            rows_limit = min(rows_limit, PANELS_BYTES // (kc * r.factor))
         if not single:
             rows_limit = min(rows_limit, PLANE_BYTES // (cell_n * r.itemsize))
         rows_limit = max(unit, rows_limit // unit * unit)
@@ -242,7 +297,7 @@ def gemm(
             cell_m = max(unit, round_up(-(-m // cells_m), unit))
             cells_m = max(1, -(-m // cell_m))
             rows = round_up(max(1, min(cell_m, m)), r.mr)
-            compute = rows * cell_n * k * sums / (2 * r.vl)
+            compute = rows * cell_n * k * sums / (KIND_VECTORS[r.kind] * r.vl)
             packing = k * sums * (PACK_B_CYCLES * cell_n + PACK_A_CYCLES * rows)
             late = LATE * max(0.0, math.log2(threads) - 1)
             cost = (compute + packing) * (-(-batch * cells_m * cells_n // threads) + late)

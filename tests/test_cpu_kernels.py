@@ -357,6 +357,7 @@ REGISTERS = [
     for width, lanes in ((16, False), (16, True), (32, False), (64, False))
     for size in (4, 8)
 ]
+REGISTERS += [tiling.registers(64, 4, kind=kind) for kind in ("dot", "amx")]
 sizes = st.one_of(st.integers(1, 300), st.integers(1, 1 << 20))
 
 
@@ -370,6 +371,15 @@ def test_blocks_of_k_are_even_and_as_few_as_fit(k, itemsize):
     assert k <= blocks * kc < k + max(1, blocks)
 
 
+@given(k=st.integers(0, 1 << 24), kind=st.sampled_from(("dot", "amx")))
+def test_blocks_of_k_are_whole_steps_and_as_few_as_fit(k, kind):
+    kc, limit, step = tiling.k_block(k, 4, kind), tiling.KC_HALVES[kind], tiling.K_STEPS[kind]
+    assert limit % step == 0
+    assert step <= kc <= limit and kc % step == 0
+    blocks = -(-k // limit)
+    assert -(-k // kc) <= max(1, blocks) and kc * blocks < k + blocks * step + 1
+
+
 @given(
     m=sizes, n=sizes, k=sizes, batch=st.integers(1, 50), sums=st.integers(1, 5),
     threads=st.integers(1, 64), r=st.sampled_from(REGISTERS), by_columns=st.booleans(),
@@ -381,7 +391,7 @@ def test_cells_tile_the_output_within_bounded_workspaces(
     unit = r.chunk if column_sums else r.mr
     t = tiling.gemm(m, n, k, batch, sums, threads, r, unit)
     # The order of summation depends on K and the dtype alone.
-    assert t.kc == tiling.k_block(k, r.itemsize)
+    assert t.kc == tiling.k_block(k, r.itemsize, r.kind)
     # Every cell has a part of the output, the last one too.
     assert (t.cells_m - 1) * t.cell_m < m <= t.cells_m * t.cell_m
     assert (t.cells_n - 1) * t.cell_n < n <= t.cells_n * t.cell_n
@@ -393,17 +403,17 @@ def test_cells_tile_the_output_within_bounded_workspaces(
         assert t.panels * r.mr >= rows  # kept for the next block of columns
     if sums > 1 or k > t.kc:
         assert t.plane_rows >= rows and t.plane_columns >= min(t.cell_n, tiling.round_up(n, r.nr))
-    words, stride = driver._layout(t, r, tiling.COLUMN_GROUP if by_columns else 1)
+    words, stride = driver._layout(t, r, r.column_group if by_columns else 1)
     # The workspace does not grow with the problem: plane, panels, and where K is one block, which
     # may be of one value, a block of B with rows of its width (two strips, and 8 bytes a slot).
     block = 2 * tiling.level2_bytes() * tiling.BLOCK_SHARE
-    per_block = 1 + 2 * r.mr + 8 * protocol.SLOT_COUNT / r.itemsize
+    per_block = 1 + (2 * r.mr * r.itemsize + 8 * protocol.SLOT_COUNT) / r.factor
     bound = tiling.PLANE_BYTES + tiling.PANELS_BYTES + per_block * block + (2 << 20)
     assert stride <= bound
     # Its regions follow each other without overlap.
     panels_end = words["D_PANEL"] + words["D_PANELS"] * words["D_PANEL_STRIDE"]
     scratch_end = words["D_SCRATCH"] + protocol.SLOT_COUNT * words["D_SCRATCH_STRIDE"]
-    block_bytes = t.nc // r.nr * (t.kc * r.nr * r.itemsize + tiling.LINE)
+    block_bytes = t.nc // r.nr * (t.kc * r.nr * r.factor + tiling.LINE)
     block_end = words["D_BLOCK"] + words["D_BLOCK_STRIDE"] + block_bytes
     strip_end = words["D_STRIP"] + 2 * r.mr * words["D_STRIP_STRIDE"]
     plane_end = words["D_PLANE"] + t.plane_rows * t.plane_columns * r.itemsize
@@ -411,7 +421,7 @@ def test_cells_tile_the_output_within_bounded_workspaces(
     assert panels_end <= words["D_BLOCK"] and block_bytes <= words["D_BLOCK_STRIDE"]
     assert block_end <= words["D_STRIP"] and strip_end <= words["D_PLANE"] and plane_end <= stride
     assert words["D_SCRATCH_STRIDE"] >= 8 * t.nc
-    assert words["D_PANEL_STRIDE"] >= (t.kc * r.panel_rows + r.vl) * r.itemsize
+    assert words["D_PANEL_STRIDE"] >= t.kc * r.panel_rows * r.factor + r.vector_bytes
     assert words["D_STRIP_STRIDE"] >= t.nc * r.itemsize
     assert t.plane_columns % r.nr == 0 and t.plane_rows % r.mr == 0  # whole tiles
 

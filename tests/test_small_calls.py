@@ -160,7 +160,7 @@ def test_temporaries_of_a_sequence_are_bounded(kept, m):
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_partial_sums_are_joined_in_float64_and_rounded_once(fmt, rows, strided):
     acc = np.dtype(library.accumulator(fmt))
-    chunk = library.registers(acc.name).chunk
+    chunk = library.chunk(fmt)
     m = {"none": 0, "one chunk": chunk, "three chunks": 2 * chunk + 1, "many chunks": 50 * chunk}
     m = m[rows]
     a, b, bias, grad = operands(m, 45, 1, fmt)
@@ -184,7 +184,7 @@ def test_partial_sums_are_joined_in_float64_and_rounded_once(fmt, rows, strided)
 
 
 def test_joined_sums_have_the_same_bits_on_any_number_of_threads():
-    chunk = library.registers("float32").chunk
+    chunk = library.chunk("float32")
     n = 16384
     m = chunk * (1 + tiling.PARALLEL_ELEMENTS // n)
     grad = np.random.default_rng(0).standard_normal((m, n), np.float32)

@@ -19,7 +19,11 @@ Algorithms, chapter 3):
    gamma_n \|G\| \|Y\| plus the error of G times \|Y\|.
 5. A half type is rounded once, at the store: relative v, or half of its smallest subnormal.
    Where a backend may round G to the storage dtype for d_a and d_b (``rounded_grad_pre``), that is
-   v \|G\| more in 4.
+   v \|G\| more in 4, or half of its smallest subnormal.
+
+6. Where bfloat16 factors are multiplied as they are, a subnormal factor counts as 0, and so does a
+   product or a sum below the smallest normal number t of float32: at most t (\|x\| + \|y\| + 2)
+   more in each of the n terms.  (float16 factors and their products are far above t.)
 
 `EVALUATION` is 16: exp and tanh are polynomials that err by 1 to 2 u, and the formulas have at most
 six more operations. Underflow of an intermediate adds the smallest normal number.
@@ -58,6 +62,15 @@ def gamma(n: int, dtype: np.dtype) -> float:
     """gamma_n of the accumulator of a dtype; long double, the oracle's, is taken as exact."""
     u = roundoff(accumulator(dtype))
     return n * u / (1 - n * u)
+
+
+def flushed(x: ndarray, y: ndarray, dtype: np.dtype) -> ndarray | float:
+    """What x @ y may lose to numbers below the normal ones (point 6)."""
+    if dtype != BF16:
+        return 0.0
+    tiny = float(np.finfo(np.float32).smallest_normal)
+    rows, columns = (np.abs(oracle.wide(factor)) + 1 for factor in (x, y))
+    return tiny * (rows.sum(axis=-1, keepdims=True) + columns.sum(axis=-2, keepdims=True))
 
 
 def stored(exact: ndarray, error: ndarray | float, dtype: np.dtype) -> ndarray:
@@ -103,7 +116,7 @@ def forward(
         out = out + oracle.wide(residual)
         magnitude = magnitude + np.abs(oracle.wide(residual))
         terms += 1
-    error = gamma(terms, dtype) * magnitude
+    error = gamma(terms, dtype) * magnitude + flushed(a, b, dtype)
     if activation == "none":
         out_error = error
     else:
@@ -135,7 +148,8 @@ def backward(
         pre, error = (
             saved.pre,
             gamma(a.shape[-1] + 1, dtype)
-            * oracle.pre_activation(np.abs(a), np.abs(b), None if bias is None else np.abs(bias)),
+            * oracle.pre_activation(np.abs(a), np.abs(b), None if bias is None else np.abs(bias))
+            + flushed(a, b, dtype),
         )
     else:
         pre, error = oracle.wide(pre), np.zeros_like(oracle.wide(pre))
@@ -147,7 +161,10 @@ def backward(
         0 if activation == "none" else evaluated(oracle.SLOPE[activation], pre, error, dtype)
     )
     g_error = np.abs(grad) * slope_error + u * np.abs(g)
-    operand_error = g_error + (roundoff(dtype) * np.abs(g) if rounded_grad_pre else 0)
+    operand_error = g_error
+    if rounded_grad_pre:
+        lost = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
+        operand_error = g_error + roundoff(dtype) * (np.abs(g) + g_error) + lost
 
     def summed(y, magnitude, y_error, shape, inner):
         exact = oracle.sum_to(y, shape)
@@ -159,10 +176,12 @@ def backward(
 
     b_t, a_t = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
     d_a, d_a_error = summed(
-        g @ b_t, np.abs(g) @ np.abs(b_t), operand_error @ np.abs(b_t), a.shape, b.shape[-1]
-    )
+        g @ b_t, np.abs(g) @ np.abs(b_t),
+        operand_error @ np.abs(b_t) + flushed(g, b_t, dtype), a.shape, b.shape[-1],
+    )  # fmt: skip
     d_b, d_b_error = summed(
-        a_t @ g, np.abs(a_t) @ np.abs(g), np.abs(a_t) @ operand_error,
+        a_t @ g, np.abs(a_t) @ np.abs(g),
+        np.abs(a_t) @ operand_error + flushed(a_t, g, dtype),
         b.shape if d_b_shape is None else d_b_shape, a.shape[-2],
     )  # fmt: skip
     d_bias = d_bias_error = None

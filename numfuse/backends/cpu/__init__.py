@@ -144,6 +144,15 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     ]
 
 
+def _threads(p: GemmProblem | GemmBackwardProblem) -> int:
+    """Threads of a product without batch axes: one below a size, whatever Numba's setting."""
+    limit = tiling.PARALLEL_FMAS
+    if p.dtype.itemsize == 2:
+        fmt = FORMATS[p.dtype]
+        limit = tiling.parallel_fmas(library.kind(fmt, fmt))
+    return 1 if p.m * p.n * p.k < limit else launch.threads()
+
+
 class Kept(NamedTuple):
     """How calls of one form are run: as a sequence, or, where that is None, step by step."""
 
@@ -178,7 +187,7 @@ class CpuBackend:
             # take as long again in several.
             key = (
                 value, p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
-                1 if p.m * p.n * p.k < tiling.PARALLEL_FMAS else launch.threads(),
+                _threads(p),
                 None if bias is None else bias.strides,
                 None if residual is None else (residual.shape, residual.strides),
                 None if pre is None else pre.strides,
@@ -211,12 +220,10 @@ class CpuBackend:
         slope = None if identity else p.activation.trace(1)
         a, b, bias, grad, d_a, d_b, d_bias = p.a, p.b, p.bias, p.grad, p.d_a, p.d_b, p.d_bias
         pre = None if identity else p.pre
-        # Products without batch axes take one thread below a size, whatever Numba's setting.
-        small = not p.batch and p.m * p.n * p.k < tiling.PARALLEL_FMAS
-        if small and pre is not None:
+        threads = launch.threads() if p.batch else _threads(p)
+        if threads == 1 and pre is not None and pre.size < tiling.PARALLEL_ELEMENTS:
             pre = pre.astype(p.acc_dtype, copy=False)
         arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
-        threads = 1 if small else launch.threads()
         key: tuple[Any, ...]
         if p.batch:
             forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
@@ -289,8 +296,8 @@ class CpuBackend:
     ) -> list[Schedule]:
         """A backward in blocks that bound what it holds."""
         a, b, bias, grad, _, d_a, d_b, d_bias, *rest = arrays
-        acc = FORMATS[p.acc_dtype]
-        chunk, itemsize = library.registers(acc).chunk, microkernel.itemsize(acc)
+        fmt = FORMATS[p.dtype]
+        chunk, itemsize = library.chunk(fmt), microkernel.itemsize(library.grad_pre_format(fmt))
         if slope is not None:
             held = p.k if p.dtype != p.acc_dtype else 0
             rows, members = tiling.backward_block(p.m, p.n, held, itemsize, chunk)
@@ -304,7 +311,8 @@ class CpuBackend:
             schedules.append(self._schedule(p, products, None, rows, members))
         if d_bias is not None:
             sums = (a, b, bias, grad, None, None, None, d_bias, *rest)
-            rows, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, itemsize, 1)
+            sum_size = p.acc_dtype.itemsize
+            rows, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, sum_size, 1)
             schedules.append(self._schedule(p, sums, None, rows * chunk, members))
         return schedules
 
@@ -364,7 +372,7 @@ class CpuBackend:
         joined.
         """
         fmt, acc = FORMATS[p.dtype], FORMATS[p.acc_dtype]
-        chunk = library.registers(acc).chunk
+        chunk = library.chunk(fmt)
         a, b, bias, grad, pre, d_a, d_b, d_bias, _, _, total_a, total_b, total_bias = operands
         assert a is not None and b is not None and grad is not None
         m, n = grad.shape[-2:]
@@ -390,9 +398,12 @@ class CpuBackend:
             out = None
             if products:
                 # In the accumulator's dtype: d_a and d_b then read it without another rounding.
-                out = driver.temporary(GRAD_PRE, (*batch, m, n), p.acc_dtype)
+                # But products of halves as they are take it in halves too.
+                grad_format = library.grad_pre_format(fmt)
+                dtype = p.dtype if grad_format == fmt else p.acc_dtype
+                out = driver.temporary(GRAD_PRE, (*batch, m, n), dtype)
                 own.append(out)
-                grad_pre, grad_format = out, acc
+                grad_pre = out
             row = library.grad_pre_row(
                 slope, fmt, bias is not None and pre is None, pre is not None, products,
                 sums is not None, p.guard,
@@ -466,6 +477,9 @@ class CpuBackend:
         return {
             "device": host.name(),
             "vector width": f"{8 * host.vector_bytes()} bits ({host.vector_name()})",
+            "half products": {
+                fmt: host.product_name(host.product(fmt), fmt) for fmt in ("float16", "bfloat16")
+            },
             "register tile": {
                 acc: f"{r.mr} x {r.nr}"
                 for acc in ("float32", "float64")
@@ -497,10 +511,11 @@ class CpuBackend:
         yield "elementwise", library.elementwise_cell
         for fmt in dict.fromkeys(dtype.name for dtype in dtypes):
             acc = library.accumulator(fmt)
-            yield f"gemm {acc}", partial(library.gemm_cell, acc)
-            for source in dict.fromkeys((fmt, acc)):
+            kind = library.kind(fmt, fmt)
+            yield f"gemm {acc}", partial(library.gemm_cell, acc, kind, fmt)
+            for source in dict.fromkeys((fmt, library.grad_pre_format(fmt))):
                 for pack in (library.pack_a, library.pack_b):
-                    yield f"packing {source}", partial(pack, source, acc)
+                    yield f"packing {source}", partial(pack, source, acc, kind)
             yield f"store {fmt}", partial(library.store_row, fmt)
             yield f"add {acc}", partial(library.add_row, acc)
             if acc != fmt:

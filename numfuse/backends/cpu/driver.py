@@ -76,12 +76,12 @@ def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str
     scratch_stride = tiling.round_up(t.nc * 8, line) + line
     scratch = protocol.CONTEXT_BYTES
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
-    panel_stride = tiling.round_up(t.kc * r.panel_rows * r.itemsize + slack, line)
+    panel_stride = tiling.round_up(t.kc * r.panel_rows * r.factor + slack, line)
     # A group of panels is packed while the group before it is used.
     count = t.panels if t.panels > 1 else 2 * group if group > 1 else 1
     panels = tiling.round_up(scratch + protocol.SLOT_COUNT * scratch_stride, page)
     block = tiling.round_up(panels + count * panel_stride, page) + 3 * line
-    block_bytes = t.kc * t.nc * r.itemsize + t.nc // r.nr * line + slack
+    block_bytes = t.kc * t.nc * r.factor + t.nc // r.nr * line + slack
     block_stride = tiling.round_up(block_bytes, page) + 5 * line
     strip = tiling.round_up(block + 2 * block_stride, page) + 9 * line
     strip_stride = t.nc * r.itemsize + line
@@ -146,6 +146,7 @@ def _slot_words(slots: _Operands, n: int) -> list[int]:
 def _plan(
     cell: Kernel, head: dict[str, int], operands: _Operands, axes: list[int], t: tiling.Tiling,
     r: tiling.Registers, elements: int, count: int, row: Kernel | None, group: int = 1,
+    tier: str | None = None,
 ) -> Plan:  # fmt: skip
     layout, stride = _layout(t, r, group)
     head |= layout | {
@@ -159,7 +160,7 @@ def _plan(
     words = [head.get(name, 0) for name in protocol.DESCRIPTOR]
     descriptor = array("q", words + _slot_words(operands[2:], head["D_N"]) + axes)
     kernel = " + ".join(readable_name(x.name) for x in (cell, row) if x is not None)
-    call = Call("cpu", host.name(), host.vector_name(), kernel, t)
+    call = Call("cpu", host.name(), tier or host.vector_name(), kernel, t)
     return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call)
 
 
@@ -172,7 +173,8 @@ def _gemm_plan(
     m, k = a.shape[-2:]
     n = b.shape[-1]
     acc = library.accumulator(left)
-    r = library.registers(acc)
+    kind = library.kind(left, right)
+    r = library.registers(acc, kind)
     strides = [_strides(x, batch) for x in operands]
     sizes = {axis: size for axis, size in enumerate(batch) if size != 1}
     outer = [axis for axis in sizes if axis not in summed]
@@ -183,7 +185,7 @@ def _gemm_plan(
     sums = math.prod(batch[axis] for axis in inner)
     if m == 0 or n == 0 or elements == 0:
         return None
-    count = 1 if m * n * k * elements * sums < tiling.PARALLEL_FMAS else threads
+    count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(kind) else threads
     # Rows of the partial column sums belong to whole chunks.
     rows = r.chunk if slots.sums is not None else r.mr
     t = tiling.gemm(m, n, k, elements, sums, count, r, rows)
@@ -191,8 +193,8 @@ def _gemm_plan(
     b_k, b_column = b.strides[-2:]
     head = {
         "D_M": m, "D_N": n, "D_K": k,
-        "D_PACK_A": library.pack_a(left, acc).address,
-        "D_PACK_B": library.pack_b(right, acc).address,
+        "D_PACK_A": library.pack_a(left, acc, kind).address,
+        "D_PACK_B": library.pack_b(right, acc, kind).address,
         "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
         "D_A_ROW": a_row, "D_A_K": a_k, "D_B_K": b_k, "D_B_COLUMN": b_column,
         "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
@@ -207,9 +209,10 @@ def _gemm_plan(
     head["D_B_BY_ROWS"] = int(b_column == microkernel.itemsize(right))
     # Columns of A in memory are packed by groups of panels.
     by_columns = a_row == microkernel.itemsize(left) != a_k
-    group = tiling.COLUMN_GROUP if by_columns else 1
-    cell = library.gemm_cell(acc)
-    return _plan(cell, head, operands, axes, t, r, elements, count, row, group)
+    group = r.column_group if by_columns else 1
+    cell = library.gemm_cell(acc, kind, left if kind == "amx" else "")
+    tier = host.product_name(kind, left)
+    return _plan(cell, head, operands, axes, t, r, elements, count, row, group, tier)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -261,7 +264,8 @@ def gemm(
     None where there is nothing to compute.
     """
     # The number of threads costs a call into Numba: not asked for where one is certain.
-    small = not batch and a.shape[0] * a.shape[1] * b.shape[-1] < tiling.PARALLEL_FMAS
+    limit = tiling.parallel_fmas(library.kind(a_format, b_format))
+    small = not batch and a.shape[0] * a.shape[1] * b.shape[-1] < limit
     threads = 1 if small else launch.threads()
     return _gemm_plan(a, b, slots, a_format, b_format, row, batch, summed, threads)
 

@@ -34,6 +34,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
     k, kc, nc = d[D_K], d[D_KC], d[D_NC]
     batch, i0, i1, j0, j1 = CELL(descriptor, cell)
     context = workspace
+    OPEN_UNIT(context + 8 * STREAM_TABLE)
     a_base, b_base = OPEN_CONTEXT(descriptor, batch, context)
     panels, panel_stride = workspace + d[D_PANEL], d[D_PANEL_STRIDE]
     panel_count, group = d[D_PANELS], d[D_GROUP]
@@ -52,6 +53,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
         for jc in range(j0, j1, nc):
             for i in range(i0, i1):
                 CALL_ROW(row_function, context, strips, i, jc, min(nc, j1 - jc))
+        CLOSE_UNIT(context)
         return
 
     i_panels = (i1 - i0 + MR - 1) // MR
@@ -61,12 +63,13 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
         s, pc, jc = PLACE(descriptor, t, j0, j1)
         depth, columns = min(kc, k - pc), min(nc, j1 - jc)
         tiles = (columns + NR - 1) // NR
-        requests = max(1, depth // STREAM_COUNT)  # of a stream in a tile
+        steps = (depth + K_STEP - 1) // K_STEP
+        requests = max(1, steps * REQUESTS // STREAM_COUNT)  # of a stream in a tile
         a_at, b_at = SUM_OFFSETS(
             descriptor, s, a_base + pc * a_k, b_base + pc * b_k + jc * b_column
         )
         block = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
-        b_panel = depth * NR * SIZE + LINE
+        b_panel = steps * K_STEP * NR * FACTOR + LINE
         first = s == 0 and pc == 0
         last = s == d[D_SUM_SIZE] - 1 and pc + depth == k
         packed = jc > j0 and kept
@@ -115,7 +118,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                     source = a_at + ahead * a_row
                     PLAN_GROUP(context, source, at, rows, depth, group * tiles)
             elif packed:
-                half = depth * PANEL_ROWS * SIZE // 2
+                half = steps * K_STEP * PANEL_ROWS * FACTOR // 2
                 share = half // (tiles * requests) + 1
                 ASK(context, FOR_A, panel + panel_stride, share)
                 ASK(context, FOR_A + 1, panel + panel_stride + half, share)
@@ -145,7 +148,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                 MICROKERNEL(
                     min(MR, i1 - i),
                     columns - j > VL,
-                    depth,
+                    steps,
                     panel,
                     b_tile,
                     b_step,
@@ -175,6 +178,7 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
         for r in range(waiting):
             at = i1 - waiting + r
             CALL_ROW(row_function, context, before + r * strip_stride, at, jc, columns)
+    CLOSE_UNIT(context)
 
 
 def place(descriptor: int, t: int, j0: int, j1: int) -> tuple[int, int, int]:
@@ -219,12 +223,13 @@ def plan_ahead(
     c[N_TARGET] = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
     c[N_DEPTH] = min(d[D_KC], d[D_K] - pc)
     c[N_COLUMNS] = min(d[D_NC], j1 - jc)
-    c[N_PANEL] = c[N_DEPTH] * NR * SIZE + LINE
+    steps = (c[N_DEPTH] + K_STEP - 1) // K_STEP
+    c[N_PANEL] = steps * K_STEP * NR * FACTOR + LINE
     # By rows where they are contiguous in memory, else by panels of columns.
     if d[D_B_BY_ROWS] != 0:
-        c[N_SLICES] = c[N_DEPTH]
+        c[N_SLICES] = steps
         c[N_LINES] = c[N_DEPTH]
-        c[N_AHEAD] = 1
+        c[N_AHEAD] = K_STEP
         c[N_LINE_STEP] = d[D_B_K]
         c[N_SHARE] = c[N_COLUMNS] * d[D_B_COLUMN] // requests + 1
     else:
@@ -248,8 +253,10 @@ def pack_ahead(descriptor: int, context: int) -> None:
     c[N_PACKED] = packed + slices
     c[N_ASKED] = max(c[N_ASKED], c[N_PACKED] * c[N_AHEAD])
     if d[D_B_BY_ROWS] != 0:
+        packed = packed * K_STEP
         at, columns = c[N_SOURCE] + packed * d[D_B_K], c[N_COLUMNS]
-        depth, target = slices, c[N_TARGET] + packed * NR * SIZE
+        depth = min(slices * K_STEP, c[N_DEPTH] - packed)
+        target = c[N_TARGET] + packed * NR * FACTOR
     else:
         at = c[N_SOURCE] + packed * NR * d[D_B_COLUMN]
         columns = min(slices * NR, c[N_COLUMNS] - packed * NR)
@@ -331,7 +338,7 @@ def pack_slice(descriptor: int, context: int) -> None:
     c = WORDS(context)
     c[G_CREDIT] += c[G_DEPTH]
     if c[G_CREDIT] >= SLICE * c[G_TILES]:
-        columns = c[G_CREDIT] // c[G_TILES]
+        columns = c[G_CREDIT] // c[G_TILES] // K_STEP * K_STEP
         c[G_CREDIT] -= columns * c[G_TILES]
         PACK_GROUP(descriptor, context, columns)
 
@@ -350,7 +357,7 @@ def pack_group(descriptor: int, context: int, columns: int) -> None:
             d[D_A_K],
             c[G_ROWS],
             count,
-            c[G_TARGET] + packed * PANEL_ROWS * SIZE,
+            c[G_TARGET] + packed * PANEL_ROWS * FACTOR,
             d[D_PANEL_STRIDE],
         )
         c[G_PACKED] = packed + count

@@ -209,7 +209,7 @@ def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     x = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE) if HAS_SAVED else acc)
     bias = STORED(SOURCE_ROW(context, S_BIAS, i, j, n, ITEM) if HAS_BIAS else acc)
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    out = SUMS(TARGET_ROW(context, S_OUT, i, j, SIZE) if HAS_OUT else acc)
+    out = OUT(TARGET_ROW(context, S_OUT, i, j, OUT_SIZE) if HAS_OUT else acc)
     if HAS_SUMS:
         sums = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK, j, SIZE))
         if i % CHUNK == 0:
@@ -222,14 +222,14 @@ def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
             # Rounded before it is summed, with grad_pre stored or not: the same bits either way.
             value = ROUNDED_PRODUCT(WIDEN(grad[q]), SLOPE(value))
             if HAS_OUT:
-                out[q] = value
+                out[q] = STORE(value)
             sums[q] = sums[q] + value
     else:
         for q in range(n):
             value = x[q]
             if HAS_BIAS:
                 value = value + WIDEN(bias[q])
-            out[q] = WIDEN(grad[q]) * SLOPE(value)
+            out[q] = STORE(WIDEN(grad[q]) * SLOPE(value))
 
 
 def column_sums_row(context: int, acc: int, i: int, j: int, n: int) -> None:

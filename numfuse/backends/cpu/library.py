@@ -10,11 +10,13 @@ import numpy as np
 
 from numfuse import specialise, tiling
 from numfuse.backends.cpu import (
+    amx,
     gemm,
     host,
     kernels,
     microkernel,
     packing,
+    pairs,
     primitives,
     protocol,
 )
@@ -37,11 +39,26 @@ def _zero(acc: str) -> np.generic:
     return np.dtype(acc).type(0)
 
 
+def kind(left: str, right: str) -> str:
+    """How factors of these formats are multiplied: as stored, where both are the same half."""
+    return host.product(left) if left == right else "fma"
+
+
 @functools.cache
-def registers(acc: str) -> tiling.Registers:
-    return tiling.registers(
-        host.vector_bytes(), microkernel.itemsize(acc), host.multiplies_by_lanes()
-    )
+def registers(acc: str, kind: str = "fma") -> tiling.Registers:
+    lanes = kind == "fma" and host.multiplies_by_lanes()
+    return tiling.registers(host.vector_bytes(), microkernel.itemsize(acc), lanes, kind)
+
+
+def chunk(fmt: str) -> int:
+    """Rows of a chunk of the column sums of a storage format."""
+    return registers(accumulator(fmt), kind(fmt, fmt)).chunk
+
+
+def grad_pre_format(fmt: str) -> str:
+    """What grad_pre is stored in: the accumulator's format, or, where products take halves as they
+    are, the operands' own."""
+    return accumulator(fmt) if kind(fmt, fmt) == "fma" else fmt
 
 
 def _words() -> dict[str, Any]:
@@ -70,15 +87,18 @@ def _cell_names() -> dict[str, Any]:
 
 
 @functools.cache
-def gemm_cell(acc: str) -> specialise.Kernel:
-    r = registers(acc)
+def gemm_cell(acc: str, kind: str = "fma", fmt: str = "") -> specialise.Kernel:
+    """The cell of one kind of product; `fmt`, the factors' format, matters to tiles only."""
+    r = registers(acc, kind)
+    tiles = kind == "amx"
     words = {
         **_words(), **protocol.AHEAD, **protocol.STREAMS,
         "STREAM_TABLE": protocol.STREAM_TABLE, "ROW_STREAMS": protocol.ROW_STREAMS,
         "STREAM_COUNT": protocol.STREAM_COUNT,
         "LINE": tiling.LINE, "NR": r.nr, "SIZE": r.itemsize,
         "CALL_PACK_A": microkernel.make_call(7), "CALL_PACK_B": microkernel.make_call(7),
-        "PANEL_ROWS": r.panel_rows, "SLICE": gemm.SLICE,
+        "PANEL_ROWS": r.panel_rows, "SLICE": max(gemm.SLICE, r.k_step),
+        "K_STEP": r.k_step, "FACTOR": r.factor, "REQUESTS": r.requests,
     }  # fmt: skip
     # Each may call those before it.
     for name, template in (
@@ -93,7 +113,11 @@ def gemm_cell(acc: str) -> specialise.Kernel:
     return specialise.kernel(
         gemm.gemm_cell,
         **{**words, **_cell_names()},
-        MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
+        MICROKERNEL=amx.make_tile_kernel(fmt, r, protocol.STREAM_COUNT)
+        if tiles
+        else microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
+        OPEN_UNIT=amx.make_open_tiles() if tiles else microkernel.make_nothing(),
+        CLOSE_UNIT=amx.make_close_tiles() if tiles else microkernel.make_nothing(),
         SUMS=microkernel.make_elements(acc),
         ZERO=_zero(acc),
         MR=r.mr,
@@ -124,9 +148,39 @@ def join_cell(fmt: str) -> specialise.Kernel:
     )
 
 
+def _pairs_names(r: tiling.Registers, width: int, height: int) -> dict[str, Any]:
+    """What packs pairs to panels of `height` lines that take `width`."""
+    return {
+        "ITEM": 2,
+        "VL": r.vl,
+        "HEIGHT": height,
+        "WIDTH": width,
+        "K_STEP": r.k_step,
+        "HALVES": microkernel.make_elements("uint16"),
+        "HALF_ZERO": np.uint16(0),
+        "PAIR_ROW": pairs.make_pair_row(height),
+        "PAIR_LANES": pairs.make_pair_lanes(),
+        "TRANSPOSE": microkernel.make_transpose("pair", "pair", r.vl, min(r.vl, height)),
+    }
+
+
 @functools.cache
-def pack_a(fmt: str, acc: str) -> specialise.Kernel:
-    r = registers(acc)
+def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
+    r = registers(acc, kind)
+    if kind == "dot":
+        names = _pairs_names(r, r.panel_rows, r.mr)
+        packed = specialise.device(packing.pack_pairs, **names)
+        return specialise.kernel(packing.pack_pairs_a, PACK_PAIRS=packed)
+    if kind == "amx":
+        return specialise.kernel(
+            packing.pack_tiles,
+            ITEM=2,
+            MR=r.mr,
+            HALVES=microkernel.make_elements("uint16"),
+            HALF_ZERO=np.uint16(0),
+            COPY_HALVES=pairs.make_copy_halves(),
+            TURNED_HALVES=pairs.make_turned_halves(),
+        )
     return specialise.kernel(
         packing.pack_a,
         ITEM=microkernel.itemsize(fmt),
@@ -143,8 +197,10 @@ def pack_a(fmt: str, acc: str) -> specialise.Kernel:
 
 
 @functools.cache
-def pack_b(fmt: str, acc: str) -> specialise.Kernel:
-    r = registers(acc)
+def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
+    r = registers(acc, kind)
+    if kind != "fma":
+        return specialise.kernel(packing.pack_pairs, **_pairs_names(r, r.nr, r.nr))
     return specialise.kernel(
         packing.pack_b,
         ITEM=microkernel.itemsize(fmt),
@@ -233,22 +289,26 @@ def grad_pre_row(
     slope: Expr, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
 ) -> specialise.Kernel:
     acc = accumulator(fmt)
+    stored = grad_pre_format(fmt)
     return _row(
         kernels.grad_pre_row,
         fmt,
+        OUT=microkernel.make_elements(stored),
+        OUT_SIZE=microkernel.itemsize(stored),
+        STORE=microkernel.make_narrow(stored, acc),
         SLOPE=_guarded(kernels.guarded_slope, (slope,), acc, guard),
         HAS_BIAS=bias,
         HAS_SAVED=saved,
         HAS_OUT=out,
         HAS_SUMS=sums,
         ROUNDED_PRODUCT=primitives.rounded_product,
-        CHUNK=registers(acc).chunk,
+        CHUNK=chunk(fmt),
     )
 
 
 @functools.cache
 def column_sums_row(fmt: str) -> specialise.Kernel:
-    return _row(kernels.column_sums_row, fmt, CHUNK=registers(accumulator(fmt)).chunk)
+    return _row(kernels.column_sums_row, fmt, CHUNK=chunk(fmt))
 
 
 @_by_formula

@@ -36,6 +36,26 @@ FORMATS: dict[str, tuple[ir.Type, int]] = {
 }
 
 
+#: Two neighbours of K as one element, as packing for dot products and tiles moves them.
+FORMATS["pair"] = (I32, 4)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite lacks; only on hosts whose processor has it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+
+
 def itemsize(fmt: str) -> int:
     return FORMATS[fmt][1]
 
@@ -121,6 +141,28 @@ def _prefetched(builder: ir.IRBuilder, address: ir.Value) -> None:
     builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(2), I32(1)])
 
 
+def _multiplier(
+    builder: ir.IRBuilder, acc: str, r: Registers
+) -> tuple[ir.Type, Callable[[ir.Value, ir.Value, ir.Value], ir.Value]]:
+    """What the panels of factors hold, and ``multiply(splat of A, row of B, sums) -> sums``."""
+    element, size = FORMATS[acc]
+    vector = _vector(element, r.vl)
+    if r.kind == "dot":
+        pairs = _vector(BFLOAT, 2 * r.vl)
+        dot = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(vector, [vector, pairs, pairs]),
+            f"llvm.x86.avx512bf16.dpbf16ps.{8 * r.vector_bytes}",
+        )
+        return I32, lambda a, b, sums: builder.call(
+            dot, [sums, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
+        )
+    fma = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{r.vl}f{size * 8}"
+    )
+    return element, lambda a, b, sums: builder.call(fma, [a, b, sums])
+
+
 def _steps(
     builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers,
     count: ir.Value, unroll: int, state: list[ir.Value], b_step: ir.Value, steps: list[ir.Value],
@@ -130,14 +172,10 @@ def _steps(
     `state` is the address of A's panel and of B's row, an address a stream of requests, and the
     sums; returned as it is afterwards.  Request i of a pass is for stream i: one a rank-1 update.
     """
-    element, size = FORMATS[acc]
+    size = FORMATS[acc][1]
     vl = r.vl
+    element, multiply = _multiplier(builder, acc, r)
     vector = _vector(element, vl)
-    fma = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(vector, [vector] * 3),
-        f"llvm.fma.v{vl}f{size * 8}",
-    )
     # A by vectors where an FMA takes its factor from a lane; a panel has room for whole ones.
     kind, a_step = (vector, vl) if r.lanes else (element, 1)
     start = builder.block
@@ -164,7 +202,7 @@ def _steps(
             else:
                 splat = _splat(builder, value, vl)
             for v in range(vectors):
-                updated.append(builder.call(fma, [splat, columns[v], sums[i * vectors + v]]))
+                updated.append(multiply(splat, columns[v], sums[i * vectors + v]))
         sums = updated
         b_at = builder.add(b_at, b_step)
         if u < len(streams):
@@ -269,7 +307,7 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
 
     if r.lanes and r.panel_rows % r.vl:
         raise ValueError(f"panel_rows must be a multiple of vl = {r.vl}, got {r.panel_rows}")
-    key = f"{acc},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{streams}"
+    key = f"{acc},{r.kind},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{streams}"
     return address_intrinsic("microkernel", key, 12, body)
 
 
@@ -343,7 +381,9 @@ def make_copy_one(fmt: str, acc: str) -> Any:
 
 def _inserted(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
     """`whole` with its lanes from `at` on replaced by `part`: one insertion, from memory too."""
-    names = {ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16", I16: "i16"}
+    names = {
+        ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16", I16: "i16", I32: "i32"
+    }  # fmt: skip
     name = names[part.type.element]
     fn = cgutils.get_or_insert_function(
         builder.module,
@@ -460,6 +500,12 @@ def make_call(nargs: int) -> Any:
         builder.call(builder.inttoptr(function, ty.as_pointer()), args)
 
     return address_intrinsic("call", str(nargs), nargs + 1, body)
+
+
+@functools.cache
+def make_nothing() -> Any:
+    """``nothing(address)``: for a name that only other kinds of kernel need."""
+    return address_intrinsic("nothing", "", 1, lambda builder, address: None)
 
 
 @functools.cache
@@ -589,12 +635,9 @@ def make_narrow(fmt: str, acc: str) -> Any:
             bits = builder.bitcast(value, I32)
             odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
             rounded = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
-            # Rounding the payload of a NaN could carry into the exponent: set the quiet bit.
-            quiet = builder.or_(builder.lshr(bits, I32(16)), I32(64))
-            is_nan = builder.icmp_unsigned(
-                ">", builder.and_(bits, I32(0x7FFFFFFF)), I32(0x7F800000)
-            )
-            return builder.trunc(builder.select(is_nan, quiet, rounded), I16)
+            # Rounding the payload of a NaN could carry into the exponent: one NaN for all.
+            is_nan = builder.fcmp_unordered("uno", value, value)
+            return builder.trunc(builder.select(is_nan, I32(0x7FC0), rounded), I16)
         narrowed = builder.fptrunc(value, FORMATS[fmt][0])
         return builder.bitcast(narrowed, I16) if fmt == "float16" else narrowed
 

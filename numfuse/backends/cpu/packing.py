@@ -100,3 +100,89 @@ def pack_b(
             place = target + (j // NR) * panel + (j % NR) * SIZE
             for p in range(k):
                 COPY_ONE(source + j * column_stride + p * k_stride, place + p * NR * SIZE)
+
+
+def pack_pairs(
+    source: int, k_stride: int, line_stride: int, lines: int, k: int, target: int, panel: int
+) -> None:
+    """Columns of B as panels of pairs along K, not widened.
+
+    ``target[(j // HEIGHT) * panel + (p // 2 * WIDTH + j % HEIGHT) * 4 + p % 2 * 2] = source[p, j]``
+    and zeros for ``k <= p < round_up(k, K_STEP)``: of both factors, so that nothing is added, were
+    there infinities beside.  Lanes of the last panel beyond `lines` hold no meaning.
+    """
+    full = lines // HEIGHT
+    if line_stride == ITEM:
+        rest = full * HEIGHT
+        for p in range(0, k, 2):
+            row = source + p * k_stride
+            place = target + p // 2 * WIDTH * 4
+            for j in range(full):
+                PAIR_ROW(row + j * HEIGHT * ITEM, k_stride, p + 1 < k, place + j * panel)
+            for j in range(rest, lines, VL):
+                at = place + full * panel + (j - rest) * 4
+                PAIR_LANES(row + j * ITEM, k_stride, p + 1 < k, lines - j, at)
+    else:
+        for i in range(0, lines, HEIGHT):
+            live = min(HEIGHT, lines - i)
+            at = source + i * line_stride
+            place = target + i // HEIGHT * panel
+            if k_stride == ITEM:
+                for r in range(0, live, VL):
+                    for p in range(0, k - 1, 2 * VL):
+                        TRANSPOSE(
+                            at + r * line_stride + p * ITEM,
+                            line_stride,
+                            live - r,
+                            k // 2 - p // 2,
+                            place + (p // 2 * WIDTH + r) * 4,
+                            WIDTH * 4,
+                        )
+                done = k // 2 * 2
+            else:
+                done = 0
+            for r in range(live):
+                for p in range(done, k):
+                    here = place + (p // 2 * WIDTH + r) * 4 + p % 2 * ITEM
+                    HALVES(here)[0] = HALVES(at + r * line_stride + p * k_stride)[0]
+                if k % 2 != 0:
+                    HALVES(place + (k // 2 * WIDTH + r) * 4 + ITEM)[0] = HALF_ZERO
+    for i in range(0, lines, HEIGHT):
+        for p in range((k + 1) // 2, (k + K_STEP - 1) // K_STEP * K_STEP // 2):
+            zeros = HALVES(target + i // HEIGHT * panel + p * WIDTH * 4)
+            for q in range(2 * WIDTH):
+                zeros[q] = HALF_ZERO
+
+
+def pack_pairs_a(
+    source: int, row_stride: int, k_stride: int, rows: int, k: int, target: int, panel: int
+) -> None:
+    """Rows of A as panels of pairs along K."""
+    PACK_PAIRS(source, k_stride, row_stride, rows, k, target, panel)
+
+
+def pack_tiles(
+    source: int, row_stride: int, k_stride: int, rows: int, k: int, target: int, panel: int
+) -> None:
+    """Rows of A as panels of tiles: 32 values of K of one row are contiguous.
+
+    ``target[(r // MR) * panel + p // 32 * MR * 64 + r % MR * 64 + p % 32 * 2] = source[r, p]`` and
+    zeros for ``k <= p < round_up(k, 32)``.  Rows of the last panel beyond `rows` hold no meaning.
+    """
+    if row_stride == ITEM != k_stride:
+        for p in range(0, k, 32):
+            for r in range(0, rows, 8):
+                place = target + r // MR * panel + (p // 32 * MR + r % MR) * 64
+                at = source + p * k_stride + r * ITEM
+                TURNED_HALVES(at, k_stride, min(8, rows - r), min(32, k - p), place)
+        return
+    for r in range(rows):
+        at = source + r * row_stride
+        place = target + r // MR * panel + r % MR * 64
+        if k_stride == ITEM:
+            for p in range(0, k, 32):
+                COPY_HALVES(at + p * ITEM, k - p, place + p // 32 * MR * 64)
+        else:
+            for p in range((k + 31) // 32 * 32):
+                value = HALVES(at + p * k_stride)[0] if p < k else HALF_ZERO
+                HALVES(place + p // 32 * MR * 64 + p % 32 * ITEM)[0] = value
