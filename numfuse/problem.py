@@ -444,9 +444,7 @@ def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
                 out = empty(shape, dtype)
                 return GatedProblem(shape, dtype, acc_dtype, act, a, b, out, True, out)
             if _is_flat(out, shape, dtype, _TARGET) and (
-                out is a
-                or out is b
-                or not (may_share_memory(out, a) or may_share_memory(out, b))
+                out is a or out is b or not (may_share_memory(out, a) or may_share_memory(out, b))
             ):
                 return GatedProblem(shape, dtype, acc_dtype, act, a, b, out, True, out)
     operands = {"a": as_plain("a", a), "b": as_plain("b", b)}

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         GemmBackwardProblem,
         GemmProblem,
     )
+    from numfuse.specialise import Kernel
 
 #: Storage dtypes by their names (`dtype.name` takes two microseconds to say the same).
 FORMATS = {np.dtype(t): np.dtype(t).name for t in ("f8", "f4", "f2")}
@@ -79,6 +80,14 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         np.lib.stride_tricks.as_strided(x, sizes, step)
         for x, step in zip(arrays, steps, strict=True)
     ]
+
+
+def _streams(results: Sequence[np.ndarray]) -> bool:
+    """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
+    return (
+        all(x.strides[-1] == x.itemsize and x.shape[-1] >= tiling.STREAM_STEP for x in results)
+        and sum(x.nbytes for x in results) >= tiling.STREAM_BYTES
+    )
 
 
 def _is_small(p: GemmProblem | GemmBackwardProblem) -> bool:
@@ -234,34 +243,47 @@ class CpuBackend:
 
     def gated(self, p: GatedProblem) -> None:
         """``out = act(a) * b``"""
-        a, b, out = arrays = (p.a, p.b, p.out)
-        value, size = p.activation.trace(0), out.size
-        small = size < tiling.PARALLEL_ELEMENTS and launch.OBJECTS_CAN_BE_READ
-        form: Any = size if p.contiguous else (out.shape, a.strides, b.strides, out.strides)
+        self._gated(p.activation.trace(0), p.dtype, (p.a, p.b, p.out), p.contiguous)
+
+    def _gated(
+        self,
+        value: Expr,
+        dtype: np.dtype[Any],
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        contiguous: bool,
+    ) -> None:
+        a, b, out = arrays
+        size = out.size
         key = None
-        if small:
-            key = value, p.dtype, form
+        if size < tiling.PARALLEL_ELEMENTS and launch.OBJECTS_CAN_BE_READ:
+            form = size if contiguous else (out.shape, a.strides, b.strides, out.strides)
+            key = value, dtype, form
             known = self._small.get(key)
             if known is not None:
                 driver.run_sequence(known, arrays)
                 return
-        # Views that number the same elements otherwise: the addresses are those of the arrays.
+        # Views that number the same elements in another way: the addresses are those of the arrays.
         flat_out, flat_a, flat_b = _merged((out, a, b))
-        row = library.gated_row(value, FORMATS[p.dtype])
+        fmt = FORMATS[dtype]
+        row = library.gated_row(value, fmt)
+        stream = None
+        if _streams((flat_out,)):
+            stream = library.gated_row(value, fmt, True)
         slots = Slots(a=operand(0, flat_a), b=operand(1, flat_b), out=operand(2, flat_out))
-        *batch, m, n = flat_out.shape
-        self._run_elementwise(driver.elementwise(m, n, row, slots, tuple(batch)), arrays, key)
+        self._run_elementwise(row, slots, arrays, flat_out.shape, stream, key)
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
         a, b, grad, d_a, d_b = arrays = (p.a, p.b, p.grad, p.d_a, p.d_b)
-        if d_a is None and d_b is None:
+        activation = p.activation
+        if d_a is None:
+            if d_b is not None:  # a forward with another factor
+                self._gated(activation.trace(0), p.dtype, (a, grad, d_b), False)
             return
-        activation, size = p.activation, a.size
         value, slope = activation.trace(0), activation.trace(1)
         key = None
-        if size < tiling.PARALLEL_ELEMENTS and launch.OBJECTS_CAN_BE_READ:
-            form: Any = size
+        if a.size < tiling.PARALLEL_ELEMENTS and launch.OBJECTS_CAN_BE_READ:
+            form: Any = a.size
             if not p.contiguous:
                 form = a.shape, *(None if x is None else x.strides for x in arrays)
             key = value, slope, p.dtype, p.guard, form
@@ -269,28 +291,34 @@ class CpuBackend:
             if known is not None:
                 driver.run_sequence(known, arrays)
                 return
-        present = [(i, x) for i, x in enumerate(arrays) if x is not None]
-        # Those that are written come first: they choose the order.
-        present = [*present[3:], *present[:3]]
-        flat = dict(
-            zip((i for i, _ in present), _merged([x for _, x in present]), strict=True)
-        )
-        row = library.gated_backward_row(
-            value, slope, FORMATS[p.dtype], d_a is not None, d_b is not None, p.guard
-        )
+        fmt = FORMATS[p.dtype]
+        flat_d_b = stream = None
+        if d_b is None:
+            flat_d_a, flat_grad, flat_a, flat_b = _merged((d_a, grad, a, b))
+            row = library.gated_d_a_row(slope, fmt, p.guard)
+        else:
+            flat_d_a, flat_d_b, flat_grad, flat_a, flat_b = _merged((d_a, d_b, grad, a, b))
+            row = library.gated_backward_row(value, slope, fmt, p.guard)
+            if _streams((flat_d_a, flat_d_b)):
+                stream = library.gated_backward_row(value, slope, fmt, p.guard, True)
         slots = Slots(
-            a=operand(0, flat[0]), b=operand(1, flat[1]), grad=operand(2, flat[2]),
-            out=_optional(3, flat.get(3)), extra=_optional(4, flat.get(4)),
+            a=operand(0, flat_a), b=operand(1, flat_b), grad=operand(2, flat_grad),
+            out=operand(3, flat_d_a), extra=_optional(4, flat_d_b),
         )  # fmt: skip
-        *batch, m, n = flat[0].shape
-        self._run_elementwise(driver.elementwise(m, n, row, slots, tuple(batch)), arrays, key)
+        self._run_elementwise(row, slots, arrays, flat_d_a.shape, stream, key)
 
     def _run_elementwise(
         self,
-        plan: driver.Plan | None,
+        row: Kernel,
+        slots: Slots,
         arrays: tuple[np.ndarray | None, ...],
+        shape: tuple[int, ...],
+        stream: Kernel | None,
         key: tuple[Any, ...] | None,
     ) -> None:
+        """A row function over every row of `shape`; kept as a sequence where there is a key."""
+        *batch, m, n = shape
+        plan = driver.elementwise(m, n, row, slots, tuple(batch), stream=stream)
         if plan is None:
             return
         if key is not None:

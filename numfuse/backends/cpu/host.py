@@ -26,6 +26,10 @@ def vector_bytes() -> int:
     return 16
 
 
+def is_x86() -> bool:
+    return llvm.get_process_triple().split("-")[0] in ("x86_64", "i686")
+
+
 def vector_name() -> str:
     """The instruction set behind `vector_bytes`, for people."""
     return {64: "AVX-512", 32: "AVX2 + FMA", 16: "128-bit vectors"}[vector_bytes()]
