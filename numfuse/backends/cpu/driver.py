@@ -227,7 +227,7 @@ def _elementwise_plan(
             "D_STREAM": stream.address, "D_STREAM_ITEM": written.itemsize,
             "D_STREAM_STEP": tiling.STREAM_STEP,
         }  # fmt: skip
-        t = tiling.elementwise(m, n, chunk, tiling.STREAM_ROW_BLOCK)
+        t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
     cell = library.elementwise_cell()
     return _plan(cell, head, operands, axes, t, r, elements, count, row)
