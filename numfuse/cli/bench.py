@@ -26,6 +26,9 @@ SIZES = {
         *("8192x512x2048", "4096x4096x64", "1000x777x1003"),
     ],
 }
+# Beside those, for gated operations alone: 32 Mi elements, far beyond any cache and beyond what an
+# allocator keeps for the next array.
+GATED_SIZES = {"quick": [], "default": ["2048x2048"], "full": ["8192x4096"]}
 # Rounds and the least seconds of one timed stretch.
 EFFORT = {"quick": (3, 1e-3), "default": (7, 2e-3), "full": (15, 5e-3)}
 SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
@@ -128,6 +131,10 @@ def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
                     continue
                 case = (operation, m, n, 0 if gated else k, dtype, arguments.activation)
                 cases[case] = None
+            if operation.startswith("gated") and not arguments.sizes:
+                for text in GATED_SIZES[arguments.effort]:
+                    m, n = map(int, text.split("x"))
+                    cases[operation, m, n, 0, dtype, arguments.activation] = None
     return list(cases)
 
 

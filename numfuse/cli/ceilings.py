@@ -95,21 +95,26 @@ def _triads(threads: int) -> list[Any]:
         from numfuse.backends.cpu import host, microkernel
     except ImportError:
         return [usual]
-    step = 64
+    step = 32
     room = microkernel.make_room("float64", step)
     stream = microkernel.make_stream("float64", step, host.vector_bytes(), host.is_x86())
+    wide_vectors = microkernel.make_wide_vectors(8 * host.vector_bytes())
+
+    @numba.njit
+    def part(a: Any, b: Any, c: Any, s: float, start: int, end: int) -> None:
+        wide_vectors()
+        values = room()
+        for at in range(start, end, step):
+            for i in range(step):
+                values[i] = b[at + i] + s * c[at + i]
+            stream(values, a.ctypes.data + 8 * at)
 
     @numba.njit(parallel=threads > 1)
     def past_the_caches(a: Any, b: Any, c: Any, s: float) -> None:
         # From the first line on: the few elements around are not worth a loop of their own.
         first = -(a.ctypes.data // 8) % 8
-        steps = (a.shape[0] - first) // step // threads
+        size = (a.shape[0] - first) // step // threads * step
         for t in numba.prange(threads):
-            values = room()
-            for block in range(t * steps, (t + 1) * steps):
-                at = first + block * step
-                for i in range(step):
-                    values[i] = b[at + i] + s * c[at + i]
-                stream(values, a.ctypes.data + 8 * at)
+            part(a, b, c, s, first + t * size, first + (t + 1) * size)
 
     return [usual, past_the_caches]

@@ -17,6 +17,8 @@ OPERATION_NAMES = {
     "backward_saved": "backward, saved",
     "gated": "gated",
     "gated_backward": "gated backward",
+    "gated_fresh": "gated, fresh",
+    "gated_backward_fresh": "gated backward, fresh",
 }
 # Two medians nearer than this are called equal: what the same program differs by between runs.
 EQUAL = 0.02
