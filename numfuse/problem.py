@@ -122,6 +122,8 @@ class GatedProblem:
     b: ndarray
     #: Apart from the operands, or exactly one of them.
     out: ndarray
+    #: Whether all three are known to be C-contiguous (it may be left unsaid).
+    contiguous: bool
     result: Any
 
 
@@ -139,6 +141,8 @@ class GatedBackwardProblem:
     guard: bool
     d_a: ndarray | None
     d_b: ndarray | None
+    #: Whether all are known to be C-contiguous (it may be left unsaid).
+    contiguous: bool
     result: GatedGradients
 
 
@@ -431,12 +435,24 @@ def _general_backward(
 def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
     """The problem of `activation_mul`; see there for what is accepted and raised."""
     act = get_activation(activation)
+    # The plain case on its own, for the same reason as in gemm: 64 x 64 elements take 2 us.
+    if type(a) is ndarray and a.flags.num & _SOURCE == _SOURCE:
+        dtype, shape = a.dtype, a.shape
+        acc_dtype = ACCUMULATORS.get(dtype)
+        if acc_dtype is not None and _is_flat(b, shape, dtype, _SOURCE):
+            if out is None:
+                out = empty(shape, dtype)
+                return GatedProblem(shape, dtype, acc_dtype, act, a, b, out, True, out)
+            if _is_flat(out, shape, dtype, _TARGET) and (
+                out is a or out is b or not (may_share_memory(out, a) or may_share_memory(out, b))
+            ):
+                return GatedProblem(shape, dtype, acc_dtype, act, a, b, out, True, out)
     operands = {"a": as_plain("a", a), "b": as_plain("b", b)}
     dtype, acc_dtype = same_dtype(operands)
     a, b = operands["a"], _shaped(operands["b"], "b", operands["a"].shape, "the shape of a")
     plain_out = output("out", out, a.shape, dtype, operands, may_be=("a", "b"))
     result = plain_out if out is None else out
-    return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, plain_out, result)
+    return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, plain_out, False, result)
 
 
 def gated_backward(
@@ -452,6 +468,30 @@ def gated_backward(
     act = get_activation(activation)
     needs = check_needs(needs, GATED_NEEDS)
     outs = check_outputs(out, GATED_NEEDS)
+    # The plain case on its own, for the same reason as in gemm.
+    if type(a) is ndarray and a.flags.num & _SOURCE == _SOURCE and needs is GATED_NEEDS:
+        dtype, shape = a.dtype, a.shape
+        acc_dtype = ACCUMULATORS.get(dtype)
+        if (
+            acc_dtype is not None
+            and _is_flat(b, shape, dtype, _SOURCE)
+            and _is_flat(grad, shape, dtype, _SOURCE)
+        ):
+            d_a, d_b = outs
+            fits = True
+            if d_a is None:
+                d_a = empty(shape, dtype)
+            else:
+                fits = _is_flat(d_a, shape, dtype, _TARGET) and _is_apart(d_a, grad, a, b)
+            if d_b is None:
+                d_b = empty(shape, dtype)
+            elif fits:
+                fits = _is_flat(d_b, shape, dtype, _TARGET) and _is_apart(d_b, grad, a, b, d_a)
+            if fits:
+                return GatedBackwardProblem(
+                    shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, True,
+                    GatedGradients(d_a, d_b),
+                )  # fmt: skip
     operands = {"grad": as_plain("grad", grad), "a": as_plain("a", a), "b": as_plain("b", b)}
     dtype, acc_dtype = same_dtype(operands)
     grad, a, b = operands["grad"], operands["a"], operands["b"]
@@ -459,9 +499,31 @@ def gated_backward(
     _shaped(grad, "grad", a.shape, "the shape of a")
     (d_a, d_b), result = allocate(outs, {"a": a.shape, "b": a.shape}, needs, dtype, operands)
     return GatedBackwardProblem(
-        a.shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b,
+        a.shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, False,
         GatedGradients(*result),
     )  # fmt: skip
+
+
+#: Bits of `ndarray.flags.num`, which is one look-up for what `flags` has names for.
+_SOURCE = 0x0001 | 0x0100  # C-contiguous and aligned
+_TARGET = _SOURCE | 0x0400  # and writable
+
+
+def _is_flat(x: Any, shape: tuple[int, ...], dtype: _DType, flags: int) -> bool:
+    """Whether `x` needs no conversion and none of the longer checks, and has these flags."""
+    return (
+        type(x) is ndarray
+        and x.dtype is dtype
+        and x.shape == shape
+        and x.flags.num & flags == flags
+    )
+
+
+def _is_apart(x: ndarray, *others: ndarray) -> bool:
+    for other in others:
+        if may_share_memory(x, other):
+            return False
+    return True
 
 
 def _fold(problem: GemmProblem | GemmBackwardProblem, rows: tuple[str, ...]) -> None:

@@ -228,8 +228,8 @@ for fmt in library.FORMATS:
             rows += [library.forward_row(f, fmt, flag, False, not flag)]
             rows += [library.forward_row(f, fmt, flag, True, True)]
             rows += [library.grad_pre_row(df, fmt, True, False, True, True, flag)]
-            rows += [library.gated_backward_row(f, df, fmt, True, True, flag)]
-        rows += [library.gated_row(f, fmt)]
+            rows += [library.gated_backward_row(f, df, fmt, flag, x) for x in (False, True)]
+        rows += [library.gated_row(f, fmt), library.gated_row(f, fmt, True)]
     rows += [library.store_row(fmt), library.column_sums_row(fmt)]
     acc = library.accumulator(fmt)
     rows += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]

@@ -322,7 +322,9 @@ for fmt in library.FORMATS:
         if name == "gelu":
             rows += [
                 library.grad_pre_row(slope, fmt, True, False, True, True, True),
-                library.gated_backward_row(value, slope, fmt, True, True, True),
+                library.gated_backward_row(value, slope, fmt, True),
+                library.gated_row(value, fmt, True),
+                library.gated_backward_row(value, slope, fmt, True, True),
             ]
         for row in rows:
             assert row.cache_hits == 0
@@ -339,7 +341,7 @@ def test_row_functions_are_vector_code_without_calls(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     _, *listings = done.stdout.split("==== ")
-    assert len(listings) == 4 * 5
+    assert len(listings) == 4 * 7
     wide = {64: "zmm", 32: "ymm"}.get(host.vector_bytes())
     for listing in listings:
         title = listing.partition("\n")[0]
@@ -350,6 +352,8 @@ def test_row_functions_are_vector_code_without_calls(tmp_path):
             assert re.search(rf"^\s+vfn?m(add|sub)\w+p[sd]\s.*%{wide}", listing, re.M), title
             # The quotient in a sigmoid is of vectors too.
             assert re.search(rf"^\s+vdivp[sd]\s.*%{wide}", listing, re.M), title
+        if "stream" in title and host.is_x86():
+            assert re.search(rf"^\s+v?movnt\w+\s.*%{wide or 'xmm'}", listing, re.M), title
 
 
 REGISTERS = [

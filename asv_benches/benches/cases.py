@@ -12,6 +12,7 @@ SHAPES = {
     "cube_1024": (1024, 1024, 1024),
     "shallow": (2048, 2048, 64),
     "odd": (1000, 777, 1003),
+    "gated_large": (8192, 4096, 1),  # 32 Mi elements
 }
 MAKERS = {"numfuse": peers.numfuse_contestant, "NumPy": peers.numpy_contestant}
 LIBRARIES, DTYPES = list(MAKERS), ["float32", "float64"]

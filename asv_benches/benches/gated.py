@@ -2,9 +2,11 @@
 
 from .cases import DTYPES, LIBRARIES, contestant
 
+OPERATIONS = ["gated", "gated_backward", "gated_fresh", "gated_backward_fresh"]
+
 
 class Gated:
-    params = (LIBRARIES, ["gated", "gated_backward"], DTYPES, ["cube_512", "shallow"])
+    params = (LIBRARIES, OPERATIONS, DTYPES, ["cube_512", "shallow", "gated_large"])
     param_names = ("library", "operation", "dtype", "shape")
     timeout = 300
 

@@ -29,6 +29,9 @@ SIZES = {
 # What --full adds on views: where packing weighs most, where it weighs least, and odd sizes.
 VIEW_SIZES = ["256", "1024", "8192x512x2048", "1000x777x1003"]
 VIEW_OPERATIONS = ["forward", "backward"]
+# Beside those, for gated operations alone: 32 Mi elements, far beyond any cache and beyond what an
+# allocator keeps for the next array.
+GATED_SIZES = {"quick": [], "default": ["2048x2048"], "full": ["8192x4096"]}
 # Rounds and the least seconds of one timed stretch.
 EFFORT = {"quick": (3, 1e-3), "default": (7, 2e-3), "full": (15, 5e-3)}
 SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
@@ -140,6 +143,10 @@ def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
                         continue
                     k = 0 if gated else k
                     cases[(operation, m, n, k, dtype, arguments.activation, layout)] = None
+                if gated and not arguments.sizes:
+                    for text in GATED_SIZES[arguments.effort]:
+                        m, n = map(int, text.split("x"))
+                        cases[(operation, m, n, 0, dtype, arguments.activation, layout)] = None
         if arguments.effort == "full" and not (arguments.sizes or arguments.layouts):
             for layout in LAYOUTS:
                 for operation in operations:

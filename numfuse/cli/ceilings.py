@@ -63,24 +63,58 @@ def triad(threads: int, repeats: int = 5) -> tuple[float, int]:
     """GB/s of ``a = b + s c`` from memory, counting three arrays, and the bytes of one of them.
 
     The arrays are twice the last-level cache each where 256 MiB allow it; a virtual machine may
-    tell of a cache that it has only a slice of. Stores read the line they write, which is not
-    counted: STREAM's convention.
+    tell of a cache that it has only a slice of. The best of two forms: usual stores, which read the
+    line that they write (that is not counted: STREAM's convention), and non-temporal ones, which do
+    not.
     """
     import numba
 
     size = int(min(max(2 * last_level_cache(), 64 << 20), 256 << 20))
     a, b, c = (np.full(size // 8, value) for value in (0.0, 1.0, 2.0))
+    numba.set_num_threads(threads)
+    best = 0.0
+    for kernel in _triads(threads):
+        kernel(a, b, c, 3.0)
+        for _ in range(repeats):
+            start = time.perf_counter()
+            kernel(a, b, c, 3.0)
+            best = max(best, 3 * size / (time.perf_counter() - start) / 1e9)
+    return best, size
+
+
+def _triads(threads: int) -> list[Any]:
+    """The triad with usual stores and, where the CPU backend has them, with non-temporal ones."""
+    import numba
 
     @numba.njit(parallel=threads > 1)
-    def kernel(a: Any, b: Any, c: Any, s: float) -> None:
+    def usual(a: Any, b: Any, c: Any, s: float) -> None:
         for i in numba.prange(a.shape[0]):
             a[i] = b[i] + s * c[i]
 
-    numba.set_num_threads(threads)
-    kernel(a, b, c, 3.0)
-    best = 0.0
-    for _ in range(repeats):
-        start = time.perf_counter()
-        kernel(a, b, c, 3.0)
-        best = max(best, 3 * size / (time.perf_counter() - start) / 1e9)
-    return best, size
+    try:
+        from numfuse.backends.cpu import host, microkernel
+    except ImportError:
+        return [usual]
+    step = 32
+    room = microkernel.make_room("float64", step)
+    stream = microkernel.make_stream("float64", step, host.vector_bytes(), host.is_x86())
+    wide_vectors = microkernel.make_wide_vectors(8 * host.vector_bytes())
+
+    @numba.njit
+    def part(a: Any, b: Any, c: Any, s: float, start: int, end: int) -> None:
+        wide_vectors()
+        values = room()
+        for at in range(start, end, step):
+            for i in range(step):
+                values[i] = b[at + i] + s * c[at + i]
+            stream(values, a.ctypes.data + 8 * at)
+
+    @numba.njit(parallel=threads > 1)
+    def past_the_caches(a: Any, b: Any, c: Any, s: float) -> None:
+        # From the first line on: the few elements around are not worth a loop of their own.
+        first = -(a.ctypes.data // 8) % 8
+        size = (a.shape[0] - first) // step // threads * step
+        for t in numba.prange(threads):
+            part(a, b, c, s, first + t * size, first + (t + 1) * size)
+
+    return [usual, past_the_caches]

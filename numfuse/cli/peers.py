@@ -17,9 +17,14 @@ import numpy as np
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-OPERATIONS = ("forward", "backward", "backward_saved", "gated", "gated_backward")
+OPERATIONS = (
+    *("forward", "backward", "backward_saved"),
+    *("gated", "gated_backward", "gated_fresh", "gated_backward_fresh"),
+)
 PRODUCTS = {"forward": 1, "backward": 3, "backward_saved": 2}  # GEMMs of 2 m n k flop each
-STREAMS = {"gated": 3, "gated_backward": 5}  # arrays of m n elements, read or written
+# Arrays of m n elements, read or written. "fresh": the results are new arrays, and the memory that
+# the system has to find and clear for them is part of the time.
+STREAMS = {"gated": 3, "gated_backward": 5, "gated_fresh": 3, "gated_backward_fresh": 5}
 # How often a product's a, b and grad (or the saved pre-activation) cross the bus, read or written.
 TRAFFIC = {"forward": (1, 1, 1), "backward": (2, 2, 1), "backward_saved": (2, 2, 2)}
 ACTIVATIONS = ("gelu", "silu", "relu")
@@ -199,12 +204,25 @@ def numpy_contestant(case: Case, o: Operands) -> Contestant:
         numpy_times_slope(o.pre, activation, o.grad, s, t)
         return np.multiply(s, o.up, out=s), x
 
+    def gated_fresh() -> tuple[Array, ...]:
+        x = o.pre.copy()
+        return (np.multiply(numpy_activation(x, activation, s), o.up, out=x),)
+
+    def gated_backward_fresh() -> tuple[Array, ...]:
+        x, d_a = o.pre.copy(), np.empty_like(o.pre)
+        numpy_activation(x, activation, s)
+        np.multiply(x, o.grad, out=x)
+        numpy_times_slope(o.pre, activation, o.grad, d_a, t)
+        return np.multiply(d_a, o.up, out=d_a), x
+
     runs = {
         "forward": lambda: (numpy_activation(pre_activation(), activation, s),),
         "backward": lambda: gradients(pre_activation()),
         "backward_saved": lambda: gradients(o.pre),
         "gated": gated,
         "gated_backward": gated_backward,
+        "gated_fresh": gated_fresh,
+        "gated_backward_fresh": gated_backward_fresh,
     }
     return Contestant(runs[case.operation], tuple)
 
@@ -239,6 +257,8 @@ def numfuse_contestant(case: Case, o: Operands) -> Contestant:
         "gated_backward": lambda: nf.activation_mul_bwd(
             o.grad, o.pre, o.up, activation, out=gated_out
         ),
+        "gated_fresh": lambda: (nf.activation_mul(o.pre, o.up, activation),),
+        "gated_backward_fresh": lambda: nf.activation_mul_bwd(o.grad, o.pre, o.up, activation),
     }
     return Contestant(runs[case.operation], tuple)
 
@@ -285,12 +305,23 @@ def torch_contestant(case: Case, o: Operands) -> Contestant:
         times_slope(pre, s, t)
         return t, torch.mul(activate(pre, x), grad, out=x)
 
+    def gated_fresh() -> tuple[Any, ...]:
+        y = activate(pre, torch.empty_like(pre))
+        return (torch.mul(y, up, out=y),)
+
+    def gated_backward_fresh() -> tuple[Any, ...]:
+        y = activate(pre, torch.empty_like(pre))
+        d_a = times_slope(pre, torch.mul(grad, up, out=s), torch.empty_like(pre))
+        return d_a, torch.mul(y, grad, out=y)
+
     runs = {
         "forward": lambda: (activate(torch.addmm(bias, a, b, out=x), x),),
         "backward": lambda: gradients(torch.addmm(bias, a, b, out=x)),
         "backward_saved": lambda: gradients(pre),
         "gated": lambda: (torch.mul(activate(pre, x), up, out=x),),
         "gated_backward": gated_backward,
+        "gated_fresh": gated_fresh,
+        "gated_backward_fresh": gated_backward_fresh,
     }
     return Contestant(runs[case.operation], torch_arrays)
 
@@ -333,7 +364,8 @@ def torch_compile_contestant(case: Case, o: Operands) -> Contestant:
         "gated": (lambda x, up: (activate(x) * up,), (pre, up)),
         "gated_backward": (gated_backward, (grad, pre, up)),
     }
-    program, arguments = programs[case.operation]
+    # A compiled function allocates its results in any case.
+    program, arguments = programs[case.operation.removesuffix("_fresh")]
     compiled = torch.compile(program, dynamic=False, fullgraph=True)
     return Contestant(lambda: compiled(*arguments), torch_arrays)
 
@@ -382,7 +414,8 @@ def jax_contestant(case: Case, o: Operands) -> Contestant:
             (grad, pre, up),
         ),
     }
-    program, arguments = programs[case.operation]
+    # A compiled function allocates its results in any case.
+    program, arguments = programs[case.operation.removesuffix("_fresh")]
     compiled = jax.jit(program)
     return Contestant(
         lambda: jax.block_until_ready(compiled(*arguments)),

@@ -17,6 +17,8 @@ OPERATION_NAMES = {
     "backward_saved": "backward, saved",
     "gated": "gated",
     "gated_backward": "gated backward",
+    "gated_fresh": "gated, fresh",
+    "gated_backward_fresh": "gated backward, fresh",
 }
 LEGEND = (
     "floor: flops at the FMA peak or bytes at the triad's bandwidth, the longer of the two; "

@@ -162,6 +162,14 @@ class Kept(NamedTuple):
     schedules: Sequence[Schedule]
 
 
+def _streams(results: Sequence[np.ndarray]) -> bool:
+    """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
+    return (
+        all(x.strides[-1] == x.itemsize and x.shape[-1] >= tiling.STREAM_STEP for x in results)
+        and sum(x.nbytes for x in results) >= tiling.STREAM_BYTES
+    )
+
+
 class CpuBackend:
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
@@ -440,32 +448,87 @@ class CpuBackend:
 
     def gated(self, p: GatedProblem) -> None:
         """``out = act(a) * b``"""
-        out, a, b = _merged((p.out, p.a, p.b))
-        row = library.gated_row(p.activation.trace(0), FORMATS[p.dtype])
-        slots = Slots(a=operand(0, a), b=operand(1, b), out=operand(2, out))
-        plan = driver.elementwise(out.shape[-2], out.shape[-1], row, slots, out.shape[:-2])
-        if plan is not None:
-            driver.run(plan, (a, b, out))
+        self._gated(p.activation.trace(0), p.dtype, (p.a, p.b, p.out), p.contiguous)
+
+    def _gated(
+        self,
+        value: Expr,
+        dtype: np.dtype[Any],
+        arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
+        contiguous: bool,
+    ) -> None:
+        a, b, out = arrays
+        size = out.size
+        key = None
+        if size < tiling.PARALLEL_ELEMENTS:
+            form = size if contiguous else (out.shape, a.strides, b.strides, out.strides)
+            key = value, dtype, form
+            known = self._kept.get(key)
+            if known is not None and known.sequence is not None:
+                driver.run_sequence(known.sequence, arrays)
+                return
+        # Views that number the same elements in another way: the addresses are those of the arrays.
+        flat_out, flat_a, flat_b = _merged((out, a, b))
+        fmt = FORMATS[dtype]
+        row = library.gated_row(value, fmt)
+        stream = None
+        if _streams((flat_out,)):
+            stream = library.gated_row(value, fmt, True)
+        slots = Slots(a=operand(0, flat_a), b=operand(1, flat_b), out=operand(2, flat_out))
+        self._run_elementwise(row, slots, arrays, flat_out.shape, stream, key)
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
-        if p.d_a is None and p.d_b is None:
+        a, b, grad, d_a, d_b = arrays = (p.a, p.b, p.grad, p.d_a, p.d_b)
+        activation = p.activation
+        if d_a is None:
+            if d_b is not None:  # a forward with another factor
+                self._gated(activation.trace(0), p.dtype, (a, grad, d_b), False)
             return
-        outputs = [x for x in (p.d_a, p.d_b) if x is not None]
-        *outs, grad, a, b = _merged((*outputs, p.grad, p.a, p.b))
-        row = library.gated_backward_row(
-            p.activation.trace(0), p.activation.trace(1), FORMATS[p.dtype],
-            p.d_a is not None, p.d_b is not None, p.guard,
-        )  # fmt: skip
-        d_a = outs[0] if p.d_a is not None else None
-        d_b = outs[-1] if p.d_b is not None else None
+        value, slope = activation.trace(0), activation.trace(1)
+        key = None
+        if a.size < tiling.PARALLEL_ELEMENTS:
+            form: Any = a.size
+            if not p.contiguous:
+                form = a.shape, *(None if x is None else x.strides for x in arrays)
+            key = value, slope, p.dtype, p.guard, form
+            known = self._kept.get(key)
+            if known is not None and known.sequence is not None:
+                driver.run_sequence(known.sequence, arrays)
+                return
+        fmt = FORMATS[p.dtype]
+        flat_d_b = stream = None
+        if d_b is None:
+            flat_d_a, flat_grad, flat_a, flat_b = _merged((d_a, grad, a, b))
+            row = library.gated_d_a_row(slope, fmt, p.guard)
+        else:
+            flat_d_a, flat_d_b, flat_grad, flat_a, flat_b = _merged((d_a, d_b, grad, a, b))
+            row = library.gated_backward_row(value, slope, fmt, p.guard)
+            if _streams((flat_d_a, flat_d_b)):
+                stream = library.gated_backward_row(value, slope, fmt, p.guard, True)
         slots = Slots(
-            a=operand(0, a), b=operand(1, b), grad=operand(2, grad),
-            out=_optional(3, d_a), extra=_optional(4, d_b),
+            a=operand(0, flat_a), b=operand(1, flat_b), grad=operand(2, flat_grad),
+            out=operand(3, flat_d_a), extra=_optional(4, flat_d_b),
         )  # fmt: skip
-        plan = driver.elementwise(a.shape[-2], a.shape[-1], row, slots, a.shape[:-2])
-        if plan is not None:
-            driver.run(plan, (a, b, grad, d_a, d_b))
+        self._run_elementwise(row, slots, arrays, flat_d_a.shape, stream, key)
+
+    def _run_elementwise(
+        self,
+        row: Kernel,
+        slots: Slots,
+        arrays: tuple[np.ndarray | None, ...],
+        shape: tuple[int, ...],
+        stream: Kernel | None,
+        key: tuple[Any, ...] | None,
+    ) -> None:
+        """A row function over every row of `shape`; kept as a sequence where there is a key."""
+        *batch, m, n = shape
+        plan = driver.elementwise(m, n, row, slots, tuple(batch), stream=stream)
+        if plan is None:
+            return
+        if key is not None:
+            self._keep(key, Kept(driver.alone(plan), (), ()))
+        driver.run(plan, arrays)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.empty(shape, dtype)

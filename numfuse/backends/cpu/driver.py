@@ -218,6 +218,7 @@ def _gemm_plan(
 @functools.lru_cache(maxsize=4096)
 def _elementwise_plan(
     m: int, n: int, slots: Slots, row: Kernel, batch: tuple[int, ...], chunk: int, threads: int,
+    stream: Kernel | None,
 ) -> Plan | None:  # fmt: skip
     operands = (None, None, *slots)
     elements = math.prod(batch)
@@ -228,6 +229,14 @@ def _elementwise_plan(
     count = 1 if m * n * elements < tiling.PARALLEL_ELEMENTS else threads
     head = {"D_M": m, "D_N": n, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(m, n, chunk)
+    if stream is not None:
+        written = slots.out
+        assert written is not None
+        head |= {
+            "D_STREAM": stream.address, "D_STREAM_ITEM": written.itemsize,
+            "D_STREAM_STEP": tiling.STREAM_STEP,
+        }  # fmt: skip
+        t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
     cell = library.elementwise_cell()
     return _plan(cell, head, operands, axes, t, r, elements, count, row)
@@ -271,15 +280,17 @@ def gemm(
 
 
 def elementwise(
-    m: int, n: int, row: Kernel, slots: Slots, batch: tuple[int, ...] = (), chunk: int = 1
-) -> Plan | None:
+    m: int, n: int, row: Kernel, slots: Slots, batch: tuple[int, ...] = (), chunk: int = 1,
+    stream: Kernel | None = None,
+) -> Plan | None:  # fmt: skip
     """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
 
-    None where there is nothing to compute.
+    `stream` is the same row function storing past the caches, for results (`slots.out`, and
+    `slots.extra` if that is there) of contiguous rows.  None where there is nothing to compute.
     """
     small = not batch and m * n < tiling.PARALLEL_ELEMENTS
     threads = 1 if small else launch.threads()
-    return _elementwise_plan(m, n, slots, row, batch, chunk, threads)
+    return _elementwise_plan(m, n, slots, row, batch, chunk, threads, stream)
 
 
 def join(

@@ -36,6 +36,10 @@ def multiplies_by_lanes() -> bool:
     return llvm.get_process_triple().startswith(("aarch64", "arm64"))
 
 
+def is_x86() -> bool:
+    return llvm.get_process_triple().split("-")[0] in ("x86_64", "i686")
+
+
 def vector_name() -> str:
     """The instruction set behind `vector_bytes`, for people."""
     if multiplies_by_lanes():

@@ -34,10 +34,52 @@ def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
     d = WORDS(descriptor)
     batch, i0, i1, j0, j1 = CELL(descriptor, cell)
     OPEN_CONTEXT(descriptor, batch, workspace)
-    for jc in range(j0, j1, d[D_NC]):
+    stream = d[D_STREAM]
+    jc = j0
+    while jc < j1:
         columns = min(d[D_NC], j1 - jc)
-        for i in range(i0, i1):
-            CALL_ROW(d[D_ROW], workspace, 0, i, jc, columns)
+        if stream == 0:
+            for i in range(i0, i1):
+                CALL_ROW(d[D_ROW], workspace, 0, i, jc, columns)
+        else:
+            if jc + columns < j1:
+                # Blocks of the first row end where a line of the result ends.
+                columns -= BEFORE_LINE(descriptor, workspace, i0, jc + columns) % columns
+            for i in range(i0, i1):
+                STREAM_ROW(descriptor, workspace, i, jc, columns)
+        jc += columns
+    if stream != 0:
+        FENCE()
+
+
+def before_line(descriptor: int, context: int, i: int, j: int) -> int:
+    """Elements from the last line boundary of the result's row `i` to its column `j`."""
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    address = c[3 * S_OUT] + i * c[3 * S_OUT + 1] + j * c[3 * S_OUT + 2]
+    return (address & (LINE - 1)) // d[D_STREAM_ITEM]
+
+
+def stream_row(descriptor: int, context: int, i: int, j: int, n: int) -> None:
+    """Part of a row: whole lines of the results past the caches, the elements around them not.
+
+    A second result (`S_EXTRA`) whose lines begin elsewhere makes all of it go the usual way.
+    """
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    whole = 0
+    head = -BEFORE_LINE(descriptor, context, i, j) & (LINE // d[D_STREAM_ITEM] - 1)
+    second = c[3 * S_EXTRA] + i * c[3 * S_EXTRA + 1] + (j + head) * c[3 * S_EXTRA + 2]
+    if head < n and (c[3 * S_EXTRA + 2] == 0 or second & (LINE - 1) == 0):
+        whole = (n - head) // d[D_STREAM_STEP] * d[D_STREAM_STEP]
+    if whole == 0:
+        head = n
+    if head > 0:
+        CALL_ROW(d[D_ROW], context, 0, i, j, head)
+    if whole > 0:
+        CALL_ROW(d[D_STREAM], context, 0, i, j + head, whole)
+    if head + whole < n:
+        CALL_ROW(d[D_ROW], context, 0, i, j + head + whole, n - head - whole)
 
 
 def join_cell(descriptor: int, cell: int, workspace: int) -> None:
@@ -260,6 +302,18 @@ def value_and_slope(x: Any) -> Any:
     return value, slope
 
 
+def gated_value(a: Any, b: Any) -> Any:
+    """``act(a) * b``, of stored elements."""
+    return NARROW(ACT(WIDEN(a)) * WIDEN(b))
+
+
+def gated_gradients(grad: Any, a: Any, b: Any) -> Any:
+    """``grad * b * act'(a)`` and ``grad * act(a)``, of stored elements."""
+    g = WIDEN(grad)
+    value, slope = BOTH(WIDEN(a))
+    return NARROW(g * WIDEN(b) * slope), NARROW(g * value)
+
+
 def gated_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``out = act(a) * b``"""
     WIDE_VECTORS()
@@ -267,7 +321,7 @@ def gated_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
     out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
     for q in range(n):
-        out[q] = NARROW(ACT(WIDEN(a[q])) * WIDEN(b[q]))
+        out[q] = GATED_VALUE(a[q], b[q])
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 
@@ -280,10 +334,7 @@ def gated_backward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     d_a = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
     d_b = STORED(TARGET_ROW(context, S_EXTRA, i, j, ITEM))
     for q in range(n):
-        g = WIDEN(grad[q])
-        value, slope = BOTH(WIDEN(a[q]))
-        d_a[q] = NARROW(g * WIDEN(b[q]) * slope)
-        d_b[q] = NARROW(g * value)
+        d_a[q], d_b[q] = GATED_GRADIENTS(grad[q], a[q], b[q])
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
     FINISH_ROW(context, S_EXTRA, i, j, n, ITEM)
 
@@ -300,12 +351,36 @@ def gated_d_a_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 
-def gated_d_b_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``d_b = grad * act(a)``"""
+# The same past the caches: results begin on a line, and n is a multiple of STEP.  A step goes to a
+# few registers first: LLVM makes vectors of the loop over them, and non-temporal stores need whole
+# ones.  Spread between the arithmetic, the stores wait for memory while it goes on; copied from a
+# finished row they would not.
+
+
+def gated_stream_row(context: int, acc: int, i: int, j: int, n: int) -> None:
+    """``out = act(a) * b``"""
+    WIDE_VECTORS()
+    a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
+    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
+    out = TARGET_ROW(context, S_OUT, i, j, ITEM)
+    results = RESULTS()
+    for at in range(0, n, STEP):
+        for q in range(STEP):
+            results[q] = GATED_VALUE(a[at + q], b[at + q])
+        STREAM(results, out + at * ITEM)
+
+
+def gated_backward_stream_row(context: int, acc: int, i: int, j: int, n: int) -> None:
+    """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
-    d_b = STORED(TARGET_ROW(context, S_EXTRA, i, j, ITEM))
-    for q in range(n):
-        d_b[q] = NARROW(WIDEN(grad[q]) * ACT(WIDEN(a[q])))
-    FINISH_ROW(context, S_EXTRA, i, j, n, ITEM)
+    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
+    d_a = TARGET_ROW(context, S_OUT, i, j, ITEM)
+    d_b = TARGET_ROW(context, S_EXTRA, i, j, ITEM)
+    first, second = RESULTS(), RESULTS()
+    for at in range(0, n, STEP):
+        for q in range(STEP):
+            first[q], second[q] = GATED_GRADIENTS(grad[at + q], a[at + q], b[at + q])
+        STREAM(first, d_a + at * ITEM)
+        STREAM(second, d_b + at * ITEM)

@@ -128,7 +128,14 @@ def gemm_cell(acc: str, kind: str = "fma", fmt: str = "") -> specialise.Kernel:
 
 @functools.cache
 def elementwise_cell() -> specialise.Kernel:
-    return specialise.kernel(kernels.elementwise_cell, **_cell_names())
+    words = {**_cell_names(), **protocol.SLOTS, "LINE": tiling.LINE}
+    words["BEFORE_LINE"] = specialise.device(kernels.before_line, **words)
+    return specialise.kernel(
+        kernels.elementwise_cell,
+        **words,
+        STREAM_ROW=specialise.device(kernels.stream_row, **words),
+        FENCE=microkernel.make_fence(),
+    )
 
 
 @functools.cache
@@ -312,26 +319,49 @@ def column_sums_row(fmt: str) -> specialise.Kernel:
 
 
 @_by_formula
-def gated_row(value: Expr, fmt: str) -> specialise.Kernel:
-    act = primitives.scalar_function((value,), accumulator(fmt))
-    return _row(kernels.gated_row, fmt, ACT=act)
+def gated_row(value: Expr, fmt: str, stream: bool = False) -> specialise.Kernel:
+    acc = accumulator(fmt)
+    act = primitives.scalar_function((value,), acc)
+    formula = specialise.device(kernels.gated_value, ACT=act, **_conversions(fmt, acc))
+    if stream:
+        return _row(kernels.gated_stream_row, fmt, GATED_VALUE=formula, **_stream_names(fmt))
+    return _row(kernels.gated_row, fmt, GATED_VALUE=formula)
+
+
+def _conversions(fmt: str, acc: str) -> dict[str, Any]:
+    return {
+        "WIDEN": microkernel.make_widen(fmt, acc),
+        "NARROW": microkernel.make_narrow(fmt, acc),
+    }
+
+
+def _stream_names(fmt: str) -> dict[str, Any]:
+    step = tiling.STREAM_STEP
+    return {
+        "STEP": step,
+        "RESULTS": microkernel.make_room(fmt, step),
+        "STREAM": microkernel.make_stream(fmt, step, host.vector_bytes(), host.is_x86()),
+    }
 
 
 @_by_formula
 def gated_backward_row(
-    value: Expr, slope: Expr, fmt: str, d_a: bool, d_b: bool, guard: bool
+    value: Expr, slope: Expr, fmt: str, guard: bool, stream: bool = False
 ) -> specialise.Kernel:
     acc = accumulator(fmt)
-    template = {
-        (True, True): kernels.gated_backward_row,
-        (True, False): kernels.gated_d_a_row,
-        (False, True): kernels.gated_d_b_row,
-    }[d_a, d_b]
-    if not d_a:
-        return _row(template, fmt, ACT=primitives.scalar_function((value,), acc))
-    if not d_b:
-        return _row(template, fmt, SLOPE=_guarded(kernels.guarded_slope, (slope,), acc, guard))
-    return _row(template, fmt, BOTH=_guarded(kernels.value_and_slope, (value, slope), acc, guard))
+    both = _guarded(kernels.value_and_slope, (value, slope), acc, guard)
+    formula = specialise.device(kernels.gated_gradients, BOTH=both, **_conversions(fmt, acc))
+    if stream:
+        return _row(
+            kernels.gated_backward_stream_row, fmt, GATED_GRADIENTS=formula, **_stream_names(fmt)
+        )
+    return _row(kernels.gated_backward_row, fmt, GATED_GRADIENTS=formula)
+
+
+@_by_formula
+def gated_d_a_row(slope: Expr, fmt: str, guard: bool) -> specialise.Kernel:
+    formula = _guarded(kernels.guarded_slope, (slope,), accumulator(fmt), guard)
+    return _row(kernels.gated_d_a_row, fmt, SLOPE=formula)
 
 
 def rows_of(act: Activation, fmt: str) -> list[Callable[[], specialise.Kernel]]:
@@ -342,7 +372,9 @@ def rows_of(act: Activation, fmt: str) -> list[Callable[[], specialise.Kernel]]:
     value, slope = act.trace(0), act.trace(1)
     rows: list[Callable[[], specialise.Kernel]] = [
         functools.partial(gated_row, value, fmt),
-        functools.partial(gated_backward_row, value, slope, fmt, True, True, True),
+        functools.partial(gated_row, value, fmt, True),
+        functools.partial(gated_backward_row, value, slope, fmt, True),
+        functools.partial(gated_backward_row, value, slope, fmt, True, True),
     ]
     identity = value is SYMBOL
     for bias in (True, False):

@@ -492,6 +492,71 @@ def make_transpose(fmt: str, acc: str, vl: int, rows: int) -> Any:
 
 
 @functools.cache
+def make_room(fmt: str, count: int) -> Any:
+    """``room()``: a pointer to room for `count` elements, like one of `make_elements`.
+
+    It is on the stack, and no address that a kernel is given points there.  LLVM knows that, and
+    keeps what it can in registers.
+    """
+    pointer = types.CPointer(CARRIERS[fmt])
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        element = context.get_value_type(CARRIERS[fmt])
+        place = cgutils.alloca_once(builder, ir.ArrayType(element, count))
+        place.align = 64  # the widest vector's, so that it may be written in one piece
+        return builder.bitcast(place, context.get_value_type(pointer))
+
+    def room(typingctx: Any) -> Any:
+        return pointer(), codegen
+
+    made: Any = intrinsic(room)
+    made.numfuse_key = f"room({fmt},{count})"
+    return made
+
+
+@functools.cache
+def make_stream(fmt: str, count: int, vector_bytes: int, opaque: bool) -> Any:
+    """``stream(source, target)``: `count` elements, whole vectors, go past the caches.
+
+    A usual store first reads the line that it writes to; a non-temporal store of a whole line does
+    not.  `source` is a pointer of `make_room`, `target` the address of a vector's boundary.
+    `opaque` says that there is x86's way to hide from LLVM where a vector comes from.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        source, target = args
+        vector = _vector(I64, vector_bytes // 8)
+        kind = ir.FunctionType(vector, [vector])
+        for start in range(0, count * itemsize(fmt), vector_bytes):
+            place = builder.gep(source, [I64(start // itemsize(fmt))])
+            value = builder.load(builder.bitcast(place, vector.as_pointer()), align=itemsize(fmt))
+            if fmt == "float16" and opaque:
+                # LLVM sees through to a vector of halves, of which it has no non-temporal store.
+                value = builder.asm(kind, "", "=x,0", [value], False)
+            stored = builder.store(value, _pointer(builder, target, start, vector))
+            stored.align = vector_bytes
+            stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
+        return context.get_dummy_value()
+
+    def stream(typingctx: Any, source: Any, target: Any) -> Any:
+        return types.void(types.CPointer(CARRIERS[fmt]), types.int64), codegen
+
+    made: Any = intrinsic(stream)
+    made.numfuse_key = f"stream({fmt},{count},{vector_bytes},{opaque})"
+    return made
+
+
+@functools.cache
+def make_fence() -> Any:
+    """``fence()``: stores before it, non-temporal ones included, are seen before any after it."""
+
+    def body(builder: ir.IRBuilder) -> None:
+        builder.fence("seq_cst")
+
+    return address_intrinsic("fence", "", 0, body)
+
+
+@functools.cache
 def make_call(nargs: int) -> Any:
     """``call(function, *args)``: call ``void function(int64, ...)`` by its address."""
 

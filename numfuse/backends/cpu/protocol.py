@@ -50,6 +50,11 @@ DESCRIPTOR = {
             "D_ASK_3",
             "D_SCRATCH",
             "D_SCRATCH_STRIDE",
+            # Row function that stores past the caches, bytes of its elements and how many of them
+            # it writes at a time; 0 where there is none (elementwise cells only).
+            "D_STREAM",
+            "D_STREAM_ITEM",
+            "D_STREAM_STEP",
         ]
     )
 }
