@@ -65,9 +65,13 @@ STREAMED_ROWS = 4
 LEVEL2_WAYS = 16
 #: Rows of A up to which a B that fits level 2 is read in place (`reads_in_place`).
 IN_PLACE_ROWS = 192
-#: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
-#: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
+#: Rows of a d_bias chunk, in register tiles: the matrix of its partial sums, two rows a chunk
+#: (M / 28 x N), is 4% of grad_pre.
 CHUNK_TILES = 4
+#: Rows of a chunk that are summed one by one.  A chunk of 56 is 7 runs of 8: chains of at most
+#: 7 + 6 additions, where NumPy's pairwise sum has up to 18 in a block of 128 and one more for every
+#: doubling.
+RUN = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -172,7 +173,7 @@ class CpuBackend:
         for plan in plans:
             driver.run(plan, every)
         if d_bias is not None and p.batch:
-            _reduce_sums(room[SUMS], d_bias, p.batch)
+            _join_batch(room[SUMS], d_bias, p.batch)
 
     def _backward_plans(
         self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
@@ -191,8 +192,8 @@ class CpuBackend:
         own: list[driver.Operand] = []
         sums = None
         if d_bias is not None:
-            # One row of partial sums for every chunk of rows.
-            sums = driver.temporary(SUMS, (*batch, -(-p.m // chunk), p.n), p.acc_dtype)
+            # Two rows of partial sums for every chunk of rows.
+            sums = driver.temporary(SUMS, (*batch, 2 * -(-p.m // chunk), p.n), p.acc_dtype)
             own.append(sums)
         products = d_a is not None or d_b is not None
         grad_pre, grad_format = grad, fmt
@@ -314,11 +315,19 @@ class CpuBackend:
                     yield f"{act.name} {fmt}", call
 
 
-def _reduce_sums(sums: np.ndarray, d_bias: np.ndarray, batch: tuple[int, ...]) -> None:
-    """Join the partial column sums, in float64: a fixed order, whatever ran on how many threads."""
-    axes = (*_summed_axes(d_bias, batch), sums.ndim - 2)
-    total = np.add.reduce(sums, axis=axes, dtype=np.float64, keepdims=True)
-    d_bias[...] = total.reshape(d_bias.shape)
+def _join_batch(sums: np.ndarray, d_bias: np.ndarray, batch: tuple[int, ...]) -> None:
+    """Join the partial column sums (*batch, rows, N); those of summed axes one after another."""
+    summed = _summed_axes(d_bias, batch)
+    outer = [axis for axis, size in enumerate(batch) if size != 1 and axis not in summed]
+    inner = [axis for axis in range(sums.ndim - 1) if axis not in outer]
+    rows = math.prod(sums.shape[axis] for axis in inner)
+    sums = sums.transpose(*outer, *inner, sums.ndim - 1)
+    sums = sums.reshape(*sums.shape[: len(outer)], rows, sums.shape[-1])
+    missing = len(batch) - (d_bias.ndim - 2)
+    out = d_bias[tuple(slice(None) if a in outer else 0 for a in range(missing, len(batch)))]
+    plan = driver.join(library.join_cell(FORMATS[d_bias.dtype]), operand(0, sums), operand(1, out))
+    if plan is not None:
+        driver.run(plan, (sums, out))
 
 
 BACKEND = CpuBackend()

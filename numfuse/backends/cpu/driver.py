@@ -227,15 +227,19 @@ def _elementwise_plan(
 @functools.lru_cache(maxsize=4096)
 def _join_plan(cell: Kernel, slots: Slots, threads: int) -> Plan | None:
     assert slots.sums is not None
-    rows, n = slots.sums.shape
-    if n == 0:
+    *batch, rows, n = slots.sums.shape
+    elements = math.prod(batch)
+    if n * elements == 0:
         return None
-    count = 1 if rows * n < tiling.PARALLEL_ELEMENTS else threads
+    operands = (None, None, *slots)
+    strides = [_strides(x, tuple(batch)) for x in operands]
+    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
+    count = 1 if rows * n * elements < tiling.PARALLEL_ELEMENTS else threads
     # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
-    head = {"D_M": 1, "D_N": n, "D_K": rows}
+    head = {"D_M": 1, "D_N": n, "D_K": rows, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(1, n, 1)
     r = library.registers("float64")
-    return _plan(cell, head, (None, None, *slots), [], t, r, 1, count, None)
+    return _plan(cell, head, operands, axes, t, r, elements, count, None)
 
 
 def gemm(
@@ -273,7 +277,8 @@ def elementwise(
 
 
 def join(cell: Kernel, sums: Operand, out: Operand) -> Plan | None:
-    """``out = the sum of the rows of sums``, both of two axes; None where there is no column."""
+    """``out = the sum of the rows of sums``, of every batch element; None where there is nothing to
+    write."""
     small = math.prod(sums.shape) < tiling.PARALLEL_ELEMENTS
     threads = 1 if small else launch.threads()
     return _join_plan(cell, Slots(out=out, sums=sums), threads)

@@ -43,23 +43,35 @@ def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
 def join_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Some columns of ``out = sums[0] + sums[1] + ...``: the partials of d_bias.
 
-    Summed in float64 and in their order, whatever ran on how many threads.  There are D_K of them.
+    Summed in float64 and in their order, whatever ran on how many threads, and the rounding error
+    of every sum is summed as well: however many partials there are (D_K), as if there were two.
     """
     d = WORDS(descriptor)
-    _, _, _, j0, j1 = CELL(descriptor, cell)
-    total = TOTALS(workspace + d[D_SCRATCH])
-    sums = D_SLOTS + 3 * S_SUMS
-    out = D_SLOTS + 3 * S_OUT
+    c = WORDS(workspace)
+    batch, _, _, j0, j1 = CELL(descriptor, cell)
+    OPEN_CONTEXT(descriptor, batch, workspace)
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    sums = 3 * S_SUMS
+    out = 3 * S_OUT
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
         for q in range(columns):
             total[q] = ZERO
+            lost[q] = ZERO
         for i in range(d[D_K]):
-            partial = SUMS(d[sums] + i * d[sums + 1] + jc * SIZE)
+            partial = SUMS(c[sums] + i * c[sums + 1] + jc * SIZE)
             for q in range(columns):
-                total[q] = total[q] + WIDEN(partial[q])
+                # Knuth's exact sum of two numbers, in any order of size
+                before, value = total[q], WIDEN(partial[q])
+                after = before + value
+                added = after - before
+                total[q] = after
+                lost[q] = lost[q] + ((before - (after - added)) + (value - added))
         for q in range(columns):
-            STORED(d[out] + (jc + q) * d[out + 2])[0] = NARROW(ROUND(total[q]))
+            # Beside an infinity there is no error to speak of, and inf - inf would be NaN.
+            value = total[q] + (lost[q] if IS_FINITE(lost[q]) else ZERO)
+            STORED(c[out] + (jc + q) * c[out + 2])[0] = NARROW(ROUND(value))
 
 
 def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
@@ -166,11 +178,33 @@ def forward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
         FINISH_ROW(context, S_PRE, i, j, n, SIZE)
 
 
+def open_sums(context: int, i: int, j: int, n: int) -> int:
+    """Address of the column sums to which row i belongs, ready to be added to.
+
+    A chunk of CHUNK rows has two rows of partials: the sums of the latest RUN rows, and those of
+    the runs before them.  So no chain of additions is longer than a run, or than a chunk has runs.
+    """
+    place = i % CHUNK
+    sums = TARGET_ROW(context, S_SUMS, i // CHUNK * 2, j, SIZE)
+    if place % RUN == 0:
+        before = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK * 2 + 1, j, SIZE))
+        run = SUMS(sums)
+        if place == 0:
+            for q in range(n):
+                before[q] = ZERO
+        else:
+            for q in range(n):
+                before[q] = before[q] + run[q]
+        for q in range(n):
+            run[q] = ZERO
+    return sums
+
+
 def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``grad_pre = grad * act'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
 
-    The column sums of a chunk of CHUNK rows are one row of partials: rows of a chunk are always
-    visited in order by one thread, so the sum does not depend on the number of threads.
+    Rows of a chunk are always visited in order by one thread, so its column sums do not depend on
+    the number of threads.
     """
     WIDE_VECTORS()
     x = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE) if HAS_SAVED else acc)
@@ -178,10 +212,7 @@ def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     out = SUMS(TARGET_ROW(context, S_OUT, i, j, SIZE) if HAS_OUT else acc)
     if HAS_SUMS:
-        sums = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK, j, SIZE))
-        if i % CHUNK == 0:
-            for q in range(n):
-                sums[q] = ZERO
+        sums = SUMS(OPEN_SUMS(context, i, j, n))
         for q in range(n):
             value = x[q]
             if HAS_BIAS:
@@ -203,10 +234,7 @@ def column_sums_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """The partials of d_bias alone, where grad_pre is grad itself."""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    sums = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK, j, SIZE))
-    if i % CHUNK == 0:
-        for q in range(n):
-            sums[q] = ZERO
+    sums = SUMS(OPEN_SUMS(context, i, j, n))
     for q in range(n):
         sums[q] = sums[q] + WIDEN(grad[q])
 
