@@ -39,6 +39,7 @@ import numpy as np
 from numba import njit
 
 import numfuse as nf
+from numfuse.backends.cpu import host, microkernel
 from numfuse.backends.cpu.primitives import exponent_parts, fused, select, two_powers_of_two
 
 NAMES = ("gelu", "silu", "sigmoid", "tanh")
@@ -202,6 +203,16 @@ def _sigmoids(x):
 
 
 @_jit
+def _at_least(x, low):
+    return select(x < low, low, x)
+
+
+@_jit
+def _between(x, limit):
+    return select(x > limit, limit, _at_least(x, -limit))
+
+
+@_jit
 def _lifted(x):
     """x and an exponent, so that its products are normal numbers."""
     small = abs(x) < 1e-60
@@ -209,8 +220,8 @@ def _lifted(x):
 
 
 def gelu(x):
-    xs, xn = _lifted(max(-1200.0, x))  # beyond, e^-|v| is held
-    w = (max(-30.0, min(30.0, x)), 0.0)
+    xs, xn = _lifted(_at_least(x, -1200.0))  # beyond, e^-|v| is held
+    w = (_between(x, 30.0), 0.0)
     square = _mul(w, w)
     cubic = _mul(square, _V3)
     s, sn, other, bell, n, t, _ = _sigmoids(_mul(w, _add(_V1, cubic)))
@@ -224,8 +235,8 @@ def gelu(x):
 
 
 def silu(x):
-    xs, xn = _lifted(max(-1200.0, x))
-    w = (max(-1200.0, min(1200.0, x)), 0.0)
+    xs, xn = _lifted(_at_least(x, -1200.0))
+    w = (_between(x, 1200.0), 0.0)
     s, sn, other, bell, n, t, _ = _sigmoids(w)
     slope = _mul(s, _add((1.0, 0.0), _mul(w, other)))
     second = _mul(bell, _add((2.0, 0.0), _neg(_mul(w, t))))
@@ -233,12 +244,12 @@ def silu(x):
 
 
 def sigmoid(x):
-    s, sn, _, bell, n, t, tn = _sigmoids((max(-1200.0, min(1200.0, x)), 0.0))
+    s, sn, _, bell, n, t, tn = _sigmoids((_between(x, 1200.0), 0.0))
     return s, sn, bell, n, _mul(bell, _neg(t)), n + tn
 
 
 def tanh(x):
-    _, _, _, bell, n, t, tn = _sigmoids((max(-1200.0, min(1200.0, 2.0 * x)), 0.0))
+    _, _, _, bell, n, t, tn = _sigmoids((_between(2.0 * x, 1200.0), 0.0))
     return t, tn, _times(bell, 4.0), n, _mul(bell, _times(t, -8.0)), n + tn
 
 
@@ -246,35 +257,57 @@ REFERENCE = {f.__name__: _jit(f) for f in (gelu, silu, sigmoid, tanh)}
 
 
 # --- errors -------------------------------------------------------------------------------------
+@_jit
+def _scaled_error(got, h, n):
+    """\\|got - h 2^n\\| 2^-n: 2^-n in two factors, so that a subnormal result is scaled exactly."""
+    s1, s2 = two_powers_of_two(_MAGIC - n)
+    return abs((((got * s1) * s2) - h[0]) - h[1])
+
+
+@_jit
+def _units(got, h, n, mantissa, lowest):
+    """The error in ULP."""
+    size = abs(h[0])
+    k, m, _ = exponent_parts(select(size == 0.0, 1e-300, size))
+    k = select(m < 1.0, k - 1.0, k) + n
+    unit = select(k < lowest, lowest, k) - mantissa - n
+    u1, u2 = two_powers_of_two(_MAGIC - select(unit > 1900.0, 1900.0, unit))
+    return (_scaled_error(got, h, n) * u1) * u2
+
+
+_wide_vectors = microkernel.make_wide_vectors(8 * host.vector_bytes())
+
+
 def _measure(name: str) -> Any:
-    """errors(x, got0, got1, got2, out): ULP of each order, block by block, in vector code."""
+    """errors(x, g0, g1, g2, mantissa, lowest): results become their errors in ULP.
+
+    In place, because LLVM gives up on a loop with too many arrays that might overlap.
+    """
     reference = REFERENCE[name]
 
-    @_jit
-    def units(got, h, n, mantissa, lowest):
-        """The error in ULP and in absolute terms (the latter below 2^1000)."""
-        # 2^-n in two factors, so that a subnormal result is scaled up exactly.
-        s1, s2 = two_powers_of_two(_MAGIC - n)
-        back = (got * s1) * s2
-        off = abs((back - h[0]) - h[1])
-        size = abs(h[0])
-        k, m, _ = exponent_parts(select(size == 0.0, 1e-300, size))
-        k = select(m < 1.0, k - 1.0, k) + n
-        unit = select(k < lowest, lowest, k) - mantissa - n
-        # off * 2^-unit: unit may lie far from 0, so in two factors as well
-        u1, u2 = two_powers_of_two(_MAGIC - select(unit > 1900.0, 1900.0, unit))
-        r1, r2 = two_powers_of_two(_MAGIC + select(n < -1900.0, -1900.0, n))
-        return (off * u1) * u2, (off * r1) * r2
-
     @njit(nogil=True, error_model="numpy")
-    def errors(x, got, mantissa, lowest, out, absolute):
+    def errors(x, g0, g1, g2, mantissa, lowest):
+        _wide_vectors()
         for i in range(x.size):
             h0, n0, h1, n1, h2, n2 = reference(x[i])
-            out[0, i], absolute[0, i] = units(got[0, i], h0, n0, mantissa, lowest)
-            out[1, i], absolute[1, i] = units(got[1, i], h1, n1, mantissa, lowest)
-            out[2, i], absolute[2, i] = units(got[2, i], h2, n2, mantissa, lowest)
+            g0[i] = _units(g0[i], h0, n0, mantissa, lowest)
+            g1[i] = _units(g1[i], h1, n1, mantissa, lowest)
+            g2[i] = _units(g2[i], h2, n2, mantissa, lowest)
 
     return errors
+
+
+def _values(name: str) -> Any:
+    """values(x, out): per argument and order two words and their exponent."""
+    reference = REFERENCE[name]
+
+    @njit(nogil=True, error_model="numpy")
+    def values(x, out):
+        for i in range(x.size):
+            h0, n0, h1, n1, h2, n2 = reference(x[i])
+            out[i] = h0[0], h0[1], n0, h1[0], h1[1], n1, h2[0], h2[1], n2
+
+    return values
 
 
 @dataclass
@@ -319,6 +352,7 @@ class Sweep:
         self.names = names
         self.acts = {name: (nf.activations()[name], _second(name)) for name in names}
         self.errors = {name: _measure(name) for name in names}
+        self.values = {name: _values(name) for name in names}
 
     def got(self, name: str, x: np.ndarray) -> np.ndarray:
         """The three results of numfuse as float64."""
@@ -333,31 +367,40 @@ class Sweep:
         """Errors of all functions over finite arguments."""
         numba.set_num_threads(1)
         wide = x.astype(np.float64)
-        out, absolute = np.empty((2, 3, x.size))
         found: Table = {}
         for name in self.names:
             got = self.got(name, x)
-            self.errors[name](wide, got, self.mantissa, self.lowest, out, absolute)
+            units = got.copy()
+            self.errors[name](wide, *units, self.mantissa, self.lowest)
             for order in ORDERS:
-                found[name, order] = self._row(name, order, wide, got, out, absolute)
+                found[name, order] = self._row(name, order, wide, got[order], units[order])
         return found
 
-    def _row(self, name: str, order: int, x: Any, got: Any, out: Any, absolute: Any) -> Row:
-        row, u = Row(count=x.size), out[order]
-        row.wrong = int(np.count_nonzero(~np.isfinite(u)))
+    def _row(self, name: str, order: int, x: Any, got: Any, u: Any) -> Row:
+        row = Row(count=x.size)
+        if not np.isfinite(u.sum()):
+            row.wrong = int(np.count_nonzero(~np.isfinite(u)))
         for zero in ZEROS.get((name, order), ()):
             near = np.abs(x - zero) < NEAR
             if near.any():
-                off, units = absolute[order][near], u[near]
-                rest = off * (1.0 - np.minimum(1.0, RELATIVE / np.maximum(units, 1e-9)))
+                out = np.empty((int(near.sum()), 9))
+                self.values[name](x[near], out)
+                h, low, n = out[:, 3 * order : 3 * order + 3].T
+                off = np.abs(
+                    (got[near] - np.ldexp(h, n.astype(int))) - np.ldexp(low, n.astype(int))
+                )
+                rest = off * (1.0 - np.minimum(1.0, RELATIVE / np.maximum(u[near], 1e-9)))
                 row.absolute = max(row.absolute, float(rest.max()) / self.half_eps)
                 u = np.where(near, 0.0, u)
         i = int(u.argmax())
         row.worst, row.at = float(u[i]), float(x[i])
-        if row.worst > row.normal:
-            normal = (np.abs(got[order]) >= self.tiny) & (np.abs(x) >= self.tiny)
+        if abs(got[i]) >= self.tiny and abs(x[i]) >= self.tiny:
+            row.normal = row.worst
+        else:
+            normal = (np.abs(got) >= self.tiny) & (np.abs(x) >= self.tiny)
             row.normal = float(u[normal].max(initial=0.0))
-        row.above = [int(np.count_nonzero(u > limit)) for limit in (0.5, 1.0, 2.0)]
+        if row.worst > 0.5:
+            row.above = [int(np.count_nonzero(u > limit)) for limit in (0.5, 1.0, 2.0)]
         return row
 
     def run(self, blocks: Iterator[np.ndarray], workers: int, table: Table) -> None:
@@ -394,7 +437,9 @@ def floats64(count: int, seed: int = 0) -> Iterator[np.ndarray]:
 
 def halves(dtype: Any) -> Iterator[np.ndarray]:
     x = np.arange(1 << 16, dtype=np.uint16).view(dtype)
-    yield x[np.isfinite(x)]
+    with np.errstate(invalid="ignore"):  # ml_dtypes complains of NaN
+        finite = np.isfinite(x)
+    yield x[finite]
 
 
 # --- the reference against mpmath ---------------------------------------------------------------
@@ -435,16 +480,8 @@ def check(count: int, seed: int = 1) -> dict[tuple[str, int], float]:
     parts = [rng.uniform(-r, r, -(-count // 5)) for r in (1.0, 6.0, 45.0, 740.0)]
     x = np.concatenate([*parts, np.exp(rng.uniform(-740, 0, -(-count // 5)))])[:count]
     for name in NAMES:
-        reference = REFERENCE[name]
-
-        @njit(error_model="numpy")
-        def values(x, out):
-            for i in range(x.size):
-                h0, n0, h1, n1, h2, n2 = reference(x[i])  # noqa: B023
-                out[i] = h0[0], h0[1], n0, h1[0], h1[1], n1, h2[0], h2[1], n2
-
         out = np.empty((x.size, 9))
-        values(x, out)
+        _values(name)(x, out)
         worst = [mp.mpf(0)] * 3
         with mp.workprec(240):
             for v, row in zip(x, out, strict=True):

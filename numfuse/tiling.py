@@ -31,6 +31,10 @@ BLOCK_SHARE = 0.375
 #: updates of the plane, and K <= KC needs none.  Measured on Granite Rapids: f32 within 1% from 256
 #: to 512 at K >= 1024; f64 even from 128 to 512 up to 1024^3, 2-4% better at 512 beyond.
 KC = {4: 512, 8: 512}
+#: Updates after which a tile's sums begin anew, at least half of KC.  Rounding errors grow with the
+#: root of the length of a chain of sums: at K = 512 the error is that of OpenBLAS with 256, and 1.4
+#: (values around 0) to 2 times that (positive ones) with 512.
+CHAIN = 256
 #: Bytes and columns of an accumulator plane (only where K has several blocks): they bound the
 #: workspace.  The plane lives in level 3; 16 MiB are 2048 x 2048 values of float32, and packing A
 #: and B is then spread over 2048 rows and columns, 0.1% each at two cycles an element.
