@@ -521,6 +521,7 @@ def main() -> None:
     parser.add_argument("--only", default="float32,float64,float16,bfloat16", help="dtypes")
     parser.add_argument("--threads", type=int, default=numba.config.NUMBA_NUM_THREADS)
     parser.add_argument("--state", help="a file that parts add to, in place of a table each")
+    parser.add_argument("--show", action="store_true", help="the tables of --state, nothing else")
     how = parser.parse_args()
     if how.check:
         for (name, order), bits in check(how.check).items():
@@ -533,6 +534,10 @@ def main() -> None:
 
         if Path(how.state).exists():
             tables = pickle.loads(Path(how.state).read_bytes())
+    if how.show:
+        for dtype, table in tables.items():
+            show(dtype, table)
+        return
     step = 1 if how.exhaustive else how.step
     count = 1 << 27 if how.exhaustive and how.float64 == 1 << 20 else how.float64
     part, parts = map(int, how.part.split("/"))

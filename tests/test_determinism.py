@@ -278,3 +278,18 @@ def test_a_repeated_call_gives_the_same_bits_whatever_ran_before():
         for name, x, y in zip(got._fields, got, wanted, strict=True):
             assert_same(x, y, name)
     assert len(launch._pool) <= launch.KEPT_WORKSPACES
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_slice_of_columns_has_the_bits_that_it_has_in_the_whole(dtype):
+    """Of the forward and of d_b and d_bias, which sum over K and over M; d_a sums over columns."""
+    for m, n, k in ((61, 131, 1100), (3, 1500, 600), (157, 257, 33)):
+        grad, a, b, bias = operands(m, n, k, dtype)
+        out = nf.matmul_bias_activation(a, b, bias, ACTIVATION)
+        gradients = nf.matmul_bias_activation_bwd(grad, a, b, bias, ACTIVATION)
+        for columns in (slice(0, 1), slice(5, 38), slice(100, n), slice(None, None, 3)):
+            part = a, b[:, columns], bias[columns], ACTIVATION
+            assert_same(nf.matmul_bias_activation(*part), out[:, columns], columns)
+            got = nf.matmul_bias_activation_bwd(grad[:, columns], *part)
+            assert_same(got.d_b, gradients.d_b[:, columns], columns)
+            assert_same(got.d_bias, gradients.d_bias[columns], columns)
