@@ -44,14 +44,14 @@ def _fma(a: Any, b: Any, c: Any) -> Any:
 def _scaled_exp(factor: Any, hi: Any, lo: Any) -> Any:
     tail = hi < _TAIL
     # The shift is exact: _TAIL > -2 * _SHIFT, and beyond -1024 the result is 0 all the same.
-    value = factor * (np.exp(np.where(tail, hi + _SHIFT, hi)) * (1.0 + lo))
+    value = factor * (np.exp(np.where(tail, hi + _SHIFT, hi)) * np.exp(lo))
     return np.where(tail, value * np.exp(-_SHIFT), value)
 
 
 def _scaled_sigmoid(factor: Any, hi: Any, lo: Any) -> Any:
     negative = hi < 0
     toward = np.where(negative, lo, -lo)
-    e = np.exp(-np.abs(hi)) * (1.0 + toward)
+    e = np.exp(-np.abs(hi)) * np.exp(toward)
     small = _scaled_exp(factor, -np.abs(hi), toward) / (1.0 + e)
     return np.where(negative, small, factor / (1.0 + e))
 
@@ -63,7 +63,7 @@ def _sigmoid(x: Any) -> Any:
 
 def _scaled_bell(factor: Any, hi: Any, lo: Any) -> Any:
     toward = np.where(hi < 0, lo, -lo)
-    e = np.exp(-np.abs(hi)) * (1.0 + toward)
+    e = np.exp(-np.abs(hi)) * np.exp(toward)
     return _scaled_exp(factor, -np.abs(hi), toward) / ((1.0 + e) * (1.0 + e))
 
 

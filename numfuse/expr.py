@@ -176,7 +176,7 @@ def product_low(a: Any, b: Any) -> Any:
 
 
 def scaled_exp(factor: Any, hi: Any, lo: Any = 0.0) -> Any:
-    """``factor * exp(hi + lo)``, `lo` a low word (`|lo|` far below 1)."""
+    """``factor * exp(hi + lo)``, `lo` a low word (`|lo|` below 0.01)."""
     return _apply("scaled_exp", factor, hi, lo)
 
 

@@ -52,6 +52,10 @@ KC = {4: 512, 8: 512}
 #: A must stay in level 1.  Measured on Granite Rapids: the kernel does 2.6, 2.2 and 1.8 TFLOP/s at
 #: 256, 512 and 1024, and whole products take 7-17% less time at 256 than at 1024.
 KC_HALVES = {"dot": 1024, "amx": 256}
+#: Updates after which a tile's sums begin anew, at least half of KC.  Rounding errors grow with the
+#: root of the length of a chain of sums: at K = 512 the error is that of OpenBLAS with 256, and 1.4
+#: (values around 0) to 2 times that (positive ones) with 512.
+CHAIN = 256
 #: Bytes and columns of an accumulator plane (only where K has several blocks): they bound the
 #: workspace.  The plane lives in level 3; 16 MiB are 2048 x 2048 values of float32, and packing A
 #: and B is then spread over 2048 rows and columns, 0.1% each at two cycles an element.
@@ -119,11 +123,15 @@ STREAMED_ROWS = 4
 LEVEL2_WAYS = 16
 #: Rows of A up to which a B that fits level 2 is read in place (`reads_in_place`).
 IN_PLACE_ROWS = 192
-#: Rows of a d_bias chunk, in register tiles: partial sums are short enough for pairwise-like
-#: accuracy and their matrix (M / 56 x N) is 2% of grad_pre.
+#: Rows of a d_bias chunk, in register tiles: the matrix of its partial sums, two rows a chunk
+#: (M / 28 x N), is 4% of grad_pre.
 CHUNK_TILES = 4
 #: The same with AMX: 64 rows.
 CHUNK_TILES_AMX = 2
+#: Rows of a chunk that are summed one by one.  A chunk of 56 is 7 runs of 8: chains of at most
+#: 7 + 6 additions, where NumPy's pairwise sum has up to 18 in a block of 128 and one more for every
+#: doubling.
+RUN = 8
 
 #: Bytes of a block of grad_pre, which bound what a backward holds beside its operands and results.
 #: Measured against grad_pre in one piece of fresh memory (Granite Rapids, 1 and 2 threads): 2-8%

@@ -164,15 +164,23 @@ def test_partial_sums_are_joined_in_float64_and_rounded_once(fmt, rows, strided)
     m = {"none": 0, "one chunk": chunk, "three chunks": 2 * chunk + 1, "many chunks": 50 * chunk}
     m = m[rows]
     a, b, bias, grad = operands(m, 45, 1, fmt)
-    partials = []
+    wide = grad.astype(acc)
+    wanted, lost = np.zeros((2, 45), np.float64)
     for start in range(0, m, chunk):
-        total = np.zeros(45, acc)
-        for row in grad[start : start + chunk].astype(acc):
-            total += row
-        partials.append(total)
-    wanted = np.zeros(45, np.float64)
-    for total in partials:
-        wanted += total
+        runs = []
+        for first in range(start, min(start + chunk, m), tiling.RUN):
+            runs.append(np.zeros(45, acc))
+            for row in wide[first : min(first + tiling.RUN, start + chunk)]:
+                runs[-1] += row
+        before = np.zeros(45, acc)
+        for run in runs[:-1]:
+            before += run
+        for partial in (runs[-1], before):
+            after = wanted + partial
+            added = after - wanted
+            lost += (wanted - (after - added)) + (partial - added)
+            wanted = after
+    wanted = wanted + lost
     fenced = Fenced((45,), DTYPES[fmt])
     out = np.full(3 * 45, np.nan, DTYPES[fmt])[::3] if strided else fenced.array
     (_, _, got) = nf.matmul_bias_activation_bwd(

@@ -46,14 +46,14 @@ fn nf_scaled_sigmoid(factor: f32, hi: f32, lo: f32) -> f32 {
     return select(factor / d, nf_scaled_exp(factor / d, -abs(hi), toward), hi < 0.0f);
 }
 
-fn nf_sigmoid(x: f32) -> f32 {
-    return nf_scaled_sigmoid(1.0f, x, 0.0f);
-}
-
 fn nf_scaled_bell(factor: f32, hi: f32, lo: f32) -> f32 {
     let toward = select(-lo, lo, hi < 0.0f);
     let d = 1.0f + nf_scaled_exp(1.0f, -abs(hi), toward);
     return nf_scaled_exp(factor / (d * d), -abs(hi), toward);
+}
+
+fn nf_sigmoid(x: f32) -> f32 {
+    return nf_scaled_sigmoid(1.0f, x, 0.0f);
 }
 
 fn nf_copysign(magnitude: f32, sign_of: f32) -> f32 {
@@ -157,23 +157,20 @@ fn gelu(x: f32) -> f32 {
     let t1 = nf_minimum(t0, 40.0f);
     let t2 = t1 * t1;
     let t3 = fma(t2, 0.071354814f, 1.5957642f);
-    let t4 = 1.5957642f - t3;
-    let t5 = fma(t2, 0.071354814f, t4);
-    let t6 = t2 * 2.3988325e-09f;
-    let t7 = t6 + 4.9614496e-06f;
-    let t8 = nf_product_low(t1, t1);
-    let t9 = t8 * 0.071354814f;
-    let t10 = t7 + t9;
-    let t11 = t5 + t10;
-    let t12 = t3 + t11;
-    let t13 = t1 * t12;
-    let t14 = nf_product_low(t1, t12);
-    let t15 = t12 - t3;
-    let t16 = t11 - t15;
-    let t17 = t1 * t16;
-    let t18 = t14 + t17;
-    let t19 = nf_scaled_sigmoid(t0, t13, t18);
-    return select(t19, x, nf_is_nan(x));
+    let t4 = t1 * t3;
+    let t5 = nf_product_low(t1, t3);
+    let t6 = 1.5957642f - t3;
+    let t7 = fma(t2, 0.071354814f, t6);
+    let t8 = t2 * 2.3988325e-09f;
+    let t9 = t8 + 4.9614496e-06f;
+    let t10 = nf_product_low(t1, t1);
+    let t11 = t10 * 0.071354814f;
+    let t12 = t9 + t11;
+    let t13 = t7 + t12;
+    let t14 = t1 * t13;
+    let t15 = t5 + t14;
+    let t16 = nf_scaled_sigmoid(t0, t4, t15);
+    return select(t16, x, nf_is_nan(x));
 }
 
 fn gelu_prime(x: f32) -> f32 {
@@ -185,27 +182,25 @@ fn gelu_prime(x: f32) -> f32 {
     let t5 = t1 * t4;
     let t6 = t1 * t1;
     let t7 = fma(t6, 0.071354814f, 1.5957642f);
-    let t8 = 1.5957642f - t7;
-    let t9 = fma(t6, 0.071354814f, t8);
-    let t10 = t6 * 2.3988325e-09f;
-    let t11 = t10 + 4.9614496e-06f;
-    let t12 = nf_product_low(t1, t1);
-    let t13 = t12 * 0.071354814f;
-    let t14 = t11 + t13;
-    let t15 = t9 + t14;
-    let t16 = t7 + t15;
-    let t17 = t1 * t16;
-    let t18 = -t17;
-    let t19 = nf_sigmoid(t18);
-    let t20 = t5 * t19;
-    let t21 = t20 + 1.0f;
-    let t22 = nf_product_low(t1, t16);
-    let t23 = t16 - t7;
-    let t24 = t15 - t23;
-    let t25 = t1 * t24;
-    let t26 = t22 + t25;
-    let t27 = nf_scaled_sigmoid(t21, t17, t26);
-    return select(t27, x, nf_is_nan(x));
+    let t8 = t1 * t7;
+    let t9 = -t8;
+    let t10 = nf_product_low(t1, t7);
+    let t11 = 1.5957642f - t7;
+    let t12 = fma(t6, 0.071354814f, t11);
+    let t13 = t6 * 2.3988325e-09f;
+    let t14 = t13 + 4.9614496e-06f;
+    let t15 = nf_product_low(t1, t1);
+    let t16 = t15 * 0.071354814f;
+    let t17 = t14 + t16;
+    let t18 = t12 + t17;
+    let t19 = t1 * t18;
+    let t20 = t10 + t19;
+    let t21 = -t20;
+    let t22 = nf_scaled_sigmoid(1.0f, t9, t21);
+    let t23 = t5 * t22;
+    let t24 = t23 + 1.0f;
+    let t25 = nf_scaled_sigmoid(t24, t8, t20);
+    return select(t25, x, nf_is_nan(x));
 }
 
 fn gelu_second(x: f32) -> f32 {
@@ -217,32 +212,29 @@ fn gelu_second(x: f32) -> f32 {
     let t5 = t4 * 2.0f;
     let t6 = t1 * t1;
     let t7 = fma(t6, 0.071354814f, 1.5957642f);
-    let t8 = 1.5957642f - t7;
-    let t9 = fma(t6, 0.071354814f, t8);
-    let t10 = t6 * 2.3988325e-09f;
-    let t11 = t10 + 4.9614496e-06f;
-    let t12 = nf_product_low(t1, t1);
-    let t13 = t12 * 0.071354814f;
-    let t14 = t11 + t13;
-    let t15 = t9 + t14;
-    let t16 = t7 + t15;
-    let t17 = t1 * t16;
-    let t18 = nf_sigmoid(t17);
-    let t19 = t18 * 2.0f;
-    let t20 = 1.0f - t19;
-    let t21 = t4 * t4;
-    let t22 = t20 * t21;
-    let t23 = t1 * 0.4281289f;
-    let t24 = t22 + t23;
-    let t25 = t1 * t24;
-    let t26 = t5 + t25;
-    let t27 = nf_product_low(t1, t16);
-    let t28 = t16 - t7;
-    let t29 = t15 - t28;
-    let t30 = t1 * t29;
-    let t31 = t27 + t30;
-    let t32 = nf_scaled_bell(t26, t17, t31);
-    return select(t32, x, nf_is_nan(x));
+    let t8 = t1 * t7;
+    let t9 = nf_product_low(t1, t7);
+    let t10 = 1.5957642f - t7;
+    let t11 = fma(t6, 0.071354814f, t10);
+    let t12 = t6 * 2.3988325e-09f;
+    let t13 = t12 + 4.9614496e-06f;
+    let t14 = nf_product_low(t1, t1);
+    let t15 = t14 * 0.071354814f;
+    let t16 = t13 + t15;
+    let t17 = t11 + t16;
+    let t18 = t1 * t17;
+    let t19 = t9 + t18;
+    let t20 = nf_scaled_sigmoid(1.0f, t8, t19);
+    let t21 = t20 * 2.0f;
+    let t22 = 1.0f - t21;
+    let t23 = t4 * t4;
+    let t24 = t22 * t23;
+    let t25 = t1 * 0.4281289f;
+    let t26 = t24 + t25;
+    let t27 = t1 * t26;
+    let t28 = t5 + t27;
+    let t29 = nf_scaled_bell(t28, t8, t19);
+    return select(t29, x, nf_is_nan(x));
 }
 
 fn gelu_third(x: f32) -> f32 {
@@ -250,46 +242,43 @@ fn gelu_third(x: f32) -> f32 {
     let t1 = nf_minimum(t0, 40.0f);
     let t2 = t1 * t1;
     let t3 = fma(t2, 0.071354814f, 1.5957642f);
-    let t4 = 1.5957642f - t3;
-    let t5 = fma(t2, 0.071354814f, t4);
-    let t6 = t2 * 2.3988325e-09f;
-    let t7 = t6 + 4.9614496e-06f;
-    let t8 = nf_product_low(t1, t1);
-    let t9 = t8 * 0.071354814f;
-    let t10 = t7 + t9;
-    let t11 = t5 + t10;
-    let t12 = t3 + t11;
-    let t13 = t1 * t12;
-    let t14 = nf_sigmoid(t13);
-    let t15 = t14 * 2.0f;
-    let t16 = 1.0f - t15;
-    let t17 = t1 * t1;
-    let t18 = t17 * 0.21406445f;
-    let t19 = t18 + 1.5957692f;
-    let t20 = t19 * t19;
-    let t21 = t16 * t20;
-    let t22 = t1 * 0.4281289f;
-    let t23 = t21 + t22;
-    let t24 = t23 * 3.0f;
-    let t25 = nf_scaled_bell(1.0f, t13, 0.0f);
-    let t26 = t25 * 6.0f;
-    let t27 = 1.0f - t26;
-    let t28 = t20 * t19;
-    let t29 = t27 * t28;
-    let t30 = t16 * 3.0f;
-    let t31 = t30 * t19;
-    let t32 = t31 * t22;
-    let t33 = t29 + t32;
-    let t34 = t33 + 0.4281289f;
-    let t35 = t1 * t34;
-    let t36 = t24 + t35;
-    let t37 = nf_product_low(t1, t12);
-    let t38 = t12 - t3;
-    let t39 = t11 - t38;
-    let t40 = t1 * t39;
-    let t41 = t37 + t40;
-    let t42 = nf_scaled_bell(t36, t13, t41);
-    return select(t42, x, nf_is_nan(x));
+    let t4 = t1 * t3;
+    let t5 = nf_product_low(t1, t3);
+    let t6 = 1.5957642f - t3;
+    let t7 = fma(t2, 0.071354814f, t6);
+    let t8 = t2 * 2.3988325e-09f;
+    let t9 = t8 + 4.9614496e-06f;
+    let t10 = nf_product_low(t1, t1);
+    let t11 = t10 * 0.071354814f;
+    let t12 = t9 + t11;
+    let t13 = t7 + t12;
+    let t14 = t1 * t13;
+    let t15 = t5 + t14;
+    let t16 = nf_scaled_sigmoid(1.0f, t4, t15);
+    let t17 = t16 * 2.0f;
+    let t18 = 1.0f - t17;
+    let t19 = t1 * t1;
+    let t20 = t19 * 0.21406445f;
+    let t21 = t20 + 1.5957692f;
+    let t22 = t21 * t21;
+    let t23 = t18 * t22;
+    let t24 = t1 * 0.4281289f;
+    let t25 = t23 + t24;
+    let t26 = t25 * 3.0f;
+    let t27 = nf_scaled_bell(1.0f, t4, t15);
+    let t28 = t27 * 6.0f;
+    let t29 = 1.0f - t28;
+    let t30 = t22 * t21;
+    let t31 = t29 * t30;
+    let t32 = t18 * 3.0f;
+    let t33 = t32 * t21;
+    let t34 = t33 * t24;
+    let t35 = t31 + t34;
+    let t36 = t35 + 0.4281289f;
+    let t37 = t1 * t36;
+    let t38 = t26 + t37;
+    let t39 = nf_scaled_bell(t38, t4, t15);
+    return select(t39, x, nf_is_nan(x));
 }
 
 fn silu(x: f32) -> f32 {
@@ -348,9 +337,9 @@ fn sigmoid_prime(x: f32) -> f32 {
 }
 
 fn sigmoid_second(x: f32) -> f32 {
-    let t0 = nf_sigmoid(x);
-    let t1 = t0 * 2.0f;
-    let t2 = 1.0f - t1;
+    let t0 = x * 0.5f;
+    let t1 = nf_tanh(t0);
+    let t2 = -t1;
     let t3 = nf_scaled_bell(t2, x, 0.0f);
     return select(t3, x, nf_is_nan(x));
 }
@@ -462,9 +451,9 @@ fn softplus_second(x: f32) -> f32 {
 }
 
 fn softplus_third(x: f32) -> f32 {
-    let t0 = nf_sigmoid(x);
-    let t1 = t0 * 2.0f;
-    let t2 = 1.0f - t1;
+    let t0 = x * 0.5f;
+    let t1 = nf_tanh(t0);
+    let t2 = -t1;
     let t3 = nf_scaled_bell(t2, x, 0.0f);
     return select(t3, x, nf_is_nan(x));
 }

@@ -297,7 +297,7 @@ class CpuBackend:
                         driver.run(plan, called, memory.address)
                     sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
                     if p.batch and sums is not None and d_bias is not None and total is not None:
-                        _reduce_sums(sums, d_bias, total, step.turns[2])
+                        _join_batch(sums, d_bias, total, sums.shape[:-2], step.turns[2])
 
     def _backward_schedules(
         self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
@@ -339,7 +339,9 @@ class CpuBackend:
         for i, x in enumerate(gradients):
             grows = any(turns[i] != Turn() for _, turns in parts)
             if x is not None and i == 2 and (grows or p.batch):
-                totals.append(Total(TOTAL_A + i, x.shape, np.dtype(np.float64)))
+                # The sum, and the rounding errors made in it.
+                shape = (*x.shape[:-2], 2, x.shape[-1])
+                totals.append(Total(TOTAL_A + i, shape, np.dtype(np.float64)))
             elif x is not None and grows and x.dtype != p.acc_dtype:
                 totals.append(Total(TOTAL_A + i, x.shape, p.acc_dtype))
         whole = list(_operands(arrays))
@@ -389,8 +391,8 @@ class CpuBackend:
         own: list[driver.Operand] = []
         sums = None
         if d_bias is not None:
-            # One row of partial sums for every chunk of rows.
-            sums = driver.temporary(SUMS, (*batch, -(-m // chunk), n), p.acc_dtype)
+            # Two rows of partial sums for every chunk of rows.
+            sums = driver.temporary(SUMS, (*batch, 2 * -(-m // chunk), n), p.acc_dtype)
             own.append(sums)
         products = d_a is not None or d_b is not None
         grad_pre, grad_format = grad, fmt
@@ -591,17 +593,29 @@ class CpuBackend:
                     yield f"{act.name} {fmt}", call
 
 
-def _reduce_sums(sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, turn: Turn) -> None:
-    """Join the partial column sums of a block of batch elements to `total`, in float64, and round
-    that to d_bias after the last: a fixed order, whatever ran on how many threads."""
-    axes = (*_summed_axes(d_bias, sums.shape[:-2]), sums.ndim - 2)
-    part = np.add.reduce(sums, axis=axes, dtype=np.float64, keepdims=True).reshape(total.shape)
-    if turn.first:
-        total[...] = part
-    else:
-        total += part
-    if turn.last:
-        d_bias[...] = total
+def _join_batch(
+    sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, batch: tuple[int, ...], turn: Turn
+) -> None:
+    """Join the partial column sums (*batch, rows, N) of a block of batch elements to `total`, those
+    of summed axes one after another, and round that to d_bias after the last."""
+    summed = _summed_axes(d_bias, batch)
+    outer = [axis for axis, size in enumerate(batch) if size != 1 and axis not in summed]
+    inner = [axis for axis in range(sums.ndim - 1) if axis not in outer]
+    rows = math.prod(sums.shape[axis] for axis in inner)
+    sums = sums.transpose(*outer, *inner, sums.ndim - 1)
+    sums = sums.reshape(*sums.shape[: len(outer)], rows, sums.shape[-1])
+    missing = len(batch) - (d_bias.ndim - 2)
+    where = tuple(slice(None) if a in outer else 0 for a in range(missing, len(batch)))
+    out, carried = d_bias[where], total[where]
+    joined = operand(2, carried)
+    plan = driver.join(
+        library.join_cell(FORMATS[d_bias.dtype]), operand(0, sums),
+        operand(1, out) if turn.last else None,
+        None if turn.first else joined,
+        None if turn.last else joined,
+    )  # fmt: skip
+    if plan is not None:
+        driver.run(plan, (sums, out, carried))
 
 
 BACKEND = CpuBackend()

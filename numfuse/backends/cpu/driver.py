@@ -245,15 +245,19 @@ def _elementwise_plan(
 @functools.lru_cache(maxsize=4096)
 def _join_plan(cell: Kernel, slots: Slots, threads: int) -> Plan | None:
     assert slots.sums is not None
-    rows, n = slots.sums.shape
-    if n == 0:
+    *batch, rows, n = slots.sums.shape
+    elements = math.prod(batch)
+    if n * elements == 0:
         return None
-    count = 1 if rows * n < tiling.PARALLEL_ELEMENTS else threads
+    operands = (None, None, *slots)
+    strides = [_strides(x, tuple(batch)) for x in operands]
+    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
+    count = 1 if rows * n * elements < tiling.PARALLEL_ELEMENTS else threads
     # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
-    head = {"D_M": 1, "D_N": n, "D_K": rows}
+    head = {"D_M": 1, "D_N": n, "D_K": rows, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(1, n, 1)
     r = library.registers("float64")
-    return _plan(cell, head, (None, None, *slots), [], t, r, 1, count, None)
+    return _plan(cell, head, operands, axes, t, r, elements, count, None)
 
 
 def gemm(
@@ -297,9 +301,11 @@ def join(
     cell: Kernel, sums: Operand, out: Operand | None, before: Operand | None = None,
     after: Operand | None = None,
 ) -> Plan | None:  # fmt: skip
-    """``out = before + the sum of the rows of sums``, all of two axes; None without a column.
+    """``out = before + the sum of the rows of sums``, of every batch element; None where there is
+    nothing to write.
 
-    A sum that is to go on is written to `after` in float64, and has no `out`.
+    A sum that is to go on is written to `after` in float64, two rows (the sum, and the rounding
+    errors made in it), and has no `out`.
     """
     small = math.prod(sums.shape) < tiling.PARALLEL_ELEMENTS
     threads = 1 if small else launch.threads()

@@ -85,35 +85,50 @@ def stream_row(descriptor: int, context: int, i: int, j: int, n: int) -> None:
 def join_cell(descriptor: int, cell: int, workspace: int) -> None:
     """Some columns of ``out = total + (sums[0] + sums[1] + ...)``: the partials of d_bias.
 
-    Summed in float64 and in their order, whatever ran on how many threads.  There are D_K of them.
-    `total` is the float64 sum of blocks of rows before this one, if there are any; where others
-    follow there is no `out`, and the sum replaces `total`.
+    Summed in float64 and in their order, whatever ran on how many threads, and the rounding error
+    of every sum is summed as well: however many partials there are (D_K), as if there were two.
+    `total` is the sum of blocks of rows before this one, if there are any, and its errors; where
+    others follow there is no `out`, and both are written behind each other in place of it.
     """
     d = WORDS(descriptor)
-    _, _, _, j0, j1 = CELL(descriptor, cell)
-    total = TOTALS(workspace + d[D_SCRATCH])
-    sums = D_SLOTS + 3 * S_SUMS
-    out = D_SLOTS + 3 * S_OUT
-    before, after = d[D_SLOTS + 3 * S_EXTRA], d[D_SLOTS + 3 * S_PRE]  # 0 where absent
+    c = WORDS(workspace)
+    batch, _, _, j0, j1 = CELL(descriptor, cell)
+    OPEN_CONTEXT(descriptor, batch, workspace)
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    sums, out, earlier, later = 3 * S_SUMS, 3 * S_OUT, 3 * S_EXTRA, 3 * S_PRE
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
-        for q in range(columns):
-            total[q] = ZERO
-        for i in range(d[D_K]):
-            partial = SUMS(d[sums] + i * d[sums + 1] + jc * SIZE)
+        if c[earlier] != 0:
+            known = TOTALS(c[earlier] + jc * 8)
+            known_lost = TOTALS(c[earlier] + c[earlier + 1] + jc * 8)
             for q in range(columns):
-                total[q] = total[q] + WIDEN(partial[q])
-        if before != 0:
-            earlier = TOTALS(before + 8 * jc)
-            for q in range(columns):
-                total[q] = earlier[q] + total[q]
-        if after != 0:
-            kept = TOTALS(after + 8 * jc)
-            for q in range(columns):
-                kept[q] = total[q]
+                total[q] = known[q]
+                lost[q] = known_lost[q]
         else:
             for q in range(columns):
-                STORED(d[out] + (jc + q) * d[out + 2])[0] = NARROW(ROUND(total[q]))
+                total[q] = ZERO
+                lost[q] = ZERO
+        for i in range(d[D_K]):
+            partial = SUMS(c[sums] + i * c[sums + 1] + jc * SIZE)
+            for q in range(columns):
+                # Knuth's exact sum of two numbers, in any order of size
+                before, value = total[q], WIDEN(partial[q])
+                after = before + value
+                added = after - before
+                total[q] = after
+                lost[q] = lost[q] + ((before - (after - added)) + (value - added))
+        if c[later] != 0:
+            kept = TOTALS(c[later] + jc * 8)
+            kept_lost = TOTALS(c[later] + c[later + 1] + jc * 8)
+            for q in range(columns):
+                kept[q] = total[q]
+                kept_lost[q] = lost[q]
+        else:
+            for q in range(columns):
+                # Beside an infinity there is no error to speak of, and inf - inf would be NaN.
+                value = total[q] + (lost[q] if IS_FINITE(lost[q]) else ZERO)
+                STORED(c[out] + (jc + q) * c[out + 2])[0] = NARROW(ROUND(value))
 
 
 def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
@@ -241,11 +256,33 @@ def forward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
         FINISH_ROW(context, S_PRE, i, j, n, SIZE)
 
 
+def open_sums(context: int, i: int, j: int, n: int) -> int:
+    """Address of the column sums to which row i belongs, ready to be added to.
+
+    A chunk of CHUNK rows has two rows of partials: the sums of the latest RUN rows, and those of
+    the runs before them.  So no chain of additions is longer than a run, or than a chunk has runs.
+    """
+    place = i % CHUNK
+    sums = TARGET_ROW(context, S_SUMS, i // CHUNK * 2, j, SIZE)
+    if place % RUN == 0:
+        before = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK * 2 + 1, j, SIZE))
+        run = SUMS(sums)
+        if place == 0:
+            for q in range(n):
+                before[q] = ZERO
+        else:
+            for q in range(n):
+                before[q] = before[q] + run[q]
+        for q in range(n):
+            run[q] = ZERO
+    return sums
+
+
 def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``grad_pre = grad * act'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
 
-    The column sums of a chunk of CHUNK rows are one row of partials: rows of a chunk are always
-    visited in order by one thread, so the sum does not depend on the number of threads.
+    Rows of a chunk are always visited in order by one thread, so its column sums do not depend on
+    the number of threads.
     """
     WIDE_VECTORS()
     x = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE) if HAS_SAVED else acc)
@@ -253,10 +290,7 @@ def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
     out = OUT(TARGET_ROW(context, S_OUT, i, j, OUT_SIZE) if HAS_OUT else acc)
     if HAS_SUMS:
-        sums = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK, j, SIZE))
-        if i % CHUNK == 0:
-            for q in range(n):
-                sums[q] = ZERO
+        sums = SUMS(OPEN_SUMS(context, i, j, n))
         for q in range(n):
             value = x[q]
             if HAS_BIAS:
@@ -278,10 +312,7 @@ def column_sums_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """The partials of d_bias alone, where grad_pre is grad itself."""
     WIDE_VECTORS()
     grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    sums = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK, j, SIZE))
-    if i % CHUNK == 0:
-        for q in range(n):
-            sums[q] = ZERO
+    sums = SUMS(OPEN_SUMS(context, i, j, n))
     for q in range(n):
         sums[q] = sums[q] + WIDEN(grad[q])
 

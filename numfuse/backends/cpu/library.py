@@ -144,6 +144,7 @@ def join_cell(fmt: str) -> specialise.Kernel:
     return specialise.kernel(
         kernels.join_cell,
         **{**_cell_names(), **protocol.SLOTS},
+        IS_FINITE=microkernel.make_is_finite(),
         SIZE=microkernel.itemsize(acc),
         TOTALS=microkernel.make_elements("float64"),
         SUMS=microkernel.make_elements(acc),
@@ -231,6 +232,12 @@ def _row_names(fmt: str, acc: str) -> dict[str, Any]:
     }
     bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.device(kernels.move, **bits)
+    target_row = specialise.device(kernels.target_row, **context)
+    sums = {
+        "S_SUMS": protocol.SLOTS["S_SUMS"], "SIZE": microkernel.itemsize(acc), "ZERO": _zero(acc),
+        "SUMS": microkernel.make_elements(acc), "TARGET_ROW": target_row,
+        "CHUNK": chunk(fmt), "RUN": tiling.RUN,
+    }  # fmt: skip
     return {
         **protocol.SLOTS,
         "ITEM": microkernel.itemsize(fmt),
@@ -242,7 +249,8 @@ def _row_names(fmt: str, acc: str) -> dict[str, Any]:
         "ZERO": _zero(acc),
         "WIDE_VECTORS": microkernel.make_wide_vectors(8 * host.vector_bytes()),
         "SOURCE_ROW": specialise.device(kernels.source_row, **context, MOVE=move),
-        "TARGET_ROW": specialise.device(kernels.target_row, **context),
+        "TARGET_ROW": target_row,
+        "OPEN_SUMS": specialise.device(kernels.open_sums, **sums),
         "FINISH_ROW": specialise.device(kernels.finish_row, **context, MOVE=move),
     }
 
@@ -309,13 +317,12 @@ def grad_pre_row(
         HAS_OUT=out,
         HAS_SUMS=sums,
         ROUNDED_PRODUCT=primitives.rounded_product,
-        CHUNK=chunk(fmt),
     )
 
 
 @functools.cache
 def column_sums_row(fmt: str) -> specialise.Kernel:
-    return _row(kernels.column_sums_row, fmt, CHUNK=chunk(fmt))
+    return _row(kernels.column_sums_row, fmt)
 
 
 @_by_formula

@@ -22,7 +22,7 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
-from numfuse.tiling import Registers
+from numfuse.tiling import CHAIN, Registers
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
 
@@ -226,7 +226,7 @@ def _steps(
 
 def _tile(
     builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers, unroll: int,
-    args: Any,
+    args: Any, spare: ir.Value,
 ) -> None:  # fmt: skip
     """One tile: ``c[i, j] (+)= sum_p a[p, i] * b[p, j]`` for ``rows x (vectors * vl)`` values."""
     k, a, b, b_step, before, before_step, c, c_step, first, table = args
@@ -241,6 +241,21 @@ def _tile(
             found += [_pointer(builder, row, v * vl * size, vector) for v in range(vectors)]
         return found
 
+    # Where k is more than CHAIN, the sums of its first half are laid aside, and begin anew.
+    halves = builder.icmp_signed(">", k, I64(CHAIN))
+    length = builder.select(halves, builder.lshr(builder.add(k, I64(1)), I64(1)), k)
+    start = builder.block
+    part, aside, join, whole = (
+        builder.append_basic_block(f"tile.{name}") for name in ("part", "aside", "join", "whole")
+    )
+    builder.branch(part)
+    builder.position_at_end(part)
+    carried = [builder.phi(I64) for _ in range(3)]
+    for phi, initial in zip(carried, (k, a, b), strict=True):
+        phi.add_incoming(initial, start)
+    left, a, b = carried
+    k = builder.select(builder.icmp_signed("<", left, length), left, length)
+    left = builder.sub(left, k)
     state = [a, b] + [ir.Constant(vector, None)] * (rows * vectors)
     if rows == r.mr:
         words = [_pointer(builder, table, 8 * word, I64) for word in range(2 * unroll)]
@@ -254,14 +269,38 @@ def _tile(
         k = builder.sub(k, builder.mul(passes, I64(unroll)))
     state = _steps(builder, acc, rows, vectors, r, k, 1, state, b_step, [])
     sums = state[2:]
+    halfway = places(spare, I64(vectors * vl * size))
+    builder.cbranch(builder.icmp_signed(">", left, I64(0)), aside, join)
+    builder.position_at_end(aside)
+    for place, value in zip(halfway, sums, strict=True):
+        builder.store(value, place, align=size)
+    for phi, then in zip(carried, (left, state[0], state[1]), strict=True):
+        phi.add_incoming(then, aside)
+    builder.branch(part)
+    builder.position_at_end(join)
+    both = builder.append_basic_block("tile.both")
+    builder.cbranch(halves, both, whole)
+    builder.position_at_end(both)
+    added = [
+        builder.fadd(builder.load(place, align=size), value)
+        for place, value in zip(halfway, sums, strict=True)
+    ]
+    builder.branch(whole)
+    builder.position_at_end(whole)
+    merged = []
+    for alone, value in zip(sums, added, strict=True):
+        merged.append(builder.phi(vector))
+        merged[-1].add_incoming(alone, join)
+        merged[-1].add_incoming(value, both)
+    sums = merged
     targets = places(c, c_step)
     with builder.if_else(builder.icmp_signed("!=", first, I64(0))) as (fresh, running):
         with fresh:
             for target, value in zip(targets, sums, strict=True):
                 builder.store(value, target, align=size)
         with running:
-            # Each KC block is summed from zero and added once: chains of length KC + K / KC
-            # instead of K, which halves the measured rounding error at K = 2048.
+            # Each KC block is summed from zero and added once: chains of length CHAIN + K / KC
+            # instead of K.
             for source, target, value in zip(
                 places(before, before_step), targets, sums, strict=True
             ):
@@ -274,7 +313,7 @@ def _tile(
 def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
     """``microkernel(rows, wide, k, a, b, b_step, before, before_step, c, c_step, first, table)``.
 
-    One output tile, k >= 1:
+    One output tile, 1 <= k <= 2 CHAIN:
 
     ``c[i, j] = sum_p a[p * PANEL_ROWS + i] * (b + p * b_step)[j]`` (`first` != 0), else this plus
     ``before[i, j]``, for ``1 <= rows <= MR`` rows and ``NR = vectors * vl`` columns, or only the
@@ -287,6 +326,10 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
 
     def body(builder: ir.IRBuilder, rows: ir.Value, wide: ir.Value, *args: ir.Value) -> None:
         end = builder.append_basic_block("microkernel.end")
+        with builder.goto_entry_block():
+            room = builder.alloca(ir.ArrayType(I8, r.mr * r.nr * r.itemsize))
+            room.align = r.vector_bytes
+        spare = builder.ptrtoint(room, I64)
         widths = sorted({r.vectors, 1}, reverse=True)
         variants = [(height, v) for v in widths for height in range(r.mr, 0, -1)]
         selector = builder.add(
@@ -301,13 +344,13 @@ def make_microkernel(acc: str, r: Registers, streams: int) -> Any:
             block = builder.append_basic_block(f"microkernel.{height}x{v * r.vl}")
             switch.add_case(I64(v * 64 + height), block)
             builder.position_at_end(block)
-            _tile(builder, acc, height, v, r, streams, args)
+            _tile(builder, acc, height, v, r, streams, args, spare)
             builder.branch(end)
         builder.position_at_end(end)
 
     if r.lanes and r.panel_rows % r.vl:
         raise ValueError(f"panel_rows must be a multiple of vl = {r.vl}, got {r.panel_rows}")
-    key = f"{acc},{r.kind},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{streams}"
+    key = f"{acc},{r.kind},{r.mr},{r.panel_rows},{r.vectors},{r.vl},{r.lanes},{streams},{CHAIN}"
     return address_intrinsic("microkernel", key, 12, body)
 
 

@@ -1,0 +1,156 @@
+"""Signed zeros, infinities, NaN and subnormal numbers: what docs/numerics.md says of each.
+
+Values and first derivatives are those of the public functions; a second derivative is the value of
+an activation that is made of it, so that it runs in the same kernel.
+"""
+
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from arrays import bits
+from tolerance import DTYPES
+
+import numfuse as nf
+
+BUILT_IN = [name for name, act in nf.activations().items() if act.id is not None]
+ORDERS = [0, 1, 2]
+INF = float("inf")
+
+#: f, f', f'' at 0 and at -0; None where the sign is that of the argument.
+AT_ZERO = {
+    "none": (None, 1.0, 0.0),
+    "relu": (0.0, 0.0, 0.0),
+    "gelu": (None, 0.5, 0.7978845608028654),
+    "silu": (None, 0.5, 0.5),
+    "sigmoid": (0.5, 0.25, None),
+    "tanh": (None, 1.0, None),
+}
+#: f, f', f'' at -inf and at inf.
+AT_INFINITY = {
+    "none": ((-INF, INF), (1, 1), (0, 0)),
+    "relu": ((0, INF), (0, 1), (0, 0)),
+    "gelu": ((0, INF), (0, 1), (0, 0)),
+    "silu": ((0, INF), (0, 1), (0, 0)),
+    "sigmoid": ((0, 1), (0, 0), (0, 0)),
+    "tanh": ((-1, 1), (0, 0), (0, 0)),
+}
+#: The factor c of f(x) = c x for the smallest x; None where f(0) is not 0.
+SLOPE_AT_ZERO = {"none": 1, "relu": None, "gelu": 0.5, "silu": 0.5, "sigmoid": None, "tanh": 1}
+
+
+@pytest.fixture(scope="module")
+def second():
+    """Activations whose values are second derivatives; their names vanish after the module."""
+    module = sys.modules["numfuse.activations"]
+    before = module._TABLE
+    module._TABLE = dict(before)
+    yield {
+        name: nf.activation(nf.activations()[name].second_derivative, name=f"{name}_second")
+        for name in BUILT_IN
+    }
+    module._TABLE = before
+
+
+@pytest.fixture
+def at(second, backend):
+    def evaluate(name, order, x):
+        one = np.ones_like(x)
+        if order == 1:
+            run = nf.activation_mul_bwd
+            return run(one, x, one, name, needs=("a",), guard=False, backend=backend).d_a
+        return nf.activation_mul(x, one, name if order == 0 else second[name], backend=backend)
+
+    return evaluate
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_zeros_keep_their_sign(at, name, order, dtype):
+    x = np.array([0.0, -0.0] * 20, DTYPES[dtype])  # vectors and what is left of them
+    got, wanted = at(name, order, x), AT_ZERO[name][order]
+    if wanted is None and order == 2:
+        np.testing.assert_array_equal(bits(got), bits(-x))  # sigmoid'' and tanh'' fall through 0
+    elif wanted is None:
+        np.testing.assert_array_equal(bits(got), bits(x))
+    elif wanted == 0:
+        assert not got.any()
+    else:
+        np.testing.assert_allclose(
+            got.astype(np.float64), wanted, rtol=2 * float(ml_dtypes.finfo(x.dtype).eps)
+        )
+
+
+def test_relu_of_minus_zero_is_zero_in_value(at):
+    x = np.array([-0.0, 0.0, -1.0], np.float32)
+    assert not at("relu", 0, x).any() and not at("relu", 1, x).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_infinities_give_the_limits(at, name, order, dtype):
+    x = np.array([-INF, INF] * 20, DTYPES[dtype])
+    got = at(name, order, x).astype(np.float64)
+    low, high = AT_INFINITY[name][order]
+    assert (got[0::2] == low).all() and (got[1::2] == high).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_nan_stays_nan_and_alone(at, name, order, dtype):
+    """But where the derivative is a constant or asks for the sign of x only."""
+    x = np.linspace(-3, 3, 41).astype(DTYPES[dtype])
+    clean = at(name, order, x)
+    x[[3, 40]] = np.nan, -np.nan
+    got = at(name, order, x)
+    rest = ~np.isnan(x.astype(np.float64))
+    np.testing.assert_array_equal(bits(got[rest]), bits(clean[rest]))
+    if order == 0 or name not in ("none", "relu"):
+        assert np.isnan(got[~rest].astype(np.float64)).all()
+    else:
+        constant = 1 if (name, order) == ("none", 1) else 0
+        assert (got[~rest] == constant).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_subnormal_arguments_are_not_flushed(at, name, dtype):
+    info = ml_dtypes.finfo(DTYPES[dtype])
+    tiny = float(info.smallest_subnormal)
+    count = np.arange(2, 42, 2) * np.resize([1, -1], 20)  # even, so that half of them is exact
+    x = (count * tiny).astype(DTYPES[dtype])
+    assert (x != 0).all()
+    value, slope, curve = (at(name, order, x).astype(np.float64) for order in ORDERS)
+    wide = x.astype(np.float64)
+    if name == "relu":
+        np.testing.assert_array_equal(value, np.maximum(wide, 0))
+        np.testing.assert_array_equal(slope, wide > 0)
+    elif SLOPE_AT_ZERO[name] is not None:
+        np.testing.assert_array_equal(value, SLOPE_AT_ZERO[name] * wide)
+        assert (slope == AT_ZERO[name][1]).all()
+    else:
+        assert (value == 0.5).all() and (slope == 0.25).all()
+    if name == "tanh":
+        np.testing.assert_array_equal(curve, -2 * wide)
+    elif name == "sigmoid":
+        # -x / 8 is rounded to a whole number of subnormal units
+        assert (np.abs(curve + wide / 8) <= 0.75 * tiny).all()
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid"])
+def test_subnormal_results_are_not_flushed(at, name, dtype):
+    """The far negative tail goes through the subnormal numbers down to the smallest one."""
+    info = np.finfo(dtype)
+    far = {"gelu": -22.0, "silu": -760.0, "sigmoid": -750.0}[name]
+    if dtype == "float32":
+        far = {"gelu": -14.0, "silu": -112.0, "sigmoid": -105.0}[name]
+    x = np.linspace(far, 0.6 * far, 20001).astype(dtype)
+    got = np.abs(at(name, 0, x))
+    below = (got > 0) & (got < info.tiny)
+    assert below.sum() > 100
+    assert (got == 0).any() and got[got > 0].min() <= 8 * info.smallest_subnormal
