@@ -93,6 +93,13 @@ def _address(x: np.ndarray) -> int:
     return int(x.__array_interface__["data"][0])
 
 
+def _beside(grad: np.ndarray | None, address: int) -> int:
+    """How far into a page after `address` grad_pre begins: see `launch.open_sequence`."""
+    assert grad is not None
+    distance = grad.__array_interface__["data"][0] + tiling.LINE - address
+    return int(distance % launch.PAGE // tiling.LINE * tiling.LINE)
+
+
 def _growing(
     fmt: str, acc: str, out: driver.Operand, total: driver.Operand | None, turn: Turn
 ) -> tuple[Kernel, Slots]:
@@ -275,7 +282,7 @@ class CpuBackend:
             return Kept(None, (), ())
         own = [x for schedule in schedules for x in schedule.steps[0].launches.own]
         totals = [total for schedule in schedules for total in schedule.totals]
-        return Kept(driver.sequence(phases, own), totals, ())
+        return Kept(driver.sequence(phases, own, (GRAD, GRAD_PRE)), totals, ())
 
     def _step_by_step(
         self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
@@ -288,7 +295,10 @@ class CpuBackend:
                 for step in schedule.steps:
                     every = [*whole] if step.block is None else _parts(step.block, whole)
                     for number, shape, dtype, offset in step.held:
-                        held = memory.array(offset, shape, dtype)
+                        place = offset
+                        if number == GRAD_PRE:
+                            place += _beside(every[GRAD], memory.address + offset)
+                        held = memory.array(place, shape, dtype)
                         if number == PRE:
                             held[...] = every[PRE]
                         every[number] = held
@@ -362,6 +372,7 @@ class CpuBackend:
         # The first block is the largest.
         block, turns = parts[0]
         places, size = driver.places(made[block.sizes, turns].own, room)
+        size += launch.PAGE if size > room else 0  # for grad_pre, the last, to be moved within
         steps = []
         for block, turns in parts:
             launches = made[block.sizes, turns]
