@@ -348,10 +348,14 @@ def places(temporaries: Iterable[Operand], start: int) -> tuple[dict[int, int], 
 Step = tuple[Plan, Mapping[int, int]]
 
 
-def sequence(phases: Iterable[list[Step]], temporaries: Iterable[Operand]) -> Sequence:
+def sequence(
+    phases: Iterable[list[Step]], temporaries: Iterable[Operand],
+    beside: tuple[int, int] | None = None,
+) -> Sequence:  # fmt: skip
     """Plans as one; those of a phase beside one another, when the phases before it are finished.
 
-    Contiguous `temporaries` get places beside the workspaces.
+    Contiguous `temporaries` get places behind the workspaces.  `beside`: the numbers of an array
+    and of a temporary that is to begin in the same place of a page, almost (`open_sequence`).
     """
     phases = [phase for phase in phases if phase]
     steps = [step for phase in phases for step in phase]
@@ -361,7 +365,10 @@ def sequence(phases: Iterable[list[Step]], temporaries: Iterable[Operand]) -> Se
     )
     stride = max(plan.stride for plan, _ in steps)
     own, table = places(temporaries, threads * stride)
-    words = array("q")
+    words = array("q", (-1, 0))
+    if beside is not None and beside[1] in own:
+        words = array("q", (beside[0], own[beside[1]]))
+        table += launch.PAGE
     end = 0
     for phase in phases:
         before = end
