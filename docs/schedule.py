@@ -260,7 +260,9 @@ def simulate(
     peak = 2 * p.ports * r.vl * p.clock
     ideal = flops / (threads * peak)
     total = threads * end
-    spent = start * count + p.draw * len(cells)
+    # A core that has woken may be idle or at work while others have still to wake.
+    starts = (p.launch + p.wake * core if count > 1 else 0.0 for core in range(count))
+    spent = sum(min(end, begin) for begin in starts) + p.draw * len(cells)
     losses = {
         "arithmetic": fma - flops / peak,  # edges, and what the micro-kernel lacks to the peak
         "packing": pack,
