@@ -14,8 +14,8 @@ import pytest
 
 DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
 
-#: Most ULP by order of differentiation (of the derivatives: away from their zeros), and the multiple
-#: of eps / 2 that comes to 4 ULP near them.
+#: Most ULP by order of differentiation (of derivatives: away from their zeros), and the multiple of
+#: eps / 2 that comes to 4 ULP near them.
 ULP = {
     "gelu": (2.1, 8, 20), "silu": (2, 8, 20), "sigmoid": (2, 5, 6), "tanh": (2.01, 5, 6),
 }  # fmt: skip
