@@ -619,3 +619,29 @@ atexit.register(last)
         layer,
     )
     assert out.strip() == "same bits: True"
+
+
+def test_numbas_pool_is_left_alone_while_its_threads_come_late():
+    run(
+        """
+import ctypes
+from numfuse.backends.cpu import protocol
+wanted = forward(), backward()
+check_layer()
+entered.clear()
+table = (ctypes.c_int64 * protocol.TABLE["T_ENTRIES"])()
+launch._note_late_threads(ctypes.addressof(table))
+assert launch._crowded_until == 0.0
+table[protocol.TABLE["T_LATE"]] = 1
+launch._note_late_threads(ctypes.addressof(table))
+assert 0 < launch._crowded_until - time.monotonic() <= launch.CROWDED
+launch._crowded_until += 1000
+assert (forward(), backward()) == wanted
+assert "work" in entered and "parallel" not in entered
+launch._crowded_until = 0.0
+entered.clear()
+assert (forward(), backward()) == wanted
+assert "parallel" in entered
+""",
+        "omp",
+    )

@@ -435,6 +435,14 @@ class CpuBackend:
             else:
                 first.append(driver.elementwise(m, n, row, slots, batch, chunk))
         turn_a, turn_b, turn_bias = turns
+        if d_bias is not None and sums is not None and not batch:
+            plans.append(
+                driver.join(
+                    library.join_cell(fmt), sums, d_bias if turn_bias.last else None,
+                    None if turn_bias.first else total_bias,
+                    None if turn_bias.last else total_bias,
+                )
+            )  # fmt: skip
         if d_a is not None:
             summed, right = _summed_axes(d_a, batch), b.turned()
             store, slots = _growing(fmt, acc, d_a, total_a, turn_a)
@@ -445,14 +453,6 @@ class CpuBackend:
             summed, left = _summed_axes(d_b, batch), a.turned()
             store, slots = _growing(fmt, acc, d_b, total_b, turn_b)
             plans.append(driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed))
-        if d_bias is not None and sums is not None and not batch:
-            plans.append(
-                driver.join(
-                    library.join_cell(fmt), sums, d_bias if turn_bias.last else None,
-                    None if turn_bias.first else total_bias,
-                    None if turn_bias.last else total_bias,
-                )
-            )  # fmt: skip
         return Launches(
             [plan for plan in first if plan is not None],
             [plan for plan in plans if plan is not None],

@@ -7,7 +7,8 @@ phase share its threads.
 Three ways to run the cells of a launch, with the same result bit by bit:
 
 - in the calling thread (small launches, one thread asked for, a forked child);
-- in Numba's thread pool (`prange`), where the threading layer is tbb or omp;
+- in Numba's thread pool (`prange`), where the threading layer is tbb or omp, unless another
+  library's threads keep its threads waiting (`_note_late_threads`);
 - in threads of our own, where the layer is workqueue: it aborts the process when two threads
   enter it at once, be it only by a user's own `prange`, so numfuse never enters it.
 
@@ -23,6 +24,7 @@ import mmap
 import os
 import sys
 import threading
+import time
 from array import array
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,10 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 #: Looks at the counter before a waiting thread lets others run: some microseconds.
 SPINS = 100
+#: Seconds: a launch that takes no longer is no reason to look for late threads; and how long
+#: Numba's pool is left alone when there were some (what OpenBLAS spins for, at 2 GHz).
+LATE = 2e-3
+CROWDED = 0.15
 
 
 def resolve(descriptor: int, arrays: int, temporaries: int) -> None:
@@ -107,6 +113,7 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
     t = WORDS(table)
     t[T_NEXT] = 0
     t[T_FINISHED] = 0
+    t[T_LATE] = 0
     entry = table + 8 * T_ENTRIES
     descriptor = entry + 8 * ENTRY_WORDS * count
     at = steps + 16
@@ -139,6 +146,8 @@ def work(table: int, workspace: int, pause: int) -> None:
     entry = table + 8 * T_ENTRIES
     begin = 0
     cell = FETCH_ADD(table + 8 * T_NEXT)
+    if cell >= cells:
+        FETCH_ADD(table + 8 * T_LATE)
     while cell < cells:
         e = WORDS(entry)
         while cell >= e[1]:
@@ -371,8 +380,11 @@ def launch_in(workspace: int, sequence: Sequence, arrays: tuple[np.ndarray | Non
     threads = sequence.threads
     if threads == 1:
         (_here or _load_here())(*how)
-    elif threading_layer() != "workqueue":
+    elif threading_layer() != "workqueue" and time.monotonic() >= _crowded_until:
+        start = time.monotonic()
         _entry("parallel")(*how, sequence.stride, threads, YIELD)
+        if time.monotonic() - start > LATE:
+            _note_late_threads(workspace + sequence.table)
     else:
         _launch_on_own_threads(how, sequence.stride, threads)
 
@@ -423,6 +435,25 @@ class _Crew:
             raise interrupt
 
 
+#: Until when (time.monotonic) Numba's pool is left alone.
+_crowded_until = 0.0
+
+
+def _note_late_threads(table: int) -> None:
+    """After a launch on Numba's pool that took long: if one of its threads came when no cell was
+    left, leave that pool alone for a while.
+
+    The pool's barrier waits for every thread, also for one that cannot begin because another
+    library's pool holds its core: after a product, the idle threads of OpenBLAS look for work for
+    2**28 cycles (130 ms), and each launch meanwhile takes 4-12 ms longer.  Threads of our own are
+    waited for only if they have begun.
+    """
+    global _crowded_until
+    late = ctypes.c_int64.from_address(table + 8 * protocol.TABLE["T_LATE"]).value
+    if late:
+        _crowded_until = time.monotonic() + CROWDED
+
+
 def _launch_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> None:
     *steps, workspace, table = how
     table += workspace
@@ -445,5 +476,7 @@ def warmup() -> None:
     _entry("here")
     if _forked:
         return
-    for name in ("open", "work") if threading_layer() == "workqueue" else ("parallel",):
+    if threading_layer() != "workqueue":
+        _entry("parallel")
+    for name in ("open", "work"):
         _entry(name)

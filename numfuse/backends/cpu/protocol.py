@@ -126,8 +126,8 @@ CONTEXT_BYTES = 640
 NUMBER_BITS = 4
 NUMBERS = (1 << NUMBER_BITS) - 1
 #: The table of an open sequence: the next cell to be taken and how many are finished (a line each),
-#: all cells, and from T_ENTRIES on an entry for each step.
-TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_ENTRIES": 24}
+#: all cells, how many threads came when none was left, and from T_ENTRIES on an entry a step.
+TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_LATE": 17, "T_ENTRIES": 24}
 #: Of an entry: the cell function, the numbers of cells up to the step's end and before its phase,
 #: the descriptor's address.
 ENTRY_WORDS = 4
