@@ -23,9 +23,9 @@ from typing import Any
 
 OPERATIONS = ("forward", "backward", "backward_saved")
 PEERS = ("PyTorch", "NumPy")
-# Seconds before each contestant.  Idle threads of OpenBLAS look for work for 2**26 cycles, which is
-# 25 ms: after 6 ms, which is enough for two, sixteen still took PyTorch and numfuse 20 times as long.
-REST = 0.06
+# Seconds before each contestant.  Idle threads of OpenBLAS look for work for 2**28 cycles, 130 ms:
+# after 6 ms, which is enough for two, sixteen still took PyTorch and numfuse 20 times as long.
+REST = 0.2
 
 
 def arguments() -> argparse.Namespace:

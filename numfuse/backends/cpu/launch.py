@@ -381,8 +381,9 @@ def launch_in(workspace: int, sequence: Sequence, arrays: tuple[np.ndarray | Non
     if threads == 1:
         (_here or _load_here())(*how)
     elif threading_layer() != "workqueue" and time.monotonic() >= _crowded_until:
+        run = _entry("parallel")
         start = time.monotonic()
-        _entry("parallel")(*how, sequence.stride, threads, YIELD)
+        run(*how, sequence.stride, threads, YIELD)
         if time.monotonic() - start > LATE:
             _note_late_threads(workspace + sequence.table)
     else:
