@@ -21,7 +21,7 @@ from tolerance import DTYPES
 
 import numfuse as nf
 from numfuse import tiling
-from numfuse.backends.cpu import launch
+from numfuse.backends.cpu import launch, library
 
 ROWS = 157
 #: (N, K): one column, edges of a vector and of a tile; one block of K and several; a B within level
@@ -253,7 +253,11 @@ def test_an_element_has_the_same_bits_at_every_place_of_a_row(activation, dtype)
     ).d_a[:, 0]
     assert_same(fused, value, "fused")
     # The product for d_a is a sum that begins with 0, and 0 + -0 is 0: equal but for such a sign.
-    np.testing.assert_array_equal(fused_slope, slope)
+    # Products of bfloat16 as it is take a subnormal factor as zero.
+    tiny = float(np.finfo(np.float32).smallest_normal)
+    flushed = dtype == "bfloat16" and library.kind(dtype, dtype) != "fma"
+    factor = np.where(flushed & (np.abs(slope.astype(np.float32)) < tiny), 0, slope)
+    np.testing.assert_array_equal(fused_slope, factor.astype(slope.dtype))
     for start in (0, 1, 5, 111):
         for length in (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 65, 127, 130):
             part = slice(start, start + length)

@@ -38,7 +38,8 @@ class Probe:
 
 
 # The worker threads of OpenBLAS, OpenMP and Numba spin for a while after their last job, on the
-# cores that the next contestant wants. OpenBLAS gives up after about 1 ms, GNU OpenMP after 5 ms.
+# cores that the next contestant wants. OpenBLAS gives up after 1 ms (`session.OPENBLAS_TIMEOUT`),
+# GNU OpenMP after 5 ms.
 REST = 0.006
 # A stretch counts as disturbed where the processor, measured right before or after it, was slower
 # than this share of its best: another tenant of the machine had its core or its power. Its clock
