@@ -99,9 +99,11 @@ PARALLEL_FMAS = 16 << 20
 #: The same in relation, for products that are faster.
 PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8}
 PARALLEL_ELEMENTS = 1 << 18
-#: Plans of calls kept by their exact form: 4096 of 2-4 KiB are 16 MiB, those of backwards by blocks
-#: are larger.
+#: Calls kept by their exact form, and bytes of them: most take 1-4 KiB, a backward by many blocks
+#: more.  A step of one that is not one launch is Python objects of about so many bytes.
 KEPT_PLANS = 4096
+KEPT_PLAN_BYTES = 32 << 20
+KEPT_STEP_BYTES = 2048
 #: Blocks of a backward up to which it is one launch: a block's steps are 3 KiB.
 BLOCKS_IN_ONE_LAUNCH = 64
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3

@@ -143,6 +143,12 @@ def test_the_number_of_kept_sequences_is_bounded(kept, monkeypatch):
         nf.matmul_bias_activation(a, b, bias, "relu")
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
         assert 0 < len(kept) <= 3
+    monkeypatch.setattr(tiling, "KEPT_PLANS", 1000)
+    monkeypatch.setattr(tiling, "KEPT_PLAN_BYTES", 20_000)
+    for size in range(12, 40):
+        a, b, bias, grad = operands(size, size, size)
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
+        assert 0 < sum(8 * len(made.sequence.words) for made in kept.values()) <= 20_000
 
 
 @pytest.mark.parametrize("m", [8, 1000, 30000])

@@ -185,11 +185,17 @@ class CpuBackend:
     def __init__(self) -> None:
         #: How calls are run, by everything that this depends on.
         self._kept: dict[tuple[Any, ...], Kept] = {}
+        self._kept_bytes = 0
 
     def _keep(self, key: tuple[Any, ...], kept: Kept) -> Kept:
-        if len(self._kept) >= tiling.KEPT_PLANS:
+        size = tiling.KEPT_STEP_BYTES * sum(len(schedule.steps) for schedule in kept.schedules)
+        if kept.sequence is not None:
+            size += 8 * len(kept.sequence.words)
+        if len(self._kept) >= tiling.KEPT_PLANS or self._kept_bytes + size > tiling.KEPT_PLAN_BYTES:
             self._kept.clear()
+            self._kept_bytes = 0
         self._kept[key] = kept
+        self._kept_bytes += size
         return kept
 
     def forward(self, p: GemmProblem) -> None:
