@@ -627,17 +627,27 @@ def test_numbas_pool_is_left_alone_while_its_threads_come_late():
         """
 import ctypes
 from numfuse.backends.cpu import protocol
-launch.CROWDED = 0.15
+launch.CROWDED = 0.02
 launch.LATE = 1000  # seconds: none but the calls below find late threads
 wanted = forward(), backward()
 check_layer()
 entered.clear()
 table = (ctypes.c_int64 * protocol.TABLE["T_ENTRIES"])()
-launch._note_late_threads(ctypes.addressof(table))
-assert launch._crowded_until == 0.0
-table[protocol.TABLE["T_LATE"]] = 1
-launch._note_late_threads(ctypes.addressof(table))
-assert 0 < launch._crowded_until - time.monotonic() <= launch.CROWDED
+late = protocol.TABLE["T_LATE"]
+# Late once, in time, and late twice in a row; and again: longer each time.
+for came_late, seconds, wanted_pause in (
+    (0, 2000, 0), (1, 1, 0), (1, 2000, 0), (0, 2000, 0), (1, 2000, 0), (1, 2000, 1),
+    (1, 2000, 2), (1, 2000, 4), (1, 2000, 8), (1, 2000, 8), (1, 1, 0), (1, 2000, 0),
+):
+    launch._crowded_until = 0.0
+    table[late] = came_late
+    launch._note_late_threads(ctypes.addressof(table), seconds)
+    pause = launch._crowded_until - time.monotonic()
+    if wanted_pause:
+        assert (wanted_pause - 0.5) * launch.CROWDED < pause <= wanted_pause * launch.CROWDED
+    else:
+        assert launch._crowded_until == 0.0
+launch._crowded_until = time.monotonic()
 launch._crowded_until += 1000
 assert (forward(), backward()) == wanted
 assert "work" in entered and "parallel" not in entered

@@ -50,10 +50,12 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 #: Looks at the counter before a waiting thread lets others run: some microseconds.
 SPINS = 100
-#: Seconds: a launch that takes no longer is no reason to look for late threads; and how long
-#: Numba's pool is left alone when there were some (what OpenBLAS spins for, at 2 GHz).
+#: Seconds: a launch that takes no longer has no late threads; and how long Numba's pool is left
+#: alone at first when there were some: the fourth time it is eight times as long, more than OpenBLAS
+#: spins for (0.13 s at 2 GHz).  Threads of our own may be woken on the core of the thread that calls
+#: and do nothing for it (measured: half the speed of two), so it should be no longer than it must.
 LATE = 2e-3
-CROWDED = 0.15
+CROWDED = 0.02
 
 
 def resolve(descriptor: int, arrays: int, temporaries: int) -> None:
@@ -384,8 +386,7 @@ def launch_in(workspace: int, sequence: Sequence, arrays: tuple[np.ndarray | Non
         run = _entry("parallel")
         start = time.monotonic()
         run(*how, sequence.stride, threads, YIELD)
-        if time.monotonic() - start > LATE:
-            _note_late_threads(workspace + sequence.table)
+        _note_late_threads(workspace + sequence.table, time.monotonic() - start)
     else:
         _launch_on_own_threads(how, sequence.stride, threads)
 
@@ -436,23 +437,32 @@ class _Crew:
             raise interrupt
 
 
-#: Until when (time.monotonic) Numba's pool is left alone.
+#: Until when (time.monotonic) Numba's pool is left alone; how many of its launches in a row had
+#: late threads.  Races between threads that launch at once only make them try again.
 _crowded_until = 0.0
+_late_launches = 0
 
 
-def _note_late_threads(table: int) -> None:
-    """After a launch on Numba's pool that took long: if one of its threads came when no cell was
-    left, leave that pool alone for a while.
+def _note_late_threads(table: int, seconds: float) -> None:
+    """After a launch on Numba's pool: if it took long and one of its threads came when no cell was
+    left, for the second time in a row, leave that pool alone for a while; each time for longer.
 
     The pool's barrier waits for every thread, also for one that cannot begin because another
     library's pool holds its core: after a product, the idle threads of OpenBLAS look for work for
     2**28 cycles (130 ms), and each launch meanwhile takes 4-12 ms longer.  Threads of our own are
     waited for only if they have begun.
     """
-    global _crowded_until
-    late = ctypes.c_int64.from_address(table + 8 * protocol.TABLE["T_LATE"]).value
-    if late:
-        _crowded_until = time.monotonic() + CROWDED
+    global _crowded_until, _late_launches
+    late = (
+        seconds > LATE
+        and ctypes.c_int64.from_address(table + 8 * protocol.TABLE["T_LATE"]).value > 0
+    )
+    if not late:
+        _late_launches = 0
+        return
+    _late_launches = min(_late_launches + 1, 5)
+    if _late_launches > 1:
+        _crowded_until = time.monotonic() + CROWDED * 2 ** (_late_launches - 2)
 
 
 def _launch_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> None:
