@@ -51,9 +51,9 @@ KEPT_WORKSPACES = 4
 #: Looks at the counter before a waiting thread lets others run: some microseconds.
 SPINS = 100
 #: Seconds: a launch that takes no longer has no late threads; and how long Numba's pool is left
-#: alone at first when there were some: the fourth time it is eight times as long, more than OpenBLAS
-#: spins for (0.13 s at 2 GHz).  Threads of our own may be woken on the core of the thread that calls
-#: and do nothing for it (measured: half the speed of two), so it should be no longer than it must.
+#: alone at first when there were some: the fourth time it is eight times as long, more than
+#: OpenBLAS spins for (0.13 s at 2 GHz).  Threads of our own may be woken on the core of the thread
+#: that calls and do nothing for it (measured: half the speed of two): no longer than it must be.
 LATE = 2e-3
 CROWDED = 0.02
 
