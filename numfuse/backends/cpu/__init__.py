@@ -53,12 +53,6 @@ def _summed_axes(gradient: np.ndarray | driver.Operand, batch: tuple[int, ...]) 
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
 
 
-def _operands(arrays: Sequence[np.ndarray | None]) -> tuple[driver.Operand | None, ...]:
-    """The arrays of a backward as plans know them; those that are not there at the end too."""
-    missing = (None,) * (TOTAL_BIAS + 1 - len(arrays))
-    return (*(_optional(number, x) for number, x in enumerate(arrays)), *missing)
-
-
 def _parts(block: Block, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
     """A block's part of each array of a backward."""
     return [None if x is None else block.of(x, i in BY_ROWS) for i, x in enumerate(arrays)]
@@ -96,8 +90,8 @@ def _address(x: np.ndarray) -> int:
 def _beside(grad: np.ndarray | None, address: int) -> int:
     """How far into a page after `address` grad_pre begins: see `launch.open_sequence`."""
     assert grad is not None
-    distance = grad.__array_interface__["data"][0] + tiling.LINE - address
-    return int(distance % launch.PAGE // tiling.LINE * tiling.LINE)
+    distance = _address(grad) + tiling.LINE - address
+    return distance % launch.PAGE // tiling.LINE * tiling.LINE
 
 
 def _growing(
@@ -313,7 +307,7 @@ class CpuBackend:
                         driver.run(plan, called, memory.address)
                     sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
                     if p.batch and sums is not None and d_bias is not None and total is not None:
-                        _join_batch(sums, d_bias, total, sums.shape[:-2], step.turns[2])
+                        _join_batch(sums, d_bias, total, step.turns[2])
 
     def _backward_schedules(
         self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
@@ -360,7 +354,7 @@ class CpuBackend:
                 totals.append(Total(TOTAL_A + i, shape, np.dtype(np.float64)))
             elif x is not None and grows and x.dtype != p.acc_dtype:
                 totals.append(Total(TOTAL_A + i, x.shape, p.acc_dtype))
-        whole = list(_operands(arrays))
+        whole = [_optional(number, x) for number, x in enumerate(arrays)]
         for total in totals:
             whole[total.number] = driver.temporary(*total)
         made: dict[Any, Launches] = {}
@@ -610,11 +604,10 @@ class CpuBackend:
                     yield f"{act.name} {fmt}", call
 
 
-def _join_batch(
-    sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, batch: tuple[int, ...], turn: Turn
-) -> None:
+def _join_batch(sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, turn: Turn) -> None:
     """Join the partial column sums (*batch, rows, N) of a block of batch elements to `total`, those
     of summed axes one after another, and round that to d_bias after the last."""
+    batch = sums.shape[:-2]
     summed = _summed_axes(d_bias, batch)
     outer = [axis for axis, size in enumerate(batch) if size != 1 and axis not in summed]
     inner = [axis for axis in range(sums.ndim - 1) if axis not in outer]
