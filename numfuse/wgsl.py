@@ -1,4 +1,4 @@
-"""WGSL text of recorded formulas: scalar f32 functions and the primitives that they call.
+"""WGSL text of recorded formulas: scalar functions and the primitives that they call.
 
 WGSL truths, in one place:
 
@@ -14,6 +14,7 @@ WGSL truths, in one place:
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -31,164 +32,223 @@ if TYPE_CHECKING:
 __all__ = ["function", "prelude", "table"]
 
 
-def _literal(value: float) -> str:
-    # the shortest decimal that reads back as this float32
-    single = np.float32(value)
-    if np.isnan(single):
+def _literal(value: float, dtype: str) -> str:
+    # the shortest decimal that reads back as this number of the dtype
+    info = np.finfo(dtype)
+    with np.errstate(over="ignore"):
+        number = np.dtype(dtype).type(value)
+    if np.isnan(number):
         raise ValueError("a formula with a NaN constant cannot be written in WGSL")
-    if np.isinf(single):
-        single = np.copysign(np.finfo(np.float32).max, single)
-    return f"{single!s}f"
+    if np.isinf(number):
+        number = np.copysign(info.max, number)
+    return f"{number!s}{_SUFFIX[dtype]}"
 
 
-def _horner(coefficients: Iterable[float], variable: str) -> str:
+def _horner(coefficients: Iterable[float], variable: str, dtype: str) -> str:
     text = ""
     for c in coefficients:
-        text = f"fma({text}, {variable}, {_literal(c)})" if text else _literal(c)
+        number = _literal(c, dtype)
+        text = f"fma({text}, {variable}, {number})" if text else number
     return text
 
 
-_HEAD, _TAIL = (_literal(word) for word in LN2["float32"])
-_LOW, _HIGH = (_literal(v) for v in EXP_RANGE["float32"])
+_SUFFIX = {"float32": "f", "float64": "lf"}
 
-#: The primitives by name; what one calls is found in its text.
-PRIMITIVES = {
+
+@functools.cache
+def _words(dtype: str) -> dict[str, str]:
+    """What the UPPER-case words of the templates are in this dtype."""
+    if dtype not in _SUFFIX:
+        raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
+    info = np.finfo(dtype)
+    bits, mantissa = info.bits, int(info.nmant)
+    unsigned = "u" if bits == 32 else "lu"
+    infinity = ((1 << (bits - 1 - mantissa)) - 1) << mantissa
+    sign = 1 << (bits - 1)
+    low_bits = (mantissa + 2) // 2  # half of the significand
+    whole = {
+        "MAGNITUDE_BITS": sign - 1,
+        "INFINITY_BITS": infinity,
+        "MINUS_INFINITY_BITS": sign | infinity,
+        "NAN_BITS": infinity | 1 << (mantissa - 1),
+        "SIGN_BIT": sign,
+        "HIGH_BITS": (1 << bits) - (1 << low_bits),
+    }
+    head, tail = LN2[dtype]
+    numbers = {
+        "LN2_HEAD": head,
+        "LN2_TAIL": tail,
+        "LOG2_E": math.log2(math.e),
+        "ROOT_TWO": math.sqrt(2),
+        "EXP_LOW": -EXP_RANGE[dtype][0],
+        "EXP_HIGH": EXP_RANGE[dtype][1],
+        "MILLS_END": MILLS_END[dtype],
+        "TANH_END": TANH_END[dtype],
+        "SMALLEST_NORMAL": float(info.smallest_normal),
+        # Subnormal arguments of log are scaled by a power of two first.
+        "LIFT": 2.0 ** (mantissa + 2),
+        "LIFT_BITS": float(mantissa + 2),
+        # log1p(x) is x to a tenth of its last place.
+        "LOG1P_LINEAR": {"float32": 1e-8, "float64": 1e-17}[dtype],
+    }
+    root_half = np.array(math.sqrt(0.5), dtype).view(f"u{bits // 8}")
+    polynomials = {
+        "EXP_POLYNOMIAL": (EXP, "r"), "LOG_POLYNOMIAL": (LOG, "z"), "ERF_POLYNOMIAL": (ERF, "z"),
+        "MILLS_POLYNOMIAL": (MILLS, "w"),
+    }  # fmt: skip
+    return {
+        "REAL": f"f{bits}",
+        "UINT": f"u{bits}",
+        "INT": f"i{bits}",
+        "MANTISSA": f"{mantissa}u",  # shifts count in u32 for 64 bits too
+        "BIAS": str(info.maxexp - 1),
+        "ROOT_HALF_BITS": f"{int(root_half):#x}",
+        "NO_BITS": f"0{unsigned}",
+        **{word: f"{value:#x}{unsigned}" for word, value in whole.items()},
+        **{word: _literal(value, dtype) for word, value in numbers.items()},
+        **{word: _horner(c[dtype], variable, dtype) for word, (c, variable) in polynomials.items()},
+    }
+
+
+#: The primitives by name, for every dtype: UPPER-case words are bound by `_words`, and a number
+#: with a point becomes a literal of the dtype. What one calls is found in its text.
+TEMPLATES = {
     "nf_is_nan": """\
-fn nf_is_nan(x: f32) -> bool {
-    return (bitcast<u32>(x) & 0x7fffffffu) > 0x7f800000u;
+fn nf_is_nan(x: REAL) -> bool {
+    return (bitcast<UINT>(x) & MAGNITUDE_BITS) > INFINITY_BITS;
 }""",
     "nf_maximum": """\
-fn nf_maximum(a: f32, b: f32) -> f32 {
+fn nf_maximum(a: REAL, b: REAL) -> REAL {
     let larger = select(a, b, a <= b);
     return select(select(larger, b, nf_is_nan(b)), a, nf_is_nan(a));
 }""",
     "nf_minimum": """\
-fn nf_minimum(a: f32, b: f32) -> f32 {
+fn nf_minimum(a: REAL, b: REAL) -> REAL {
     let smaller = select(a, b, b <= a);
     return select(select(smaller, b, nf_is_nan(b)), a, nf_is_nan(a));
 }""",
     "nf_copysign": """\
-fn nf_copysign(magnitude: f32, sign_of: f32) -> f32 {
-    let bits = bitcast<u32>(magnitude) & 0x7fffffffu;
-    return bitcast<f32>(bits | (bitcast<u32>(sign_of) & 0x80000000u));
+fn nf_copysign(magnitude: REAL, sign_of: REAL) -> REAL {
+    let bits = bitcast<UINT>(magnitude) & MAGNITUDE_BITS;
+    return bitcast<REAL>(bits | (bitcast<UINT>(sign_of) & SIGN_BIT));
 }""",
     # Splits by bits, as no compiler can see through: the products of 12-bit halves are exact.
     "nf_product_low": """\
-fn nf_product_low(a: f32, b: f32) -> f32 {
-    let a_high = bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
-    let b_high = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);
+fn nf_product_low(a: REAL, b: REAL) -> REAL {
+    let a_high = bitcast<REAL>(bitcast<UINT>(a) & HIGH_BITS);
+    let b_high = bitcast<REAL>(bitcast<UINT>(b) & HIGH_BITS);
     let a_low = a - a_high;
     let b_low = b - b_high;
     let mixed = (a_high * b_high - a * b) + a_high * b_low + a_low * b_high;
     return mixed + a_low * b_low;
 }""",
     "nf_power_of_two": """\
-fn nf_power_of_two(n: i32) -> f32 {
-    return bitcast<f32>((n + 127) << 23u);
+fn nf_power_of_two(n: INT) -> REAL {
+    return bitcast<REAL>((n + BIAS) << MANTISSA);
 }""",
     # e^r - 1 for x = n ln2 + r
-    "nf_reduced": f"""\
-fn nf_reduced(hi: f32, lo: f32, n: f32) -> f32 {{
-    let r = fma(-n, {_TAIL}, fma(-n, {_HEAD}, hi)) + lo;
-    let p = {_horner(EXP["float32"], "r")};
+    "nf_reduced": """\
+fn nf_reduced(hi: REAL, lo: REAL, n: REAL) -> REAL {
+    let r = fma(-n, LN2_TAIL, fma(-n, LN2_HEAD, hi)) + lo;
+    let p = EXP_POLYNOMIAL;
     return fma(r * r, p, r);
-}}""",
-    "nf_scaled_exp": f"""\
-fn nf_scaled_exp(factor: f32, hi: f32, lo: f32) -> f32 {{
-    let x = select(select(hi, {_HIGH}, hi > {_HIGH}), -{_LOW}, hi < -{_LOW});
-    let n = round(x * {_literal(math.log2(math.e))});
+}""",
+    "nf_scaled_exp": """\
+fn nf_scaled_exp(factor: REAL, hi: REAL, lo: REAL) -> REAL {
+    let x = select(select(hi, EXP_HIGH, hi > EXP_HIGH), EXP_LOW, hi < EXP_LOW);
+    let n = round(x * LOG2_E);
     let p = nf_reduced(x, lo, n);
-    let k = i32(n);
+    let k = INT(n);
     let half = k >> 1u;
     return ((factor + factor * p) * nf_power_of_two(half)) * nf_power_of_two(k - half);
-}}""",
+}""",
     "nf_exp": """\
-fn nf_exp(x: f32) -> f32 {
-    return nf_scaled_exp(1.0f, x, 0.0f);
+fn nf_exp(x: REAL) -> REAL {
+    return nf_scaled_exp(1.0, x, 0.0);
 }""",
     "nf_scaled_sigmoid": """\
-fn nf_scaled_sigmoid(factor: f32, hi: f32, lo: f32) -> f32 {
-    let toward = select(-lo, lo, hi < 0.0f);
-    let d = 1.0f + nf_scaled_exp(1.0f, -abs(hi), toward);
-    return select(factor / d, nf_scaled_exp(factor / d, -abs(hi), toward), hi < 0.0f);
+fn nf_scaled_sigmoid(factor: REAL, hi: REAL, lo: REAL) -> REAL {
+    let toward = select(-lo, lo, hi < 0.0);
+    let d = 1.0 + nf_scaled_exp(1.0, -abs(hi), toward);
+    return select(factor / d, nf_scaled_exp(factor / d, -abs(hi), toward), hi < 0.0);
 }""",
     "nf_sigmoid": """\
-fn nf_sigmoid(x: f32) -> f32 {
-    return nf_scaled_sigmoid(1.0f, x, 0.0f);
+fn nf_sigmoid(x: REAL) -> REAL {
+    return nf_scaled_sigmoid(1.0, x, 0.0);
 }""",
     "nf_scaled_bell": """\
-fn nf_scaled_bell(factor: f32, hi: f32, lo: f32) -> f32 {
-    let toward = select(-lo, lo, hi < 0.0f);
-    let d = 1.0f + nf_scaled_exp(1.0f, -abs(hi), toward);
+fn nf_scaled_bell(factor: REAL, hi: REAL, lo: REAL) -> REAL {
+    let toward = select(-lo, lo, hi < 0.0);
+    let d = 1.0 + nf_scaled_exp(1.0, -abs(hi), toward);
     return nf_scaled_exp(factor / (d * d), -abs(hi), toward);
 }""",
-    "nf_tanh": f"""\
-fn nf_tanh(x: f32) -> f32 {{
-    let y = min(abs(x), {_literal(TANH_END["float32"])});
-    let n = round(-2.0f * y * {_literal(math.log2(math.e))});
-    let p = nf_reduced(-2.0f * y, 0.0f, n);
-    let s = nf_power_of_two(i32(n));
-    let em = fma(s, p, s - 1.0f);
-    return nf_copysign(em / (2.0f + em), x);
-}}""",
-    "nf_log_exponent": """\
-fn nf_log_exponent(u: f32) -> i32 {
-    return (bitcast<i32>(u) - 0x3f3504f3) >> 23u;
+    "nf_tanh": """\
+fn nf_tanh(x: REAL) -> REAL {
+    let y = min(abs(x), TANH_END);
+    let n = round(-2.0 * y * LOG2_E);
+    let p = nf_reduced(-2.0 * y, 0.0, n);
+    let s = nf_power_of_two(INT(n));
+    let em = fma(s, p, s - 1.0);
+    return nf_copysign(em / (2.0 + em), x);
 }""",
-    "nf_log_of": f"""\
-fn nf_log_of(f: f32, k: f32) -> f32 {{
-    let s = f / (2.0f + f);
+    "nf_log_exponent": """\
+fn nf_log_exponent(u: REAL) -> INT {
+    return (bitcast<INT>(u) - ROOT_HALF_BITS) >> MANTISSA;
+}""",
+    "nf_log_of": """\
+fn nf_log_of(f: REAL, k: REAL) -> REAL {
+    let s = f / (2.0 + f);
     let z = s * s;
-    let square = 0.5f * f * f;
-    let r = {_horner(LOG["float32"], "z")};
-    let inner = fma(s, square + z * r, k * {_TAIL});
-    return fma(k, {_HEAD}, f - (square - inner));
-}}""",
+    let square = 0.5 * f * f;
+    let r = LOG_POLYNOMIAL;
+    let inner = fma(s, square + z * r, k * LN2_TAIL);
+    return fma(k, LN2_HEAD, f - (square - inner));
+}""",
     "nf_outside_log": """\
-fn nf_outside_log(u: f32, value: f32) -> f32 {
-    let bits = bitcast<u32>(u);
-    let edge = select(bits, 0xff800000u, (bits & 0x7fffffffu) == 0u);
-    let negative = bits > 0x80000000u;
-    let outside = select(edge, 0x7fc00000u, negative && bits <= 0xff800000u);
-    let inside = bits < 0x7f800000u && bits != 0u;
-    return bitcast<f32>(select(outside, bitcast<u32>(value), inside));
+fn nf_outside_log(u: REAL, value: REAL) -> REAL {
+    let bits = bitcast<UINT>(u);
+    let edge = select(bits, MINUS_INFINITY_BITS, (bits & MAGNITUDE_BITS) == NO_BITS);
+    let negative = bits > SIGN_BIT;
+    let outside = select(edge, NAN_BITS, negative && bits <= MINUS_INFINITY_BITS);
+    let inside = bits < INFINITY_BITS && bits != NO_BITS;
+    return bitcast<REAL>(select(outside, bitcast<UINT>(value), inside));
 }""",
     "nf_log": """\
-fn nf_log(x: f32) -> f32 {
-    let small = x < 1.1754944e-38f;
-    let u = select(x, x * 33554432.0f, small);
+fn nf_log(x: REAL) -> REAL {
+    let small = x < SMALLEST_NORMAL;
+    let u = select(x, x * LIFT, small);
     let k = nf_log_exponent(u);
-    let f = bitcast<f32>(bitcast<i32>(u) - (k << 23u)) - 1.0f;
-    return nf_outside_log(x, nf_log_of(f, f32(k) - select(0.0f, 25.0f, small)));
+    let f = bitcast<REAL>(bitcast<INT>(u) - (k << MANTISSA)) - 1.0;
+    return nf_outside_log(x, nf_log_of(f, REAL(k) - select(0.0, LIFT_BITS, small)));
 }""",
     "nf_log1p": """\
-fn nf_log1p(x: f32) -> f32 {
-    let u = 1.0f + x;
+fn nf_log1p(x: REAL) -> REAL {
+    let u = 1.0 + x;
     let k = nf_log_exponent(u);
     let scale = nf_power_of_two(2 - k);
-    let f = fma(0.25f * x, scale, 0.25f * scale - 1.0f);
-    return nf_outside_log(u, select(nf_log_of(f, f32(k)), x, abs(x) < 1e-08f));
+    let f = fma(0.25 * x, scale, 0.25 * scale - 1.0);
+    return nf_outside_log(u, select(nf_log_of(f, REAL(k)), x, abs(x) < LOG1P_LINEAR));
 }""",
-    "nf_normal_tail": f"""\
-fn nf_normal_tail(factor: f32, distance: f32) -> f32 {{
-    let end = {_literal(MILLS_END["float32"])};
+    "nf_normal_tail": """\
+fn nf_normal_tail(factor: REAL, distance: REAL) -> REAL {
+    let end = MILLS_END;
     let y = select(distance, end, distance > end);
-    let w = (y - 5.0f) / (y + 5.0f);
-    let mills = {_horner(MILLS["float32"], "w")} / (1.0f + y);
-    return nf_scaled_exp(factor * mills, -0.5f * (y * y), -0.5f * nf_product_low(y, y));
-}}""",
-    "nf_scaled_normal_cdf": """\
-fn nf_scaled_normal_cdf(factor: f32, x: f32) -> f32 {
-    let tail = nf_normal_tail(select(factor, 1.0f, x > 0.0f), abs(x));
-    return select(tail, factor * (1.0f - tail), x > 0.0f);
+    let w = (y - 5.0) / (y + 5.0);
+    let mills = MILLS_POLYNOMIAL / (1.0 + y);
+    return nf_scaled_exp(factor * mills, -0.5 * (y * y), -0.5 * nf_product_low(y, y));
 }""",
-    "nf_erf": f"""\
-fn nf_erf(x: f32) -> f32 {{
+    "nf_scaled_normal_cdf": """\
+fn nf_scaled_normal_cdf(factor: REAL, x: REAL) -> REAL {
+    let tail = nf_normal_tail(select(factor, 1.0, x > 0.0), abs(x));
+    return select(tail, factor * (1.0 - tail), x > 0.0);
+}""",
+    "nf_erf": """\
+fn nf_erf(x: REAL) -> REAL {
     let z = x * x;
-    let near = fma(x, {_horner(ERF["float32"], "z")}, x);
-    let far = nf_copysign(1.0f - 2.0f * nf_normal_tail(1.0f, abs(x) * {_literal(math.sqrt(2))}), x);
-    return select(far, near, abs(x) < 1.0f);
-}}""",
+    let near = fma(x, ERF_POLYNOMIAL, x);
+    let far = nf_copysign(1.0 - 2.0 * nf_normal_tail(1.0, abs(x) * ROOT_TWO), x);
+    return select(far, near, abs(x) < 1.0);
+}""",
 }
 
 _INFIX = {
@@ -198,8 +258,22 @@ _INFIX = {
 _BUILTIN = {"abs", "sqrt", "fma"}
 
 
-def function(expr: Expr, name: str) -> str:
-    """The graph as ``fn name(x: f32) -> f32``; its primitives come from :func:`prelude`."""
+@functools.cache
+def primitives(dtype: str = "float32") -> dict[str, str]:
+    """The text of every primitive in this dtype, by name."""
+    words = _words(dtype)
+
+    def bound(match: re.Match[str]) -> str:
+        word = match[0]
+        return _literal(float(word), dtype) if word[0].isdigit() else words[word]
+
+    pattern = re.compile(r"\b[A-Z][A-Z0-9_]*\b|(?<![\w.])\d+\.\d+\b")
+    return {name: pattern.sub(bound, text) for name, text in TEMPLATES.items()}
+
+
+def function(expr: Expr, name: str, dtype: str = "float32") -> str:
+    """The graph as ``fn name(x: f32) -> f32``, or of f64; its primitives: :func:`prelude`."""
+    real = _words(dtype)["REAL"]
     names: dict[Expr, str] = {}
     lines: list[str] = []
     for e in topological((expr,)):
@@ -207,7 +281,7 @@ def function(expr: Expr, name: str) -> str:
             names[e] = "x"
             continue
         if e.op == "const":
-            names[e] = _literal(rounded(e, "float32"))
+            names[e] = _literal(rounded(e, dtype), dtype)
             continue
         args = [names[a] for a in e.args]
         sign = _INFIX.get(e.op)
@@ -224,34 +298,33 @@ def function(expr: Expr, name: str) -> str:
     result = names[expr]
     if np.isnan(evaluate(expr, np.nan)):
         result = f"select({result}, x, nf_is_nan(x))"
-    return "\n".join([f"fn {name}(x: f32) -> f32 {{", *lines, f"    return {result};", "}"])
+    return "\n".join([f"fn {name}(x: {real}) -> {real} {{", *lines, f"    return {result};", "}"])
 
 
-def prelude(text: str) -> str:
+def prelude(text: str, dtype: str = "float32") -> str:
     """The primitives that `text` calls, and those that they call, each before its first use."""
-    order: dict[str, None] = {}
+    texts, order = primitives(dtype), dict[str, None]()
 
     def need(body: str) -> None:
         for name in re.findall(r"\bnf_\w+", body):
             if name not in order and f"fn {name}(" not in body:
-                need(PRIMITIVES[name])
+                need(texts[name])
                 order[name] = None
 
     need(text)
-    return "\n\n".join(PRIMITIVES[name] for name in order)
+    return "\n\n".join(texts[name] for name in order)
 
 
-def table(activations: Mapping[str, Activation]) -> str:
+def table(activations: Mapping[str, Activation], dtype: str = "float32") -> str:
     """One module with every activation: ``name``, ``name_prime``, ``name_second``, ``name_third``.
 
-    Regenerate the golden text of the tests with
-    ``python -m tests.golden > tests/golden/activations.wgsl``.
+    ``tests/golden/regenerate.py`` renews the golden texts of the tests.
     """
     endings = ("", "_prime", "_second", "_third")
     functions = [
-        function(act.trace(order), name + ending)
+        function(act.trace(order), name + ending, dtype)
         for name, act in activations.items()
         for order, ending in enumerate(endings)
     ]
     text = "\n\n".join(functions)
-    return f"{prelude(text)}\n\n{text}\n"
+    return f"{prelude(text, dtype)}\n\n{text}\n"

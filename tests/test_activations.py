@@ -234,11 +234,15 @@ def test_a_plain_loop_becomes_vector_code_without_libm(name, order, dtype):
 # --- WGSL ---------------------------------------------------------------------------------------
 
 
-def test_wgsl_of_the_table_is_the_golden_text():
+@pytest.mark.parametrize(
+    ("dtype", "file"), [("float32", "activations.wgsl"), ("float64", "activations_f64.wgsl")]
+)
+def test_wgsl_of_the_table_is_the_golden_text(dtype, file):
     made = subprocess.run(
-        [sys.executable, GOLDEN / "regenerate.py"], capture_output=True, text=True, check=True
-    )
-    assert made.stdout == (GOLDEN / "activations.wgsl").read_text()
+        [sys.executable, GOLDEN / "regenerate.py", dtype],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert made.stdout == (GOLDEN / file).read_text()
 
 
 def python_of_wgsl(text, fused):

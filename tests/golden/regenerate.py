@@ -1,11 +1,14 @@
-"""Print the WGSL text of the whole table: the golden text, and the way to renew it.
+"""Print the WGSL text of the whole table: the golden texts, and the way to renew them.
 
-    python tests/golden/regenerate.py > tests/golden/activations.wgsl
+    python tests/golden/regenerate.py float32 > tests/golden/activations.wgsl
+    python tests/golden/regenerate.py float64 > tests/golden/activations_f64.wgsl
 
 Look at the difference before you keep it.
 """
 
+import sys
+
 from numfuse import wgsl
 from numfuse.activations import activations
 
-print(wgsl.table(activations()), end="")
+print(wgsl.table(activations(), sys.argv[1]), end="")
