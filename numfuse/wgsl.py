@@ -3,12 +3,13 @@
 WGSL truths, in one place:
 
 - a compiler may assume that no NaN and no infinity exists, so a comparison cannot find a NaN:
-  only a test on the bits holds. Every function whose formula is NaN at NaN ends in such a test;
+  only a test on the bits holds. Every function that depends on x ends in such a test;
 - tanh of WGSL is NaN beyond |x| > 44 on some drivers, and exp of WGSL is allowed an error of
   3 + 2 |x| units in the last place: both are written out here;
 - an infinity cannot be written, and a constant expression that makes one is an error;
-- fma may be two roundings, and a product may be contracted or reassociated: the low words then lose
-  their gain, never the result;
+- fma may be two roundings (it is on llvmpipe), and a product may be contracted or reassociated.
+  What a low word is for holds if fma is one rounding, or if sums and products are what is written:
+  one of both is true of every driver known. Where neither is, the low words lose their gain;
 - subnormal numbers may be flushed to zero.
 """
 
@@ -24,7 +25,7 @@ import numpy as np
 
 from numfuse.coefficients import ERF, EXP, EXP_RANGE, LN2, LOG, MILLS, MILLS_END, TANH_END
 from numfuse.elementary import evaluate
-from numfuse.expr import Expr, rounded, topological
+from numfuse.expr import SYMBOL, Expr, rounded, topological
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -132,15 +133,25 @@ fn nf_copysign(magnitude: REAL, sign_of: REAL) -> REAL {
     let bits = bitcast<UINT>(magnitude) & MAGNITUDE_BITS;
     return bitcast<REAL>(bits | (bitcast<UINT>(sign_of) & SIGN_BIT));
 }""",
-    # Splits by bits, as no compiler can see through: the products of 12-bit halves are exact.
+    # By fma where it is one rounding. Where it is two, it finds 0, and halves that are split by bits,
+    # as no compiler can see through, have exact products: of 12 bits each, or 26 and 27. A compiler
+    # that contracts one of those has a fused fma.
     "nf_product_low": """\
 fn nf_product_low(a: REAL, b: REAL) -> REAL {
+    let product = a * b;
+    let fused = fma(a, b, -product);
     let a_high = bitcast<REAL>(bitcast<UINT>(a) & HIGH_BITS);
     let b_high = bitcast<REAL>(bitcast<UINT>(b) & HIGH_BITS);
     let a_low = a - a_high;
     let b_low = b - b_high;
-    let mixed = (a_high * b_high - a * b) + a_high * b_low + a_low * b_high;
-    return mixed + a_low * b_low;
+    let mixed = (a_high * b_high - product) + a_high * b_low + a_low * b_high;
+    return select(mixed + a_low * b_low, fused, fused != 0.0);
+}""",
+    # The fma of a formula: where it is two roundings, what the first one lost is added.
+    "nf_fma": """\
+fn nf_fma(a: REAL, b: REAL, c: REAL) -> REAL {
+    let sum = fma(a, b, c);
+    return select(sum + nf_product_low(a, b), sum, fma(a, b, -(a * b)) != 0.0);
 }""",
     "nf_power_of_two": """\
 fn nf_power_of_two(n: INT) -> REAL {
@@ -255,7 +266,7 @@ _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "product": "*", "div": "/", "lt": "<", "le": "<=",
     "eq": "==", "ne": "!=", "both": "&", "either": "|",
 }  # fmt: skip
-_BUILTIN = {"abs", "sqrt", "fma"}
+_BUILTIN = {"abs", "sqrt"}
 
 
 @functools.cache
@@ -296,8 +307,10 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
         names[e] = f"t{len(lines)}"
         lines.append(f"    let {names[e]} = {text};")
     result = names[expr]
-    if np.isnan(evaluate(expr, np.nan)):
-        result = f"select({result}, x, nf_is_nan(x))"
+    if SYMBOL in names:
+        at_nan = evaluate(expr, np.nan)
+        limit = "x" if np.isnan(at_nan) else _literal(at_nan, dtype)
+        result = f"select({result}, {limit}, nf_is_nan(x))"
     return "\n".join([f"fn {name}(x: {real}) -> {real} {{", *lines, f"    return {result};", "}"])
 
 

@@ -13,12 +13,19 @@ fn nf_minimum(a: f32, b: f32) -> f32 {
 }
 
 fn nf_product_low(a: f32, b: f32) -> f32 {
+    let product = a * b;
+    let fused = fma(a, b, -product);
     let a_high = bitcast<f32>(bitcast<u32>(a) & 0xfffff000u);
     let b_high = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);
     let a_low = a - a_high;
     let b_low = b - b_high;
-    let mixed = (a_high * b_high - a * b) + a_high * b_low + a_low * b_high;
-    return mixed + a_low * b_low;
+    let mixed = (a_high * b_high - product) + a_high * b_low + a_low * b_high;
+    return select(mixed + a_low * b_low, fused, fused != 0.0f);
+}
+
+fn nf_fma(a: f32, b: f32, c: f32) -> f32 {
+    let sum = fma(a, b, c);
+    return select(sum + nf_product_low(a, b), sum, fma(a, b, -(a * b)) != 0.0f);
 }
 
 fn nf_reduced(hi: f32, lo: f32, n: f32) -> f32 {
@@ -141,7 +148,7 @@ fn relu(x: f32) -> f32 {
 fn relu_prime(x: f32) -> f32 {
     let t0 = 0.0f < x;
     let t1 = select(0.0f, 1.0f, t0);
-    return t1;
+    return select(t1, 0.0f, nf_is_nan(x));
 }
 
 fn relu_second(x: f32) -> f32 {
@@ -156,11 +163,11 @@ fn gelu(x: f32) -> f32 {
     let t0 = nf_maximum(x, -40.0f);
     let t1 = nf_minimum(t0, 40.0f);
     let t2 = t1 * t1;
-    let t3 = fma(t2, 0.071354814f, 1.5957642f);
+    let t3 = nf_fma(t2, 0.071354814f, 1.5957642f);
     let t4 = t1 * t3;
     let t5 = nf_product_low(t1, t3);
     let t6 = 1.5957642f - t3;
-    let t7 = fma(t2, 0.071354814f, t6);
+    let t7 = nf_fma(t2, 0.071354814f, t6);
     let t8 = t2 * 2.3988325e-09f;
     let t9 = t8 + 4.9614496e-06f;
     let t10 = nf_product_low(t1, t1);
@@ -181,12 +188,12 @@ fn gelu_prime(x: f32) -> f32 {
     let t4 = t3 + 1.5957692f;
     let t5 = t1 * t4;
     let t6 = t1 * t1;
-    let t7 = fma(t6, 0.071354814f, 1.5957642f);
+    let t7 = nf_fma(t6, 0.071354814f, 1.5957642f);
     let t8 = t1 * t7;
     let t9 = -t8;
     let t10 = nf_product_low(t1, t7);
     let t11 = 1.5957642f - t7;
-    let t12 = fma(t6, 0.071354814f, t11);
+    let t12 = nf_fma(t6, 0.071354814f, t11);
     let t13 = t6 * 2.3988325e-09f;
     let t14 = t13 + 4.9614496e-06f;
     let t15 = nf_product_low(t1, t1);
@@ -211,11 +218,11 @@ fn gelu_second(x: f32) -> f32 {
     let t4 = t3 + 1.5957692f;
     let t5 = t4 * 2.0f;
     let t6 = t1 * t1;
-    let t7 = fma(t6, 0.071354814f, 1.5957642f);
+    let t7 = nf_fma(t6, 0.071354814f, 1.5957642f);
     let t8 = t1 * t7;
     let t9 = nf_product_low(t1, t7);
     let t10 = 1.5957642f - t7;
-    let t11 = fma(t6, 0.071354814f, t10);
+    let t11 = nf_fma(t6, 0.071354814f, t10);
     let t12 = t6 * 2.3988325e-09f;
     let t13 = t12 + 4.9614496e-06f;
     let t14 = nf_product_low(t1, t1);
@@ -241,11 +248,11 @@ fn gelu_third(x: f32) -> f32 {
     let t0 = nf_maximum(x, -40.0f);
     let t1 = nf_minimum(t0, 40.0f);
     let t2 = t1 * t1;
-    let t3 = fma(t2, 0.071354814f, 1.5957642f);
+    let t3 = nf_fma(t2, 0.071354814f, 1.5957642f);
     let t4 = t1 * t3;
     let t5 = nf_product_low(t1, t3);
     let t6 = 1.5957642f - t3;
-    let t7 = fma(t2, 0.071354814f, t6);
+    let t7 = nf_fma(t2, 0.071354814f, t6);
     let t8 = t2 * 2.3988325e-09f;
     let t9 = t8 + 4.9614496e-06f;
     let t10 = nf_product_low(t1, t1);

@@ -13,12 +13,19 @@ fn nf_minimum(a: f64, b: f64) -> f64 {
 }
 
 fn nf_product_low(a: f64, b: f64) -> f64 {
+    let product = a * b;
+    let fused = fma(a, b, -product);
     let a_high = bitcast<f64>(bitcast<u64>(a) & 0xfffffffff8000000lu);
     let b_high = bitcast<f64>(bitcast<u64>(b) & 0xfffffffff8000000lu);
     let a_low = a - a_high;
     let b_low = b - b_high;
-    let mixed = (a_high * b_high - a * b) + a_high * b_low + a_low * b_high;
-    return mixed + a_low * b_low;
+    let mixed = (a_high * b_high - product) + a_high * b_low + a_low * b_high;
+    return select(mixed + a_low * b_low, fused, fused != 0.0lf);
+}
+
+fn nf_fma(a: f64, b: f64, c: f64) -> f64 {
+    let sum = fma(a, b, c);
+    return select(sum + nf_product_low(a, b), sum, fma(a, b, -(a * b)) != 0.0lf);
 }
 
 fn nf_reduced(hi: f64, lo: f64, n: f64) -> f64 {
@@ -141,7 +148,7 @@ fn relu(x: f64) -> f64 {
 fn relu_prime(x: f64) -> f64 {
     let t0 = 0.0lf < x;
     let t1 = select(0.0lf, 1.0lf, t0);
-    return t1;
+    return select(t1, 0.0lf, nf_is_nan(x));
 }
 
 fn relu_second(x: f64) -> f64 {
@@ -156,11 +163,11 @@ fn gelu(x: f64) -> f64 {
     let t0 = nf_maximum(x, -40.0lf);
     let t1 = nf_minimum(t0, 40.0lf);
     let t2 = t1 * t1;
-    let t3 = fma(t2, 0.07135481387376785lf, 1.59576416015625lf);
+    let t3 = nf_fma(t2, 0.07135481387376785lf, 1.59576416015625lf);
     let t4 = t1 * t3;
     let t5 = nf_product_low(t1, t3);
     let t6 = 1.59576416015625lf - t3;
-    let t7 = fma(t2, 0.07135481387376785lf, t6);
+    let t7 = nf_fma(t2, 0.07135481387376785lf, t6);
     let t8 = t2 * 2.3988323959931355e-09lf;
     let t9 = t8 + 4.96144948071176e-06lf;
     let t10 = nf_product_low(t1, t1);
@@ -181,12 +188,12 @@ fn gelu_prime(x: f64) -> f64 {
     let t4 = t3 + 1.5957691216057308lf;
     let t5 = t1 * t4;
     let t6 = t1 * t1;
-    let t7 = fma(t6, 0.07135481387376785lf, 1.59576416015625lf);
+    let t7 = nf_fma(t6, 0.07135481387376785lf, 1.59576416015625lf);
     let t8 = t1 * t7;
     let t9 = -t8;
     let t10 = nf_product_low(t1, t7);
     let t11 = 1.59576416015625lf - t7;
-    let t12 = fma(t6, 0.07135481387376785lf, t11);
+    let t12 = nf_fma(t6, 0.07135481387376785lf, t11);
     let t13 = t6 * 2.3988323959931355e-09lf;
     let t14 = t13 + 4.96144948071176e-06lf;
     let t15 = nf_product_low(t1, t1);
@@ -211,11 +218,11 @@ fn gelu_second(x: f64) -> f64 {
     let t4 = t3 + 1.5957691216057308lf;
     let t5 = t4 * 2.0lf;
     let t6 = t1 * t1;
-    let t7 = fma(t6, 0.07135481387376785lf, 1.59576416015625lf);
+    let t7 = nf_fma(t6, 0.07135481387376785lf, 1.59576416015625lf);
     let t8 = t1 * t7;
     let t9 = nf_product_low(t1, t7);
     let t10 = 1.59576416015625lf - t7;
-    let t11 = fma(t6, 0.07135481387376785lf, t10);
+    let t11 = nf_fma(t6, 0.07135481387376785lf, t10);
     let t12 = t6 * 2.3988323959931355e-09lf;
     let t13 = t12 + 4.96144948071176e-06lf;
     let t14 = nf_product_low(t1, t1);
@@ -241,11 +248,11 @@ fn gelu_third(x: f64) -> f64 {
     let t0 = nf_maximum(x, -40.0lf);
     let t1 = nf_minimum(t0, 40.0lf);
     let t2 = t1 * t1;
-    let t3 = fma(t2, 0.07135481387376785lf, 1.59576416015625lf);
+    let t3 = nf_fma(t2, 0.07135481387376785lf, 1.59576416015625lf);
     let t4 = t1 * t3;
     let t5 = nf_product_low(t1, t3);
     let t6 = 1.59576416015625lf - t3;
-    let t7 = fma(t2, 0.07135481387376785lf, t6);
+    let t7 = nf_fma(t2, 0.07135481387376785lf, t6);
     let t8 = t2 * 2.3988323959931355e-09lf;
     let t9 = t8 + 4.96144948071176e-06lf;
     let t10 = nf_product_low(t1, t1);
