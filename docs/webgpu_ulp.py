@@ -32,7 +32,6 @@ from numfuse.expr import Expr, topological
 
 LONG = np.longdouble
 ENDINGS = ("", "_prime", "_second", "_third")
-FEATURES = {"float32": [], "float64": ["shader-f64", "shader-int64"]}
 #: Arguments of one submission: all results of all functions stay below 128 MiB, the least that an
 #: adapter can bind.
 BLOCK = 1 << 17
@@ -90,11 +89,11 @@ class Runner:
     """Some functions as one compute pipeline: called with arguments, it gives a row for each."""
 
     def __init__(self, adapter: Any, functions: Mapping[str, Expr], dtype: str) -> None:
-        missing = set(FEATURES[dtype]) - set(adapter.features)
+        missing = set(wgsl.FEATURES[dtype]) - set(adapter.features)
         if missing:
             raise Unavailable(f"{adapter.info['device']} has no {', '.join(sorted(missing))}")
         self.names, self.dtype = tuple(functions), np.dtype(dtype)
-        self.device = adapter.request_device_sync(required_features=FEATURES[dtype])
+        self.device = adapter.request_device_sync(required_features=list(wgsl.FEATURES[dtype]))
         shader = self.device.create_shader_module(code=module(functions, dtype))
         self.pipeline = self.device.create_compute_pipeline(
             layout="auto", compute={"module": shader, "entry_point": "main"}
@@ -265,10 +264,11 @@ def errors(graph: Expr, order: int, x: np.ndarray, got: np.ndarray) -> np.ndarra
         slope = np.where(near, np.abs(reference(_above(graph), np.where(near, x, 1))), 0)
         scale = np.maximum(scale, slope / (1 + np.abs(x)))
     with np.errstate(all="ignore"):
+        rounded = want.astype(x.dtype)
         unit = np.spacing(np.maximum(scale, info.smallest_normal).astype(x.dtype)).astype(LONG)
         off = np.abs(got.astype(LONG) - want) / unit
-        same = (got == want.astype(x.dtype)) | (np.isnan(got) & np.isnan(want))
-    return np.where(same & ~np.isfinite(want), 0, np.where(np.isnan(off), np.inf, off))
+        same = (got == rounded) | (np.isnan(got) & np.isnan(rounded))
+    return np.where(same & ~np.isfinite(rounded), 0, np.where(np.isnan(off), np.inf, off))
 
 
 def arguments(dtype: str, count: int, seed: int = 0) -> np.ndarray:

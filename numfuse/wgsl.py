@@ -10,7 +10,11 @@ WGSL truths, in one place:
 - fma may be two roundings (it is on llvmpipe), and a product may be contracted or reassociated.
   What a low word is for holds if fma is one rounding, or if sums and products are what is written:
   one of both is true of every driver known. Where neither is, the low words lose their gain;
+- a division may be off by 2.5 units in the last place, and Vulkan promises a float64 operation no
+  more than a float32 one (every known driver gives all of it);
 - subnormal numbers may be flushed to zero.
+
+float64 is no part of WGSL: ``f64``, ``u64`` and their literals are wgpu's (`FEATURES`).
 """
 
 from __future__ import annotations
@@ -30,7 +34,13 @@ from numfuse.expr import SYMBOL, Expr, rounded, topological
 if TYPE_CHECKING:
     from numfuse.activations import Activation
 
-__all__ = ["function", "prelude", "table"]
+__all__ = ["FEATURES", "function", "prelude", "table"]
+
+#: What a device must have been requested with (``required_features`` of wgpu).
+FEATURES: dict[str, tuple[str, ...]] = {
+    "float32": (),
+    "float64": ("shader-f64", "shader-int64"),
+}
 
 
 def _literal(value: float, dtype: str) -> str:
@@ -133,9 +143,9 @@ fn nf_copysign(magnitude: REAL, sign_of: REAL) -> REAL {
     let bits = bitcast<UINT>(magnitude) & MAGNITUDE_BITS;
     return bitcast<REAL>(bits | (bitcast<UINT>(sign_of) & SIGN_BIT));
 }""",
-    # By fma where it is one rounding. Where it is two, it finds 0, and halves that are split by bits,
-    # as no compiler can see through, have exact products: of 12 bits each, or 26 and 27. A compiler
-    # that contracts one of those has a fused fma.
+    # By fma where it is one rounding. Where it is two, it finds 0, and halves that are split by
+    # bits, as no compiler can see through, have exact products: of 12 bits each, or 26 and 27. A
+    # compiler that contracts one of those has a fused fma.
     "nf_product_low": """\
 fn nf_product_low(a: REAL, b: REAL) -> REAL {
     let product = a * b;
@@ -267,6 +277,8 @@ _INFIX = {
     "eq": "==", "ne": "!=", "both": "&", "either": "|",
 }  # fmt: skip
 _BUILTIN = {"abs", "sqrt"}
+#: Functions of WGSL that the texts call: one of these names would hide them.
+_CALLED = {"abs", "fma", "min", "round", "select", "sqrt"}
 
 
 @functools.cache
@@ -284,6 +296,8 @@ def primitives(dtype: str = "float32") -> dict[str, str]:
 
 def function(expr: Expr, name: str, dtype: str = "float32") -> str:
     """The graph as ``fn name(x: f32) -> f32``, or of f64; its primitives: :func:`prelude`."""
+    if name in _CALLED or name.startswith("nf_"):
+        raise ValueError(f"a function of WGSL cannot be called {name!r}: the primitives use it")
     real = _words(dtype)["REAL"]
     names: dict[Expr, str] = {}
     lines: list[str] = []

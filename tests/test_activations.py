@@ -417,6 +417,14 @@ def test_wgsl_primitives_compute(name, dtype):
     np.testing.assert_allclose(got, elementary.evaluate(graph, x), rtol=4 * np.finfo(dtype).eps)
 
 
+def test_wgsl_names_the_functions_of_the_language_that_it_calls():
+    called = {
+        name for text in wgsl.TEMPLATES.values() for name in re.findall(r"\b([a-z]\w*)\(", text)
+    }
+    assert {name for name in called if not name.startswith("nf_")} <= wgsl._CALLED
+    assert wgsl._BUILTIN <= wgsl._CALLED
+
+
 def test_wgsl_refuses_what_it_cannot_write():
     assert "3.4028235e+38f" in wgsl.function(ex.maximum(ex.SYMBOL, -math.inf), "f")
     with pytest.raises(ValueError, match="NaN constant"):
@@ -424,6 +432,8 @@ def test_wgsl_refuses_what_it_cannot_write():
     assert "1.7976931348623157e+308lf" in wgsl.function(
         ex.maximum(ex.SYMBOL, -math.inf), "f", "float64"
     )
+    with pytest.raises(ValueError, match="cannot be called 'sqrt'"):
+        wgsl.function(ex.SYMBOL, "sqrt")
     with pytest.raises(ValueError, match="dtype must be 'float32' or 'float64', got 'float16'"):
         wgsl.function(ex.SYMBOL, "f", "float16")
 
