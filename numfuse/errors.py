@@ -1,6 +1,6 @@
 """The exceptions that numfuse adds to Python's own."""
 
-__all__ = ["BackendUnavailable"]
+__all__ = ["BackendUnavailable", "DeviceError", "DeviceLost"]
 
 
 class BackendUnavailable(RuntimeError):
@@ -34,3 +34,18 @@ class BackendUnavailable(RuntimeError):
     def __reduce__(self) -> tuple[type, tuple[str, str, str | None]]:
         # Exceptions pickle by their one-string args; ours needs all three back (process pools).
         return type(self), (self.backend, self.reason, self.extra)
+
+
+class DeviceError(RuntimeError):
+    """A device or its driver refused work that numfuse gave it; the message names the kernel.
+
+    Nothing was written, and the next call works. A device that ran out of memory raises
+    MemoryError.
+    """
+
+
+class DeviceLost(DeviceError):
+    """A device is gone (unplugged, reset, its driver ended), and the arrays on it with it.
+
+    The next call with NumPy arrays starts on a new device; arrays of the lost one raise this error.
+    """

@@ -9,7 +9,7 @@ import functools
 import glob
 import math
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 #: Registers: (MR, vectors of NR) by vector bytes.  An ``MR x (vectors * VL)`` tile must leave
 #: registers for the row of B and one broadcast, and have at least (latency x FMA ports) = 8-10
@@ -368,3 +368,94 @@ def _elementwise(m: int, n: int, chunk: int, row_block: int, cell: int) -> Tilin
     cell_n = min(max(1, n), round_up(cell, nc))
     cell_m = max(chunk, cell // cell_n // chunk * chunk)
     return Tiling(0, nc, cell_m, cell_n, max(1, -(-m // cell_m)), max(1, -(-n // cell_n)), 0, 0, 0)
+
+
+# --- WebGPU ---------------------------------------------------------------------------------------
+
+#: Uniforms and tables of places that a device keeps, by their content: a training step makes a
+#: dozen kinds of call with one or two each.
+WEBGPU_KEPT_CONSTANTS = 1024
+#: Bind groups that a device keeps: one for each set of buffers that a call meets again.
+WEBGPU_KEPT_GROUPS = 512
+#: Bytes of free buffers that a device keeps: the temporaries and results of a step of training at
+#: 4096 x 4096 in float32 are six of 64 MiB.
+WEBGPU_POOL_BYTES = 512 << 20
+#: Buffers to read from that a device keeps, and the bytes of the largest.
+WEBGPU_KEPT_STAGING = 4
+WEBGPU_STAGING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class WebGpuTile:
+    """A workgroup's block of a product on WebGPU, and an invocation's part of it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    mr: int
+    nr: int
+    #: Rows of blocks that are worked on together: their Y blocks are found in the device's cache.
+    group: int = 8
+
+    @property
+    def invocations(self) -> int:
+        return self.block_m // self.mr * (self.block_n // self.nr)
+
+
+#: Tiles of a GPU, the largest first.  128 x 128 x 16 with 8 x 16 sums an invocation: 6 reads of four
+#: values from workgroup memory for 128 fused multiply-adds.
+WEBGPU_TILES = (
+    WebGpuTile(128, 128, 16, 8, 16),
+    WebGpuTile(64, 64, 16, 4, 8),
+    WebGpuTile(32, 32, 16, 4, 4),
+)
+#: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
+WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
+#: Blocks that keep a large device busy: two on each of 132 multiprocessors.
+WEBGPU_BLOCKS = 264
+#: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
+#: through memory by 100 flops a byte.
+WEBGPU_PART = 512
+#: Planes that one invocation adds up; more are joined in stages.
+WEBGPU_JOINED = 64
+
+
+def webgpu_tile(
+    m: int, n: int, itemsize: int, storage: int, invocations: int, cpu: bool
+) -> WebGpuTile:
+    """The largest tile that the device holds and of which the result has enough."""
+    if cpu:
+        return WEBGPU_CPU_TILE
+    fitting = []
+    for tile in WEBGPU_TILES:
+        # an invocation's sums are registers: 128 of 4 bytes
+        if tile.mr * tile.nr * itemsize > 512 or tile.invocations > invocations:
+            continue
+        depth = tile.block_k
+        while depth >= 8 and storage < _workgroup_bytes(tile, depth, itemsize):
+            depth //= 2
+        if depth >= 4:
+            fitting.append(replace(tile, block_k=depth))
+    for tile in fitting:
+        if -(-m // tile.block_m) * -(-n // tile.block_n) >= WEBGPU_BLOCKS // 2:
+            return tile
+    return fitting[-1]
+
+
+def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int) -> int:
+    """Both factors, each row padded by four, and the sums of columns."""
+    factors = (tile.block_m + tile.block_n + 8) * depth
+    return (factors + 4 * tile.invocations) * itemsize
+
+
+def webgpu_parts(blocks: int, k: int, room: int) -> tuple[int, int]:
+    """(length, number) of the parts of a sum over `k`, for a result of so many blocks."""
+    parts = max(1, min(WEBGPU_BLOCKS // max(1, blocks), k // WEBGPU_PART, room))
+    # a part begins where a slice of any tile does
+    part = -(-k // parts // 32) * 32 if parts > 1 else k
+    return part, -(-k // part) if k else 1
+
+
+def webgpu_groups(blocks: int, segments: int, room: int) -> int:
+    """In how many groups the segments of a sum are added up."""
+    return max(1, min(WEBGPU_BLOCKS // max(1, blocks), segments, room))

@@ -1,0 +1,185 @@
+"""Arrays that live on a device: a shape, a dtype and strides over a buffer.
+
+What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
+array, and of an array of a device by its *ghost*: a NumPy array of the same shape and strides that
+is never read or written. Views of the ghost are views of the buffer, at the same distance from the
+beginning. (Memory that is never touched takes address space only.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
+from numfuse.errors import DeviceLost
+
+__all__ = ["DeviceArray"]
+
+
+def address(x: ndarray) -> int:
+    """Where the first element of `x` lies."""
+    found: int = x.__array_interface__["data"][0]
+    return found
+
+
+def bounds(x: ndarray) -> tuple[int, int]:
+    """The addresses of the first byte of `x`, which has elements, and of the one past the last."""
+    low = high = address(x)
+    for length, stride in zip(x.shape, x.strides, strict=True):
+        reach = (length - 1) * stride
+        low, high = low + min(reach, 0), high + max(reach, 0)
+    return low, high + x.itemsize
+
+
+class DeviceArray:
+    """An array on a WebGPU device; made by :func:`numfuse.to_device` and by calls on such arrays.
+
+    It is an operand and a result of numfuse's functions, and has the views of a NumPy array that
+    move no data: basic indexing, ``.T``, :meth:`transpose`, :meth:`reshape` (where no copy is
+    needed). :func:`numfuse.to_numpy` brings it back.
+    """
+
+    __slots__ = ("_base", "buffer", "device", "ghost")
+    __array_ufunc__ = None  # no arithmetic: NumPy would take it for an object
+
+    def __init__(self, device: Device, buffer: Buffer, ghost: ndarray, base: int) -> None:
+        self.device, self.buffer, self.ghost = device, buffer, ghost
+        #: The address in the ghost's memory that stands for the beginning of the buffer.
+        self._base = base
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ghost.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.ghost.dtype
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes, as NumPy's."""
+        return self.ghost.strides
+
+    @property
+    def ndim(self) -> int:
+        return self.ghost.ndim
+
+    @property
+    def size(self) -> int:
+        return self.ghost.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.ghost.nbytes
+
+    @property
+    def offset(self) -> int:
+        """Bytes from the beginning of the buffer to the first element."""
+        return address(self.ghost) - self._base
+
+    @property
+    def base(self) -> int:
+        """The address that stands for the beginning of the buffer."""
+        return self._base
+
+    def _view(self, ghost: ndarray) -> DeviceArray:
+        return DeviceArray(self.device, self.buffer, ghost, self._base)
+
+    @property
+    def T(self) -> DeviceArray:
+        return self._view(self.ghost.T)
+
+    def transpose(self, *axes: Any) -> DeviceArray:
+        """The axes in another order."""
+        return self._view(self.ghost.transpose(*axes))
+
+    def swapaxes(self, first: int, second: int) -> DeviceArray:
+        """Two axes in each other's place."""
+        return self._view(self.ghost.swapaxes(first, second))
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        """The same elements in another shape, where that takes no copy.
+
+        Raises
+        ------
+        ValueError
+            The shapes do not fit, or a copy would be needed.
+        """
+        return self._view(self.ghost.reshape(*shape, copy=False))
+
+    def __getitem__(self, index: Any) -> DeviceArray:
+        parts = index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if not (part is None or part is Ellipsis or isinstance(part, (slice, int, np.integer))):
+                raise TypeError(
+                    f"an index must be of integers, slices, None and ..., got {part!r}: "
+                    f"an array of a device has only the views that move no data"
+                )
+        if not any(part is Ellipsis for part in parts):
+            parts = (*parts, Ellipsis)  # a 0-d view, never a scalar
+        return self._view(self.ghost[parts])
+
+    def __len__(self) -> int:
+        return len(self.ghost)
+
+    def __array__(self, *_: Any, **__: Any) -> ndarray:
+        raise TypeError(
+            f"an array on {self.device.name} is not moved to NumPy unless asked: "
+            f"use numfuse.to_numpy(x)"
+        )
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
+
+    def alive(self) -> None:
+        """Raise DeviceLost where the device is gone."""
+        if self.device.lost:
+            raise DeviceLost(
+                f"an array of shape {self.shape} was on {self.device.name}: it is lost"
+            )
+
+    def to_numpy(self) -> ndarray:
+        """A copy as a C-contiguous NumPy array."""
+        self.alive()
+        out = np.empty(self.shape, self.dtype)
+        if not out.size:
+            return out
+        low, high = bounds(self.ghost)
+        first = (low - self._base) // 16 * 16
+        last = min(-(-(high - self._base) // 16) * 16, self.buffer.size)
+        block = _download(self.device, self.buffer, first, last)
+        strided = ndarray(
+            self.shape, self.dtype, block, address(self.ghost) - self._base - first, self.strides
+        )
+        out[...] = strided
+        return out
+
+
+def _download(device: Device, buffer: Buffer, first: int, last: int) -> ndarray:
+    """These bytes of a buffer; in pieces, as a buffer to read from is never larger than needed."""
+    step = 256 << 20
+    whole = np.empty(last - first, np.uint8)
+    for at in range(first, last, step):
+        end = min(at + step, last)
+        (part,) = Commands(device).submit(
+            [(Binding(buffer, at, end - at), np.empty(end - at, np.uint8))]
+        )
+        whole[at - first : end - first] = part
+    return whole
+
+
+def to_device(x: ndarray, device: Device) -> DeviceArray:
+    """A NumPy array, copied to the device as a C-contiguous array."""
+    x = np.asarray(x, order="C")
+    buffer = device.buffer(max(x.nbytes, 4), f"an array of shape {x.shape}")
+    device.upload(x, buffer)
+    ghost = np.empty(x.shape, x.dtype)
+    return DeviceArray(device, buffer, ghost, address(ghost))
+
+
+def wrap(device: Device, buffer: Buffer, ghost: ndarray) -> DeviceArray:
+    """A C-contiguous result that begins at the beginning of its buffer."""
+    return DeviceArray(device, buffer, ghost, address(ghost))

@@ -1,0 +1,314 @@
+// C = X Y with an epilogue, for X (M, K) and Y (K, N) in any strides: a workgroup makes one
+// BLOCK_M x BLOCK_N block of C, an invocation MR x NR values of it in registers, K in slices of
+// BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
+// multiplied.
+//
+// Trusted: every index below fits 32 bits; strides may be negative (they wrap); where X_WIDE,
+// Y_WIDE or OUT_WIDE is bound, offsets, strides and lengths are multiples of 4.
+//
+// A workgroup array has two axes, the first with indices that are bound: only the second, the same
+// for all, is then checked against its length.
+
+$ENABLE
+struct Params {
+    m: u32, n: u32, k: u32,
+    x_row: u32, x_column: u32,
+    y_row: u32, y_column: u32,
+    bias_column: u32,
+    extra_row: u32, extra_column: u32,
+    out_row: u32, out_column: u32,
+    pre_row: u32, pre_column: u32,
+    // planes: number z is part z % parts of K, of the segments of place z / parts
+    first_plane: u32, part: u32, parts: u32, segments: u32,
+    // of all segments that a place adds up, and groups of them
+    summed: u32, groups: u32,
+    x: u32, y: u32, bias: u32, extra: u32, out: u32, pre: u32,
+}
+// Where the operands of a place begin.
+struct Place { x: u32, y: u32, bias: u32, extra: u32, out: u32, pre: u32 }
+
+@group(0) @binding(0) var<uniform> p: Params;
+//$ for b in BUFFERS:
+@group(0) @binding(${b[0]}) var<storage, ${b[3]}> ${b[1]}: array<${b[2]}>;
+//$ end
+
+$FUNCTIONS
+//$ for b in LOADED:
+// Four neighbours of a row; what lies past the last column is 0.
+fn load_${b.NAME}(at: u32, column: u32) -> vec4<$ACC> {
+    //$ if b.WIDE:
+    return vec4<$ACC>(${b.NAME}[at / 4u]);
+    //$ else:
+    var value = vec4<$ACC>();
+    //$ for d in range(4):
+    if (column + ${d}u < p.n) {
+        value[$d] = $ACC(${b.NAME}[at + ${d}u * p.${b.STRIDE}]);
+    }
+    //$ end
+    return value;
+    //$ end
+}
+//$ end
+
+//$ for b in STORED:
+fn store_${b.NAME}(at: u32, column: u32, value: vec4<$ACC>) {
+    //$ if b.WIDE:
+    ${b.NAME}[at / 4u] = vec4<${b.TYPE}>(value);
+    //$ else:
+    //$ for d in range(4):
+    if (column + ${d}u < p.n) {
+        ${b.NAME}[at + ${d}u * p.${b.STRIDE}] = ${b.TYPE}(value[$d]);
+    }
+    //$ end
+    //$ end
+}
+//$ end
+
+//$ if PRODUCT:
+var<workgroup> x_tile: array<array<vec4<$ACC>, $X_PITCH>, $BLOCK_K>;
+var<workgroup> y_tile: array<array<vec4<$ACC>, $Y_PITCH>, $BLOCK_K>;
+//$ end
+//$ if COLUMN_SUMS:
+var<workgroup> sums: array<array<vec4<$ACC>, ${BLOCK_N // NR}>, ${BLOCK_M // MR}>;
+//$ end
+
+@compute @workgroup_size($INVOCATIONS)
+fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgroup: vec3<u32>,
+        @builtin(num_workgroups) grid: vec3<u32>) {
+    // Blocks in columns of GROUP rows of blocks: neighbours in time share operands in the cache.
+    let block_rows = (p.m + ${BLOCK_M - 1}u) / ${BLOCK_M}u;
+    let block_columns = (p.n + ${BLOCK_N - 1}u) / ${BLOCK_N}u;
+    let block = workgroup.x + workgroup.y * grid.x;
+    if (block >= block_rows * block_columns) {
+        return;
+    }
+    let group = block / (${GROUP}u * block_columns);
+    let group_rows = min(block_rows - group * ${GROUP}u, ${GROUP}u);
+    let within = block - group * ${GROUP}u * block_columns;
+    let row_block = group * ${GROUP}u + within % group_rows;
+    let row0 = row_block * ${BLOCK_M}u;
+    let column0 = within / group_rows * ${BLOCK_N}u;
+    let plane = p.first_plane + workgroup.z;
+
+    // An invocation's rows and columns: MR / 4 and NR / 4 runs of four.
+    let tx = $TX;
+    let ty = $TY;
+
+    //$ if PLACES:
+    let place_number = plane / (p.parts * p.groups) * p.summed;
+    //$ if SEGMENTS:
+    let first_segment = plane / p.parts % p.groups * p.segments;
+    var segment = place_number + first_segment;
+    let last_segment = place_number + min(first_segment + p.segments, p.summed);
+    let place = places[segment];
+    //$ else:
+    let place = places[place_number];
+    //$ end
+    //$ else:
+    let place = Place(p.x, p.y, p.bias, p.extra, p.out, p.pre);
+    //$ end
+
+    //$ if PRODUCT:
+    //$ for i in range(MR):
+    //$ for j in range(NR // 4):
+    var c${i}_$j = vec4<$ACC>();
+    //$ end
+    //$ end
+    let k_first = plane % p.parts * p.part;
+    let k_end = min(k_first + p.part, p.k);
+    var k0 = k_first;
+    var x_at = place.x;
+    var y_at = place.y;
+    //$ for o in OPERANDS:
+    //$ for i in range(o.LOADS):
+    //$ if o.TURNED:
+    // a square of four outputs by four values of k
+    let ${o.NAME}_o$i = (t + ${i * INVOCATIONS}u) % ${o.BLOCK // 4}u;
+    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) / ${o.BLOCK // 4}u * 4u;
+    //$ for c in range(4):
+    var ${o.NAME}_v${i}_$c = vec4<$ACC>();
+    //$ end
+    //$ else:
+    let ${o.NAME}_o$i = (t + ${i * INVOCATIONS}u) % ${o.BLOCK // 4}u;
+    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) / ${o.BLOCK // 4}u;
+    var ${o.NAME}_v$i = vec4<$ACC>();
+    //$ end
+    //$ end
+    //$ end
+
+    var running = k0 < k_end;
+    //$ if SEGMENTS:
+    running = running && segment < last_segment;
+    //$ end
+    var ahead = false;
+    loop {
+        // What was fetched in the last turn goes to workgroup memory; the first turn only fetches.
+        if (ahead) {
+            workgroupBarrier();
+            //$ for o in OPERANDS:
+            //$ for i in range(o.LOADS):
+            ${o.IF_IN_TILE[i]}
+            //$ if o.TURNED:
+            //$ for c in range(4):
+            ${o.NAME}_tile[${o.NAME}_k$i + ${c}u][${o.NAME}_o$i] = vec4<$ACC>(${o.NAME}_v${i}_0[$c], ${o.NAME}_v${i}_1[$c], ${o.NAME}_v${i}_2[$c], ${o.NAME}_v${i}_3[$c]);
+            //$ end
+            //$ else:
+            ${o.NAME}_tile[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v$i;
+            //$ end
+            ${o.END_IN_TILE[i]}
+            //$ end
+            //$ end
+            workgroupBarrier();
+        }
+        let multiply = ahead;
+        ahead = running;
+        if (running) {
+            //$ for o in OPERANDS:
+            //$ for i in range(o.LOADS):
+            ${o.IF_IN_TILE[i]}
+            {
+                let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
+                let o = ${o.ORIGIN} + ${o.NAME}_o$i * 4u;
+                let k = k0 + ${o.NAME}_k$i;
+                //$ if o.TURNED:
+                //$ for c in range(4):
+                ${o.NAME}_v${i}_$c = vec4<$ACC>();
+                //$ if o.WIDE:
+                if (o + ${c}u < p.${o.LENGTH} && k < k_end) {
+                    ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.STRIDE_O}) / 4u]);
+                }
+                //$ else:
+                if (o + ${c}u < p.${o.LENGTH}) {
+                    //$ for d in range(4):
+                    if (k + ${d}u < k_end) {
+                        ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O} + ${d}u * p.${o.STRIDE_K}]);
+                    }
+                    //$ end
+                }
+                //$ end
+                //$ end
+                //$ else:
+                ${o.NAME}_v$i = vec4<$ACC>();
+                //$ if o.WIDE:
+                if (o < p.${o.LENGTH} && k < k_end) {
+                    ${o.NAME}_v$i = vec4<$ACC>(${o.NAME}[at / 4u]);
+                }
+                //$ else:
+                if (k < k_end) {
+                    //$ for c in range(4):
+                    if (o + ${c}u < p.${o.LENGTH}) {
+                        ${o.NAME}_v$i[$c] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O}]);
+                    }
+                    //$ end
+                }
+                //$ end
+                //$ end
+            }
+            ${o.END_IN_TILE[i]}
+            //$ end
+            //$ end
+            k0 += ${BLOCK_K}u;
+            running = k0 < k_end;
+            //$ if SEGMENTS:
+            if (!running) {
+                segment += 1u;
+                running = segment < last_segment;
+                k0 = k_first;
+                if (running) {
+                    x_at = places[segment].x;
+                    y_at = places[segment].y;
+                }
+            }
+            //$ end
+        }
+        if (multiply) {
+            //$ for k in range(BLOCK_K):
+            {
+                //$ for i in range(MR // 4):
+                let x$i = x_tile[$k][ty + ${i * (BLOCK_M // MR)}u];
+                //$ end
+                //$ for j in range(NR // 4):
+                let y$j = y_tile[$k][tx + ${j * (BLOCK_N // NR)}u];
+                //$ end
+                //$ for i in range(MR):
+                //$ for j in range(NR // 4):
+                c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
+                //$ end
+                //$ end
+            }
+            //$ end
+        }
+        if (!ahead) {
+            break;
+        }
+    }
+    //$ end
+
+    //$ for j in range(NR // 4):
+    {
+        let column = column0 + ${j * (BLOCK_N // (NR // 4))}u + tx * 4u;
+        //$ if COLUMN_SUMS:
+        var sum = vec4<$ACC>();
+        //$ end
+        if (column < p.n) {
+            //$ if BIAS:
+            let bias_values = load_bias(place.bias + column * p.bias_column, column);
+            //$ end
+            //$ for i in range(MR):
+            {
+                let row = row0 + ${(i // 4) * (BLOCK_M // (MR // 4)) + i % 4}u + ty * 4u;
+                if (row < p.m) {
+                    //$ if PRE_READ:
+                    var value = load_pre(place.pre + row * p.pre_row + column * p.pre_column, column);
+                    //$ else:
+                    //$ if PRODUCT:
+                    var value = c${i}_$j;
+                    //$ else:
+                    var value = vec4<$ACC>(1, 1, 1, 1);
+                    //$ end
+                    //$ if BIAS:
+                    value += bias_values;
+                    //$ end
+                    //$ if PRE_WRITTEN:
+                    store_pre(place.pre + row * p.pre_row + column * p.pre_column, column, value);
+                    //$ end
+                    //$ end
+                    //$ if FUNCTION:
+                    value = vec4<$ACC>($FUNCTION(value[0]), $FUNCTION(value[1]), $FUNCTION(value[2]), $FUNCTION(value[3]));
+                    //$ end
+                    //$ if SLOPE:
+                    value *= load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
+                    //$ end
+                    //$ if RESIDUAL:
+                    value += load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
+                    //$ end
+                    //$ if OUT:
+                    store_out(place.out + $OUT_AT * p.out_row + column * p.out_column, column, value);
+                    //$ end
+                    //$ if COLUMN_SUMS:
+                    sum += value;
+                    //$ end
+                }
+            }
+            //$ end
+        }
+        //$ if COLUMN_SUMS:
+        // Down the rows of the block in a fixed order: in registers, then over the invocations.
+        workgroupBarrier();
+        sums[ty][tx] = sum;
+        workgroupBarrier();
+        if (ty == 0u) {
+            for (var i = 1u; i < ${BLOCK_M // MR}u; i++) {
+                sum += sums[i][tx];
+            }
+            let at = ((p.first_plane + workgroup.z) * block_rows + row_block) * p.n + column;
+            //$ for d in range(4):
+            if (column + ${d}u < p.n) {
+                column_sums[at + ${d}u] = sum[$d];
+            }
+            //$ end
+        }
+        //$ end
+    }
+    //$ end
+}

@@ -1,0 +1,269 @@
+"""Where the arrays of a problem are found on the device, and where its results go.
+
+A problem holds NumPy arrays: the caller's own, or the ghosts of arrays of the device
+(`arrays.DeviceArray`). A store turns them into views of buffers. For the caller's own arrays that
+is an upload before and a download after the work; for ghosts nothing moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
+from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.kernels import COPY_AXES, Copy, Operand
+
+__all__ = ["DeviceStore", "HostStore", "View"]
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided part of a buffer; offset and strides in elements."""
+
+    buffer: Buffer
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+
+    def bound(self, device: Device) -> tuple[Binding, int]:
+        """What to bind, and the offset of the first element in it."""
+        if self.buffer.size <= device.binding_limit or not prod(self.shape):
+            size = min(self.buffer.size, device.binding_limit)
+            return Binding(self.buffer, 0, size), self.offset
+        low = high = self.offset
+        for length, stride in zip(self.shape, self.strides, strict=True):
+            reach = (length - 1) * stride
+            low, high = low + min(reach, 0), high + max(reach, 0)
+        first = low * self.itemsize // device.alignment * device.alignment
+        last = min(-(-(high + 1) * self.itemsize // 16) * 16, self.buffer.size)
+        return Binding(self.buffer, first, last - first), self.offset - first // self.itemsize
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is one run in C order."""
+        run = 1
+        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if length == 1:
+                continue
+            if stride != run:
+                return False
+            run *= length
+        return True
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Of a C-contiguous array, in elements."""
+    strides, run = [], 1
+    for length in reversed(shape):
+        strides.append(run)
+        run *= max(length, 1)
+    return tuple(reversed(strides))
+
+
+def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> View:
+    """A new C-contiguous view with any content."""
+    nbytes = prod(shape) * dtype.itemsize
+    buffer = device.buffer(max(nbytes, 16), what)
+    return View(buffer, 0, shape, contiguous_strides(shape), dtype.name, dtype.itemsize)
+
+
+class Store:
+    """What a run asks for; see :class:`HostStore` and :class:`DeviceStore`."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.commands = Commands(device)
+
+    def source(self, x: ndarray) -> View:
+        """An operand."""
+        raise NotImplementedError
+
+    def target(self, x: ndarray) -> View:
+        """A result, to be written in full."""
+        raise NotImplementedError
+
+    def flush(self) -> None:
+        """Do what has been recorded so far."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
+        """Do the rest; afterwards the results are there."""
+        raise NotImplementedError
+
+
+class HostStore(Store):
+    """For NumPy arrays: each operand is uploaded once, each result downloaded.
+
+    Results are written at the very end: a failure before that has touched none of them.
+    """
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._sources: dict[int, tuple[ndarray, View]] = {}
+        self._targets: list[tuple[ndarray, View]] = []
+        self._results: list[tuple[ndarray, ndarray]] = []
+
+    def source(self, x: ndarray) -> View:
+        known = self._sources.get(id(x))
+        if known is not None:
+            return known[1]
+        # An axis that repeats one slice is uploaded once, and the rest in the order of the memory:
+        # a transposed array takes no copy on the way.
+        unique = x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides)]
+        order = sorted(range(x.ndim), key=lambda axis: -abs(unique.strides[axis]))
+        packed = np.array(unique.transpose(order), order="C", copy=None)
+        buffer = self.device.buffer(max(packed.nbytes, 16), f"an operand of shape {x.shape}")
+        self.device.upload(packed, buffer)
+        strides = [0] * x.ndim
+        for axis, stride in zip(order, contiguous_strides(packed.shape), strict=True):
+            strides[axis] = stride if x.strides[axis] else 0
+        view = View(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
+        self._sources[id(x)] = x, view
+        return view
+
+    def target(self, x: ndarray) -> View:
+        view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+        if x.size:
+            self._targets.append((x, view))
+        return view
+
+    def flush(self) -> None:
+        targets, self._targets = self._targets, []
+        found = self.commands.submit([(Binding(v.buffer, 0, x.nbytes), x) for x, v in targets])
+        self._results += zip((x for x, _ in targets), found, strict=True)
+        self._sources.clear()
+
+    def finish(self) -> None:
+        self.flush()
+        for x, value in self._results:
+            x[...] = value
+
+
+class DeviceStore(Store):
+    """For the ghosts of arrays of the device; a result that is not the caller's gets a buffer.
+
+    Parameters
+    ----------
+    device : Device
+    operands, outputs : sequences of DeviceArray
+        The caller's.
+    """
+
+    def __init__(
+        self, device: Device, operands: Sequence[DeviceArray], outputs: Sequence[DeviceArray]
+    ) -> None:
+        super().__init__(device)
+        #: Ranges of addresses that stand for buffers: first, last, that of the buffer's beginning.
+        self._known: list[tuple[int, int, int, Buffer]] = []
+        for x in (*operands, *outputs):
+            if x.size:
+                self._known.append((*bounds(x.ghost), x.base, x.buffer))
+        owners = [id(x.buffer) for x in outputs]
+        read = {id(x.buffer) for x in operands}
+        # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
+        self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
+        self._copies: list[tuple[View, View]] = []
+
+    def _find(self, x: ndarray) -> View | None:
+        at = address(x)
+        size = x.itemsize
+        for low, high, base, buffer in self._known:
+            if x.size and low <= at < high:
+                strides = tuple(s // size for s in x.strides)
+                return View(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
+        return None
+
+    def source(self, x: ndarray) -> View:
+        view = self._find(x)
+        return fresh(self.device, x.shape, x.dtype, "an empty operand") if view is None else view
+
+    def reserve(self, x: ndarray) -> None:
+        """Give a new result its buffer, of which parts can be targets then."""
+        if x.size and self._find(x) is None:
+            view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+            self._known.append((*bounds(x), address(x), view.buffer))
+
+    def target(self, x: ndarray) -> View:
+        self.reserve(x)
+        view = self._find(x)
+        if view is not None and id(view.buffer) not in self._shared:
+            return view
+        apart = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+        if view is not None:
+            self._copies.append((apart, view))
+        return apart
+
+    def flush(self) -> None:
+        copies, self._copies = self._copies, []
+        for source, out in copies:
+            copy(self.commands, source, out)
+        self.commands.submit()
+
+    def finish(self) -> None:
+        self.flush()
+
+    def result(self, x: ndarray) -> DeviceArray:
+        """A new result as an array of the device."""
+        view = self._find(x)
+        if view is None:
+            view = fresh(self.device, x.shape, x.dtype, "an empty result")
+        return DeviceArray(self.device, view.buffer, x, address(x))
+
+
+def copy(commands: Commands, source: View, out: View) -> None:
+    """Record `out` = `source`, converted; any strides."""
+    device = commands.device
+    shape, from_strides, to_strides = merged(out.shape, source.strides, out.strides)
+    if not prod(shape):
+        return
+    lead = len(shape) - COPY_AXES
+    kernel = Copy(Operand(source.dtype), Operand(out.dtype))
+    (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
+    for index in np.ndindex(shape[: max(lead, 0)]):
+        first = [
+            origin + sum(i * s for i, s in zip(index, strides, strict=False))
+            for origin, strides in ((from_first, from_strides), (to_first, to_strides))
+        ]
+        sizes = _four(shape[max(lead, 0) :], 1)
+        count = prod(sizes)
+        commands.dispatch(
+            kernel,
+            (from_, to),
+            (
+                *_four(from_strides[max(lead, 0) :], 0), *_four(to_strides[max(lead, 0) :], 0),
+                *sizes, *first, count,
+            ),
+            (*device.grid(-(-count // 256)), 1),
+        )  # fmt: skip
+
+
+def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
+    return (missing,) * (COPY_AXES - len(values)) + values
+
+
+def merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shape with neighbouring axes made one where every array steps through them as one."""
+    lengths: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for axis, length in enumerate(shape):
+        if length == 1:
+            continue
+        if lengths and all(
+            mine[-1] == s[axis] * length for mine, s in zip(steps, strides, strict=True)
+        ):
+            lengths[-1] *= length
+            for mine, s in zip(steps, strides, strict=True):
+                mine[-1] = s[axis]
+        else:
+            lengths.append(length)
+            for mine, s in zip(steps, strides, strict=True):
+                mine.append(s[axis])
+    return tuple(lengths), *(tuple(mine) for mine in steps)
