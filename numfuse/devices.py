@@ -12,7 +12,7 @@ from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.backends import Backend, resolve
 from numfuse.kinds import adapter_of
-from numfuse.operands import accumulator
+from numfuse.operands import accumulator, as_plain
 
 __all__ = ["synchronize", "to_device", "to_numpy", "warmup"]
 
@@ -83,9 +83,11 @@ def to_device(x: Any, backend: str | Backend) -> Any:
         The backend cannot run here.
     """
     move = getattr(resolve(backend), "to_device", None)
-    if move is not None:
-        return move(x)
-    return to_numpy(x)
+    if move is None:
+        return to_numpy(x)
+    if not isinstance(x, ndarray):
+        raise TypeError(f"x must be a NumPy array, got {type(x).__qualname__}")
+    return move(as_plain("x", x))
 
 
 def to_numpy(x: Any) -> ndarray:

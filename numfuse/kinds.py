@@ -24,6 +24,7 @@ ADAPTERS = {
     "dask": "numfuse.adapters.dask",
     "cupy": "numfuse.adapters.cupy",
     "numba": "numfuse.adapters.numba_cuda",
+    "numfuse": "numfuse.adapters.webgpu",
 }
 
 #: What needs no adapter: the public functions compare types with these before anything else.

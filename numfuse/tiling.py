@@ -396,14 +396,18 @@ class WebGpuTile:
     nr: int
     #: Rows of blocks that are worked on together: their Y blocks are found in the device's cache.
     group: int = 8
+    #: Copies of the slices in workgroup memory: with two, one barrier a slice.
+    stages: int = 1
+    #: Whether neighbouring invocations fetch along K where that is the contiguous axis.
+    k_first: bool = False
 
     @property
     def invocations(self) -> int:
         return self.block_m // self.mr * (self.block_n // self.nr)
 
 
-#: Tiles of a GPU, the largest first.  128 x 128 x 16 with 8 x 16 sums an invocation: 6 reads of four
-#: values from workgroup memory for 128 fused multiply-adds.
+#: Tiles of a GPU, the largest first.  128 x 128 x 16 with 8 x 16 sums an invocation: 6 reads of
+#: four values from workgroup memory for 128 fused multiply-adds.
 WEBGPU_TILES = (
     WebGpuTile(128, 128, 16, 8, 16),
     WebGpuTile(64, 64, 16, 4, 8),
@@ -444,7 +448,7 @@ def webgpu_tile(
 
 def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int) -> int:
     """Both factors, each row padded by four, and the sums of columns."""
-    factors = (tile.block_m + tile.block_n + 8) * depth
+    factors = (tile.block_m + tile.block_n + 8) * depth * tile.stages
     return (factors + 4 * tile.invocations) * itemsize
 
 

@@ -410,6 +410,12 @@ class Device:
         rows = -(-count // self.grid_limit)
         return -(-count // rows), rows
 
+    def wait(self) -> None:
+        """Until all that was submitted is done."""
+        # A read comes after all that is in the queue. (The promise of the queue itself has a
+        # callback of the wrong type in wgpu 0.32.)
+        Commands(self).submit([(Binding(self.buffer(16), 0, 16), np.empty(16, np.uint8))])
+
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
         limits = (

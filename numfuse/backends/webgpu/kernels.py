@@ -15,7 +15,7 @@ from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr
 from numfuse.tiling import WebGpuTile
 
-__all__ = ["COPY_AXES", "Copy", "Gated", "Gemm", "Join", "Operand", "TYPES"]
+__all__ = ["COPY_AXES", "TYPES", "Copy", "Gated", "Gemm", "Join", "Operand"]
 
 #: {storage dtype: its WGSL type}.
 TYPES = {"float32": "f32", "float64": "f64", "float16": "f16"}
@@ -69,7 +69,8 @@ class _Factor:
         self.IF_IN_TILE, self.END_IN_TILE = [], []
         for i in range(self.LOADS):
             partial = (i + 1) * tile.invocations > pieces
-            self.IF_IN_TILE.append(f"if ({name}_k{i} < {tile.block_k}u) {{" if partial else "")
+            inside = f"{name}_k{i} < {tile.block_k}u && {name}_o{i} < {block // 4}u"
+            self.IF_IN_TILE.append(f"if ({inside}) {{" if partial else "")
             self.END_IN_TILE.append("}" if partial else "")
 
 
@@ -195,7 +196,7 @@ class Gemm(Kernel):
                 "X_PITCH": t.block_m // 4 + (self.x is not None and self.x.turned),
                 "Y_PITCH": t.block_n // 4 + (self.y is not None and self.y.turned),
                 "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "BLOCK_K": t.block_k,
-                "MR": t.mr, "NR": t.nr, "GROUP": t.group,
+                "MR": t.mr, "NR": t.nr, "GROUP": t.group, "STAGES": t.stages, "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
                 "TX": tx, "TY": ty,
                 "BIAS": self.bias is not None,

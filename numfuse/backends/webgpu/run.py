@@ -13,6 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy import ndarray
 
 from numfuse import tiling
 from numfuse.backends.webgpu.device import Binding, Device
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     )
     from numfuse.tiling import WebGpuTile
 
-__all__ = ["backward", "forward", "gated", "gated_backward"]
+__all__ = ["backward", "forward", "gated", "gated_backward", "sum_to", "tile_of"]
 
 #: The operands of the epilogue in the order of a place.
 _TAILS = ("bias", "extra", "out", "pre")
@@ -420,6 +421,25 @@ def _slopes(
         )  # fmt: skip
     if d_bias is not None and sums is not None:
         _join(store, sums, by_bias.count, by_bias.segments * rows, d_bias)
+
+
+def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
+    """out = x summed over the axes along which out was broadcast to the shape of x."""
+    source, target = store.source(x), store.target(out)
+    own = (1,) * (x.ndim - out.ndim) + out.shape
+    summed = [i for i, length in enumerate(own) if length != x.shape[i]]
+    if not summed:
+        copy(store.commands, source, target)
+        return
+    order = [*summed, *(i for i in range(x.ndim) if i not in summed)]
+    turned = replace(
+        source,
+        shape=tuple(source.shape[i] for i in order),
+        strides=tuple(source.strides[i] for i in order),
+    )
+    planes = fresh(store.device, turned.shape, accumulator, "the summands of a residual")
+    copy(store.commands, turned, planes)
+    _join(store, planes, 1, prod(x.shape[i] for i in summed), target)
 
 
 def gated(store: Store, p: GatedProblem) -> None:

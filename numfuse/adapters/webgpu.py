@@ -1,0 +1,241 @@
+"""numfuse's functions on arrays that live on a WebGPU device: nothing moves.
+
+The problem is made, and every check applied, with the arrays' ghosts (see
+`numfuse.backends.webgpu.arrays`); the results are arrays of the same device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from numpy import ndarray
+
+from numfuse import problem
+from numfuse.backends import Backend, load
+from numfuse.backends.webgpu import WebGpuBackend, run
+from numfuse.backends.webgpu.arrays import DeviceArray
+from numfuse.backends.webgpu.device import Device
+from numfuse.backends.webgpu.stores import DeviceStore
+from numfuse.gradients import GATED_NEEDS, GEMM_NEEDS, RESIDUAL_NEEDS
+
+__all__ = [
+    "activation_mul",
+    "activation_mul_bwd",
+    "matmul_bias_activation",
+    "matmul_bias_activation_bwd",
+    "matmul_bias_residual",
+    "matmul_bias_residual_bwd",
+    "synchronize",
+    "to_numpy",
+]
+
+
+class _Call:
+    """The operands and outputs of a call: their device, their ghosts, its results."""
+
+    def __init__(self, backend: str | Backend | None, **operands: Any) -> None:
+        self._operands: list[DeviceArray] = []
+        self._outs: list[DeviceArray] = []
+        self.device = self._place(operands)
+        self.backend = _backend(backend, self.device)
+        for name, x in operands.items():
+            if x is not None:
+                self._own(name, x)
+                self._operands.append(x)
+
+    @staticmethod
+    def _place(operands: dict[str, Any]) -> Device:
+        for x in operands.values():
+            if isinstance(x, DeviceArray):
+                return x.device
+        raise AssertionError("an array of a device brought the call here")
+
+    def _own(self, name: str, x: Any) -> None:
+        if not isinstance(x, DeviceArray):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(
+                f"{name} must be on {self.device.name} as the other operands, got {kind}: "
+                f"numfuse.to_device({name}, 'webgpu') copies it there"
+            )
+        if x.device is not self.device:
+            raise TypeError(f"{name} must be on {self.device.name}, got an array on {x.device.name}")
+        x.alive()
+
+    def out(self, name: str, x: Any) -> ndarray | None:
+        """The ghost of an output; None where it is to be allocated."""
+        if x is None:
+            return None
+        self._own(name, x)
+        self._outs.append(x)
+        ghost: ndarray = x.ghost
+        return ghost
+
+    def outs(self, out: Any, names: tuple[str, ...]) -> Any:
+        """The ghosts of a tuple of outputs; what is no such tuple is left for the problem's check."""
+        if not isinstance(out, tuple | list) or len(out) != len(names):
+            return out
+        return tuple(self.out(f"d_{name}", x) for name, x in zip(names, out, strict=True))
+
+    def run(
+        self, kind: str, p: Any, operation: Callable[[DeviceStore, Any], None]
+    ) -> Any:
+        """Run a problem of ghosts, and return its result as arrays of the device."""
+        self.backend.check(self.device, p.dtype, kind)
+        store = DeviceStore(self.device, self._operands, self._outs)
+        operation(store, p)
+        store.finish()
+        self.backend.record(self.device, kind, p)
+        given = {id(x.ghost): x for x in self._outs}
+
+        def wrapped(ghost: Any) -> Any:
+            if ghost is None:
+                return None
+            known = given.get(id(ghost))
+            return store.result(ghost) if known is None else known
+
+        if isinstance(p.result, ndarray):
+            return wrapped(p.result)
+        arrays = [wrapped(ghost) for ghost in p.result]
+        return type(p.result)(*arrays) if hasattr(p.result, "_fields") else tuple(arrays)
+
+
+def _ghost(x: Any) -> Any:
+    return x.ghost if isinstance(x, DeviceArray) else x
+
+
+def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
+    """The backend of these arrays; another one asked for is an error, as nothing moves unasked."""
+    own = load("webgpu")
+    assert isinstance(own, WebGpuBackend)
+    if backend is None or backend == "webgpu":
+        return own
+    if isinstance(backend, WebGpuBackend) and backend.device is device:
+        return backend
+    name = backend if isinstance(backend, str) else getattr(backend, "name", backend)
+    raise ValueError(
+        f"backend must be 'webgpu' (or None) for arrays on {device.name}, got {name!r}: "
+        f"numfuse.to_numpy moves an array"
+    )
+
+
+def matmul_bias_activation(
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    return_pre_activation: bool = False,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_activation`."""
+    call = _Call(backend, a=a, b=b, bias=bias)
+    p = problem.gemm(
+        a.ghost, b.ghost, _ghost(bias), activation, return_pre_activation, call.out("out", out)
+    )
+    return call.run("forward", p, run.forward)
+
+
+def matmul_bias_residual(
+    a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
+) -> Any:
+    """As :func:`numfuse.matmul_bias_residual`."""
+    call = _Call(backend, a=a, b=b, bias=bias, residual=residual)
+    p = problem.gemm_residual(
+        a.ghost, b.ghost, _ghost(bias), residual.ghost, call.out("out", out)
+    )
+    return call.run("forward", p, run.forward)
+
+
+def matmul_bias_activation_bwd(
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    pre_activation: Any = None,
+    needs: Iterable[str] = GEMM_NEEDS,
+    sum_batch: bool = False,
+    guard: bool = True,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_activation_bwd`."""
+    call = _Call(backend, grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
+    p = problem.gemm_backward(
+        grad.ghost, a.ghost, b.ghost, _ghost(bias), activation, _ghost(pre_activation), needs,
+        sum_batch, guard, call.outs(out, GEMM_NEEDS),
+    )  # fmt: skip
+    return call.run("backward", p, run.backward)
+
+
+def matmul_bias_residual_bwd(
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    *,
+    pre_activation: Any = None,
+    needs: Iterable[str] = RESIDUAL_NEEDS,
+    sum_batch: bool = False,
+    guard: bool = True,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_residual_bwd`."""
+    call = _Call(
+        backend, grad=grad, a=a, b=b, bias=bias, residual=residual, pre_activation=pre_activation
+    )
+    p, residual_grad = problem.gemm_residual_backward(
+        grad.ghost, a.ghost, b.ghost, _ghost(bias), residual.ghost, _ghost(pre_activation), needs,
+        sum_batch, guard, call.outs(out, RESIDUAL_NEEDS),
+    )  # fmt: skip
+
+    def both(store: DeviceStore, p: Any) -> None:
+        run.backward(store, p)
+        if residual_grad is not None:
+            run.sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
+
+    return call.run("backward", p, both)
+
+
+def activation_mul(
+    a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None
+) -> Any:
+    """As :func:`numfuse.activation_mul`."""
+    call = _Call(backend, a=a, b=b)
+    p = problem.gated(a.ghost, b.ghost, activation, call.out("out", out))
+    return call.run("gated", p, run.gated)
+
+
+def activation_mul_bwd(
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    *,
+    needs: Iterable[str] = GATED_NEEDS,
+    guard: bool = True,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.activation_mul_bwd`."""
+    call = _Call(backend, grad=grad, a=a, b=b)
+    p = problem.gated_backward(
+        grad.ghost, a.ghost, b.ghost, activation, needs, guard, call.outs(out, GATED_NEEDS)
+    )
+    return call.run("gated_backward", p, run.gated_backward)
+
+
+def to_numpy(x: DeviceArray) -> ndarray:
+    """As :func:`numfuse.to_numpy`."""
+    return x.to_numpy()
+
+
+def synchronize(x: DeviceArray) -> None:
+    """As :func:`numfuse.synchronize`."""
+    x.alive()
+    x.device.wait()
