@@ -7,9 +7,10 @@ WGSL truths, in one place:
 - tanh of WGSL is NaN beyond |x| > 44 on some drivers, and exp of WGSL is allowed an error of
   3 + 2 |x| units in the last place: both are written out here;
 - an infinity cannot be written, and a constant expression that makes one is an error;
-- fma may be two roundings (it is on llvmpipe), and a product may be contracted or reassociated.
-  What a low word is for holds if fma is one rounding, or if sums and products are what is written:
-  one of both is true of every driver known. Where neither is, the low words lose their gain;
+- fma may be two roundings (it is on llvmpipe), and a product may be contracted with a sum. So what
+  a low word is for comes from fma where it is one rounding, and else from split products;
+- sums may be reassociated, a n + b n made (a + b) n: those that must stay apart have a `min`
+  between them;
 - a division may be off by 2.5 units in the last place, and Vulkan promises a float64 operation no
   more than a float32 one (every known driver gives all of it);
 - subnormal numbers may be flushed to zero.
@@ -229,7 +230,7 @@ fn nf_log_of(f: REAL, k: REAL) -> REAL {
     let z = s * s;
     let square = 0.5 * f * f;
     let r = LOG_POLYNOMIAL;
-    let inner = fma(s, square + z * r, min(k * LN2_TAIL, 1.0));
+    let inner = fma(s, square + z * r, k * LN2_TAIL);
     return fma(k, LN2_HEAD, f - (square - inner));
 }""",
     "nf_outside_log": """\

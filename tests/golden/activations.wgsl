@@ -114,7 +114,7 @@ fn nf_log_of(f: f32, k: f32) -> f32 {
     let z = s * s;
     let square = 0.5f * f * f;
     let r = fma(fma(fma(0.23584977f, z, 0.2853717f), z, 0.40000337f), z, 0.6666666f);
-    let inner = fma(s, square + z * r, min(k * 1.4286068e-06f, 1.0f));
+    let inner = fma(s, square + z * r, k * 1.4286068e-06f);
     return fma(k, 0.69314575f, f - (square - inner));
 }
 

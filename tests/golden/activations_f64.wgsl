@@ -114,7 +114,7 @@ fn nf_log_of(f: f64, k: f64) -> f64 {
     let z = s * s;
     let square = 0.5lf * f * f;
     let r = fma(fma(fma(fma(fma(fma(0.14798941810952307lf, z, 0.1531377147098595lf), z, 0.1818357441876736lf), z, 0.22222198395274748lf), z, 0.2857142874395841lf), z, 0.39999999999408364lf), z, 0.6666666666666735lf);
-    let inner = fma(s, square + z * r, min(k * 1.9082149292705877e-10lf, 1.0lf));
+    let inner = fma(s, square + z * r, k * 1.9082149292705877e-10lf);
     return fma(k, 0.6931471803691238lf, f - (square - inner));
 }
 
