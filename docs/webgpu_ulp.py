@@ -3,8 +3,9 @@
     python docs/webgpu_ulp.py                 2^20 arguments of float32 and of float64
     python docs/webgpu_ulp.py --count 65536 --only float32
 
-The adapter is the first Vulkan one, or the one that ``NUMFUSE_WEBGPU_ADAPTER`` names (any part of
-its name). One compute pipeline evaluates every function of a module for each argument.
+The adapter is a Vulkan one where there is any, or one that ``NUMFUSE_WEBGPU_ADAPTER`` names (any
+part of its name or of its interface's). One compute pipeline evaluates every function of a module
+for each argument.
 
 Reference. The same formula in long double (64 bits), whose products, argument words and constants
 carry their rounding errors along as in float64. So it is right to about 2^-60: the table's figures
@@ -45,7 +46,7 @@ class Unavailable(Exception):
 
 
 def find_adapter() -> Any:
-    """The adapter that the environment names, or else the first Vulkan one, or the first."""
+    """The first adapter that the environment names, Vulkan before others, a GPU before a CPU."""
     try:
         import wgpu
     except ImportError as missing:
@@ -58,7 +59,9 @@ def find_adapter() -> Any:
     found = [a for a in found if wanted in f"{a.info['device']} {a.info['backend_type']}".lower()]
     if not found:
         raise Unavailable(f"no WebGPU adapter{f' is called {wanted!r}' if wanted else ''}")
-    return min(found, key=lambda a: a.info["backend_type"] != "Vulkan")
+    return min(
+        found, key=lambda a: (a.info["backend_type"] != "Vulkan", a.info["adapter_type"] == "CPU")
+    )
 
 
 def module(functions: Mapping[str, Expr], dtype: str) -> str:

@@ -7,9 +7,10 @@ WGSL truths, in one place:
 - tanh of WGSL is NaN beyond |x| > 44 on some drivers, and exp of WGSL is allowed an error of
   3 + 2 |x| units in the last place: both are written out here;
 - an infinity cannot be written, and a constant expression that makes one is an error;
-- fma may be two roundings (it is on llvmpipe), and a product may be contracted or reassociated.
-  What a low word is for holds if fma is one rounding, or if sums and products are what is written:
-  one of both is true of every driver known. Where neither is, the low words lose their gain;
+- fma may be two roundings (it is on llvmpipe), and a product may be contracted with a sum. So what
+  a low word is for comes from fma where it is one rounding, and else from split products;
+- sums may be reassociated, a n + b n made (a + b) n: those that must stay apart have a `min`
+  between them;
 - a division may be off by 2.5 units in the last place, and Vulkan promises a float64 operation no
   more than a float32 one (every known driver gives all of it);
 - subnormal numbers may be flushed to zero.
@@ -99,6 +100,9 @@ def _words(dtype: str) -> dict[str, str]:
         # Subnormal arguments of log are scaled by a power of two first.
         "LIFT": 2.0 ** (mantissa + 2),
         "LIFT_BITS": float(mantissa + 2),
+        # More than the first difference of nf_product_low, and not the largest number: a compiler
+        # that knows of no infinity would see through that.
+        "BEYOND_LOW": {"float32": 1e37, "float64": 1e305}[dtype],
         # log1p(x) is x to a tenth of its last place.
         "LOG1P_LINEAR": {"float32": 1e-8, "float64": 1e-17}[dtype],
     }
@@ -122,7 +126,9 @@ def _words(dtype: str) -> dict[str, str]:
 
 
 #: The primitives by name, for every dtype: UPPER-case words are bound by `_words`, and a number
-#: with a point becomes a literal of the dtype. What one calls is found in its text.
+#: with a point becomes a literal of the dtype. What one calls is found in its text. A `min` that
+#: never holds keeps a compiler from taking two sums for one: Mesa makes x - n (head + tail) of
+#: x - n head - n tail where fma is two roundings (67 units in the last place of exp, by OpenGL).
 TEMPLATES = {
     "nf_is_nan": """\
 fn nf_is_nan(x: REAL) -> bool {
@@ -154,7 +160,8 @@ fn nf_product_low(a: REAL, b: REAL) -> REAL {
     let b_high = bitcast<REAL>(bitcast<UINT>(b) & HIGH_BITS);
     let a_low = a - a_high;
     let b_low = b - b_high;
-    let mixed = (a_high * b_high - product) + a_high * b_low + a_low * b_high;
+    let rest = min(a_high * b_high - product, BEYOND_LOW);
+    let mixed = rest + a_high * b_low + a_low * b_high;
     return select(mixed + a_low * b_low, fused, fused != 0.0);
 }""",
     # The fma of a formula: where it is two roundings, what the first one lost is added.
@@ -170,7 +177,8 @@ fn nf_power_of_two(n: INT) -> REAL {
     # e^r - 1 for x = n ln2 + r
     "nf_reduced": """\
 fn nf_reduced(hi: REAL, lo: REAL, n: REAL) -> REAL {
-    let r = fma(-n, LN2_TAIL, fma(-n, LN2_HEAD, hi)) + lo;
+    let rest = min(fma(-n, LN2_HEAD, hi), 1.0);
+    let r = fma(-n, LN2_TAIL, rest) + lo;
     let p = EXP_POLYNOMIAL;
     return fma(r * r, p, r);
 }""",
@@ -209,7 +217,7 @@ fn nf_tanh(x: REAL) -> REAL {
     let n = round(-2.0 * y * LOG2_E);
     let p = nf_reduced(-2.0 * y, 0.0, n);
     let s = nf_power_of_two(INT(n));
-    let em = fma(s, p, s - 1.0);
+    let em = fma(s, p, min(s - 1.0, 1.0));
     return nf_copysign(em / (2.0 + em), x);
 }""",
     "nf_log_exponent": """\
@@ -247,7 +255,7 @@ fn nf_log1p(x: REAL) -> REAL {
     let u = 1.0 + x;
     let k = nf_log_exponent(u);
     let scale = nf_power_of_two(2 - k);
-    let f = fma(0.25 * x, scale, 0.25 * scale - 1.0);
+    let f = fma(0.25 * x, scale, min(0.25 * scale - 1.0, LIFT));
     return nf_outside_log(u, select(nf_log_of(f, REAL(k)), x, abs(x) < LOG1P_LINEAR));
 }""",
     "nf_normal_tail": """\

@@ -7,6 +7,7 @@ Every bound holds down to the smallest normal number, far tails included; below,
 """
 
 import ast
+import copy
 import functools
 import importlib.util
 import itertools
@@ -284,6 +285,77 @@ class Contracted(ast.NodeTransformer):
         return node
 
 
+class Factored(ast.NodeTransformer):
+    """fma is two roundings, and of every sum a b + a c + ... becomes a (b + c) + ..., once."""
+
+    def __init__(self):
+        self.named = {}
+
+    def visit_FunctionDef(self, node):
+        self.named = {}
+        return self.generic_visit(node)
+
+    def visit_Assign(self, node):
+        self.named[node.targets[0].id] = node.value
+        return self.generic_visit(node)
+
+    def known(self, node):
+        while isinstance(node, ast.Name) and node.id in self.named:
+            node = self.named[node.id]
+        if isinstance(node, ast.Call) and node.func.id == "fma":
+            a, b, c = node.args
+            return ast.BinOp(ast.BinOp(a, ast.Mult(), b), ast.Add(), c)
+        return node
+
+    def terms(self, node, sign):
+        whole = self.known(node)
+        if isinstance(whole, ast.UnaryOp) and isinstance(whole.op, ast.USub):
+            return self.terms(whole.operand, -sign)
+        if isinstance(whole, ast.BinOp) and isinstance(whole.op, (ast.Add, ast.Sub)):
+            minus = -sign if isinstance(whole.op, ast.Sub) else sign
+            return self.terms(whole.left, sign) + self.terms(whole.right, minus)
+        minus, factors = self.factors(node)
+        return [(sign * minus, factors)]
+
+    def factors(self, node):
+        whole = self.known(node)
+        if isinstance(whole, ast.UnaryOp) and isinstance(whole.op, ast.USub):
+            sign, factors = self.factors(whole.operand)
+            return -sign, factors
+        if isinstance(whole, ast.BinOp) and isinstance(whole.op, ast.Mult):
+            (s, left), (t, right) = self.factors(whole.left), self.factors(whole.right)
+            return s * t, left + right
+        return 1, [node]
+
+    @staticmethod
+    def joined(parts, op):
+        return functools.reduce(lambda a, b: ast.BinOp(a, op, b), parts)
+
+    def product(self, sign, factors):
+        made = self.joined([self.generic_visit(copy.deepcopy(f)) for f in factors], ast.Mult())
+        return made if sign > 0 else ast.UnaryOp(ast.USub(), made)
+
+    def visit_Call(self, node):
+        whole = self.known(node)
+        return self.generic_visit(node) if whole is node else self.visit(whole)
+
+    def visit_BinOp(self, node):
+        if not isinstance(node.op, (ast.Add, ast.Sub)):
+            return self.generic_visit(node)
+        terms = self.terms(node, 1)
+        for (i, (s, left)), (j, (t, right)) in itertools.combinations(enumerate(terms), 2):
+            for k, n in itertools.product(range(len(left)), range(len(right))):
+                if ast.dump(left[k]) == ast.dump(right[n]) and len(left) + len(right) > 2:
+                    one = [ast.parse("real(1)", mode="eval").body]
+                    rests = (left[:k] + left[k + 1 :] or one), (right[:n] + right[n + 1 :] or one)
+                    inner = [self.product(c, r) for c, r in zip((s, t), rests, strict=True)]
+                    common = self.product(1, [left[k]])
+                    made = ast.BinOp(common, ast.Mult(), self.joined(inner, ast.Add()))
+                    others = [self.product(*v) for m, v in enumerate(terms) if m not in (i, j)]
+                    return self.joined([made, *others], ast.Add())
+        return self.generic_visit(node)
+
+
 class Rough(ast.NodeTransformer):
     """Every operation as loose as WGSL allows: see `rough` below."""
 
@@ -298,6 +370,7 @@ def python_of_wgsl(text, dtype, rounding):
 
     `rounding` is how a driver computes: "fused" has an fma of one rounding, "unfused" none;
     "left" and "right" have one and contract sums, that operand first if both are products;
+    "factored" has none and takes two products for one where they have a common factor;
     "rough" has one, flushes subnormal numbers to zero and divides with an error of 2.5 units.
     """
     real = np.dtype(dtype).type
@@ -319,6 +392,8 @@ def python_of_wgsl(text, dtype, rounding):
         tree = Contracted([rounding, {"left": "right", "right": "left"}[rounding]]).visit(tree)
         tree = ast.fix_missing_locations(tree)
 
+    if rounding == "factored":
+        tree = ast.fix_missing_locations(Factored().visit(tree))
     if rounding == "rough":
         tree = ast.fix_missing_locations(Rough().visit(tree))
     turns = itertools.cycle([1, 1, -1, 1, -1, -1])
@@ -336,7 +411,7 @@ def python_of_wgsl(text, dtype, rounding):
         return exact_fma(a, b, c)
 
     def exact_fma(a, b, c):
-        if rounding == "unfused" or not np.isfinite([a, b, c]).all():
+        if rounding in ("unfused", "factored") or not np.isfinite([a, b, c]).all():
             return a * b + c
         if dtype == "float32":
             return real(np.float64(a) * np.float64(b) + np.float64(c))
@@ -374,7 +449,7 @@ def python_of_wgsl(text, dtype, rounding):
 # No low word may be lost to a driver: the argument of gelu reaches 100, and 750 in float64. A rough
 # division errs by 2 units more, of those that the result has or twice as many, and no formula has
 # more than two whose errors add up.
-@pytest.mark.parametrize("rounding", ["fused", "unfused", "left", "right", "rough"])
+@pytest.mark.parametrize("rounding", ["fused", "unfused", "left", "right", "factored", "rough"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROWS)
 def test_wgsl_text_computes_the_activation(name, dtype, rounding):
@@ -404,11 +479,12 @@ def test_wgsl_text_computes_the_activation(name, dtype, rounding):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", ["fused", "factored"])
 @pytest.mark.parametrize("name", ["log", "log1p", "erf", "sqrt", "exp", "normal_cdf"])
-def test_wgsl_primitives_compute(name, dtype):
+def test_wgsl_primitives_compute(name, rounding, dtype):
     graph = getattr(ex, name)(ex.SYMBOL)
     text = wgsl.function(graph, "f", dtype)
-    run = python_of_wgsl(f"{wgsl.prelude(text, dtype)}\n\n{text}\n", dtype, "fused")["f"]
+    run = python_of_wgsl(f"{wgsl.prelude(text, dtype)}\n\n{text}\n", dtype, rounding)["f"]
     x = np.array(
         [0.0, -0.0, 1e-9, 1e-3, 0.3, 0.9, 1.0, 1.1, 2.5, 40, 1e30, np.inf, -1, -2, np.nan], dtype
     )

@@ -19,7 +19,8 @@ fn nf_product_low(a: f32, b: f32) -> f32 {
     let b_high = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);
     let a_low = a - a_high;
     let b_low = b - b_high;
-    let mixed = (a_high * b_high - product) + a_high * b_low + a_low * b_high;
+    let rest = min(a_high * b_high - product, 1e+37f);
+    let mixed = rest + a_high * b_low + a_low * b_high;
     return select(mixed + a_low * b_low, fused, fused != 0.0f);
 }
 
@@ -29,7 +30,8 @@ fn nf_fma(a: f32, b: f32, c: f32) -> f32 {
 }
 
 fn nf_reduced(hi: f32, lo: f32, n: f32) -> f32 {
-    let r = fma(-n, 1.4286068e-06f, fma(-n, 0.69314575f, hi)) + lo;
+    let rest = min(fma(-n, 0.69314575f, hi), 1.0f);
+    let r = fma(-n, 1.4286068e-06f, rest) + lo;
     let p = fma(fma(fma(fma(0.0013814549f, r, 0.008368756f), r, 0.041668393f), r, 0.1666652f), r, 0.49999994f);
     return fma(r * r, p, r);
 }
@@ -73,7 +75,7 @@ fn nf_tanh(x: f32) -> f32 {
     let n = round(-2.0f * y * 1.442695f);
     let p = nf_reduced(-2.0f * y, 0.0f, n);
     let s = nf_power_of_two(i32(n));
-    let em = fma(s, p, s - 1.0f);
+    let em = fma(s, p, min(s - 1.0f, 1.0f));
     return nf_copysign(em / (2.0f + em), x);
 }
 
@@ -120,7 +122,7 @@ fn nf_log1p(x: f32) -> f32 {
     let u = 1.0f + x;
     let k = nf_log_exponent(u);
     let scale = nf_power_of_two(2 - k);
-    let f = fma(0.25f * x, scale, 0.25f * scale - 1.0f);
+    let f = fma(0.25f * x, scale, min(0.25f * scale - 1.0f, 3.3554432e+07f));
     return nf_outside_log(u, select(nf_log_of(f, f32(k)), x, abs(x) < 1e-08f));
 }
 

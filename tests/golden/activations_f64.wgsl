@@ -19,7 +19,8 @@ fn nf_product_low(a: f64, b: f64) -> f64 {
     let b_high = bitcast<f64>(bitcast<u64>(b) & 0xfffffffff8000000lu);
     let a_low = a - a_high;
     let b_low = b - b_high;
-    let mixed = (a_high * b_high - product) + a_high * b_low + a_low * b_high;
+    let rest = min(a_high * b_high - product, 1e+305lf);
+    let mixed = rest + a_high * b_low + a_low * b_high;
     return select(mixed + a_low * b_low, fused, fused != 0.0lf);
 }
 
@@ -29,7 +30,8 @@ fn nf_fma(a: f64, b: f64, c: f64) -> f64 {
 }
 
 fn nf_reduced(hi: f64, lo: f64, n: f64) -> f64 {
-    let r = fma(-n, 1.9082149292705877e-10lf, fma(-n, 0.6931471803691238lf, hi)) + lo;
+    let rest = min(fma(-n, 0.6931471803691238lf, hi), 1.0lf);
+    let r = fma(-n, 1.9082149292705877e-10lf, rest) + lo;
     let p = fma(fma(fma(fma(fma(fma(fma(fma(fma(2.4999113656062428e-08lf, r, 2.7630318113681716e-07lf), r, 2.7557589986873394e-06lf), r, 2.4801492930466104e-05lf), r, 0.00019841269501866046lf), r, 0.0013888888943761539lf), r, 0.008333333333496904lf), r, 0.0416666666665298lf), r, 0.16666666666666408lf), r, 0.5000000000000011lf);
     return fma(r * r, p, r);
 }
@@ -73,7 +75,7 @@ fn nf_tanh(x: f64) -> f64 {
     let n = round(-2.0lf * y * 1.4426950408889634lf);
     let p = nf_reduced(-2.0lf * y, 0.0lf, n);
     let s = nf_power_of_two(i64(n));
-    let em = fma(s, p, s - 1.0lf);
+    let em = fma(s, p, min(s - 1.0lf, 1.0lf));
     return nf_copysign(em / (2.0lf + em), x);
 }
 
@@ -120,7 +122,7 @@ fn nf_log1p(x: f64) -> f64 {
     let u = 1.0lf + x;
     let k = nf_log_exponent(u);
     let scale = nf_power_of_two(2 - k);
-    let f = fma(0.25lf * x, scale, 0.25lf * scale - 1.0lf);
+    let f = fma(0.25lf * x, scale, min(0.25lf * scale - 1.0lf, 1.8014398509481984e+16lf));
     return nf_outside_log(u, select(nf_log_of(f, f64(k)), x, abs(x) < 1e-17lf));
 }
 
