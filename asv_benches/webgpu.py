@@ -52,7 +52,6 @@ def recorded(p, operation, operands):
         store = DeviceStore(commands.device, operands, ())
         store.commands = commands
         operation(store, p)
-        commands.held.append(store)
 
     return record
 
@@ -87,17 +86,20 @@ def tiles(device, sizes, names):
     candidates = [
         WebGpuTile(128, 128, 16, 8, 16),
         WebGpuTile(128, 128, 16, 8, 16, k_first=True),
-        WebGpuTile(128, 128, 8, 8, 16),
-        WebGpuTile(128, 128, 8, 8, 16, stages=2),
-        WebGpuTile(128, 128, 16, 8, 16, stages=2),
-        WebGpuTile(128, 128, 16, 8, 8),
-        WebGpuTile(128, 128, 16, 8, 8, stages=2),
-        WebGpuTile(256, 128, 16, 16, 8),
-        WebGpuTile(256, 128, 8, 16, 8, stages=2),
-        WebGpuTile(128, 256, 16, 8, 16),
-        WebGpuTile(64, 64, 16, 4, 8),
+        WebGpuTile(128, 128, 16, 8, 16, group=4, k_first=True),
+        WebGpuTile(128, 128, 16, 8, 16, group=16, k_first=True),
+        WebGpuTile(128, 128, 16, 16, 8, k_first=True),
+        WebGpuTile(128, 128, 12, 8, 16, k_first=True),
+        WebGpuTile(128, 128, 20, 8, 16, k_first=True),
+        WebGpuTile(128, 256, 16, 8, 16, k_first=True),
+        WebGpuTile(128, 64, 16, 8, 16, k_first=True),
+        WebGpuTile(64, 128, 16, 8, 16, k_first=True),
         WebGpuTile(64, 64, 16, 8, 8),
-        WebGpuTile(64, 128, 16, 8, 8),
+        WebGpuTile(64, 64, 16, 8, 8, k_first=True),
+        WebGpuTile(64, 64, 16, 8, 8, stages=2, k_first=True),
+        WebGpuTile(32, 64, 16, 8, 8, k_first=True),
+        WebGpuTile(32, 32, 16, 4, 4),
+        WebGpuTile(32, 32, 16, 4, 4, k_first=True),
     ]
     chosen = tiling.webgpu_tile
     for size in sizes:
@@ -121,7 +123,7 @@ def tiles(device, sizes, names):
                     row.append(f"{name}: {str(error)[:200]}")
                     continue
                 first = time.perf_counter() - start
-                seconds = per_call(device, record, max(2, int(2e12 / flops)))
+                seconds = per_call(device, record, min(50, max(2, int(1e12 / flops))))
                 row.append(f"{name} {flops / seconds / 1e12:.1f} TFLOP/s (first {first:.1f} s)")
             print(size, tile, "; ".join(row), flush=True)
     tiling.webgpu_tile = chosen

@@ -409,8 +409,8 @@ class WebGpuTile:
 #: Tiles of a GPU, the largest first.  128 x 128 x 16 with 8 x 16 sums an invocation: 6 reads of
 #: four values from workgroup memory for 128 fused multiply-adds.
 WEBGPU_TILES = (
-    WebGpuTile(128, 128, 16, 8, 16),
-    WebGpuTile(64, 64, 16, 4, 8),
+    WebGpuTile(128, 128, 16, 8, 16, k_first=True),
+    WebGpuTile(64, 64, 16, 8, 8, k_first=True),
     WebGpuTile(32, 32, 16, 4, 4),
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.

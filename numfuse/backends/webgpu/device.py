@@ -208,6 +208,9 @@ class Device:
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._constants = _Cache(tiling.WEBGPU_KEPT_CONSTANTS)
         self._groups = _Cache(tiling.WEBGPU_KEPT_GROUPS)
+        #: Every buffer of the pool and of a Buffer. Python may find both a Buffer and wgpu's object
+        #: in one cycle of garbage, and would then end the second before the first gives it back.
+        self._live: set[Any] = set()
         self._free: dict[int, list[Any]] = {}
         self._free_bytes = 0
         self._staging: list[Any] = []
@@ -263,7 +266,10 @@ class Device:
         if self.lost:
             raise DeviceLost(f"{self.name} is lost")
         with self.reported(f"buffer of {size} bytes"):
-            return Buffer(self, self.handle.create_buffer(size=size, usage=_USAGE), size)
+            handle = self.handle.create_buffer(size=size, usage=_USAGE)
+        with self._lock:
+            self._live.add(handle)
+        return Buffer(self, handle, size)
 
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
@@ -273,6 +279,7 @@ class Device:
                 self._free.setdefault(size, []).append(handle)
                 self._free_bytes += size
                 return
+            self._live.discard(handle)
         handle.destroy()
 
     def trim(self) -> None:
@@ -281,6 +288,8 @@ class Device:
             free, self._free, self._free_bytes = self._free, {}, 0
             self._groups.clear()
             staging, self._staging = self._staging, []
+            for handles in free.values():
+                self._live.difference_update(handles)
         for handles in free.values():
             for handle in handles:
                 handle.destroy()

@@ -257,9 +257,9 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     }
     //$ end
 
-    //$ for j in range(NR // 4):
-    {
-        let column = column0 + ${j * (BLOCK_N // (NR // 4))}u + tx * 4u;
+    // One copy of the epilogue for all MR x NR / 4 runs: unrolled, it would be most of the code.
+    for (var j = 0u; j < ${NR // 4}u; j++) {
+        let column = column0 + j * ${BLOCK_N // (NR // 4)}u + tx * 4u;
         //$ if COLUMN_SUMS:
         var sum = vec4<$ACC>();
         //$ end
@@ -267,17 +267,20 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
             //$ if BIAS:
             let bias_values = load_bias(place.bias + column * p.bias_column, column);
             //$ end
-            //$ for i in range(MR):
-            {
-                let row = row0 + ${(i // 4) * (BLOCK_M // (MR // 4)) + i % 4}u + ty * 4u;
+            for (var i = 0u; i < ${MR}u; i++) {
+                let row = row0 + i / 4u * ${BLOCK_M // (MR // 4)}u + ty * 4u + i % 4u;
                 if (row < p.m) {
                     //$ if PRE_READ:
                     var value = load_pre(place.pre + row * p.pre_row + column * p.pre_column, column);
                     //$ else:
-                    //$ if PRODUCT:
-                    var value = c${i}_$j;
-                    //$ else:
                     var value = vec4<$ACC>(1, 1, 1, 1);
+                    //$ if PRODUCT:
+                    switch (j * ${MR}u + i) {
+                        //$ for e in range(MR * NR // 4 - 1):
+                        case ${e}u: { value = c${e % MR}_${e // MR}; }
+                        //$ end
+                        default: { value = c${MR - 1}_${NR // 4 - 1}; }
+                    }
                     //$ end
                     //$ if BIAS:
                     value += bias_values;
@@ -303,7 +306,6 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     //$ end
                 }
             }
-            //$ end
         }
         //$ if COLUMN_SUMS:
         // Down the rows of the block in a fixed order: in registers, then over the invocations.
@@ -323,5 +325,4 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         }
         //$ end
     }
-    //$ end
 }
