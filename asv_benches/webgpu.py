@@ -14,7 +14,6 @@ import argparse
 import json
 import statistics
 import time
-from dataclasses import replace
 
 import numpy as np
 

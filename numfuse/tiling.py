@@ -375,6 +375,8 @@ def _elementwise(m: int, n: int, chunk: int, row_block: int, cell: int) -> Tilin
 #: Uniforms and tables of places that a device keeps, by their content: a training step makes a
 #: dozen kinds of call with one or two each.
 WEBGPU_KEPT_CONSTANTS = 1024
+#: Plans of calls that a device keeps: words, no memory of the device.
+WEBGPU_KEPT_PLANS = 256
 #: Bind groups that a device keeps: one for each set of buffers that a call meets again.
 WEBGPU_KEPT_GROUPS = 512
 #: Bytes of free buffers that a device keeps: the temporaries and results of a step of training at

@@ -13,9 +13,10 @@ from numpy import ndarray
 
 from numfuse import problem
 from numfuse.backends import Backend, load
-from numfuse.backends.webgpu import WebGpuBackend, run
-from numfuse.backends.webgpu.arrays import DeviceArray
+from numfuse.backends.webgpu import WebGpuBackend, run, split
+from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device import Device
+from numfuse.backends.webgpu.plans import Plan, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.gradients import GATED_NEEDS, GEMM_NEEDS, RESIDUAL_NEEDS
 
@@ -59,7 +60,9 @@ class _Call:
                 f"numfuse.to_device({name}, 'webgpu') copies it there"
             )
         if x.device is not self.device:
-            raise TypeError(f"{name} must be on {self.device.name}, got an array on {x.device.name}")
+            raise TypeError(
+                f"{name} must be on {self.device.name}, got an array on {x.device.name}"
+            )
         x.alive()
 
     def out(self, name: str, x: Any) -> ndarray | None:
@@ -72,32 +75,47 @@ class _Call:
         return ghost
 
     def outs(self, out: Any, names: tuple[str, ...]) -> Any:
-        """The ghosts of a tuple of outputs; what is no such tuple is left for the problem's check."""
+        """The ghosts of a tuple of outputs; what is no such tuple is left to the problem."""
         if not isinstance(out, tuple | list) or len(out) != len(names):
             return out
         return tuple(self.out(f"d_{name}", x) for name, x in zip(names, out, strict=True))
 
     def run(
-        self, kind: str, p: Any, operation: Callable[[DeviceStore, Any], None]
+        self, kind: str, p: Any, operation: Callable[[DeviceStore, Any], None], plain: Any = True
     ) -> Any:
-        """Run a problem of ghosts, and return its result as arrays of the device."""
-        self.backend.check(self.device, p.dtype, kind)
-        store = DeviceStore(self.device, self._operands, self._outs)
-        operation(store, p)
-        store.finish()
-        self.backend.record(self.device, kind, p)
+        """Run a problem of ghosts, and return its result as arrays of the device.
+
+        `plain` is None where the operation does more than the problem says.
+        """
+        device = self.device
+        arrays = [*self._operands, *self._outs]
+        key = None if plain is None else key_of(kind, p, arrays, len(self._outs))
+        plan = device.plans.get(key)
         given = {id(x.ghost): x for x in self._outs}
-
-        def wrapped(ghost: Any) -> Any:
-            if ghost is None:
-                return None
-            known = given.get(id(ghost))
-            return store.result(ghost) if known is None else known
-
-        if isinstance(p.result, ndarray):
-            return wrapped(p.result)
-        arrays = [wrapped(ghost) for ghost in p.result]
-        return type(p.result)(*arrays) if hasattr(p.result, "_fields") else tuple(arrays)
+        results = p.result if isinstance(p.result, tuple) else (p.result,)
+        new = [g for g in results if g is not None and id(g) not in given]
+        if plan is not None:
+            buffers = plan.run(device, arrays)
+            made = {
+                id(g): DeviceArray(device, buffers[number], g, address(g))
+                for g, number in zip(new, plan.results, strict=True)
+            }
+        else:
+            self.backend.check(device, p.dtype, kind)
+            store = DeviceStore(device, self._operands, self._outs)
+            operation(store, p)
+            steps = list(store.commands.steps)
+            store.finish()
+            made = {id(g): store.result(g) for g in new}
+            if key is not None and store.plain and all(g.size for g in new):
+                device.keep_plan(key, Plan.of(steps, arrays, [made[id(g)].buffer for g in new]))
+        self.backend.record(device, kind, p)
+        made.update(given)
+        found = [None if g is None else made[id(g)] for g in results]
+        if not isinstance(p.result, tuple):
+            return found[0]
+        named = getattr(p.result, "_make", tuple)
+        return named(found)
 
 
 def _ghost(x: Any) -> Any:
@@ -134,7 +152,7 @@ def matmul_bias_activation(
     p = problem.gemm(
         a.ghost, b.ghost, _ghost(bias), activation, return_pre_activation, call.out("out", out)
     )
-    return call.run("forward", p, run.forward)
+    return call.run("forward", p, split.forward)
 
 
 def matmul_bias_residual(
@@ -142,10 +160,8 @@ def matmul_bias_residual(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_residual`."""
     call = _Call(backend, a=a, b=b, bias=bias, residual=residual)
-    p = problem.gemm_residual(
-        a.ghost, b.ghost, _ghost(bias), residual.ghost, call.out("out", out)
-    )
-    return call.run("forward", p, run.forward)
+    p = problem.gemm_residual(a.ghost, b.ghost, _ghost(bias), residual.ghost, call.out("out", out))
+    return call.run("forward", p, split.forward)
 
 
 def matmul_bias_activation_bwd(
@@ -168,7 +184,7 @@ def matmul_bias_activation_bwd(
         grad.ghost, a.ghost, b.ghost, _ghost(bias), activation, _ghost(pre_activation), needs,
         sum_batch, guard, call.outs(out, GEMM_NEEDS),
     )  # fmt: skip
-    return call.run("backward", p, run.backward)
+    return call.run("backward", p, split.backward)
 
 
 def matmul_bias_residual_bwd(
@@ -195,20 +211,18 @@ def matmul_bias_residual_bwd(
     )  # fmt: skip
 
     def both(store: DeviceStore, p: Any) -> None:
-        run.backward(store, p)
+        split.backward(store, p)
         if residual_grad is not None:
             run.sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
 
-    return call.run("backward", p, both)
+    return call.run("backward", p, both, None if residual_grad is not None else True)
 
 
-def activation_mul(
-    a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None
-) -> Any:
+def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None) -> Any:
     """As :func:`numfuse.activation_mul`."""
     call = _Call(backend, a=a, b=b)
     p = problem.gated(a.ghost, b.ghost, activation, call.out("out", out))
-    return call.run("gated", p, run.gated)
+    return call.run("gated", p, split.gated)
 
 
 def activation_mul_bwd(
@@ -227,7 +241,7 @@ def activation_mul_bwd(
     p = problem.gated_backward(
         grad.ghost, a.ghost, b.ghost, activation, needs, guard, call.outs(out, GATED_NEEDS)
     )
-    return call.run("gated_backward", p, run.gated_backward)
+    return call.run("gated_backward", p, split.gated_backward)
 
 
 def to_numpy(x: DeviceArray) -> ndarray:

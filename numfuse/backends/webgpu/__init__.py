@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.backends.webgpu import run
+from numfuse.backends.webgpu import run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.device import Device, adapters, choose
 from numfuse.backends.webgpu.stores import HostStore, Store
@@ -70,19 +70,19 @@ class WebGpuBackend:
 
     def forward(self, p: GemmProblem) -> None:
         """out = act(a @ b + bias) + residual."""
-        self._host(run.forward, "forward", p)
+        self._host(split.forward, "forward", p)
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """The gradients of the forward."""
-        self._host(run.backward, "backward", p)
+        self._host(split.backward, "backward", p)
 
     def gated(self, p: GatedProblem) -> None:
         """out = act(a) * b."""
-        self._host(run.gated, "gated", p)
+        self._host(split.gated, "gated", p)
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """The gradients of the gate."""
-        self._host(run.gated_backward, "gated_backward", p)
+        self._host(split.gated_backward, "gated_backward", p)
 
     def _host(self, operation: Callable[[Store, Any], None], kind: str, p: Any) -> None:
         device = self.device
@@ -111,7 +111,7 @@ class WebGpuBackend:
         """This backend on another adapter."""
         if precision is not None:
             raise ValueError(f"precision must be None for the backend 'webgpu', got {precision!r}")
-        return _on(choose(device).index)
+        return _on(choose(device).number)
 
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
@@ -165,4 +165,4 @@ def _on(index: int) -> WebGpuBackend:
 
 
 # Where there is no adapter, or none of the name asked for, importing this module says so.
-BACKEND = _on(choose().index)
+BACKEND = _on(choose().number)

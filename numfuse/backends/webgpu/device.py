@@ -42,14 +42,14 @@ _INTERFACES = ("Vulkan", "Metal", "D3D12", "OpenGL", "OpenGLES")
 class Adapter(NamedTuple):
     """One way to one device of this machine."""
 
-    index: int
+    number: int
     name: str
     kind: str
     interface: str
     handle: Any
 
     def __str__(self) -> str:
-        return f"{self.index}: {self.name} ({self.kind}, {self.interface})"
+        return f"{self.number}: {self.name} ({self.kind}, {self.interface})"
 
 
 def adapters() -> list[Adapter]:
@@ -211,6 +211,8 @@ class Device:
         #: Every buffer of the pool and of a Buffer. Python may find both a Buffer and wgpu's object
         #: in one cycle of garbage, and would then end the second before the first gives it back.
         self._live: set[Any] = set()
+        #: Of calls on arrays of the device, by what they depend on (see `plans`).
+        self.plans: OrderedDict[Any, Any] = OrderedDict()
         self._free: dict[int, list[Any]] = {}
         self._free_bytes = 0
         self._staging: list[Any] = []
@@ -218,7 +220,7 @@ class Device:
     # --- errors ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def reported(self, label: str) -> Iterator[None]:
+    def reported(self, label: Any) -> Iterator[None]:
         """wgpu's errors as Python's and numfuse's, with what was being done."""
         try:
             yield
@@ -381,6 +383,15 @@ class Device:
             )
         return self._pipelines.setdefault(kernel, Pipeline(kernel.label, made, group))
 
+    def keep_plan(self, key: Any, plan: Any) -> None:
+        """Keep the plan of a call, in place of the oldest where there are many."""
+        if plan is None:
+            return
+        with self._lock:
+            self.plans[key] = plan
+            if len(self.plans) > tiling.WEBGPU_KEPT_PLANS:
+                self.plans.popitem(last=False)
+
     @property
     def pipelines(self) -> int:
         """How many kernels have been compiled."""
@@ -428,9 +439,12 @@ class Device:
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
         limits = (
-            "max-storage-buffer-binding-size", "max-buffer-size", "max-compute-workgroup-storage-size",
-            "max-compute-invocations-per-workgroup", "max-compute-workgroups-per-dimension",
-        )  # fmt: skip
+            "max-storage-buffer-binding-size",
+            "max-buffer-size",
+            "max-compute-workgroup-storage-size",
+            "max-compute-invocations-per-workgroup",
+            "max-compute-workgroups-per-dimension",
+        )
         return {
             "device": f"{self.name} ({self.adapter.kind}, {self.adapter.interface})",
             "dtypes": sorted(self.dtypes),
@@ -439,14 +453,23 @@ class Device:
         }
 
 
+class _Labels:
+    """The labels of steps, put together only where an error needs them."""
+
+    def __init__(self, steps: Sequence[tuple[Any, ...]]) -> None:
+        self._steps = steps
+
+    def __repr__(self) -> str:
+        return repr(", ".join(dict.fromkeys(step[0].label for step in self._steps)) or "copy")
+
+
 class Commands:
     """What a call gives a device to do, in one submit."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self._steps: list[tuple[Any, ...]] = []
-        #: Buffers in use until the submit.
-        self.held: list[Any] = []
+        #: What is to be dispatched: pipeline, uniform, bindings, grid.
+        self.steps: list[tuple[Pipeline, Any, Sequence[Binding | Any], tuple[int, int, int]]] = []
 
     def dispatch(
         self,
@@ -460,10 +483,7 @@ class Commands:
         pipeline = device.pipeline(kernel)
         content = struct.pack(f"<{len(parameters)}I", *(v & 0xFFFFFFFF for v in parameters))
         uniform = device.constant(content)
-        with device.reported(pipeline.label):
-            group = device.group(pipeline.layout, uniform, bindings)
-        self.held.append(bindings)
-        self._steps.append((pipeline, group, grid))
+        self.steps.append((pipeline, uniform, bindings, grid))
 
     def submit(self, downloads: Sequence[tuple[Binding, ndarray]] = ()) -> list[ndarray]:
         """Give the device its work; wait for what is to be downloaded.
@@ -480,17 +500,18 @@ class Commands:
             New arrays with the contents.
         """
         device = self.device
-        if not self._steps and not downloads:
+        steps, self.steps = self.steps, []
+        if not steps and not downloads:
             return []
-        label = ", ".join(dict.fromkeys(pipeline.label for pipeline, *_ in self._steps)) or "copy"
         staging = None
         sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
-        with device.reported(label):
+        with device.reported(_Labels(steps)):
             encoder = device.handle.create_command_encoder()
-            if self._steps:
+            if steps:
                 run = encoder.begin_compute_pass()
                 last = None
-                for pipeline, group, grid in self._steps:
+                for pipeline, uniform, bindings, grid in steps:
+                    group = device.group(pipeline.layout, uniform, bindings)
                     if pipeline is not last:
                         run.set_pipeline(pipeline.handle)
                         last = pipeline
@@ -507,8 +528,6 @@ class Commands:
                     at += size
             device.queue.submit([encoder.finish()])
             device.submits += 1
-            self._steps.clear()
-            self.held.clear()
             if staging is None:
                 return []
             try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -94,7 +94,8 @@ def _steps(view: View | None, axes: int) -> tuple[int, ...]:
     return (0,) * (axes - len(own)) + own
 
 
-class Places(NamedTuple):
+@dataclass(frozen=True)
+class Places:
     """The batch of a product: axes that its result has, and axes that it is summed over."""
 
     batch: tuple[int, ...]
@@ -336,15 +337,18 @@ def _sum(
 
 def forward(store: Store, p: GemmProblem) -> None:
     """out = act(a @ b + bias) + residual."""
-    optional = {
-        "bias": None if p.bias is None else store.source(p.bias),
-        "extra": None if p.residual is None else store.source(p.residual),
-        "pre": None if p.pre is None else store.target(p.pre),
-    }
     _product(
-        store, store.source(p.a), store.source(p.b), p.batch, store.target(p.out), p.acc_dtype,
-        function=value_of(p.activation), **optional,
-    )  # fmt: skip
+        store,
+        store.source(p.a),
+        store.source(p.b),
+        p.batch,
+        store.target(p.out),
+        p.acc_dtype,
+        bias=None if p.bias is None else store.source(p.bias),
+        extra=None if p.residual is None else store.source(p.residual),
+        pre=None if p.pre is None else store.target(p.pre),
+        function=value_of(p.activation),
+    )
 
 
 def value_of(activation: Activation) -> Expr | None:
@@ -365,28 +369,29 @@ def _turned(view: View) -> View:
     return replace(view, shape=(*batch, n, m), strides=(*steps, column, row))
 
 
-def backward(store: Store, p: GemmBackwardProblem) -> None:
-    """grad_pre = grad * act'(pre) and what is made of it."""
-    m, n = p.m, p.n
+def backward(store: Store, p: GemmBackwardProblem, outs: dict[str, tuple[View, bool]]) -> None:
+    """grad_pre = grad * act'(pre), and what is made of it.
+
+    `outs` has the gradients that are wanted, "d_a", "d_b" and "d_bias": where to write each, and
+    whether it is added to what is there.
+    """
     device, acc = store.device, p.acc_dtype
     slope = slope_of(p.activation)
     grad = store.source(p.grad)
-    products = p.d_a is not None or p.d_b is not None
-    grad_pre: View | None = grad if slope is None else None
-    if slope is not None and products:
-        grad_pre = fresh(device, (*p.batch, m, n), acc, "grad_pre")
-    if p.d_bias is not None or slope is not None:
-        d_bias = None if p.d_bias is None else store.target(p.d_bias)
-        _slopes(store, p, grad, slope, None if slope is None else grad_pre, d_bias)
-    if p.d_a is not None:
-        assert grad_pre is not None
-        _product(store, grad_pre, _turned(store.source(p.b)), p.batch, store.target(p.d_a), acc)
-    if p.d_b is not None:
-        assert grad_pre is not None
-        _product(
-            store, _turned(store.source(p.a)), grad_pre, p.batch, store.target(p.d_b), acc,
-            free=True,
-        )  # fmt: skip
+    grad_pre: View | None = None
+    if slope is not None and ("d_a" in outs or "d_b" in outs):
+        grad_pre = fresh(device, (*p.batch, p.m, p.n), acc, "grad_pre")
+    if slope is not None or "d_bias" in outs:
+        _slopes(store, p, grad, slope, grad_pre, *outs.get("d_bias", (None, False)))
+    if grad_pre is None:
+        grad_pre = grad
+    if "d_a" in outs:
+        out, add = outs["d_a"]
+        _product(store, grad_pre, _turned(store.source(p.b)), p.batch, out, acc, add=add)
+    if "d_b" in outs:
+        out, add = outs["d_b"]
+        a = _turned(store.source(p.a))
+        _product(store, a, grad_pre, p.batch, out, acc, free=True, add=add)
 
 
 def _slopes(
@@ -396,10 +401,13 @@ def _slopes(
     slope: Expr | None,
     grad_pre: View | None,
     d_bias: View | None,
+    add: bool,
 ) -> None:
     """Record grad_pre = grad * act'(pre), and d_bias from the sums of its columns."""
     m, n, k, acc, device = p.m, p.n, p.k, p.acc_dtype, store.device
     by_bias = Places.of(p.batch, () if d_bias is None else d_bias.shape[:-2])
+    if slope is not None and grad_pre is None and d_bias is None:
+        return
     places = by_bias.each()
     tails: dict[str, View | None] = {"extra": grad, "out": grad_pre}
     x = y = None
@@ -420,7 +428,7 @@ def _slopes(
             pre_is_read="pre" in tails, function=slope, slope=True, guard=p.guard,
         )  # fmt: skip
     if d_bias is not None and sums is not None:
-        _join(store, sums, by_bias.count, by_bias.segments * rows, d_bias)
+        _join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
 
 
 def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
@@ -494,7 +502,7 @@ def _elementwise(
                 late.append((found[name], view))
     # A device binds a part of a large array at a time.
     itemsize = next(iter(found.values())).itemsize
-    step = (device.binding_limit - 2 * device.alignment) // itemsize // 1024 * 1024
+    step = (device.binding_limit - 2 * device.alignment) // itemsize // 4 * 4
     for start in range(0, size, step):
         _elementwise_part(store, kernel, found, start, min(step, size - start))
     for source, out in late:

@@ -8,7 +8,7 @@ is an upload before and a download after the work; for ghosts nothing moves.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -45,6 +45,17 @@ class View:
         first = low * self.itemsize // device.alignment * device.alignment
         last = min(-(-(high + 1) * self.itemsize // 16) * 16, self.buffer.size)
         return Binding(self.buffer, first, last - first), self.offset - first // self.itemsize
+
+    def part(self, axis: int, first: int, last: int) -> View:
+        """A range of one axis."""
+        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        return replace(self, shape=shape, offset=self.offset + first * self.strides[axis])
+
+    @property
+    def span(self) -> int:
+        """Bytes from the first element to the last."""
+        reach = sum((n - 1) * abs(s) for n, s in zip(self.shape, self.strides, strict=True) if n)
+        return (reach + 1) * self.itemsize
 
     @property
     def contiguous(self) -> bool:
@@ -89,6 +100,9 @@ class Store:
     def target(self, x: ndarray) -> View:
         """A result, to be written in full."""
         raise NotImplementedError
+
+    def reserve(self, x: ndarray) -> None:
+        """Make room for a result of which parts will be targets."""
 
     def flush(self) -> None:
         """Do what has been recorded so far."""
@@ -183,7 +197,14 @@ class DeviceStore(Store):
 
     def source(self, x: ndarray) -> View:
         view = self._find(x)
-        return fresh(self.device, x.shape, x.dtype, "an empty operand") if view is None else view
+        if view is None:
+            return fresh(self.device, x.shape, x.dtype, "an empty operand")
+        if view.span <= self.device.binding_limit - 2 * self.device.alignment:
+            return view
+        # A part of a large array whose rows lie too far apart to be bound at once.
+        packed = fresh(self.device, x.shape, x.dtype, "a part of an operand")
+        copy(self.commands, view, packed)
+        return packed
 
     def reserve(self, x: ndarray) -> None:
         """Give a new result its buffer, of which parts can be targets then."""
@@ -194,7 +215,8 @@ class DeviceStore(Store):
     def target(self, x: ndarray) -> View:
         self.reserve(x)
         view = self._find(x)
-        if view is not None and id(view.buffer) not in self._shared:
+        room = self.device.binding_limit - 2 * self.device.alignment
+        if view is not None and id(view.buffer) not in self._shared and view.span <= room:
             return view
         apart = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
         if view is not None:
@@ -210,6 +232,12 @@ class DeviceStore(Store):
     def finish(self) -> None:
         self.flush()
 
+    @property
+    def plain(self) -> bool:
+        """Whether every buffer is bound whole, and no result is copied to its place."""
+        limit = self.device.binding_limit
+        return not self._shared and all(buffer.size <= limit for *_, buffer in self._known)
+
     def result(self, x: ndarray) -> DeviceArray:
         """A new result as an array of the device."""
         view = self._find(x)
@@ -221,28 +249,30 @@ class DeviceStore(Store):
 def copy(commands: Commands, source: View, out: View) -> None:
     """Record `out` = `source`, converted; any strides."""
     device = commands.device
+    room = device.binding_limit - 2 * device.alignment
+    wide = source if source.span >= out.span else out
+    if wide.span > room:
+        axis = max(range(len(out.shape)), key=lambda i: abs(wide.strides[i]) * (out.shape[i] - 1))
+        middle = out.shape[axis] // 2
+        for first, last in ((0, middle), (middle, out.shape[axis])):
+            copy(commands, source.part(axis, first, last), out.part(axis, first, last))
+        return
     shape, from_strides, to_strides = merged(out.shape, source.strides, out.strides)
     if not prod(shape):
         return
-    lead = len(shape) - COPY_AXES
+    lead = max(len(shape) - COPY_AXES, 0)
     kernel = Copy(Operand(source.dtype), Operand(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
-    for index in np.ndindex(shape[: max(lead, 0)]):
-        first = [
-            origin + sum(i * s for i, s in zip(index, strides, strict=False))
-            for origin, strides in ((from_first, from_strides), (to_first, to_strides))
+    sizes = _four(shape[lead:], 1)
+    count = prod(sizes)
+    inner = (*_four(from_strides[lead:], 0), *_four(to_strides[lead:], 0))
+    x, y = device.grid(-(-count // 256))
+    for index in np.ndindex(shape[:lead]):
+        firsts = [
+            first + sum(i * s for i, s in zip(index, strides, strict=False))
+            for first, strides in ((from_first, from_strides), (to_first, to_strides))
         ]
-        sizes = _four(shape[max(lead, 0) :], 1)
-        count = prod(sizes)
-        commands.dispatch(
-            kernel,
-            (from_, to),
-            (
-                *_four(from_strides[max(lead, 0) :], 0), *_four(to_strides[max(lead, 0) :], 0),
-                *sizes, *first, count,
-            ),
-            (*device.grid(-(-count // 256)), 1),
-        )  # fmt: skip
+        commands.dispatch(kernel, (from_, to), (*inner, *sizes, *firsts, count), (x, y, 1))
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:

@@ -1,0 +1,103 @@
+"""Calls that were made before: their dispatches, with other buffers.
+
+What a call dispatches depends on the shapes, strides and offsets of its arrays, never on what is in
+them. A call on arrays of the device that looks like an earlier one takes over its pipelines,
+uniforms and grids, and only the buffers are its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from numpy import ndarray
+
+from numfuse.backends.webgpu.arrays import DeviceArray, address
+from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
+
+__all__ = ["Plan", "key_of"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The steps of a call over numbered buffers: the caller's first, then its own."""
+
+    #: (pipeline, uniform, numbers of buffers or other bindings, grid)
+    steps: tuple[tuple[Any, Any, tuple[Any, ...], tuple[int, int, int]], ...]
+    #: Bytes of the call's own buffers.
+    sizes: tuple[int, ...]
+    #: Which of them are the new results, by the address of the result in the problem's order.
+    results: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls, steps: Sequence[Any], given: Sequence[DeviceArray], results: Sequence[Buffer | None]
+    ) -> Plan | None:
+        """The plan of recorded steps; None where a buffer is not bound as a whole."""
+        numbers: dict[int, int] = {}
+        for x in given:
+            numbers.setdefault(id(x.buffer), len(numbers))
+        first = len(numbers)
+        sizes: list[int] = []
+        made = []
+
+        def number(buffer: Buffer) -> int:
+            found = numbers.get(id(buffer))
+            if found is None:
+                found = numbers[id(buffer)] = first + len(sizes)
+                sizes.append(buffer.size)
+            return found
+
+        for pipeline, uniform, bindings, grid in steps:
+            parts: list[Any] = []
+            for b in bindings:
+                if not isinstance(b, Binding):
+                    parts.append(b)
+                elif b.offset or b.size != b.buffer.size:
+                    return None
+                else:
+                    parts.append(number(b.buffer))
+            made.append((pipeline, uniform, tuple(parts), grid))
+        own = tuple(None if buffer is None else number(buffer) for buffer in results)
+        return cls(tuple(made), tuple(sizes), own)
+
+    def run(self, device: Device, given: Sequence[DeviceArray]) -> list[Buffer]:
+        """Do it again with these arrays; the caller's buffers and the call's own."""
+        buffers = list({id(x.buffer): x.buffer for x in given}.values())
+        buffers += [device.buffer(size) for size in self.sizes]
+        whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
+        commands = Commands(device)
+        commands.steps = [
+            (pipeline, uniform, [whole[b] if type(b) is int else b for b in parts], grid)
+            for pipeline, uniform, parts, grid in self.steps
+        ]
+        commands.submit()
+        return buffers
+
+
+#: The arrays of every kind of problem, in one order.
+_FIELDS = {
+    "forward": ("a", "b", "bias", "residual", "out", "pre"),
+    "backward": ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias"),
+    "gated": ("a", "b", "out"),
+    "gated_backward": ("grad", "a", "b", "d_a", "d_b"),
+}
+
+
+def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
+    """What the dispatches of a call depend on.
+
+    `given` are the caller's arrays, of which the last `outs` are outputs.
+    """
+    act = p.activation
+    guard = getattr(p, "guard", None)
+    parts: list[Any] = [kind, p.dtype, act.trace(0), act.trace(1), guard, outs]
+    for name in _FIELDS[kind]:
+        ghost: ndarray | None = getattr(p, name)
+        parts.append(None if ghost is None else (ghost.shape, ghost.strides))
+    order: dict[int, int] = {}
+    for x in given:
+        # which arrays share a buffer, and where each begins in it
+        parts.append((order.setdefault(id(x.buffer), len(order)), address(x.ghost) - x.base))
+    return tuple(parts)

@@ -1,0 +1,229 @@
+"""Problems that are larger than what a device binds at once, in pieces that are not.
+
+A piece is a range of the batch, of M and of N. A result that several pieces add to (d_b where M is
+cut, d_a where N is, whatever a cut axis of the batch is summed over) is kept on the device in the
+accumulator's dtype until the last of them, and rounded once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu import run
+from numfuse.backends.webgpu.stores import Store, View, copy, fresh
+
+if TYPE_CHECKING:
+    from numfuse.backends.webgpu.device import Device
+    from numfuse.problem import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+
+__all__ = ["backward", "forward", "gated", "gated_backward"]
+
+#: The axes of M and N that the last two axes of an array are, by the array's name; None is K, or
+#: one row of a bias.
+_AXES: dict[str, tuple[str | None, str | None]] = {
+    "a": ("m", None), "b": (None, "n"), "bias": (None, "n"), "residual": ("m", "n"),
+    "out": ("m", "n"), "pre": ("m", "n"), "grad": ("m", "n"), "grad_pre": ("m", "n"),
+    "d_a": ("m", None), "d_b": (None, "n"), "d_bias": (None, "n"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of each axis of the batch, of M and of N."""
+
+    batch: tuple[tuple[int, int], ...]
+    m: tuple[int, int]
+    n: tuple[int, int]
+
+    def index(self, name: str, shape: tuple[int, ...]) -> tuple[slice, ...]:
+        """The piece's part of an array of this shape."""
+        found = []
+        axes = (*self.batch, *({"m": self.m, "n": self.n, None: None}[a] for a in _AXES[name]))
+        for part, length in zip(axes[len(axes) - len(shape) :], shape, strict=True):
+            found.append(slice(None) if part is None or length == 1 else slice(*part))
+        return tuple(found)
+
+    def bytes(self, name: str, shape: tuple[int, ...], itemsize: int) -> int:
+        """How large that part is."""
+        return itemsize * prod(
+            len(range(*part.indices(length)))
+            for part, length in zip(self.index(name, shape), shape, strict=True)
+        )
+
+    def halves(self, axis: int | str) -> tuple[Piece, Piece]:
+        """The piece cut in two along an axis of the batch (its number), "m" or "n"."""
+        first, last = self.batch[axis] if isinstance(axis, int) else getattr(self, axis)
+        middle = (first + last) // 2
+        if middle - first > 256:  # whole tiles
+            middle = first + (middle - first) // 128 * 128
+        made = []
+        for part in ((first, middle), (middle, last)):
+            if isinstance(axis, int):
+                batch = (*self.batch[:axis], part, *self.batch[axis + 1 :])
+                made.append(replace(self, batch=batch))
+            else:
+                made.append(replace(self, m=part) if axis == "m" else replace(self, n=part))
+        return made[0], made[1]
+
+
+def _arrays(p: GemmProblem | GemmBackwardProblem) -> dict[str, ndarray]:
+    names = ("a", "b", "bias", "residual", "out", "pre", "grad", "d_a", "d_b", "d_bias")
+    found = {name: getattr(p, name, None) for name in names}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _pieces(device: Device, p: GemmProblem | GemmBackwardProblem) -> list[Piece]:
+    """The pieces of a problem, in order; ValueError where an axis that has to be cut is K."""
+    arrays = _arrays(p)
+    sizes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
+    if "grad" in arrays:
+        sizes["grad_pre"] = (*p.batch, p.m, p.n), p.acc_dtype.itemsize
+    limit = device.binding_limit - 2 * device.alignment
+
+    def cut(piece: Piece) -> Iterator[Piece]:
+        name, nbytes = max(
+            ((name, piece.bytes(name, *size)) for name, size in sizes.items()), key=lambda s: s[1]
+        )
+        if nbytes <= limit:
+            yield piece
+            return
+        lengths: dict[int | str, int] = {
+            i: last - first for i, (first, last) in enumerate(piece.batch)
+        }
+        own = sizes[name][0]
+        lead = len(piece.batch) - (len(own) - 2)
+        for axis in list(lengths):
+            assert isinstance(axis, int)
+            if axis < lead or own[axis - lead] == 1:
+                del lengths[axis]  # the array does not shrink with it
+        if max(lengths.values(), default=1) == 1:
+            first_axis = next((axis for axis in _AXES[name] if axis is not None), "n")
+            first, last = getattr(piece, first_axis)
+            lengths = {first_axis: last - first}
+            if name in ("out", "pre", "grad", "grad_pre", "residual") and last - first == 1:
+                lengths = {"n": piece.n[1] - piece.n[0]}
+        axis = max(lengths, key=lambda a: lengths[a])
+        if lengths[axis] <= 1:
+            raise ValueError(
+                f"{name} must have rows and columns of at most max-storage-buffer-binding-size = "
+                f"{device.binding_limit} bytes on {device.name}, got one of {nbytes} bytes "
+                f"(shape {own}, K = {p.k})"
+            )
+        for half in piece.halves(axis):
+            yield from cut(half)
+
+    return list(cut(Piece(tuple((0, length) for length in p.batch), (0, p.m), (0, p.n))))
+
+
+def _part(p: Any, piece: Piece, arrays: dict[str, ndarray]) -> Any:
+    """The problem of a piece."""
+    return replace(
+        p,
+        m=piece.m[1] - piece.m[0],
+        n=piece.n[1] - piece.n[0],
+        batch=tuple(last - first for first, last in piece.batch),
+        **{name: x[piece.index(name, x.shape)] for name, x in arrays.items()},
+    )
+
+
+def forward(store: Store, p: GemmProblem) -> None:
+    """out = act(a @ b + bias) + residual."""
+    pieces = _pieces(store.device, p)
+    if len(pieces) == 1:
+        run.forward(store, p)
+        return
+    arrays = _arrays(p)
+    for name in ("out", "pre"):
+        if name in arrays:
+            store.reserve(arrays[name])
+    for piece in pieces:
+        run.forward(store, _part(p, piece, arrays))
+        store.flush()
+
+
+def backward(store: Store, p: GemmBackwardProblem) -> None:
+    """The gradients of the forward."""
+    pieces = _pieces(store.device, p)
+    arrays = _arrays(p)
+    results = [name for name in ("d_a", "d_b", "d_bias") if name in arrays]
+    if len(pieces) == 1:
+        run.backward(store, p, {name: (store.target(arrays[name]), False) for name in results})
+        return
+    for name in results:
+        store.reserve(arrays[name])
+
+    def key(piece: Piece, name: str) -> tuple[str, str]:
+        return name, str(piece.index(name, arrays[name].shape))
+
+    left = Counter(key(piece, name) for piece in pieces for name in results)
+    totals: dict[tuple[str, str], View] = {}
+    several = {k for k, count in left.items() if count > 1}
+    for piece in pieces:
+        part = _part(p, piece, arrays)
+        outs: dict[str, tuple[View, bool]] = {}
+        for name in results:
+            mine = key(piece, name)
+            if mine not in several:
+                outs[name] = store.target(getattr(part, name)), False
+            elif mine in totals:
+                outs[name] = totals[mine], True
+            else:
+                shape = getattr(part, name).shape
+                totals[mine] = fresh(store.device, shape, p.acc_dtype, f"a sum for {name}")
+                outs[name] = totals[mine], False
+        run.backward(store, part, outs)
+        for name in results:
+            mine = key(piece, name)
+            left[mine] -= 1
+            if mine in several and not left[mine]:
+                copy(store.commands, totals.pop(mine), store.target(getattr(part, name)))
+        store.flush()
+
+
+def gated(store: Store, p: GatedProblem) -> None:
+    """out = act(a) * b."""
+    _gated(store, p, run.gated, ("out",), ("a", "b"))
+
+
+def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
+    """d_a = grad * b * act'(a), d_b = grad * act(a)."""
+    _gated(store, p, run.gated_backward, ("d_a", "d_b"), ("grad", "a", "b"))
+
+
+def _gated(
+    store: Store, p: Any, operation: Any, results: tuple[str, ...], operands: tuple[str, ...]
+) -> None:
+    names = [name for name in (*operands, *results) if getattr(p, name) is not None]
+    limit = store.device.binding_limit - 2 * store.device.alignment
+    if prod(p.shape) * p.dtype.itemsize <= limit:
+        operation(store, p)
+        return
+    for name in results:
+        if getattr(p, name) is not None:
+            store.reserve(getattr(p, name))
+
+    def cut(p: Any) -> None:
+        if prod(p.shape) * p.dtype.itemsize <= limit:
+            operation(store, p)
+            store.flush()
+            return
+        axis = int(np.argmax(p.shape))
+        middle = p.shape[axis] // 2
+        for part in (slice(0, middle), slice(middle, None)):
+            index = (*(slice(None),) * axis, part)
+            views = {name: getattr(p, name)[index] for name in names}
+            cut(replace(p, shape=views["a"].shape, **views))
+
+    cut(p)
