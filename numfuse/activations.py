@@ -6,7 +6,7 @@ infinite x gives NaN: a formula holds x within +-40 (gelu) or +-800 (silu) befor
 could be inf * 0. Both limits serve every dtype: beyond them the value has long been 0 (or x, or 1)
 in float64 and float32 alike, and no power of them overflows float32.
 
-Largest errors of compiled values, in units in the last place: 2.1 in float32 and float64
+Largest errors of compiled values, in units in the last place: 2 in float32 and 2.01 in float64
 (gelu_erf 3.2). `docs/numerics.md` has the table, of the derivatives too.
 
 ``relu'(0) = 0``; at NaN a value is NaN, and so is every derivative that depends on x, but a
