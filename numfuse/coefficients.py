@@ -11,7 +11,19 @@ float32 and float64), by Remez' exchange in 40 digits; the highest power comes f
 
 from __future__ import annotations
 
-__all__ = ["ERF", "EXP", "EXP_RANGE", "LN2", "LOG", "MILLS", "MILLS_END", "TANH_END"]
+__all__ = [
+    "ERF",
+    "EXP",
+    "EXP_RANGE",
+    "GROWTH_END",
+    "GROWTH_FACTOR",
+    "GROWTH_SHIFT",
+    "LN2",
+    "LOG",
+    "MILLS",
+    "MILLS_END",
+    "TANH_END",
+]
 
 
 def _hex(*words: str) -> tuple[float, ...]:
@@ -83,6 +95,11 @@ LN2 = {
 }
 # Beyond these, factor * exp(-x) is 0 for any factor below 2^90 (2^900), and exp(x) is infinite.
 EXP_RANGE = {"float32": (170.0, 89.0), "float64": (1400.0, 710.0)}
+# factor / (1 + e^y) = (factor / g) 2^-shift with g = 2^-shift (1 + e^y), y held at an end where
+# factor e^-y is 0 for any factor up to GROWTH_FACTOR: g and 1 / g are then normal numbers.
+GROWTH_SHIFT = {"float32": 64, "float64": 512}
+GROWTH_END = {"float32": 130.0, "float64": 1060.0}
+GROWTH_FACTOR = 2.0**37
 # Beyond this, e^(-y^2/2) is 0 (and the polynomial of Mills' ratio leaves its interval).
 MILLS_END = {"float32": 14.5, "float64": 39.0}
 # Beyond this, tanh is 1 to the last place.

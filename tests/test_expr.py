@@ -11,7 +11,9 @@ from numba import njit
 
 from numfuse import elementary
 from numfuse import expr as ex
+from numfuse.activations import get
 from numfuse.backends.cpu.primitives import render, scalar_function
+from numfuse.ranges import ranges
 
 X = ex.SYMBOL
 DTYPES = ["float32", "float64"]
@@ -214,9 +216,60 @@ def test_substitution_composes():
 def test_shared_subexpressions_are_printed_once():
     s = ex.sigmoid(X)
     text, constants = render((s * s, s + 1), "float32")
-    assert text.count("sigmoid(") == 1
+    assert text.count("growth(") == text.count(" / ") == 1
     assert text.startswith("def formula(x):")
-    assert [type(c) for c in constants.values()] == [np.float32]
+    assert {type(c) for c in constants.values()} == {np.float32}
+
+
+@pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid"])
+def test_a_value_and_its_derivative_share_one_exponential_and_one_division(name):
+    act = get(name)
+    for orders in ((0,), (1,), (0, 1)):
+        text, _ = render(tuple(map(act.trace, orders)), "float32")
+        assert text.count("growth(") == text.count(" / ") == 1
+    # alone, a value is a plain quotient
+    assert "quotient(" not in render((act.trace(0),), "float32")[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["gelu", "silu", "sigmoid"])
+def test_a_quotient_by_the_inverse_has_the_bits_of_a_division(name, dtype):
+    act = get(name)
+    alone, both = (
+        scalar_function(g, dtype) for g in ((act.trace(0),), (act.trace(0), act.trace(1)))
+    )
+
+    @njit
+    def count(x):
+        different = 0
+        for i in range(x.size):
+            a, b = alone(x[i]), both(x[i])[0]
+            different += a != b
+        return different
+
+    random = np.random.default_rng(6)
+    tails = [random.uniform(-r, r, 100_000) for r in (1, 12, 120, 800)]
+    tiny = random.standard_normal(100_000) * 10.0 ** random.uniform(-44, 0, 100_000)
+    assert count(np.concatenate([*tails, tiny]).astype(dtype)) == 0
+
+
+def test_ranges_hold_what_a_formula_can_be():
+    y = ex.minimum(ex.abs(X), 3)
+    for graph, want in (
+        (X, (-math.inf, math.inf)),
+        (y, (0, 3)),
+        (ex.copysign(ex.clamp(X, -2, 1), 1.0), (0, 2)),
+        (ex.copysign(y, X), (-3, 3)),
+        (ex.clamp(X, -2, 1) * ex.clamp(X, -2, 1), (0, 4)),
+        (1 - y * ex.sigmoid(X), (-2, 1)),
+        (ex.fma(y, y, 1) - y, (-2, 10)),
+        (ex.product_low(y, y), (-9, 9)),
+        (ex.where(X > 0, y, -5), (-5, 3)),
+        (ex.scaled_sigmoid(-y, X), (-3, 0)),
+        (X * 0, (-math.inf, math.inf)),
+        (ex.exp(y), (-math.inf, math.inf)),
+    ):
+        assert ranges((graph,))[graph] == want
 
 
 def test_several_results_come_as_a_tuple_of_the_dtype():
@@ -376,6 +429,27 @@ def test_a_late_scale_keeps_a_product_with_a_subnormal_factor():
             assert float(want / x) < np.finfo(dtype).tiny < abs(float(want))
             assert ulps(compiled(graph, dtype)(value)[0], want, dtype) <= 3
             assert ulps(elementary.evaluate(graph, value)[0], want, dtype) <= 3
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_sigmoid_takes_any_factor(dtype):
+    """What is known of the factor and of the sign of the argument changes the way alone."""
+    big = 1e26 if dtype == "float32" else 1e260
+    x = np.concatenate([np.linspace(-140, 140, 401), np.linspace(-1060, 1060, 401)]).astype(dtype)
+    size = ex.abs(X)
+    for factor in (1, -3, 0.1, 1e11, big):
+        for graph in (
+            ex.scaled_sigmoid(factor, X), ex.scaled_sigmoid(factor, -X), ex.scaled_bell(factor, X),
+            ex.scaled_sigmoid(factor, size), ex.scaled_sigmoid(factor, -size),
+            ex.scaled_bell(factor, -size), ex.scaled_sigmoid(factor, 0.5 * X, 2**-18 * X),
+            ex.scaled_sigmoid(factor, 0.5 * size, -(2**-18) * size),
+            ex.scaled_sigmoid(factor, -0.5 * size, -(2**-18) * size),
+            ex.scaled_bell(factor, -0.5 * X, 2**-18 * X),
+        ):  # fmt: skip
+            got = compiled(graph, dtype)(x)
+            with mp.workdps(40):
+                for v, g in zip(x[::7], got[::7], strict=True):
+                    assert ulps(g, exact(graph, float(v)), dtype) <= 6, (graph, v)
 
 
 def test_array_functions_keep_the_dtype_and_evaluate_refuses_other_kinds():

@@ -7,6 +7,11 @@ fn nf_maximum(a: f32, b: f32) -> f32 {
     return select(select(larger, b, nf_is_nan(b)), a, nf_is_nan(a));
 }
 
+fn nf_copysign(magnitude: f32, sign_of: f32) -> f32 {
+    let bits = bitcast<u32>(magnitude) & 0x7fffffffu;
+    return bitcast<f32>(bits | (bitcast<u32>(sign_of) & 0x80000000u));
+}
+
 fn nf_minimum(a: f32, b: f32) -> f32 {
     let smaller = select(a, b, b <= a);
     return select(select(smaller, b, nf_is_nan(b)), a, nf_is_nan(a));
@@ -63,11 +68,6 @@ fn nf_scaled_bell(factor: f32, hi: f32, lo: f32) -> f32 {
 
 fn nf_sigmoid(x: f32) -> f32 {
     return nf_scaled_sigmoid(1.0f, x, 0.0f);
-}
-
-fn nf_copysign(magnitude: f32, sign_of: f32) -> f32 {
-    let bits = bitcast<u32>(magnitude) & 0x7fffffffu;
-    return bitcast<f32>(bits | (bitcast<u32>(sign_of) & 0x80000000u));
 }
 
 fn nf_tanh(x: f32) -> f32 {
@@ -162,54 +162,64 @@ fn relu_third(x: f32) -> f32 {
 }
 
 fn gelu(x: f32) -> f32 {
-    let t0 = nf_maximum(x, -40.0f);
-    let t1 = nf_minimum(t0, 40.0f);
-    let t2 = t1 * t1;
-    let t3 = nf_fma(t2, 0.071354814f, 1.5957642f);
-    let t4 = t1 * t3;
-    let t5 = nf_product_low(t1, t3);
-    let t6 = 1.5957642f - t3;
-    let t7 = nf_fma(t2, 0.071354814f, t6);
-    let t8 = t2 * 2.3988325e-09f;
-    let t9 = t8 + 4.9614496e-06f;
-    let t10 = nf_product_low(t1, t1);
-    let t11 = t10 * 0.071354814f;
-    let t12 = t9 + t11;
-    let t13 = t7 + t12;
-    let t14 = t1 * t13;
-    let t15 = t5 + t14;
-    let t16 = nf_scaled_sigmoid(t0, t4, t15);
-    return select(t16, x, nf_is_nan(x));
+    let t0 = x < 0.0f;
+    let t1 = select(x, 0.0f, t0);
+    let t2 = nf_copysign(x, 1.0f);
+    let t3 = nf_minimum(t2, 40.0f);
+    let t4 = t3 * t3;
+    let t5 = nf_fma(t4, 0.071354814f, 1.5957642f);
+    let t6 = t3 * t5;
+    let t7 = -t6;
+    let t8 = nf_product_low(t3, t5);
+    let t9 = t4 * 2.3988325e-09f;
+    let t10 = t9 + 4.9614496e-06f;
+    let t11 = nf_product_low(t3, t3);
+    let t12 = t11 * 0.071354814f;
+    let t13 = t10 + t12;
+    let t14 = t3 * t13;
+    let t15 = t8 + t14;
+    let t16 = 1.5957642f - t5;
+    let t17 = nf_fma(t4, 0.071354814f, t16);
+    let t18 = t3 * t17;
+    let t19 = t15 + t18;
+    let t20 = -t19;
+    let t21 = nf_scaled_sigmoid(t3, t7, t20);
+    let t22 = t1 - t21;
+    return select(t22, x, nf_is_nan(x));
 }
 
 fn gelu_prime(x: f32) -> f32 {
-    let t0 = nf_maximum(x, -40.0f);
-    let t1 = nf_minimum(t0, 40.0f);
-    let t2 = t1 * t1;
-    let t3 = t2 * 0.21406445f;
-    let t4 = t3 + 1.5957692f;
-    let t5 = t1 * t4;
-    let t6 = t1 * t1;
-    let t7 = nf_fma(t6, 0.071354814f, 1.5957642f);
-    let t8 = t1 * t7;
-    let t9 = -t8;
-    let t10 = nf_product_low(t1, t7);
-    let t11 = 1.5957642f - t7;
-    let t12 = nf_fma(t6, 0.071354814f, t11);
-    let t13 = t6 * 2.3988325e-09f;
-    let t14 = t13 + 4.9614496e-06f;
-    let t15 = nf_product_low(t1, t1);
-    let t16 = t15 * 0.071354814f;
-    let t17 = t14 + t16;
-    let t18 = t12 + t17;
-    let t19 = t1 * t18;
-    let t20 = t10 + t19;
-    let t21 = -t20;
+    let t0 = x < 0.0f;
+    let t1 = nf_copysign(x, 1.0f);
+    let t2 = nf_minimum(t1, 40.0f);
+    let t3 = t2 * t2;
+    let t4 = t3 * 0.21406445f;
+    let t5 = t4 + 1.5957692f;
+    let t6 = t2 * t5;
+    let t7 = t2 * t2;
+    let t8 = nf_fma(t7, 0.071354814f, 1.5957642f);
+    let t9 = t2 * t8;
+    let t10 = nf_product_low(t2, t8);
+    let t11 = t7 * 2.3988325e-09f;
+    let t12 = t11 + 4.9614496e-06f;
+    let t13 = nf_product_low(t2, t2);
+    let t14 = t13 * 0.071354814f;
+    let t15 = t12 + t14;
+    let t16 = t2 * t15;
+    let t17 = t10 + t16;
+    let t18 = 1.5957642f - t8;
+    let t19 = nf_fma(t7, 0.071354814f, t18);
+    let t20 = t2 * t19;
+    let t21 = t17 + t20;
     let t22 = nf_scaled_sigmoid(1.0f, t9, t21);
-    let t23 = t5 * t22;
-    let t24 = t23 + 1.0f;
-    let t25 = nf_scaled_sigmoid(t24, t8, t20);
-    return select(t25, x, nf_is_nan(x));
+    let t23 = t6 * t22;
+    let t24 = 1.0f - t23;
+    let t25 = -t9;
+    let t26 = -t21;
+    let t27 = nf_scaled_sigmoid(t24, t25, t26);
+    let t28 = 1.0f - t27;
+    let t29 = select(t28, t27, t0);
+    return select(t29, x, nf_is_nan(x));
 }
 
 fn gelu_second(x: f32) -> f32 {
@@ -223,27 +233,28 @@ fn gelu_second(x: f32) -> f32 {
     let t7 = nf_fma(t6, 0.071354814f, 1.5957642f);
     let t8 = t1 * t7;
     let t9 = nf_product_low(t1, t7);
-    let t10 = 1.5957642f - t7;
-    let t11 = nf_fma(t6, 0.071354814f, t10);
-    let t12 = t6 * 2.3988325e-09f;
-    let t13 = t12 + 4.9614496e-06f;
-    let t14 = nf_product_low(t1, t1);
-    let t15 = t14 * 0.071354814f;
-    let t16 = t13 + t15;
-    let t17 = t11 + t16;
-    let t18 = t1 * t17;
-    let t19 = t9 + t18;
-    let t20 = nf_scaled_sigmoid(1.0f, t8, t19);
-    let t21 = t20 * 2.0f;
-    let t22 = 1.0f - t21;
-    let t23 = t4 * t4;
-    let t24 = t22 * t23;
-    let t25 = t1 * 0.4281289f;
-    let t26 = t24 + t25;
-    let t27 = t1 * t26;
-    let t28 = t5 + t27;
-    let t29 = nf_scaled_bell(t28, t8, t19);
-    return select(t29, x, nf_is_nan(x));
+    let t10 = t6 * 2.3988325e-09f;
+    let t11 = t10 + 4.9614496e-06f;
+    let t12 = nf_product_low(t1, t1);
+    let t13 = t12 * 0.071354814f;
+    let t14 = t11 + t13;
+    let t15 = t1 * t14;
+    let t16 = t9 + t15;
+    let t17 = 1.5957642f - t7;
+    let t18 = nf_fma(t6, 0.071354814f, t17);
+    let t19 = t1 * t18;
+    let t20 = t16 + t19;
+    let t21 = nf_scaled_sigmoid(1.0f, t8, t20);
+    let t22 = t21 * 2.0f;
+    let t23 = 1.0f - t22;
+    let t24 = t4 * t4;
+    let t25 = t23 * t24;
+    let t26 = t1 * 0.4281289f;
+    let t27 = t25 + t26;
+    let t28 = t1 * t27;
+    let t29 = t5 + t28;
+    let t30 = nf_scaled_bell(t29, t8, t20);
+    return select(t30, x, nf_is_nan(x));
 }
 
 fn gelu_third(x: f32) -> f32 {
@@ -253,58 +264,67 @@ fn gelu_third(x: f32) -> f32 {
     let t3 = nf_fma(t2, 0.071354814f, 1.5957642f);
     let t4 = t1 * t3;
     let t5 = nf_product_low(t1, t3);
-    let t6 = 1.5957642f - t3;
-    let t7 = nf_fma(t2, 0.071354814f, t6);
-    let t8 = t2 * 2.3988325e-09f;
-    let t9 = t8 + 4.9614496e-06f;
-    let t10 = nf_product_low(t1, t1);
-    let t11 = t10 * 0.071354814f;
-    let t12 = t9 + t11;
-    let t13 = t7 + t12;
-    let t14 = t1 * t13;
-    let t15 = t5 + t14;
-    let t16 = nf_scaled_sigmoid(1.0f, t4, t15);
-    let t17 = t16 * 2.0f;
-    let t18 = 1.0f - t17;
-    let t19 = t1 * t1;
-    let t20 = t19 * 0.21406445f;
-    let t21 = t20 + 1.5957692f;
-    let t22 = t21 * t21;
-    let t23 = t18 * t22;
-    let t24 = t1 * 0.4281289f;
-    let t25 = t23 + t24;
-    let t26 = t25 * 3.0f;
-    let t27 = nf_scaled_bell(1.0f, t4, t15);
-    let t28 = t27 * 6.0f;
-    let t29 = 1.0f - t28;
-    let t30 = t22 * t21;
-    let t31 = t29 * t30;
-    let t32 = t18 * 3.0f;
-    let t33 = t32 * t21;
-    let t34 = t33 * t24;
-    let t35 = t31 + t34;
-    let t36 = t35 + 0.4281289f;
-    let t37 = t1 * t36;
-    let t38 = t26 + t37;
-    let t39 = nf_scaled_bell(t38, t4, t15);
-    return select(t39, x, nf_is_nan(x));
+    let t6 = t2 * 2.3988325e-09f;
+    let t7 = t6 + 4.9614496e-06f;
+    let t8 = nf_product_low(t1, t1);
+    let t9 = t8 * 0.071354814f;
+    let t10 = t7 + t9;
+    let t11 = t1 * t10;
+    let t12 = t5 + t11;
+    let t13 = 1.5957642f - t3;
+    let t14 = nf_fma(t2, 0.071354814f, t13);
+    let t15 = t1 * t14;
+    let t16 = t12 + t15;
+    let t17 = nf_scaled_sigmoid(1.0f, t4, t16);
+    let t18 = t17 * 2.0f;
+    let t19 = 1.0f - t18;
+    let t20 = t1 * t1;
+    let t21 = t20 * 0.21406445f;
+    let t22 = t21 + 1.5957692f;
+    let t23 = t22 * t22;
+    let t24 = t19 * t23;
+    let t25 = t1 * 0.4281289f;
+    let t26 = t24 + t25;
+    let t27 = t26 * 3.0f;
+    let t28 = nf_scaled_bell(1.0f, t4, t16);
+    let t29 = t28 * 6.0f;
+    let t30 = 1.0f - t29;
+    let t31 = t23 * t22;
+    let t32 = t30 * t31;
+    let t33 = t19 * 3.0f;
+    let t34 = t33 * t22;
+    let t35 = t34 * t25;
+    let t36 = t32 + t35;
+    let t37 = t36 + 0.4281289f;
+    let t38 = t1 * t37;
+    let t39 = t27 + t38;
+    let t40 = nf_scaled_bell(t39, t4, t16);
+    return select(t40, x, nf_is_nan(x));
 }
 
 fn silu(x: f32) -> f32 {
-    let t0 = nf_maximum(x, -800.0f);
-    let t1 = nf_scaled_sigmoid(t0, t0, 0.0f);
-    return select(t1, x, nf_is_nan(x));
+    let t0 = x < 0.0f;
+    let t1 = select(x, 0.0f, t0);
+    let t2 = nf_copysign(x, 1.0f);
+    let t3 = nf_minimum(t2, 800.0f);
+    let t4 = -t3;
+    let t5 = nf_scaled_sigmoid(t3, t4, 0.0f);
+    let t6 = t1 - t5;
+    return select(t6, x, nf_is_nan(x));
 }
 
 fn silu_prime(x: f32) -> f32 {
-    let t0 = nf_maximum(x, -800.0f);
-    let t1 = nf_minimum(t0, 800.0f);
-    let t2 = -t1;
+    let t0 = x < 0.0f;
+    let t1 = nf_copysign(x, 1.0f);
+    let t2 = nf_minimum(t1, 800.0f);
     let t3 = nf_sigmoid(t2);
-    let t4 = t1 * t3;
-    let t5 = t4 + 1.0f;
-    let t6 = nf_scaled_sigmoid(t5, t1, 0.0f);
-    return select(t6, x, nf_is_nan(x));
+    let t4 = t2 * t3;
+    let t5 = 1.0f - t4;
+    let t6 = -t2;
+    let t7 = nf_scaled_sigmoid(t5, t6, 0.0f);
+    let t8 = 1.0f - t7;
+    let t9 = select(t8, t7, t0);
+    return select(t9, x, nf_is_nan(x));
 }
 
 fn silu_second(x: f32) -> f32 {

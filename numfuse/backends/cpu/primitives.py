@@ -18,6 +18,7 @@ import functools
 import hashlib
 import math
 import pathlib
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -28,8 +29,21 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from numfuse import coefficients
-from numfuse.coefficients import ERF, EXP, EXP_RANGE, LN2, LOG, MILLS, MILLS_END, TANH_END
+from numfuse.coefficients import (
+    ERF,
+    EXP,
+    EXP_RANGE,
+    GROWTH_END,
+    GROWTH_FACTOR,
+    GROWTH_SHIFT,
+    LN2,
+    LOG,
+    MILLS,
+    MILLS_END,
+    TANH_END,
+)
 from numfuse.expr import Expr, constant, dumps, node, rounded, topological
+from numfuse.ranges import Range, ranges
 
 __all__ = ["device_function", "primitives", "render", "scalar_function"]
 
@@ -128,6 +142,32 @@ def power_of_two(typingctx: Any, shifted: Any) -> Any:
 
 
 @intrinsic
+def raised_exponent(typingctx: Any, shifted: Any) -> Any:
+    """2^(k - bias), k > 0 the low bits of ``k + 1.5 * 2^mantissa``: one shift drops the others."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        real, integer, mantissa, _ = _llvm(signature.return_type.bitwidth)
+        return builder.bitcast(
+            builder.shl(builder.bitcast(args[0], integer), integer(mantissa)), real
+        )
+
+    return shifted(shifted), codegen
+
+
+@intrinsic
+def toward(typingctx: Any, low: Any, high: Any) -> Any:
+    """`low`, its sign turned where `high` is negative: the low word of abs(high + low)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        real, integer, _, _ = _llvm(signature.return_type.bitwidth)
+        sign = integer(1 << (integer.width - 1))
+        low, high = (builder.bitcast(a, integer) for a in args)
+        return builder.bitcast(builder.xor(low, builder.and_(high, sign)), real)
+
+    return low(low, low), codegen
+
+
+@intrinsic
 def two_powers_of_two(typingctx: Any, shifted: Any) -> Any:
     """Two normal numbers whose product is 2^n, n from -2 * bias to 2 * bias."""
 
@@ -180,6 +220,10 @@ def primitives(dtype: str) -> SimpleNamespace:
         real(v) for v in (MILLS_END[dtype], TANH_END[dtype], math.sqrt(2.0))
     )
     share = real(0.96)
+    growth_end, sigma = real(GROWTH_END[dtype]), real(2.0 ** -GROWTH_SHIFT[dtype])
+    # Adds the exponent's bias and the shift to n, where `raised_exponent` finds them.
+    bias = 127 if dtype == "float32" else 1023
+    growth_magic = real(1.5 * 2.0**mantissa + bias - GROWTH_SHIFT[dtype])
     # Subnormal arguments of log are scaled by a power of two first.
     tiny, lift = np.finfo(real).tiny, real(2.0 ** (mantissa + 2))
     unlift, infinity, nan = real(mantissa + 2), real(np.inf), real(np.nan)
@@ -194,7 +238,18 @@ def primitives(dtype: str) -> SimpleNamespace:
         scope["polynomial"].__globals__.update(scope)
         return _jit(scope["polynomial"])
 
-    exp_polynomial, log_polynomial = horner(EXP[dtype]), horner(LOG[dtype])
+    def paired(coefficients: tuple[float, ...]) -> Any:
+        """polynomial(x, x * x): the same number of fmas, in a chain that is half as long."""
+        values = [real(c) for c in coefficients]
+        names = [f"c{i}" for i in range(len(values))]
+        scope: dict[str, Any] = dict(zip(names, values, strict=True)) | {"fma": fused}
+        first = names.pop(0) if len(names) % 2 else f"fma({names.pop(0)}, x, {names.pop(0)})"
+        for odd, even in zip(names[::2], names[1::2], strict=True):
+            first = f"fma({first}, square, fma({odd}, x, {even}))"
+        exec(f"def polynomial(x, square):\n    return {first}", scope)
+        return _jit(scope["polynomial"])
+
+    exp_polynomial, log_polynomial = paired(EXP[dtype]), horner(LOG[dtype])
     erf_polynomial, mills_polynomial = horner(ERF[dtype]), horner(MILLS[dtype])
 
     @_jit
@@ -214,13 +269,18 @@ def primitives(dtype: str) -> SimpleNamespace:
         return select((b <= a) | (b != b), b, a)
 
     @_jit
+    def exp_less_one(r):
+        square = r * r
+        return fused(square, exp_polynomial(r, square), r)
+
+    @_jit
     def reduced(hi, lo):
         """n (shifted) and e^r - 1, with hi + lo = n ln2 + r."""
         shifted = fused(hi, log2e, magic)
         n = shifted - magic
         # The small words first: r is rounded once.
         r = fused(-n, ln2_head, hi) + fused(-n, ln2_tail, lo)
-        return shifted, fused(r * r, exp_polynomial(r), r)
+        return shifted, exp_less_one(r)
 
     @_jit
     def plain_reduced(x):
@@ -228,7 +288,7 @@ def primitives(dtype: str) -> SimpleNamespace:
         shifted = fused(x, log2e, magic)
         n = shifted - magic
         r = fused(-n, ln2_tail, fused(-n, ln2_head, x))
-        return shifted, fused(r * r, exp_polynomial(r), r)
+        return shifted, exp_less_one(r)
 
     @_jit
     def exp_range(x):
@@ -281,8 +341,8 @@ def primitives(dtype: str) -> SimpleNamespace:
         p, s1, s2, d, d_low = parts
         # The numerator takes up what the denominator lost: (1 + p) d_low / d of it.  d is near 1
         # where that matters (results just below a power of two), and a fixed share is cheaper than
-        # a division.  Largest error in float32: 2.7 ULP for gelu without it, 2.1 with it; a share
-        # without the factor 1 + p leaves 2.3.  An infinite factor (of y) stays as it is.
+        # a division.  Largest error in float32: 2.7 ULP for x s(v(x)) of gelu without it, 2.1 with
+        # it; a share without the factor 1 + p leaves 2.3.  An infinite factor stays as it is.
         p = fused(-fused(share, p, share), d_low, p)
         ratio = select(below, fused(factor, p, factor), factor) / d
         ratio = select(below, ratio * s1, ratio)
@@ -309,6 +369,55 @@ def primitives(dtype: str) -> SimpleNamespace:
     @_jit
     def sigmoid(x):
         return plain_sigmoid(one, x)
+
+    # Where the factor is known to be small, everything comes from g = sigma (1 + e^y), y >= 0, and
+    # from 1 / g: s(-y) is sigma / g, and s(y) is 1 less that. sigma, a power of two, keeps g, 1 / g
+    # and a factor times 1 / g normal numbers to the very end of the tail: the last step alone meets
+    # a subnormal number (which costs a processor a hundred cycles and more). The numerator is
+    # exact, and e^y and 1 + e^y are not rounded at their worst together: 1.9 ULP.
+
+    @_jit
+    def growth_of(shifted, p):
+        s = raised_exponent(shifted)
+        t = s + sigma
+        # What t lost: nothing, or all of sigma where s is 2^24 (2^53) of it and more.  The product
+        # by a power of two is exact where it is nothing: one rounding.  2.7 ULP without it.
+        lost = select(t == s, sigma, zero)
+        return t + fused(s, p, lost)
+
+    @_jit
+    def growth(hi, lo):
+        hi = select(hi > growth_end, growth_end, hi)
+        shifted = fused(hi, log2e, growth_magic)
+        n = shifted - growth_magic
+        r = fused(-n, ln2_head, hi) + fused(-n, ln2_tail, lo)
+        return growth_of(shifted, exp_less_one(r))
+
+    @_jit
+    def plain_growth(x):
+        x = select(x > growth_end, growth_end, x)
+        shifted = fused(x, log2e, growth_magic)
+        n = shifted - growth_magic
+        r = fused(-n, ln2_tail, fused(-n, ln2_head, x))
+        return growth_of(shifted, exp_less_one(r))
+
+    @_jit
+    def quotient(factor, inverse, g):
+        """factor / g, rounded as a division would (Markstein 1990), `inverse` being 1 / g.
+
+        As long as the remainder does not underflow: a factor below 2^-100 (2^-970) needs a g that
+        is a power of two, which it is where factor and argument are 0 together.
+        """
+        q = factor * inverse
+        return fused(fused(-q, g, factor), inverse, q)
+
+    @_jit
+    def unscaled(q):
+        return q * sigma
+
+    @_jit
+    def less_unscaled(value, q):
+        return fused(-q, sigma, value)
 
     @_jit
     def bell_of(factor, parts):
@@ -394,7 +503,8 @@ def primitives(dtype: str) -> SimpleNamespace:
         sigmoid=sigmoid, erf=erf, scaled_exp=scaled_exp, scaled_sigmoid=scaled_sigmoid,
         scaled_bell=scaled_bell, scaled_normal_cdf=scaled_normal_cdf, plain_exp=plain_exp,
         plain_sigmoid=plain_sigmoid, plain_bell=plain_bell, plain_complement=plain_complement,
-        scaled_complement=scaled_complement,
+        scaled_complement=scaled_complement, growth=growth, plain_growth=plain_growth,
+        quotient=quotient, unscaled=unscaled, less_unscaled=less_unscaled, toward=toward,
     )  # fmt: skip
 
 
@@ -413,6 +523,8 @@ _INFIX = {
 
 def _lowered(op: str, args: list[Expr]) -> Expr:
     """A node as the primitives here have it."""
+    if op == "sub" and args[1].op == "unscaled":
+        return node("less_unscaled", args[0], args[1].args[0])
     if op in ("add", "sub"):
         # a * b + c is one fma wherever it occurs, whatever else uses the product.
         for at, other in ((0, 1), (1, 0)):
@@ -422,8 +534,6 @@ def _lowered(op: str, args: list[Expr]) -> Expr:
                 if op == "sub":
                     a, c = (a, node("neg", c)) if at == 0 else (node("neg", a), c)
                 return node("fma", a, b, c)
-    if op == "sigmoid":
-        op, args = "scaled_sigmoid", [constant(1), *args, constant(0)]
     if op not in ("scaled_exp", "scaled_sigmoid", "scaled_bell"):
         return node(op, *args)
     factor, hi, lo = args
@@ -436,12 +546,60 @@ def _lowered(op: str, args: list[Expr]) -> Expr:
     return node(f"scaled{kind}", factor, hi, lo)
 
 
+def _shared(op: str, args: list[Expr], high: Range) -> Expr:
+    """A sigmoid or bell with a small factor, made of nodes that all of one argument share."""
+    factor, hi, lo = args
+    plain = lo is constant(0)
+    if high[1] <= 0 and hi.op == "neg":
+        size, low = hi.args[0], lo.args[0] if lo.op == "neg" else node("neg", lo)
+    elif high[0] >= 0:
+        size, low = hi, lo
+    else:
+        size, low = node("abs", hi), node("toward", lo, hi)
+    g = node("plain_growth", size) if plain else node("growth", size, low)
+    inverse = node("div", 1, g)
+    if op == "scaled_bell":
+        rise = node("less_unscaled", 1, inverse)
+        return node("unscaled", node("mul", node("mul", factor, rise), inverse))
+    q = inverse if factor is constant(1) else node("quotient", factor, inverse, g)
+    below, above = node("unscaled", q), node("less_unscaled", factor, q)
+    if high[0] >= 0:
+        return above
+    return below if high[1] <= 0 else node("where", node("lt", hi, 0), below, above)
+
+
+def _divided(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The graphs with a division for each quotient that is the only use of its inverse.
+
+    The bits are the same (see `quotient`); a lone division has three instructions less.
+    """
+    order = topological(exprs)
+    uses = Counter(a for e in order for a in e.args)
+    made: dict[Expr, Expr] = {}
+    for e in order:
+        args = [made[a] for a in e.args]
+        if e.op == "quotient" and uses[e.args[1]] == 1:
+            made[e] = node("div", args[0], args[2])
+        else:
+            made[e] = node(e.op, *args) if args else e
+    return tuple(made[e] for e in exprs)
+
+
 def lowered(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
     """The graphs with every node as the primitives here have it."""
     made: dict[Expr, Expr] = {}
+    known = ranges(exprs)
     for e in topological(exprs):
-        made[e] = _lowered(e.op, [made[a] for a in e.args]) if e.args else e
-    return tuple(made[e] for e in exprs)
+        op, args, old = e.op, [made[a] for a in e.args], e.args
+        if op == "sigmoid":
+            one, zero = constant(1), constant(0)
+            op, args, old = "scaled_sigmoid", [one, *args, zero], (one, *old, zero)
+        factor = known.get(old[0], (1.0, 1.0)) if old else None
+        if op in ("scaled_sigmoid", "scaled_bell") and max(map(abs, factor)) <= GROWTH_FACTOR:
+            made[e] = _shared(op, args, known[old[1]])
+        else:
+            made[e] = _lowered(op, args) if args else e
+    return _divided(tuple(made[e] for e in exprs))
 
 
 def render(
