@@ -211,13 +211,9 @@ def _plain_output(
     """Whether `out` needs none of the longer checks of `operands.output`."""
     if type(out) is not ndarray or out.dtype is not dtype or out.shape != shape:
         return False
-    flags = out.flags
-    if not (flags.c_contiguous and flags.writeable and flags.aligned):
+    if out.flags.num & _TARGET != _TARGET:
         return False
-    for other in others:
-        if other is not None and may_share_memory(out, other):
-            return False
-    return True
+    return _is_apart(out, *others)
 
 
 def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:
@@ -507,6 +503,7 @@ def gated_backward(
 #: Bits of `ndarray.flags.num`, which is one look-up for what `flags` has names for.
 _SOURCE = 0x0001 | 0x0100  # C-contiguous and aligned
 _TARGET = _SOURCE | 0x0400  # and writable
+_OWNER = 0x0004  # its memory is its own
 
 
 def _is_flat(x: Any, shape: tuple[int, ...], dtype: _DType, flags: int) -> bool:
@@ -519,8 +516,12 @@ def _is_flat(x: Any, shape: tuple[int, ...], dtype: _DType, flags: int) -> bool:
     )
 
 
-def _is_apart(x: ndarray, *others: ndarray) -> bool:
+def _is_apart(x: ndarray, *others: ndarray | None) -> bool:
+    """Whether `x` shares no memory with the others.  Two arrays that own theirs never do."""
+    owner = x.flags.num & _OWNER
     for other in others:
+        if other is None or (owner and other is not x and other.flags.num & _OWNER):
+            continue
         if may_share_memory(x, other):
             return False
     return True

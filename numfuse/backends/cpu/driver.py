@@ -210,7 +210,7 @@ def _gemm_plan(
     # Columns of A in memory are packed by groups of panels.
     by_columns = a_row == microkernel.itemsize(left) != a_k
     group = r.column_group if by_columns else 1
-    cell = library.gemm_cell(acc, kind, left if kind == "amx" else "")
+    cell = library.gemm_cell(acc, kind, left)
     tier = host.product_name(kind, left)
     return _plan(cell, head, operands, axes, t, r, elements, count, row, group, tier)
 

@@ -86,9 +86,13 @@ def _cell_names() -> dict[str, Any]:
     }
 
 
-@functools.cache
 def gemm_cell(acc: str, kind: str = "fma", fmt: str = "") -> specialise.Kernel:
     """The cell of one kind of product; `fmt`, the factors' format, matters to tiles only."""
+    return _gemm_cell(acc, kind, fmt if kind == "amx" else "")
+
+
+@functools.cache
+def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     r = registers(acc, kind)
     tiles = kind == "amx"
     words = {
