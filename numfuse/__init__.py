@@ -15,6 +15,7 @@ from numfuse.backends import backends, last_call, use_backend
 from numfuse.errors import BackendUnavailable
 
 if TYPE_CHECKING:
+    from numfuse import webgpu
     from numfuse.activations import Activation
     from numfuse.devices import synchronize, to_device, to_numpy, warmup
     from numfuse.functional import (
@@ -62,6 +63,7 @@ __all__ = [
     "to_numpy",
     "use_backend",
     "warmup",
+    "webgpu",
 ]
 
 _ELSEWHERE = {
@@ -76,6 +78,8 @@ _ELSEWHERE = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "webgpu":  # a module of public names
+        return import_module("numfuse.webgpu")
     value = getattr(import_module(_ELSEWHERE.get(name, "numfuse.functional")), name)
     globals()[name] = value  # the next look-up finds it without coming here
     return value

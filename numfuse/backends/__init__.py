@@ -144,11 +144,14 @@ class use_backend(ContextDecorator):
     device, precision : optional
         Passed to the backend, which checks them. A backend with one device and one precision (the
         CPU and the reference) accepts only None.
+    shaders : str, optional
+        For "webgpu" alone: "reference" takes numfuse's plain shaders of the shader contract
+        (:func:`numfuse.webgpu.reference_shaders`) in place of its fast ones.
 
     Raises
     ------
     ValueError
-        Unknown name, device or precision.
+        Unknown name, device, precision or shaders.
     TypeError
         Neither a name nor a backend object.
     BackendUnavailable
@@ -164,19 +167,29 @@ class use_backend(ContextDecorator):
     """
 
     def __init__(
-        self, backend: str | Backend, device: Any = None, precision: str | None = None
+        self,
+        backend: str | Backend,
+        device: Any = None,
+        precision: str | None = None,
+        *,
+        shaders: str | None = None,
     ) -> None:
         if backend is None:
             raise TypeError("backend must be a name or a backend object, got NoneType")
         chosen = resolve(backend)
-        if device is not None or precision is not None:
+        if shaders is not None and not hasattr(chosen, "reference_shaders"):
+            raise ValueError(
+                f"shaders must be None for the backend {chosen.name!r}, got {shaders!r}"
+            )
+        if device is not None or precision is not None or shaders is not None:
             configure = getattr(chosen, "configure", None)
             if configure is None:
                 raise ValueError(
                     f"device and precision must be None for the backend {chosen.name!r}, "
                     f"got device={device!r}, precision={precision!r}"
                 )
-            chosen = configure(device=device, precision=precision)
+            special = {} if shaders is None else {"shaders": shaders}
+            chosen = configure(device=device, precision=precision, **special)
         self.backend = chosen
         # One object may be entered again inside itself, and by several threads at once.
         self._tokens: ContextVar[tuple[Token[Backend | None], ...]] = ContextVar(

@@ -19,7 +19,9 @@ from numpy import ndarray
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu import run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
+from numfuse.backends.webgpu.contract import ContractBackend
 from numfuse.backends.webgpu.device import Device, adapters, choose
+from numfuse.backends.webgpu.entry_points import reference_source
 from numfuse.backends.webgpu.stores import HostStore, Store
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
         GemmProblem,
     )
 
-__all__ = ["BACKEND", "DeviceArray", "WebGpuBackend", "adapters"]
+__all__ = ["BACKEND", "ContractBackend", "DeviceArray", "WebGpuBackend", "adapters"]
 
 
 class WebGpuBackend:
@@ -54,6 +56,7 @@ class WebGpuBackend:
         self._limits = limits
         self._lock = threading.Lock()
         self._device: Device | None = None
+        self._reference: ContractBackend | None = None
 
     @property
     def device(self) -> Device:
@@ -107,11 +110,36 @@ class WebGpuBackend:
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
         )
 
-    def configure(self, device: Any = None, precision: str | None = None) -> WebGpuBackend:
-        """This backend on another adapter."""
+    def configure(
+        self, device: Any = None, precision: str | None = None, shaders: str | None = None
+    ) -> WebGpuBackend | ContractBackend:
+        """This backend on another adapter, or with the shaders of the contract."""
         if precision is not None:
             raise ValueError(f"precision must be None for the backend 'webgpu', got {precision!r}")
-        return _on(choose(device).number)
+        if shaders not in (None, "reference"):
+            raise ValueError(
+                f"shaders must be None or 'reference', got {shaders!r}; a module of your own is a "
+                f"backend: numfuse.webgpu.load_shaders"
+            )
+        chosen = self if device is None else _on(choose(device).number)
+        return chosen if shaders is None else chosen.reference_shaders()
+
+    def load_shaders(self, source: str, label: str = "shaders") -> ContractBackend:
+        """A module that keeps the shader contract, on this device; see `numfuse.webgpu`."""
+        return ContractBackend(source, self, label)
+
+    def reference_shaders(self) -> ContractBackend:
+        """numfuse's own module for the shader contract, on this device."""
+        with self._lock:
+            found = self._reference
+        if found is None:
+            found = self._reference = self.load_shaders(reference_source(), "reference shaders")
+        return found
+
+    @staticmethod
+    def adapters() -> list[str]:
+        """Every adapter, as `device` may name it."""
+        return [str(adapter) for adapter in adapters()]
 
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""

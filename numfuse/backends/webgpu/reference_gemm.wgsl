@@ -1,0 +1,210 @@
+// The shader contract in its plainest form: products in tiles of 16 x 16, an invocation for each
+// element of a result. The functions of the activations come before this text, from their table.
+
+const TILE = 16u;
+
+// Of the forward and the backward.
+struct ProductParams {
+    M: u32,
+    K: u32,
+    N: u32,
+    batch_size: u32,
+    activation_type: u32,
+    padding_0: u32,
+    padding_1: u32,
+    padding_2: u32,
+}
+
+struct ResidualParams { M: u32, K: u32, N: u32, batch_size: u32 }
+
+@group(0) @binding(0) var<storage, read_write> a: array<f32>;
+@group(0) @binding(1) var<storage, read_write> b: array<f32>;
+@group(0) @binding(2) var<storage, read_write> bias: array<f32>;
+
+@group(0) @binding(3) var<storage, read_write> c: array<f32>;
+@group(0) @binding(4) var<uniform> forward_params: ProductParams;
+
+@group(0) @binding(3) var<storage, read_write> residual: array<f32>;
+@group(0) @binding(4) var<storage, read_write> sum: array<f32>;
+@group(0) @binding(5) var<uniform> residual_params: ResidualParams;
+
+@group(0) @binding(3) var<storage, read_write> grad: array<f32>;
+@group(0) @binding(4) var<storage, read_write> grad_pre: array<f32>;
+@group(0) @binding(5) var<storage, read_write> d_a: array<f32>;
+@group(0) @binding(6) var<storage, read_write> d_b: array<f32>;
+@group(0) @binding(7) var<storage, read_write> d_bias: array<f32>;
+@group(0) @binding(8) var<uniform> params: ProductParams;
+
+var<workgroup> left: array<array<f32, TILE>, TILE>;
+var<workgroup> right: array<array<f32, TILE>, TILE>;
+
+fn activate(activation_type: u32, x: f32) -> f32 {
+    switch activation_type {
+        //$ for act in ACTIVATIONS:
+        case ${act.id}u: { return act_${act.name}(x); }
+        //$ end
+        default: { return x; }
+    }
+}
+
+fn slope(activation_type: u32, x: f32) -> f32 {
+    switch activation_type {
+        //$ for act in ACTIVATIONS:
+        case ${act.id}u: { return slope_${act.name}(x); }
+        //$ end
+        default: { return 1.0; }
+    }
+}
+
+// Adds the products of one row of `left` and one column of `right`, all of which are there.
+fn add_tile(sum_so_far: f32, at: vec3<u32>) -> f32 {
+    workgroupBarrier();
+    var total = sum_so_far;
+    for (var i = 0u; i < TILE; i++) {
+        total += left[at.y][i] * right[i][at.x];
+    }
+    workgroupBarrier();
+    return total;
+}
+
+// (A[z] B[z])[row, column], of which the whole workgroup makes a tile; 0 outside.
+fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>) -> f32 {
+    var total = 0.0;
+    for (var k = 0u; k < K; k += TILE) {
+        left[at.y][at.x] = 0.0;
+        right[at.y][at.x] = 0.0;
+        if (row < M && k + at.x < K) {
+            left[at.y][at.x] = a[(z * M + row) * K + k + at.x];
+        }
+        if (k + at.y < K && column < N) {
+            right[at.y][at.x] = b[(z * K + k + at.y) * N + column];
+        }
+        total = add_tile(total, at);
+    }
+    return total;
+}
+
+fn forward(z: u32, id: vec3<u32>, at: vec3<u32>) {
+    let p = forward_params;
+    let total = product(p.M, p.K, p.N, id.y, id.x, z, at);
+    if (id.y < p.M && id.x < p.N) {
+        c[(z * p.M + id.y) * p.N + id.x] = activate(p.activation_type, total + bias[id.x]);
+    }
+}
+
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bias_act_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    forward(0u, id, at);
+}
+
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bias_act_batched_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    forward(id.z, id, at);
+}
+
+fn forward_residual(z: u32, id: vec3<u32>, at: vec3<u32>) {
+    let p = residual_params;
+    let total = product(p.M, p.K, p.N, id.y, id.x, z, at);
+    if (id.y < p.M && id.x < p.N) {
+        let i = (z * p.M + id.y) * p.N + id.x;
+        sum[i] = total + bias[id.x] + residual[i];
+    }
+}
+
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bias_residual_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    forward_residual(0u, id, at);
+}
+
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bias_residual_batched_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    forward_residual(id.z, id, at);
+}
+
+// grad_pre[z, row, column] = grad * act'(A[z] B[z] + bias).
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bwd_grad_pre_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    let p = params;
+    let total = product(p.M, p.K, p.N, id.y, id.x, id.z, at);
+    if (id.y < p.M && id.x < p.N) {
+        let i = (id.z * p.M + id.y) * p.N + id.x;
+        grad_pre[i] = grad[i] * slope(p.activation_type, total + bias[id.x]);
+    }
+}
+
+// d_a[z, row, column] = sum over n of grad_pre[z, row, n] B[z, column, n].
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bwd_da_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    let p = params;
+    let first = id.x - at.x;
+    var total = 0.0;
+    for (var n = 0u; n < p.N; n += TILE) {
+        left[at.y][at.x] = 0.0;
+        right[at.x][at.y] = 0.0;
+        if (n + at.x < p.N) {
+            if (id.y < p.M) {
+                left[at.y][at.x] = grad_pre[(id.z * p.M + id.y) * p.N + n + at.x];
+            }
+            if (first + at.y < p.K) {
+                right[at.x][at.y] = b[(id.z * p.K + first + at.y) * p.N + n + at.x];
+            }
+        }
+        total = add_tile(total, at);
+    }
+    if (id.y < p.M && id.x < p.K) {
+        d_a[(id.z * p.M + id.y) * p.K + id.x] = total;
+    }
+}
+
+// d_b[row, column] = sum over z and m of A[z, m, row] grad_pre[z, m, column].
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bwd_db_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
+    let p = params;
+    let first = id.y - at.y;
+    let rows = p.batch_size * p.M;  // those of all elements follow one another
+    var total = 0.0;
+    for (var m = 0u; m < rows; m += TILE) {
+        left[at.x][at.y] = 0.0;
+        right[at.y][at.x] = 0.0;
+        if (m + at.y < rows) {
+            if (first + at.x < p.K) {
+                left[at.x][at.y] = a[(m + at.y) * p.K + first + at.x];
+            }
+            if (id.x < p.N) {
+                right[at.y][at.x] = grad_pre[(m + at.y) * p.N + id.x];
+            }
+        }
+        total = add_tile(total, at);
+    }
+    if (id.y < p.K && id.x < p.N) {
+        d_b[id.y * p.N + id.x] = total;
+    }
+}
+
+// d_bias[n] = sum over z and m of grad_pre[z, m, n].
+@compute @workgroup_size(256, 1, 1)
+fn gemm_bwd_dbias_f32(@builtin(global_invocation_id) id: vec3<u32>) {
+    let p = params;
+    if (id.x >= p.N) {
+        return;
+    }
+    var total = 0.0;
+    for (var m = 0u; m < p.batch_size * p.M; m++) {
+        total += grad_pre[m * p.N + id.x];
+    }
+    d_bias[id.x] = total;
+}
