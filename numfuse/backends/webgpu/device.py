@@ -208,6 +208,9 @@ class Device:
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._constants = _Cache(tiling.WEBGPU_KEPT_CONSTANTS)
         self._groups = _Cache(tiling.WEBGPU_KEPT_GROUPS)
+        # A buffer may end in a cycle (of an exception and its frames), where the garbage collector
+        # would end its handle too, before it comes back to the pool: what is in use is held here.
+        self._used: dict[int, Any] = {}
         self._free: dict[int, list[Any]] = {}
         self._free_bytes = 0
         self._staging: list[Any] = []
@@ -259,16 +262,22 @@ class Device:
             free = self._free.get(size)
             if free:
                 self._free_bytes -= size
-                return Buffer(self, free.pop(), size)
+                handle = free.pop()
+                self._used[id(handle)] = handle
+                return Buffer(self, handle, size)
         if self.lost:
             raise DeviceLost(f"{self.name} is lost")
         with self.reported(f"buffer of {size} bytes"):
-            return Buffer(self, self.handle.create_buffer(size=size, usage=_USAGE), size)
+            handle = self.handle.create_buffer(size=size, usage=_USAGE)
+        with self._lock:
+            self._used[id(handle)] = handle
+        return Buffer(self, handle, size)
 
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
         # What reads it has been submitted, and what the next owner does comes later in the queue.
         with self._lock:
+            self._used.pop(id(handle), None)
             if not self.lost and self._free_bytes + size <= tiling.WEBGPU_POOL_BYTES:
                 self._free.setdefault(size, []).append(handle)
                 self._free_bytes += size
