@@ -7,12 +7,15 @@ missing, the tests that need it fail instead of being skipped.
 from __future__ import annotations
 
 import os
+from functools import cache
 from typing import NoReturn
 
 import hypothesis
 import pytest
+from tolerance import DTYPES
 
 import numfuse as nf
+from numfuse.backends import resolve
 
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
 
@@ -40,6 +43,33 @@ def backend(request: pytest.FixtureRequest) -> str:
     if not status:
         unavailable(name, str(status))
     return name
+
+
+@cache
+def served(backend: str) -> tuple[str, ...]:
+    """The names of the dtypes that a backend computes on its device."""
+    if backend != "webgpu" or not nf.backends()[backend]:
+        return tuple(DTYPES)
+    known = resolve(backend).describe()["dtypes"]
+    return tuple(name for name in DTYPES if name in known)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what a backend's device has no dtype for, named by a parameter or by a mark.
+
+    ``test_a_dtype_that_is_not_served_is_a_type_error`` holds it to refuse those.
+    """
+    kept, left = [], []
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        mark = item.get_closest_marker("dtype")
+        dtype = mark.args[0] if mark else parameters.get("dtype")
+        backend = parameters.get("backend")
+        without = backend is not None and dtype in DTYPES and dtype not in served(backend)
+        (left if without else kept).append(item)
+    if left:
+        config.hook.pytest_deselected(items=left)
+        items[:] = kept
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

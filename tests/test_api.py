@@ -254,6 +254,7 @@ def test_the_results_of_a_backward_are_named():
     assert nf.silu_mul_bwd(X, X, X, backend="reference")._fields == ("d_a", "d_b")
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize("trace", [True, False])
 def test_a_users_own_activation_runs_both_ways(backend, trace):
     from numfuse import expr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
+from conftest import served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import ACTIVATIONS
@@ -24,20 +26,23 @@ SIZES = (0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 17, 29, 31, 32, 33, 55, 56, 57, 63, 6
 DEPTHS = (*SIZES, 127, 257, 511, 512, 513)
 BATCHES = ((), (1,), (3,), (2, 3), (0,))
 
-dtypes = st.sampled_from(list(DTYPES))
 activations = st.sampled_from(ACTIVATIONS)
 layouts = st.sampled_from(LAYOUTS)
 sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 2**32 - 1)
 
 
+def dtypes(backend):
+    return st.sampled_from(served(backend))
+
+
 @st.composite
-def gemms(draw, batched=True):
+def gemms(draw, backend):
     """Operands (a, b, bias) of two axes or more, in any layout, and the shape of their result."""
-    dtype = DTYPES[draw(dtypes)]
+    dtype = DTYPES[draw(dtypes(backend))]
     m, n, k = draw(sizes), draw(sizes), draw(st.sampled_from(DEPTHS))
     rng = np.random.default_rng(draw(seeds))
-    batch = draw(st.sampled_from(BATCHES)) if batched else ()
+    batch = draw(st.sampled_from(BATCHES))
     if int(np.prod(batch)) > 1:
         m, n = min(m, 33), min(n, 33)
 
@@ -62,11 +67,26 @@ def gemms(draw, batched=True):
     return a, b, bias, (*shape, m, n), rng
 
 
-def sampled(examples):
-    return settings(
-        max_examples=examples,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-    )
+def sampled(examples, **strategies):
+    """Run a test on so many examples; a strategy may be a function of the backend's name."""
+
+    def decorate(test):
+        def run(backend):
+            drawn = {
+                name: strategy(backend) if callable(strategy) else strategy
+                for name, strategy in strategies.items()
+            }
+            how = settings(
+                max_examples=examples,
+                suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+            )
+            how(given(**drawn)(test))(backend=backend)
+
+        functools.update_wrapper(run, test)
+        del run.__wrapped__  # pytest would take the drawn arguments for fixtures
+        return run
+
+    return decorate
 
 
 def rounds_grad_pre(backend, dtype):
@@ -80,7 +100,7 @@ def rounds_grad_pre(backend, dtype):
 
 def check_backward(backend, grad, a, b, bias, activation, result, **how):
     how["rounded_grad_pre"] = activation != "none" and rounds_grad_pre(backend, a.dtype)
-    wanted = tolerance.backward(grad, a, b, bias, activation, a.dtype, **how)
+    wanted = tolerance.backward(grad, a, b, bias, activation, a.dtype, backend=backend, **how)
     for name in ("d_a", "d_b", "d_bias"):
         value = getattr(result, name)
         if bias is None and name == "d_bias":
@@ -94,8 +114,7 @@ def check_backward(backend, grad, a, b, bias, activation, result, **how):
 # --- values -------------------------------------------------------------------------------------
 
 
-@given(case=gemms(), activation=activations)
-@sampled(120)
+@sampled(120, case=gemms, activation=activations)
 def test_forward_is_exact_within_the_bound(backend, case, activation):
     a, b, bias, shape, _ = case
     with unwritten(a, b, bias):
@@ -106,15 +125,14 @@ def test_forward_is_exact_within_the_bound(backend, case, activation):
     assert out.dtype == a.dtype
     assert pre.dtype == tolerance.accumulator(a.dtype)
     assert out.flags.c_contiguous and pre.flags.c_contiguous
-    wanted = tolerance.forward(a, b, bias, activation, a.dtype)
+    wanted = tolerance.forward(a, b, bias, activation, a.dtype, backend=backend)
     assert_within("pre", pre, wanted.pre, wanted.pre_error)
     assert_within("out", out, wanted.out, wanted.out_error)
     alone = nf.matmul_bias_activation(a, b, bias, activation, backend=backend)
     assert (bits(alone) == bits(out)).all()
 
 
-@given(case=gemms(), activation=activations, layout=layouts)
-@sampled(100)
+@sampled(100, case=gemms, activation=activations, layout=layouts)
 def test_backward_is_exact_within_the_bound(backend, case, activation, layout):
     a, b, bias, shape, rng = case
     grad = in_layout(normal(rng, shape, a.dtype), layout)
@@ -123,8 +141,7 @@ def test_backward_is_exact_within_the_bound(backend, case, activation, layout):
     check_backward(backend, grad, a, b, bias, activation, result)
 
 
-@given(case=gemms(), layout=layouts, data=st.data())
-@sampled(60)
+@sampled(60, case=gemms, layout=layouts, data=st.data())
 def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, data):
     a, b, bias, shape, rng = case
     own = [length if data.draw(st.booleans()) else 1 for length in shape]
@@ -133,7 +150,7 @@ def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, dat
         residual = in_layout(residual, layout)
     with unwritten(a, b, bias, residual):
         out = nf.matmul_bias_residual(a, b, bias, residual, backend=backend)
-    wanted = tolerance.forward(a, b, bias, "none", a.dtype, residual)
+    wanted = tolerance.forward(a, b, bias, "none", a.dtype, residual, backend=backend)
     assert out.dtype == a.dtype
     assert_within("out", out, wanted.out, wanted.out_error)
 
@@ -145,11 +162,14 @@ def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, dat
     error = tolerance.gamma(terms, a.dtype) * oracle.sum_to(
         np.abs(oracle.wide(grad)), residual.shape
     )
-    assert_within("d_residual", result.d_residual, exact, tolerance.stored(exact, error, a.dtype))
+    assert_within(
+        "d_residual", result.d_residual, exact, tolerance.stored(exact, error, a.dtype, backend)
+    )
     assert not np.may_share_memory(result.d_residual, grad)
 
 
-@given(
+@sampled(
+    100,
     shape=st.one_of(
         st.tuples(sizes),
         st.tuples(sizes, sizes),
@@ -161,7 +181,6 @@ def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, dat
     orders=st.tuples(layouts, layouts, layouts),
     seed=seeds,
 )
-@sampled(100)
 def test_gated_is_exact_within_the_bound_both_ways(backend, shape, dtype, activation, orders, seed):
     dtype, rng = DTYPES[dtype], np.random.default_rng(seed)
     a, b, grad = (normal(rng, shape, dtype, 3) for _ in range(3))
@@ -175,8 +194,8 @@ def test_gated_is_exact_within_the_bound_both_ways(backend, shape, dtype, activa
     zero = np.zeros_like(wide_a)
     u = tolerance.roundoff(tolerance.accumulator(dtype))
     value, slope = oracle.VALUE[activation], oracle.SLOPE[activation]
-    value_error = tolerance.evaluated(value, wide_a, zero, dtype)
-    slope_error = tolerance.evaluated(slope, wide_a, zero, dtype)
+    value_error = tolerance.evaluated(value, wide_a, zero, dtype, backend)
+    slope_error = tolerance.evaluated(slope, wide_a, zero, dtype, backend)
     for name, got, exact, error in (
         ("out", out, value(wide_a) * wide_b, value_error * np.abs(wide_b)),
         (
@@ -190,7 +209,7 @@ def test_gated_is_exact_within_the_bound_both_ways(backend, shape, dtype, activa
         assert got.dtype == dtype
         assert got.flags.c_contiguous
         error = error + 2 * u * np.abs(exact)  # two products
-        assert_within(name, got, exact, tolerance.stored(exact, error, dtype))
+        assert_within(name, got, exact, tolerance.stored(exact, error, dtype, backend))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -200,7 +219,7 @@ def test_every_activation_in_every_dtype(backend, activation, dtype):
     a, b = normal(rng, (33, 29), dtype, 29**-0.5), normal(rng, (29, 17), dtype)
     bias, grad = normal(rng, (17,), dtype), normal(rng, (33, 17), dtype)
     out = nf.matmul_bias_activation(a, b, bias, activation, backend=backend)
-    wanted = tolerance.forward(a, b, bias, activation, dtype)
+    wanted = tolerance.forward(a, b, bias, activation, dtype, backend=backend)
     assert_within("out", out, wanted.out, wanted.out_error)
     result = nf.matmul_bias_activation_bwd(grad, a, b, bias, activation, backend=backend)
     check_backward(backend, grad, a, b, bias, activation, result)
@@ -213,12 +232,12 @@ def test_tails_are_accurate_relatively(backend, activation, dtype):
     x = np.concatenate([np.linspace(-45, 45, 901), [-700, -88, -1e-3, -1e-20, 1e-20, 88, 700]])
     a, b = x.astype(dtype)[:, None], np.ones((1, 1), dtype)  # the pre-activation is exactly x
     out = nf.matmul_bias_activation(a, b, None, activation, backend=backend)
-    wanted = tolerance.forward(a, b, None, activation, dtype)
+    wanted = tolerance.forward(a, b, None, activation, dtype, backend=backend)
     assert_within("out", out, wanted.out, wanted.out_error)
     d_a = nf.matmul_bias_activation_bwd(
         np.ones_like(a), a, b, None, activation, needs=("a",), backend=backend
     ).d_a
-    exact = tolerance.backward(np.ones_like(a), a, b, None, activation, dtype)
+    exact = tolerance.backward(np.ones_like(a), a, b, None, activation, dtype, backend=backend)
     assert_within("d_a", d_a, exact.d_a, exact.d_a_error)
 
 
@@ -231,12 +250,13 @@ def test_thin_deep_and_shallow(backend, m, n, k, dtype):
     a, b = normal(rng, (m, k), dtype, max(k, 1) ** -0.5), normal(rng, (k, n), dtype)
     bias, grad = normal(rng, (n,), dtype), normal(rng, (m, n), dtype)
     out = nf.matmul_bias_activation(a, b, bias, "silu", backend=backend)
-    wanted = tolerance.forward(a, b, bias, "silu", dtype)
+    wanted = tolerance.forward(a, b, bias, "silu", dtype, backend=backend)
     assert_within("out", out, wanted.out, wanted.out_error)
     result = nf.matmul_bias_activation_bwd(grad, a, b, bias, "silu", backend=backend)
     check_backward(backend, grad, a, b, bias, "silu", result)
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_backward_is_the_derivative_of_forward(backend, activation):
     rng = np.random.default_rng(11)
@@ -257,6 +277,7 @@ def test_backward_is_the_derivative_of_forward(backend, activation):
     assert slope == pytest.approx(expected, rel=1e-8, abs=1e-8)
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_gated_backward_is_the_derivative_of_gated_forward(backend, activation):
     rng = np.random.default_rng(12)
@@ -297,7 +318,9 @@ def test_half_types_are_accumulated_in_float32_and_rounded_once(backend, activat
     # float32's own error seldom moves the result across the middle of two half numbers, whereas
     # one rounding more, of the sum or of a partial sum, moves it half of the time.
     single = np.dtype(np.float32)
-    wanted = tolerance.forward(*(x.astype(single) for x in (a, b, bias)), activation, single)
+    wanted = tolerance.forward(
+        *(x.astype(single) for x in (a, b, bias)), activation, single, backend=backend
+    )
     low = (wanted.out - wanted.out_error).astype(dtype)
     high = (wanted.out + wanted.out_error).astype(dtype)
     assert ((low <= out) & (out <= high)).all()
@@ -307,8 +330,7 @@ def test_half_types_are_accumulated_in_float32_and_rounded_once(backend, activat
 # --- bit for bit --------------------------------------------------------------------------------
 
 
-@given(case=gemms(), activation=activations, data=st.data())
-@sampled(60)
+@sampled(60, case=gemms, activation=activations, data=st.data())
 def test_a_view_gives_what_its_copy_gives(backend, case, activation, data):
     a, b, bias, shape, rng = case
     copies = [None if x is None else np.array(x, order="C") for x in (a, b, bias)]
@@ -358,8 +380,7 @@ def test_a_batch_gives_what_a_loop_gives(backend, shared, per_member, dtype):
     check_backward(backend, grad, a, b, bias, "gelu", result)
 
 
-@given(case=gemms(), activation=activations, data=st.data())
-@sampled(40)
+@sampled(40, case=gemms, activation=activations, data=st.data())
 def test_a_part_of_the_gradients_is_the_same_as_in_all_of_them(backend, case, activation, data):
     a, b, bias, shape, rng = case
     grad = normal(rng, shape, a.dtype)
@@ -382,8 +403,7 @@ def test_a_part_of_the_gated_gradients_is_the_same_as_in_all_of_them(backend, ne
         assert (bits(left) == bits(right)).all() if name in needs else right is None
 
 
-@given(case=gemms(), activation=activations, half=st.booleans(), layout=layouts)
-@sampled(60)
+@sampled(60, case=gemms, activation=activations, half=st.booleans(), layout=layouts)
 def test_a_saved_pre_activation_gives_what_computing_it_again_gives(
     backend, case, activation, half, layout
 ):
@@ -407,8 +427,7 @@ def test_a_saved_pre_activation_gives_what_computing_it_again_gives(
             assert left is right is None or (bits(left) == bits(right)).all()
 
 
-@given(case=gemms(), activation=activations)
-@sampled(60)
+@sampled(60, case=gemms, activation=activations)
 def test_sum_batch_is_the_sum_of_the_members(backend, case, activation):
     a, b, bias, shape, rng = case
     grad = normal(rng, shape, a.dtype)
@@ -422,6 +441,7 @@ def test_sum_batch_is_the_sum_of_the_members(backend, case, activation):
 # --- shapes -------------------------------------------------------------------------------------
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize(
     "a_shape,b_shape",
     [
@@ -486,6 +506,7 @@ def test_axes_may_have_length_zero(backend, shape, dtype):
     assert (result.d_bias == dtype.type(m)).all() and result.d_bias.shape == bias.shape
 
 
+@pytest.mark.dtype("float64")
 def test_a_batch_of_length_zero_sums_to_zero(backend):
     a, b, bias = np.ones((0, 3, 4)), np.ones((4, 5)), np.ones(5)
     assert nf.matmul_bias_activation(a, b, bias, backend=backend).shape == (0, 3, 5)
@@ -567,6 +588,7 @@ def test_the_gated_forward_may_write_over_an_operand(backend, which, dtype):
     assert (bits(target) == bits(wanted)).all()
 
 
+@pytest.mark.dtype("float64")
 def test_a_batch_in_out_is_written_in_place(backend):
     rng = np.random.default_rng(21)
     a, b, bias = rng.standard_normal((4, 5, 3)), rng.standard_normal((3, 7)), rng.standard_normal(7)
@@ -634,6 +656,7 @@ def test_nan_stays_in_its_row(backend, activation, guard, dtype):
         assert np.isnan(result.d_b).all() and np.isnan(result.d_bias).all()
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("guard", [True, False])
 def test_nan_in_the_gradient_is_not_guarded(backend, activation, guard):

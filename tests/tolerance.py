@@ -24,22 +24,34 @@ Algorithms, chapter 3):
 6. Where bfloat16 factors are multiplied as they are, a subnormal factor counts as 0, and so does a
    product or a sum below the smallest normal number t of float32: at most t (\|x\| + \|y\| + 2)
    more in each of the n terms.  (float16 factors and their products are far above t.)
+7. WGSL lets a device take any subnormal number for 0. Where the device at hand does (`vanishing`
+   asks it, in each dtype), point 6 holds for its products, an argument and a value of an activation
+   and grad f'(P) lose t each, and so does a half type at the store, with its own t. What is not
+   below t keeps its relative bound.
 
 `EVALUATION` is 16: exp and tanh are polynomials that err by 1 to 2 u, and the formulas have at most
-six more operations. Underflow of an intermediate adds the smallest normal number.
+six more operations. Underflow of an intermediate adds the smallest normal number. In WGSL it is 24:
+a division errs by up to 2.5 units in the last place, 5 u where IEEE's errs by 1 u, and no formula
+has more than two divisions whose errors add up. WGSL promises no fused multiply-add and no order of
+sums: point 1 asks for neither, and what the formulas need of them is said in `numfuse.wgsl`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import ml_dtypes
 import numpy as np
 import oracle
 from numpy import ndarray
 
+import numfuse as nf
+
 EVALUATION = 16
+#: Units that divisions of WGSL add to that.
+WGSL_DIVISIONS = 8
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {
     "float64": np.dtype(np.float64),
@@ -64,33 +76,53 @@ def gamma(n: int, dtype: np.dtype) -> float:
     return n * u / (1 - n * u)
 
 
-def flushed(x: ndarray, y: ndarray, dtype: np.dtype) -> ndarray | float:
-    """What x @ y may lose to numbers below the normal ones (point 6)."""
-    if dtype != BF16:
+@cache
+def vanishing(backend: str, dtype: np.dtype) -> float:
+    """The number below which a number of this dtype may count as 0; 0 where none does (point 7)."""
+    if backend != "webgpu":
         return 0.0
-    tiny = float(np.finfo(np.float32).smallest_normal)
+    info = ml_dtypes.finfo(dtype)
+    tiny, one = np.array([info.smallest_normal]).astype(dtype), np.ones(1, dtype)
+    half, large = one / dtype.type(2), one / np.array([info.smallest_normal]).astype(dtype)
+    made = nf.activation_mul(tiny, half, "none", backend=backend)  # a subnormal result
+    read = nf.activation_mul(tiny * half, large, "none", backend=backend)  # and operand
+    return 0.0 if made[0] and read[0] else float(info.smallest_normal)
+
+
+def flushed(x: ndarray, y: ndarray, dtype: np.dtype, backend: str = "cpu") -> ndarray | float:
+    """What x @ y may lose to numbers below the normal ones (points 6 and 7)."""
+    tiny = max(vanishing(backend, dtype), vanishing(backend, accumulator(dtype)))
+    if dtype == BF16:
+        tiny = float(np.finfo(np.float32).smallest_normal)
+    if not tiny:
+        return 0.0
     rows, columns = (np.abs(oracle.wide(factor)) + 1 for factor in (x, y))
     return tiny * (rows.sum(axis=-1, keepdims=True) + columns.sum(axis=-2, keepdims=True))
 
 
-def stored(exact: ndarray, error: ndarray | float, dtype: np.dtype) -> ndarray:
+def stored(
+    exact: ndarray, error: ndarray | float, dtype: np.dtype, backend: str = "cpu"
+) -> ndarray:
     """The bound after the store: `error`, and the rounding of a value that is off by that much."""
     info = ml_dtypes.finfo(dtype)
     floor = float(ml_dtypes.finfo(accumulator(dtype)).smallest_normal)
     if dtype != accumulator(dtype):
-        floor += float(info.smallest_subnormal) / 2
+        floor += max(float(info.smallest_subnormal) / 2, vanishing(backend, dtype))
     return error + roundoff(dtype) * (np.abs(exact) + error) + floor
 
 
 def evaluated(
-    f: Callable[[ndarray], ndarray], x: ndarray, error: ndarray, dtype: np.dtype
-) -> ndarray:
-    """The error of f(x) where x errs by `error` (point 2)."""
-    u = EVALUATION * roundoff(accumulator(dtype))
-    reach = error + u * np.abs(x)
+    f: Callable[[ndarray], ndarray], x: ndarray, error: ndarray, dtype: np.dtype,
+    backend: str = "cpu",
+) -> ndarray:  # fmt: skip
+    """The error of f(x) where x errs by `error` (points 2 and 7)."""
+    units = EVALUATION + (WGSL_DIVISIONS if backend == "webgpu" else 0)
+    u = units * roundoff(accumulator(dtype))
+    tiny = max(vanishing(backend, dtype), vanishing(backend, accumulator(dtype)))
+    reach = error + u * np.abs(x) + tiny
     here = f(x)
     change = np.maximum(np.abs(f(x + reach) - here), np.abs(f(x - reach) - here))
-    return 2 * change + error**2 + u * np.abs(here)
+    return 2 * change + error**2 + u * np.abs(here) + tiny
 
 
 @dataclass
@@ -105,7 +137,7 @@ class Forward:
 
 def forward(
     a: ndarray, b: ndarray, bias: ndarray | None, activation: str, dtype: np.dtype,
-    residual: ndarray | None = None,
+    residual: ndarray | None = None, *, backend: str = "cpu",
 ) -> Forward:  # fmt: skip
     """The exact act(a @ b + bias) + residual, for operands of two axes or more."""
     pre = oracle.pre_activation(a, b, bias)
@@ -116,13 +148,15 @@ def forward(
         out = out + oracle.wide(residual)
         magnitude = magnitude + np.abs(oracle.wide(residual))
         terms += 1
-    error = gamma(terms, dtype) * magnitude + flushed(a, b, dtype)
+    error = gamma(terms, dtype) * magnitude + flushed(a, b, dtype, backend)
     if activation == "none":
         out_error = error
     else:
-        out_error = evaluated(oracle.VALUE[activation], pre, error, dtype)
+        out_error = evaluated(oracle.VALUE[activation], pre, error, dtype, backend)
     acc = accumulator(dtype)
-    return Forward(pre, stored(pre, error, acc), out, stored(out, out_error, dtype))
+    return Forward(
+        pre, stored(pre, error, acc, backend), out, stored(out, out_error, dtype, backend)
+    )
 
 
 @dataclass
@@ -140,16 +174,16 @@ class Backward:
 def backward(
     grad: ndarray, a: ndarray, b: ndarray, bias: ndarray | None, activation: str,
     dtype: np.dtype, *, pre: ndarray | None = None, d_b_shape: tuple[int, ...] | None = None,
-    rounded_grad_pre: bool = False,
+    rounded_grad_pre: bool = False, backend: str = "cpu",
 ) -> Backward:  # fmt: skip
     """The exact gradients, for operands of two axes or more; `pre` as saved, None to recompute."""
     if pre is None:
-        saved = forward(a, b, bias, "none", dtype)
+        saved = forward(a, b, bias, "none", dtype, backend=backend)
         pre, error = (
             saved.pre,
             gamma(a.shape[-1] + 1, dtype)
             * oracle.pre_activation(np.abs(a), np.abs(b), None if bias is None else np.abs(bias))
-            + flushed(a, b, dtype),
+            + flushed(a, b, dtype, backend),
         )
     else:
         pre, error = oracle.wide(pre), np.zeros_like(oracle.wide(pre))
@@ -157,10 +191,11 @@ def backward(
     slope = oracle.SLOPE[activation](pre)
     g = grad * slope
     u = roundoff(accumulator(dtype))
-    slope_error = (
-        0 if activation == "none" else evaluated(oracle.SLOPE[activation], pre, error, dtype)
-    )
-    g_error = np.abs(grad) * slope_error + u * np.abs(g)
+    slope_error = g_error = 0
+    if activation != "none":
+        slope_error = evaluated(oracle.SLOPE[activation], pre, error, dtype, backend)
+        g_error = vanishing(backend, accumulator(dtype))
+    g_error = np.abs(grad) * slope_error + u * np.abs(g) + g_error
     operand_error = g_error
     if rounded_grad_pre:
         lost = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
@@ -172,16 +207,16 @@ def backward(
         bound = gamma(terms, dtype) * oracle.sum_to(magnitude, shape) + oracle.sum_to(
             y_error, shape
         )
-        return exact, stored(exact, bound, dtype)
+        return exact, stored(exact, bound, dtype, backend)
 
     b_t, a_t = b.swapaxes(-1, -2), a.swapaxes(-1, -2)
     d_a, d_a_error = summed(
         g @ b_t, np.abs(g) @ np.abs(b_t),
-        operand_error @ np.abs(b_t) + flushed(g, b_t, dtype), a.shape, b.shape[-1],
+        operand_error @ np.abs(b_t) + flushed(g, b_t, dtype, backend), a.shape, b.shape[-1],
     )  # fmt: skip
     d_b, d_b_error = summed(
         a_t @ g, np.abs(a_t) @ np.abs(g),
-        np.abs(a_t) @ operand_error + flushed(a_t, g, dtype),
+        np.abs(a_t) @ operand_error + flushed(a_t, g, dtype, backend),
         b.shape if d_b_shape is None else d_b_shape, a.shape[-2],
     )  # fmt: skip
     d_bias = d_bias_error = None

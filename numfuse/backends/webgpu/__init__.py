@@ -20,7 +20,7 @@ from numfuse.backends import Call, latest
 from numfuse.backends.webgpu import run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract import ContractBackend
-from numfuse.backends.webgpu.device import Device, adapters, choose
+from numfuse.backends.webgpu.device import Device, adapters, again, choose
 from numfuse.backends.webgpu.entry_points import reference_source
 from numfuse.backends.webgpu.stores import HostStore, Store
 
@@ -67,7 +67,7 @@ class WebGpuBackend:
                 device = self._device
                 if device is None or device.lost:
                     if device is not None:
-                        self._adapter = choose(self._adapter.name)
+                        self._adapter = again(self._adapter)
                     device = self._device = Device(self._adapter, self._limits)
         return device
 

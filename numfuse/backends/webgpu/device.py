@@ -22,7 +22,7 @@ from numfuse import tiling
 from numfuse.backends.webgpu.kernels import Kernel
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
 
-__all__ = ["Adapter", "Binding", "Buffer", "Commands", "Device", "adapters", "choose"]
+__all__ = ["Adapter", "Binding", "Buffer", "Commands", "Device", "adapters", "again", "choose"]
 
 #: {storage dtype: the features that it takes}.
 FEATURES = {
@@ -36,6 +36,7 @@ _USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 #: Better first. A CPU adapter is last: numfuse's own CPU backend is far faster.
 _KINDS = ("DiscreteGPU", "IntegratedGPU", "Unknown", "CPU")
+_VARIABLE = "NUMFUSE_WEBGPU_ADAPTER"
 _INTERFACES = ("Vulkan", "Metal", "D3D12", "OpenGL", "OpenGLES")
 
 
@@ -73,7 +74,9 @@ def adapters() -> list[Adapter]:
 
 
 def choose(which: str | int | None = None) -> Adapter:
-    """The adapter of a name (a part of it will do) or an index; None: the best there is.
+    """The adapter of an index or of a name; None: the best there is.
+
+    A name is any part of "<device> <interface>", such as "llvmpipe" or "OpenGL".
 
     `NUMFUSE_WEBGPU_ADAPTER` names the one that None takes.
 
@@ -82,7 +85,7 @@ def choose(which: str | int | None = None) -> Adapter:
     ValueError
         No adapter has this name or index.
     BackendUnavailable
-        There is no adapter at all.
+        There is no adapter at all, or none that `NUMFUSE_WEBGPU_ADAPTER` means.
     """
     found = adapters()
     if not found:
@@ -94,25 +97,37 @@ def choose(which: str | int | None = None) -> Adapter:
             _INTERFACES.index(a.interface) if a.interface in _INTERFACES else len(_INTERFACES),
         ),
     )
-    source = "device"
-    if which is None:
-        which = os.environ.get("NUMFUSE_WEBGPU_ADAPTER") or None
-        source = "NUMFUSE_WEBGPU_ADAPTER"
-    if which is None:
-        return ranked[0]
     known = "; ".join(map(str, found))
+    if which is None:
+        wanted = os.environ.get(_VARIABLE)
+        if not wanted:
+            return ranked[0]
+        try:
+            return choose(wanted)
+        except ValueError:
+            # Not the caller's mistake: the backend as a whole is set to a device that is not here.
+            reason = f"{_VARIABLE} is {wanted!r}, which no adapter is called ({known})"
+            raise BackendUnavailable("webgpu", reason) from None
     if isinstance(which, str) and which.isdecimal():
         which = int(which)
     if isinstance(which, int) and not isinstance(which, bool):
         if not 0 <= which < len(found):
-            raise ValueError(f"{source} must be the index of an adapter ({known}), got {which}")
+            raise ValueError(f"device must be the index of an adapter ({known}), got {which}")
         return found[which]
     if not isinstance(which, str):
-        raise TypeError(f"{source} must be a name or an index, got {type(which).__name__}")
+        raise TypeError(f"device must be a name or an index, got {type(which).__name__}")
     for adapter in ranked:
-        if which.casefold() in adapter.name.casefold():
+        if which.casefold() in f"{adapter.name} {adapter.interface}".casefold():
             return adapter
-    raise ValueError(f"{source} must be a part of an adapter's name ({known}), got {which!r}")
+    raise ValueError(f"device must be a part of an adapter's name ({known}), got {which!r}")
+
+
+def again(adapter: Adapter) -> Adapter:
+    """The same adapter, found anew; or one of its name, where its interface is gone."""
+    for found in adapters():
+        if (found.name, found.interface) == (adapter.name, adapter.interface):
+            return found
+    return choose(adapter.name)
 
 
 class Buffer:

@@ -262,6 +262,8 @@ def _product(
     places = Places.of(batch, out.shape[:-2])
     if not (m and n and places.count):
         return
+    if not places.segments:  # a sum of no products: one of length 0, as a kernel adds up
+        places, k = Places(batch, places.outer, ()), 0
     cut = Cut(k, per_group=places.segments)
     if free:
         cut = _cut(store.device, m, n, k, places, accumulator)
