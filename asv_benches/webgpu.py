@@ -3,9 +3,10 @@
     python asv_benches/webgpu.py --tiles              which tile is the fastest here
     python asv_benches/webgpu.py                      the tables of docs/webgpu.md
 
-Every figure is the time of work that follows work: a submit of many dispatches, less one of a few,
-so that neither Python nor the wait for the result counts. Operands are random and new in every
-case, results are compared with float64.
+WebGPU's times are the device's own (timestamps around a pass that repeats a call, so that neither
+Python nor the wait for the result counts), PyTorch's are those of CUDA events around as many
+calls. Contestants take turns, figures are medians of the turns, operands are random and new in
+every case, and results are compared with float64.
 """
 
 from __future__ import annotations
@@ -13,46 +14,64 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import struct
 import time
+from functools import partial
 
 import numpy as np
+import wgpu
 
 import numfuse as nf
 from numfuse import problem, tiling
 from numfuse.backends import load
-from numfuse.backends.webgpu import run
-from numfuse.backends.webgpu.device import Commands
+from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.tiling import WebGpuTile
 
 
-def per_call(device, record, repeats: int) -> float:
-    """Seconds of one recorded call: (time of 1 + repeats) - (time of 1), the median of five."""
-    found = []
-    for _ in range(5):
-        spent = []
-        for count in (1, 1 + repeats):
-            commands = Commands(device)
-            for _ in range(count):
-                record(commands)
-            device.wait()
-            start = time.perf_counter()
-            commands.submit()
-            device.wait()
-            spent.append(time.perf_counter() - start)
-        found.append((spent[1] - spent[0]) / repeats)
-    return statistics.median(found)
+class Stopwatch:
+    """The device's seconds for a pass."""
+
+    def __init__(self, device) -> None:
+        self.device = device
+        self.queries = device.handle.create_query_set(type="timestamp", count=2)
+        usage = wgpu.BufferUsage.QUERY_RESOLVE | wgpu.BufferUsage.COPY_SRC
+        self.found = device.handle.create_buffer(size=16, usage=usage)
+        # nanoseconds of a tick: wgpu has no call for it, and it is 1 on NVIDIA's devices
+        self.tick = 1e-9
+
+    def seconds(self, dispatches) -> float:
+        """Of these (pipeline handle, bind group, grid), one after another."""
+        encoder = self.device.handle.create_command_encoder()
+        run = encoder.begin_compute_pass(
+            timestamp_writes={
+                "query_set": self.queries,
+                "beginning_of_pass_write_index": 0,
+                "end_of_pass_write_index": 1,
+            }
+        )
+        for pipeline, group, grid in dispatches:
+            run.set_pipeline(pipeline)
+            run.set_bind_group(0, group)
+            run.dispatch_workgroups(*grid)
+        run.end()
+        encoder.resolve_query_set(self.queries, 0, 2, self.found, 0)
+        self.device.queue.submit([encoder.finish()])
+        first, last = struct.unpack("<QQ", self.device.queue.read_buffer(self.found))
+        return (last - first) * self.tick
 
 
-def recorded(p, operation, operands):
-    """A function that records the dispatches of a problem of ghosts."""
-
-    def record(commands):
-        store = DeviceStore(commands.device, operands, ())
-        store.commands = commands
-        operation(store, p)
-
-    return record
+def recorded(p, operation, operands, outs):
+    """The dispatches of a problem of ghosts, each result where the caller wants it."""
+    device = operands[0].device
+    store = DeviceStore(device, operands, outs)
+    operation(store, p)
+    steps = [
+        (pipeline.handle, device.group(pipeline.layout, uniform, bindings), grid)
+        for pipeline, uniform, bindings, grid in store.commands.steps
+    ]
+    store.finish()
+    return steps
 
 
 def operands(rng, m, n, k, dtype):
@@ -63,67 +82,285 @@ def operands(rng, m, n, k, dtype):
     return a, b, bias, grad
 
 
-def work(a, b, bias, grad, activation="gelu"):
-    """{operation: (record, flops, results)} on device arrays."""
+def work(arrays, outs, activation="gelu"):
+    """{operation: (dispatches, flops)} on arrays of the device; outs are out, d_a, d_b, d_bias."""
+    a, b, bias, grad = arrays
+    out, *gradients = outs
     m, k = a.shape
-    n = b.shape[1]
-    flops = 2 * m * n * k
-    product = problem.gemm(a.ghost, b.ghost, None, "none")
-    forward = problem.gemm(a.ghost, b.ghost, bias.ghost, activation)
-    backward = problem.gemm_backward(grad.ghost, a.ghost, b.ghost, bias.ghost, activation)
-    arrays = (a, b, bias, grad)
+    flops = 2 * m * b.shape[1] * k
+    product = problem.gemm(a.ghost, b.ghost, None, "none", False, out.ghost)
+    forward = problem.gemm(a.ghost, b.ghost, bias.ghost, activation, False, out.ghost)
+    backward = problem.gemm_backward(
+        grad.ghost, a.ghost, b.ghost, bias.ghost, activation,
+        out=tuple(x.ghost for x in gradients),
+    )  # fmt: skip
     return {
-        "product": (recorded(product, run.forward, arrays), flops),
-        "forward": (recorded(forward, run.forward, arrays), flops),
-        "backward": (recorded(backward, run.backward, arrays), 3 * flops),
+        "product": (recorded(product, split.forward, arrays, outs), flops),
+        "forward": (recorded(forward, split.forward, arrays, outs), flops),
+        "backward": (recorded(backward, split.backward, arrays, outs), 3 * flops),
     }
+
+
+def contract_work(arrays, outs, number=2):
+    """The same by the reference shaders of the contract (gelu is number 2)."""
+    device = arrays[0].device
+    _, pipelines = load("webgpu").reference_shaders().pipelines()
+    a, b, bias, grad = arrays
+    out, *gradients = outs
+    (m, k), n = a.shape, b.shape[1]
+    grad_pre = nf.to_device(np.zeros((m, n), np.float32), "webgpu")
+
+    def group(pipeline, arrays, words):
+        content = struct.pack(f"<{len(words)}I", *words)
+        uniform = device.constant(content)
+        parts = [x.buffer.handle for x in arrays] + [uniform]
+        return device.handle.create_bind_group(
+            layout=pipeline.layout,
+            entries=[
+                {"binding": i, "resource": {"buffer": x, "offset": 0, "size": x.size}}
+                for i, x in enumerate(parts)
+            ],
+        )
+
+    def blocks(length, tile=16):
+        return -(-length // tile)
+
+    words = (m, k, n, 1, number, 0, 0, 0)
+    every = (a, b, bias, grad, grad_pre, *gradients)
+    backward = []
+    for name, grid in (
+        ("gemm_bwd_grad_pre_f32", (blocks(n), blocks(m), 1)),
+        ("gemm_bwd_da_f32", (blocks(k), blocks(m), 1)),
+        ("gemm_bwd_db_f32", (blocks(n), blocks(k), 1)),
+        ("gemm_bwd_dbias_f32", (blocks(n, 256), 1, 1)),
+    ):
+        pipeline = pipelines[name]
+        backward.append((pipeline.handle, group(pipeline, every, words), grid))
+    pipeline = pipelines["gemm_bias_act_f32"]
+    forward = (
+        pipeline.handle, group(pipeline, (a, b, bias, out), words), (blocks(n), blocks(m), 1)
+    )  # fmt: skip
+    return {"forward": [forward], "backward": backward}
+
+
+def torch_work(host, size):
+    """{operation: a call} of PyTorch on CUDA in IEEE float32 (or float16); {} without it."""
+    try:
+        import torch
+    except ImportError:
+        return {}, None
+    if not torch.cuda.is_available():
+        return {}, None
+    torch.backends.cuda.matmul.allow_tf32 = False
+    a, b, bias, grad = (torch.from_numpy(x).cuda() for x in host)
+    out, d_a, d_b = torch.empty_like(grad), torch.empty_like(a), torch.empty_like(b)
+    gelu = torch.nn.functional.gelu
+    derive = torch.ops.aten.gelu_backward
+
+    def product():
+        torch.mm(a, b, out=out)
+
+    def forward():
+        torch.addmm(bias, a, b, out=out)
+        return gelu(out, approximate="tanh")
+
+    def backward():
+        torch.addmm(bias, a, b, out=out)
+        grad_pre = derive(grad, out, approximate="tanh")
+        torch.mm(grad_pre, b.T, out=d_a)
+        torch.mm(a.T, grad_pre, out=d_b)
+        return grad_pre.sum(0)
+
+    def timed(call, repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        call()
+        torch.cuda.synchronize()
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / repeats / 1e3
+
+    return {"product": product, "forward": forward, "backward": backward}, timed
+
+
+def exact(host):
+    """{result: float64}, by PyTorch on the GPU where there is one."""
+    a, b, bias, grad = (x.astype(np.float64) for x in host)
+    try:
+        import torch
+
+        if torch.cuda.is_available():
+            a, b, bias, grad = (torch.from_numpy(x).cuda() for x in (a, b, bias, grad))
+            pre = a @ b + bias
+            grad_pre = torch.ops.aten.gelu_backward(grad, pre, approximate="tanh")
+            found = (
+                torch.nn.functional.gelu(pre, approximate="tanh"),
+                grad_pre @ b.T, a.T @ grad_pre, grad_pre.sum(0),
+            )  # fmt: skip
+            return [x.cpu().numpy() for x in found]
+    except ImportError:
+        pass
+    with nf.use_backend("reference"):
+        return [
+            nf.matmul_bias_activation(a, b, bias, "gelu"),
+            *nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"),
+        ]
+
+
+def error(x, wanted):
+    return float(np.linalg.norm(x.astype(np.float64) - wanted) / np.linalg.norm(wanted))
+
+
+def products(device, shapes, dtype, slow):
+    """Our shaders, the reference shaders and PyTorch, turn by turn."""
+    watch = Stopwatch(device)
+    rng = np.random.default_rng()
+    for m, n, k in shapes:
+        host = operands(rng, m, n, k, dtype)
+        arrays = [nf.to_device(x, "webgpu") for x in host]
+        outs = [
+            nf.to_device(np.full(shape, np.nan, dtype), "webgpu")
+            for shape in ((m, n), (m, k), (k, n), (n,))
+        ]
+        ours = work(arrays, outs)
+        plain = contract_work(arrays, outs) if slow and dtype == np.float32 else {}
+        peers, timed = torch_work(host, m)
+        wanted = exact(host)
+        for name, (steps, flops) in ours.items():
+            repeats = min(200, max(3, int(5e11 / flops)))
+            turns = {"numfuse": [], "reference": [], "torch": []}
+            for _ in range(5):
+                turns["numfuse"].append(watch.seconds(steps * repeats) / repeats)
+                if name in peers:
+                    turns["torch"].append(timed(peers[name], repeats))
+            if name in plain:
+                few = max(1, repeats // 20)
+                turns["reference"] = [watch.seconds(plain[name] * few) / few for _ in range(3)]
+                watch.seconds(steps)  # what is checked below is ours
+            best = statistics.median(turns["numfuse"])
+            line = f"{name} {np.dtype(dtype).name} {m}x{n}x{k}: {best * 1e3:.4g} ms, "
+            line += f"{flops / best / 1e12:.1f} TFLOP/s"
+            for peer in ("torch", "reference"):
+                if turns[peer]:
+                    line += f"; {peer} {statistics.median(turns[peer]) / best:.3g} of its time"
+            if name == "forward":
+                line += f"; error {error(nf.to_numpy(outs[0]), wanted[0]):.1e}"
+            if name == "backward":
+                found = [
+                    error(nf.to_numpy(x), w) for x, w in zip(outs[1:], wanted[1:], strict=True)
+                ]
+                line += "; errors " + ", ".join(f"{e:.1e}" for e in found)
+            print(line, flush=True)
+
+
+def gates(device, count, dtype):
+    """Gated operations as shares of the bandwidth of a copy on the device."""
+    watch = Stopwatch(device)
+    rng = np.random.default_rng()
+    shape = (count // 4096, 4096)
+    a, b, grad = (
+        nf.to_device(rng.standard_normal(shape, np.float32).astype(dtype), "webgpu")
+        for _ in range(3)
+    )
+    out, d_a, d_b = (nf.to_device(np.zeros(shape, dtype), "webgpu") for _ in range(3))
+    work = {}
+    for act in ("none", "relu", "silu", "gelu"):
+        work[f"{act}"] = (problem.gated(a.ghost, b.ghost, act, out.ghost), split.gated, 3)
+        work[f"{act} backward"] = (
+            problem.gated_backward(grad.ghost, a.ghost, b.ghost, act, out=(d_a.ghost, d_b.ghost)),
+            split.gated_backward, 4 if act == "none" else 5,
+        )  # fmt: skip
+    del work["none backward"]
+    steps = {
+        name: recorded(p, operation, (a, b, grad), (out, d_a, d_b))
+        for name, (p, operation, _) in work.items()
+    }
+    copies = []
+    for _ in range(5):
+        encoder = device.handle.create_command_encoder()
+        for _ in range(20):
+            encoder.copy_buffer_to_buffer(a.buffer.handle, 0, out.buffer.handle, 0, a.nbytes)
+        device.wait()
+        start = time.perf_counter()
+        device.queue.submit([encoder.finish()])
+        device.wait()
+        copies.append((time.perf_counter() - start) / 20)
+    copy = 2 * a.nbytes / statistics.median(copies)
+    print(f"copy of {a.nbytes >> 20} MiB: {copy / 1e9:.0f} GB/s", flush=True)
+    for name, (_, _, arrays) in work.items():
+        seconds = statistics.median(watch.seconds(steps[name] * 10) / 10 for _ in range(5))
+        rate = arrays * a.nbytes / seconds
+        print(
+            f"gated {name} {np.dtype(dtype).name}: {rate / 1e9:.0f} GB/s, {rate / copy:.0%} of the "
+            f"copy",
+            flush=True,
+        )
+
+
+def calls(device):
+    """Microseconds of a call on arrays of the device, and its submits."""
+    rng = np.random.default_rng()
+    for size in (8, 64, 512):
+        a, b, bias, grad = (
+            nf.to_device(x, "webgpu") for x in operands(rng, size, size, size, np.float32)
+        )
+        for name, call in (
+            ("forward", partial(nf.matmul_bias_activation, a, b, bias, "gelu")),
+            ("backward", partial(nf.matmul_bias_activation_bwd, grad, a, b, bias, "gelu")),
+            ("gated", partial(nf.silu_mul, a, b)),
+        ):
+            for _ in range(20):
+                call()
+            device.wait()
+            submits, turns = device.submits, []
+            for _ in range(10):
+                start = time.perf_counter()
+                for _ in range(50):
+                    call()
+                turns.append((time.perf_counter() - start) / 50)
+                device.wait()
+            each = (device.submits - submits - 10) / 500
+            print(
+                f"call {name} {size}: {statistics.median(turns) * 1e6:.0f} us, {each:.2g} submits",
+                flush=True,
+            )
 
 
 def tiles(device, sizes, names):
     """Every tile's speed, and the time that its compilation takes."""
+    watch = Stopwatch(device)
     rng = np.random.default_rng()
     candidates = [
         WebGpuTile(128, 128, 16, 8, 16),
         WebGpuTile(128, 128, 16, 8, 16, k_first=True),
-        WebGpuTile(128, 128, 16, 8, 16, group=4, k_first=True),
-        WebGpuTile(128, 128, 16, 8, 16, group=16, k_first=True),
-        WebGpuTile(128, 128, 16, 16, 8, k_first=True),
-        WebGpuTile(128, 128, 12, 8, 16, k_first=True),
-        WebGpuTile(128, 128, 20, 8, 16, k_first=True),
+        WebGpuTile(128, 128, 16, 8, 16, stages=2, k_first=True),
         WebGpuTile(128, 256, 16, 8, 16, k_first=True),
         WebGpuTile(128, 64, 16, 8, 16, k_first=True),
-        WebGpuTile(64, 128, 16, 8, 16, k_first=True),
+        WebGpuTile(64, 128, 16, 8, 8, k_first=True),
         WebGpuTile(64, 64, 16, 8, 8),
         WebGpuTile(64, 64, 16, 8, 8, k_first=True),
-        WebGpuTile(64, 64, 16, 8, 8, stages=2, k_first=True),
         WebGpuTile(32, 64, 16, 8, 8, k_first=True),
-        WebGpuTile(32, 32, 16, 4, 4),
+        WebGpuTile(32, 64, 16, 4, 8, k_first=True),
         WebGpuTile(32, 32, 16, 4, 4, k_first=True),
+        WebGpuTile(32, 32, 32, 4, 4, k_first=True),
     ]
     chosen = tiling.webgpu_tile
     for size in sizes:
         host = operands(rng, size, size, size, np.float32)
         arrays = [nf.to_device(x, "webgpu") for x in host]
+        outs = [nf.to_device(np.zeros_like(x), "webgpu") for x in (host[3], *host[:3])]
         for tile in candidates:
             tiling.webgpu_tile = lambda *_, tile=tile: tile
+            start = time.perf_counter()
             row = []
-            for name, (record, flops) in work(*arrays).items():
-                if name not in names:
-                    continue
-                start = time.perf_counter()
-                try:
-                    record(Commands(device))
-                    Commands(device).submit()
-                    commands = Commands(device)
-                    record(commands)
-                    commands.submit()
-                    device.wait()
-                except Exception as error:
-                    row.append(f"{name}: {str(error)[:200]}")
-                    continue
-                first = time.perf_counter() - start
-                seconds = per_call(device, record, min(50, max(2, int(1e12 / flops))))
-                row.append(f"{name} {flops / seconds / 1e12:.1f} TFLOP/s (first {first:.1f} s)")
+            for name, (steps, flops) in work(arrays, outs).items():
+                if name in names:
+                    repeats = min(100, max(2, int(5e11 / flops)))
+                    turns = [watch.seconds(steps * repeats) / repeats for _ in range(3)]
+                    row.append(f"{name} {flops / statistics.median(turns) / 1e12:.1f} TFLOP/s")
+            row.append(f"all of it {time.perf_counter() - start:.1f} s")
             print(size, tile, "; ".join(row), flush=True)
     tiling.webgpu_tile = chosen
 
@@ -131,13 +368,25 @@ def tiles(device, sizes, names):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiles", action="store_true")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--operations", nargs="+", default=["product", "forward", "backward"])
+    parser.add_argument("--elements", type=int, default=1 << 27)
     arguments = parser.parse_args()
     device = load("webgpu").device
     print(json.dumps(device.describe(), indent=1), flush=True)
     if arguments.tiles:
         tiles(device, arguments.sizes, arguments.operations)
+        return
+    shapes = [(size,) * 3 for size in arguments.sizes]
+    products(device, shapes, np.float32, True)
+    if device.adapter.kind != "CPU":
+        products(device, [(8192, 2048, 512), (65536, 256, 256)], np.float32, False)
+    if "float16" in device.dtypes:
+        products(device, shapes[-1:], np.float16, False)
+    if "float64" in device.dtypes:
+        products(device, shapes[-2:-1], np.float64, False)
+    gates(device, arguments.elements, np.float32)
+    calls(device)
 
 
 if __name__ == "__main__":
