@@ -377,6 +377,8 @@ def _elementwise(m: int, n: int, chunk: int, row_block: int, cell: int) -> Tilin
 WEBGPU_KEPT_CONSTANTS = 1024
 #: Plans of calls that a device keeps: words, no memory of the device.
 WEBGPU_KEPT_PLANS = 256
+#: Sets of buffers of which a plan keeps the bind groups: those that a loop's calls take by turns.
+WEBGPU_KEPT_SETS = 8
 #: Bind groups that a device keeps: one for each set of buffers that a call meets again.
 WEBGPU_KEPT_GROUPS = 512
 #: Bytes of free buffers that a device keeps: the temporaries and results of a step of training at

@@ -280,18 +280,30 @@ fn nf_erf(x: REAL) -> REAL {
 }""",
 }
 
+#: The same where a device's fma is one rounding: what it leaves out is found by one operation.
+ONE_ROUNDING = {
+    "nf_product_low": """\
+fn nf_product_low(a: REAL, b: REAL) -> REAL {
+    return fma(a, b, -(a * b));
+}""",
+    "nf_fma": """\
+fn nf_fma(a: REAL, b: REAL, c: REAL) -> REAL {
+    return fma(a, b, c);
+}""",
+}
+
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "product": "*", "div": "/", "lt": "<", "le": "<=",
     "eq": "==", "ne": "!=", "both": "&", "either": "|",
 }  # fmt: skip
 _BUILTIN = {"abs", "sqrt"}
 #: Functions of WGSL that the texts call: one of these names would hide them.
-_CALLED = {"abs", "fma", "min", "round", "select", "sqrt"}
+_CALLED = {"abs", "fma", "max", "min", "round", "select", "sqrt"}
 
 
 @functools.cache
-def primitives(dtype: str = "float32") -> dict[str, str]:
-    """The text of every primitive in this dtype, by name."""
+def primitives(dtype: str = "float32", one_rounding: bool = False) -> dict[str, str]:
+    """The text of every primitive in this dtype, by name; see `ONE_ROUNDING`."""
     words = _words(dtype)
 
     def bound(match: re.Match[str]) -> str:
@@ -299,7 +311,19 @@ def primitives(dtype: str = "float32") -> dict[str, str]:
         return _literal(float(word), dtype) if word[0].isdigit() else words[word]
 
     pattern = re.compile(r"\b[A-Z][A-Z0-9_]*\b|(?<![\w.])\d+\.\d+\b")
-    return {name: pattern.sub(bound, text) for name, text in TEMPLATES.items()}
+    texts = TEMPLATES | ONE_ROUNDING if one_rounding else TEMPLATES
+    return {name: pattern.sub(bound, text) for name, text in texts.items()}
+
+
+def _held(e: Expr) -> bool:
+    """Whether a number is never NaN but at x = NaN: x itself, its size, what is held by numbers."""
+    if e.op in ("minimum", "maximum", "abs", "copysign", "neg"):
+        return all(_held(a) for a in e.args)
+    return e.op in ("x", "const")
+
+
+def _is_nonzero(e: Expr) -> bool:
+    return e.op == "const" and rounded(e, "float64") != 0
 
 
 def function(expr: Expr, name: str, dtype: str = "float32") -> str:
@@ -324,6 +348,9 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
             text = f"{'-' if e.op == 'neg' else '!'}{args[0]}"
         elif e.op == "where":
             text = f"select({args[2]}, {args[1]}, {args[0]})"
+        elif e.op in ("minimum", "maximum") and _held(e) and _is_nonzero(e.args[1]):
+            # x = NaN has a select of its own, below; of -0 and 0 WGSL may choose either
+            text = f"{e.op[:3]}({', '.join(args)})"
         else:
             text = f"{e.op if e.op in _BUILTIN else 'nf_' + e.op}({', '.join(args)})"
         names[e] = f"t{len(lines)}"
@@ -336,9 +363,12 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
     return "\n".join([f"fn {name}(x: {real}) -> {real} {{", *lines, f"    return {result};", "}"])
 
 
-def prelude(text: str, dtype: str = "float32") -> str:
-    """The primitives that `text` calls, and those that they call, each before its first use."""
-    texts, order = primitives(dtype), dict[str, None]()
+def prelude(text: str, dtype: str = "float32", one_rounding: bool = False) -> str:
+    """The primitives that `text` calls, and those that they call, each before its first use.
+
+    `one_rounding` says that fma of the device rounds once, which WGSL leaves open.
+    """
+    texts, order = primitives(dtype, one_rounding), dict[str, None]()
 
     def need(body: str) -> None:
         for name in re.findall(r"\bnf_\w+", body):

@@ -438,8 +438,8 @@ def python_of_wgsl(text, dtype, rounding):
 
     scope = {
         "real": real, "f32": real, "f64": real, "i32": integer, "i64": integer, "abs": np.abs,
-        "rough": rough, "min": np.minimum, "sqrt": np.sqrt, "round": np.rint, "fma": fma,
-        "select": select, "bitcast_u": bits, "bitcast_i": signed,
+        "rough": rough, "min": np.minimum, "max": np.maximum, "sqrt": np.sqrt, "round": np.rint,
+        "fma": fma, "select": select, "bitcast_u": bits, "bitcast_i": signed,
         "bitcast_f": lambda x: unsigned(bits(x)).view(real),
     }  # fmt: skip
     exec(compile(tree, "wgsl", "exec"), scope)
@@ -449,11 +449,18 @@ def python_of_wgsl(text, dtype, rounding):
 # No low word may be lost to a driver: the argument of gelu reaches 100, and 750 in float64. A rough
 # division errs by 2 units more, of those that the result has or twice as many, and no formula has
 # more than two whose errors add up.
-@pytest.mark.parametrize("rounding", ["fused", "unfused", "left", "right", "factored", "rough"])
+@pytest.mark.parametrize(
+    "rounding", ["one", "fused", "unfused", "left", "right", "factored", "rough"]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ROWS)
 def test_wgsl_text_computes_the_activation(name, dtype, rounding):
-    module = python_of_wgsl(wgsl.table({name: get(name)}, dtype), dtype, rounding)
+    text = wgsl.table({name: get(name)}, dtype)
+    if rounding == "one":  # a device that was found to round once is given a shorter text
+        functions = text[text.index(f"fn {name}(") :]
+        text = f"{wgsl.prelude(functions, dtype, True)}\n\n{functions}"
+        rounding = "fused"
+    module = python_of_wgsl(text, dtype, rounding)
     x, info = points(dtype), np.finfo(dtype)
     chosen = np.random.default_rng(3).permutation(x.size)[:72]
     values = exact_values(name, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 from numpy import ndarray
 
 from numfuse import problem
-from numfuse.backends import Backend, load
+from numfuse.backends import Backend, latest, load
 from numfuse.backends.webgpu import WebGpuBackend, run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device import Device
@@ -36,13 +36,14 @@ class _Call:
     """The operands and outputs of a call: their device, their ghosts, its results."""
 
     def __init__(self, backend: str | Backend | None, **operands: Any) -> None:
+        self.device = device = self._place(operands)
+        self.backend = _backend(backend, device)
         self._operands: list[DeviceArray] = []
         self._outs: list[DeviceArray] = []
-        self.device = self._place(operands)
-        self.backend = _backend(backend, self.device)
         for name, x in operands.items():
             if x is not None:
-                self._own(name, x)
+                if type(x) is not DeviceArray or x.device is not device or device.lost:
+                    self._own(name, x)
                 self._operands.append(x)
 
     @staticmethod
@@ -88,34 +89,34 @@ class _Call:
         `plain` is None where the operation does more than the problem says.
         """
         device = self.device
-        arrays = [*self._operands, *self._outs]
+        arrays = self._operands + self._outs
         key = None if plain is None else key_of(kind, p, arrays, len(self._outs))
         plan = device.plans.get(key)
-        given = {id(x.ghost): x for x in self._outs}
-        results = p.result if isinstance(p.result, tuple) else (p.result,)
-        new = [g for g in results if g is not None and id(g) not in given]
+        result = p.result
+        results = result if isinstance(result, tuple) else (result,)
+        known: dict[int, DeviceArray] = {id(x.ghost): x for x in self._outs}
+        new = [ghost for ghost in results if ghost is not None and id(ghost) not in known]
         if plan is not None:
             buffers = plan.run(device, arrays)
-            made = {
-                id(g): DeviceArray(device, buffers[number], g, address(g))
-                for g, number in zip(new, plan.results, strict=True)
-            }
+            for ghost, number in zip(new, plan.results, strict=True):
+                known[id(ghost)] = DeviceArray(device, buffers[number], ghost, address(ghost))
+            latest.call = plan.call
         else:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
             operation(store, p)
             steps = list(store.commands.steps)
             store.finish()
-            made = {id(g): store.result(g) for g in new}
-            if key is not None and store.plain and all(g.size for g in new):
-                device.keep_plan(key, Plan.of(steps, arrays, [made[id(g)].buffer for g in new]))
-        self.backend.record(device, kind, p)
-        made.update(given)
-        found = [None if g is None else made[id(g)] for g in results]
-        if not isinstance(p.result, tuple):
-            return found[0]
-        named = getattr(p.result, "_make", tuple)
-        return named(found)
+            self.backend.record(device, kind, p)
+            for ghost in new:
+                known[id(ghost)] = store.result(ghost)
+            if key is not None and store.plain and all(ghost.size for ghost in new):
+                made = [known[id(ghost)].buffer for ghost in new]
+                device.keep_plan(key, Plan.of(steps, arrays, made, latest.call))
+        if result is results:
+            found = [None if ghost is None else known[id(ghost)] for ghost in results]
+            return getattr(result, "_make", tuple)(found)
+        return known[id(result)]
 
 
 def _ghost(x: Any) -> Any:

@@ -12,11 +12,6 @@ fn nf_copysign(magnitude: f64, sign_of: f64) -> f64 {
     return bitcast<f64>(bits | (bitcast<u64>(sign_of) & 0x8000000000000000lu));
 }
 
-fn nf_minimum(a: f64, b: f64) -> f64 {
-    let smaller = select(a, b, b <= a);
-    return select(select(smaller, b, nf_is_nan(b)), a, nf_is_nan(a));
-}
-
 fn nf_product_low(a: f64, b: f64) -> f64 {
     let product = a * b;
     let fused = fma(a, b, -product);
@@ -165,7 +160,7 @@ fn gelu(x: f64) -> f64 {
     let t0 = x < 0.0lf;
     let t1 = select(x, 0.0lf, t0);
     let t2 = nf_copysign(x, 1.0lf);
-    let t3 = nf_minimum(t2, 40.0lf);
+    let t3 = min(t2, 40.0lf);
     let t4 = t3 * t3;
     let t5 = nf_fma(t4, 0.07135481387376785lf, 1.59576416015625lf);
     let t6 = t3 * t5;
@@ -191,7 +186,7 @@ fn gelu(x: f64) -> f64 {
 fn gelu_prime(x: f64) -> f64 {
     let t0 = x < 0.0lf;
     let t1 = nf_copysign(x, 1.0lf);
-    let t2 = nf_minimum(t1, 40.0lf);
+    let t2 = min(t1, 40.0lf);
     let t3 = t2 * t2;
     let t4 = t3 * 0.21406444881780073lf;
     let t5 = t4 + 1.5957691216057308lf;
@@ -223,8 +218,8 @@ fn gelu_prime(x: f64) -> f64 {
 }
 
 fn gelu_second(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -40.0lf);
-    let t1 = nf_minimum(t0, 40.0lf);
+    let t0 = max(x, -40.0lf);
+    let t1 = min(t0, 40.0lf);
     let t2 = t1 * t1;
     let t3 = t2 * 0.21406444881780073lf;
     let t4 = t3 + 1.5957691216057308lf;
@@ -258,8 +253,8 @@ fn gelu_second(x: f64) -> f64 {
 }
 
 fn gelu_third(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -40.0lf);
-    let t1 = nf_minimum(t0, 40.0lf);
+    let t0 = max(x, -40.0lf);
+    let t1 = min(t0, 40.0lf);
     let t2 = t1 * t1;
     let t3 = nf_fma(t2, 0.07135481387376785lf, 1.59576416015625lf);
     let t4 = t1 * t3;
@@ -306,7 +301,7 @@ fn silu(x: f64) -> f64 {
     let t0 = x < 0.0lf;
     let t1 = select(x, 0.0lf, t0);
     let t2 = nf_copysign(x, 1.0lf);
-    let t3 = nf_minimum(t2, 800.0lf);
+    let t3 = min(t2, 800.0lf);
     let t4 = -t3;
     let t5 = nf_scaled_sigmoid(t3, t4, 0.0lf);
     let t6 = t1 - t5;
@@ -316,7 +311,7 @@ fn silu(x: f64) -> f64 {
 fn silu_prime(x: f64) -> f64 {
     let t0 = x < 0.0lf;
     let t1 = nf_copysign(x, 1.0lf);
-    let t2 = nf_minimum(t1, 800.0lf);
+    let t2 = min(t1, 800.0lf);
     let t3 = nf_sigmoid(t2);
     let t4 = t2 * t3;
     let t5 = 1.0lf - t4;
@@ -328,8 +323,8 @@ fn silu_prime(x: f64) -> f64 {
 }
 
 fn silu_second(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -800.0lf);
-    let t1 = nf_minimum(t0, 800.0lf);
+    let t0 = max(x, -800.0lf);
+    let t1 = min(t0, 800.0lf);
     let t2 = nf_sigmoid(t1);
     let t3 = t2 * 2.0lf;
     let t4 = 1.0lf - t3;
@@ -340,8 +335,8 @@ fn silu_second(x: f64) -> f64 {
 }
 
 fn silu_third(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -800.0lf);
-    let t1 = nf_minimum(t0, 800.0lf);
+    let t0 = max(x, -800.0lf);
+    let t1 = min(t0, 800.0lf);
     let t2 = nf_sigmoid(t1);
     let t3 = t2 * 2.0lf;
     let t4 = 1.0lf - t3;
@@ -411,14 +406,14 @@ fn tanh_third(x: f64) -> f64 {
 }
 
 fn gelu_erf(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -40.0lf);
+    let t0 = max(x, -40.0lf);
     let t1 = nf_scaled_normal_cdf(t0, t0);
     return select(t1, x, nf_is_nan(x));
 }
 
 fn gelu_erf_prime(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -40.0lf);
-    let t1 = nf_minimum(t0, 40.0lf);
+    let t0 = max(x, -40.0lf);
+    let t1 = min(t0, 40.0lf);
     let t2 = nf_scaled_normal_cdf(1.0lf, t1);
     let t3 = t1 * 0.3989422804014327lf;
     let t4 = t1 * t1;
@@ -431,8 +426,8 @@ fn gelu_erf_prime(x: f64) -> f64 {
 }
 
 fn gelu_erf_second(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -40.0lf);
-    let t1 = nf_minimum(t0, 40.0lf);
+    let t0 = max(x, -40.0lf);
+    let t1 = min(t0, 40.0lf);
     let t2 = t1 * t1;
     let t3 = 2.0lf - t2;
     let t4 = t3 * 0.3989422804014327lf;
@@ -445,8 +440,8 @@ fn gelu_erf_second(x: f64) -> f64 {
 }
 
 fn gelu_erf_third(x: f64) -> f64 {
-    let t0 = nf_maximum(x, -40.0lf);
-    let t1 = nf_minimum(t0, 40.0lf);
+    let t0 = max(x, -40.0lf);
+    let t1 = min(t0, 40.0lf);
     let t2 = t1 * t1;
     let t3 = t2 - 4.0lf;
     let t4 = t1 * t3;

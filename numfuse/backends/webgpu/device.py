@@ -7,11 +7,13 @@ what this module keeps beside them (pools and caches) is guarded by a lock.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +21,7 @@ import wgpu
 from numpy import ndarray
 
 from numfuse import tiling
-from numfuse.backends.webgpu.kernels import Kernel
+from numfuse.backends.webgpu.kernels import Kernel, Rounding
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
 
 __all__ = ["Adapter", "Binding", "Buffer", "Commands", "Device", "adapters", "again", "choose"]
@@ -232,6 +234,30 @@ class Device:
         self._free_bytes = 0
         self._staging: list[Any] = []
 
+    @functools.cached_property
+    def one_rounding(self) -> dict[str, bool]:
+        """{accumulator: whether fma rounds once here}, found by trying it.
+
+        WGSL allows two roundings; where it is one, low words of products cost one operation.
+        """
+        found = {}
+        for name in self.dtypes & {"float32", "float64"}:
+            dtype = np.dtype(name)
+            rng = np.random.default_rng(1)
+            factors = 1 + rng.random((64, 2)).astype(dtype)
+            exact = [Fraction(float(a)) * Fraction(float(b)) for a, b in factors]
+            rest = [
+                float(e - Fraction(float(a * b))) for e, (a, b) in zip(exact, factors, strict=True)
+            ]
+            given, made = self.buffer(factors.nbytes), self.buffer(64 * dtype.itemsize)
+            self.upload(factors, given)
+            commands = Commands(self)
+            whole = [Binding(buffer, 0, buffer.size) for buffer in (given, made)]
+            commands.dispatch(Rounding(name), whole, (64, 0, 0, 0), (1, 1, 1))
+            (got,) = commands.submit([(Binding(made, 0, 64 * dtype.itemsize), np.empty(64, dtype))])
+            found[name] = bool((got == np.array(rest, dtype)).all())
+        return found
+
     # --- errors ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
@@ -438,6 +464,31 @@ class Device:
         with self._lock:
             return self._groups.get(tuple(key), make)[0]
 
+    def encoded(self, dispatches: Sequence[tuple[Pipeline, Any, tuple[int, int, int]]]) -> Any:
+        """A command encoder with these (pipeline, bind group, grid) in one pass."""
+        encoder = self.handle.create_command_encoder()
+        if dispatches:
+            run = encoder.begin_compute_pass()
+            last = None
+            for pipeline, group, grid in dispatches:
+                if pipeline is not last:
+                    run.set_pipeline(pipeline.handle)
+                    last = pipeline
+                run.set_bind_group(0, group)
+                run.dispatch_workgroups(*grid)
+            run.end()
+        return encoder
+
+    def submit(self, dispatches: Sequence[tuple[Pipeline, Any, tuple[int, int, int]]]) -> None:
+        """Give the device these dispatches, and do not wait for them."""
+        # A try, and not a context: this is the way of every call on arrays of the device.
+        try:
+            self.queue.submit([self.encoded(dispatches).finish()])
+        except Exception as error:
+            with self.reported(_Labels(dispatches)):
+                raise error
+        self.submits += 1
+
     def grid(self, count: int) -> tuple[int, int]:
         """Workgroups in one row, or in rows where the device takes no row so long."""
         if count <= self.grid_limit:
@@ -518,33 +569,25 @@ class Commands:
         steps, self.steps = self.steps, []
         if not steps and not downloads:
             return []
-        staging = None
         sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
+        dispatches = [
+            (pipeline, device.group(pipeline.layout, uniform, bindings), grid)
+            for pipeline, uniform, bindings, grid in steps
+        ]
+        if not downloads:
+            device.submit(dispatches)
+            return []
         with device.reported(_Labels(steps)):
-            encoder = device.handle.create_command_encoder()
-            if steps:
-                run = encoder.begin_compute_pass()
-                last = None
-                for pipeline, uniform, bindings, grid in steps:
-                    group = device.group(pipeline.layout, uniform, bindings)
-                    if pipeline is not last:
-                        run.set_pipeline(pipeline.handle)
-                        last = pipeline
-                    run.set_bind_group(0, group)
-                    run.dispatch_workgroups(*grid)
-                run.end()
-            if downloads:
-                staging = device.staging(sum(sizes))
-                at = 0
-                for (binding, _), size in zip(downloads, sizes, strict=True):
-                    encoder.copy_buffer_to_buffer(
-                        binding.buffer.handle, binding.offset, staging, at, size
-                    )
-                    at += size
+            encoder = device.encoded(dispatches)
+            staging = device.staging(sum(sizes))
+            at = 0
+            for (binding, _), size in zip(downloads, sizes, strict=True):
+                encoder.copy_buffer_to_buffer(
+                    binding.buffer.handle, binding.offset, staging, at, size
+                )
+                at += size
             device.queue.submit([encoder.finish()])
             device.submits += 1
-            if staging is None:
-                return []
             try:
                 staging.map_async("READ_NOSYNC", 0, sum(sizes)).sync_wait()
                 mapped = np.frombuffer(staging.read_mapped(0, sum(sizes), copy=False), np.uint8)

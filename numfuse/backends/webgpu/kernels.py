@@ -15,7 +15,7 @@ from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr
 from numfuse.tiling import WebGpuTile
 
-__all__ = ["COPY_AXES", "TYPES", "Copy", "Gated", "Gemm", "Join", "Operand"]
+__all__ = ["COPY_AXES", "TYPES", "Copy", "Gated", "Gemm", "Join", "Operand", "Rounding"]
 
 #: {storage dtype: its WGSL type}.
 TYPES = {"float32": "f32", "float64": "f64", "float16": "f16"}
@@ -74,11 +74,11 @@ class _Factor:
             self.END_IN_TILE.append("}" if partial else "")
 
 
-def _functions(graph: Expr | None, name: str, dtype: str) -> str:
+def _functions(graph: Expr | None, name: str, dtype: str, one_rounding: bool) -> str:
     if graph is None:
         return ""
     text = wgsl.function(graph, name, dtype)
-    return f"{wgsl.prelude(text, dtype)}\n\n{text}\n"
+    return f"{wgsl.prelude(text, dtype, one_rounding)}\n\n{text}\n"
 
 
 def _guarded(name: str, accumulator: str) -> str:
@@ -137,6 +137,8 @@ class Gemm(Kernel):
     segments: bool = False
     #: Whether the result is a stack of planes to be joined.
     planes: bool = False
+    #: Whether the device's fma rounds once.
+    one_rounding: bool = False
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]
@@ -165,7 +167,7 @@ class Gemm(Kernel):
         t = self.tile
         acc = TYPES[self.accumulator]
         name = "" if self.function is None else "slope" if self.slope else "act"
-        functions = _functions(self.function, name, self.accumulator)
+        functions = _functions(self.function, name, self.accumulator, self.one_rounding)
         if self.guard and name:
             functions += "\n" + _guarded(name, acc)
             name += "_guarded"
@@ -262,6 +264,8 @@ class Gated(Kernel):
     guard: bool = False
     d_a: bool = False
     d_b: bool = False
+    #: Whether the device's fma rounds once.
+    one_rounding: bool = False
 
     @property
     def label(self) -> str:  # type: ignore[override]
@@ -297,12 +301,13 @@ class Gated(Kernel):
             texts.append(_guarded("slope", acc))
             names["slope"] = "slope_guarded"
         functions = "\n\n".join(texts)
+        prelude = wgsl.prelude(functions, self.accumulator, self.one_rounding)
         return expand(
             "gated.wgsl",
             {
                 "ENABLE": _enable(b[1] for b in self.buffers),
                 "BUFFERS": self._buffers(),
-                "FUNCTIONS": f"{wgsl.prelude(functions, self.accumulator)}\n\n{functions}\n",
+                "FUNCTIONS": f"{prelude}\n\n{functions}\n",
                 "SCALAR": acc,
                 "WIDE": self.operand.wide,
                 "ACC": f"vec4<{acc}>" if self.operand.wide else acc,
@@ -314,6 +319,34 @@ class Gated(Kernel):
                 "D_A": self.d_a,
                 "D_B": self.d_b,
             },
+        )
+
+
+@dataclass(frozen=True)
+class Rounding(Kernel):
+    """What fma leaves of a product beside the rounded one: 0 where it is two roundings."""
+
+    accumulator: str
+    label = "rounding of fma"
+
+    @property
+    def buffers(self) -> tuple[tuple[str, str, str], ...]:  # type: ignore[override]
+        real = TYPES[self.accumulator]
+        return ("factors", f"vec2<{real}>", "read"), ("rest", real, "read_write")
+
+    def text(self) -> str:
+        real = TYPES[self.accumulator]
+        return (
+            f"@group(0) @binding(0) var<uniform> p: vec4<u32>;\n"
+            f"@group(0) @binding(1) var<storage, read> factors: array<vec2<{real}>>;\n"
+            f"@group(0) @binding(2) var<storage, read_write> rest: array<{real}>;\n"
+            f"@compute @workgroup_size(64)\n"
+            f"fn main(@builtin(local_invocation_index) i: u32) {{\n"
+            f"    if (i < p[0]) {{\n"
+            f"        let f = factors[i];\n"
+            f"        rest[i] = fma(f[0], f[1], -(f[0] * f[1]));\n"
+            f"    }}\n"
+            f"}}\n"
         )
 
 

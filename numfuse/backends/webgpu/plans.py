@@ -7,32 +7,52 @@ uniforms and grids, and only the buffers are its own.
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from numpy import ndarray
 
+from numfuse import tiling
 from numfuse.backends.webgpu.arrays import DeviceArray, address
-from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.device import Binding, Buffer, Device
 
 __all__ = ["Plan", "key_of"]
 
 
-@dataclass(frozen=True)
 class Plan:
-    """The steps of a call over numbered buffers: the caller's first, then its own."""
+    """The steps of a call over numbered buffers: the caller's first, then its own.
 
-    #: (pipeline, uniform, numbers of buffers or other bindings, grid)
-    steps: tuple[tuple[Any, Any, tuple[Any, ...], tuple[int, int, int]], ...]
-    #: Bytes of the call's own buffers.
-    sizes: tuple[int, ...]
-    #: Which of them are the new results, by the address of the result in the problem's order.
-    results: tuple[int | None, ...]
+    Attributes
+    ----------
+    results : tuple
+        The numbers of the buffers of new results.
+    call
+        What `last_call` tells of it.
+    """
+
+    __slots__ = ("_groups", "_sizes", "_steps", "call", "results")
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Any, Any, tuple[Any, ...], tuple[int, int, int]]],
+        sizes: Sequence[int],
+        results: Sequence[int],
+        call: Any,
+    ) -> None:
+        #: (pipeline, uniform, numbers of buffers or other bindings, grid)
+        self._steps, self._sizes, self.results, self.call = steps, sizes, results, call
+        # The bind groups of the buffers met last: those of a loop are a few sets, by turns.
+        self._groups: OrderedDict[tuple[int, ...], tuple[list[Any], list[Any]]] = OrderedDict()
 
     @classmethod
     def of(
-        cls, steps: Sequence[Any], given: Sequence[DeviceArray], results: Sequence[Buffer | None]
+        cls,
+        steps: Sequence[Any],
+        given: Sequence[DeviceArray],
+        results: Sequence[Buffer],
+        call: Any,
     ) -> Plan | None:
         """The plan of recorded steps; None where a buffer is not bound as a whole."""
         numbers: dict[int, int] = {}
@@ -59,20 +79,36 @@ class Plan:
                 else:
                     parts.append(number(b.buffer))
             made.append((pipeline, uniform, tuple(parts), grid))
-        own = tuple(None if buffer is None else number(buffer) for buffer in results)
-        return cls(tuple(made), tuple(sizes), own)
+        return cls(made, sizes, [number(buffer) for buffer in results], call)
 
     def run(self, device: Device, given: Sequence[DeviceArray]) -> list[Buffer]:
         """Do it again with these arrays; the caller's buffers and the call's own."""
         buffers = list({id(x.buffer): x.buffer for x in given}.values())
-        buffers += [device.buffer(size) for size in self.sizes]
-        whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
-        commands = Commands(device)
-        commands.steps = [
-            (pipeline, uniform, [whole[b] if type(b) is int else b for b in parts], grid)
-            for pipeline, uniform, parts, grid in self.steps
-        ]
-        commands.submit()
+        buffers += [device.buffer(size) for size in self._sizes]
+        handles = [buffer.handle for buffer in buffers]
+        key = tuple(map(id, handles))
+        known = self._groups.get(key)
+        if known is None:
+            whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
+            groups = [
+                device.group(
+                    pipeline.layout,
+                    uniform,
+                    [whole[b] if isinstance(b, int) else b for b in parts],
+                )
+                for pipeline, uniform, parts, _ in self._steps
+            ]
+            known = groups, handles  # as long as these are held, their identities are theirs
+            self._groups[key] = known
+            if len(self._groups) > tiling.WEBGPU_KEPT_SETS:
+                with contextlib.suppress(KeyError):  # another thread was here
+                    self._groups.popitem(last=False)
+        device.submit(
+            [
+                (pipeline, group, grid)
+                for (pipeline, _, _, grid), group in zip(self._steps, known[0], strict=True)
+            ]
+        )
         return buffers
 
 
@@ -92,7 +128,7 @@ def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     """
     act = p.activation
     guard = getattr(p, "guard", None)
-    parts: list[Any] = [kind, p.dtype, act.trace(0), act.trace(1), guard, outs]
+    parts: list[Any] = [kind, p.dtype, act.name, act.trace(0), act.trace(1), guard, outs]
     for name in _FIELDS[kind]:
         ghost: ndarray | None = getattr(p, name)
         parts.append(None if ghost is None else (ghost.shape, ghost.strides))

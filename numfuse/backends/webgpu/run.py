@@ -212,6 +212,7 @@ def _launch(
         places=many,
         segments=places.segments != 1,
         planes=stacked,
+        one_rounding=device.one_rounding[accumulator.name],
         **features,
     )
 
@@ -455,7 +456,9 @@ def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -
 def gated(store: Store, p: GatedProblem) -> None:
     """out = act(a) * b."""
     arrays = {"a": store.source(p.a), "b": store.source(p.b)}
-    kernel = Gated(p.acc_dtype.name, Operand(p.dtype.name), value_of(p.activation))
+    acc = p.acc_dtype.name
+    one_rounding = store.device.one_rounding[acc]
+    kernel = Gated(acc, Operand(p.dtype.name), value_of(p.activation), one_rounding=one_rounding)
     _elementwise(store, kernel, p.shape, arrays, {"out": store.target(p.out)})
 
 
@@ -465,6 +468,7 @@ def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
         p.acc_dtype.name, Operand(p.dtype.name), value_of(p.activation),
         slope_of(p.activation) if p.d_a is not None else None, backward=True, guard=p.guard,
         d_a=p.d_a is not None, d_b=p.d_b is not None,
+        one_rounding=store.device.one_rounding[p.acc_dtype.name],
     )  # fmt: skip
     if p.d_a is None and p.d_b is None:
         return
