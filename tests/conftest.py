@@ -11,6 +11,7 @@ from functools import cache
 from typing import NoReturn
 
 import hypothesis
+import numpy as np
 import pytest
 from tolerance import DTYPES
 
@@ -46,6 +47,19 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @cache
+def device_of(backend: str) -> str:
+    """The name of the device that a backend's calls must run on."""
+    if backend == "webgpu":
+        from numfuse.backends.webgpu.device import choose
+
+        return choose().name  # as NUMFUSE_WEBGPU_ADAPTER asks
+    nf.silu_mul(np.ones(1), np.ones(1), backend=backend)
+    call = nf.last_call()
+    assert call is not None
+    return call.device
+
+
+@cache
 def served(backend: str) -> tuple[str, ...]:
     """The names of the dtypes that a backend computes on its device."""
     if backend != "webgpu" or not nf.backends()[backend]:
@@ -76,6 +90,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     found = nf.backends()
     lines = [f"numfuse {nf.__version__}"]
     lines += [f"  {name}: {status}" for name, status in found.items()]
+    if found["webgpu"]:
+        device = resolve("webgpu").describe()
+        lines.append(f"  webgpu on {device['device']}, of {'; '.join(device['adapters'])}")
     if REQUIRED:
         lines.append(f"  required: {', '.join(sorted(REQUIRED))}")
     return lines
