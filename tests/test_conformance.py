@@ -35,7 +35,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 @pytest.fixture(autouse=True)
 def on_its_own_backend(request):
-    """What a test calls runs on the backend that it is for, and on the device that was asked for."""
+    """What a test calls runs on its own backend, and on the device that was asked for."""
     backend = request.getfixturevalue("backend")
     device = device_of(backend)
     latest.call = None
