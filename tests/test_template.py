@@ -5,10 +5,13 @@ from __future__ import annotations
 import re
 
 import pytest
+from conftest import unavailable
 
+import numfuse as nf
 from numfuse.tiling import WEBGPU_TILES
 
-pytest.importorskip("wgpu", reason="wgpu is not installed: extra numfuse[webgpu]")
+if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
+    unavailable("webgpu", str(nf.backends()["webgpu"]))
 
 from numfuse.backends.webgpu import template
 from numfuse.backends.webgpu.kernels import Copy, Gated, Gemm, Join, Operand
