@@ -30,7 +30,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def unavailable(name: str, reason: str) -> NoReturn:
-    """Skip the running test, or file, for want of a backend or an adapter, or fail where it is required."""
+    """Skip a test, or a file, for want of a backend or an adapter; fail where it is required."""
     if name in REQUIRED:
         pytest.fail(f"NUMFUSE_REQUIRE names {name!r}, but: {reason}", pytrace=False)
     pytest.skip(reason, allow_module_level=True)
