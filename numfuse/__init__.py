@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 # that live elsewhere are bound when they are first asked for.
 from numfuse.activations import activation, activations
 from numfuse.backends import backends, last_call, use_backend
-from numfuse.errors import BackendUnavailable
+from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
 
 if TYPE_CHECKING:
     from numfuse import webgpu
@@ -40,6 +40,8 @@ __version__ = "0.1.0"
 __all__ = [
     "Activation",
     "BackendUnavailable",
+    "DeviceError",
+    "DeviceLost",
     "activation",
     "activation_mul",
     "activation_mul_bwd",

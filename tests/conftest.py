@@ -11,6 +11,7 @@ from functools import cache
 from typing import NoReturn
 
 import hypothesis
+import numpy as np
 import pytest
 from tolerance import DTYPES
 
@@ -29,10 +30,10 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 
 
 def unavailable(name: str, reason: str) -> NoReturn:
-    """Skip the running test for want of a backend or an adapter, or fail where it is required."""
+    """Skip a test, or a file, for want of a backend or an adapter; fail where it is required."""
     if name in REQUIRED:
         pytest.fail(f"NUMFUSE_REQUIRE names {name!r}, but: {reason}", pytrace=False)
-    pytest.skip(reason)
+    pytest.skip(reason, allow_module_level=True)
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu", "cuda", "webgpu"])
@@ -43,6 +44,19 @@ def backend(request: pytest.FixtureRequest) -> str:
     if not status:
         unavailable(name, str(status))
     return name
+
+
+@cache
+def device_of(backend: str) -> str:
+    """The name of the device that a backend's calls must run on."""
+    if backend == "webgpu":
+        from numfuse.backends.webgpu.device import choose
+
+        return choose().name  # as NUMFUSE_WEBGPU_ADAPTER asks
+    nf.silu_mul(np.ones(1), np.ones(1), backend=backend)
+    call = nf.last_call()
+    assert call is not None
+    return call.device
 
 
 @cache
@@ -76,6 +90,9 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     found = nf.backends()
     lines = [f"numfuse {nf.__version__}"]
     lines += [f"  {name}: {status}" for name, status in found.items()]
+    if found["webgpu"]:
+        device = resolve("webgpu").describe()
+        lines.append(f"  webgpu on {device['device']}, of {'; '.join(device['adapters'])}")
     if REQUIRED:
         lines.append(f"  required: {', '.join(sorted(REQUIRED))}")
     return lines

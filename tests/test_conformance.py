@@ -12,13 +12,14 @@ import oracle
 import pytest
 import tolerance
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
-from conftest import served
+from conftest import device_of, served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import ACTIVATIONS
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
+from numfuse.backends import latest
 
 # 0, 1, primes, and one less, as many and one more than every tile that a backend may choose:
 # 14, 16, 32, 56, 64. 512 +- 1, where a long sum may be cut, is for K alone.
@@ -30,6 +31,23 @@ activations = st.sampled_from(ACTIVATIONS)
 layouts = st.sampled_from(LAYOUTS)
 sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 2**32 - 1)
+
+
+@pytest.fixture(autouse=True)
+def on_its_own_backend(request):
+    """What a test calls runs on its own backend, and on the device that was asked for."""
+    backend = request.getfixturevalue("backend")
+    device = device_of(backend)
+    latest.call = None
+    yield
+    call = nf.last_call()
+    if call is not None or "unrecorded" not in request.fixturenames:
+        assert call is not None and (call.backend, call.device) == (backend, device)
+
+
+@pytest.fixture
+def unrecorded():
+    """For a test whose calls are in another process, are refused, or have nothing to compute."""
 
 
 def dtypes(backend):
@@ -327,6 +345,27 @@ def test_half_types_are_accumulated_in_float32_and_rounded_once(backend, activat
     assert (out == wanted.out.astype(dtype)).mean() > 0.98
 
 
+def test_a_dtype_that_is_not_served_is_a_type_error(backend, unrecorded):
+    known = ", ".join(sorted(served(backend)))
+    for name in set(DTYPES) - set(served(backend)):
+        x = np.ones((2, 2), DTYPES[name])
+        for kind, call in (
+            ("forward", lambda x: nf.matmul_bias_activation(x, x, backend=backend)),
+            ("forward", lambda x: nf.matmul_bias_residual(x, x, None, x, backend=backend)),
+            ("backward", lambda x: nf.matmul_bias_activation_bwd(x, x, x, backend=backend)),
+            ("gated", lambda x: nf.silu_mul(x, x, backend=backend)),
+            ("gated_backward", lambda x: nf.silu_mul_bwd(x, x, x, backend=backend)),
+            ("an array", lambda x: nf.to_device(x, backend)),
+        ):
+            with pytest.raises(TypeError) as caught:
+                call(x)
+            wanted = f"{kind} on {device_of(backend)} must have dtype {known}, got {name}"
+            assert str(caught.value) == wanted
+    if backend in ("cpu", "reference"):
+        assert served(backend) == tuple(DTYPES)
+    assert "float32" in served(backend)
+
+
 # --- bit for bit --------------------------------------------------------------------------------
 
 
@@ -492,7 +531,7 @@ def test_one_dimensional_operands_are_treated_as_by_matmul(backend, a_shape, b_s
 @pytest.mark.parametrize(
     "shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0), (0, 4, 0), (3, 0, 0)], ids=str
 )
-def test_axes_may_have_length_zero(backend, shape, dtype):
+def test_axes_may_have_length_zero(backend, shape, dtype, unrecorded):
     (m, n, k), dtype = shape, DTYPES[dtype]
     a, b, bias = np.ones((m, k), dtype), np.ones((k, n), dtype), np.full(n, 2, dtype)
     out = nf.matmul_bias_activation(a, b, bias, "relu", backend=backend)
@@ -602,7 +641,7 @@ def test_a_batch_in_out_is_written_in_place(backend):
 
 @pytest.mark.skipif(sys.platform == "win32", reason="guard pages are set up with mprotect")
 @pytest.mark.parametrize("how", ["whole", "blocks"])
-def test_no_operand_is_read_or_written_past_its_pages(backend, how):
+def test_no_operand_is_read_or_written_past_its_pages(backend, how, unrecorded):
     if how == "blocks" and backend != "cpu":
         pytest.skip("a backward by blocks is the CPU backend's")
     # In a process of its own: a stray access ends it.

@@ -64,9 +64,9 @@ def _expand(lines: list[str], at: int, scope: dict[str, Any], out: list[str] | N
             return at
         if word == "if":
             holds = out is not None and bool(eval(rest.strip().removesuffix(":"), scope))
-            at = _expand(lines, at + 1, scope, out if holds else None)
+            at = _part(lines, at + 1, scope, out if holds else None)
             if _DIRECTIVE.match(lines[at])[1] == "else":  # type: ignore[index]
-                at = _expand(lines, at + 1, scope, out if out is not None and not holds else None)
+                at = _part(lines, at + 1, scope, out if out is not None and not holds else None)
         else:
             loop = _LOOP.fullmatch(rest)
             assert loop is not None, f"line {at + 1}: expected `for NAME in ...:`, got {rest!r}"
@@ -74,6 +74,13 @@ def _expand(lines: list[str], at: int, scope: dict[str, Any], out: list[str] | N
             if out is not None:
                 for item in eval(loop[2], scope):
                     _expand(lines, body, {**scope, loop[1]: item}, out)
-            at = _expand(lines, body, scope, None)
+            at = _part(lines, body, scope, None)
         at += 1
     return at
+
+
+def _part(lines: list[str], at: int, scope: dict[str, Any], out: list[str] | None) -> int:
+    """Expand the part that begins at line `at`, and has an end."""
+    end = _expand(lines, at, scope, out)
+    assert end < len(lines), f"the part after line {at} has no end"
+    return end

@@ -1,0 +1,146 @@
+"""The expander of the WGSL files: loops, conditions, values, and its own mistakes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from conftest import unavailable
+
+import numfuse as nf
+from numfuse.tiling import WEBGPU_TILES
+
+if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
+    unavailable("webgpu", str(nf.backends()["webgpu"]))
+
+from numfuse.backends.webgpu import template
+from numfuse.backends.webgpu.kernels import Copy, Gated, Gemm, Join, Operand
+
+
+@pytest.fixture
+def expanded(monkeypatch):
+    """Expand a text in place of a file."""
+
+    def of(text, **bindings):
+        monkeypatch.setattr(template, "_lines", lambda name: text.splitlines())
+        return template.expand("a text", bindings)
+
+    return of
+
+
+def test_text_without_directives_stays(expanded):
+    text = "fn main() {\n    // a comment\n    return;\n}\n"
+    assert expanded(text) == text
+
+
+def test_values_are_names_and_expressions(expanded):
+    assert expanded("let a = $A + ${A * 2}u + $(A)", A=3) == "let a = 3 + 6u + $(A)\n"
+    assert expanded("$A$B ${A}_$B", A="x", B=1) == "x1 x_1\n"
+
+
+def test_a_name_that_is_not_bound_is_an_error(expanded):
+    with pytest.raises(NameError, match="MISSING"):
+        expanded("$MISSING")
+    with pytest.raises(NameError):
+        expanded("${open('x')}")  # no builtins
+
+
+def test_loops_nest_and_see_each_other(expanded):
+    text = """\
+//$ for i in range(N):
+    //$ for j in [i, i + 1]:
+c${i}_$j
+    //$ end
+row $i
+//$ end
+end"""
+    assert expanded(text, N=2) == "c0_0\nc0_1\nrow 0\nc1_1\nc1_2\nrow 1\nend\n"
+    assert expanded(text, N=0) == "end\n"
+
+
+def test_a_loop_variable_does_not_outlive_its_loop(expanded):
+    with pytest.raises(NameError, match="'i'"):
+        expanded("//$ for i in range(2):\n//$ end\n$i")
+
+
+@pytest.mark.parametrize("a", [False, True])
+@pytest.mark.parametrize("b", [False, True])
+def test_conditions_nest_and_only_the_part_that_holds_is_evaluated(expanded, a, b):
+    text = """\
+//$ if A:
+a
+//$ if B:
+ab
+//$ else:
+a only
+//$ end
+//$ else:
+not a
+//$ for i in range(2 if not A else MISSING):
+//$ if B:
+b $i
+//$ end
+//$ end
+//$ end
+always"""
+    if a:
+        wanted = ["a", "ab" if b else "a only"]
+    else:
+        wanted = ["not a", *(["b 0", "b 1"] if b else [])]
+    assert expanded(text, A=a, B=b).splitlines() == [*wanted, "always"]
+
+
+def test_parts_that_are_not_taken_need_no_bindings(expanded):
+    text = "//$ if A:\n$MISSING\n//$ for i in MISSING:\n$i\n//$ end\n//$ end\nlast"
+    assert expanded(text, A=False) == "last\n"
+    assert expanded("//$ for i in range(0):\n$MISSING\n//$ end", A=0) == "\n"
+
+
+@pytest.mark.parametrize("text", ["//$ end", "a\n//$ else:", "//$ if A:\n//$ end\n//$ end"])
+def test_an_end_without_a_beginning_is_an_error(expanded, text):
+    with pytest.raises(AssertionError, match="ends a part that no line began"):
+        expanded(text, A=1)
+
+
+@pytest.mark.parametrize("text", ["//$ if A:", "//$ if A:\n//$ else:", "//$ for i in [1]:\n$i"])
+def test_a_beginning_without_an_end_is_an_error(expanded, text):
+    with pytest.raises(AssertionError, match="has no end"):
+        expanded(text, A=1)
+
+
+def test_a_loop_that_is_no_loop_is_an_error(expanded):
+    with pytest.raises(AssertionError, match="line 2: expected `for NAME in"):
+        expanded("first\n//$ for i:\n//$ end")
+
+
+def kernels():
+    """One of each kind in every combination of what changes its text."""
+    for tile in WEBGPU_TILES:
+        for wide in (False, True):
+            for turned in (False, True):
+                for dtype, acc in (("float32", "float32"), ("float16", "float32")):
+                    x, y = Operand(dtype, wide, turned), Operand(dtype, wide, not turned)
+                    row = Operand(dtype, wide)
+                    yield Gemm(tile, acc, x, y, row, row, out=row)
+                    yield Gemm(
+                        tile, acc, x, y, row, row, pre=Operand(acc), out=row, places=True,
+                        segments=True, planes=True, column_sums=True,
+                    )  # fmt: skip
+                    yield Gemm(tile, acc, None, None, extra=row, pre=row, pre_is_read=True, out=row)
+    for wide in (False, True):
+        operand = Operand("float64", wide)
+        yield Join("float64", operand, operand, add=wide)
+        for backward in (False, True):
+            yield Gated("float64", operand, None, backward=backward, d_a=True, d_b=True)
+    yield Copy(Operand("float32"), Operand("float16"))
+
+
+def test_every_kernel_is_wgsl_without_leftovers():
+    for kernel in kernels():
+        text = kernel.text()
+        assert "$" not in text and "None" not in text and "True" not in text, kernel.label
+        assert text.count("{") == text.count("}") and text.count("(") == text.count(")")
+        bindings = [int(b) for b in re.findall(r"@binding\((\d+)\)", text)]
+        assert bindings == list(range(1 + len(kernel.buffers)))
+        assert ("enable f16;" in text) == any("f16" in kind for _, kind, _ in kernel.buffers)
+        assert text == kernel.text()
