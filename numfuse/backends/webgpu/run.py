@@ -37,8 +37,10 @@ __all__ = ["backward", "forward", "gated", "gated_backward", "sum_to", "tile_of"
 _TAILS = ("bias", "extra", "out", "pre")
 
 
-def tile_of(device: Device, m: int, n: int, accumulator: np.dtype[Any]) -> WebGpuTile:
-    """The tile of an M x N result on this device."""
+def tile_of(
+    device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0
+) -> WebGpuTile:
+    """The tile of an M x N result on this device, of which sums over `depth` may be cut."""
     limits = device.limits
     return tiling.webgpu_tile(
         m,
@@ -50,6 +52,7 @@ def tile_of(device: Device, m: int, n: int, accumulator: np.dtype[Any]) -> WebGp
             limits["max-compute-workgroup-size-x"],
         ),
         device.adapter.kind == "CPU",
+        depth,
     )
 
 
@@ -157,6 +160,7 @@ def _launch(
     k: int,
     places: Places,
     cut: Cut,
+    tile: WebGpuTile,
     accumulator: np.dtype[Any],
     *,
     x: View | None = None,
@@ -168,7 +172,6 @@ def _launch(
 ) -> None:
     """Record one kernel of gemm.wgsl over all places and planes."""
     device = store.device
-    tile = tile_of(device, m, n, accumulator)
     bindings: list[Binding | Any] = []
     found: dict[str, View | None] = {}
     operands: dict[str, Operand] = {}
@@ -266,8 +269,9 @@ def _product(
     if not places.segments:  # a sum of no products: one of length 0, as a kernel adds up
         places, k = Places(batch, places.outer, ()), 0
     cut = Cut(k, per_group=places.segments)
+    tile = tile_of(store.device, m, n, accumulator, k if free else 0)
     if free:
-        cut = _cut(store.device, m, n, k, places, accumulator)
+        cut = _cut(store.device, m, n, k, places, tile, accumulator)
     stacked = add or cut.planes > 1
     target = out
     if stacked:
@@ -275,7 +279,7 @@ def _product(
             store.device, (places.count, cut.planes, m, n), accumulator, "the planes of a product"
         )
     _launch(
-        store, m, n, k, places, cut, accumulator, x=x, y=y,
+        store, m, n, k, places, cut, tile, accumulator, x=x, y=y,
         tails={"bias": bias, "extra": extra, "pre": pre, "out": target},
         stacked=stacked, function=function,
     )  # fmt: skip
@@ -283,12 +287,20 @@ def _product(
         _join(store, target, places.count, cut.planes, out, add)
 
 
-def _cut(device: Device, m: int, n: int, k: int, places: Places, accumulator: np.dtype[Any]) -> Cut:
-    tile = tile_of(device, m, n, accumulator)
+def _cut(
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    places: Places,
+    tile: WebGpuTile,
+    accumulator: np.dtype[Any],
+) -> Cut:
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
-    # planes that one buffer can hold
+    # planes that one binding can hold
     room = max(1, device.binding_limit // max(1, m * n * accumulator.itemsize * places.count))
-    # Not of the number of places: an element of a batch gives what it gives alone.
+    # Where memory is not short, not of the number of places: an element of a batch gives what it
+    # gives alone.
     part, parts = tiling.webgpu_parts(blocks, k, room)
     segments = places.segments
     if segments <= 1:
@@ -421,13 +433,14 @@ def _slopes(
     else:
         x, y = store.source(p.a), store.source(p.b)
         tails["bias"] = None if p.bias is None else store.source(p.bias)
-    rows = -(-m // tile_of(device, m, n, acc).block_m)
+    tile = tile_of(device, m, n, acc)
+    rows = -(-m // tile.block_m)
     sums = None
     if d_bias is not None:
         sums = fresh(device, (places.count, rows, n), acc, "column sums")
     if m and n and places.count:
         _launch(
-            store, m, n, k, places, Cut(k), acc, x=x, y=y, tails=tails, column_sums=sums,
+            store, m, n, k, places, Cut(k), tile, acc, x=x, y=y, tails=tails, column_sums=sums,
             pre_is_read="pre" in tails, function=slope, slope=True, guard=p.guard,
         )  # fmt: skip
     if d_bias is not None and sums is not None:
