@@ -131,9 +131,8 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
         return own
     if isinstance(backend, WebGpuBackend) and backend.device is device:
         return backend
-    name = backend if isinstance(backend, str) else getattr(backend, "name", backend)
     raise ValueError(
-        f"backend must be 'webgpu' (or None) for arrays on {device.name}, got {name!r}: "
+        f"backend must be 'webgpu' (or None) for arrays on {device.name}, got {backend!r}: "
         f"numfuse.to_numpy moves an array"
     )
 
