@@ -29,10 +29,12 @@ extensions = [
     "mathml",
 ]
 exclude_patterns = ["_build", "examples"]
+templates_path = ["_templates"]
 
 # --- Markdown -------------------------------------------------------------------------------------
 myst_heading_anchors = 4
 html_math_renderer = "mathml"
+highlight_language = "none"  # a fence without a language holds commands or formulas
 
 # --- API ------------------------------------------------------------------------------------------
 autosummary_generate = True
@@ -50,6 +52,7 @@ sphinx_gallery_conf = {
     "download_all_examples": False,
     "show_signature": False,
     "remove_config_comments": True,
+    "capture_repr": (),
     "reset_modules": ("matplotlib",),
     "write_computation_times": False,
 }
@@ -60,25 +63,28 @@ html_title = f"numfuse {release}"
 html_static_path = ["_static"]
 html_css_files = ["numfuse.css"]
 html_show_sourcelink = False
+html_domain_indices = False
 html_copy_source = False
 html_theme_options = {
     "logo": {"text": "numfuse"},
     "navigation_with_keys": False,  # arrow keys scroll
-    "header_links_before_dropdown": 6,
+    "header_links_before_dropdown": 5,
+    "navbar_persistent": ["search-button"],
     "show_toc_level": 2,
     "pygments_light_style": "a11y-high-contrast-light",
     "pygments_dark_style": "a11y-high-contrast-dark",
     "footer_start": ["copyright"],
     "footer_end": ["theme-version"],
 }
-html_sidebars = {"CHANGELOG": [], "migration": []}
+# The pages at the top have no others below them, but for the reference.
+html_sidebars = {"*": [], "api": ["sidebar-nav-bs"]}
 
 
 # --- links ----------------------------------------------------------------------------------------
 def examples_are_in_the_gallery(app, docname, source):
     """A link to an example, which leads to its source in the repository, leads to its run here."""
     source[0] = re.sub(
-        r"\]\(((?:\.\./)?)examples/(\w+)\.(?:py|md)\)",
+        r"\]\(((?:\.\./)?)examples/(\w+)\.(?:py|rst)\)",
         lambda link: f"]({link[1]}gallery/{'index' if link[2] == 'README' else link[2]}.rst)",
         source[0],
     )

@@ -82,10 +82,10 @@ print(f"test accuracy: {accuracies[-1]:.3f}")
 # %%
 # What it learned.
 
-figure, (curve, share) = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+figure, (curve, share) = plt.subplots(2, 1, figsize=(6, 5), layout="constrained", sharex=True)
 epochs = np.arange(1, len(losses) + 1)
 curve.semilogy(epochs, losses, color="#0072B2")
-curve.set(xlabel="epoch", ylabel="training loss (nats)", title="Loss of the last batch")
+curve.set(ylabel="training loss (nats)", title="Loss of the last batch")
 share.plot(epochs, 100 * np.array(accuracies), color="#D55E00")
 share.set(xlabel="epoch", ylabel="test accuracy (%)", title="Held-out digits")
 for axes in (curve, share):
@@ -95,8 +95,9 @@ for axes in (curve, share):
 # The test digits of which the network is wrong first, then others.
 
 predicted = predict(x_test)
-order = np.argsort(predicted == y_test, kind="stable")[:16]
-figure, grid = plt.subplots(2, 8, figsize=(9, 2.9), layout="constrained")
+order = np.argsort(predicted == y_test, kind="stable")[:15]
+figure, grid = plt.subplots(3, 5, figsize=(6, 4.6), layout="constrained")
+figure.suptitle("Test digits and what the network takes them for")
 for axes, index in zip(grid.flat, order, strict=True):
     axes.imshow(x_test[index].reshape(8, 8), cmap="gray_r")
     right = predicted[index] == y_test[index]

@@ -105,7 +105,7 @@ for name, losses in curves.items():
 # %%
 # The error over the steps, and what each has learned on a grid.
 
-figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
 for (name, losses), style in zip(curves.items(), ("--", "-"), strict=True):
     axes.semilogy(np.arange(1, len(losses) + 1), losses, style, label=name)
 axes.set(xlabel="step", ylabel="mean squared error", title="Training")
@@ -119,7 +119,7 @@ grid = np.stack(np.meshgrid(line, line), axis=-1).reshape(-1, 2)
 pictures = {"the waves": wave(grid)}
 for name, (step, net) in networks.items():
     pictures[name] = step(net, grid, wave(grid))[0]
-figure, row = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained", sharey=True)
+figure, row = plt.subplots(1, 3, figsize=(6.6, 2.9), layout="constrained", sharey=True)
 for axes, (name, picture) in zip(row, pictures.items(), strict=True):
     image = axes.imshow(
         picture.reshape(80, 80), extent=(-1, 1, -1, 1), origin="lower", vmin=-1, vmax=1,
@@ -127,4 +127,4 @@ for axes, (name, picture) in zip(row, pictures.items(), strict=True):
     )  # fmt: skip
     axes.set(title=name, xlabel="x")
 row[0].set_ylabel("y")
-_ = figure.colorbar(image, ax=row, label="value", shrink=0.8)
+_ = figure.colorbar(image, ax=row, label="value", location="bottom", shrink=0.6)

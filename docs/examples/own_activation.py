@@ -67,7 +67,7 @@ for value in (-np.inf, -1e4, 1e4, np.inf):
 # Value and derivatives.
 
 line = np.linspace(-6, 4, 400)
-figure, axes = plt.subplots(figsize=(7, 3.6), layout="constrained")
+figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
 axes.plot(line, mish(line), label="mish(x)")
 axes.plot(line, mish.derivative(line), "--", label="mish'(x)")
 axes.plot(line, mish.second_derivative(line), ":", label="mish''(x)")

@@ -53,7 +53,7 @@ print(f"largest error of the weight's gradient: {error.max():.1e} of its largest
 
 # %%
 
-figure, axes = plt.subplots(figsize=(7, 3.4), layout="constrained")
+figure, axes = plt.subplots(figsize=(6, 3.4), layout="constrained")
 axes.hist(np.log10(np.maximum(error, 1e-12)).ravel(), bins=40, color="#0072B2")
 axes.axvline(np.log10(2.0**-24), color="#D55E00", linestyle="--")
 axes.annotate("one rounding of float32", (np.log10(2.0**-24), axes.get_ylim()[1] * 0.92),
