@@ -1,4 +1,4 @@
-"""Look at the built pages as readers do: on a desk and on a telephone, in the light and in the dark.
+"""Look at the built pages as readers do: on a desk and on a telephone, in light and in dark.
 
     sphinx-build -W docs docs/_build/html
     python docs/check_pages.py                       prints every fault, exits 1 if there is one

@@ -25,10 +25,11 @@ def translate(node: nodes.Element, block: bool) -> str:
     # Words are words, not products of their letters; docutils allows \textstyle in groups alone.
     code = re.sub(r"(?<![\\A-Za-z{])(bias|grad|out|residual)(?![A-Za-z])", r"\\mathrm{\1}", code)
     code = re.sub(r"_\{(bias|residual)\}", r"_{\\mathrm{\1}}", code).replace(r"\textstyle", "")
-    if block and ("&" in code or r"\\" in code):
-        code = rf"\begin{{aligned}}{code}\end{{aligned}}"
+    # Each line a formula of its own: browsers cut the first column of an aligned table that is
+    # wider than the page.
+    lines = re.split(r"\\\\", code.replace("&", "")) if block else [code]
     try:
-        return str(tex2mathml(code, as_block=block))
+        return "".join(tex2mathml(line.strip(), as_block=block) for line in lines)
     except MathError as error:
         LOGGER.warning("no MathML for %r: %s", node.astext(), error, location=node)
         return f"<code>{nodes.Text(code).astext()}</code>"
@@ -40,7 +41,7 @@ def visit_math(self: Any, node: nodes.math) -> None:
 
 
 def visit_block(self: Any, node: nodes.math_block) -> None:
-    self.body.append(self.starttag(node, "div", CLASS="math"))
+    self.body.append(self.starttag(node, "div", CLASS="formula"))
     self.body.append(translate(node, block=True) + "</div>\n")
     raise nodes.SkipNode
 
