@@ -90,8 +90,8 @@ def recorded(
     if after is not None:
         after(rec, once)
     steps = rec.steps(names)
-    _, tier, kernel, tile = steps.chief or (0, "none", "none", None)
-    told = Call("cuda", str(device), tier, f"{kind}/{activation} {kernel}", tile)
+    _, kernel, tile = steps.chief or (0, "nothing", None)
+    told = Call("cuda", str(device), steps.tiers, f"{kind}/{activation} {kernel}", tile)
     return steps, told
 
 

@@ -74,8 +74,9 @@ class Recorder:
         self._numbers: dict[str, int] = {}
         self._work = self._scratch = 0
         self._steps: list[tuple[Any, tuple[tuple[int, int], ...]]] = []
-        #: Of the product with the most arithmetic: that, its tier, its plan.
-        self._chief: tuple[int, str, str, Any] | None = None
+        #: Of the product with the most arithmetic: that, its kernel and tiling.
+        self._chief: tuple[int, str, Any] | None = None
+        self._tiers: dict[str, None] = {}
 
     def number(self, name: str) -> int:
         """The number of the buffer of an array."""
@@ -98,9 +99,10 @@ class Recorder:
         if found is None:
             found = self.device.kept_products[product] = tiers.choose(product, self.device.info)
         tier, plan = found
+        self._tiers.setdefault(tier.name)
         work = product.m * product.n * max(1, product.k) * product.places
         if self._chief is None or work > self._chief[0]:
-            self._chief = work, tier.name, plan.launches[0].kernel.name, plan.tiling
+            self._chief = work, plan.launches[0].kernel.name, plan.tiling
         return plan
 
     def plan(self, plan: Plan, at: dict[str, tuple[int, int]]) -> None:
@@ -117,7 +119,7 @@ class Recorder:
             prepared = self.device.prepare(launch)
             self._steps.append((prepared, tuple(known[name] for name in prepared.table)))
             if self._chief is None:
-                self._chief = 0, "pass", launch.kernel.name, None
+                self._chief = 0, launch.kernel.name, None
 
     def steps(self, names: tuple[str, ...]) -> Steps:
         """What was recorded, over the arrays of these names in this order."""
@@ -130,6 +132,7 @@ class Recorder:
             ),
             self._work,
             self._scratch,
+            " + ".join(self._tiers) or "pass",
             self._chief,
         )
 
@@ -137,19 +140,22 @@ class Recorder:
 class Steps:
     """Launches over numbered buffers, to be repeated."""
 
-    __slots__ = ("_launches", "_work", "chief", "nbytes")
+    __slots__ = ("_launches", "_work", "chief", "nbytes", "tiers")
 
     def __init__(
         self,
         launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
         work: int,
         scratch: int,
-        chief: tuple[int, str, str, Any] | None,
+        tiers: str,
+        chief: tuple[int, str, Any] | None,
     ) -> None:
         self._launches, self._work = launches, work
         #: Bytes of workspace.
         self.nbytes = work + scratch
-        #: (work, tier, kernel, tiling) of what `last_call` tells.
+        #: The names of the tiers of its products.
+        self.tiers = tiers
+        #: Of its largest product: its work, kernel and tiling.
         self.chief = chief
 
     @property
