@@ -22,7 +22,7 @@ from numfuse.backends import resolve
 #: Whether CUDA kernels run in Numba's simulator, a million times slower than on a GPU.
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 #: Of every test, so many sets of parameters run there.
-SIMULATED_SETS = 3
+SIMULATED_SETS = 2
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
 
 # Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.

@@ -152,7 +152,7 @@ def _short_primitives() -> SimpleNamespace:
     log2e, one, two, zero = (np.float32(v) for v in (math.log2(math.e), 1, 2, 0))
     third, fifth = np.float32(-1 / 3), np.float32(2 / 15)
     near_zero = np.float32(0.0625)
-    jit, absolute = TARGET.jit, TARGET.absolute
+    jit, absolute, copy_sign = TARGET.jit, TARGET.absolute, TARGET.copy_sign
 
     @jit
     def plain_exp(factor, x):  # type: ignore[no-untyped-def]
@@ -199,7 +199,7 @@ def _short_primitives() -> SimpleNamespace:
         square = x * x
         near = fused(x * square, fused(square, fifth, third), x)
         far = fused(-two, reciprocal(one + power(two * log2e * x)), one)
-        return select(absolute(x) < near_zero, near, far)
+        return copy_sign(select(absolute(x) < near_zero, near, far), x)  # of -0 too
 
     @jit
     def product_low(a, b):  # type: ignore[no-untyped-def]

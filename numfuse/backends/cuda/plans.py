@@ -7,15 +7,20 @@ tiers' own, then the arrays by name. A call that looks like an earlier one repea
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from numfuse.backends.cuda import tiers
-from numfuse.backends.cuda.driver import Device
+from numfuse.backends.cuda.driver import Device, library
+from numfuse.backends.cuda.launcher import launch_all
 from numfuse.backends.cuda.memory import Pool
 from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product
+from numfuse.backends.cuda.toolchain import SIMULATED
 
 __all__ = ["Recorder", "Steps", "View"]
 
@@ -127,7 +132,7 @@ class Recorder:
         order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
         return Steps(
             tuple(
-                (prepared.start, tuple((order[buffer], offset) for buffer, offset in refs))
+                (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
                 for prepared, refs in self._steps
             ),
             self._work,
@@ -138,9 +143,25 @@ class Recorder:
 
 
 class Steps:
-    """Launches over numbered buffers, to be repeated."""
+    """Launches over numbered buffers, to be repeated.
 
-    __slots__ = ("_launches", "_work", "chief", "nbytes", "tiers")
+    Parameters
+    ----------
+    launches : tuple
+        (prepared launch, (buffer, offset) of each address in the order of its table)
+    work, scratch : int
+        Bytes of workspace, and of that the tiers'.
+    tiers : str
+        The names of the tiers of its products.
+    chief : tuple or None
+        Of its largest product: its work, kernel and tiling.
+    """
+
+    __slots__ = (
+        "_addresses", "_bases", "_bases_at", "_call", "_derived", "_function", "_last",
+        "_launches", "_lock", "_pack", "_status", "_status_at", "_table", "_table_at", "_updates",
+        "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -151,34 +172,98 @@ class Steps:
         chief: tuple[int, str, Any] | None,
     ) -> None:
         self._launches, self._work = launches, work
-        #: Bytes of workspace.
         self.nbytes = work + scratch
-        #: The names of the tiers of its products.
-        self.tiers = tiers
-        #: Of its largest product: its work, kernel and tiling.
-        self.chief = chief
+        self.tiers, self.chief = tiers, chief
+        self.names = ", ".join(prepared.name for prepared, _ in launches)
+        self._lock = threading.Lock()
+        self._last: tuple[int, ...] | None = None
+        if not SIMULATED:
+            self._compile()
 
     @property
     def count(self) -> int:
         """How many launches."""
         return len(self._launches)
 
-    def run(self, device: Device, pool: Pool, stream: int, addresses: list[int]) -> None:
-        """Launch all on a stream, with the addresses of the arrays."""
+    def _compile(self) -> None:
+        """The tables of `launcher.launch_loop`."""
+        table: list[int] = []
+        updates: list[int] = []
+        #: (prepared launch, where, its number, buffer, offset) of what is made of an address
+        self._derived: list[tuple[Any, int, int, int]] = []
+        buffers = 2
+        for prepared, refs in self._launches:
+            table += prepared.handles
+            for where, index, extra in prepared.slots:
+                buffer, offset = refs[index]
+                updates += (where, buffer, offset + extra)
+            for number, index, extra in prepared.derived:
+                buffer, offset = refs[index]
+                self._derived.append((prepared, number, buffer, offset + extra))
+            buffers = max(buffers, *(buffer + 1 for buffer, _ in refs), 2)
+
+        def words(values: list[int]) -> Any:
+            return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+        self._table, self._updates = words(table), words(updates)
+        self._table_at = ctypes.addressof(self._table)
+        self._updates_at = ctypes.addressof(self._updates)
+        self._bases, self._status = words([0] * buffers), words([-1, 0])
+        self._bases_at = ctypes.addressof(self._bases)
+        self._status_at = ctypes.addressof(self._status)
+        self._pack = struct.Struct(f"{buffers}Q")
+        self._call = launch_all()
+        self._function = ctypes.cast(library().cuLaunchKernelEx, ctypes.c_void_p).value
+
+    def run(
+        self,
+        device: Device,
+        pool: Pool,
+        stream: int,
+        addresses: list[int],
+        capture: int | None = None,
+    ) -> None:
+        """Launch all on a stream, with the addresses of the arrays.
+
+        `capture` is the number of the graph that is being captured, where the caller knows it.
+        """
         block = None
         base = 0
         if self.nbytes:
-            block = pool.take(self.nbytes, stream)
+            block = pool.take(self.nbytes, stream, "workspace", capture)
             base = block.address
-        table = [base, base + self._work, *addresses]
         before = device.enter()
         try:
-            for start, refs in self._launches:
-                start(stream, tuple([table[buffer] + offset for buffer, offset in refs]))
+            device.note(self.names)
+            bases = (base, base + self._work, *addresses)
+            if SIMULATED:
+                for prepared, refs in self._launches:
+                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
+            else:
+                self._start(device, stream, bases)
         finally:
             device.leave(before)
             if block is not None:
                 pool.give(block)
+
+    def _start(self, device: Device, stream: int, bases: tuple[int, ...]) -> None:
+        with self._lock:  # the driver copies the arguments before it returns
+            many = 0
+            if bases != self._last:
+                self._last = None  # until all is written
+                room = len(self._bases)
+                self._pack.pack_into(self._bases, 0, *bases[:room], *[0] * (room - len(bases)))
+                for prepared, number, buffer, offset in self._derived:
+                    prepared.derive(number, bases[buffer] + offset)
+                many = len(self._updates) // 3
+            self._call(
+                self._function, len(self._launches), self._table_at, many, self._updates_at,
+                self._bases_at, stream, self._status_at,
+            )  # fmt: skip
+            self._last = bases
+            failed = self._status[0]
+        if failed >= 0:
+            device.check(self._status[1], self._launches[failed][0].name)
 
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
