@@ -118,6 +118,8 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     if found["webgpu"]:
         device = resolve("webgpu").describe()
         lines.append(f"  webgpu on {device['device']}, of {'; '.join(device['adapters'])}")
+    if found["cuda"]:
+        lines.append(f"  cuda on {resolve('cuda').describe()['device']}")
     if REQUIRED:
         lines.append(f"  required: {', '.join(sorted(REQUIRED))}")
     return lines

@@ -7,6 +7,7 @@ A tier adds rows.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -28,6 +29,10 @@ except ImportError as error:
 
 if SIMULATED:
     pytest.skip("the simulator has no compiler", allow_module_level=True)
+try:
+    importlib.import_module("numba.cuda.cudadrv.nvvm").NVVM()
+except Exception as error:  # numba-cuda's own, for want of a toolkit
+    unavailable("cuda-compiler", f"numba-cuda finds no NVVM: {error}")
 
 AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
