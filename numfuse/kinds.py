@@ -10,7 +10,6 @@ import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from numpy import generic, ndarray
 
@@ -51,9 +50,11 @@ def adapter_of(**operands: Any) -> ModuleType | None:
     found: dict[str, str] = {}
     for name, x in operands.items():
         kind = type(x)
-        module = _KNOWN.get(kind, "")
-        if module == "":
-            module = _KNOWN[kind] = _adapter_name(kind)
+        module = _KNOWN.get(kind)
+        if module is None and kind not in PLAIN:
+            module = _adapter_name(kind)
+            if kind.__module__.partition(".")[0] in ADAPTERS:
+                _KNOWN[kind] = module
         if module is not None:
             found.setdefault(module, name)
     if not found:
@@ -80,8 +81,8 @@ def adapter_of(**operands: Any) -> ModuleType | None:
         ) from error
 
 
-#: Of the classes met so far; weakly, as a class may be local to a function.
-_KNOWN: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
+#: Of the classes met so far that the libraries themselves define.
+_KNOWN: dict[type, str | None] = {}
 
 
 def _adapter_name(kind: type) -> str | None:

@@ -45,6 +45,7 @@ from numfuse.backends.cuda.arrays import DeviceArray, dtype_of, ghost, pool_of  
 from numfuse.backends.cuda.arrays import download as download_ghost  # noqa: E402
 from numfuse.backends.cuda.calls import Argument, Kept, Maker, call  # noqa: E402
 from numfuse.backends.cuda.driver import Device, device, ordinal_of  # noqa: E402
+from numfuse.backends.cuda.memory import Pool  # noqa: E402
 
 __all__ = [
     "activation_mul",
@@ -91,8 +92,28 @@ class Kind:
         """0 where it is known that no graph is being captured; None: ask the driver."""
         return None
 
+    def glance(self, operands: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
+        """All that a call depends on, the addresses and the device; None: `read` each operand.
+
+        An operand may be None; the first is not.
+        """
+        made: list[Any] = []
+        addresses: list[int] = []
+        place = -1
+        for x in operands:
+            if x is None:
+                made.append(None)
+                continue
+            seen = self.look(x) if _KINDS.get(type(x)) is self else None
+            if seen is None or place not in (-1, seen[2]):
+                return None
+            one, at, place = seen
+            made.append(one)
+            addresses.append(at)
+        return tuple(made), addresses, place
+
     def look(self, x: Any) -> tuple[Any, int, int] | None:
-        """All that a call depends on of an array, its address and device; None: `read` it."""
+        """Of one operand: all that a call depends on, its address and device."""
         return None
 
 
@@ -132,14 +153,30 @@ class _Torch(Kind):
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._stream = raw or (lambda i: torch.cuda.current_stream(i).cuda_stream)
         self._devices: dict[int, Any] = {}
-        self._capturing = torch.cuda.is_current_stream_capturing
+        self._capturing = getattr(
+            torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+        )
+        self._tensors = {torch.Tensor, torch.nn.Parameter}
         self._grad = torch.is_grad_enabled
 
-    def look(self, x: Any) -> tuple[Any, int, int] | None:
-        if not x.is_cuda or (x.requires_grad and self._grad()):
-            return None
-        at = x.data_ptr()
-        return (x.shape, x.stride(), x.dtype, at & 15), at, x.get_device()
+    def glance(self, operands: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
+        # as `Kind.glance`, in one loop: a training step spends its time here
+        tensor = self._tensors
+        made: list[Any] = []
+        addresses: list[int] = []
+        place = operands[0].get_device()
+        for x in operands:
+            if x is None:
+                made.append(None)
+                continue
+            if type(x) not in tensor or x.get_device() != place:
+                return None
+            if x.requires_grad and self._grad():
+                return None
+            at = x.data_ptr()
+            made.append((x.shape, x.stride(), x.dtype, at & 15))
+            addresses.append(at)
+        return None if place < 0 else (tuple(made), addresses, place)
 
     def capture(self, ordinal: int) -> int | None:
         return None if self._capturing() else 0
@@ -386,7 +423,8 @@ class _Call:
         if quick is not None:
             if len(_QUICK) >= tiling.CUDA_KEPT_PLANS:
                 _QUICK.clear()
-            _QUICK[quick] = kept
+            make = self.kind.maker(self.ordinal, stream)
+            _QUICK[quick] = kept, make, self.device, pool_of(self.device)
         if self._held:
             _hold(self.device, stream, self._held)
         return result
@@ -400,8 +438,9 @@ class _Call:
             self.device.forget(event)
 
 
-#: Calls that were made before with no outputs of the caller's, by what is seen at a glance.
-_QUICK: dict[Any, Kept] = {}
+#: Calls that were made before with no outputs of the caller's, by what is seen at a glance: their
+#: steps, what makes their results, their device and its pool.
+_QUICK: dict[Any, tuple[Kept, Maker, Device, Pool]] = {}
 
 
 def _quick(options: tuple[Any, ...], backend: Any, operands: tuple[Any, ...]) -> tuple[Any, Any]:
@@ -412,32 +451,16 @@ def _quick(options: tuple[Any, ...], backend: Any, operands: tuple[Any, ...]) ->
     if kind is None or kind.holds or backend is not None:
         return None, None
     chosen = active()
-    key: list[Any] = [
-        options, kind, chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-    ]  # fmt: skip
-    addresses: list[int] = []
-    place = -1
-    for x in operands:
-        if x is None:
-            key.append(None)
-            continue
-        seen = kind.look(x) if _KINDS.get(type(x)) is kind else None
-        if seen is None:
-            return None, None
-        made, at, ordinal = seen
-        if ordinal != place:
-            if place >= 0:
-                return None, None
-            place = ordinal
-        key.append(made)
-        addresses.append(at)
-    key.append(place)
-    whole = tuple(key)
-    kept = _QUICK.get(whole)
-    if kept is None:
-        return whole, None
-    stream = kind.stream(place)
-    make = kind.maker(place, stream)
+    precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+    seen = kind.glance(operands)
+    if seen is None:
+        return None, None
+    made, addresses, ordinal = seen
+    key = options, kind, precision, made, ordinal
+    entry = _QUICK.get(key)
+    if entry is None:
+        return key, None
+    kept, make, owner, pool = entry
     results: list[Any] = []
     for spec in kept.results:
         if type(spec) is tuple:
@@ -446,10 +469,9 @@ def _quick(options: tuple[Any, ...], backend: Any, operands: tuple[Any, ...]) ->
             results.append(x)
         else:
             results.append(None)
-    owner = device(place)
-    kept.steps.run(owner, pool_of(owner), stream, addresses, kind.capture(place))
+    kept.steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
     latest.call = kept.call
-    return whole, (results[0] if kept.pack is None else kept.pack(results))
+    return key, (results[0] if kept.pack is None else kept.pack(results))
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}

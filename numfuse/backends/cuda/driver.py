@@ -17,9 +17,19 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_ulonglong,
+    c_void_p,
+)
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +68,7 @@ _ATTRIBUTES = {
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _ORDINAL_OF_POINTER = 9  # CUpointer_attribute
-_RELAXED = 2  # CUstreamCaptureMode
+_THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
 
@@ -100,6 +110,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamBeginCapture_v2": (c_void_p, c_int),
+    "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
+    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_ulonglong),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphDestroy": (c_void_p,),
+    "cuGraphExecDestroy": (c_void_p,),
     "cuStreamGetCaptureInfo_v2": (
         c_void_p, POINTER(c_int), POINTER(c_uint64), c_void_p, c_void_p, c_void_p,
     ),
@@ -332,6 +349,47 @@ class Device:
     def forget(self, event: int) -> None:
         """The end of an event."""
         self.cuda.cuEventDestroy_v2(event)
+
+    @cached_property
+    def entries(self) -> Any:
+        """The functions and the context that `launcher.launch_loop` calls and wants."""
+        names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", None, "cuGraphLaunch")
+        values: list[Any] = [
+            self.context if name is None
+            else ctypes.cast(getattr(self.cuda, name), c_void_p).value
+            for name in names
+        ]  # fmt: skip
+        return (c_uint64 * len(values))(*values)
+
+    @cached_property
+    def recording_stream(self) -> int:
+        """A stream of its own, on which nothing runs: launches are recorded as graphs with it."""
+        found = c_void_p()
+        with self.current():
+            self.check(self.cuda.cuStreamCreate(byref(found), 1), "a stream")
+        return found.value or 0
+
+    def record(self, launch: Callable[[int], None]) -> int | None:
+        """What `launch` launches on the stream that it gets, as a graph; None where that fails."""
+        graph, made = c_void_p(), c_void_p()
+        with self._lock, self.current():
+            stream = self.recording_stream
+            # thread-local: other threads, and captures of theirs, are not concerned
+            if self.cuda.cuStreamBeginCapture_v2(stream, _THREAD_LOCAL):
+                return None
+            try:
+                launch(stream)
+            finally:
+                status = self.cuda.cuStreamEndCapture(stream, byref(graph))
+            if status or not graph.value:
+                return None
+            status = self.cuda.cuGraphInstantiateWithFlags(byref(made), graph, 0)
+            self.cuda.cuGraphDestroy(graph)
+            return None if status else made.value
+
+    def drop(self, graph: int) -> None:
+        """The end of a recorded graph (which may still be running)."""
+        self.cuda.cuGraphExecDestroy(graph)
 
     def wait(self, stream: int, event: int) -> None:
         """Let a stream wait for an event."""

@@ -1,6 +1,6 @@
 """All launches of a call in one C call: a compiled loop around the driver's own launch.
 
-Python would take 2 us for each launch beside the driver's 2. The loop is compiled for the CPU by
+Python would take 2 us for each launch beside the driver's 4. The loop is compiled for the CPU by
 Numba and kept in its disk cache, as the kernels of the CPU backend are.
 """
 
@@ -62,37 +62,83 @@ def call(typingctx, function, config, handle, arguments):
     return types.int64(*[types.int64] * 4), codegen
 
 
-def launch_loop(function, count, launches, many, updates, bases, stream, status):
+@intrinsic
+def call_one(typingctx, function, argument):
+    """A function of the driver with one argument."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64])
+        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
+        return builder.sext(status, _I64)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def call_two(typingctx, function, first, second):
+    """A function of the driver with two arguments."""
+
+    def codegen(context, builder, signature, args):
+        kind = ir.FunctionType(_I32, [_I64] * 2)
+        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        return builder.sext(status, _I64)
+
+    return types.int64(types.int64, types.int64, types.int64), codegen
+
+
+def launch_loop(functions, count, launches, many, updates, bases, stream, state):
     """Write `many` addresses where arguments are, and make `count` launches.
 
+    functions: cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent, the context, cuGraphLaunch.
     launches: (config, handle, arguments) each; updates: (where, number of the base, offset) each.
-    status: which launch failed, and how; -1 where none did.
+    A `count` of 0 launches the graph at `launches`. state: which launch failed, how, and the
+    context of the thread before; -1 where none did.
     """
+    context = LOAD(functions + 24)
+    CALL_ONE(LOAD(functions + 8), state + 16)
+    before = LOAD(state + 16)
+    if before != context:
+        CALL_ONE(LOAD(functions + 16), context)
+    STORE(state, -1)
+    if count == 0:
+        result = CALL_TWO(LOAD(functions + 32), launches, stream)
+        if result != 0:
+            STORE(state, 0)
+            STORE(state + 8, result)
     for i in range(many):
         at = updates + 24 * i
         STORE(LOAD(at), LOAD(bases + 8 * LOAD(at + 8)) + LOAD(at + 16))
-    STORE(status, -1)
+    function = LOAD(functions)
     for i in range(count):
         at = launches + 24 * i
         config = LOAD(at)
         STORE(config + STREAM_OFFSET, stream)
         result = CALL(function, config, LOAD(at + 8), LOAD(at + 16))
         if result != 0:
-            STORE(status, i)
-            STORE(status + 8, result)
-            return
+            STORE(state, i)
+            STORE(state + 8, result)
+            break
+    if before != context and before != 0:
+        CALL_ONE(LOAD(functions + 16), before)
 
 
 # The text of an intrinsic is in the key by a number that a change of it raises.
 load.numfuse_key, store.numfuse_key = "launcher.load 1", "launcher.store 1"
 call.numfuse_key = "launcher.call 1"
+call_one.numfuse_key, call_two.numfuse_key = "launcher.call_one 1", "launcher.call_two 1"
 
 
 @functools.cache
 def launch_all() -> Callable[..., Any]:
     """The compiled loop, with eight integers as its arguments."""
     made = specialise.kernel(
-        launch_loop, LOAD=load, STORE=store, CALL=call, STREAM_OFFSET=STREAM_OFFSET
+        launch_loop,
+        LOAD=load,
+        STORE=store,
+        CALL=call,
+        CALL_ONE=call_one,
+        CALL_TWO=call_two,
+        STREAM_OFFSET=STREAM_OFFSET,
     )
     signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
     function = signature(made.address)

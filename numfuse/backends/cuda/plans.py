@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 
+from numfuse import tiling
 from numfuse.backends.cuda import tiers
-from numfuse.backends.cuda.driver import Device, library
+from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.launcher import launch_all
 from numfuse.backends.cuda.memory import Pool
 from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product
 from numfuse.backends.cuda.toolchain import SIMULATED
+from numfuse.errors import DeviceLost
 
 __all__ = ["Recorder", "Steps", "View"]
 
@@ -158,9 +160,9 @@ class Steps:
     """
 
     __slots__ = (
-        "_addresses", "_bases", "_bases_at", "_call", "_derived", "_function", "_last",
-        "_launches", "_lock", "_pack", "_status", "_status_at", "_table", "_table_at", "_updates",
-        "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
+        "_bases", "_bases_at", "_call", "_derived", "_graphs", "_last", "_launches", "_lock",
+        "_many", "_pack", "_room", "_seen", "_state", "_state_at", "_table", "_table_at",
+        "_updates", "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -208,12 +210,14 @@ class Steps:
         self._table, self._updates = words(table), words(updates)
         self._table_at = ctypes.addressof(self._table)
         self._updates_at = ctypes.addressof(self._updates)
-        self._bases, self._status = words([0] * buffers), words([-1, 0])
+        self._bases, self._state = words([0] * buffers), words([-1, 0, 0])
         self._bases_at = ctypes.addressof(self._bases)
-        self._status_at = ctypes.addressof(self._status)
+        self._state_at = ctypes.addressof(self._state)
+        self._many, self._room = len(updates) // 3, buffers
         self._pack = struct.Struct(f"{buffers}Q")
         self._call = launch_all()
-        self._function = ctypes.cast(library().cuLaunchKernelEx, ctypes.c_void_p).value
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._graphs: dict[tuple[int, ...], int | None] = {}
 
     def run(
         self,
@@ -227,43 +231,82 @@ class Steps:
 
         `capture` is the number of the graph that is being captured, where the caller knows it.
         """
+        if device.lost is not None:
+            raise DeviceLost(device.lost)
         block = None
         base = 0
         if self.nbytes:
             block = pool.take(self.nbytes, stream, "workspace", capture)
             base = block.address
-        before = device.enter()
         try:
             device.note(self.names)
             bases = (base, base + self._work, *addresses)
             if SIMULATED:
                 for prepared, refs in self._launches:
                     prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
-            else:
-                self._start(device, stream, bases)
+            elif self._launches:
+                self._start(device, stream, bases, capture)
         finally:
-            device.leave(before)
             if block is not None:
                 pool.give(block)
 
-    def _start(self, device: Device, stream: int, bases: tuple[int, ...]) -> None:
+    def _start(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> None:
         with self._lock:  # the driver copies the arguments before it returns
-            many = 0
-            if bases != self._last:
-                self._last = None  # until all is written
-                room = len(self._bases)
-                self._pack.pack_into(self._bases, 0, *bases[:room], *[0] * (room - len(bases)))
-                for prepared, number, buffer, offset in self._derived:
-                    prepared.derive(number, bases[buffer] + offset)
-                many = len(self._updates) // 3
-            self._call(
-                self._function, len(self._launches), self._table_at, many, self._updates_at,
-                self._bases_at, stream, self._status_at,
-            )  # fmt: skip
-            self._last = bases
-            failed = self._status[0]
+            graph = None
+            if len(self._launches) > 1:
+                graph = self._graph(device, stream, bases, capture)
+            if graph is not None:
+                self._call(
+                    ctypes.addressof(device.entries), 0, graph, 0, 0, 0, stream, self._state_at
+                )
+            else:
+                self._launch(device, stream, bases)
+            failed, status = self._state[0], self._state[1]
         if failed >= 0:
-            device.check(self._status[1], self._launches[failed][0].name)
+            device.check(status, self._launches[failed][0].name)
+
+    def _launch(self, device: Device, stream: int, bases: tuple[int, ...]) -> None:
+        many = 0
+        if bases != self._last:
+            self._last = None  # until all is written
+            missing = self._room - len(bases)
+            given = bases[: self._room] if missing <= 0 else (*bases, *(0,) * missing)
+            self._pack.pack_into(self._bases, 0, *given)
+            for prepared, number, buffer, offset in self._derived:
+                prepared.derive(number, bases[buffer] + offset)
+            many = self._many
+        self._call(
+            ctypes.addressof(device.entries), len(self._launches), self._table_at, many,
+            self._updates_at, self._bases_at, stream, self._state_at,
+        )  # fmt: skip
+        self._last = bases
+
+    def _graph(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> int | None:
+        """The launches with these addresses as a graph, where they came often enough."""
+        found = self._graphs.get(bases)
+        if found is None:
+            if bases in self._graphs:
+                return None  # it could not be recorded
+            seen = self._seen[bases] = self._seen.get(bases, 0) + 1
+            if seen < tiling.CUDA_GRAPH_AFTER:
+                if len(self._seen) > 8 * tiling.CUDA_KEPT_GRAPHS:
+                    self._seen.clear()
+                return None
+        if (device.capture(stream) if capture is None else capture) != 0:
+            return None  # the caller captures a graph of its own
+        if found is None:
+            found = device.record(lambda stream: self._launch(device, stream, bases))
+            while len(self._graphs) >= tiling.CUDA_KEPT_GRAPHS:
+                old = self._graphs.pop(next(iter(self._graphs)))
+                if old is not None:
+                    device.drop(old)
+            self._graphs[bases] = found
+            self._seen.clear()
+        return found
 
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
