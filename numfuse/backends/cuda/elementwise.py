@@ -14,6 +14,7 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,12 @@ import numpy as np
 
 from numfuse.backends.cuda import scalars
 from numfuse.backends.cuda.scalars import TARGET, fused, is_finite, select
-from numfuse.backends.cuda.toolchain import SIMULATED, device_function, intrinsic, ir
+from numfuse.backends.cuda.toolchain import SIMULATED, intrinsic, ir, types
+from numfuse.backends.cuda.toolchain import device_function as device
 from numfuse.expr import Expr, dumps
 from numfuse.scalar import render
 
-__all__ = ["Scalar", "scalar"]
+__all__ = ["Scalar", "device_function", "scalar"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _built(function: Scalar) -> Any:
         names = _short_primitives() if function.short else scalars.primitives(function.dtype)
         scope |= {**vars(names), **constants}
     exec(compile(text, f"<numfuse {function.dtype} formula>", "exec"), scope)
-    formula = device_function(scope["formula"])
+    formula = device(scope["formula"])
     if not function.guard:
         return formula
     nothing = real(0)
@@ -108,7 +110,38 @@ def _built(function: Scalar) -> Any:
         value = formula(x)
         return select(is_finite(value), value, nothing)
 
-    return device_function(guarded)
+    return device(guarded)
+
+
+def device_function(expr: Expr, name: str) -> Any:
+    """The graph as a device function for kernels of your own; integers become float64."""
+    if SIMULATED:
+
+        def simulated(x: Any) -> Any:
+            dtype = "float32" if isinstance(x, np.float32) else "float64"
+            return Scalar(expr, dtype).build()(np.dtype(dtype).type(x))
+
+        simulated.__name__ = simulated.__qualname__ = name
+        return simulated
+
+    def stub(x):  # type: ignore[no-untyped-def]
+        raise NotImplementedError  # numba-cuda replaces it by what its overload picks
+
+    @import_module("numba.cuda.extending").overload(stub)
+    def pick(x):  # type: ignore[no-untyped-def]
+        if isinstance(x, types.Float):
+            function = Scalar(expr, f"float{x.bitwidth}").build()
+            return lambda x: function(x)
+        if isinstance(x, (types.Integer, types.Boolean)):
+            function = Scalar(expr, "float64").build()
+            return lambda x: function(types.float64(x))
+        return None
+
+    def call(x):  # type: ignore[no-untyped-def]
+        return stub(x)
+
+    call.__name__ = call.__qualname__ = name
+    return device(call)
 
 
 # --- the short form -----------------------------------------------------------------------------
