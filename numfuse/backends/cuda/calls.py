@@ -9,19 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse import tiling
+from numfuse import problem, tiling
 from numfuse.backends import Call, latest
 from numfuse.backends.cuda import run
 from numfuse.backends.cuda.arrays import address, bounds, dtype_of, ghost, pool_of
 from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.plans import Recorder, Steps, View, strides_of
 
-__all__ = ["Argument", "Host", "Kept", "Maker", "alignment_of", "call", "operations", "recorded"]
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+
+__all__ = [
+    "Argument",
+    "Host",
+    "Kept",
+    "Maker",
+    "alignment_of",
+    "call",
+    "foresee",
+    "operations",
+    "recorded",
+]
 
 #: What runs a kind of problem.
 operations: dict[str, Callable[[Recorder, Any, run.Bind], None]] = {
@@ -223,6 +236,48 @@ def _record(
     if isinstance(p.result, tuple):
         pack = getattr(type(p.result), "_make", tuple)
     return Kept(steps, tuple(results), pack, told)
+
+
+def foresee(
+    device: Device, precision: str, dtype: str, act: Activation, m: int, k: int, n: int
+) -> None:
+    """Record the calls on contiguous arrays of these sizes, which compiles and loads kernels."""
+    shapes = {"a": (m, k), "b": (k, n), "bias": (n,), "grad": (m, n)}
+    # apart from one another, and aligned as a library's arrays are
+    made = {
+        name: Argument((i + 1) << 44, shape, _contiguous(shape), dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    forward = {name: made[name] for name in ("a", "b", "bias")}
+    gates = {name: made["a"]._replace(address=(i + 8) << 44) for i, name in enumerate("ab")}
+    gates_backward = {"grad": made["a"], **gates}
+
+    def gemm(save: bool) -> Callable[[dict[str, ndarray]], Any]:
+        names = ("out", "pre") if save else ("out",)
+        return lambda g: (problem.gemm(g["a"], g["b"], g["bias"], act, save), names, None)
+
+    kinds: tuple[tuple[str, dict[str, Argument], Any], ...] = (
+        ("forward", forward, gemm(False)),
+        ("forward", forward, gemm(True)),
+        ("backward", made, lambda g: (
+            problem.gemm_backward(g["grad"], g["a"], g["b"], g["bias"], act),
+            ("d_a", "d_b", "d_bias"), None,
+        )),
+        ("gated", gates, lambda g: (problem.gated(g["a"], g["b"], act), ("out",), None)),
+        ("gated_backward", gates_backward, lambda g: (
+            problem.gated_backward(g["grad"], g["a"], g["b"], act), ("d_a", "d_b"), None,
+        )),
+    )  # fmt: skip
+    for kind, operands, make_problem in kinds:
+        _record(device, precision, kind, operands, {}, make_problem)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, run_length = [], 1
+    for length in reversed(shape):
+        strides.append(run_length)
+        run_length *= length
+    return tuple(strides[::-1])
 
 
 class Host:
