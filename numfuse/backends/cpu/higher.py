@@ -398,10 +398,10 @@ def _elementwise_part(
     elif w is not None:
         t, t_format = w, fmt
     stored = p.dtype if held == fmt else p.acc_dtype
-    if second is not None and products:
-        q = temporary(Q, stored)
     if (x[D_A] is not None and x[V] is not None) or (x[D_B] is not None and x[U] is not None):
         s = temporary(S, stored)
+    if second is not None and products:
+        q = temporary(Q, stored)  # the last: it is moved within a page, as grad_pre is
     row = double_backward_row(
         slope, second, fmt, p.guard, t_format, acc_is_pre=pre is None, acc_is_t=last is not None,
         has_added=added is not None, has_saved=pre is not None,
