@@ -6,7 +6,7 @@ shape and dtype; None stands for zero, and what depends on it alone is not compu
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from numfuse import higher
@@ -31,6 +31,15 @@ __all__ = [
     "matmul_bias_residual_double_bwd",
     "matmul_bias_residual_jvp",
 ]
+
+
+def _operation(backend: BackendLike, name: str) -> Callable[[Any], None]:
+    """A backend's method; ValueError of one that stops at first derivatives."""
+    chosen = resolve(backend)
+    found: Callable[[Any], None] | None = getattr(chosen, name, None)
+    if found is None:
+        raise ValueError(f"backend must have the operation {name!r}, got {chosen!r} without it")
+    return found
 
 
 def matmul_bias_activation_double_bwd(
@@ -108,7 +117,7 @@ def matmul_bias_activation_double_bwd(
     p = higher.gemm_double_backward(
         u, v, w, grad, a, b, bias, activation, pre_activation, needs, guard
     )
-    resolve(backend).double_backward(p)
+    _operation(backend, "double_backward")(p)
     return p.result
 
 
@@ -162,7 +171,7 @@ def matmul_bias_residual_double_bwd(
             u, v, w, z, grad, a, b, bias, residual, needs=needs, guard=guard, backend=backend
         )
     p = higher.gemm_residual_double_backward(u, v, w, z, grad, a, b, bias, residual, needs, guard)
-    resolve(backend).double_backward(p)
+    _operation(backend, "double_backward")(p)
     return p.result
 
 
@@ -222,7 +231,7 @@ def matmul_bias_activation_jvp(
             a, b, bias, a_dot, b_dot, bias_dot, activation, guard=guard, backend=backend
         )
     p = higher.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
-    resolve(backend).tangent(p)
+    _operation(backend, "tangent")(p)
     return p.result
 
 
@@ -272,7 +281,7 @@ def matmul_bias_residual_jvp(
             a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot, backend=backend
         )
     p = higher.gemm_residual_tangent(a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
-    resolve(backend).tangent(p)
+    _operation(backend, "tangent")(p)
     return p.result
 
 
@@ -326,7 +335,7 @@ def activation_mul_double_bwd(
             u, v, grad, a, b, activation, needs=needs, guard=guard, backend=backend
         )
     p = higher.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
-    resolve(backend).gated_double_backward(p)
+    _operation(backend, "gated_double_backward")(p)
     return p.result
 
 
@@ -382,5 +391,5 @@ def activation_mul_jvp(
             a, b, a_dot, b_dot, activation, guard=guard, backend=backend
         )
     p = higher.gated_tangent(a, b, a_dot, b_dot, activation, guard)
-    resolve(backend).gated_tangent(p)
+    _operation(backend, "gated_tangent")(p)
     return p.result
