@@ -416,11 +416,12 @@ class WebGpuTile:
 #: multiprocessors), 64 x 64 with 8 x 8 40.7, 36.7 and 31.2, 32 x 64 with 8 x 8 39.4, 33.8 and
 #: 31.7; less with slices of 8, 12 or 20 (31 to 35), two copies of the slices (25), 256 invocations
 #: (33), 128 x 256 (39), 16 x 8 sums (35).  Fetching along K where it is contiguous: 1.04 to 1.16
-#: times.
+#: times.  At 512 cubed the last gives 256 blocks and 10.0, 32 x 64 128 and 7.5.
 WEBGPU_TILES = (
     WebGpuTile(128, 128, 16, 8, 16, k_first=True),
     WebGpuTile(64, 64, 16, 8, 8, k_first=True),
     WebGpuTile(32, 64, 16, 8, 8, k_first=True),
+    WebGpuTile(32, 32, 16, 4, 4, k_first=True),
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
