@@ -238,5 +238,5 @@ def synchronize(x: Any) -> None:
     """Wait for the blocks that `persist` has begun to compute; a lazy array has nothing to wait
     for."""
     distributed = sys.modules.get("distributed")
-    if distributed is not None:
-        distributed.wait(distributed.futures_of(x))
+    if distributed is not None and (futures := distributed.futures_of(x)):
+        distributed.wait(futures)
