@@ -18,10 +18,10 @@ import numpy as np
 from numfuse import functional
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
-from numfuse.backends.share import at_most
 from numfuse.expr import SYMBOL
 from numfuse.layout import sum_to
 from numfuse.operands import accumulator
+from numfuse.share import at_most
 
 __all__ = ["Task"]
 

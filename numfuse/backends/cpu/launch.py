@@ -38,7 +38,7 @@ from numba import prange, types
 from numfuse import specialise, tiling
 from numfuse.backends import Call
 from numfuse.backends.cpu import microkernel, protocol
-from numfuse.backends.share import share
+from numfuse.share import share
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
