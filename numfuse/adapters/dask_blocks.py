@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -266,13 +266,14 @@ def column_sums(index: tuple[int, ...], grad: Any, bias: Any, *, task: Task, acc
 
 
 def residual_sums(
-    index: tuple[int, ...], grad: Any, *, shape: tuple[bool, ...], task: Task, acc_dtype: Any
+    index: tuple[int, ...], grad: Any, *, kept: tuple[bool, ...], task: Task, acc_dtype: Any
 ) -> Any:
-    """A block's part of d_residual: grad summed over the axes that `shape` says it lacks."""
+    """A block's part of d_residual: grad summed over all axes but those that `kept` says."""
     with _block(task, index):
         grad = single(grad)
-        wanted = tuple(n if kept else 1 for n, kept in zip(grad.shape, shape, strict=True))
-        return sum_to(grad, wanted, acc_dtype).astype(acc_dtype)
+        lengths = grad.shape[grad.ndim - len(kept) :]
+        shape = tuple(n if keep else 1 for n, keep in zip(lengths, kept, strict=True))
+        return sum_to(grad, shape, acc_dtype).astype(acc_dtype)
 
 
 # --- gated ----------------------------------------------------------------------------------------
@@ -310,16 +311,9 @@ def item(block: Any, *, number: int | None, to: Any = None) -> Any:
     return block if to is None else block.astype(to, copy=False)
 
 
-def placed(block: Any, *, number: int | None, axes: tuple[int | None, ...]) -> Any:
-    """One of the results of a block with its axes where `axes` says, and others of length 1."""
-    part = item(block, number=number)
-    return part.reshape(tuple(1 if axis is None else part.shape[axis] for axis in axes))
-
-
-def taken(block: Any, *, axes: tuple[int | None, ...], to: Any) -> Any:
-    """A complete sum without the axes of length 1 that `placed` gave it, rounded once."""
-    where = tuple(0 if axis is None else slice(None) for axis in axes)
-    return single(block)[where].astype(to, copy=False)
+def chosen(block: Any, *, numbers: tuple[int, ...]) -> Any:
+    """Some of the results of a block: a tuple, or the array where it is only one."""
+    return tuple(block[i] for i in numbers) if len(numbers) > 1 else block[numbers[0]]
 
 
 def unchanged(block: Any, axis: Any = None, keepdims: Any = None) -> Any:
@@ -327,13 +321,19 @@ def unchanged(block: Any, axis: Any = None, keepdims: Any = None) -> Any:
 
 
 def total(blocks: Any, axis: Any = None, keepdims: Any = None) -> Any:
-    """The sum of some blocks, in their order, whichever of them was there first."""
+    """The sum of some blocks, or tuples of them, in their order, whichever was there first."""
     flat = list(_flat(blocks))
-    if len(flat) == 1:
-        return flat[0]
-    result = flat[0] + flat[1]
-    for block in flat[2:]:
-        result += block
+    if isinstance(flat[0], tuple):
+        return tuple(_added(parts) for parts in zip(*flat, strict=True))
+    return _added(flat)
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    result = parts[0] + parts[1]
+    for part in parts[2:]:
+        result += part
     return result
 
 

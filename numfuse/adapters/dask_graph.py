@@ -305,32 +305,20 @@ class Product(Gate):
         self.join_k((not saved and not identity) + (len(products) > 0), products)
         operands = ["grad", "a", "b"]
         operands += ["bias"] if "bias" in self.given else []
-        found = {}
         if not self.many_k:
             operands += ["pre_activation"] if saved else []
-            made = self._gradients(operands, self.letters, needs, self.task)
-            for number, name in enumerate(needs):
-                found[name] = self._gradient(
-                    name, made, self.letters, number if len(needs) > 1 else None
-                )
-            return found
+            return self._gradients(operands, self.letters, needs, self.task)
         if not identity:
             self._make_grad_pre(saved)
         task = self.task._replace(activation=blocks.NONE)
-        if products:
-            letters = (*self.letters, "k")
-            made = self._gradients(["grad", "a", "b"], letters, products, task)
-            for number, name in enumerate(products):
-                found[name] = self._gradient(
-                    name, made, letters, number if len(products) > 1 else None
-                )
+        found = self._gradients(["grad", "a", "b"], (*self.letters, "k"), products, task)
         if "bias" in needs:
             made = self.map(
                 blocks.column_sums, self.letters, self.index(self.letters),
                 *self.named("grad", "bias"), dtype=self.acc_dtype, task=task,
                 acc_dtype=self.acc_dtype,
             )  # fmt: skip
-            found["bias"] = self._gradient("bias", made, self.letters, None)
+            found |= self._summed_up(made, self.letters, ["bias"], [None])
         return found
 
     def _make_grad_pre(self, saved: bool) -> None:
@@ -347,13 +335,24 @@ class Product(Gate):
 
     def _gradients(
         self, names: Sequence[str], letters: Letters, needs: Sequence[str], task: Task
-    ) -> Any:
-        """Blocks of tuples: every block's part of each gradient."""
+    ) -> dict[str, Any]:
+        """The gradients `needs`, of blocks that make every block's part of each."""
+        if not needs:
+            return {}
         exact = tuple(name for name in needs if self._summed(name))
-        return self.map(
+        made = self.map(
             blocks.backward, letters, self.index(letters), *self.named(*names),
             names=tuple(names), needs=tuple(needs), exact=exact, task=task,
         )  # fmt: skip
+        # Those that are summed along the same axes share the tasks of one sum.
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for name in needs:
+            groups.setdefault(tuple(self._summed(name)), []).append(name)
+        found: dict[str, Any] = {}
+        for group in groups.values():
+            numbers = [needs.index(name) if len(needs) > 1 else None for name in group]
+            found |= self._summed_up(made, letters, group, numbers)
+        return found
 
     # --- gradients: what every block adds, and its sum --------------------------------------------
 
@@ -376,28 +375,37 @@ class Product(Gate):
         kept = self._kept(name)
         return [x for x in self.letters if x not in kept and len(self.chunks[x]) > 1]
 
-    def _gradient(self, name: str, made: Any, letters: Letters, number: int | None) -> Any:
-        """The gradient of an operand, from result `number` of the blocks `made`.
+    def _summed_up(
+        self, made: Any, letters: Letters, names: Sequence[str], numbers: Sequence[int | None]
+    ) -> dict[str, Any]:
+        """Gradients that are summed along the same axes, from their `numbers` in blocks `made`.
 
-        A block's part has the operand's own axes.
+        A block's part has the operand's own axes, whatever the axes of the blocks.
         """
-        own, kept, summed = self._own(name), self._kept(name), self._summed(name)
-        new = {"k": self.chunks["k"]} if "k" in own and "k" not in letters else None
-        if not summed:
+        summed = self._summed(names[0])
+        if summed:
+            if list(numbers) != [None]:
+                made = self.map(
+                    blocks.chosen, letters, (made, letters), dtype=self.acc_dtype,
+                    adjust=dict.fromkeys(summed, 1), numbers=tuple(numbers),
+                )  # fmt: skip
+                numbers = range(len(names)) if len(names) > 1 else [None]
+            made = self.reduced(made, [letters.index(letter) for letter in summed], self.acc_dtype)
+        found: dict[str, Any] = {}
+        for name, number in zip(names, numbers, strict=True):
+            own, kept = self._own(name), self._kept(name)
             whole = self.map(
-                blocks.item, own, (made, letters), number=number, to=self.dtype, new=new,
+                blocks.item, own, (made, letters), number=number, to=self.dtype,
+                new={"k": self.chunks["k"]} if "k" in own and "k" not in letters else None,
                 adjust={letter: 1 for letter in own if letter not in kept},
             )  # fmt: skip
-        else:
-            *batch, m, n = self.letters
-            full = (*batch, m, n, "k") if name == "a" else (*batch, m, "k", n)
-            full = full if "k" in own else self.letters
-            axes = tuple(own.index(letter) if letter in own else None for letter in full)
-            parts = self.map(
-                blocks.placed, full, (made, letters), dtype=self.acc_dtype, new=new,
-                adjust={x: 1 for x in full if x not in kept}, number=number, axes=axes,
-            )  # fmt: skip
-            whole = self._sum(parts, full, own, summed)
+            found[name] = self._as_given(name, whole)
+        return found
+
+    def _as_given(self, name: str, whole: Any) -> Any:
+        """A gradient in the shape and the chunks in which its operand came."""
+        if name == "residual":
+            return self.visible(whole)[(0,) * self.added]
         if name == "a" and self.row:
             whole = whole[..., 0, :]
         elif name == "b" and self.column:
@@ -406,12 +414,6 @@ class Product(Gate):
             axis = whole.ndim - (1 if name == "a" or self.column else 2)
             whole = whole.rechunk({axis: self.own_k})
         return whole
-
-    def _sum(self, parts: Any, full: Letters, own: Letters, summed: Sequence[str]) -> Any:
-        """Parts of the axes `full` added along the axes `summed`, rounded once."""
-        whole = self.reduced(parts, [full.index(letter) for letter in summed], self.acc_dtype)
-        axes = tuple(0 if letter in own else None for letter in full)
-        return self.map(blocks.taken, own, (whole, full), axes=axes, to=self.dtype)
 
     def reduced(self, parts: Any, axes: Sequence[int], dtype: Any) -> Any:
         """Parts added along axes: in a fixed tree, whoever has them and whichever is first."""
@@ -425,12 +427,10 @@ class Product(Gate):
 
     def residual_gradient(self) -> Any:
         """grad summed to the residual's shape."""
-        own, kept = self._own("residual"), self._kept("residual")
-        parts = self.map(
+        kept = self._kept("residual")
+        made = self.map(
             blocks.residual_sums, self.letters, self.index(self.letters), *self.named("grad"),
-            dtype=self.acc_dtype, shape=tuple(letter in kept for letter in self.letters),
-            adjust={x: 1 for x in self.letters if x not in kept}, task=self.task,
-            acc_dtype=self.acc_dtype,
+            dtype=self.acc_dtype, kept=tuple(letter in kept for letter in self._own("residual")),
+            task=self.task, acc_dtype=self.acc_dtype,
         )  # fmt: skip
-        whole = self._sum(parts, self.letters, own, self._summed("residual"))
-        return self.visible(whole)[(0,) * self.added]
+        return self._summed_up(made, self.letters, ["residual"], [None])["residual"]
