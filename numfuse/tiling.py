@@ -416,11 +416,12 @@ class WebGpuTile:
 #: multiprocessors), 64 x 64 with 8 x 8 40.7, 36.7 and 31.2, 32 x 64 with 8 x 8 39.4, 33.8 and
 #: 31.7; less with slices of 8, 12 or 20 (31 to 35), two copies of the slices (25), 256 invocations
 #: (33), 128 x 256 (39), 16 x 8 sums (35).  Fetching along K where it is contiguous: 1.04 to 1.16
-#: times.
+#: times.  At 512 cubed the last gives 256 blocks and 10.0, 32 x 64 128 and 7.5.
 WEBGPU_TILES = (
     WebGpuTile(128, 128, 16, 8, 16, k_first=True),
     WebGpuTile(64, 64, 16, 8, 8, k_first=True),
     WebGpuTile(32, 64, 16, 8, 8, k_first=True),
+    WebGpuTile(32, 32, 16, 4, 4, k_first=True),
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
@@ -476,3 +477,74 @@ def webgpu_parts(blocks: int, k: int, room: int) -> tuple[int, int]:
 def webgpu_groups(blocks: int, segments: int, room: int) -> int:
     """In how many groups the segments of a sum are added up."""
     return max(1, min(WEBGPU_BLOCKS // max(1, blocks), segments, room))
+
+
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaTile:
+    """A thread block's block of a product, and a thread's part of it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    mr: int
+    nr: int
+    #: Rows of blocks that are worked on together: their Y blocks are found in the L2 cache.
+    group: int = 8
+
+    @property
+    def threads(self) -> int:
+        return self.block_m // self.mr * (self.block_n // self.nr)
+
+
+#: Of the tier that runs everywhere: 256 threads with 16 sums each fit every GPU since Maxwell, in
+#: float64 too, with 16 KiB of shared memory.
+CUDA_MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
+#: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
+CUDA_SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
+#: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
+#: these are cut into parts.
+CUDA_BLOCKS_PER_MULTIPROCESSOR = 2
+#: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
+#: through memory by 100 flops a byte.
+CUDA_PART = 512
+#: Planes that one thread adds up; more are joined in stages.
+CUDA_JOINED = 64
+#: Bytes of the planes of one product of segments; more segments are added in turns.
+CUDA_PLANES_BYTES = 256 << 20
+#: Rows that one thread of a pass adds up: enough blocks for a tall array, few planes to join.
+CUDA_PASS_ROWS = 64
+#: Threads of a block of the passes over memory.
+CUDA_PASS_THREADS = 256
+#: Plans of calls, and of products, that a device keeps: words, no memory of the device.
+CUDA_KEPT_PLANS = 512
+#: A call of several launches that comes so many times with the same addresses becomes a CUDA graph
+#: (one launch of 6 us in place of four of 4.5 each; making it takes 100 us), and the graphs that it
+#: keeps: a loop's results go round among a few sets of addresses.
+CUDA_GRAPH_AFTER = 4
+CUDA_KEPT_GRAPHS = 8
+#: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
+#: training with 8192 x 8192 in float32 is six of 256 MiB.
+CUDA_POOL_BYTES = 2 << 30
+
+
+def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
+    """(length, number) of the parts of a sum over `k`, for a result of so many blocks."""
+    wanted = CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors // max(1, blocks)
+    parts = max(1, min(wanted, k // CUDA_PART))
+    part = round_up(-(-k // parts), block_k) if parts > 1 else k
+    return part, -(-k // part) if k else 1
+
+
+# --- Dask -----------------------------------------------------------------------------------------
+
+#: Blocks that one task of a sum over Dask blocks adds.  It is a constant because the order of a sum
+#: follows from it.  A task holds that many partial results and its result (36 MiB for a d_b of
+#: 512 x 2048 in float32), and the tasks of a sum are a seventh of those of its blocks; the depth,
+#: and with it the latency, falls with the logarithm only: 4096 blocks take 4 levels, with 4 they
+#: take 6 and a third more tasks, with 16 they take 3 (docs/distributed.md counts them).
+DASK_SPLIT = 8
+#: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
+DASK_MOVED_BYTES = 1 << 30

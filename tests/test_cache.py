@@ -276,11 +276,14 @@ def test_a_changed_source_text_makes_other_kernels(tmp_path):
     path.write_text(text.replace('{"contract"}', '{"contract", "arcp"}'), encoding="utf-8")
     assert not kernel_names(package) & before, "the compiler's options"
     path.write_text(text, encoding="utf-8")
-    # The coefficients are in formulas only.
-    path = package / "coefficients.py"
-    path.write_text(path.read_text(encoding="utf-8") + "\n# another line\n", encoding="utf-8")
-    changed = kernel_names(package) - before
-    assert {name.rpartition("_")[0] for name in changed} >= {"forward_row"}
+    # The coefficients and the primitives are in formulas only.
+    for name in ("coefficients.py", "scalar.py"):
+        path = package / name
+        text = path.read_text(encoding="utf-8")
+        path.write_text(text + "\n# another line\n", encoding="utf-8")
+        changed = kernel_names(package) - before
+        assert {name.rpartition("_")[0] for name in changed} >= {"forward_row"}
+        path.write_text(text, encoding="utf-8")
 
 
 # Root may write anywhere: without its capabilities it is a user like any other.

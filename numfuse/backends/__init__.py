@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     import numpy as np
 
     from numfuse.activations import Activation
+    from numfuse.higher import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
     from numfuse.problem import (
         GatedBackwardProblem,
         GatedProblem,
@@ -30,6 +36,7 @@ __all__ = [
     "Backend",
     "BackendStatus",
     "Call",
+    "active",
     "backends",
     "last_call",
     "latest",
@@ -53,6 +60,10 @@ class Backend(Protocol):
     def backward(self, p: GemmBackwardProblem) -> None: ...
     def gated(self, p: GatedProblem) -> None: ...
     def gated_backward(self, p: GatedBackwardProblem) -> None: ...
+    def double_backward(self, p: GemmDoubleBackwardProblem) -> None: ...
+    def tangent(self, p: GemmTangentProblem) -> None: ...
+    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None: ...
+    def gated_tangent(self, p: GatedTangentProblem) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
     def warmup(
@@ -128,6 +139,11 @@ def resolve(backend: str | Backend | None = None) -> Backend:
             f"backend must be a name or a backend object, got {type(backend).__qualname__}"
         )
     return backend
+
+
+def active() -> Backend | None:
+    """The backend of the `use_backend` block that runs; None outside of one."""
+    return _active.get()
 
 
 class use_backend(ContextDecorator):

@@ -1,0 +1,30 @@
+"""numfuse's functions on PyTorch tensors: those on a CUDA device, without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    served: Callable[..., Any] | None = None
+
+    def forwarded(*args: Any, **options: Any) -> Any:
+        nonlocal served
+        if served is None:
+            for x in (*args, *options.values()):
+                if not getattr(x, "is_cuda", True):
+                    raise TypeError(
+                        "a tensor must be on a CUDA device, got one on the CPU: make it a "
+                        "NumPy array yourself if its gradient and device do not matter"
+                    )
+            served = getattr(import_module("numfuse.adapters.cuda"), name)
+        return served(*args, **options)
+
+    globals()[name] = forwarded
+    return forwarded

@@ -1,0 +1,326 @@
+"""Launches of a call, recorded once and repeated with other addresses.
+
+What a call launches depends on the shapes, strides and alignments of its arrays, never on what is
+in them or where they lie. `run` records it as launches over numbered buffers: the workspace, the
+tiers' own, then the arrays by name. A call that looks like an earlier one repeats its steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from numfuse import tiling
+from numfuse.backends.cuda import tiers
+from numfuse.backends.cuda.driver import Device
+from numfuse.backends.cuda.launcher import launch_all
+from numfuse.backends.cuda.memory import Pool
+from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product
+from numfuse.backends.cuda.toolchain import SIMULATED
+from numfuse.errors import DeviceLost
+
+__all__ = ["Recorder", "Steps", "View"]
+
+_WORK, _SCRATCH = 0, 1
+_ALIGNED = 256
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided part of a numbered buffer."""
+
+    buffer: int
+    #: In bytes.
+    offset: int
+    shape: tuple[int, ...]
+    #: In elements.
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    #: A power of two, at most 16, that divides the buffer's address.
+    alignment: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is one run in C order."""
+        run = 1
+        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if length == 1:
+                continue
+            if stride != run:
+                return False
+            run *= length
+        return True
+
+    def part(self, axis: int, first: int, last: int) -> View:
+        """A range of one axis; all of it where it is not there, or repeats."""
+        if axis < 0 or self.shape[axis] == 1:
+            return self
+        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        offset = self.offset + first * self.strides[axis] * self.itemsize
+        return replace(self, shape=shape, offset=offset)
+
+
+class Recorder:
+    """What a run asks for.
+
+    Parameters
+    ----------
+    device : Device
+    precision : str
+        Of float32: "ieee", "bf16x6" or "tf32".
+    """
+
+    def __init__(self, device: Device, precision: str = "ieee") -> None:
+        self.device, self.precision = device, precision
+        self._numbers: dict[str, int] = {}
+        self._work = self._scratch = 0
+        self._steps: list[tuple[Any, tuple[tuple[int, int], ...]]] = []
+        #: Of the product with the most arithmetic: that, its kernel and tiling.
+        self._chief: tuple[int, str, Any] | None = None
+        self._tiers: dict[str, None] = {}
+
+    def number(self, name: str) -> int:
+        """The number of the buffer of an array."""
+        return self._numbers.setdefault(name, len(self._numbers) + 2)
+
+    def fresh(self, shape: tuple[int, ...], dtype: str) -> View:
+        """A new C-contiguous view of the workspace, of any content."""
+        strides, run = [], 1
+        for length in reversed(shape):
+            strides.append(run)
+            run *= max(1, length)
+        itemsize = ITEMSIZES[dtype]
+        offset = self._work
+        self._work += -(-max(1, run) * itemsize // _ALIGNED) * _ALIGNED
+        return View(_WORK, offset, shape, tuple(strides[::-1]), dtype, itemsize, 16)
+
+    def choose(self, product: Product) -> Plan:
+        """How a tier runs a product; kept by the device."""
+        found = self.device.kept_products.get(product)
+        if found is None:
+            if len(self.device.kept_products) >= 4 * tiling.CUDA_KEPT_PLANS:
+                self.device.kept_products.clear()
+            found = self.device.kept_products[product] = tiers.choose(product, self.device.info)
+        tier, plan = found
+        self._tiers.setdefault(tier.name)
+        work = product.m * product.n * max(1, product.k) * product.places
+        if self._chief is None or work > self._chief[0]:
+            self._chief = work, plan.launches[0].kernel.name, plan.tiling
+        return plan
+
+    def plan(self, plan: Plan, at: dict[str, tuple[int, int]]) -> None:
+        """Record a tier's launches; `at` has (buffer, offset) of its slots."""
+        self.launches(plan.launches, at, plan.workspace)
+
+    def launches(
+        self, launches: tuple[Launch, ...], at: dict[str, tuple[int, int]], workspace: int = 0
+    ) -> None:
+        """Record launches that want so many bytes at the slot "work"."""
+        self._scratch = max(self._scratch, workspace)
+        known = {**at, "work": (_SCRATCH, 0)}
+        for launch in launches:
+            prepared = self.device.prepare(launch)
+            self._steps.append((prepared, tuple(known[name] for name in prepared.table)))
+            if self._chief is None:
+                self._chief = 0, launch.kernel.name, None
+
+    def steps(self, names: tuple[str, ...]) -> Steps:
+        """What was recorded, over the arrays of these names in this order."""
+        order = {number: 2 + names.index(name) for name, number in self._numbers.items()}
+        order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
+        return Steps(
+            tuple(
+                (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
+                for prepared, refs in self._steps
+            ),
+            self._work,
+            self._scratch,
+            " + ".join(self._tiers) or "pass",
+            self._chief,
+        )
+
+
+class Steps:
+    """Launches over numbered buffers, to be repeated.
+
+    Parameters
+    ----------
+    launches : tuple
+        (prepared launch, (buffer, offset) of each address in the order of its table)
+    work, scratch : int
+        Bytes of workspace, and of that the tiers'.
+    tiers : str
+        The names of the tiers of its products.
+    chief : tuple or None
+        Of its largest product: its work, kernel and tiling.
+    """
+
+    __slots__ = (
+        "_bases", "_bases_at", "_call", "_derived", "_device", "_graphs", "_last", "_launches",
+        "_lock", "_many", "_pack", "_room", "_seen", "_state", "_state_at", "_table", "_table_at",
+        "_updates", "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
+        work: int,
+        scratch: int,
+        tiers: str,
+        chief: tuple[int, str, Any] | None,
+    ) -> None:
+        self._launches, self._work = launches, work
+        self.nbytes = work + scratch
+        self.tiers, self.chief = tiers, chief
+        self.names = ", ".join(prepared.name for prepared, _ in launches)
+        self._lock = threading.Lock()
+        self._last: tuple[int, ...] | None = None
+        if not SIMULATED:
+            self._compile()
+
+    @property
+    def count(self) -> int:
+        """How many launches."""
+        return len(self._launches)
+
+    def _compile(self) -> None:
+        """The tables of `launcher.launch_loop`."""
+        table: list[int] = []
+        updates: list[int] = []
+        #: (prepared launch, where, its number, buffer, offset) of what is made of an address
+        self._derived: list[tuple[Any, int, int, int]] = []
+        buffers = 2
+        for prepared, refs in self._launches:
+            table += prepared.handles
+            for where, index, extra in prepared.slots:
+                buffer, offset = refs[index]
+                updates += (where, buffer, offset + extra)
+            for number, index, extra in prepared.derived:
+                buffer, offset = refs[index]
+                self._derived.append((prepared, number, buffer, offset + extra))
+            buffers = max(buffers, *(buffer + 1 for buffer, _ in refs), 2)
+
+        def words(values: list[int]) -> Any:
+            return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+        self._table, self._updates = words(table), words(updates)
+        self._table_at = ctypes.addressof(self._table)
+        self._updates_at = ctypes.addressof(self._updates)
+        self._bases, self._state = words([0] * buffers), words([-1, 0, 0])
+        self._bases_at = ctypes.addressof(self._bases)
+        self._state_at = ctypes.addressof(self._state)
+        self._many, self._room = len(updates) // 3, buffers
+        self._pack = struct.Struct(f"{buffers}Q")
+        self._call = launch_all()
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._graphs: dict[tuple[int, ...], int | None] = {}
+        self._device: Device | None = None
+
+    def __del__(self) -> None:
+        device = getattr(self, "_device", None)
+        if device is not None and device.lost is None:
+            for graph in self._graphs.values():
+                if graph is not None:
+                    device.drop(graph)
+
+    def run(
+        self,
+        device: Device,
+        pool: Pool,
+        stream: int,
+        addresses: list[int],
+        capture: int | None = None,
+    ) -> None:
+        """Launch all on a stream, with the addresses of the arrays.
+
+        `capture` is the number of the graph that is being captured, where the caller knows it.
+        """
+        if device.lost is not None:
+            raise DeviceLost(device.lost)
+        block = None
+        base = 0
+        if self.nbytes:
+            block = pool.take(self.nbytes, stream, "workspace", capture)
+            base = block.address
+        try:
+            device.note(self.names)
+            bases = (base, base + self._work, *addresses)
+            if SIMULATED:
+                for prepared, refs in self._launches:
+                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
+            elif self._launches:
+                self._start(device, stream, bases, capture)
+        finally:
+            if block is not None:
+                pool.give(block)
+
+    def _start(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> None:
+        with self._lock:  # the driver copies the arguments before it returns
+            graph = None
+            if len(self._launches) > 1:
+                graph = self._graph(device, stream, bases, capture)
+            if graph is not None:
+                self._call(
+                    ctypes.addressof(device.entries), 0, graph, 0, 0, 0, stream, self._state_at
+                )
+            else:
+                self._launch(device, stream, bases)
+            failed, status = self._state[0], self._state[1]
+        if failed >= 0:
+            device.check(status, self._launches[failed][0].name)
+
+    def _launch(self, device: Device, stream: int, bases: tuple[int, ...]) -> None:
+        many = 0
+        if bases != self._last:
+            self._last = None  # until all is written
+            missing = self._room - len(bases)
+            given = bases[: self._room] if missing <= 0 else (*bases, *(0,) * missing)
+            self._pack.pack_into(self._bases, 0, *given)
+            for prepared, number, buffer, offset in self._derived:
+                prepared.derive(number, bases[buffer] + offset)
+            many = self._many
+        self._call(
+            ctypes.addressof(device.entries), len(self._launches), self._table_at, many,
+            self._updates_at, self._bases_at, stream, self._state_at,
+        )  # fmt: skip
+        self._last = bases
+
+    def _graph(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> int | None:
+        """The launches with these addresses as a graph, where they came often enough."""
+        found = self._graphs.get(bases)
+        if found is None:
+            if bases in self._graphs:
+                return None  # it could not be recorded
+            seen = self._seen[bases] = self._seen.get(bases, 0) + 1
+            if seen < tiling.CUDA_GRAPH_AFTER:
+                if len(self._seen) > 8 * tiling.CUDA_KEPT_GRAPHS:
+                    self._seen.clear()
+                return None
+        if (device.capture(stream) if capture is None else capture) != 0:
+            return None  # the caller captures a graph of its own
+        if found is None:
+            self._device = device
+            found = device.record(lambda stream: self._launch(device, stream, bases))
+            while len(self._graphs) >= tiling.CUDA_KEPT_GRAPHS:
+                old = self._graphs.pop(next(iter(self._graphs)))
+                if old is not None:
+                    device.drop(old)
+            self._graphs[bases] = found
+            self._seen.clear()
+        return found
+
+
+def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """In elements."""
+    size = x.itemsize
+    return tuple(s // size for s in x.strides)
