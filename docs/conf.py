@@ -45,6 +45,7 @@ numpydoc_show_class_members = False
 # Every file of docs/examples is run. One process, two threads: what the examples need at most.
 os.environ.setdefault("MPLBACKEND", "agg")
 sphinx_gallery_conf = {
+    "reset_argv": "example_arguments.of",
     "examples_dirs": "examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"\.py$",
