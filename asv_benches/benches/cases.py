@@ -151,9 +151,10 @@ def share_of_peak(operation, dtype, shape) -> float:
     seconds = timing.interleave(
         {"run": run, "peak": lambda: peaks.append(ceilings.fma_peak(dtype, 1))}, rounds=ROUNDS
     )
+    # Round by round, as a ratio to a peer: of a peak's two calls a round, the timed one.
+    pairs = zip(seconds["run"], peaks[-2 * ROUNDS :][1::2], strict=True)
     flop = case_of(operation, dtype, shape).flop
-    # Of the peak the best: what disturbs a round can only lower it.
-    return flop / timing.median(seconds["run"]) / 1e9 / max(peaks)
+    return statistics.median(flop / second / 1e9 / peak for second, peak in pairs)
 
 
 def share_of_triad(operation, dtype, shape) -> float:
