@@ -476,3 +476,29 @@ def webgpu_parts(blocks: int, k: int, room: int) -> tuple[int, int]:
 def webgpu_groups(blocks: int, segments: int, room: int) -> int:
     """In how many groups the segments of a sum are added up."""
     return max(1, min(WEBGPU_BLOCKS // max(1, blocks), segments, room))
+
+
+# --- CUDA: Hopper -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """A block of a product by wgmma, and how the groups of 128 threads share it."""
+
+    block_m: int
+    block_n: int
+    #: Groups of 128 threads that multiply.
+    consumers: int
+    #: Whether each of them has a block of its own, and not 64 rows of one.
+    ping_pong: bool
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+
+    @property
+    def halves(self) -> int:
+        """Tiles of 64 rows that a group has of a block."""
+        return self.block_m // 64 if self.ping_pong else self.block_m // 64 // self.consumers
+
+    def __str__(self) -> str:
+        schedule = "ping-pong" if self.ping_pong else "cooperative"
+        return f"{self.block_m}x{self.block_n}x64 {schedule}"
