@@ -16,7 +16,6 @@ are stored, never between.
 # ruff: noqa: F821
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 

@@ -32,8 +32,8 @@ CONSTRAINTS: dict[str, tuple[Any, Any]] = {
     "f": (F32, types.float32),
     "d": (F64, types.float64),
 }
-#: {storage dtype: (LLVM type in memory, bytes)}; bfloat16 travels as its 16 bits. "bits" are 16 that
-#: are moved as they are.
+#: {storage dtype: (LLVM type in memory, bytes)}; bfloat16 travels as its 16 bits, and
+#: "bits" are 16 that are moved as they are.
 FORMATS: dict[str, tuple[Any, int]] = {
     "float64": (F64, 8),
     "float32": (F32, 4),
