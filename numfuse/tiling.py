@@ -517,6 +517,8 @@ CUDA_PLANES_BYTES = 256 << 20
 CUDA_PASS_ROWS = 64
 #: Threads of a block of the passes over memory.
 CUDA_PASS_THREADS = 256
+#: Loads of 16 bytes of each array that a thread of a gate has in flight.
+CUDA_GATE_VECTORS = 2
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.
 CUDA_KEPT_PLANS = 512
 #: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
@@ -556,3 +558,95 @@ class HopperTile:
     def __str__(self) -> str:
         schedule = "ping-pong" if self.ping_pong else "cooperative"
         return f"{self.block_m}x{self.block_n}x64 {schedule}"
+
+
+# --- CUDA: blocks by cp.async ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaBlock:
+    """A thread block's block of a product, fetched by cp.async, and the part of one worker of it.
+
+    A worker is a thread on CUDA cores, a warp on tensor cores.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    part_m: int
+    part_n: int
+    #: Copies of the slices in shared memory.
+    stages: int
+    #: Blocks that share a multiprocessor.
+    resident: int
+    #: Of K in one instruction of a tensor core; 0: CUDA cores.
+    chunk: int = 0
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+    #: Speed of a full device, in relation to the largest tile.
+    speed: float = 1.0
+
+    @property
+    def threads(self) -> int:
+        workers = self.block_m // self.part_m * (self.block_n // self.part_n)
+        return workers * 32 if self.chunk else workers
+
+    def __str__(self) -> str:
+        kind = "warp" if self.chunk else "thread"
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k}, {self.part_m}x{self.part_n} a {kind}, "
+            f"{self.stages} stages"
+        )
+
+
+#: float32 on CUDA cores. 8 x 16 sums a thread: 6 reads of 16 bytes from shared memory for 128 fused
+#: multiply-adds, so that 93% of the loop's instructions are arithmetic; two blocks of 128 threads
+#: on a multiprocessor fill its registers, and one computes while the other waits or stores.
+CUDA_CORE_BLOCKS = (
+    CudaBlock(128, 128, 16, 8, 16, 3, 2),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.9),
+    CudaBlock(32, 64, 16, 4, 8, 4, 8, speed=0.7),
+)
+#: float64 on tensor cores.
+CUDA_DOUBLE_BLOCKS = (
+    CudaBlock(128, 128, 16, 64, 32, 4, 1, 8),
+    CudaBlock(128, 64, 16, 64, 32, 3, 2, 8, speed=0.97),
+    CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.85),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.6),
+)
+#: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions.
+CUDA_HALF_BLOCKS = (
+    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16),
+    CudaBlock(64, 128, 32, 32, 64, 4, 2, 16, speed=0.8),
+    CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7),
+)
+#: The same where a factor comes value by value through registers: fewer sums leave room for them.
+CUDA_HALF_BLOCKS_HELD = (
+    CudaBlock(128, 128, 32, 64, 32, 3, 1, 16),
+    CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8),
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def cuda_block(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
+    multiprocessors: int,
+) -> tuple[CudaBlock, int, int]:  # fmt: skip
+    """The tile of a product, and (length, number) of the parts of its sum, 1 but where `free`.
+
+    The one with the least work on the multiprocessor that has the most. The parts depend on the
+    sizes of one place: an element of a batch gives what it gives alone.
+    """
+    best: tuple[float, CudaBlock, int, int] | None = None
+    for tile in tiles:
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+        part, parts = max(1, k), 1
+        if free:
+            part, parts = cuda_parts(blocks, k, multiprocessors, tile.block_k)
+        most = -(-blocks * places * parts // multiprocessors)
+        area = tile.block_m * tile.block_n
+        cost = most * area * (part + tile.block_k * tile.stages) / tile.speed
+        if best is None or cost < best[0]:
+            best = cost, tile, part, parts
+    assert best is not None
+    return best[1:]

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda import intrinsics
+from numfuse.backends.cuda import elementwise, intrinsics, passes
 from numfuse.backends.cuda.intrinsics import (
     advance,
     barrier,
@@ -31,8 +31,10 @@ from numfuse.backends.cuda.intrinsics import (
     quotient,
     shared_address,
 )
+from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import Inlined, expanded, names_of, unrolled
+from numfuse.tiling import CudaBlock
 
 i32, i64 = np.int32, np.int64
 
@@ -606,3 +608,84 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         template, SIGNATURE, threads=block.threads, blocks=block.blocks, feature=feature,
         name=name, **names_of(template, bindings),
     )  # fmt: skip
+
+
+# --- plans ----------------------------------------------------------------------------------------
+def runs_wide(operand: Operand, axis: int, values: int) -> bool:
+    """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
+    size = values * operand.itemsize
+    others = (operand.strides[0], operand.strides[3 - axis])
+    return (
+        operand.strides[axis] == 1
+        and operand.alignment >= size
+        and all(step % values == 0 for step in others)
+    )
+
+
+def takes(product: Product, device: DeviceInfo) -> bool:
+    """What every tier of this file needs: cp.async, and lengths of 32 bits."""
+    return device.capability >= (8, 0) and max(product.m, product.n, product.k) < 1 << 30
+
+
+def plan(
+    product: Product,
+    device: DeviceInfo,
+    tile: CudaBlock,
+    part: int,
+    parts: int,
+    x: Fetch,
+    y: Fetch,
+    engine: Engine,
+    name: str,
+) -> Plan:
+    """The launches: the product, and the join of the parts of its sum."""
+    p = product
+    size = intrinsics.itemsize(p.accumulator)
+    values = 16 // size
+    out = p.out
+    workspace = 0
+    target = Slot("out")
+    if parts > 1:
+        out = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
+        target = Slot("work")
+        workspace = -(-p.places * parts * p.m * p.n * size // 256) * 256
+    rows = [o for o in (out, p.extra, p.pre) if o is not None]
+    slope = p.epilogue == "slope"
+    function = None
+    if p.function is not None:
+        function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
+    block = Block(
+        tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
+        p.accumulator, out.dtype,
+        bias=p.bias.dtype if p.bias else None, extra=p.extra.dtype if p.extra else None,
+        pre=p.pre is not None, epilogue=p.epilogue, sums=p.sums,
+        wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
+        blocks=tile.resident,
+    )  # fmt: skip
+    made = build(block, engine, function, f"{name} {'slope' if slope else p.epilogue}")
+    none = (0, 0, 0)
+
+    def steps(operand: Operand | None) -> tuple[int, int, int]:
+        if operand is None:
+            return none
+        place, row, column = (step * operand.itemsize for step in operand.strides)
+        return place, row, column
+
+    bias = steps(p.bias)
+    arguments = (
+        Slot("x"), Slot("y"), Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
+        Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
+        p.m, p.n, p.k, part, parts, *steps(p.x), *steps(p.y), bias[0], bias[2], *steps(p.extra),
+        *steps(p.pre), *steps(out),
+    )  # fmt: skip
+    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
+    launches: tuple[Launch, ...] = (
+        Launch(made, (blocks * p.places * parts, 1, 1), arguments, block.shared_bytes(engine)),
+    )
+    if parts > 1:
+        joins, staged = passes.joins(
+            device, p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, p.m, p.n,
+            p.out.strides, Slot("work", workspace),
+        )  # fmt: skip
+        launches, workspace = launches + joins, workspace + staged
+    return Plan(launches, tile, workspace, tile.block_m)

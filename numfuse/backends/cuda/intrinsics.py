@@ -341,22 +341,21 @@ def words_as(dtype: str, accumulator: str) -> Any:
 
 @functools.cache
 def as_words(dtype: str, accumulator: str) -> Any:
-    """``as_words(values)``: a tuple of 16 bytes of values, rounded, as four words."""
+    """``as_words(registers)``: a local array, rounded, as the four words of 16 bytes."""
     kind, size = FORMATS[dtype]
-    _, numba = ACCUMULATORS[accumulator]
     count = 16 // size
 
-    def typing(typingctx: Any, values: Any) -> Any:
+    def typing(typingctx: Any, registers: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = array_pointer(context, builder, signature.args[0], args[0])
             packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
-            for i in range(count):
-                part = _narrowed(builder, builder.extract_value(args[0], i), dtype)
-                packed = builder.insert_element(packed, part, I32(i))
+            for i, value in enumerate(read_registers(builder, pointer, 0, count)):
+                packed = builder.insert_element(packed, _narrowed(builder, value, dtype), I32(i))
             words = builder.bitcast(packed, ir.VectorType(I32, 4))
             parts = [builder.extract_element(words, I32(i)) for i in range(4)]
             return context.make_tuple(builder, signature.return_type, parts)
 
-        return types.UniTuple(types.int32, 4)(types.UniTuple(numba, count)), codegen
+        return types.UniTuple(types.int32, 4)(registers), codegen
 
     return named("as_words", _key(dtype, accumulator), 1, typing)
 

@@ -15,7 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.blocks import Engine, device
+from numfuse import tiling
+from numfuse.backends.cuda import blocks
+from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
 from numfuse.backends.cuda.intrinsics import (
     F32,
     I32,
@@ -27,7 +29,9 @@ from numfuse.backends.cuda.intrinsics import (
     shared_vector,
     write_registers,
 )
+from numfuse.backends.cuda.product import DeviceInfo, Operand, Plan, Product
 from numfuse.backends.cuda.toolchain import types
+from numfuse.tiling import CudaBlock
 
 i32 = np.int32
 
@@ -185,3 +189,50 @@ def engine(
         pass_rows=pass_rows,
         pass_row=device(_pass_row, PASS_ROWS=pass_rows),
     )
+
+
+def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
+    """How a factor comes to shared memory; `own`: its axis that is not K (1: rows, 2: columns)."""
+    along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
+    wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
+    return Fetch(
+        block, tile.block_k, tile.threads, 4, along_k,
+        values=FOUR if wide else 1,
+        k_inner=False,
+        # shared memory lies by k: four values of k are turned on their way through registers
+        held=wide and along_k,
+        # 8 values of k (2 vectors) side by side: a whole sector of memory, and no bank conflicts
+        side_by_side=(2 if wide else 8) if along_k else 0,
+    )  # fmt: skip
+
+
+def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
+    """How to run it with this tile."""
+    x = fetch(product.x, 1, tile.block_m, tile)
+    y = fetch(product.y, 2, tile.block_n, tile)
+    made = engine(
+        tile.block_m, tile.block_n, tile.block_k, tile.part_m, tile.part_n, x.offsets[1],
+        y.offsets[1],
+    )  # fmt: skip
+    return blocks.plan(product, device, tile, part, parts, x, y, made, "cores")
+
+
+class Cores:
+    """Takes float32 products; see the module."""
+
+    name = "cores"
+
+    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
+        """How to run it; None for other types, and before compute capability 8.0."""
+        p = product
+        if not blocks.takes(p, device) or p.precision != "ieee":
+            return None
+        if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
+            return None
+        tile, part, parts = tiling.cuda_block(
+            tiling.CUDA_CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+        )
+        return plan(p, device, tile, part, parts)
+
+
+CORES = Cores()

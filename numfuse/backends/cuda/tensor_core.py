@@ -18,7 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.blocks import Engine, Fetch, device
+from numfuse import tiling
+from numfuse.backends.cuda import blocks
+from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
 from numfuse.backends.cuda.intrinsics import (
     ACCUMULATORS,
     F64,
@@ -35,7 +37,9 @@ from numfuse.backends.cuda.intrinsics import (
     shared_vector,
     write_registers,
 )
+from numfuse.backends.cuda.product import DeviceInfo, Operand, Plan, Product
 from numfuse.backends.cuda.toolchain import types
+from numfuse.tiling import CudaBlock
 
 i32 = np.int32
 
@@ -240,3 +244,60 @@ def engine(
         pass_rows=block_m // warp_m * 16,
         pass_row=device(_pass_row, WARP_M=warp_m),
     )
+
+
+def _values(operand: Operand, own: int) -> tuple[bool, int]:
+    """Whether a factor lies along K, and the values of it that one access fetches."""
+    along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
+    axis = 3 - own if along_k else own
+    for values in (16 // operand.itemsize, 4 // operand.itemsize):
+        if values > 1 and runs_wide(operand, axis, values):
+            return along_k, values
+    return along_k, 1
+
+
+def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
+    """How to run it with this tile."""
+    p = product
+    found = []
+    for operand, own, block in ((p.x, 1, tile.block_m), (p.y, 2, tile.block_n)):
+        along_k, values = _values(operand, own)
+        found.append(
+            Fetch(
+                block, tile.block_k, tile.threads, operand.itemsize, along_k, values,
+                k_inner=along_k,
+                held=values * operand.itemsize < 4,  # cp.async copies 4 bytes or more
+            )
+        )  # fmt: skip
+    x, y = found
+    small = device.capability < (9, 0)
+    made = engine(
+        p.x.dtype, tile.block_m, tile.block_n, tile.block_k, tile.part_m, tile.part_n, tile.chunk,
+        small, x, y,
+    )  # fmt: skip
+    return blocks.plan(p, device, tile, part, parts, x, y, made, "tensor cores")
+
+
+class TensorCores:
+    """Takes float64, bfloat16 and float16 products; see the module."""
+
+    name = "tensor cores"
+
+    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
+        """How to run it; None for float32, mixed types, and before compute capability 8.0."""
+        p = product
+        if not blocks.takes(p, device) or p.x.dtype != p.y.dtype or p.x.dtype == "float32":
+            return None
+        if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
+            return None
+        tiles: tuple[CudaBlock, ...] = tiling.CUDA_DOUBLE_BLOCKS
+        if p.x.dtype != "float64":
+            held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
+            tiles = tiling.CUDA_HALF_BLOCKS_HELD if held else tiling.CUDA_HALF_BLOCKS
+        tile, part, parts = tiling.cuda_block(
+            tiles, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+        )
+        return plan(p, device, tile, part, parts)
+
+
+TENSOR_CORES = TensorCores()
