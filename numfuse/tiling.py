@@ -517,6 +517,12 @@ CUDA_PLANES_BYTES = 256 << 20
 CUDA_PASS_ROWS = 64
 #: Threads of a block of the passes over memory.
 CUDA_PASS_THREADS = 256
+#: Planes of which a thread of a join has 16 bytes each in flight.
+CUDA_JOIN_AHEAD = 4
+#: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
+CUDA_JOIN_LANES = 16
+#: Planes from which on they do.
+CUDA_JOIN_DEEP = 16
 #: Loads of 16 bytes of each array that a thread of a gate has in flight.
 CUDA_GATE_VECTORS = 2
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda import elementwise, intrinsics, passes
+from numfuse.backends.cuda import elementwise, intrinsics, joins, passes
 from numfuse.backends.cuda.intrinsics import (
     advance,
     barrier,
@@ -683,9 +683,15 @@ def plan(
         Launch(made, (blocks * p.places * parts, 1, 1), arguments, block.shared_bytes(engine)),
     )
     if parts > 1:
-        joins, staged = passes.joins(
+        if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
+            join = joins.rows(
+                p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, (p.m, p.n),
+                p.out.strides,
+            )  # fmt: skip
+            return Plan((*launches, join), tile, workspace, tile.block_m)
+        more, staged = passes.joins(
             device, p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, p.m, p.n,
             p.out.strides, Slot("work", workspace),
         )  # fmt: skip
-        launches, workspace = launches + joins, workspace + staged
+        launches, workspace = launches + more, workspace + staged
     return Plan(launches, tile, workspace, tile.block_m)
