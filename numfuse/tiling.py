@@ -501,8 +501,8 @@ class CudaTile:
 #: Of the tier that runs everywhere: 256 threads with 16 sums each fit every GPU since Maxwell, in
 #: float64 too, with 16 KiB of shared memory.
 CUDA_MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
-#: In Numba's simulator, where every thread is one of Python's and a barrier costs 50 us: few.
-CUDA_SIMULATED_TILE = CudaTile(8, 8, 8, 4, 4, group=2)
+#: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
+CUDA_SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
 #: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
 #: these are cut into parts.
 CUDA_BLOCKS_PER_MULTIPROCESSOR = 2

@@ -19,22 +19,23 @@ from numfuse import tiling
 from numfuse.backends.cuda import elementwise, passes, scalars
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.scalars import fused
-from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
+from numfuse.backends.cuda.toolchain import Kernel, cuda, device_function, kernel, types
 from numfuse.tiling import CudaTile
 
 __all__ = ["MIRROR", "Mirror"]
 
 
 def product(
-    x, y, bias, extra, pre, out, sums, m, n, k, part, parts,
+    x, y, bias, extra, pre, out, sums, m, n, k, part, parts, x_along_k, y_along_k,
     x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
     extra_place, extra_row, extra_column, pre_place, pre_row, pre_column,
     out_place, out_row, out_column,
 ):  # fmt: skip
-    """One block of out = epilogue(X Y), of one part of the sum of one place."""
-    x_slice = cuda.shared.array((BLOCK_K, X_PITCH), REAL)
-    y_slice = cuda.shared.array((BLOCK_K, Y_PITCH), REAL)
-    column_sums = cuda.shared.array((NR, THREADS), REAL)
+    """One block of out = epilogue(X Y), of one part of the sum of one place.
+
+    What is not there has the address 0. Shared memory holds the slices of X and Y, then the block.
+    """
+    shared = cuda.shared.array(SHARED, REAL)
     acc = cuda.local.array(SUMS_OF_A_THREAD, REAL)
     for i in range(SUMS_OF_A_THREAD):
         acc[i] = ZERO
@@ -58,60 +59,65 @@ def product(
     end = min(begin + part, k)
     for k0 in range(begin, end, BLOCK_K):
         for i in range(t, BLOCK_M * BLOCK_K, THREADS):
-            row, kk = (i // BLOCK_K, i % BLOCK_K) if X_ALONG_K else (i % BLOCK_M, i // BLOCK_M)
+            row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
             value = ZERO
             if row0 + row < m and k0 + kk < end:
                 value = LOAD_X(x, x_at + row * x_row + (k0 + kk) * x_column)
-            x_slice[kk, row] = value
+            shared[kk * X_PITCH + row] = value
         for i in range(t, BLOCK_N * BLOCK_K, THREADS):
-            column, kk = (i // BLOCK_K, i % BLOCK_K) if Y_ALONG_K else (i % BLOCK_N, i // BLOCK_N)
+            column, kk = (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
             value = ZERO
             if column0 + column < n and k0 + kk < end:
                 value = LOAD_Y(y, y_at + (k0 + kk) * y_row + column * y_column)
-            y_slice[kk, column] = value
+            shared[Y_AT + kk * Y_PITCH + column] = value
         cuda.syncthreads()
         for kk in range(BLOCK_K):
             for i in range(MR):
-                left = x_slice[kk, ty + i * (BLOCK_M // MR)]
+                left = shared[kk * X_PITCH + ty + i * (BLOCK_M // MR)]
                 for j in range(NR):
-                    right = y_slice[kk, tx + j * (BLOCK_N // NR)]
+                    right = shared[Y_AT + kk * Y_PITCH + tx + j * (BLOCK_N // NR)]
                     acc[i * NR + j] = fused(left, right, acc[i * NR + j])
         cuda.syncthreads()
 
-    for j in range(NR):
-        column = column0 + tx + j * (BLOCK_N // NR)
-        added = ZERO
-        if BIAS and column < n:
-            added = LOAD_BIAS(bias, place * bias_place + column * bias_column)
-        total = ZERO
-        for i in range(MR):
-            row = row0 + ty + i * (BLOCK_M // MR)
-            if row < m and column < n:
-                value = acc[i * NR + j]
-                if BIAS:
-                    value = value + added
-                if PRE:
-                    STORE_PRE(pre, place * pre_place + row * pre_row + column * pre_column, value)
-                value = FUNCTION(value)
-                if EXTRA:
-                    other = LOAD_EXTRA(
-                        extra, place * extra_place + row * extra_row + column * extra_column
-                    )
-                    value = other * value if SLOPE else value + other
-                STORE(out, plane * out_place + row * out_row + column * out_column, value)
-                total = total + value
-        if SUMS:
-            column_sums[j, t] = total
-    if SUMS:
+    for i in range(MR):
+        for j in range(NR):
+            at = (ty + i * (BLOCK_M // MR)) * BLOCK_N + tx + j * (BLOCK_N // NR)
+            shared[at] = acc[i * NR + j]
+    cuda.syncthreads()
+    for i in range(t, BLOCK_M * BLOCK_N, THREADS):
+        row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
+        if row < m and column < n:
+            value = shared[i]
+            if bias != 0:
+                value = value + LOAD_BIAS(bias, place * bias_place + column * bias_column)
+            if pre != 0:
+                STORE_PRE(pre, place * pre_place + row * pre_row + column * pre_column, value)
+            value = FUNCTION(value)
+            if extra != 0:
+                at = place * extra_place + row * extra_row + column * extra_column
+                value = COMBINE(value, LOAD_EXTRA(extra, at))
+            STORE(out, plane * out_place + row * out_row + column * out_column, value)
+            shared[i] = value
+    if sums != 0:
         cuda.syncthreads()
-        for i in range(t, BLOCK_N, THREADS):
-            if column0 + i < n:
-                j, thread = i // (BLOCK_N // NR), i % (BLOCK_N // NR)
-                total = ZERO
-                for _ in range(BLOCK_M // MR):  # the threads of a column in their order
-                    total = total + column_sums[j, thread]
-                    thread += BLOCK_N // NR
-                STORE_SUM(sums, (place * rows + block_row) * n + column0 + i, total)
+        height = min(BLOCK_M, m - row0)
+        for i in range(t, min(BLOCK_N, n - column0), THREADS):
+            total = ZERO
+            for row in range(height):
+                total = total + shared[row * BLOCK_N + i]
+            STORE_PRE(sums, (place * rows + block_row) * n + column0 + i, total)
+
+
+@device_function
+def add(value, other):
+    """The residual."""
+    return value + other
+
+
+@device_function
+def multiply(value, other):
+    """grad and the slope."""
+    return value * other
 
 
 def _kernel(p: Product, tile: CudaTile) -> Kernel:
@@ -125,20 +131,21 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
     def load(operand: Operand | None) -> object:
         return scalars.loads(p.accumulator if operand is None else operand.dtype)
 
+    slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
-        product, " ".join(["u64"] * 7 + ["i64"] * 22), threads=tile.threads,
+        product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads,
         name=f"mirror {p.epilogue}",
         REAL=getattr(types, p.accumulator), ZERO=real(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MR=tile.mr, NR=tile.nr,
         GROUP=tile.group, THREADS=tile.threads, SUMS_OF_A_THREAD=tile.mr * tile.nr,
-        X_PITCH=tile.block_m + 1, Y_PITCH=tile.block_n + 1,  # no bank conflicts in a store
-        X_ALONG_K=abs(p.x.strides[2]) < abs(p.x.strides[1]),
-        Y_ALONG_K=abs(p.y.strides[1]) < abs(p.y.strides[2]),
-        LOAD_X=load(p.x), LOAD_Y=load(p.y), LOAD_BIAS=load(p.bias), LOAD_EXTRA=load(p.extra),
+        # one more than a power of two: a transposed slice is stored without bank conflicts
+        X_PITCH=tile.block_m + 1, Y_PITCH=tile.block_n + 1, Y_AT=tile.block_k * (tile.block_m + 1),
+        SHARED=max(slices, tile.block_m * tile.block_n),
+        LOAD_X=load(p.x), LOAD_Y=load(p.y),
+        # of the same dtype where they are there: one kernel with and without them
+        LOAD_BIAS=load(p.bias or p.x), LOAD_EXTRA=load(p.extra or p.x),
         STORE=scalars.stores(storage), STORE_PRE=scalars.stores(p.accumulator),
-        STORE_SUM=scalars.stores(p.accumulator),
-        BIAS=p.bias is not None, PRE=p.pre is not None, EXTRA=p.extra is not None, SLOPE=slope,
-        SUMS=p.sums, FUNCTION=function,
+        FUNCTION=function, COMBINE=multiply if slope else add,
     )  # fmt: skip
 
 
@@ -170,7 +177,10 @@ class Mirror:
         arguments = (
             Slot("x"), Slot("y"), Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
             Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
-            p.m, p.n, p.k, part, parts, *p.x.strides, *p.y.strides, bias[0], bias[2],
+            p.m, p.n, p.k, part, parts,
+            int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
+            int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
+            *p.x.strides, *p.y.strides, bias[0], bias[2],
             *(p.extra.strides if p.extra else none), *(p.pre.strides if p.pre else none),
             *out_steps,
         )  # fmt: skip
