@@ -56,6 +56,8 @@ class Fetch:
     values: int
     #: K is the contiguous axis in shared memory too.
     k_inner: bool
+    #: Four values of K are neighbours in shared memory, then the own axis, then the other fours.
+    quads: bool = False
     #: Through registers, a slice ahead: what cp.async cannot copy or turn.
     held: bool = False
     #: Threads side by side; 0: all that fit.
@@ -79,18 +81,25 @@ class Fetch:
 
     @property
     def pitch(self) -> int:
-        """Values from one row in shared memory to the next: 16 bytes or four values are added, so
-        that the rows that a warp reads or writes together lie in different banks."""
+        """Values from one row (of quads: one row of fours) in shared memory to the next.
+
+        Some are added, so that what a warp reads or writes together lies in different banks.
+        """
+        if self.quads:
+            return 4 * (self.block + 2)
         return (self.depth if self.k_inner else self.block) + max(4, 16 // self.itemsize)
 
     @property
     def bytes(self) -> int:
-        return self.pitch * (self.block if self.k_inner else self.depth) * self.itemsize
+        rows = self.block if self.k_inner else self.depth // 4 if self.quads else self.depth
+        return self.pitch * rows * self.itemsize
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """Bytes in shared memory of one value along (own axis, K)."""
+        """Bytes in shared memory of one value along (own axis, K); of quads, in steps of four."""
         long, short = self.pitch * self.itemsize, self.itemsize
+        if self.quads:
+            return 4 * short, long // 4
         return (long, short) if self.k_inner else (short, long)
 
     def check(self) -> None:
@@ -115,6 +124,7 @@ class Fetch:
             "K_OFFSET": offset_k,
             "ITEMSIZE": self.itemsize,
             "BLOCK_K": self.depth,
+            "QUADS": self.quads,
         }
 
 
@@ -132,36 +142,31 @@ def _along(t):
     return i32(t >> FAST_BITS)
 
 
-def _copies(shared, at, own_left, k_left, along, whole, own_step, k_step):
+def _shared_at(own, along):
+    """Where a thread's first value goes in a slice."""
+    if QUADS:
+        return i32(own * OWN_OFFSET + (along & -4) * K_OFFSET + (along & 3) * ITEMSIZE)
+    return i32(own * OWN_OFFSET + along * K_OFFSET)
+
+
+def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
     """A thread's copies of a slice, from `at`; beyond the factor's end they write zeros."""
-    if whole and k_left >= BLOCK_K:
-        for a in unrolled(K_REPEATS):
-            for b in unrolled(OWN_REPEATS):
-                COPY(shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET), at)
-                if b + 1 < OWN_REPEATS:
-                    at = advance(at, own_step)
-            if a + 1 < K_REPEATS:
-                at = advance(at, k_step)
-    else:
-        here = i32(k_left - along)
-        for a in unrolled(K_REPEATS):
-            for b in unrolled(OWN_REPEATS):
-                if ALONG_K:
-                    count = i32(least(i32(here - a * K_STEP), VALUES))
-                    other = i32(own_left - b * OWN_STEP)
-                else:
-                    count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
-                    other = i32(here - a * K_STEP)
-                count = i32(most(count, 0)) if other > 0 else i32(0)
-                COPY_PART(
-                    shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
-                    at,
-                    i32(count * ITEMSIZE),
-                )
-                if b + 1 < OWN_REPEATS:
-                    at = advance(at, own_step)
-            if a + 1 < K_REPEATS:
-                at = advance(at, k_step)
+    here = i32(k_left - along)
+    for a in unrolled(K_REPEATS):
+        for b in unrolled(OWN_REPEATS):
+            if ALONG_K:
+                count = i32(least(i32(here - a * K_STEP), VALUES))
+                other = i32(own_left - b * OWN_STEP)
+            else:
+                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
+                other = i32(here - a * K_STEP)
+            count = i32(most(count, 0)) if other > 0 else i32(0)
+            COPY_PART(
+                shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
+                at,
+                i32(count * ITEMSIZE),
+            )
+            at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
 
 
 def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step):
@@ -175,10 +180,7 @@ def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step)
                     loaded = LOAD(at)
                     for v in unrolled(VALUES):
                         registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
-                if b + 1 < OWN_REPEATS:
-                    at = advance(at, own_step)
-            if a + 1 < K_REPEATS:
-                at = advance(at, k_step)
+                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
     else:
         here = i32(k_left - along)
         for a in unrolled(K_REPEATS):
@@ -187,10 +189,7 @@ def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step)
                     registers[(a * OWN_REPEATS + b) * VALUES + v] = REGISTER(0)
                     if own_left > b * OWN_STEP and here > a * K_STEP + v:
                         registers[(a * OWN_REPEATS + b) * VALUES + v] = LOAD_ONE(at + v * ITEMSIZE)
-                if b + 1 < OWN_REPEATS:
-                    at = advance(at, own_step)
-            if a + 1 < K_REPEATS:
-                at = advance(at, k_step)
+                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
 
 
 def _put_held(shared, registers):
@@ -238,43 +237,40 @@ def _product(
     x_at = x + place * x_place + i64(row0 + x_own) * x_row + i64(k0 + x_along) * x_column
     y_at = y + place * y_place + i64(column0 + y_own) * y_column + i64(k0 + y_along) * y_row
     x_left, y_left = i32(m - row0 - x_own), i32(n - column0 - y_own)
-    x_whole, y_whole = row0 + BLOCK_M <= m, column0 + BLOCK_N <= n
+    whole = row0 + BLOCK_M <= m and column0 + BLOCK_N <= n
     x_own_step, y_own_step = x_row * X_OWN_STEP, y_column * Y_OWN_STEP
     x_k_step = x_column * X_K_STEP - x_row * X_BACK
     y_k_step = y_row * Y_K_STEP - y_column * Y_BACK
     x_slice, y_slice = x_column * BLOCK_K, y_row * BLOCK_K
-    x_to = i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET)
-    y_to = i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET)
+    x_to = i32(memory + X_SHARED_AT(x_own, x_along))
+    y_to = i32(memory + X_BYTES + Y_SHARED_AT(y_own, y_along))
 
     # a factor that goes through registers is loaded a slice ahead of what is put
     if X_HELD:
         x_held = cuda.local.array(X_HELD, dtype=X_REGISTER)
-        X_AHEAD(x_held, x_at, x_left, k_left, x_along, x_whole, x_own_step, x_k_step)
+        X_AHEAD(x_held, x_at, x_left, k_left, x_along, whole, x_own_step, x_k_step)
         x_at = x_at + x_slice
     if Y_HELD:
         y_held = cuda.local.array(Y_HELD, dtype=Y_REGISTER)
-        Y_AHEAD(y_held, y_at, y_left, k_left, y_along, y_whole, y_own_step, y_k_step)
+        Y_AHEAD(y_held, y_at, y_left, k_left, y_along, whole, y_own_step, y_k_step)
         y_at = y_at + y_slice
     write = i32(0)
     while write < STAGES * STAGE:
+        x_next, y_next = i32(x_to + write), i32(y_to + write)
         if X_HELD:
-            X_PUT(i32(x_to + write), x_held)
+            X_PUT(x_next, x_held)
             X_AHEAD(
-                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, x_whole, x_own_step, x_k_step
+                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, whole, x_own_step, x_k_step
             )
         else:
-            X_COPIES(
-                i32(x_to + write), x_at, x_left, k_left, x_along, x_whole, x_own_step, x_k_step
-            )
+            X_MASKED(x_next, x_at, x_left, k_left, x_along, x_own_step, x_k_step)
         if Y_HELD:
-            Y_PUT(i32(y_to + write), y_held)
+            Y_PUT(y_next, y_held)
             Y_AHEAD(
-                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, y_whole, y_own_step, y_k_step
+                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, whole, y_own_step, y_k_step
             )
         else:
-            Y_COPIES(
-                i32(y_to + write), y_at, y_left, k_left, y_along, y_whole, y_own_step, y_k_step
-            )
+            Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
         commit_copies()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
@@ -290,29 +286,57 @@ def _product(
     stage = i32(0)
     while slices > 0:
         MULTIPLY_SLICE(total, now, i32(x_from + stage), i32(y_from + stage))
-        # every thread has read this slice, and the next one is there
+        # Every thread has read this slice, but for what it has in registers, and the next one is
+        # there: its first factors, and the copies of the slice that takes this one's place, come
+        # between the parts of the arithmetic that is left.
         WAIT_NEXT()
         barrier()
-        free = stage
+        x_next, y_next = i32(x_to + stage), i32(y_to + stage)
         stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
         if X_HELD:
-            X_PUT(i32(x_to + free), x_held)
+            X_PUT(x_next, x_held)
             X_AHEAD(
-                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, x_whole, x_own_step, x_k_step
+                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, whole, x_own_step, x_k_step
             )
-        else:
-            X_COPIES(i32(x_to + free), x_at, x_left, k_left, x_along, x_whole, x_own_step, x_k_step)
         if Y_HELD:
-            Y_PUT(i32(y_to + free), y_held)
+            Y_PUT(y_next, y_held)
             Y_AHEAD(
-                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, y_whole, y_own_step, y_k_step
+                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, whole, y_own_step, y_k_step
             )
+        if whole and k_left >= BLOCK_K:
+            x_run, y_run = x_at, y_at
+            for q in unrolled(PARTS):
+                MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
+                for c in unrolled(q * X_COPIES // PARTS, (q + 1) * X_COPIES // PARTS):
+                    X_COPY(
+                        x_next
+                        + (
+                            c // X_OWN_REPEATS * X_K_STEP * X_K_OFFSET
+                            + c % X_OWN_REPEATS * X_OWN_STEP * X_OWN_OFFSET
+                        ),
+                        x_run,
+                    )
+                    x_run = advance(x_run, x_own_step if (c + 1) % X_OWN_REPEATS else x_k_step)
+                for c in unrolled(q * Y_COPIES // PARTS, (q + 1) * Y_COPIES // PARTS):
+                    Y_COPY(
+                        y_next
+                        + (
+                            c // Y_OWN_REPEATS * Y_K_STEP * Y_K_OFFSET
+                            + c % Y_OWN_REPEATS * Y_OWN_STEP * Y_OWN_OFFSET
+                        ),
+                        y_run,
+                    )
+                    y_run = advance(y_run, y_own_step if (c + 1) % Y_OWN_REPEATS else y_k_step)
         else:
-            Y_COPIES(i32(y_to + free), y_at, y_left, k_left, y_along, y_whole, y_own_step, y_k_step)
+            if X_COPIES:
+                X_MASKED(x_next, x_at, x_left, k_left, x_along, x_own_step, x_k_step)
+            if Y_COPIES:
+                Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
+            for q in unrolled(PARTS):
+                MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
         commit_copies()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
-        MULTIPLY_LAST(total, now, i32(x_from + stage), i32(y_from + stage))
         slices = i32(slices - 1)
     WAIT_ALL()
 
@@ -459,8 +483,11 @@ class Engine:
     #: Numba type of a register of factors.
     factor: Any
     first_factors: Any
+    #: A slice but for its last chunk, and the parts of that: (total, now, part, x, y), where x and
+    #: y are of the next slice, of which the parts fetch the first factors.
     multiply_slice: Any
-    multiply_last: Any
+    multiply_part: Any
+    parts: int
     #: (t, memory) -> address of a thread's first factor in a slice.
     x_from: Any
     y_from: Any
@@ -533,7 +560,8 @@ def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         "OWN": device(_own, **f), "ALONG": device(_along, **f),
         "OWN_STEP": f["OWN_STEP"], "K_STEP": f["K_STEP"],
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
-        "OWN_OFFSET": f["OWN_OFFSET"], "K_OFFSET": f["K_OFFSET"], "HELD": 0,
+        "OWN_OFFSET": f["OWN_OFFSET"], "K_OFFSET": f["K_OFFSET"], "OWN_REPEATS": f["OWN_REPEATS"],
+        "SHARED_AT": device(_shared_at, **f), "HELD": 0, "COPIES": 0,
     }  # fmt: skip
     if fetch.held:
         own, k = fetch.repeats
@@ -552,10 +580,13 @@ def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         )  # fmt: skip
     else:
         bytes_ = fetch.values * fetch.itemsize
-        bound["COPIES"] = device(
-            _copies, COPY=intrinsics.copy_async(bytes_),
-            COPY_PART=intrinsics.copy_async(bytes_, partial=True), **f,
-        )  # fmt: skip
+        own, k = fetch.repeats
+        bound |= {
+            "COPIES": own * k, "COPY": intrinsics.copy_async(bytes_),
+            "MASKED": device(
+                _masked_copies, COPY_PART=intrinsics.copy_async(bytes_, partial=True), **f
+            ),
+        }  # fmt: skip
     return {f"{axis}_{name}": value for name, value in bound.items()}
 
 
@@ -577,7 +608,7 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
         "CLEAR": one.cleared(engine.totals),
         "FIRST_FACTORS": engine.first_factors,
-        "MULTIPLY_SLICE": engine.multiply_slice, "MULTIPLY_LAST": engine.multiply_last,
+        "MULTIPLY_SLICE": engine.multiply_slice, "MULTIPLY_PART": engine.multiply_part, "PARTS": engine.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
         "WAIT_FIRST": one.wait_copies(block.stages - 1),
         "WAIT_NEXT": one.wait_copies(block.stages - 2), "WAIT_ALL": one.wait_copies(0),

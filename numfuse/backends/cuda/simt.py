@@ -1,8 +1,9 @@
 """Tier (b) on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
 
-A thread has MR x NR sums. For one value of k it reads MR + NR factors from shared memory, by fours,
-and the threads of a warp share them: 8 of them lie along M and 4 along N, so that a warp's part is
-square where MR = 8 and NR = 16.
+A thread has MR x NR sums, each one chain over K in its order, whatever the tile. Factors come from
+shared memory by fours, of neighbours or of values of k, as the factor lies in memory: no layout is
+turned. The threads of a warp share them: 8 of them lie along M and 4 along N, so that a warp's part
+is square where MR = 8 and NR = 16.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -11,6 +12,7 @@ square where MR = 8 and NR = 16.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -35,7 +37,7 @@ from numfuse.tiling import CudaBlock
 
 i32 = np.int32
 
-#: Values of a vector access of shared memory.
+#: Values of an access of shared memory.
 FOUR = 4
 
 
@@ -53,104 +55,178 @@ def _thread_column(t):
     return (t >> 5) % WARPS_N * 4 + ((t & 1) | ((t >> 3) & 2))
 
 
-def _x_from(t, memory):
-    return i32(memory + ROW(t) * 16)
-
-
-def _y_from(t, memory):
-    return i32(memory + COLUMN(t) * 16)
+def _from(t, memory):
+    return i32(memory + NUMBER(t) * 16)
 
 
 def _put_to(t, memory):
-    return i32(memory + ROW(t) * (4 * PITCH) + COLUMN(t) * 16)
+    return i32(memory + ROW(t) * (ROW_RUN * PITCH) + COLUMN(t) * (COLUMN_RUN * 4))
 
 
 def _pass_row(r, turn):
     return r + turn * PASS_ROWS
 
 
+class _Factor:
+    """A thread's values of one factor, in blocks of four by four values of k.
+
+    In lines (K outermost) four neighbours are one access, and the threads of a warp have
+    neighbouring fours; in quads four values of k are, and the threads have neighbouring values, so
+    that the accesses of a warp are neighbours too.
+    """
+
+    def __init__(self, fetch: Fetch, count: int) -> None:
+        self.fetch, self.count = fetch, count
+        #: neighbours of a thread
+        self.run = 1 if fetch.quads else FOUR
+
+    @property
+    def blocks(self) -> int:
+        return self.count // FOUR
+
+    def value(self, i: int) -> int:
+        """Where a thread's value `i` lies, from its first."""
+        if self.fetch.quads:
+            return i * (self.fetch.block // self.count)
+        return i // FOUR * (self.fetch.block * FOUR // self.count) + i % FOUR
+
+    def block(self, builder: Any, at: Any, block: int, k: int) -> list[list[Any]]:
+        """Block number `block` for the four values from `k` on: [value][k]."""
+        own, along = self.fetch.offsets
+        found = []
+        for i in range(FOUR):
+            if self.fetch.quads:
+                offset = self.value(FOUR * block + i) * own + k * along
+            else:
+                offset = self.value(FOUR * block) * own + (k + i) * along
+            found.append(shared_vector(builder, builder.add(at, I32(offset)), F32, FOUR))
+        return found if self.fetch.quads else [list(row) for row in zip(*found, strict=True)]
+
+
 class _Tile:
     """The arithmetic of a thread's tile, as LLVM instructions.
 
-    A run is four neighbours; the runs of a thread are `block / runs` values apart, so that the
-    threads of a warp read neighbouring runs.
+    Four values of k at a time, one block of columns after the other: the next block is on its way
+    from shared memory while this one is multiplied, and a block of rows is replaced after its last
+    use, so that MR + 8 fours of registers hold all factors.
     """
 
-    def __init__(
-        self, block_m: int, block_n: int, block_k: int, mr: int, nr: int, x_row: int, y_row: int
+    def __init__(self, x: _Factor, y: _Factor) -> None:
+        self.x, self.y = x, y
+
+    def first(self, builder: Any, x: Any, y: Any) -> list[Any]:
+        """All of X and the first block of Y, and room for the next."""
+        rows = [self.x.block(builder, x, b, 0) for b in range(self.x.blocks)]
+        return [*rows, *[self.y.block(builder, y, 0, 0)] * 2]
+
+    def multiply(
+        self, builder: Any, total: list[Any], a: list[Any], b: list[Any], row: int, column: int
     ) -> None:
-        self.mr, self.nr, self.block_k = mr, nr, block_k
-        self.block_m, self.block_n = block_m, block_n
-        # bytes from one k to the next
-        self.x_row, self.y_row = x_row, y_row
+        """A block of X by one of Y, four values of k in their order."""
+        for k in range(FOUR):
+            for i in range(FOUR):
+                # back and forth: neighbours in time share an operand
+                for j in range(FOUR) if i % 2 == 0 else reversed(range(FOUR)):
+                    at = (FOUR * row + i) * self.y.count + FOUR * column + j
+                    total[at] = fused(builder, a[i][k], b[j][k], total[at])
 
-    def factors(self, builder: Any, x: Any, y: Any, k: int) -> list[Any]:
-        found = []
-        for at, row, block, count in (
-            (x, self.x_row, self.block_m, self.mr),
-            (y, self.y_row, self.block_n, self.nr),
-        ):
-            for run in range(count // FOUR):
-                offset = k * row + run * (block * FOUR // count) * 4
-                found += shared_vector(builder, builder.add(at, I32(offset)), F32, FOUR)
-        return found
+    def columns(
+        self, builder: Any, total: list[Any], now: list[Any], column: int, y: Any, k: int
+    ) -> list[Any]:
+        """A block of columns; the one after it in the same values of k is fetched."""
+        following = self.y.block(builder, y, column + 1, k)
+        for row in range(self.x.blocks):
+            self.multiply(builder, total, now[row], now[-2], row, column)
+        return [*now[:-2], following, following]
 
-    def multiply(self, builder: Any, total: list[Any], factors: list[Any]) -> list[Any]:
-        total = list(total)
-        a, b = factors[: self.mr], factors[self.mr :]
-        for i in range(self.mr):
-            # back and forth: neighbours in time share an operand
-            for j in range(self.nr) if i % 2 == 0 else reversed(range(self.nr)):
-                at = i * self.nr + j
-                total[at] = fused(builder, a[i], b[j], total[at])
-        return total
+    def last_columns(
+        self, builder: Any, total: list[Any], now: list[Any], row: int, x: Any, y: Any, k: int
+    ) -> list[Any]:
+        """Block `row` of the last block of columns; its successor, and with the first the first
+        block of Y, for the values from `k` are fetched. All rows in turn make the chunk."""
+        now = list(now)
+        if row == 0:
+            now[-1] = self.y.block(builder, y, 0, k)
+        if self.x.blocks == 1:
+            following = self.x.block(builder, x, row, k)
+        self.multiply(builder, total, now[row], now[-2], row, self.y.blocks - 1)
+        if self.x.blocks > 1:
+            following = self.x.block(builder, x, row, k)
+        now[row] = following
+        if row == self.x.blocks - 1:
+            now[-2] = now[-1]
+        return now
+
+
+def _flat(blocks: list[Any]) -> list[Any]:
+    return [value for block in blocks for row in block for value in row]
+
+
+def _blocks(values: list[Any]) -> list[Any]:
+    rows = [values[i : i + FOUR] for i in range(0, len(values), FOUR)]
+    return [rows[i : i + FOUR] for i in range(0, len(rows), FOUR)]
 
 
 @functools.cache
-def engine(
-    block_m: int, block_n: int, block_k: int, mr: int, nr: int, x_row: int, y_row: int
-) -> Engine:
-    """The engine of a tile; `x_row`, `y_row`: bytes from one k to the next in shared memory."""
-    tile = _Tile(block_m, block_n, block_k, mr, nr, x_row, y_row)
-    key = f"{block_m},{block_n},{block_k},{mr},{nr},{x_row},{y_row}"
-    totals, factors = mr * nr, mr + nr
-    put_pitch = (block_n + FOUR) * 4
+def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
+    """The engine of a tile."""
+    mr, nr = tile.part_m, tile.part_n
+    rows, columns = _Factor(x_fetch, mr), _Factor(y_fetch, nr)
+    part = _Tile(rows, columns)
+    key = f"{tile},{x_fetch},{y_fetch}"
+    totals, factors = mr * nr, FOUR * (mr + 2 * FOUR)
+    put_pitch = (tile.block_n + FOUR) * 4
 
     def first_factors(typingctx: Any, registers: Any, x: Any, y: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             to = array_pointer(context, builder, signature.args[0], args[0])
-            write_registers(builder, to, 0, tile.factors(builder, args[1], args[2], 0))
+            write_registers(builder, to, 0, _flat(part.first(builder, args[1], args[2])))
             return context.get_dummy_value()
 
         return types.void(registers, types.int32, types.int32), codegen
 
+    def on_registers(
+        builder: Any, context: Any, signature: Any, args: Any,
+        body: Callable[[list[Any], list[Any]], list[Any]],
+    ) -> Any:  # fmt: skip
+        """Change the sums and the factors of a thread."""
+        sums = array_pointer(context, builder, signature.args[0], args[0])
+        held = array_pointer(context, builder, signature.args[1], args[1])
+        value = read_registers(builder, sums, 0, totals)
+        current = body(value, _blocks(read_registers(builder, held, 0, factors)))
+        write_registers(builder, sums, 0, value)
+        write_registers(builder, held, 0, _flat(current))
+        return context.get_dummy_value()
+
     def multiply_slice(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            sums = array_pointer(context, builder, signature.args[0], args[0])
-            held = array_pointer(context, builder, signature.args[1], args[1])
-            value = read_registers(builder, sums, 0, totals)
-            current = read_registers(builder, held, 0, factors)
-            for k in range(1, block_k):
-                following = tile.factors(builder, args[2], args[3], k)
-                value = tile.multiply(builder, value, current)
-                current = following
-            write_registers(builder, sums, 0, value)
-            write_registers(builder, held, 0, current)
-            return context.get_dummy_value()
+            def body(total: list[Any], now: list[Any]) -> list[Any]:
+                for k in range(0, tile.block_k, FOUR):
+                    for column in range(columns.blocks - 1):
+                        now = part.columns(builder, total, now, column, args[3], k)
+                    if k + FOUR < tile.block_k:
+                        for row in range(rows.blocks):
+                            now = part.last_columns(
+                                builder, total, now, row, args[2], args[3], k + FOUR
+                            )
+                return now
+
+            return on_registers(builder, context, signature, args, body)
 
         return types.void(total, now, types.int32, types.int32), codegen
 
-    def multiply_last(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
+    def multiply_part(typingctx: Any, total: Any, now: Any, number: Any, x: Any, y: Any) -> Any:
+        if not isinstance(number, types.IntegerLiteral):
+            return None
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            sums = array_pointer(context, builder, signature.args[0], args[0])
-            held = array_pointer(context, builder, signature.args[1], args[1])
-            value = read_registers(builder, sums, 0, totals)
-            current = read_registers(builder, held, 0, factors)
-            write_registers(builder, held, 0, tile.factors(builder, args[2], args[3], 0))
-            write_registers(builder, sums, 0, tile.multiply(builder, value, current))
-            return context.get_dummy_value()
+            def body(total: list[Any], now: list[Any]) -> list[Any]:
+                row = number.literal_value
+                return part.last_columns(builder, total, now, row, args[3], args[4], 0)
 
-        return types.void(total, now, types.int32, types.int32), codegen
+            return on_registers(builder, context, signature, args, body)
+
+        return types.void(total, now, number, types.int32, types.int32), codegen
 
     def put_totals(typingctx: Any, total: Any, turn: Any, to: Any) -> Any:
         if not isinstance(turn, types.IntegerLiteral):
@@ -159,19 +235,19 @@ def engine(
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             sums = array_pointer(context, builder, signature.args[0], args[0])
             for i in range(FOUR):
-                for run in range(nr // FOUR):
-                    first = (turn.literal_value * FOUR + i) * nr + run * FOUR
-                    values = read_registers(builder, sums, first, FOUR)
-                    offset = i * put_pitch + run * (block_n * FOUR // nr) * 4
+                for j in range(0, nr, columns.run):
+                    first = (turn.literal_value * FOUR + i) * nr + j
+                    values = read_registers(builder, sums, first, columns.run)
+                    offset = rows.value(i) * put_pitch + columns.value(j) * 4
                     put_shared_vector(builder, builder.add(args[2], I32(offset)), values)
             return context.get_dummy_value()
 
         return types.void(total, turn, types.int32), codegen
 
-    warps_n = block_n // nr // 4
+    warps_n = tile.block_n // nr // 4
     row = device(_thread_row, WARPS_N=warps_n)
     column = device(_thread_column, WARPS_N=warps_n)
-    pass_rows = block_m * FOUR // mr
+    pass_rows = tile.block_m * FOUR // mr
     return Engine(
         accumulator="float32",
         totals=totals,
@@ -179,16 +255,20 @@ def engine(
         factor=types.float32,
         first_factors=named("first_factors", key, 3, first_factors),
         multiply_slice=named("multiply_slice", key, 4, multiply_slice),
-        multiply_last=named("multiply_last", key, 4, multiply_last),
-        x_from=device(_x_from, ROW=row),
-        y_from=device(_y_from, COLUMN=column),
+        multiply_part=named("multiply_part", key, 5, multiply_part),
+        parts=rows.blocks,
+        x_from=device(_from, NUMBER=row),
+        y_from=device(_from, NUMBER=column),
         put_totals=named("put_totals", key, 3, put_totals),
-        put_to=device(_put_to, ROW=row, COLUMN=column, PITCH=put_pitch),
+        put_to=device(
+            _put_to, ROW=row, COLUMN=column, ROW_RUN=rows.run, COLUMN_RUN=columns.run,
+            PITCH=put_pitch,
+        ),
         put_pitch=put_pitch,
         passes=mr // FOUR,
         pass_rows=pass_rows,
         pass_row=device(_pass_row, PASS_ROWS=pass_rows),
-    )
+    )  # fmt: skip
 
 
 def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
@@ -196,13 +276,8 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
     wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
     return Fetch(
-        block, tile.block_k, tile.threads, 4, along_k,
-        values=FOUR if wide else 1,
-        k_inner=False,
-        # shared memory lies by k: four values of k are turned on their way through registers
-        held=wide and along_k,
-        # 8 values of k (2 vectors) side by side: a whole sector of memory, and no bank conflicts
-        side_by_side=(2 if wide else 8) if along_k else 0,
+        block, tile.block_k, tile.threads, 4, along_k, FOUR if wide else 1, k_inner=False,
+        quads=along_k,
     )  # fmt: skip
 
 
@@ -210,11 +285,7 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
     """How to run it with this tile."""
     x = fetch(product.x, 1, tile.block_m, tile)
     y = fetch(product.y, 2, tile.block_n, tile)
-    made = engine(
-        tile.block_m, tile.block_n, tile.block_k, tile.part_m, tile.part_n, x.offsets[1],
-        y.offsets[1],
-    )  # fmt: skip
-    return blocks.plan(product, device, tile, part, parts, x, y, made, "cores")
+    return blocks.plan(product, device, tile, part, parts, x, y, engine(tile, x, y), "cores")
 
 
 class Cores:

@@ -14,6 +14,7 @@ In the layouts of the PTX ISA (9.7.14.5) lane ``4 g + s`` has, of a 16 x 8 resul
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -133,29 +134,27 @@ class _Warp:
         return c
 
     def multiply(
-        self, builder: Any, total: list[Any], now: list[Any], x: Any, y: Any, k: int
-    ) -> tuple[list[Any], list[Any]]:
-        """A chunk multiplied, and the factors of the one that begins at `k` of x and y."""
-        total = list(total)
-        b_end = self.b * self.nj
-        b, a = now[:b_end], now[b_end:]
-        next_a: list[Any] = []
-        next_b: list[Any] = []
-        for i in range(self.mi):
-            order = range(self.nj)
-            for j in order:
-                at = (i * self.nj + j) * 4
-                total[at : at + 4] = self.mma(
-                    builder,
-                    a[i * self.a : (i + 1) * self.a],
-                    b[j * self.b : (j + 1) * self.b],
-                    total[at : at + 4],
-                )
-                if i == self.mi - 1 and (j + 1) % self.column_step == 0:
-                    first = j + 1 - self.column_step
-                    next_b += self.columns(builder, y, first, k)
-            next_a += self.rows(builder, x, i, k)
-        return total, next_b + next_a
+        self, builder: Any, total: list[Any], now: list[Any], i: int, x: Any, y: Any, k: int
+    ) -> list[Any]:
+        """16 rows of a chunk multiplied, and their successors fetched, from `k` of x.
+
+        The columns are in use until the last rows. All rows in turn make the chunk.
+        """
+        now = list(now)
+        first = self.b * self.nj + i * self.a
+        for j in range(self.nj):
+            at = (i * self.nj + j) * 4
+            total[at : at + 4] = self.mma(
+                builder,
+                now[first : first + self.a],
+                now[j * self.b : (j + 1) * self.b],
+                total[at : at + 4],
+            )
+            if i == self.mi - 1 and (j + 1) % self.column_step == 0:
+                column = j + 1 - self.column_step
+                now[column * self.b : (j + 1) * self.b] = self.columns(builder, y, column, k)
+        now[first : first + self.a] = self.rows(builder, x, i, k)
+        return now
 
 
 @functools.cache
@@ -182,24 +181,43 @@ def engine(
 
         return types.void(registers, types.int32, types.int32), codegen
 
-    def multiplied(first: int, end: int) -> Any:
-        """Chunks, of which the factors are fetched one ahead: from `first` to before `end`."""
+    def on_registers(
+        builder: Any, context: Any, signature: Any, args: Any,
+        body: Callable[[list[Any], list[Any]], list[Any]],
+    ) -> Any:  # fmt: skip
+        """Change the sums and the factors of a thread."""
+        sums = array_pointer(context, builder, signature.args[0], args[0])
+        held = array_pointer(context, builder, signature.args[1], args[1])
+        value = read_registers(builder, sums, 0, totals)
+        current = body(value, read_registers(builder, held, 0, factors))
+        write_registers(builder, sums, 0, value)
+        write_registers(builder, held, 0, current)
+        return context.get_dummy_value()
 
-        def typing(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
-            def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-                sums = array_pointer(context, builder, signature.args[0], args[0])
-                held = array_pointer(context, builder, signature.args[1], args[1])
-                value = read_registers(builder, sums, 0, totals)
-                current = read_registers(builder, held, 0, factors)
-                for k in range(first, end, chunk):
-                    value, current = warp.multiply(builder, value, current, args[2], args[3], k)
-                write_registers(builder, sums, 0, value)
-                write_registers(builder, held, 0, current)
-                return context.get_dummy_value()
+    def multiply_slice(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def body(total: list[Any], now: list[Any]) -> list[Any]:
+                for k in range(chunk, block_k, chunk):
+                    for i in range(warp.mi):
+                        now = warp.multiply(builder, total, now, i, args[2], args[3], k)
+                return now
 
-            return types.void(total, now, types.int32, types.int32), codegen
+            return on_registers(builder, context, signature, args, body)
 
-        return typing
+        return types.void(total, now, types.int32, types.int32), codegen
+
+    def multiply_part(typingctx: Any, total: Any, now: Any, number: Any, x: Any, y: Any) -> Any:
+        if not isinstance(number, types.IntegerLiteral):
+            return None
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            def body(total: list[Any], now: list[Any]) -> list[Any]:
+                i = number.literal_value
+                return warp.multiply(builder, total, now, i, args[3], args[4], 0)
+
+            return on_registers(builder, context, signature, args, body)
+
+        return types.void(total, now, number, types.int32, types.int32), codegen
 
     def put_totals(typingctx: Any, total: Any, turn: Any, to: Any) -> Any:
         if not isinstance(turn, types.IntegerLiteral):
@@ -233,8 +251,9 @@ def engine(
         factors=factors,
         factor=ACCUMULATORS["float64"][1] if dtype == "float64" else types.int32,
         first_factors=named("first_factors", key, 3, first_factors),
-        multiply_slice=named("multiply_slice", key, 4, multiplied(chunk, block_k)),
-        multiply_last=named("multiply_last", key, 4, multiplied(0, chunk)),
+        multiply_slice=named("multiply_slice", key, 4, multiply_slice),
+        multiply_part=named("multiply_part", key, 5, multiply_part),
+        parts=warp.mi,
         x_from=starts(x, True),
         y_from=starts(y, False),
         put_totals=named("put_totals", key, 3, put_totals),
