@@ -523,8 +523,11 @@ CUDA_JOIN_AHEAD = 4
 CUDA_JOIN_LANES = 16
 #: Planes from which on they do.
 CUDA_JOIN_DEEP = 16
-#: Loads of 16 bytes of each array that a thread of a gate has in flight.
-CUDA_GATE_VECTORS = 2
+#: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element.
+#: Measured on an H200, in GB/s of forward and backward (a copy: 4200): float32 4291 and 4304 with
+#: one, 4227 and 4224 with two; bfloat16 4326 and 4299, 4278 and 4255; float64 4027 and 4313, 4242
+#: and 4244.
+CUDA_GATE_VECTORS = {2: 1, 4: 1, 8: 2}
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.
 CUDA_KEPT_PLANS = 512
 #: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
@@ -605,32 +608,52 @@ class CudaBlock:
         )
 
 
+#: Rows (or columns) of the other factor from which on a float32 factor is copied before the
+#: product: one that is not read by 16 bytes, and one that must be turned. The copy moves 8 bytes
+#: an element, which is 47 / uses of the product's time on an H200 (51 TFLOP/s, 4.3 TB/s). Value by
+#: value a product takes 1.1 to 1.25 times as long, turning by registers 1.03 to 1.07 times.
+CUDA_COPY_USES = 512
+CUDA_TURN_USES = 1536
 #: float32 on CUDA cores. 8 x 16 sums a thread: 6 reads of 16 bytes from shared memory for 128 fused
-#: multiply-adds, so that 93% of the loop's instructions are arithmetic; two blocks of 128 threads
-#: on a multiprocessor fill its registers, and one computes while the other waits or stores.
+#: multiply-adds, so that 94% of the loop's instructions are arithmetic; 256 threads fill the
+#: registers of a multiprocessor. The small ones are for results of few blocks.
 CUDA_CORE_BLOCKS = (
-    CudaBlock(128, 128, 16, 8, 16, 3, 2),
+    CudaBlock(128, 256, 16, 8, 16, 3, 1),
+    CudaBlock(128, 128, 16, 8, 16, 3, 2, speed=0.97),
+    CudaBlock(64, 128, 16, 8, 8, 3, 3, speed=0.95),
     CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.9),
-    CudaBlock(32, 64, 16, 4, 8, 4, 8, speed=0.7),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.85),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.75),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.75),
 )
-#: float64 on tensor cores.
+#: float64 on tensor cores. Two blocks of four warps: one fetches or stores while the other
+#: multiplies. Measured on an H200 at 4096 cubed, in TFLOP/s (cuBLAS 60.6): this 58 to 59, one block
+#: of 128 x 128 in eight warps 55, chunks of 4 or 16 less.
 CUDA_DOUBLE_BLOCKS = (
-    CudaBlock(128, 128, 16, 64, 32, 4, 1, 8),
-    CudaBlock(128, 64, 16, 64, 32, 3, 2, 8, speed=0.97),
-    CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.85),
-    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.6),
+    CudaBlock(128, 64, 16, 64, 32, 3, 2, 8),
+    CudaBlock(64, 64, 16, 32, 32, 3, 3, 8, speed=0.99),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.8),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.7),
 )
-#: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions.
+#: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
+#: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337.
 CUDA_HALF_BLOCKS = (
-    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16),
-    CudaBlock(64, 128, 32, 32, 64, 4, 2, 16, speed=0.8),
+    CudaBlock(128, 256, 32, 64, 64, 4, 1, 16),
+    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9),
     CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7),
+    CudaBlock(32, 64, 32, 32, 16, 4, 4, 16, speed=0.6),
 )
 #: The same where a factor comes value by value through registers: fewer sums leave room for them.
 CUDA_HALF_BLOCKS_HELD = (
     CudaBlock(128, 128, 32, 64, 32, 3, 1, 16),
     CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8),
 )
+#: Warps that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6.
+CUDA_BUSY_WARPS = 8
+#: What a launch and a block's beginning and end take, in multiply-adds of one multiprocessor (3
+#: us), and what a value of a plane takes on its way through memory, in those of all.
+CUDA_LAUNCH_COST = 600_000
+CUDA_PLANE_COST = 50
 
 
 @functools.lru_cache(maxsize=4096)
@@ -644,15 +667,25 @@ def cuda_block(
     sizes of one place: an element of a batch gives what it gives alone.
     """
     best: tuple[float, CudaBlock, int, int] | None = None
+    places = 1 if free else places
     for tile in tiles:
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
-        part, parts = max(1, k), 1
+        choices = [(max(1, k), 1)]
         if free:
-            part, parts = cuda_parts(blocks, k, multiprocessors, tile.block_k)
-        most = -(-blocks * places * parts // multiprocessors)
-        area = tile.block_m * tile.block_n
-        cost = most * area * (part + tile.block_k * tile.stages) / tile.speed
-        if best is None or cost < best[0]:
-            best = cost, tile, part, parts
+            wanted = tile.resident * multiprocessors // max(1, blocks)
+            for parts in {max(1, wanted), max(1, wanted // 2)} - {1}:
+                part = round_up(-(-k // min(parts, max(1, k // CUDA_PART))), tile.block_k)
+                choices.append((part, -(-k // part)))
+        for part, parts in choices:
+            most = -(-blocks * places * parts // multiprocessors)
+            warps = min(most, tile.resident) * tile.threads / 32
+            busy = min(1.0, warps / CUDA_BUSY_WARPS) ** 0.6
+            area = tile.block_m * tile.block_n
+            cost = most * area * (part + tile.block_k * tile.stages) / (tile.speed * busy)
+            if parts > 1:
+                planes = places * m * n * parts * CUDA_PLANE_COST
+                cost += CUDA_LAUNCH_COST + planes / multiprocessors
+            if best is None or cost < best[0]:
+                best = cost, tile, part, parts
     assert best is not None
     return best[1:]

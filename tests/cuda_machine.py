@@ -1,12 +1,12 @@
 """A GPU in Python: runs the text of a compiled kernel, for tests of lanes, masks and addresses.
 
-Numba's simulator cannot run an intrinsic. Here an intrinsic runs its own code generator on a builder
-that computes instead of emitting, and inline PTX is looked up by its instruction; tensor core
-instructions follow the fragment layouts of the PTX ISA (9.7.14.5). Threads of a block take turns;
-they wait for each other at barriers, and those of a warp at its instructions. A copy by cp.async
-arrives only when its group is waited for, and shared memory begins as NaN. Accesses of memory are
-checked for their range and alignment. One multiply-add takes microseconds: for blocks of a few
-thousand of them.
+Numba's simulator cannot run an intrinsic. Here an intrinsic runs its own code generator on a
+builder that computes instead of emitting, and inline PTX is looked up by its instruction; tensor
+core instructions follow the fragment layouts of the PTX ISA (9.7.14.5). Threads of a block take
+turns; they wait for each other at barriers, and those of a warp at its instructions. A copy by
+cp.async arrives only when its group is waited for, and shared memory begins as NaN. Accesses of
+memory are checked for their range and alignment. One multiply-add takes microseconds: for blocks of
+a few thousand of them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from numfuse.backends.cuda.toolchain import types
 I32, I64 = ir.IntType(32), ir.IntType(64)
 REALS = {"half": np.float16, "float": np.float32, "double": np.float64}
 LLVM = {
-    types.int32: I32, types.int64: I64, types.float32: ir.FloatType(), types.float64: ir.DoubleType(),
-    types.boolean: ir.IntType(1),
+    types.int32: I32, types.int64: I64, types.boolean: ir.IntType(1),
+    types.float32: ir.FloatType(), types.float64: ir.DoubleType(),
 }  # fmt: skip
 
 
@@ -225,7 +225,7 @@ class Machine:
         self.hub = threading.Semaphore(0)
         self.current: Thread = Thread(0)
         self.shared = bytearray()
-        self.block = (0, 0)
+        self.block = (0, 0, 0)
 
     # --- launches -----------------------------------------------------------------------------
     def run(self, launch: Launch, **addresses: int) -> None:
@@ -237,12 +237,11 @@ class Machine:
                 value = addresses[value.name] + value.offset
             arguments.append(Int32(value) if kind == "i32" else int(value))  # type: ignore[arg-type]
         kernel = self.emulated(launch.kernel.text())
-        for y in range(launch.grid[1]):
-            for x in range(launch.grid[0]):
-                self.block = (x, y)
-                self.shared = bytearray(b"\xff" * launch.shared_bytes)
-                self.static: list[Any] = []
-                self._run_block(kernel, arguments, launch.kernel.block[0])
+        for z, y, x in np.ndindex(*launch.grid[::-1]):
+            self.block = (x, y, z)
+            self.shared = bytearray(b"\xff" * launch.shared_bytes)
+            self.static: list[Any] = []
+            self._run_block(kernel, arguments, launch.kernel.block[0])
 
     def _run_block(self, kernel: Any, arguments: list[Any], count: int) -> None:
         threads = [Thread(i) for i in range(count)]
@@ -446,7 +445,9 @@ class _Cuda:
         thread = self.machine.current
         thread.arrays += 1
         if len(self.machine.static) < thread.arrays:
-            self.machine.static.append(np.full(shape, np.nan, dtype.convert))
+            self.machine.static.append(
+                np.full(shape, np.nan, getattr(dtype, "convert", None) or _Real(dtype).convert)
+            )
         return self.machine.static[thread.arrays - 1]
 
     def syncthreads(self) -> None:
@@ -458,7 +459,8 @@ class _Cuda:
 
     @property
     def blockIdx(self) -> Any:
-        return SimpleNamespace(x=self.machine.block[0], y=self.machine.block[1])
+        x, y, z = self.machine.block
+        return SimpleNamespace(x=x, y=y, z=z)
 
 
 def _kind(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The kernels of tier (b), run by `cuda_machine`: every way to fetch, multiply and finish a block."""
+"""The kernels of tier (b), run by `cuda_machine`: ways to fetch, multiply and finish a block."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from conftest import SIMULATED, unavailable
 try:
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda import joins, simt, tensor_core
+    from numfuse.backends.cuda import joins, layouts, simt, tensor_core
     from numfuse.backends.cuda.product import DeviceInfo, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
+from numfuse import tiling
 from numfuse.tiling import CudaBlock
 
 if SIMULATED:
@@ -61,7 +62,7 @@ class Array:
 
 
 def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", places=1, parts=1,
-          offset=0, pad=0, info=HOPPER, bias=True, pre=False, function=True):  # fmt: skip
+          offset=0, pad=0, info=HOPPER, bias=True, pre=False):  # fmt: skip
     """A plan of one product against float64."""
     rng = np.random.default_rng(m * n + k)
     acc = "float64" if dtype == "float64" else "float32"
@@ -86,7 +87,6 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
     work = np.full(plan.workspace + 16, 0xFF, np.uint8)
     memory = [v.memory for v in (a, b, c, extra, out, kept)]
-    square = bool(function) and slope
     machine = Machine([*memory, sums, work], FUNCTION=lambda value: value * value)
     for launch in plan.launches:
         machine.run(
@@ -94,7 +94,6 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
             out=out.address, pre=kept.address, sums=sums.ctypes.data,
             work=work.ctypes.data + -work.ctypes.data % 16,
         )  # fmt: skip
-    assert not square or plan.launches[0].kernel.text() is not None
     left, right = (v.view.astype(np.float64) for v in (a, b))
     exact = left @ right + (c.view.astype(np.float64) if bias else 0)
     unit, stored = UNITS[acc], UNITS[dtype]
@@ -161,6 +160,29 @@ def test_float64_in_chunks_of_any_length(chunk):
 )
 def test_other_tiles_of_threads(tile):
     check("float32", tile, 40, 68, 28, epilogue="slope")
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner):
+    source = Array(
+        np.random.default_rng(0).standard_normal((2, 70, 37)), "float32", layout, offset=1
+    )
+    launch, made, size = layouts.laid_out(
+        source.operand, (70, 37), 2, inner, Slot("x"), Slot("work")
+    )
+    work = np.full(size // 4, np.nan, np.float32)
+    Machine([source.memory, work]).run(launch, x=source.address, work=work.ctypes.data)
+    steps = tuple(4 * step for step in made.strides)
+    assert (np.ndarray((2, 70, 37), np.float32, work, 0, steps) == source.view).all()
+    assert made.strides[inner] == 1 and all(s % 4 == 0 for s in made.strides if s != 1)
+
+
+def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_TURN_USES", 1)
+    monkeypatch.setattr(tiling, "CUDA_COPY_USES", 1)
+    check("float32", THREADS, 37, 35, 21, offset=1, places=2, bias=False)
+    check("float32", THREADS, 36, 40, 24, y="columns")
 
 
 def test_columns_are_joined_in_lanes():

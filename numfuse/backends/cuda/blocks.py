@@ -56,8 +56,6 @@ class Fetch:
     values: int
     #: K is the contiguous axis in shared memory too.
     k_inner: bool
-    #: Four values of K are neighbours in shared memory, then the own axis, then the other fours.
-    quads: bool = False
     #: Through registers, a slice ahead: what cp.async cannot copy or turn.
     held: bool = False
     #: Threads side by side; 0: all that fit.
@@ -81,25 +79,22 @@ class Fetch:
 
     @property
     def pitch(self) -> int:
-        """Values from one row (of quads: one row of fours) in shared memory to the next.
+        """Values from one row in shared memory to the next.
 
-        Some are added, so that what a warp reads or writes together lies in different banks.
+        16 bytes or four values are added, so that the rows that a warp reads or writes together lie
+        in different banks.
         """
-        if self.quads:
-            return 4 * (self.block + 2)
         return (self.depth if self.k_inner else self.block) + max(4, 16 // self.itemsize)
 
     @property
     def bytes(self) -> int:
-        rows = self.block if self.k_inner else self.depth // 4 if self.quads else self.depth
+        rows = self.block if self.k_inner else self.depth
         return self.pitch * rows * self.itemsize
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """Bytes in shared memory of one value along (own axis, K); of quads, in steps of four."""
+        """Bytes in shared memory of one value along (own axis, K)."""
         long, short = self.pitch * self.itemsize, self.itemsize
-        if self.quads:
-            return 4 * short, long // 4
         return (long, short) if self.k_inner else (short, long)
 
     def check(self) -> None:
@@ -124,7 +119,6 @@ class Fetch:
             "K_OFFSET": offset_k,
             "ITEMSIZE": self.itemsize,
             "BLOCK_K": self.depth,
-            "QUADS": self.quads,
         }
 
 
@@ -142,25 +136,19 @@ def _along(t):
     return i32(t >> FAST_BITS)
 
 
-def _shared_at(own, along):
-    """Where a thread's first value goes in a slice."""
-    if QUADS:
-        return i32(own * OWN_OFFSET + (along & -4) * K_OFFSET + (along & 3) * ITEMSIZE)
-    return i32(own * OWN_OFFSET + along * K_OFFSET)
-
-
 def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
     """A thread's copies of a slice, from `at`; beyond the factor's end they write zeros."""
     here = i32(k_left - along)
     for a in unrolled(K_REPEATS):
         for b in unrolled(OWN_REPEATS):
             if ALONG_K:
-                count = i32(least(i32(here - a * K_STEP), VALUES))
+                count = i32(most(least(i32(here - a * K_STEP), VALUES), 0))
                 other = i32(own_left - b * OWN_STEP)
             else:
-                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
+                count = i32(most(least(i32(own_left - b * OWN_STEP), VALUES), 0))
                 other = i32(here - a * K_STEP)
-            count = i32(most(count, 0)) if other > 0 else i32(0)
+            if other <= 0:
+                count = i32(0)
             COPY_PART(
                 shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
                 at,
@@ -242,8 +230,8 @@ def _product(
     x_k_step = x_column * X_K_STEP - x_row * X_BACK
     y_k_step = y_row * Y_K_STEP - y_column * Y_BACK
     x_slice, y_slice = x_column * BLOCK_K, y_row * BLOCK_K
-    x_to = i32(memory + X_SHARED_AT(x_own, x_along))
-    y_to = i32(memory + X_BYTES + Y_SHARED_AT(y_own, y_along))
+    x_to = i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET)
+    y_to = i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET)
 
     # a factor that goes through registers is loaded a slice ahead of what is put
     if X_HELD:
@@ -341,7 +329,7 @@ def _product(
     WAIT_ALL()
 
     # The epilogue: thread (c, r) has VALUES columns of every ROW_STEP-th row.
-    c = i32(t & (COLUMN_THREADS - 1))
+    c = i32(t & (COLUMN_THREADS - 1))  # type: ignore[assignment]
     r0 = i32(t >> COLUMN_BITS)
     column = i32(column0 + c * COLUMN_FIRST)
     first = i64(column)
@@ -561,7 +549,7 @@ def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         "OWN_STEP": f["OWN_STEP"], "K_STEP": f["K_STEP"],
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
         "OWN_OFFSET": f["OWN_OFFSET"], "K_OFFSET": f["K_OFFSET"], "OWN_REPEATS": f["OWN_REPEATS"],
-        "SHARED_AT": device(_shared_at, **f), "HELD": 0, "COPIES": 0,
+        "HELD": 0, "COPIES": 0,
     }  # fmt: skip
     if fetch.held:
         own, k = fetch.repeats
@@ -608,7 +596,8 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
         "CLEAR": one.cleared(engine.totals),
         "FIRST_FACTORS": engine.first_factors,
-        "MULTIPLY_SLICE": engine.multiply_slice, "MULTIPLY_PART": engine.multiply_part, "PARTS": engine.parts,
+        "MULTIPLY_SLICE": engine.multiply_slice,
+        "MULTIPLY_PART": engine.multiply_part, "PARTS": engine.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
         "WAIT_FIRST": one.wait_copies(block.stages - 1),
         "WAIT_NEXT": one.wait_copies(block.stages - 2), "WAIT_ALL": one.wait_copies(0),
@@ -668,18 +657,23 @@ def plan(
     y: Fetch,
     engine: Engine,
     name: str,
+    before: tuple[Launch, ...] = (),
+    slots: tuple[Slot, Slot] = (Slot("x"), Slot("y")),
+    workspace: int = 0,
 ) -> Plan:
-    """The launches: the product, and the join of the parts of its sum."""
+    """The launches: what comes before, the product, and the join of the parts of its sum.
+
+    `before` uses so many bytes of the workspace, where x and y may be (`slots`).
+    """
     p = product
     size = intrinsics.itemsize(p.accumulator)
     values = 16 // size
     out = p.out
-    workspace = 0
     target = Slot("out")
     if parts > 1:
         out = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
-        target = Slot("work")
-        workspace = -(-p.places * parts * p.m * p.n * size // 256) * 256
+        target = Slot("work", workspace)
+        workspace += -(-p.places * parts * p.m * p.n * size // 256) * 256
     rows = [o for o in (out, p.extra, p.pre) if o is not None]
     slope = p.epilogue == "slope"
     function = None
@@ -691,7 +685,7 @@ def plan(
         bias=p.bias.dtype if p.bias else None, extra=p.extra.dtype if p.extra else None,
         pre=p.pre is not None, epilogue=p.epilogue, sums=p.sums,
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident,
+        blocks=tile.resident, rows=8 // values,
     )  # fmt: skip
     made = build(block, engine, function, f"{name} {'slope' if slope else p.epilogue}")
     none = (0, 0, 0)
@@ -704,13 +698,14 @@ def plan(
 
     bias = steps(p.bias)
     arguments = (
-        Slot("x"), Slot("y"), Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
+        *slots, Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
         Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
         p.m, p.n, p.k, part, parts, *steps(p.x), *steps(p.y), bias[0], bias[2], *steps(p.extra),
         *steps(p.pre), *steps(out),
     )  # fmt: skip
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (
+        *before,
         Launch(made, (blocks * p.places * parts, 1, 1), arguments, block.shared_bytes(engine)),
     )
     if parts > 1:

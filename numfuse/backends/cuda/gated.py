@@ -112,11 +112,12 @@ def wide_kernel(
     slope: Any = None,
     needs: tuple[bool, bool] = (True, False),
     backward: bool = False,
-    vectors: int = tiling.CUDA_GATE_VECTORS,
+    vectors: int = 0,
 ) -> Kernel:
     """The kernel of `gates_wide`; `needs`: whether it makes its first and its second result."""
     per_vector = 16 // intrinsics.itemsize(dtype)
     d_a, d_b = needs
+    vectors = vectors or tiling.CUDA_GATE_VECTORS[intrinsics.itemsize(dtype)]
     bindings: dict[str, Any] = {
         "THREADS": tiling.CUDA_PASS_THREADS, "VECTORS": vectors,
         "PER_VECTOR": per_vector, "ITEMSIZE": intrinsics.itemsize(dtype),
@@ -136,7 +137,8 @@ def wide_kernel(
 
 
 def _wide_grid(dtype: str, size: int) -> tuple[int, int, int]:
-    block = tiling.CUDA_PASS_THREADS * tiling.CUDA_GATE_VECTORS * 16 // intrinsics.itemsize(dtype)
+    itemsize = intrinsics.itemsize(dtype)
+    block = tiling.CUDA_PASS_THREADS * tiling.CUDA_GATE_VECTORS[itemsize] * 16 // itemsize
     return -(-size // block), 1, 1
 
 

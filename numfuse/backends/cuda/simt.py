@@ -1,8 +1,9 @@
 """Tier (b) on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
 
 A thread has MR x NR sums, each one chain over K in its order, whatever the tile. Factors come from
-shared memory by fours, of neighbours or of values of k, as the factor lies in memory: no layout is
-turned. The threads of a warp share them: 8 of them lie along M and 4 along N, so that a warp's part
+shared memory by fours, where K is their outer axis: cp.async copies there what lies so in memory,
+the other layout is turned, on its way or, where the other factor is long, by a copy before. The
+threads of a warp share them: 8 of them lie along M and 4 along N, so that a warp's part
 is square where MR = 8 and NR = 16.
 """
 
@@ -13,12 +14,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from numfuse import tiling
-from numfuse.backends.cuda import blocks
+from numfuse.backends.cuda import blocks, layouts
 from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
 from numfuse.backends.cuda.intrinsics import (
     F32,
@@ -31,7 +33,7 @@ from numfuse.backends.cuda.intrinsics import (
     shared_vector,
     write_registers,
 )
-from numfuse.backends.cuda.product import DeviceInfo, Operand, Plan, Product
+from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.toolchain import types
 from numfuse.tiling import CudaBlock
 
@@ -60,7 +62,7 @@ def _from(t, memory):
 
 
 def _put_to(t, memory):
-    return i32(memory + ROW(t) * (ROW_RUN * PITCH) + COLUMN(t) * (COLUMN_RUN * 4))
+    return i32(memory + ROW(t) * (4 * PITCH) + COLUMN(t) * 16)
 
 
 def _pass_row(r, turn):
@@ -68,103 +70,66 @@ def _pass_row(r, turn):
 
 
 class _Factor:
-    """A thread's values of one factor, in blocks of four by four values of k.
+    """A thread's values of one factor, and how it reads them: by fours.
 
-    In lines (K outermost) four neighbours are one access, and the threads of a warp have
-    neighbouring fours; in quads four values of k are, and the threads have neighbouring values, so
-    that the accesses of a warp are neighbours too.
+    In shared memory K is outermost; the fours of the threads of a warp are neighbours, and those
+    of one thread a part of the block apart.
     """
 
     def __init__(self, fetch: Fetch, count: int) -> None:
         self.fetch, self.count = fetch, count
-        #: neighbours of a thread
-        self.run = 1 if fetch.quads else FOUR
 
-    @property
-    def blocks(self) -> int:
-        return self.count // FOUR
-
-    def value(self, i: int) -> int:
+    def place(self, i: int) -> int:
         """Where a thread's value `i` lies, from its first."""
-        if self.fetch.quads:
-            return i * (self.fetch.block // self.count)
         return i // FOUR * (self.fetch.block * FOUR // self.count) + i % FOUR
 
-    def block(self, builder: Any, at: Any, block: int, k: int) -> list[list[Any]]:
-        """Block number `block` for the four values from `k` on: [value][k]."""
+    def line(self, builder: Any, at: Any, k: int) -> list[Any]:
+        """All values for one `k`."""
         own, along = self.fetch.offsets
         found = []
-        for i in range(FOUR):
-            if self.fetch.quads:
-                offset = self.value(FOUR * block + i) * own + k * along
-            else:
-                offset = self.value(FOUR * block) * own + (k + i) * along
-            found.append(shared_vector(builder, builder.add(at, I32(offset)), F32, FOUR))
-        return found if self.fetch.quads else [list(row) for row in zip(*found, strict=True)]
+        for i in range(0, self.count, FOUR):
+            offset = self.place(i) * own + k * along
+            found += shared_vector(builder, builder.add(at, I32(offset)), F32, FOUR)
+        return found
 
 
 class _Tile:
     """The arithmetic of a thread's tile, as LLVM instructions.
 
-    Four values of k at a time, one block of columns after the other: the next block is on its way
-    from shared memory while this one is multiplied, and a block of rows is replaced after its last
-    use, so that MR + 8 fours of registers hold all factors.
+    One value of k after the other, and one row after the other: a factor of X is used NR times in
+    a row, so that an instruction reads two registers and not three. (Four values of k of X or of Y
+    as one access need no turning, but ptxas then streams the registers of one bank: 0.74 to 0.92
+    of the speed on an H200, in every order of the same instructions that was tried.) The factors of
+    the next k are on their way while this one's are multiplied.
     """
 
     def __init__(self, x: _Factor, y: _Factor) -> None:
         self.x, self.y = x, y
 
+    @property
+    def factors(self) -> int:
+        """Registers: of X and Y for this k, and for the next."""
+        return 2 * (self.x.count + self.y.count)
+
     def first(self, builder: Any, x: Any, y: Any) -> list[Any]:
-        """All of X and the first block of Y, and room for the next."""
-        rows = [self.x.block(builder, x, b, 0) for b in range(self.x.blocks)]
-        return [*rows, *[self.y.block(builder, y, 0, 0)] * 2]
+        """The factors of the first k, and room for the next."""
+        return (self.x.line(builder, x, 0) + self.y.line(builder, y, 0)) * 2
 
-    def multiply(
-        self, builder: Any, total: list[Any], a: list[Any], b: list[Any], row: int, column: int
-    ) -> None:
-        """A block of X by one of Y, four values of k in their order."""
-        for k in range(FOUR):
-            for i in range(FOUR):
-                # back and forth: neighbours in time share an operand
-                for j in range(FOUR) if i % 2 == 0 else reversed(range(FOUR)):
-                    at = (FOUR * row + i) * self.y.count + FOUR * column + j
-                    total[at] = fused(builder, a[i][k], b[j][k], total[at])
-
-    def columns(
-        self, builder: Any, total: list[Any], now: list[Any], column: int, y: Any, k: int
+    def rows(
+        self, builder: Any, total: list[Any], now: list[Any], part: int, x: Any, y: Any, next_k: int
     ) -> list[Any]:
-        """A block of columns; the one after it in the same values of k is fetched."""
-        following = self.y.block(builder, y, column + 1, k)
-        for row in range(self.x.blocks):
-            self.multiply(builder, total, now[row], now[-2], row, column)
-        return [*now[:-2], following, following]
-
-    def last_columns(
-        self, builder: Any, total: list[Any], now: list[Any], row: int, x: Any, y: Any, k: int
-    ) -> list[Any]:
-        """Block `row` of the last block of columns; its successor, and with the first the first
-        block of Y, for the values from `k` are fetched. All rows in turn make the chunk."""
-        now = list(now)
-        if row == 0:
-            now[-1] = self.y.block(builder, y, 0, k)
-        if self.x.blocks == 1:
-            following = self.x.block(builder, x, row, k)
-        self.multiply(builder, total, now[row], now[-2], row, self.y.blocks - 1)
-        if self.x.blocks > 1:
-            following = self.x.block(builder, x, row, k)
-        now[row] = following
-        if row == self.x.blocks - 1:
-            now[-2] = now[-1]
-        return now
-
-
-def _flat(blocks: list[Any]) -> list[Any]:
-    return [value for block in blocks for row in block for value in row]
-
-
-def _blocks(values: list[Any]) -> list[Any]:
-    rows = [values[i : i + FOUR] for i in range(0, len(values), FOUR)]
-    return [rows[i : i + FOUR] for i in range(0, len(rows), FOUR)]
+        """Four rows (number `part`) for one k, of which the successor is `next_k` of x and y."""
+        half, n = len(now) // 2, self.y.count
+        current, following = now[:half], now[half:]
+        if part == 0:
+            following = self.x.line(builder, x, next_k) + self.y.line(builder, y, next_k)
+        a, b = current[: self.x.count], current[self.x.count :]
+        for i in range(FOUR * part, FOUR * part + FOUR):
+            # back and forth: the turn shares a factor of Y
+            for j in range(n) if i % 2 == 0 else reversed(range(n)):
+                total[i * n + j] = fused(builder, a[i], b[j], total[i * n + j])
+        last = part == self.x.count // FOUR - 1
+        return following * 2 if last else current + following
 
 
 @functools.cache
@@ -174,13 +139,13 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
     rows, columns = _Factor(x_fetch, mr), _Factor(y_fetch, nr)
     part = _Tile(rows, columns)
     key = f"{tile},{x_fetch},{y_fetch}"
-    totals, factors = mr * nr, FOUR * (mr + 2 * FOUR)
+    totals, factors, parts = mr * nr, part.factors, mr // FOUR
     put_pitch = (tile.block_n + FOUR) * 4
 
     def first_factors(typingctx: Any, registers: Any, x: Any, y: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             to = array_pointer(context, builder, signature.args[0], args[0])
-            write_registers(builder, to, 0, _flat(part.first(builder, args[1], args[2])))
+            write_registers(builder, to, 0, part.first(builder, args[1], args[2]))
             return context.get_dummy_value()
 
         return types.void(registers, types.int32, types.int32), codegen
@@ -193,22 +158,17 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         sums = array_pointer(context, builder, signature.args[0], args[0])
         held = array_pointer(context, builder, signature.args[1], args[1])
         value = read_registers(builder, sums, 0, totals)
-        current = body(value, _blocks(read_registers(builder, held, 0, factors)))
+        current = body(value, read_registers(builder, held, 0, factors))
         write_registers(builder, sums, 0, value)
-        write_registers(builder, held, 0, _flat(current))
+        write_registers(builder, held, 0, current)
         return context.get_dummy_value()
 
     def multiply_slice(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def body(total: list[Any], now: list[Any]) -> list[Any]:
-                for k in range(0, tile.block_k, FOUR):
-                    for column in range(columns.blocks - 1):
-                        now = part.columns(builder, total, now, column, args[3], k)
-                    if k + FOUR < tile.block_k:
-                        for row in range(rows.blocks):
-                            now = part.last_columns(
-                                builder, total, now, row, args[2], args[3], k + FOUR
-                            )
+                for k in range(tile.block_k - 1):
+                    for number in range(parts):
+                        now = part.rows(builder, total, now, number, args[2], args[3], k + 1)
                 return now
 
             return on_registers(builder, context, signature, args, body)
@@ -221,8 +181,8 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             def body(total: list[Any], now: list[Any]) -> list[Any]:
-                row = number.literal_value
-                return part.last_columns(builder, total, now, row, args[3], args[4], 0)
+                rows_of = number.literal_value
+                return part.rows(builder, total, now, rows_of, args[3], args[4], 0)
 
             return on_registers(builder, context, signature, args, body)
 
@@ -235,10 +195,10 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             sums = array_pointer(context, builder, signature.args[0], args[0])
             for i in range(FOUR):
-                for j in range(0, nr, columns.run):
+                for j in range(0, nr, FOUR):
                     first = (turn.literal_value * FOUR + i) * nr + j
-                    values = read_registers(builder, sums, first, columns.run)
-                    offset = rows.value(i) * put_pitch + columns.value(j) * 4
+                    values = read_registers(builder, sums, first, FOUR)
+                    offset = rows.place(i) * put_pitch + columns.place(j) * 4
                     put_shared_vector(builder, builder.add(args[2], I32(offset)), values)
             return context.get_dummy_value()
 
@@ -256,16 +216,16 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         first_factors=named("first_factors", key, 3, first_factors),
         multiply_slice=named("multiply_slice", key, 4, multiply_slice),
         multiply_part=named("multiply_part", key, 5, multiply_part),
-        parts=rows.blocks,
+        parts=parts,
         x_from=device(_from, NUMBER=row),
         y_from=device(_from, NUMBER=column),
         put_totals=named("put_totals", key, 3, put_totals),
         put_to=device(
-            _put_to, ROW=row, COLUMN=column, ROW_RUN=rows.run, COLUMN_RUN=columns.run,
+            _put_to, ROW=row, COLUMN=column,
             PITCH=put_pitch,
         ),
         put_pitch=put_pitch,
-        passes=mr // FOUR,
+        passes=parts,
         pass_rows=pass_rows,
         pass_row=device(_pass_row, PASS_ROWS=pass_rows),
     )  # fmt: skip
@@ -277,15 +237,36 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
     return Fetch(
         block, tile.block_k, tile.threads, 4, along_k, FOUR if wide else 1, k_inner=False,
-        quads=along_k,
+        # four values of k are turned on their way through registers
+        held=wide and along_k,
+        # 8 values of k (two vectors) side by side: whole sectors of memory, no bank conflicts
+        side_by_side=(2 if wide else 8) if along_k else 0,
     )  # fmt: skip
 
 
 def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
-    """How to run it with this tile."""
-    x = fetch(product.x, 1, tile.block_m, tile)
-    y = fetch(product.y, 2, tile.block_n, tile)
-    return blocks.plan(product, device, tile, part, parts, x, y, engine(tile, x, y), "cores")
+    """How to run it with this tile; a factor that cannot be copied as it lies is copied before."""
+    p = product
+    before: list[Launch] = []
+    workspace = 0
+    slots, operands = [Slot("x"), Slot("y")], [p.x, p.y]
+    for own, shape, uses in ((1, (p.m, p.k), p.n), (2, (p.k, p.n), p.m)):
+        way = fetch(operands[own - 1], own, tile.block_m, tile)
+        least = tiling.CUDA_TURN_USES if way.held else tiling.CUDA_COPY_USES
+        if (way.held or way.values == 1) and uses >= least and layouts.fits(shape, p.places, own):
+            to = Slot("work", workspace)
+            launch, operands[own - 1], size = layouts.laid_out(
+                operands[own - 1], shape, p.places, own, slots[own - 1], to
+            )
+            before.append(launch)
+            slots[own - 1] = to
+            workspace += -(-size // 256) * 256
+    p = replace(p, x=operands[0], y=operands[1])
+    x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
+    return blocks.plan(
+        p, device, tile, part, parts, x, y, engine(tile, x, y), "cores", tuple(before),
+        (slots[0], slots[1]), workspace,
+    )  # fmt: skip
 
 
 class Cores:
