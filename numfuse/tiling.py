@@ -416,11 +416,12 @@ class WebGpuTile:
 #: multiprocessors), 64 x 64 with 8 x 8 40.7, 36.7 and 31.2, 32 x 64 with 8 x 8 39.4, 33.8 and
 #: 31.7; less with slices of 8, 12 or 20 (31 to 35), two copies of the slices (25), 256 invocations
 #: (33), 128 x 256 (39), 16 x 8 sums (35).  Fetching along K where it is contiguous: 1.04 to 1.16
-#: times.
+#: times.  At 512 cubed the last gives 256 blocks and 10.0, 32 x 64 128 and 7.5.
 WEBGPU_TILES = (
     WebGpuTile(128, 128, 16, 8, 16, k_first=True),
     WebGpuTile(64, 64, 16, 8, 8, k_first=True),
     WebGpuTile(32, 64, 16, 8, 8, k_first=True),
+    WebGpuTile(32, 32, 16, 4, 4, k_first=True),
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
@@ -530,6 +531,11 @@ CUDA_JOIN_DEEP = 16
 CUDA_GATE_VECTORS = {2: 1, 4: 1, 8: 2}
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.
 CUDA_KEPT_PLANS = 512
+#: A call of several launches that comes so many times with the same addresses becomes a CUDA graph
+#: (one launch of 6 us in place of four of 4.5 each; making it takes 100 us), and the graphs that it
+#: keeps: a loop's results go round among a few sets of addresses.
+CUDA_GRAPH_AFTER = 4
+CUDA_KEPT_GRAPHS = 8
 #: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
 #: training with 8192 x 8192 in float32 is six of 256 MiB.
 CUDA_POOL_BYTES = 2 << 30

@@ -338,7 +338,7 @@ def test_a_missing_backend_names_its_extra_and_the_reason(name):
 
 
 def test_a_subclass_of_a_tensor_is_a_tensor():
-    base = type("Tensor", (), {"__module__": "cupy"})
+    base = type("Tensor", (), {"__module__": "dask"})
     mine = type("Mine", (base,), {"__module__": "my.own.module"})()
     with pytest.raises(TypeError, match=r"got my\.own\.module\.Mine"):
         forward(a=mine)
@@ -346,13 +346,13 @@ def test_a_subclass_of_a_tensor_is_a_tensor():
 
 def test_a_tensor_is_never_turned_into_a_numpy_array():
     class Tensor:
-        __module__ = "cupy"
+        __module__ = "dask"
 
         def __array__(self, *_, **__):
             raise AssertionError("was turned into a NumPy array")
 
     for keywords in ({"a": Tensor()}, {"b": Tensor()}, {"bias": Tensor()}, {"out": Tensor()}):
-        with pytest.raises(TypeError, match="cupy"):
+        with pytest.raises(TypeError, match="dask"):
             forward(**keywords)
 
 
@@ -363,3 +363,21 @@ def test_an_object_with_a_forward_and_a_name_is_a_backend():
     with nf.use_backend(mine):
         forward()
     assert [type(p).__name__ for p in seen] == ["GemmProblem", "GemmProblem"]
+
+
+def test_a_backend_that_stops_at_first_derivatives_says_so():
+    class First:
+        name = "first"
+
+        def forward(self, p):
+            raise AssertionError
+
+        def __repr__(self):
+            return "First()"
+
+    x = np.ones((2, 2))
+    wanted = r"^backend must have the operation 'double_backward', got First\(\) without it$"
+    with pytest.raises(ValueError, match=wanted):
+        nf.matmul_bias_activation_double_bwd(x, None, None, x, x, x, backend=First())
+    with pytest.raises(ValueError, match="the operation 'gated_tangent'"):
+        nf.activation_mul_jvp(x, x, x, None, "gelu", backend=First())
