@@ -35,6 +35,7 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     block_index,
     copy_fence,
     dynamic_shared,
+    fresh,
     global_load2_f32,
     global_load16,
     global_load32,
@@ -305,12 +306,14 @@ def finish(
     Of each 8 columns a thread holds two neighbours in a row and in the one 8 below (9.7.15.5.1.1.2
     of the PTX ISA); a warp has 16 rows.
     """
-    lane, warp = thread & 31, thread >> 5
     leader = thread == 0
-    # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece
+    thread = fresh(thread)
+    lane, warp = thread & 31, thread >> 5
+    # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
+    # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
     own_row = warp * 16 + (lane & 15)
-    own_piece = lane >> 4
     swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
+    own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
     v = cuda.local.array(4, types.float32)
@@ -349,7 +352,7 @@ def finish(
                 b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, left, n, bias_column)
         for q in unrolled(WIDTH // 16):
             if STAGED:
-                at = buffer + own_row * (2 * WIDTH) + (((own_piece + 2 * q) ^ swizzle) << 4)
+                at = (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q)
                 if EXTRA != "":
                     words[0], words[1], words[2], words[3] = matrix_load(at)
             for p in unrolled(2):
@@ -422,13 +425,17 @@ def fetch_rows(
 ) -> None:  # fmt: skip
     """16 rows of `extra` into a buffer, in its order; two neighbours a lane."""
     word = cuda.local.array(16, types.int32)
-    lane &= WIDTH // 2 - 1  # of 32 columns, the second half of the lanes does the same again
+    # of 32 columns, the second half of the lanes does the same again
+    lane = fresh(lane) & (WIDTH // 2 - 1)
     column += 2 * lane
+    rows = fresh(m - row)
+    at = extra + (row * stride + column * column_stride) * 2
+    low_in, high_in = column < n, column + 1 < n
     for i in unrolled(16):
-        at = extra + ((row + i) * stride + column * column_stride) * 2
-        low = global_load16(at, (row + i < m) & (column < n))
-        high = global_load16(at + 2 * column_stride, (row + i < m) & (column + 1 < n))
+        low = global_load16(at, low_in & (i < rows))
+        high = global_load16(at + 2 * column_stride, high_in & (i < rows))
         word[i] = low | (high << 16)
+        at += 2 * stride
     for i in unrolled(16):
         in_row = in_buffer + i
         swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
@@ -442,26 +449,31 @@ def store_rows(
     stride: int, column_stride: int,
 ) -> None:  # fmt: skip
     """16 rows of a buffer to `out`: neighbouring lanes store neighbours, any alignment."""
+    lane = fresh(lane)
+    column += lane
+    rows = fresh(m - row)
+    at = out + (row * stride + column * column_stride) * 2
+    left_in, right_in = column < n, column + 32 < n
     for i in unrolled(16):
         in_row = in_buffer + i
         swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        for h in unrolled(WIDTH // 32):
-            j = lane + 32 * h
-            value = shared_load16(
-                buffer + in_row * (2 * WIDTH) + (((j >> 3) ^ swizzle) << 4) + ((j & 7) << 1)
-            )
-            at = out + ((row + i) * stride + (column + j) * column_stride) * 2
-            global_store16(at, value, (row + i < m) & (column + j < n))
+        piece = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1)
+        value = shared_load16(piece + (((lane >> 3) ^ swizzle) << 4))
+        global_store16(at, value, left_in & (i < rows))
+        if WIDTH == 64:
+            value = shared_load16(piece + ((((lane >> 3) + 4) ^ swizzle) << 4))
+            global_store16(at + 64 * column_stride, value, right_in & (i < rows))
+        at += 2 * stride
 
 
 def load_bias(bias: int, column: int, n: int, stride: int) -> tuple[Any, Any]:
     """The bias of two neighbouring columns; 0 behind the last."""
+    if BIAS == "pairs":
+        word = global_load32(bias + column * 2, column < n)
+        return LOW(word), HIGH(word)
     at = bias + column * stride * BIAS_SIZE
     if BIAS == "float32":
         return global_load_f32(at, column < n), global_load_f32(at + 4 * stride, column + 1 < n)
-    elif BIAS == "pairs":
-        word = global_load32(at, column < n)
-        return LOW(word), HIGH(word)
     else:
         low = global_load16(at, column < n)
         high = global_load16(at + 2 * stride, column + 1 < n)
@@ -472,10 +484,10 @@ def load_two(
     base: int, row: int, column: int, m: int, n: int, stride: int, column_stride: int
 ) -> tuple[Any, Any]:
     """Two neighbours in a row of float32; 0 outside."""
-    at = base + (row * stride + column * column_stride) * 4
     if PAIRS:
-        return global_load2_f32(at, (row < m) & (column < n))
+        return global_load2_f32(base + (row * stride + column) * 4, (row < m) & (column < n))
     else:
+        at = base + (row * stride + column * column_stride) * 4
         low = global_load_f32(at, (row < m) & (column < n))
         return low, global_load_f32(at + 4 * column_stride, (row < m) & (column + 1 < n))
 
@@ -485,10 +497,11 @@ def store_two(
     high: Any,
 ) -> None:  # fmt: skip
     """Two neighbours in a row of float32, where they are inside."""
-    at = base + (row * stride + column * column_stride) * 4
     if PAIRS:
+        at = base + (row * stride + column) * 4
         global_store2_f32(at, low, high, (row < m) & (column < n))
     else:
+        at = base + (row * stride + column * column_stride) * 4
         global_store_f32(at, low, (row < m) & (column < n))
         global_store_f32(at + 4 * column_stride, high, (row < m) & (column + 1 < n))
 
@@ -502,6 +515,8 @@ def sum_columns(
     Of each pair of lanes that differ in one bit of their row one keeps the first half of the
     columns and the other the second: seven eighths of the exchanges are saved.  Then four warps.
     """
+    leader = thread == 0
+    thread = fresh(thread)
     lane, warp = thread & 31, thread >> 5
     N = BLOCK_N // 4
     s = cuda.local.array(N, types.float32)
@@ -521,7 +536,7 @@ def sum_columns(
     first = (lane >> 4) * (N // 2) + ((lane >> 3) & 1) * (N // 4) + ((lane >> 2) & 1) * (N // 8)
     # the stores of the block must have left the buffers
     if OUT == "map":
-        if thread == 0:
+        if leader:
             store_wait_read0()
     group_barrier(1 + consumer, 128)
     for i in unrolled(N // 8):
@@ -529,8 +544,8 @@ def sum_columns(
         column = (index >> 1) * 8 + (lane & 3) * 2 + (index & 1)
         shared_store_f32(shared + (warp * BLOCK_N + column) * 4, s[i])
     group_barrier(1 + consumer, 128)
-    rows = quotient(m + 64 * HALVES - 1, 64 * HALVES)
-    out = sums + (place * rows + quotient(row0, 64 * HALVES)) * n * 4
+    rows = (m + 64 * HALVES - 1) >> (5 + HALVES)  # 64 or 128 of them
+    out = sums + (place * rows + (row0 >> (5 + HALVES))) * n * 4
     for i in unrolled((BLOCK_N + 127) // 128):
         column = thread + 128 * i
         at = shared + (column & (BLOCK_N - 1)) * 4
@@ -545,14 +560,16 @@ def sum_columns(
 
 def gemm(
     x_map: int, y_map: int, out_map: int, extra_map: int, bias: int, extra: int, pre: int,
-    out: int, sums: int, m: int, n: int, k: int, places: int, x_places: int, y_places: int,
-    x_plane: int, y_plane: int, parts: int, part_slices: int, bias_place: int, bias_column: int,
+    out: int, sums: int, m: int, n: int, slices: int, row_blocks: int, column_blocks: int,
+    places: int, units: int, part_slices: int, x_places: int, y_places: int, x_plane: int,
+    y_plane: int, bias_place: int, bias_column: int,
     extra_place: int, extra_row: int, extra_column: int, pre_place: int, pre_row: int,
     pre_column: int, out_part: int, out_place: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
     """The kernel: barriers, then each group its role.
 
-    Addresses are in bytes, strides in elements.  `x_places`, `y_places`: 0 where an operand is the
+    Addresses are in bytes, strides in elements.  `slices`: of K, 128 bytes each; a unit has no
+    more than `part_slices` of them.  `x_places`, `y_places`: 0 where an operand is the
     same at every place.  `x_plane`, `y_plane`: places of one plane of a split operand.
     """
     # the copy engine's swizzle repeats every 1024 bytes of an address
@@ -569,10 +586,6 @@ def gemm(
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
     block_barrier()
-    slices = quotient(k + DEPTH - 1, DEPTH)
-    row_blocks = quotient(m + BLOCK_M - 1, BLOCK_M)
-    column_blocks = quotient(n + BLOCK_N - 1, BLOCK_N)
-    units = row_blocks * column_blocks * places * parts
     if thread < 128:
         if CONSUMERS == 2:
             registers_few()

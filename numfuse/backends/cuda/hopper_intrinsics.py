@@ -82,6 +82,8 @@ def instruction(text: str, results: str = "", operands: str = "", kind: str = "m
 #: 10, Special Registers
 thread_index = instruction("mov.u32 $0, %tid.x;", "r", kind="pure")
 block_index = instruction("mov.u32 $0, %ctaid.x;", "r", kind="pure")
+block_index_y = instruction("mov.u32 $0, %ctaid.y;", "r", kind="pure")
+block_index_z = instruction("mov.u32 $0, %ctaid.z;", "r", kind="pure")
 block_count = instruction("mov.u32 $0, %nctaid.x;", "r", kind="pure")
 #: 9.7.1, div: of two non-negative numbers
 quotient = instruction("div.u32 $0, $1, $2;", "r", "rr", "pure")
@@ -129,10 +131,13 @@ barrier_wait = instruction(
 
 # --- registers ------------------------------------------------------------------------------------
 
-#: 9.7.19.5, setmaxnreg: 24 for the group that only issues copies; what it gives up serves two
-#: groups of 128 threads with 240 each: (24 + 2 * 240) * 128 <= 65536
-registers_few = instruction("setmaxnreg.dec.sync.aligned.u32 24;", kind="convergent")
-registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 240;", kind="convergent")
+#: 9.7.19.5, setmaxnreg: 40 for the group that only issues copies; what it gives up serves two
+#: groups of 128 threads with 232 each: (40 + 2 * 232) * 128 <= 65536
+registers_few = instruction("setmaxnreg.dec.sync.aligned.u32 40;", kind="convergent")
+registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 232;", kind="convergent")
+#: 9.7.9.1, mov: x, of which the compiler knows nothing.  What is computed of it is computed there,
+#: and not once before a loop: hundreds of addresses would not fit beside the accumulators.
+fresh = instruction("mov.b32 $0, $1;", "r", "r")
 
 # --- the copy engine (TMA) ------------------------------------------------------------------------
 

@@ -122,6 +122,8 @@ class _Writer(ast.NodeTransformer):
         for statement in statements:
             new = self.visit(statement)
             made.extend(new if isinstance(new, list) else [new])
+            if made and isinstance(made[-1], ast.Return):
+                break  # of a condition that was decided: what follows is never reached
         return made
 
     def visit_If(self, node: ast.If) -> ast.stmt | list[ast.stmt]:
