@@ -27,7 +27,7 @@ from numfuse.backends.cuda.product import (
 )
 from numfuse.backends.cuda.scalars import is_finite, select
 from numfuse.backends.cuda.toolchain import Kernel, kernel
-from numfuse.backends.cuda.unroll import Inlined, expanded, names_of
+from numfuse.backends.cuda.unroll import Inlined, Template
 from numfuse.tiling import HOPPER_COPY, HopperTile, hopper_tile
 
 #: Planes of X and of Y in each of the passes of a split product, the smallest products first: of
@@ -187,13 +187,12 @@ def _descriptor(turned: bool, box: int) -> int:
 
 @functools.lru_cache(maxsize=1024)
 def _kernel(g: Gemm) -> Kernel:
-    b = g.bindings()
-    template = expanded(hopper_gemm.gemm, b)
+    template = Template(hopper_gemm.gemm, g.bindings())
     maps = ["map", "map", "map" if g.out == "map" else "i64", "map" if g.extra == "map" else "i64"]
     signature = " ".join(maps + ["i64"] * 29)
     return kernel(
         template, signature, threads=128 * (1 + g.tile.consumers), blocks=1, feature="a",
-        name=str(g), **names_of(template, b),
+        name=str(g), **template.others,
     )  # fmt: skip
 # --- from a product to launches -------------------------------------------------------------------
 
@@ -328,12 +327,12 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
     b["NEAREST"] = Inlined(hopper_copies.nearest, b)
     b["HIGH_PART"] = Inlined(hopper_copies.high_part, b)
     b["REST"] = Inlined(hopper_copies.rest, b)
-    made = expanded(getattr(hopper_copies, template), b)
+    made = Template(getattr(hopper_copies, template), b)
     count = 10 if template == "join" else 9
     signature = "i64 i64 " + " ".join(["i32"] * 4 + ["i64"] * (count - 6))
     return kernel(
         made, signature, threads=256, name=f"{template} {kind}{' wide' if wide else ''}",
-        **names_of(made, b),
+        **made.others,
     )  # fmt: skip
 
 

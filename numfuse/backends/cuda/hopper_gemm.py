@@ -424,23 +424,26 @@ def fetch_rows(
     stride: int, column_stride: int,
 ) -> None:  # fmt: skip
     """16 rows of `extra` into a buffer, in its order; two neighbours a lane."""
-    word = cuda.local.array(16, types.int32)
+    word = cuda.local.array(4, types.int32)
     # of 32 columns, the second half of the lanes does the same again
     lane = fresh(lane) & (WIDTH // 2 - 1)
     column += 2 * lane
-    rows = fresh(m - row)
+    rows = m - row
     at = extra + (row * stride + column * column_stride) * 2
     low_in, high_in = column < n, column + 1 < n
-    for i in unrolled(16):
-        low = global_load16(at, low_in & (i < rows))
-        high = global_load16(at + 2 * column_stride, high_in & (i < rows))
-        word[i] = low | (high << 16)
-        at += 2 * stride
-    for i in unrolled(16):
-        in_row = in_buffer + i
-        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        at = buffer + in_row * (2 * WIDTH) + (((lane >> 2) ^ swizzle) << 4) + ((lane & 3) << 2)
-        shared_store32(at, word[i])
+    i, end = 0, fresh(16)  # a loop that stays one: written out, it would need too many registers
+    while i < end:
+        for j in unrolled(4):
+            low = global_load16(at, low_in & (i + j < rows))
+            high = global_load16(at + 2 * column_stride, high_in & (i + j < rows))
+            word[j] = low | (high << 16)
+            at += 2 * stride
+        for j in unrolled(4):
+            in_row = in_buffer + i + j
+            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+            piece = ((lane >> 2) ^ swizzle) << 4
+            shared_store32(buffer + in_row * (2 * WIDTH) + piece + ((lane & 3) << 2), word[j])
+        i += 4
     warp_barrier()
 
 
@@ -451,19 +454,22 @@ def store_rows(
     """16 rows of a buffer to `out`: neighbouring lanes store neighbours, any alignment."""
     lane = fresh(lane)
     column += lane
-    rows = fresh(m - row)
+    rows = m - row
     at = out + (row * stride + column * column_stride) * 2
     left_in, right_in = column < n, column + 32 < n
-    for i in unrolled(16):
-        in_row = in_buffer + i
-        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        piece = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1)
-        value = shared_load16(piece + (((lane >> 3) ^ swizzle) << 4))
-        global_store16(at, value, left_in & (i < rows))
-        if WIDTH == 64:
-            value = shared_load16(piece + ((((lane >> 3) + 4) ^ swizzle) << 4))
-            global_store16(at + 64 * column_stride, value, right_in & (i < rows))
-        at += 2 * stride
+    i, end = 0, fresh(16)
+    while i < end:
+        for j in unrolled(4):
+            in_row = in_buffer + i + j
+            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+            piece = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1)
+            value = shared_load16(piece + (((lane >> 3) ^ swizzle) << 4))
+            global_store16(at, value, left_in & (i + j < rows))
+            if WIDTH == 64:
+                value = shared_load16(piece + ((((lane >> 3) + 4) ^ swizzle) << 4))
+                global_store16(at + 64 * column_stride, value, right_in & (i + j < rows))
+            at += 2 * stride
+        i += 4
 
 
 def load_bias(bias: int, column: int, n: int, stride: int) -> tuple[Any, Any]:
