@@ -522,8 +522,8 @@ HOPPER_START = 2500
 HOPPER_BYTES = 2300
 #: Slices of K of one part, at the least: the pipeline has to fill.
 HOPPER_PART = 8
-#: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's launch
-#: and its way through memory cost more than tensor cores without it lose.
+#: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's
+#: launch and its way through memory cost more than tensor cores without it lose.
 HOPPER_COPY = 1 << 30
 
 
@@ -534,8 +534,8 @@ def hopper_tile(
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
-    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `free`: K may be cut.
-    `registers`: accumulators that a thread has room for.
+    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `free`: K may be
+    cut.  `registers`: accumulators that a thread has room for.
     """
     best: tuple[float, HopperTile, int] | None = None
     for tile, cycles in HOPPER_TILES:

@@ -31,7 +31,8 @@ from numfuse.backends.cuda.unroll import Inlined, Template
 from numfuse.tiling import HOPPER_COPY, HopperTile, hopper_tile
 
 #: Planes of X and of Y in each of the passes of a split product, the smallest products first: of
-#: x = x0 + x1 + x2 and y alike those that are below 2^-24 of x y are left out (x1 y2, x2 y1, x2 y2).
+#: x = x0 + x1 + x2 and y alike those that are below 2^-24 of x y are left out
+#: (x1 y2, x2 y1 and x2 y2).
 X_PARTS, Y_PARTS = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
@@ -132,7 +133,8 @@ class Gemm:
             "Y_PLANES": sum(p << 2 * i for i, p in enumerate(Y_PARTS)) if split else 0,
             "STAGING_AT": self.stages * self.stage_bytes,
             "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes,
-            "BUFFERS": self.buffers, "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
+            "BUFFERS": self.buffers,
+            "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
             "WIDTH": self.width, "CHUNKS": self.chunks, "ROW_CHUNKS": t.block_n // self.width,
             "STAGED": self.staged, "OUT": self.out, "OUT_SIZE": 2 if self.staged else 4,
             "EXTRA": self.extra, "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
@@ -194,6 +196,8 @@ def _kernel(g: Gemm) -> Kernel:
         template, signature, threads=128 * (1 + g.tile.consumers), blocks=1, feature="a",
         name=str(g), **template.others,
     )  # fmt: skip
+
+
 # --- from a product to launches -------------------------------------------------------------------
 
 _HALF = ("bfloat16", "float16")
@@ -418,7 +422,8 @@ def plan_with(
     workspace += -(-y.workspace // 256) * 256
     half = kind in _HALF
     width = min(64, tile.block_n)
-    out, extra, joined = product.out, product.extra, ()
+    out, extra = product.out, product.extra
+    joined: tuple[Launch, ...] = ()
     out_slot, out_part, out_map, extra_map = Slot("out"), 0, None, None
     extra_kind = "" if extra is None else "rows" if half else "float32"
     if parts > 1:
@@ -446,7 +451,7 @@ def plan_with(
         kind, x.turned, y.turned, tile, out_kind, extra=extra_kind, bias=bias_kind,
         slope=product.epilogue == "slope", sums=product.sums,
         # the planes' rows have room for a neighbour of the last column
-        out_pairs=out_kind == "float32" and (parts > 1 and n % 2 == 0 or _pairs(out, n)),
+        out_pairs=out_kind == "float32" and ((parts > 1 and n % 2 == 0) or _pairs(out, n)),
         extra_pairs=extra_kind == "float32" and extra is not None and _pairs(extra, n),
         pre="" if pre is None else "pairs" if _pairs(pre, n) else "single",
         function=None if product.function is None else scalar(
@@ -468,7 +473,8 @@ def plan_with(
     ]  # fmt: skip
     numbers = [
         m, n, slices, row_blocks, column_blocks, places, units, part_slices, x.places, y.places,
-        x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides, out_part, *out.strides,
+        x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides, out_part,
+        *out.strides,
     ]  # fmt: skip
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(

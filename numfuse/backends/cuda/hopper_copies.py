@@ -74,9 +74,7 @@ def convert(
                 )
         else:
             for i in unrolled(8):
-                v[i] = global_load_f32(
-                    at + 4 * i * source_column, inside & (column + i < columns)
-                )
+                v[i] = global_load_f32(at + 4 * i * source_column, inside & (column + i < columns))
         if KIND == "tf32":
             for h in unrolled(2):
                 global_store4_f32(
@@ -179,9 +177,7 @@ def join(
             global_store4_f32(to, v[0], v[1], v[2], v[3], inside & (column < columns))
         else:
             for i in unrolled(4):
-                global_store_f32(
-                    to + 4 * i * out_column, v[i], inside & (column + i < columns)
-                )
+                global_store_f32(to + 4 * i * out_column, v[i], inside & (column + i < columns))
     else:
         low, high = PACK(v[0], v[1]), PACK(v[2], v[3])
         if WIDE:

@@ -267,9 +267,7 @@ def consume(
             # parts' product alone has IEEE's infinity or NaN
             for i in unrolled(VALUES):
                 total[i] = FINITE(total[i])
-        stage, parity = MULTIPLY_SLICES(
-            acc, total, shared, x_offset, stage, parity, count, leader
-        )
+        stage, parity = MULTIPLY_SLICES(acc, total, shared, x_offset, stage, parity, count, leader)
         if PING_PONG:
             barrier_arrive(turn + 8 - 8 * consumer, leader)
         FINISH(

@@ -271,9 +271,7 @@ matrix_store = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "", "rrrrr", "convergent"
 )
 #: 9.7.9.8 and 9.7.9.11, ld and st, by space and width; masked: 0 is read, nothing written
-shared_load16 = instruction(
-    "{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r"
-)
+shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r")
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
@@ -335,12 +333,8 @@ HALVES = {
     ),
     "float16": (
         instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "r", "ff", "pure"),
-        instruction(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f", "r", "pure"
-        ),
-        instruction(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f", "r", "pure"
-        ),
+        instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f", "r", "pure"),
+        instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f", "r", "pure"),
     ),
 }
 #: 9.7.9.22, cvt.rna: the nearest tf32, halves away from zero, in a float32's bits

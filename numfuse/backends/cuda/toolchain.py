@@ -243,7 +243,7 @@ _KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(
-    template: Callable[..., Any],
+    template: Any,
     signature: str,
     *,
     threads: int | tuple[int, ...],

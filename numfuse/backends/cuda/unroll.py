@@ -111,7 +111,8 @@ class _Writer(ast.NodeTransformer):
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
         if isinstance(node.value, ast.Constant) and isinstance(node.slice, ast.Constant):
-            return self._value(node.value.value[node.slice.value])
+            sequence: Any = node.value.value
+            return self._value(sequence[node.slice.value])
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
