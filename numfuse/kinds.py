@@ -10,9 +10,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from numpy import ndarray
+from numpy import generic, ndarray
 
-__all__ = ["ADAPTERS", "PLAIN", "adapter_of"]
+__all__ = ["ADAPTERS", "PLAIN", "PROTOCOLS", "adapter_of"]
 
 #: {root of the module that defines an array's class: the module that serves it}. An adapter has the
 #: public functions under their own names, with the same signatures.
@@ -22,9 +22,15 @@ ADAPTERS = {
     "jax": "numfuse.adapters.jax",
     "jaxlib": "numfuse.adapters.jax",
     "dask": "numfuse.adapters.dask",
-    "cupy": "numfuse.adapters.cupy",
-    "numba": "numfuse.adapters.numba_cuda",
-    "numfuse": "numfuse.adapters.webgpu",
+    "cupy": "numfuse.adapters.cuda",
+    "numba": "numfuse.adapters.cuda",
+    "numfuse.backends.webgpu": "numfuse.adapters.webgpu",
+    "numfuse.backends.cuda": "numfuse.adapters.cuda",
+}
+#: What serves an array of any other library, where its class has one of these.
+PROTOCOLS = {
+    "__cuda_array_interface__": "numfuse.adapters.cuda",
+    "__dlpack_device__": "numfuse.adapters.cuda",
 }
 
 #: What needs no adapter: the public functions compare types with these before anything else.
@@ -69,7 +75,14 @@ def adapter_of(**operands: Any) -> ModuleType | None:
 def _adapter_name(kind: type) -> str | None:
     # The bases count: a user's subclass of torch.Tensor is defined in the user's own module.
     for base in kind.__mro__:
-        module = ADAPTERS.get(base.__module__.partition(".")[0])
+        root, _, rest = base.__module__.partition(".")
+        if root == "numfuse":
+            root = ".".join((root, *rest.split(".")[:2]))
+        module = ADAPTERS.get(root)
         if module is not None:
             return module
+    if not issubclass(kind, (ndarray, generic)):
+        for name, module in PROTOCOLS.items():
+            if hasattr(kind, name):
+                return module
     return None

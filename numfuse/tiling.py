@@ -478,6 +478,60 @@ def webgpu_groups(blocks: int, segments: int, room: int) -> int:
     return max(1, min(WEBGPU_BLOCKS // max(1, blocks), segments, room))
 
 
+# --- CUDA -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaTile:
+    """A thread block's block of a product, and a thread's part of it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    mr: int
+    nr: int
+    #: Rows of blocks that are worked on together: their Y blocks are found in the L2 cache.
+    group: int = 8
+
+    @property
+    def threads(self) -> int:
+        return self.block_m // self.mr * (self.block_n // self.nr)
+
+
+#: Of the tier that runs everywhere: 256 threads with 16 sums each fit every GPU since Maxwell, in
+#: float64 too, with 16 KiB of shared memory.
+CUDA_MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
+#: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
+CUDA_SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
+#: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
+#: these are cut into parts.
+CUDA_BLOCKS_PER_MULTIPROCESSOR = 2
+#: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
+#: through memory by 100 flops a byte.
+CUDA_PART = 512
+#: Planes that one thread adds up; more are joined in stages.
+CUDA_JOINED = 64
+#: Bytes of the planes of one product of segments; more segments are added in turns.
+CUDA_PLANES_BYTES = 256 << 20
+#: Rows that one thread of a pass adds up: enough blocks for a tall array, few planes to join.
+CUDA_PASS_ROWS = 64
+#: Threads of a block of the passes over memory.
+CUDA_PASS_THREADS = 256
+#: Plans of calls, and of products, that a device keeps: words, no memory of the device.
+CUDA_KEPT_PLANS = 512
+#: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
+#: training with 8192 x 8192 in float32 is six of 256 MiB.
+CUDA_POOL_BYTES = 2 << 30
+
+
+def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
+    """(length, number) of the parts of a sum over `k`, for a result of so many blocks."""
+    wanted = CUDA_BLOCKS_PER_MULTIPROCESSOR * multiprocessors // max(1, blocks)
+    parts = max(1, min(wanted, k // CUDA_PART))
+    part = round_up(-(-k // parts), block_k) if parts > 1 else k
+    return part, -(-k // part) if k else 1
+
+
 # --- CUDA: Hopper -----------------------------------------------------------------------------
 
 

@@ -18,6 +18,10 @@ from tolerance import DTYPES
 import numfuse as nf
 from numfuse.backends import resolve
 
+#: Whether CUDA kernels run in Numba's simulator, a million times slower than on a GPU.
+SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+#: Of every test, so many sets of parameters run there.
+SIMULATED_SETS = 3
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
 
 # Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.
@@ -81,9 +85,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         backend = parameters.get("backend")
         without = backend is not None and dtype in DTYPES and dtype not in served(backend)
         (left if without else kept).append(item)
+    if SIMULATED:
+        kept = _few(kept, left)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:
+    """Small sets of parameters of each test, spread over all of them; the rest joins `left`."""
+    sets: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if parameters.get("backend", "cuda") != "cuda":
+            continue
+        if max((x for x in parameters.values() if type(x) is int), default=0) > 65:
+            continue
+        sets.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen: set[pytest.Item] = set()
+    for found in sets.values():
+        step = (len(found) - 1) / max(1, min(SIMULATED_SETS, len(found)) - 1)
+        chosen |= {found[round(i * step)] for i in range(min(SIMULATED_SETS, len(found)))}
+    left += [item for item in items if item not in chosen]
+    return [item for item in items if item in chosen]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:

@@ -30,6 +30,7 @@ __all__ = [
     "Backend",
     "BackendStatus",
     "Call",
+    "active",
     "backends",
     "last_call",
     "latest",
@@ -128,6 +129,11 @@ def resolve(backend: str | Backend | None = None) -> Backend:
             f"backend must be a name or a backend object, got {type(backend).__qualname__}"
         )
     return backend
+
+
+def active() -> Backend | None:
+    """The backend of the `use_backend` block that runs; None outside of one."""
+    return _active.get()
 
 
 class use_backend(ContextDecorator):

@@ -5,3 +5,186 @@ The files are in the order of the work: `run` makes products of a problem, a tie
 `toolchain` compiles kernels and `driver` starts them. `elementwise` prints an activation, `scalars`
 has what its arithmetic needs.
 """
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends import latest
+from numfuse.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.backends.cuda.arrays import DeviceArray
+    from numfuse.backends.cuda.driver import Device
+    from numfuse.problem import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+
+__all__ = ["BACKEND", "PRECISIONS", "CudaBackend"]
+
+#: How float32 products are made: as IEEE 754 says, of three bfloat16 parts each (six products), or
+#: rounded to the 10 bits of tf32.
+PRECISIONS = ("ieee", "bf16x6", "tf32")
+_OUTPUTS = {
+    "forward": ("out", "pre"), "backward": ("d_a", "d_b", "d_bias"), "gated": ("out",),
+    "gated_backward": ("d_a", "d_b"),
+}  # fmt: skip
+
+
+class CudaBackend:
+    """A CUDA device; see :class:`numfuse.backends.Backend` for what each method is.
+
+    Parameters
+    ----------
+    ordinal : int
+        The number of the device, as CUDA counts them.
+    precision : {"ieee", "bf16x6", "tf32"}
+        Of float32 products.
+    """
+
+    name = "cuda"
+
+    def __init__(self, ordinal: int = 0, precision: str = "ieee") -> None:
+        self.ordinal, self.precision = ordinal, precision
+
+    def __repr__(self) -> str:
+        return f"CudaBackend({self.ordinal}, {self.precision!r})"
+
+    @property
+    def device(self) -> Device:
+        """The device, made at its first use."""
+        from numfuse.backends.cuda.driver import device
+
+        return device(self.ordinal)
+
+    def forward(self, p: GemmProblem) -> None:
+        """out = act(a @ b + bias) + residual."""
+        self._host("forward", p)
+
+    def backward(self, p: GemmBackwardProblem) -> None:
+        """The gradients of the forward."""
+        self._host("backward", p)
+
+    def gated(self, p: GatedProblem) -> None:
+        """out = act(a) * b."""
+        self._host("gated", p)
+
+    def gated_backward(self, p: GatedBackwardProblem) -> None:
+        """The gradients of the gate."""
+        self._host("gated_backward", p)
+
+    def _host(self, kind: str, p: Any) -> None:
+        from numfuse.backends.cuda.calls import Host, recorded
+
+        device = self.device
+        host = Host(device, 0, _OUTPUTS[kind])
+        try:
+            names = ("grad", "a", "b", "bias", "residual", "pre", "out", "d_a", "d_b", "d_bias")
+            steps, told = recorded(
+                device, self.precision, kind, p, host.bind, names, p.activation.name
+            )
+            blocks = [host.blocks.get(name) for name in names]
+            from numfuse.backends.cuda.arrays import pool_of
+
+            steps.run(device, pool_of(device), 0, [0 if b is None else b.address for b in blocks])
+            host.finish()
+        finally:
+            host.close()
+        latest.call = told
+
+    def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
+        """This backend on another device, or with another precision of float32 products."""
+        from numfuse.backends.cuda.driver import count
+
+        ordinal = self.ordinal
+        if device is not None:
+            text = str(device).removeprefix("cuda:")
+            if not text.isdecimal() or int(text) >= count():
+                raise ValueError(
+                    f"device must be the number of a CUDA device below {count()}, got {device!r}"
+                )
+            ordinal = int(text)
+        if precision not in (None, *PRECISIONS):
+            known = ", ".join(map(repr, PRECISIONS))
+            raise ValueError(f"precision must be one of {known} or None, got {precision!r}")
+        return _on(ordinal, self.precision if precision is None else precision)
+
+    def describe(self) -> dict[str, Any]:
+        """What `info` shows."""
+        from numfuse.backends.cuda import toolchain
+        from numfuse.backends.cuda.driver import count, driver_version
+        from numfuse.backends.cuda.driver import device as device_of
+        from numfuse.backends.cuda.tiers import TIERS
+
+        info = self.device.info
+        return {
+            "device": str(self.device),
+            "capability": ".".join(map(str, info.capability)),
+            "driver": f"CUDA {driver_version()}",
+            "devices": [str(device_of(i)) for i in range(count())],
+            "tiers": ", ".join(tier.name for tier in TIERS),
+            "compiler": ", ".join(f"{k} {v}" for k, v in toolchain.versions().items()),
+            "kernel cache": toolchain.cache_directory(),
+        }
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
+        """A new array for this backend's NumPy results."""
+        return np.empty(shape, dtype)
+
+    def to_device(self, x: ndarray) -> DeviceArray:
+        """A NumPy array, copied to the device."""
+        from numfuse.backends.cuda.arrays import upload
+
+        return upload(self.device, x)
+
+    def warmup(
+        self,
+        activations: Sequence[Activation],
+        dtypes: Sequence[np.dtype[Any]],
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Compile the kernels of contiguous operands, small and large, into the disk cache."""
+        from numfuse import problem
+
+        for dtype in dtypes:
+            for act in activations:
+                if progress is not None:
+                    progress(f"{act.name} {dtype.name}")
+                x, bias = np.zeros((64, 64), dtype), np.zeros(64, dtype)
+                self.forward(problem.gemm(x, x, bias, act))
+                self.backward(problem.gemm_backward(x, x, x, bias, act))
+                self.gated(problem.gated(x, x, act))
+                self.gated_backward(problem.gated_backward(x, x, x, act))
+
+
+_BACKENDS: dict[tuple[int, str], CudaBackend] = {}
+_LOCK = threading.Lock()
+
+
+def _on(ordinal: int, precision: str = "ieee") -> CudaBackend:
+    """The one backend object of a device and a precision."""
+    with _LOCK:
+        return _BACKENDS.setdefault((ordinal, precision), CudaBackend(ordinal, precision))
+
+
+def __getattr__(name: str) -> Any:
+    # Its modules are of use without a GPU (the compiler needs none); the backend is not.
+    if name == "BACKEND":
+        from numfuse.backends.cuda.driver import Unusable, count
+
+        try:
+            count()
+        except Unusable as error:
+            raise BackendUnavailable("cuda", str(error)) from error
+        return _on(int(os.environ.get("NUMFUSE_CUDA_DEVICE", "0")))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -59,6 +59,8 @@ _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _ORDINAL_OF_POINTER = 9  # CUpointer_attribute
 _RELAXED = 2  # CUstreamCaptureMode
+_NO_TIMING = 2  # CUevent_flags
+_NOT_READY = 600
 
 
 class _Attribute(ctypes.Structure):
@@ -98,7 +100,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuStreamSynchronize": (c_void_p,),
-    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
+    "cuStreamGetCaptureInfo_v2": (
+        c_void_p, POINTER(c_int), POINTER(c_uint64), c_void_p, c_void_p, c_void_p,
+    ),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
     "cuEventCreate": (POINTER(c_void_p), c_uint),
@@ -206,8 +210,14 @@ class Device:
         values = {key: self._attribute(number) for key, number in _ATTRIBUTES.items()}
         capability = values.pop("major"), values.pop("minor")
         self.info = DeviceInfo(name.value.decode(), capability, **values)
+        self._begin()
+
+    def _begin(self) -> None:
         #: Why the device is lost; None as long as it is not.
         self.lost: str | None = None
+        #: How products are run, and the steps of calls, by what they depend on.
+        self.kept_products: dict[Any, Any] = {}
+        self.kept_calls: dict[Any, Any] = {}
         self._launched: deque[str] = deque(maxlen=REMEMBERED)
         self._many = 0
         self._functions: dict[Kernel, int] = {}
@@ -296,11 +306,37 @@ class Device:
             else:
                 self.check(self.cuda.cuStreamSynchronize(stream), "synchronize")
 
-    def capturing(self, stream: int) -> bool:
-        """Whether a CUDA graph is being captured from this stream."""
-        found = c_int()
-        self.cuda.cuStreamIsCapturing(stream, byref(found))
-        return found.value != 0
+    def capture(self, stream: int) -> int:
+        """The number of the CUDA graph that is being captured from this stream; 0: none is."""
+        status, number = c_int(), c_uint64()
+        # an error is that of a legacy stream while another captures: that of a launch is clearer
+        self.cuda.cuStreamGetCaptureInfo_v2(stream, byref(status), byref(number), None, None, None)
+        return number.value if status.value else 0
+
+    def event(self, stream: int) -> int:
+        """An event recorded on a stream; `forget` it."""
+        found = c_void_p()
+        with self.current():
+            self.check(self.cuda.cuEventCreate(byref(found), _NO_TIMING), "an event")
+            self.check(self.cuda.cuEventRecord(found, stream), "an event")
+        return found.value or 0
+
+    def passed(self, event: int) -> bool:
+        """Whether the work before an event is done."""
+        status = self.cuda.cuEventQuery(event)
+        if status == _NOT_READY:
+            return False
+        self.check(status, "an event")
+        return True
+
+    def forget(self, event: int) -> None:
+        """The end of an event."""
+        self.cuda.cuEventDestroy_v2(event)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let a stream wait for an event."""
+        with self.current():
+            self.check(self.cuda.cuStreamWaitEvent(stream, event, 0), "wait for an event")
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
@@ -504,9 +540,7 @@ class _SimulatedDevice(Device):
         self.cuda = None
         # No capability: only the tier that runs everywhere takes a product.
         self.info = DeviceInfo("CUDA simulator", (0, 0), 1, 48 << 10, 48 << 10, 1 << 20)
-        self.lost = None
-        self._launched = deque(maxlen=REMEMBERED)
-        self._many = 0
+        self._begin()
         self._memory: dict[int, Any] = {}
 
     def enter(self) -> int | None:
@@ -519,8 +553,20 @@ class _SimulatedDevice(Device):
         self._launched.clear()
         self._many = 0
 
-    def capturing(self, stream: int) -> bool:
-        return False
+    def capture(self, stream: int) -> int:
+        return 0
+
+    def event(self, stream: int) -> int:
+        return 0
+
+    def passed(self, event: int) -> bool:
+        return True
+
+    def forget(self, event: int) -> None:
+        pass
+
+    def wait(self, stream: int, event: int) -> None:
+        pass
 
     def allocate(self, nbytes: int, what: str) -> int:
         raw = np.full(nbytes + 256, 255, np.uint8)  # NaN, whatever the dtype

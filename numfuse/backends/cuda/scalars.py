@@ -59,11 +59,11 @@ def _from_bits(bits: int, kind: Any, unsigned: Any) -> Any:
 
 # --- arithmetic ---------------------------------------------------------------------------------
 def _simulated_fma(a, b, c):
-    kind = np.result_type(a).type
+    kind = type(a)
     if kind is np.float32:
         # A product of two float32 is exact in float64; its sum is rounded twice, which a fused
         # one is not: good to the last place but for one case in 2^29.
-        return kind(np.float64(a) * np.float64(b) + np.float64(c))
+        return kind(float(a) * float(b) + float(c))
     if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
         return kind(a * b + c)
     from fractions import Fraction

@@ -1,0 +1,25 @@
+"""numfuse's functions on PyTorch tensors: those on a CUDA device, without autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+__all__: list[str] = []
+
+
+def __getattr__(name: str) -> Callable[..., Any]:
+    if name.startswith("_"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def forwarded(*args: Any, **options: Any) -> Any:
+        for x in (*args, *options.values()):
+            if not getattr(x, "is_cuda", True):
+                raise TypeError(
+                    "a tensor must be on a CUDA device, got one on the CPU: convert it to NumPy "
+                    "yourself if its gradient and device do not matter"
+                )
+        return getattr(import_module("numfuse.adapters.cuda"), name)(*args, **options)
+
+    return forwarded

@@ -1,0 +1,574 @@
+"""Hop 4: a problem becomes launches.
+
+A product is one launch (or a few) over *places*, the elements of the batch of its result. Where the
+result is summed over a part of the batch, that part is folded into K if the strides allow, and else
+each element makes a plane, and the planes are joined in their order. What is launched depends on
+the shapes, strides and alignments alone, so it is recorded once (`plans.Recorder`) and repeated
+with other addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse import tiling
+from numfuse.backends.cuda import elementwise, gated, passes
+from numfuse.backends.cuda.plans import Recorder, View
+from numfuse.backends.cuda.product import Operand, Product, Slot
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.expr import Expr
+    from numfuse.problem import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+
+__all__ = ["backward", "forward", "gate", "gate_backward", "sum_to"]
+
+#: How a run gets the view of a problem's array, by the name of the operand that it is of.
+Bind = Callable[[str, ndarray], View]
+
+
+# --- axes ---------------------------------------------------------------------------------------
+def _steps(view: View | None, axes: int) -> tuple[int, ...]:
+    """The strides of a view's batch axes, 0 where they repeat, with leading ones that it lacks."""
+    if view is None:
+        return (0,) * axes
+    own = tuple(0 if n == 1 else s for n, s in zip(view.shape[:-2], view.strides[:-2], strict=True))
+    return (0,) * (axes - len(own)) + own
+
+
+def merged(
+    lengths: Sequence[int], *strides: Sequence[int]
+) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The axes with neighbours made one where every array steps through them as one."""
+    found: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for axis, length in enumerate(lengths):
+        if length == 1:
+            continue
+        if found and all(
+            mine[-1] == s[axis] * length for mine, s in zip(steps, strides, strict=True)
+        ):
+            found[-1] *= length
+            for mine, s in zip(steps, strides, strict=True):
+                mine[-1] = s[axis]
+        else:
+            found.append(length)
+            for mine, s in zip(steps, strides, strict=True):
+                mine.append(s[axis])
+    return tuple(found), [tuple(mine) for mine in steps]
+
+
+def _alignment(view: View, steps: Sequence[int]) -> int:
+    """The power of two, at most 16, that divides every address base + sum of index * step."""
+    found = 16
+    for distance in (view.alignment, view.offset, *(s * view.itemsize for s in steps)):
+        while distance % found:
+            found //= 2
+    return found
+
+
+def _split(batch: tuple[int, ...], result: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """The axes of a batch that a result has, and those that it is summed over."""
+    own = (1,) * (len(batch) - len(result)) + result
+    axes = [i for i, length in enumerate(batch) if length != 1]
+    return [i for i in axes if own[i] != 1], [i for i in axes if own[i] == 1]
+
+
+# --- products -----------------------------------------------------------------------------------
+class _Places:
+    """The places of a launch: axes of which the last is the kernel's, the others are loops."""
+
+    def __init__(
+        self, lengths: Sequence[int], views: dict[str, View], order: Sequence[int]
+    ) -> None:
+        steps = [_steps(view, len(lengths)) for view in views.values()]
+        number = _contiguous([lengths[i] for i in order])
+        found, made = merged(
+            [lengths[i] for i in order], *([s[i] for i in order] for s in steps), number
+        )
+        self.count = found[-1] if found else 1
+        self._loops = found[:-1]
+        #: Of each view, the step of a place, in elements.
+        self.step = {name: s[-1] if s else 0 for name, s in zip(views, made, strict=False)}
+        self._loop_steps = {name: s[:-1] for name, s in zip(views, made, strict=False)}
+        self._numbers = made[-1][:-1]
+        self._views = views
+
+    def operand(self, name: str, row: int, column: int) -> Operand:
+        """A view as a tier sees it."""
+        view = self._views[name]
+        return Operand(
+            view.dtype, (self.step[name], row, column), _alignment(view, self._loop_steps[name])
+        )
+
+    def __iter__(self) -> Any:
+        """(number of the first place, {name: (buffer, offset)}) of each launch."""
+        for index in np.ndindex(*self._loops):
+            at = {
+                name: (
+                    view.buffer,
+                    view.offset
+                    + view.itemsize
+                    * sum(i * s for i, s in zip(index, self._loop_steps[name], strict=True)),
+                )
+                for name, view in self._views.items()
+            }
+            yield sum(i * s for i, s in zip(index, self._numbers, strict=True)), at
+
+
+def _contiguous(lengths: Sequence[int]) -> list[int]:
+    found, run = [], 1
+    for length in reversed(lengths):
+        found.append(run)
+        run *= length
+    return found[::-1]
+
+
+def _matrix(view: View) -> tuple[int, int]:
+    """The strides of row and column, 0 where they repeat."""
+    row, column = view.strides[-2:]
+    return (0 if view.shape[-2] == 1 else row), (0 if view.shape[-1] == 1 else column)
+
+
+def _launch(
+    rec: Recorder,
+    m: int,
+    n: int,
+    k: int,
+    lengths: Sequence[int],
+    order: Sequence[int],
+    views: dict[str, View],
+    accumulator: str,
+    *,
+    factors: dict[str, tuple[int, int]] | None = None,
+    sums: bool = False,
+    **features: Any,
+) -> tuple[View, int] | None:
+    """Record one product over the axes `order` of a batch; its column sums, and their rows.
+
+    `factors` are strides (row, column) of x and y in place of their own.
+    """
+    places = _Places(lengths, views, order)
+    strides = {name: _matrix(view) for name, view in views.items()} | (factors or {})
+    operands: dict[str, Any] = {name: places.operand(name, *strides[name]) for name in views}
+    if "bias" in operands:
+        bias = operands["bias"]
+        operands["bias"] = replace(bias, strides=(bias.strides[0], 0, bias.strides[2]))
+    product = Product(
+        m, n, k, places.count, accumulator=accumulator,
+        precision=rec.precision if views["x"].dtype == "float32" else "ieee",
+        sums=sums, **operands, **features,
+    )  # fmt: skip
+    plan = rec.choose(product)
+    table = None
+    rows = 0
+    if sums:
+        rows = -(-m // plan.block_m)
+        table = rec.fresh((prod(lengths[i] for i in order), rows, n), accumulator)
+    for first, at in places:
+        if table is not None:
+            at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
+        rec.plan(plan, at)
+    return None if table is None else (table, rows)
+
+
+def _product(
+    rec: Recorder,
+    x: View,
+    y: View,
+    batch: tuple[int, ...],
+    out: View,
+    accumulator: str,
+    *,
+    free: bool = False,
+    function: Expr | None = None,
+    bias: View | None = None,
+    extra: View | None = None,
+    pre: View | None = None,
+) -> None:
+    """Record out = X Y, summed over the batch axes that `out` lacks, with the forward's epilogue.
+
+    With `free` the order of the sum may depend on its length: d_b, the sum over the rows.
+    """
+    m, k = x.shape[-2:]
+    n = y.shape[-1]
+    outer, inner = _split(batch, out.shape[:-2])
+    if not (m and n and all(batch[i] for i in outer)):
+        return
+    given = {"x": x, "y": y, "bias": bias, "extra": extra, "pre": pre, "out": out}
+    views = {name: view for name, view in given.items() if view is not None}
+    features: dict[str, Any] = {
+        "epilogue": "activation" if extra is None else "residual", "function": function,
+        "free": free,
+    }  # fmt: skip
+    factors = None
+    if inner:
+        # neither bias nor extra is there: it is d_a or d_b
+        axes = len(batch)
+        x_steps, y_steps = _steps(x, axes), _steps(y, axes)
+        lengths, (x_k, y_k) = merged(
+            [*(batch[i] for i in inner), k],
+            [*(x_steps[i] for i in inner), x.strides[-1]],
+            [*(y_steps[i] for i in inner), y.strides[-2]],
+        )
+        if not prod(lengths):
+            k, factors = 0, None
+        elif len(lengths) <= 1:
+            k = lengths[0] if lengths else 1
+            factors = {
+                "x": (_matrix(x)[0], x_k[0] if x_k else 0),
+                "y": (y_k[0] if y_k else 0, _matrix(y)[1]),
+            }
+        else:
+            _summed(rec, views, batch, outer, inner, out, accumulator, features)
+            return
+    _launch(rec, m, n, k, batch, outer, views, accumulator, factors=factors, **features)
+
+
+def _summed(
+    rec: Recorder,
+    views: dict[str, View],
+    batch: tuple[int, ...],
+    outer: list[int],
+    inner: list[int],
+    out: View,
+    accumulator: str,
+    features: dict[str, Any],
+) -> None:
+    """Record a product of which every element of the axes `inner` makes a plane; and their join."""
+    m, k = views["x"].shape[-2:]
+    n = views["y"].shape[-1]
+    count = prod(batch[i] for i in outer)
+    segments = prod(batch[i] for i in inner)
+    itemsize = 8 if accumulator == "float64" else 4
+    plane = m * n * itemsize
+    room = max(1, tiling.CUDA_PLANES_BYTES // max(1, plane * count))
+    if segments > room:
+        # In turns, along the first axis that is summed over: each adds to the sum of those before.
+        axis = inner[0]
+        step = max(1, room // max(1, segments // batch[axis]))
+    else:
+        axis, step = inner[0], batch[inner[0]]
+    rest = segments // batch[axis]
+    turns = range(0, batch[axis], step)
+    depth = min(step, batch[axis]) * rest + (len(turns) > 1)
+    planes = rec.fresh((count, depth, m, n), accumulator)
+    for first in turns:
+        last = min(first + step, batch[axis])
+        lead = 1 if first else 0  # plane 0 is the sum of the turns before
+        lengths = tuple(last - first if i == axis else length for i, length in enumerate(batch))
+        order = outer + inner
+        steps = [0] * len(batch)
+        for i, s in zip(inner, _contiguous([lengths[i] for i in inner]), strict=True):
+            steps[i] = s * m * n
+        for i, s in zip(outer, _contiguous([batch[i] for i in outer]), strict=True):
+            steps[i] = s * depth * m * n
+        target = View(
+            planes.buffer, planes.offset + lead * plane, (*lengths, m, n), (*steps, n, 1),
+            accumulator, planes.itemsize, planes.alignment,
+        )  # fmt: skip
+        parts = {
+            name: view.part(axis - (len(batch) + 2 - len(view.shape)), first, last)
+            for name, view in views.items()
+            if name != "out"
+        }
+        _launch(
+            rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator,
+            **{**features, "free": False},
+        )  # fmt: skip
+        used = (last - first) * rest + lead
+        if last == batch[axis] and len(turns) == 1:
+            _join(rec, planes, count, depth, out, accumulator)
+        else:
+            # places are `depth` planes apart, of which `used` hold something
+            done = last == batch[axis]
+            for place in range(count):
+                one = replace(
+                    planes, offset=planes.offset + place * depth * plane, shape=(1, used, m, n)
+                )
+                goal = _nth(out, place) if done else replace(one, shape=(m, n), strides=(n, 1))
+                _join(rec, one, 1, used, goal, accumulator)
+
+
+def _nth(out: View, number: int) -> View:
+    """A matrix of a batch."""
+    offset = 0
+    for length, stride in zip(out.shape[:-2][::-1], out.strides[:-2][::-1], strict=True):
+        number, index = divmod(number, length)
+        offset += index * stride
+    return replace(
+        out, offset=out.offset + offset * out.itemsize, shape=out.shape[-2:],
+        strides=out.strides[-2:],
+    )  # fmt: skip
+
+
+def _join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumulator: str) -> None:
+    """Record out[o] = the sum of planes[o, q] over q; contiguous planes of a matrix each."""
+    rows, columns = out.shape[-2:]
+    if not prod(out.shape):
+        return
+    lengths, (steps,) = merged(out.shape[:-2], out.strides[:-2])
+    many = lengths[-1] if lengths else 1
+    step = steps[-1] if steps else 0
+    size = depth * rows * columns * planes.itemsize
+    for number, index in enumerate(np.ndindex(*lengths[:-1])):
+        offset = sum(i * s for i, s in zip(index, steps[:-1], strict=True)) * out.itemsize
+        launches, workspace = passes.joins(
+            rec.device.info, accumulator, Slot("planes"), Slot("out"), out.dtype, many, depth,
+            rows, columns, (step, out.strides[-2], out.strides[-1]), Slot("work"),
+        )  # fmt: skip
+        rec.launches(
+            launches,
+            {
+                "planes": (planes.buffer, planes.offset + number * many * size),
+                "out": (out.buffer, out.offset + offset),
+            },
+            workspace,
+        )
+
+
+# --- operations ---------------------------------------------------------------------------------
+def value_of(activation: Activation) -> Expr | None:
+    """The graph of an activation; None of the identity."""
+    graph = activation.trace(0)
+    return None if graph.op == "x" else graph
+
+
+def slope_of(activation: Activation) -> Expr | None:
+    """The graph of its derivative; None where that is 1 everywhere."""
+    graph = activation.trace(1)
+    return None if graph.op == "const" and graph.payload == 1 else graph
+
+
+def forward(rec: Recorder, p: GemmProblem, bind: Bind) -> None:
+    """out = act(a @ b + bias) + residual."""
+    _product(
+        rec, bind("a", p.a), bind("b", p.b), p.batch, bind("out", p.out), p.acc_dtype.name,
+        function=value_of(p.activation),
+        bias=None if p.bias is None else bind("bias", p.bias),
+        extra=None if p.residual is None else bind("residual", p.residual),
+        pre=None if p.pre is None else bind("pre", p.pre),
+    )  # fmt: skip
+
+
+def _turned(view: View) -> View:
+    """The transpose."""
+    (*batch, m, n), (*steps, row, column) = view.shape, view.strides
+    return replace(view, shape=(*batch, n, m), strides=(*steps, column, row))
+
+
+def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
+    """grad_pre = grad * act'(pre), and what is made of it."""
+    acc = p.acc_dtype.name
+    slope = slope_of(p.activation)
+    grad_pre = grad = bind("grad", p.grad)
+    products = p.d_a is not None or p.d_b is not None
+    if slope is not None and (products or p.d_bias is not None):
+        # rows of whole 16 bytes, as the fast loads want them
+        unit = max(1, 16 // p.dtype.itemsize)
+        pitch = tiling.round_up(p.n, unit)
+        whole = rec.fresh((*p.batch, p.m, pitch), p.dtype.name)
+        grad_pre = replace(whole, shape=(*p.batch, p.m, p.n))
+        _slopes(rec, p, grad, slope, grad_pre, bind)
+    elif p.d_bias is not None:
+        _slopes(rec, p, grad, None, None, bind)
+    if p.d_a is not None:
+        _product(rec, grad_pre, _turned(bind("b", p.b)), p.batch, bind("d_a", p.d_a), acc)
+    if p.d_b is not None:
+        a = _turned(bind("a", p.a))
+        _product(rec, a, grad_pre, p.batch, bind("d_b", p.d_b), acc, free=True)
+
+
+def _slopes(
+    rec: Recorder,
+    p: GemmBackwardProblem,
+    grad: View,
+    slope: Expr | None,
+    grad_pre: View | None,
+    bind: Bind,
+) -> None:
+    """Record grad_pre = grad * act'(pre), and d_bias from the sums of its columns."""
+    m, n, acc, batch = p.m, p.n, p.acc_dtype.name, p.batch
+    d_bias = None if p.d_bias is None else bind("d_bias", p.d_bias)
+    # places of one bias are neighbours
+    outer, inner = _split(batch, () if d_bias is None else d_bias.shape[:-2])
+    order = outer + inner
+    table, rows = None, 0
+    if m and n and prod(batch):
+        if slope is not None and p.pre is None and grad_pre is not None:
+            views = {"x": bind("a", p.a), "y": bind("b", p.b), "extra": grad, "out": grad_pre}
+            if p.bias is not None:
+                views["bias"] = bind("bias", p.bias)
+            made = _launch(
+                rec, m, n, p.k, batch, order, views, acc, epilogue="slope", function=slope,
+                guard=p.guard, sums=d_bias is not None,
+            )  # fmt: skip
+            if made is not None:
+                table, rows = made
+        else:
+            views = {"extra": grad}
+            function = None
+            if slope is not None and p.pre is not None and grad_pre is not None:
+                views |= {"pre": bind("pre", p.pre), "out": grad_pre}
+                function = elementwise.scalar(slope, acc, p.dtype.name, guard=p.guard)
+            places = _Places(batch, views, order)
+            strides = {
+                name: (view.dtype, (places.step[name], *_matrix(view)))
+                for name, view in views.items()
+            }
+            if d_bias is not None:
+                rows = passes.chunks(m)
+                table = rec.fresh((prod(batch[i] for i in order), rows, n), acc)
+            launch = passes.slopes(
+                rec.device.info, acc, function, strides.get("pre"), strides["extra"],
+                strides.get("out"), m, n, places.count, table is not None,
+            )  # fmt: skip
+            for first, at in places:
+                if table is not None:
+                    at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
+                rec.launches((launch,), at)
+    if d_bias is None:
+        return
+    count = prod(batch[i] for i in outer)
+    depth = prod(batch[i] for i in inner) * rows
+    if table is None:
+        table = rec.fresh((1,), acc)
+        depth = 0
+    _join(rec, table, count, depth, d_bias, acc)
+
+
+def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
+    """Record target = source summed over the axes along which target was broadcast to it."""
+    own = (1,) * (len(source.shape) - len(target.shape)) + target.shape
+    summed = [i for i, length in enumerate(own) if length != source.shape[i]]
+    if not prod(target.shape):
+        return
+    if not summed:
+        copy(rec, source, target)
+        return
+    order = [*summed, *(i for i in range(len(own)) if i not in summed)]
+    turned = replace(
+        source,
+        shape=tuple(source.shape[i] for i in order),
+        strides=tuple(source.strides[i] for i in order),
+    )
+    planes = rec.fresh(turned.shape, accumulator)
+    copy(rec, turned, planes)
+    depth = prod(source.shape[i] for i in summed)
+    # the target has the rest in the same order: as one row, or in a contiguous copy
+    row = replace(target, shape=(1, prod(target.shape)), strides=(0, 1))
+    if target.contiguous:
+        _join(rec, planes, 1, depth, row, accumulator)
+        return
+    apart = rec.fresh(target.shape, target.dtype)
+    _join(rec, planes, 1, depth, replace(apart, shape=row.shape, strides=(0, 1)), accumulator)
+    copy(rec, apart, target)
+
+
+def copy(rec: Recorder, source: View, out: View) -> None:
+    """Record out = source, converted."""
+    lengths, (steps, out_steps) = merged(out.shape, source.strides, out.strides)
+    if not prod(lengths):
+        return
+    lead = max(0, len(lengths) - passes.COPY_AXES)
+    accumulator = "float64" if out.dtype == "float64" else "float32"
+    launch = passes.copies(
+        rec.device.info, accumulator, source.dtype, out.dtype, lengths[lead:], steps[lead:],
+        out_steps[lead:],
+    )  # fmt: skip
+    for index in np.ndindex(*lengths[:lead]):
+        at = {
+            name: (
+                view.buffer,
+                view.offset + view.itemsize * sum(i * s for i, s in zip(index, mine, strict=False)),
+            )
+            for name, view, mine in (("x", source, steps), ("out", out, out_steps))
+        }
+        rec.launches((launch,), at)
+
+
+def gate(rec: Recorder, p: GatedProblem, bind: Bind) -> None:
+    """out = act(a) * b."""
+    size = prod(p.shape)
+    if not size:
+        return
+    views = {"a": bind("a", p.a), "b": bind("b", p.b), "out": bind("out", p.out)}
+    found, late = _as_one(rec, views, ("out",))
+    launch = gated.forward(
+        rec.device.info, p.dtype.name, p.acc_dtype.name, value_of(p.activation), size,
+        min(_alignment(view, ()) for view in found.values()),
+    )  # fmt: skip
+    rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
+    for source, out in late:
+        copy(rec, source, out)
+
+
+def gate_backward(rec: Recorder, p: GatedBackwardProblem, bind: Bind) -> None:
+    """d_a = grad * b * act'(a), d_b = grad * act(a)."""
+    size = prod(p.shape)
+    if not size or (p.d_a is None and p.d_b is None):
+        return
+    views = {"grad": bind("grad", p.grad), "a": bind("a", p.a)}
+    outs = []
+    if p.d_a is not None:
+        views |= {"b": bind("b", p.b), "d_a": bind("d_a", p.d_a)}
+        outs.append("d_a")
+    if p.d_b is not None:
+        views["d_b"] = bind("d_b", p.d_b)
+        outs.append("d_b")
+    found, late = _as_one(rec, views, outs)
+    launch = gated.backward(
+        rec.device.info, p.dtype.name, p.acc_dtype.name, value_of(p.activation),
+        slope_of(p.activation), p.guard, (p.d_a is not None, p.d_b is not None), size,
+        min(_alignment(view, ()) for view in found.values()),
+    )  # fmt: skip
+    rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
+    for source, out in late:
+        copy(rec, source, out)
+
+
+def _as_one(
+    rec: Recorder, views: dict[str, View], outs: Sequence[str]
+) -> tuple[dict[str, View], list[tuple[View, View]]]:
+    """The arrays as runs of memory in one order; copies of those that are none, to be copied back.
+
+    Arrays of one order need no copy, whatever that order is.
+    """
+    orders = {_order(view) for view in views.values()}
+    if len(orders) == 1 and None not in orders:
+        return views, []
+    found: dict[str, View] = {}
+    late = []
+    for name, view in views.items():
+        found[name] = view
+        if not view.contiguous:
+            found[name] = rec.fresh(view.shape, view.dtype)
+            if name in outs:
+                late.append((found[name], view))
+            else:
+                copy(rec, view, found[name])
+    return found, late
+
+
+def _order(view: View) -> tuple[int, ...] | None:
+    """The order of the axes of an array that is one run of memory; None of another."""
+    order = sorted(
+        (i for i, length in enumerate(view.shape) if length != 1), key=lambda i: -view.strides[i]
+    )
+    run = 1
+    for axis in reversed(order):
+        if view.strides[axis] != run:
+            return None
+        run *= view.shape[axis]
+    return tuple(order)

@@ -1,0 +1,21 @@
+"""Which tier runs a product: each is asked in turn, the fastest first."""
+
+from __future__ import annotations
+
+from numfuse.backends.cuda.mirror import MIRROR
+from numfuse.backends.cuda.product import DeviceInfo, Plan, Product, Tier
+
+__all__ = ["TIERS", "choose"]
+
+#: The last takes every product.
+TIERS: tuple[Tier, ...] = (MIRROR,)
+
+
+def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:
+    """The first tier that takes it, and how it runs it."""
+    if product.k:
+        for tier in TIERS:
+            plan = tier.take(product, info)
+            if plan is not None:
+                return tier, plan
+    return MIRROR, MIRROR.take(product, info)

@@ -1,0 +1,296 @@
+"""Calls on arrays of a CUDA device: where they run, what they give back, what they refuse.
+
+Run on a GPU where there is one, and in the simulator by `test_cuda_simulator`.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import ml_dtypes
+import numpy as np
+import pytest
+from arrays import bits
+from conftest import SIMULATED, unavailable
+
+import numfuse as nf
+
+status = nf.backends()["cuda"]
+if not status:
+    unavailable("cuda", str(status))
+
+from numfuse.backends.cuda.arrays import DeviceArray, pool_of  # noqa: E402
+from numfuse.backends.cuda.driver import device  # noqa: E402
+from numfuse.backends.cuda.memory import Pool, size_class  # noqa: E402
+
+DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+
+
+def there(x):
+    return nf.to_device(x, "cuda")
+
+
+@pytest.fixture
+def operands():
+    rng = np.random.default_rng(3)
+
+    def make(dtype=np.float32, m=9, n=7, k=5):
+        shapes = ((m, n), (m, k), (k, n), (n,))
+        return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+    return make
+
+
+def same(given, wanted):
+    return all(
+        (x is None and y is None) or (bits(nf.to_numpy(x)) == bits(y)).all()
+        for x, y in zip(given, wanted, strict=True)
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_call_on_the_device_gives_what_it_gives_for_numpy_arrays(operands, dtype):
+    arrays = operands(dtype)
+    grad, a, b, bias = map(there, arrays)
+    for _ in range(2):  # recorded, then repeated
+        out = nf.matmul_bias_activation(a, b, bias, "tanh")
+        gradients = nf.matmul_bias_activation_bwd(grad, a, b, bias, "tanh")
+        assert isinstance(out, DeviceArray) and out.dtype == dtype
+        wanted = nf.matmul_bias_activation(*arrays[1:], "tanh", backend="cuda")
+        assert same([out], [wanted])
+        wanted = nf.matmul_bias_activation_bwd(*arrays, "tanh", backend="cuda")
+        assert type(gradients) is type(wanted) and same(gradients, wanted)
+
+
+def test_a_repeated_call_reads_its_own_arrays(operands):
+    first, second = operands(), operands()
+    out = [nf.matmul_bias_activation(*map(there, x[1:]), "relu") for x in (first, second)]
+    wanted = [nf.matmul_bias_activation(*x[1:], "relu", backend="cuda") for x in (first, second)]
+    assert same(out, wanted) and not same(out[:1], wanted[1:])
+
+
+def test_views_are_read_where_they_are(operands):
+    _, a, b, bias = operands(m=8, k=6)
+    on = there(a), there(b), there(bias)
+    out = nf.matmul_bias_activation(on[0][::2, ::-1], on[1][::-1], on[2][::-1], "none")
+    wanted = nf.matmul_bias_activation(a[::2, ::-1], b[::-1], bias[::-1], "none", backend="cuda")
+    assert same([out], [wanted])
+    assert same([nf.silu_mul(on[0].T, on[0].T)], [nf.silu_mul(a.T, a.T, backend="cuda")])
+    assert on[0].reshape(4, -1).shape == (4, 12)
+    with pytest.raises(ValueError, match="without a copy"):
+        on[0].T.reshape(-1)
+
+
+def test_outputs_of_the_caller_are_written_and_returned(operands):
+    grad, a, b, bias = operands()
+    on = [there(x) for x in (grad, a, b, bias)]
+    outs = there(np.full_like(a, np.nan)), None, there(np.full_like(bias, np.nan))
+    for _ in range(2):
+        given = nf.matmul_bias_activation_bwd(*on, "silu", out=outs)
+        assert given.d_a is outs[0] and given.d_bias is outs[2]
+        wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, "silu", backend="cuda")
+        assert same(given, wanted)
+    x = there(a)
+    assert nf.silu_mul(x, on[1], out=x) is x
+    assert same([x], [nf.silu_mul(a, a, backend="cuda")])
+
+
+def test_an_output_over_an_operand_is_refused_every_time(operands):
+    _, a, _, _ = operands(m=5, n=5, k=5)
+    x, other = there(a), there(a)
+    for _ in range(2):
+        nf.matmul_bias_activation(x, x, out=other)
+        with pytest.raises(ValueError, match="share memory"):
+            nf.matmul_bias_activation(x, x, out=x)
+
+
+def test_what_is_not_on_the_device_is_refused(operands):
+    _, a, b, _ = operands()
+    x = there(a)
+    with pytest.raises(TypeError, match=r"b must be on cuda:0 .*numfuse.to_device\(b, 'cuda'\)"):
+        nf.matmul_bias_activation(x, b)
+    with pytest.raises(TypeError, match="out must be on cuda:0"):
+        nf.silu_mul(x, x, out=a)
+    with pytest.raises(TypeError, match="b must be on cuda:0"):
+        nf.matmul_bias_activation(x, None)
+    with pytest.raises(ValueError, match="backend must be 'cuda'"):
+        nf.silu_mul(x, x, backend="cpu")
+    with pytest.raises(TypeError, match="not moved to NumPy unless asked"):
+        np.asarray(x)
+
+
+def test_every_check_of_an_operand_is_applied(operands):
+    grad, a, b, bias = (there(x) for x in operands())
+    with pytest.raises(ValueError, match="must have shape"):
+        nf.matmul_bias_activation(a, b, out=a)
+    with pytest.raises(ValueError, match="needs must hold names"):
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, needs=("c",))
+    with pytest.raises(TypeError, match="out must be a tuple"):
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, out=a)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        nf.matmul_bias_activation(a, b, bias, "rleu")
+
+
+def test_arrays_without_elements(operands):
+    a, b, bias = there(np.ones((0, 3), np.float32)), there(np.ones((3, 4), np.float32)), None
+    assert nf.matmul_bias_activation(a, b, bias).shape == (0, 4)
+    grad = there(np.ones((0, 4), np.float32))
+    given = nf.matmul_bias_activation_bwd(grad, a, b)
+    assert (nf.to_numpy(given.d_b) == 0).all()
+    empty = there(np.ones((0,), np.float32))
+    assert nf.silu_mul(empty, empty).shape == (0,)
+
+
+def test_the_residuals_gradient(operands):
+    grad, a, b, bias = operands()
+    on = [there(x) for x in (grad, a, b, bias)]
+    for residual in (grad[:1], grad[:, :1], grad[0], grad):
+        given = nf.matmul_bias_residual_bwd(*on, there(residual.copy()))
+        wanted = nf.matmul_bias_residual_bwd(grad, a, b, bias, residual, backend="cuda")
+        np.testing.assert_allclose(nf.to_numpy(given.d_residual), wanted.d_residual, rtol=1e-5)
+        assert given.d_residual.shape == residual.shape
+        assert same(given[:3], wanted[:3])
+
+
+def test_a_redefined_activation_is_not_the_kept_one(operands):
+    a = operands()[1]
+    x = there(a)
+
+    @nf.activation(name="of this test")
+    def first(x):
+        return x + 1.0
+
+    once = nf.to_numpy(nf.activation_mul(x, x, "of this test"))
+
+    @nf.activation(name="of this test")
+    def second(x):
+        return x + 2.0
+
+    twice = nf.to_numpy(nf.activation_mul(x, x, "of this test"))
+    np.testing.assert_allclose(twice - once, a, rtol=1e-4, atol=1e-5)
+
+
+def test_the_call_is_told(operands):
+    _, a, b, bias = (there(x) for x in operands())
+    nf.matmul_bias_activation(a, b, bias, "relu")
+    call = nf.last_call()
+    assert call.backend == "cuda" and call.device == str(a.device)
+    assert call.kernel.startswith("forward/relu") and call.tiling is not None
+
+
+def test_dlpack_gives_and_takes_arrays(operands):
+    a = operands()[1]
+    x = there(a)
+
+    class Foreign:
+        """An array of another library, of which the memory is that of x."""
+
+        taken = 0
+
+        def __dlpack_device__(self):
+            return x.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            Foreign.taken += 1
+            return x.__dlpack__(**options)
+
+    out = nf.silu_mul(Foreign(), Foreign())
+    assert Foreign.taken == 2
+    assert same([out], [nf.silu_mul(a, a, backend="cuda")])
+    # what was exported is let go of
+    from numfuse.backends.cuda import dlpack
+
+    nf.synchronize(out)
+    nf.silu_mul(x, x)
+    from numfuse.adapters import cuda as adapter
+
+    adapter._IN_FLIGHT.clear()
+    gc.collect()
+    capsule = x.__dlpack__()  # and one that nobody takes
+    del capsule
+    gc.collect()
+    assert not dlpack._exported
+
+
+def test_the_array_interface_gives_and_takes_arrays(operands):
+    a = operands()[1]
+    x = there(a)
+
+    class Foreign:
+        @property
+        def __cuda_array_interface__(self):
+            return x.T.__cuda_array_interface__
+
+    out = nf.silu_mul(Foreign(), Foreign())
+    assert same([out], [nf.silu_mul(a.T, a.T, backend="cuda")])
+    half = there(a.astype(ml_dtypes.bfloat16))
+    with pytest.raises(AttributeError, match="no bfloat16"):
+        half.__cuda_array_interface__  # noqa: B018
+
+
+def test_precision_is_checked():
+    with pytest.raises(ValueError, match="precision must be one of 'ieee', 'bf16x6', 'tf32'"):
+        nf.use_backend("cuda", precision="fp8")
+    with pytest.raises(ValueError, match="device must be the number"):
+        nf.use_backend("cuda", device=99)
+    assert nf.use_backend("cuda", precision="tf32").backend.precision == "tf32"
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_a_result_gives_its_memory_back():
+    pool = pool_of(device())
+    x = there(np.ones((64, 64), np.float32))
+    nf.silu_mul(x, x)
+    gc.collect()
+    held = pool.held
+    for _ in range(20):
+        nf.silu_mul(x, x)
+    assert pool.held == held
+
+
+def test_the_pool_gives_a_block_again_in_the_order_of_its_stream():
+    pool = Pool(device())
+    one = pool.take(1000, 0)
+    pool.give(one)
+    assert pool.kept == one.nbytes == 1024
+    two = pool.take(900, 0)
+    assert two.address == one.address and pool.kept == 0
+    three = pool.take(900, 0)
+    assert three.address != two.address
+    pool.give(two)
+    pool.give(three)
+    pool.release()
+    assert pool.kept == pool.held == 0
+
+
+def test_the_pool_keeps_no_more_than_its_limit():
+    pool = Pool(device(), limit=4096)
+    blocks = [pool.take(4096, 0) for _ in range(3)]
+    for block in blocks:
+        pool.give(block)
+    assert pool.kept == pool.held == 4096
+    pool.release()
+
+
+@pytest.mark.parametrize("nbytes", [1, 512, 513, 1 << 20, (1 << 20) + 1, 5 << 20])
+def test_a_block_is_large_enough_and_not_twice_too_large(nbytes):
+    size = size_class(nbytes)
+    assert nbytes <= size <= max(512, 2 * nbytes, 2 << 20)
+    assert size % 256 == 0
+
+
+@pytest.mark.skipif(SIMULATED, reason="the simulator has no streams")
+def test_a_block_that_another_stream_used_waits_for_it():
+    import ctypes
+
+    owner = device()
+    stream = ctypes.c_void_p()
+    with owner.current():
+        owner.check(owner.cuda.cuStreamCreate(ctypes.byref(stream), 1), "a stream")
+    pool = Pool(owner)
+    block = pool.take(1 << 20, 0)
+    pool.give(block, {0, stream.value})
+    owner.synchronize()
+    assert pool.take(1 << 20, 0).address == block.address

@@ -1,0 +1,198 @@
+"""Every CUDA kernel compiles without a GPU, to the instructions that it is made for.
+
+The table `CASES` names products as a run makes them; whichever kernels a tier launches for one are
+compiled to PTX, and assembled where `ptxas` is on the machine: without spills and without a stack.
+A tier adds rows.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+
+import pytest
+from conftest import SIMULATED, unavailable
+
+import numfuse as nf
+
+try:
+    from numfuse.backends.cuda import gated, passes, scalars, toolchain
+    from numfuse.backends.cuda.mirror import MIRROR
+    from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
+except ImportError as error:
+    unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
+
+if SIMULATED:
+    pytest.skip("the simulator has no compiler", allow_module_level=True)
+
+AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
+HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
+ACT = nf.activations()
+
+
+@dataclass(frozen=True)
+class Case:
+    """Launches, and what their PTX must hold."""
+
+    name: str
+    launches: tuple[Launch, ...]
+    info: DeviceInfo
+    #: Of the first launch.
+    instructions: tuple[str, ...] = ()
+    registers: int = 255
+    #: Bytes of stack that a kernel may have (0: everything is in registers).
+    stack: int = 0
+
+
+def operand(dtype, rows, columns, turned=False, alignment=16):
+    strides = (rows * columns, 1, rows) if turned else (rows * columns, columns, 1)
+    return Operand(dtype, strides, alignment)
+
+
+def product(m, n, k, dtype, *, places=1, x_turned=False, y_turned=False, alignment=16, **features):
+    """A product as a run makes it: "activation", "slope" with sums, or bare."""
+    acc = "float64" if dtype == "float64" else "float32"
+    if features.get("epilogue") == "slope":
+        features = {"extra": operand(dtype, m, n), "sums": True, "guard": True, **features}
+    if "function" in features:
+        features["bias"] = Operand(dtype, (0, 0, 1), alignment)
+        order = 1 if features.get("epilogue") == "slope" else 0
+        features["function"] = ACT[features["function"]].trace(order)
+    return Product(
+        m, n, k, places, operand(dtype, m, k, x_turned, alignment),
+        operand(dtype, k, n, y_turned, alignment), operand(dtype, m, n), acc, **features,
+    )  # fmt: skip
+
+
+def taken(name, tier, made, info, instructions=(), **limits):
+    """A row: what a tier launches for a product."""
+    plan = tier.take(made, info)
+    assert plan is not None, f"{tier.name} does not take {made}"
+    return Case(name, plan.launches, info, instructions, **limits)
+
+
+CASES = [
+    taken("mirror f32", MIRROR, product(100, 90, 80, "float32", function="gelu"), AMPERE,
+          ("fma.rn.f32",)),
+    taken("mirror f64", MIRROR, product(100, 90, 80, "float64", function="tanh"), HOPPER,
+          ("fma.rn.f64",)),
+    taken("mirror bf16 slope", MIRROR,
+          product(100, 90, 80, "bfloat16", function="silu", epilogue="slope"), AMPERE,
+          ("ex2.approx.ftz.f32", "rcp.approx.ftz.f32")),
+    taken("mirror f16, parts", MIRROR, product(64, 64, 9000, "float16", free=True), HOPPER,
+          ("cvt.f32.f16",)),
+    Case("slopes", (passes.slopes(AMPERE, "float32", None, None, ("float32", (1, 1, 1)), None,
+                                  100, 90, 1, True),), AMPERE),
+    Case("copy", (passes.copies(AMPERE, "float32", "bfloat16", "float32", (3, 4), (4, 1), (4, 1)),),
+         AMPERE),
+    Case("gate", (gated.forward(HOPPER, "bfloat16", "float32", ACT["silu"].trace(0), 1000, 16),),
+         HOPPER, ("ex2.approx.ftz.f32",)),
+    Case("gate backward", (gated.backward(HOPPER, "float64", "float64", ACT["gelu"].trace(0),
+         ACT["gelu"].trace(1), True, (True, True), 1000, 16),), HOPPER, ("fma.rn.f64",)),
+]  # fmt: skip
+
+
+def test_numba_cuda_is_the_package_and_not_numbas_own_module():
+    import numba_cuda
+
+    assert str(toolchain.cuda.__file__).startswith(str(numba_cuda.__path__[0]))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_kernel_compiles_to_the_expected_instructions(case, tmp_path):
+    for number, launch in enumerate(case.launches):
+        made = launch.kernel
+        text = made.ptx(case.info.capability)
+        assert len(launch.arguments) == len(made.signature)
+        if not number:
+            for instruction in case.instructions:
+                assert instruction in text, f"{made.name} has no {instruction}"
+        assert "__local_depot" not in text or case.stack, f"{made.name}: an array in local memory"
+        _assemble(case, made, text, tmp_path)
+
+
+def _assemble(case, made, text, tmp_path):
+    ptxas = shutil.which("ptxas")
+    if ptxas is None:
+        return
+    release = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True)
+    major, minor = map(int, re.search(r"release (\d+)\.(\d+)", release.stdout).groups())
+    known = f"{major - 4}.{minor}"  # CUDA 13.0 reads PTX 9.0
+    version = re.search(r"\.version (\d+)\.(\d+)", text)
+    if tuple(map(int, version.groups())) > (major - 4, minor):
+        text = text.replace(version[0], f".version {known}")
+    source = tmp_path / "kernel.ptx"
+    source.write_text(text)
+    arch = "sm_" + "".join(map(str, made.architecture(case.info.capability)))
+    done = subprocess.run(
+        [ptxas, f"-arch={arch}", "-v", str(source), "-o", str(tmp_path / "kernel.cubin")],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert not done.returncode, f"{made.name}: {done.stderr[-2000:]}"
+    spilled = re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr)
+    assert spilled and not any(map(int, spilled)), f"{made.name}: {done.stderr}"
+    stack = int(re.search(r"(\d+) bytes stack frame", done.stderr)[1])
+    assert stack <= case.stack, f"{made.name}: {stack} bytes of stack"
+    registers = int(re.search(r"Used (\d+) registers", done.stderr)[1])
+    assert registers <= case.registers, f"{made.name}: {registers} registers"
+    # The serialisation of wgmma is a note of the assembler, and costs half of the speed.
+    assert "wgmma" not in done.stderr, f"{made.name}: {done.stderr}"
+
+
+def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
+    code = (
+        "import numfuse as nf\n"
+        "from numfuse.backends.cuda import gated, toolchain\n"
+        "from numfuse.backends.cuda.product import DeviceInfo\n"
+        "info = DeviceInfo('A100', (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)\n"
+        "act = nf.activations()['relu'].trace(0)\n"
+        "made = gated.forward(info, 'float32', 'float32', act, 10, 16).kernel\n"
+        "body, entry = made.binary((8, 0))\n"
+        "import hashlib; print(made.origin, entry, hashlib.sha256(body).hexdigest())\n"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+
+    def run():
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, env=environment
+        )
+        assert not done.returncode, done.stderr[-2000:]
+        return done.stdout.split()
+
+    first, second = run(), run()
+    assert (first[0], second[0]) == ("compiled", "disk")
+    assert first[1:] == second[1:]
+    (file,) = (tmp_path / "numfuse" / "cuda").glob("*.bin")
+    file.write_bytes(file.read_bytes()[:-5])  # cut short by a full disk
+    assert run() == first
+
+
+def test_a_map_is_an_argument_of_128_bytes_whose_address_the_kernel_gets():
+    text = toolchain.kernel(
+        _reads_a_map, "u64 map u64", threads=32, LOAD=scalars.loads("float32"),
+        STORE=scalars.stores("float32"),
+    ).ptx((9, 0))  # fmt: skip
+    assert re.search(r"\.param \.align 64 \.b8 \w+_param_1\[128\]", text)
+    assert "cvta.param.u64" in text
+
+
+def _reads_a_map(out, table, unused):
+    STORE(out, 0, LOAD(table, 0))  # noqa: F821
+
+
+def test_what_has_no_identity_is_not_bound():
+    with pytest.raises(TypeError, match="cannot bind"):
+        toolchain.kernel(_reads_a_map, "u64 map u64", threads=32, LOAD=lambda x: x)
+
+
+def test_equal_bindings_are_one_kernel():
+    made = [
+        MIRROR.take(product(m, 8, 8, "float32", function="relu"), AMPERE).launches[0].kernel
+        for m in (8, 9)
+    ]
+    assert made[0] is made[1]
+    assert Slot("x") == Slot("x", 0)

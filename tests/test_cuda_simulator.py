@@ -1,0 +1,74 @@
+"""The CUDA backend without a GPU: the conformance suite in Numba's simulator.
+
+A process is either a simulator or a compiler, so the suite runs in one of its own, on tiles and
+shapes that are small (see `conftest.SIMULATED`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from conftest import SIMULATED, unavailable
+
+if find_spec("numba_cuda") is None:
+    unavailable("cuda-simulator", "numba-cuda is not installed")
+if SIMULATED:
+    pytest.skip("this is the process of the simulator", allow_module_level=True)
+
+TESTS = Path(__file__).parent
+#: Files of the suite, and what is left out of them: tests in a process of their own.
+FILES = {"test_conformance.py": "not pages", "test_special_values.py": ""}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ, "NUMBA_ENABLE_CUDASIM": "1", "NUMFUSE_REQUIRE": "cuda", "PYTHONHASHSEED": "0",
+    }  # fmt: skip
+    return subprocess.run(
+        [sys.executable, *arguments], capture_output=True, text=True, timeout=900,
+        env=environment, cwd=TESTS.parent,
+    )  # fmt: skip
+
+
+def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
+    done = run(
+        "-c",
+        "import numba_cuda, numpy as np, numfuse as nf\n"
+        "from numfuse.backends.cuda import toolchain\n"
+        "assert toolchain.SIMULATED\n"
+        "assert toolchain.cuda.__file__.startswith(list(numba_cuda.__path__)[0])\n"
+        "from numba.cuda.simulator.kernel import FakeCUDAKernel\n"
+        "ran, call = [], FakeCUDAKernel.__call__\n"
+        "def counted(self, *arguments):\n"
+        "    ran.append(self.fn.__name__)\n"
+        "    return call(self, *arguments)\n"
+        "FakeCUDAKernel.__call__ = counted\n"
+        "a = np.arange(6, dtype=np.float32).reshape(2, 3)\n"
+        "out = nf.matmul_bias_activation(a, a.T.copy(), backend='cuda')\n"
+        "assert (out == a @ a.T).all(), out\n"
+        "assert 'product' in ran, ran\n"
+        "print(nf.last_call().device, nf.last_call().tier)\n",
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == "cuda:0 (CUDA simulator) mirror"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_the_suite_passes_in_the_simulator(file):
+    chosen = " and ".join(filter(None, ("cuda", FILES[file])))
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}", "-k", chosen)
+    assert done.returncode == 0, done.stdout[-6000:]
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed and int(passed[1]) > 5, done.stdout[-1000:]
+
+
+def test_arrays_of_a_device_stay_there_in_the_simulator():
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda_arrays.py")
+    assert done.returncode == 0, done.stdout[-6000:]
+    assert re.search(r"\d+ passed", done.stdout), done.stdout[-1000:]
