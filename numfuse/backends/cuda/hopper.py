@@ -15,7 +15,7 @@ import numpy as np
 from numfuse.backends.cuda import hopper_copies, hopper_gemm
 from numfuse.backends.cuda.elementwise import Scalar, scalar
 from numfuse.backends.cuda.hopper_host import TensorMap
-from numfuse.backends.cuda.hopper_intrinsics import HALVES, multiply, multiply_wait
+from numfuse.backends.cuda.hopper_intrinsics import HALVES, add, clear, multiply, multiply_wait
 from numfuse.backends.cuda.product import (
     Derived,
     DeviceInfo,
@@ -142,6 +142,7 @@ class Gemm:
             "PRE": self.pre != "", "SLOPE": self.slope, "SUMS": self.sums,
             "HAS_FUNCTION": self.function is not None, "FUNCTION": self.function,
             "ZERO": np.float32(0), "MULTIPLY": step, "MULTIPLY_WAIT": wait,
+            "CLEAR": clear(values), "ADD": add(values),
         }  # fmt: skip
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
@@ -153,6 +154,7 @@ class Gemm:
         b["STORE_OUT"] = Inlined(part.store_two, {"PAIRS": self.out_pairs})
         b["FETCH_ROWS"] = Inlined(part.fetch_rows, b)
         b["STORE_ROWS"] = Inlined(part.store_rows, b)
+        b["PIECE"] = Inlined(part.piece, b)
         b["UNIT_AT"] = Inlined(part.unit_at, b)
         b["PAST"] = Inlined(part.past, b)
         b["PRODUCE"] = Inlined(part.produce, b)
@@ -373,8 +375,10 @@ class _Hopper:
 
     @staticmethod
     def _kind(product: Product) -> str | None:
-        dtypes = {product.x.dtype, product.y.dtype, product.out.dtype}
+        dtypes = {product.x.dtype, product.y.dtype}
         dtypes |= {o.dtype for o in (product.bias, product.extra) if o is not None}
+        if product.out.dtype != "float32" or product.extra is not None:
+            dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
         if len(dtypes) > 1 or product.accumulator != "float32":
             return None
         if product.pre is not None and product.pre.dtype != "float32":
@@ -434,7 +438,7 @@ def plan_with(
         workspace += parts * out_part * 4
         joined = (_join(product, pitch, out_part, parts, out_slot),)
         out = planes
-    elif half:
+    elif half and out.dtype != "float32":
         out_map = _boxed(out, product, width)
         out_kind = "rows" if out_map is None else "map"
         if out_map is not None and extra is not None:

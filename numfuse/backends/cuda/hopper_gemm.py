@@ -170,8 +170,7 @@ def multiply_slices(
         if PROMOTE:
             if (done & (PROMOTE - 1)) == PROMOTE - 1:
                 MULTIPLY_WAIT(acc)
-                for i in unrolled(VALUES):
-                    total[i] += acc[i]
+                ADD(total, acc)
         before = stage
         done += 1
         stage += 1
@@ -182,8 +181,7 @@ def multiply_slices(
     barrier_arrive(empty + 8 * before, leader)
     if PROMOTE:
         if (count & (PROMOTE - 1)) != 0:
-            for i in unrolled(VALUES):
-                total[i] += acc[i]
+            ADD(total, acc)
     return stage, parity
 
 
@@ -212,8 +210,7 @@ def consume(
     thread = thread & 127
     leader = thread == 0
     acc = cuda.local.array(VALUES, types.float32)
-    for i in unrolled(VALUES):
-        acc[i] = ZERO
+    CLEAR(acc)
     if PASSES > 1:
         total = cuda.local.array(VALUES, types.float32)
     else:
@@ -312,10 +309,6 @@ def finish(
     own_row = warp * 16 + (lane & 15)
     swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
     own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
-    words = cuda.local.array(4, types.int32)
-    half = cuda.local.array(4, types.int32)
-    v = cuda.local.array(4, types.float32)
-    g = cuda.local.array(4, types.float32)
     b = cuda.local.array(WIDTH // 4, types.float32)
     bias = bias + place * bias_place * BIAS_SIZE
     extra = extra + place * extra_place * EXTRA_SIZE
@@ -327,8 +320,6 @@ def finish(
         BASE = c * WIDTH // 2
         buffer = staging + c % BUFFERS * BUFFER_BYTES
         row = row0 + ROW + warp * 16 + (lane >> 2)
-        row_in = row < m
-        below_in = row + 8 < m
         if OUT == "map" and EXTRA != "map":
             # the buffer is free once the store before the last has been read
             if leader:
@@ -349,51 +340,13 @@ def finish(
                 left = column0 + COLUMN + 8 * j + 2 * (lane & 3)
                 b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, left, n, bias_column)
         for q in unrolled(WIDTH // 16):
-            if STAGED:
-                at = (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q)
-                if EXTRA != "":
-                    words[0], words[1], words[2], words[3] = matrix_load(at)
-            for p in unrolled(2):
-                AT = BASE + 8 * q + 4 * p
-                column = column0 + COLUMN + 16 * q + 8 * p + 2 * (lane & 3)
-                for i in unrolled(4):
-                    v[i] = acc[AT + i]
-                if BIAS != "":
-                    for i in unrolled(4):
-                        v[i] += b[4 * q + 2 * p + i % 2]
-                if PRE:
-                    STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
-                    STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
-                if EXTRA == "float32":
-                    g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
-                    g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
-                elif EXTRA != "":
-                    g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
-                    g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
-                if HAS_FUNCTION:
-                    for i in unrolled(4):
-                        v[i] = FUNCTION(v[i])
-                if SLOPE:
-                    for i in unrolled(4):
-                        if HAS_FUNCTION:
-                            v[i] = v[i] * g[i]
-                        else:
-                            v[i] = g[i]
-                elif EXTRA != "":
-                    for i in unrolled(4):
-                        v[i] += g[i]
-                if SUMS:
-                    # rows below the last are products of zeros and a bias: they do not count
-                    acc[AT] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
-                    acc[AT + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
-                if STAGED:
-                    half[2 * p] = PACK(v[0], v[1])
-                    half[2 * p + 1] = PACK(v[2], v[3])
-                else:
-                    STORE_OUT(out, row, column, m, n, out_row, out_column, v[0], v[1])
-                    STORE_OUT(out, row + 8, column, m, n, out_row, out_column, v[2], v[3])
-            if STAGED:
-                matrix_store(at, half[0], half[1], half[2], half[3])
+            # an index that is no literal: PIECE is compiled once, and inlined with the constant
+            PIECE(
+                acc, types.int64(BASE + 8 * q), b, types.int64(4 * q),
+                (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q), row,
+                column0 + COLUMN + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
+                extra_row, extra_column, out, out_row, out_column,
+            )  # fmt: skip
         if OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
@@ -415,6 +368,59 @@ def finish(
                 out_row, out_column,
             )  # fmt: skip
             warp_barrier()
+
+
+def piece(
+    acc: Any, index: int, b: Any, b_index: int, at: int, row: int, column: int, m: int, n: int,
+    pre: int, pre_row: int, pre_column: int, extra: int, extra_row: int, extra_column: int,
+    out: int, out_row: int, out_column: int,
+) -> None:  # fmt: skip
+    """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
+    words = cuda.local.array(4, types.int32)
+    half = cuda.local.array(4, types.int32)
+    v = cuda.local.array(4, types.float32)
+    g = cuda.local.array(4, types.float32)
+    row_in = row < m
+    below_in = row + 8 < m
+    if STAGED and EXTRA != "":
+        words[0], words[1], words[2], words[3] = matrix_load(at)
+    for p in unrolled(2):
+        for i in unrolled(4):
+            v[i] = acc[index + 4 * p + i]
+        if BIAS != "":
+            for i in unrolled(4):
+                v[i] += b[b_index + 2 * p + i % 2]
+        if PRE:
+            STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
+            STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
+        if EXTRA == "float32":
+            g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
+            g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
+        elif EXTRA != "":
+            g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
+            g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
+        for i in unrolled(4):
+            if HAS_FUNCTION:
+                v[i] = FUNCTION(v[i])
+            if SLOPE and HAS_FUNCTION:
+                v[i] = v[i] * g[i]
+            elif SLOPE:
+                v[i] = g[i]
+            elif EXTRA != "":
+                v[i] += g[i]
+        if SUMS:
+            # rows below the last are products of zeros and a bias: they do not count
+            acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
+            acc[index + 4 * p + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
+        if STAGED:
+            half[2 * p] = PACK(v[0], v[1])
+            half[2 * p + 1] = PACK(v[2], v[3])
+        else:
+            STORE_OUT(out, row, column, m, n, out_row, out_column, v[0], v[1])
+            STORE_OUT(out, row + 8, column, m, n, out_row, out_column, v[2], v[3])
+        column += 8
+    if STAGED:
+        matrix_store(at, half[0], half[1], half[2], half[3])
 
 
 def fetch_rows(

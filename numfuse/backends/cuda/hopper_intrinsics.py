@@ -260,6 +260,45 @@ def multiply_wait(count: int) -> Any:
     return multiply_wait0
 
 
+def clear(count: int) -> Any:
+    """acc[i] = 0 for each i below `count` (written out in Python, it takes Numba a second)."""
+
+    @intrinsic
+    def registers_clear(context: Any, acc: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            base = _registers(context, builder, signature.args[0], arguments[0])
+            for i in range(count):
+                builder.store(ir.Constant(F32, 0.0), builder.gep(base, [ir.Constant(I32, i)]))
+            return context.get_dummy_value()
+
+        return types.void(acc), codegen
+
+    registers_clear.numfuse_key = f"clear {count}"
+    return registers_clear
+
+
+def add(count: int) -> Any:
+    """total[i] += acc[i] for each i below `count`."""
+
+    @intrinsic
+    def registers_add(context: Any, total: Any, acc: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to, of = (
+                _registers(context, builder, kind, array)
+                for kind, array in zip(signature.args, arguments, strict=True)
+            )
+            for i in range(count):
+                slot = builder.gep(to, [ir.Constant(I32, i)])
+                other = builder.load(builder.gep(of, [ir.Constant(I32, i)]))
+                builder.store(builder.fadd(builder.load(slot), other), slot)
+            return context.get_dummy_value()
+
+        return types.void(total, acc), codegen
+
+    registers_add.numfuse_key = f"add {count}"
+    return registers_add
+
+
 # --- between registers, shared and global memory --------------------------------------------------
 
 #: 9.7.14.5.15/16, ldmatrix and stmatrix: four 8 x 8 matrices of 16-bit values; lane l holds the
