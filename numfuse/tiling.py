@@ -579,6 +579,20 @@ HOPPER_PART = 8
 #: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's
 #: launch and its way through memory cost more than tensor cores without it lose.
 HOPPER_COPY = 1 << 30
+#: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
+#: are reached (a sixth of that for six products), its memory; and seconds of a launch.
+HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
+
+
+def hopper_splits(
+    m: int, n: int, k: int, x_places: int, y_places: int, places: int, depth: int
+) -> bool:  # fmt: skip
+    """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
+    four of tf32) for each element that is read."""
+    strict = 2 * m * n * k * places / HOPPER_CORES
+    copied = (m * k * x_places + k * n * y_places) * (10 if depth > 1 else 8)
+    rate = HOPPER_TENSORS / (6 if depth > 1 else 2)
+    return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
 
 
 @functools.lru_cache(maxsize=4096)

@@ -339,6 +339,17 @@ def test_rows_that_are_not_whole_16_bytes_are_copied_where_it_pays():
     assert hopper.TIER.take(product(95, 97, 99, alignment=2), HOPPER) is None
 
 
+def test_float32_is_split_where_that_is_faster():
+    for precision in ("bf16x6", "tf32"):
+        large = product(2048, 2048, 2048, "float32", precision=precision)
+        names = [launch.kernel.name for launch in hopper.TIER.take(large, HOPPER).launches]
+        assert sum(precision in name for name in names) == 3
+        assert (
+            hopper.TIER.take(product(1, 4096, 4096, "float32", precision=precision), HOPPER) is None
+        )
+    assert hopper.TIER.take(product(2048, 2048, 2048, "float32"), HOPPER) is None
+
+
 @pytest.mark.parametrize(
     "change",
     [{"accumulator": "float64"}, {"x": Operand("float32", (0, 64, 1), 16)}],

@@ -28,7 +28,7 @@ from numfuse.backends.cuda.product import (
 from numfuse.backends.cuda.scalars import is_finite, select
 from numfuse.backends.cuda.toolchain import Kernel, kernel
 from numfuse.backends.cuda.unroll import Inlined, Template
-from numfuse.tiling import HOPPER_COPY, HopperTile, hopper_tile
+from numfuse.tiling import HOPPER_COPY, HopperTile, hopper_splits, hopper_tile
 
 #: Planes of X and of Y in each of the passes of a split product, the smallest products first: of
 #: x = x0 + x1 + x2 and y alike those that are below 2^-24 of x y are left out
@@ -314,7 +314,7 @@ def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, 
         shared = 0
     if grid[1] > 65535 or grid[2] > 65535:
         return None
-    return Launch(made, grid, (source, to, *numbers), shared_bytes=shared)
+    return Launch(made, grid, (source, to, *numbers), shared_bytes=shared, overlaps=True)
 
 
 @functools.lru_cache(maxsize=64)
@@ -400,6 +400,11 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
     m, n, k, places = product.m, product.n, product.k, product.places
     split = kind == "bf16x6"
     slices = -(-k // (32 if kind == "tf32" else 64))
+    x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
+    if kind not in _HALF and not hopper_splits(
+        m, n, k, x_places, y_places, places, 6 if split else 1
+    ):
+        return None  # exact float32 is faster
     tile, parts = hopper_tile(
         m, n, slices, places, device.multiprocessors, depth=6 if split else 1,
         heavy=product.function is not None, free=product.free, sums=product.sums,
@@ -482,7 +487,11 @@ def plan_with(
     ]  # fmt: skip
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(
-        gemm.kernel(), grid, (*maps, *addresses, *numbers), shared_bytes=gemm.shared_bytes
+        gemm.kernel(),
+        grid,
+        (*maps, *addresses, *numbers),
+        shared_bytes=gemm.shared_bytes,
+        overlaps=True,
     )
     return Plan(
         (*x.launches, *y.launches, launch, *joined), tiling=HopperTiling(tile, gemm.stages, parts),
@@ -518,4 +527,5 @@ def _join(product: Product, pitch: int, plane: int, parts: int, planes: Slot) ->
     return Launch(
         made, grid,
         (planes, Slot("out"), product.m, product.n, pitch, plane, parts, place, row, column),
+        overlaps=True,
     )  # fmt: skip

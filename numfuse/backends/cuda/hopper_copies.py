@@ -24,6 +24,8 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     global_store4_f32,
     global_store16,
     global_store_f32,
+    grid_release,
+    grid_wait,
     quotient,
     round_tf32,
     select,
@@ -47,6 +49,8 @@ def convert(
     `pitch`: elements of a row of `out`, a multiple of 8; `plane`: of a part of a split operand.
     What lies between `columns` and `pitch` is written with zeros, and never read.
     """
+    grid_wait()
+    grid_release()
     thread = thread_index() + 0
     column = (block_index() * 64 + (thread & 63)) * 8
     row = block_index_y() * 4 + (thread >> 6)
@@ -129,6 +133,8 @@ def turn(
     A block takes 32 x 32 elements through shared memory, 33 words a row (no bank conflicts), and
     so reads along the rows of `source`'s memory and writes along those of `out`'s.
     """
+    grid_wait()
+    grid_release()
     thread = thread_index() + 0
     column0 = block_index() * 32
     row0 = block_index_y() * 32
@@ -153,6 +159,8 @@ def join(
     out_place: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
     """out[place, row, column] = the sum of `planes` planes, in their order: 4 columns a thread."""
+    grid_wait()
+    grid_release()
     fours = pitch >> 2
     index = block_index() * 256 + thread_index()
     row = quotient(index, fours)

@@ -43,6 +43,8 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     global_store2_f32,
     global_store16,
     global_store_f32,
+    grid_release,
+    grid_wait,
     group_barrier,
     map_prefetch,
     matrix_load,
@@ -319,7 +321,9 @@ def finish(
         COLUMN = c % ROW_CHUNKS * WIDTH
         BASE = c * WIDTH // 2
         buffer = staging + c % BUFFERS * BUFFER_BYTES
-        row = row0 + ROW + warp * 16 + (lane >> 2)
+        # of this piece alone: what pieces have in common would fill registers
+        top, left = fresh(row0 + ROW), fresh(column0 + COLUMN)
+        row = top + warp * 16 + (lane >> 2)
         if OUT == "map" and EXTRA != "map":
             # the buffer is free once the store before the last has been read
             if leader:
@@ -332,26 +336,26 @@ def finish(
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
         if EXTRA == "rows":
             FETCH_ROWS(
-                extra, buffer, row0 + ROW + warp * 16, warp * 16, column0 + COLUMN, lane, m, n,
+                extra, buffer, top + warp * 16, warp * 16, left, lane, m, n,
                 extra_row, extra_column,
             )  # fmt: skip
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
-                left = column0 + COLUMN + 8 * j + 2 * (lane & 3)
-                b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, left, n, bias_column)
+                column = left + 8 * j + 2 * (lane & 3)
+                b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, column, n, bias_column)
         for q in unrolled(WIDTH // 16):
             # an index that is no literal: PIECE is compiled once, and inlined with the constant
             PIECE(
                 acc, types.int64(BASE + 8 * q), b, types.int64(4 * q),
                 (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q), row,
-                column0 + COLUMN + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
+                left + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
                 extra_row, extra_column, out, out_row, out_column,
             )  # fmt: skip
         if OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
-                tensor_store(out_map, column0 + COLUMN, row0 + ROW, place, buffer)
+                tensor_store(out_map, left, top, place, buffer)
                 store_commit()
                 if EXTRA == "map" and c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
@@ -364,7 +368,7 @@ def finish(
         if OUT == "rows":
             warp_barrier()
             STORE_ROWS(
-                out, buffer, row0 + ROW + warp * 16, warp * 16, column0 + COLUMN, lane, m, n,
+                out, buffer, top + warp * 16, warp * 16, left, lane, m, n,
                 out_row, out_column,
             )  # fmt: skip
             warp_barrier()
@@ -596,6 +600,9 @@ def gemm(
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
     block_barrier()
+    # what the launch before computed is read from here on
+    grid_wait()
+    grid_release()
     if thread < 128:
         if CONSUMERS == 2:
             registers_few()

@@ -129,6 +129,13 @@ barrier_wait = instruction(
     "", "rr", "convergent",
 )  # fmt: skip
 
+# --- one launch after the other -------------------------------------------------------------------
+
+#: griddepcontrol (parallel synchronization): the next launch may begin, where there is room for it
+#: (`product.Launch.overlaps`); wait until the one before is over and all that it wrote is seen
+grid_release = instruction("griddepcontrol.launch_dependents;")
+grid_wait = instruction("griddepcontrol.wait;")
+
 # --- registers ------------------------------------------------------------------------------------
 
 #: 9.7.19.5, setmaxnreg: 40 for the group that only issues copies; what it gives up serves two
