@@ -321,8 +321,10 @@ def finish(
         COLUMN = c % ROW_CHUNKS * WIDTH
         BASE = c * WIDTH // 2
         buffer = staging + c % BUFFERS * BUFFER_BYTES
-        # of this piece alone: what pieces have in common would fill registers
-        top, left = fresh(row0 + ROW), fresh(column0 + COLUMN)
+        top, left = row0 + ROW, column0 + COLUMN
+        if STAGED or EXTRA != "" or PRE:
+            # of this piece alone: what pieces have in common would fill registers
+            top, left = fresh(top), fresh(left)
         row = top + warp * 16 + (lane >> 2)
         if OUT == "map" and EXTRA != "map":
             # the buffer is free once the store before the last has been read
