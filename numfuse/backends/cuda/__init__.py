@@ -185,6 +185,6 @@ def __getattr__(name: str) -> Any:
         try:
             count()
         except Unusable as error:
-            raise BackendUnavailable("cuda", str(error)) from error
+            raise BackendUnavailable("cuda", str(error), "cuda") from error
         return _on(int(os.environ.get("NUMFUSE_CUDA_DEVICE", "0")))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,7 +21,7 @@ from numfuse.backends.cuda.arrays import address, bounds, dtype_of, ghost, pool_
 from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.plans import Recorder, Steps, View, strides_of
 
-__all__ = ["Argument", "Maker", "alignment_of", "call", "operations", "recorded"]
+__all__ = ["Argument", "Host", "Kept", "Maker", "alignment_of", "call", "operations", "recorded"]
 
 #: What runs a kind of problem.
 operations: dict[str, Callable[[Recorder, Any, run.Bind], None]] = {
@@ -50,14 +50,14 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
+    """The steps of a call, and what its results are."""
+
     steps: Steps
     #: Of each result: the number of the caller's output, or (name, shape, dtype), or None.
     results: tuple[int | tuple[str, tuple[int, ...], str] | None, ...]
     #: What makes one result of them.
     pack: Callable[[Sequence[Any]], Any] | None
-    #: Names of the arrays in the order of their addresses: operands, outputs, new results.
-    news: tuple[str, ...]
     call: Call
 
 
@@ -90,8 +90,8 @@ def recorded(
     if after is not None:
         after(rec, once)
     steps = rec.steps(names)
-    _, tier, kernel, tile = steps.chief or (0, "none", "none", None)
-    told = Call("cuda", str(device), tier, f"{kind}/{activation} {kernel}", tile)
+    _, kernel, tile = steps.chief or (0, "nothing", None)
+    told = Call("cuda", str(device), steps.tiers, f"{kind}/{activation} {kernel}", tile)
     return steps, told
 
 
@@ -105,8 +105,9 @@ def call(
     options: tuple[Any, ...],
     make_problem: Callable[[dict[str, ndarray]], Any],
     maker: Maker,
-) -> Any:
-    """Run a call, and give its result back as the caller's kind.
+    capture: int | None = None,
+) -> tuple[Any, Kept]:
+    """Run a call, and give its result back as the caller's kind; and what was kept of it.
 
     Parameters
     ----------
@@ -118,6 +119,8 @@ def call(
         All else that the problem depends on; hashable.
     make_problem : callable
         From ghosts, by name; (problem, names of the parts of its result, residual's gradient).
+    capture : int, optional
+        The number of the graph that is being captured, where the caller knows it.
     """
     key = (
         kind, precision, options,
@@ -149,9 +152,9 @@ def call(
             x, at = maker(result[1], result[2])
             addresses.append(at)
             made.append(x)
-    kept.steps.run(device, pool_of(device), stream, addresses)
+    kept.steps.run(device, pool_of(device), stream, addresses, capture)
     latest.call = kept.call
-    return made[0] if kept.pack is None else kept.pack(made)
+    return (made[0] if kept.pack is None else kept.pack(made)), kept
 
 
 def _overlap(operands: dict[str, Argument], outs: dict[str, tuple[Any, Argument]]) -> bool:
@@ -175,7 +178,7 @@ def _record(
     operands: dict[str, Argument],
     outs: dict[str, tuple[Any, Argument]],
     make_problem: Callable[[dict[str, ndarray]], Any],
-) -> _Kept:
+) -> Kept:
     ghosts: dict[str, ndarray] = {}
     for name, a in (*operands.items(), *((name, a) for name, (_, a) in outs.items())):
         dtype = dtype_of(a.dtype)
@@ -219,7 +222,7 @@ def _record(
     pack: Callable[[Sequence[Any]], Any] | None = None
     if isinstance(p.result, tuple):
         pack = getattr(type(p.result), "_make", tuple)
-    return _Kept(steps, tuple(results), pack, tuple(news), told)
+    return Kept(steps, tuple(results), pack, told)
 
 
 class Host:
