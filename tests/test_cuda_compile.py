@@ -22,7 +22,7 @@ import numfuse as nf
 
 try:
     from numfuse.backends.cuda import gated, passes, scalars, toolchain
-    from numfuse.backends.cuda.hopper import TIER as WGMMA
+    from numfuse.backends.cuda.hopper import WGMMA
     from numfuse.backends.cuda.mirror import MIRROR
     from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
 except ImportError as error:

@@ -335,20 +335,21 @@ def test_a_tall_result_of_few_blocks_is_cut_into_parts():
 
 
 def test_rows_that_are_not_whole_16_bytes_are_copied_where_it_pays():
-    plan = hopper.TIER.take(product(4095, 4097, 4099, alignment=2), HOPPER)
+    plan = hopper.WGMMA.take(product(4095, 4097, 4099, alignment=2), HOPPER)
     assert [launch.kernel.name for launch in plan.launches[:2]] == ["convert copy"] * 2
-    assert hopper.TIER.take(product(95, 97, 99, alignment=2), HOPPER) is None
+    assert hopper.WGMMA.take(product(95, 97, 99, alignment=2), HOPPER) is None
 
 
 def test_float32_is_split_where_that_is_faster():
     for precision in ("bf16x6", "tf32"):
         large = product(2048, 2048, 2048, "float32", precision=precision)
-        names = [launch.kernel.name for launch in hopper.TIER.take(large, HOPPER).launches]
+        names = [launch.kernel.name for launch in hopper.WGMMA.take(large, HOPPER).launches]
         assert sum(precision in name for name in names) == 3
         assert (
-            hopper.TIER.take(product(1, 4096, 4096, "float32", precision=precision), HOPPER) is None
+            hopper.WGMMA.take(product(1, 4096, 4096, "float32", precision=precision), HOPPER)
+            is None
         )
-    assert hopper.TIER.take(product(2048, 2048, 2048, "float32"), HOPPER) is None
+    assert hopper.WGMMA.take(product(2048, 2048, 2048, "float32"), HOPPER) is None
 
 
 @pytest.mark.parametrize(
@@ -357,14 +358,14 @@ def test_float32_is_split_where_that_is_faster():
     ids=["float64", "mixed"],
 )
 def test_what_it_cannot_do_is_handed_down(change):
-    assert hopper.TIER.take(product(64, 64, 64), HOPPER) is not None
-    assert hopper.TIER.take(replace(product(64, 64, 64), **change), HOPPER) is None
+    assert hopper.WGMMA.take(product(64, 64, 64), HOPPER) is not None
+    assert hopper.WGMMA.take(replace(product(64, 64, 64), **change), HOPPER) is None
 
 
 def test_another_capability_is_handed_down():
     for capability in ((8, 0), (10, 0)):
         info = replace(HOPPER, capability=capability)
-        assert hopper.TIER.take(product(64, 64, 64), info) is None
+        assert hopper.WGMMA.take(product(64, 64, 64), info) is None
 
 
 def test_accumulators_fit_registers():

@@ -393,7 +393,7 @@ class _Hopper:
         return None
 
 
-TIER = _Hopper()
+WGMMA = _Hopper()
 
 
 def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
