@@ -123,8 +123,8 @@ class Block:
         silent = (
             "barrier_fence map_prefetch registers_few registers_many tensor_prefetch store_commit "
             "store_wait_read0 store_wait_read1 store_wait_all copy_fence group_barrier "
-            "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 global_store16 "
-            "global_store_f32 global_store2_f32 MULTIPLY MULTIPLY_WAIT CLEAR ADD "
+            "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
+            "global_store16 global_store_f32 global_store2_f32 MULTIPLY MULTIPLY_WAIT CLEAR ADD "
             "grid_wait grid_release"
         )
         found = dict.fromkeys(silent.split(), nothing)
