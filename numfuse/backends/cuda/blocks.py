@@ -147,8 +147,8 @@ def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
             else:
                 count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
                 other = i32(here - a * K_STEP)
-            # Under the condition: outside, what does not depend on the slice would be computed before
-            # the loop, and kept in registers that spill (float64 then took five times as long).
+            # Under the condition: outside, what does not depend on the slice would be computed
+            # before the loop, and kept in registers that spill (float64: five times as long).
             count = i32(most(count, 0)) if other > 0 else i32(0)
             COPY_PART(
                 shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
