@@ -575,6 +575,79 @@ class HopperTile:
         return f"{self.block_m}x{self.block_n}x64 {schedule}"
 
 
+#: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor, and those that
+#: an element of the result costs at the end (both estimates that order the choices; the arithmetic
+#: alone would be block_m * block_n / 32).
+HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
+    (HopperTile(128, 256, 2, False), 1080),
+    (HopperTile(128, 128, 2, True), 580),
+    (HopperTile(128, 128, 2, False), 580),
+    (HopperTile(128, 64, 2, False), 400),
+    (HopperTile(64, 128, 1, False), 400),
+    (HopperTile(64, 64, 1, False), 270),
+    (HopperTile(64, 32, 1, False), 220),
+)
+#: Cycles from a launch to its first product, and from its last to the end.
+HOPPER_START = 2500
+#: Bytes a cycle that all multiprocessors together move to and from memory.
+HOPPER_BYTES = 2300
+#: Slices of K of one part, at the least: the pipeline has to fill.
+HOPPER_PART = 8
+#: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's
+#: launch and its way through memory cost more than tensor cores without it lose.
+HOPPER_COPY = 1 << 30
+#: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
+#: are reached (a sixth of that for six products), its memory; and seconds of a launch.
+HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
+
+
+def hopper_splits(
+    m: int, n: int, k: int, x_places: int, y_places: int, places: int, depth: int
+) -> bool:  # fmt: skip
+    """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
+    four of tf32) for each element that is read."""
+    strict = 2 * m * n * k * places / HOPPER_CORES
+    copied = (m * k * x_places + k * n * y_places) * (10 if depth > 1 else 8)
+    rate = HOPPER_TENSORS / (6 if depth > 1 else 2)
+    return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
+
+
+@functools.lru_cache(maxsize=4096)
+def hopper_tile(
+    m: int, n: int, slices: int, places: int, multiprocessors: int, *, depth: int = 1,
+    heavy: bool = False, free: bool = False, sums: bool = False, registers: int = 128,
+) -> tuple[HopperTile, int]:  # fmt: skip
+    """The tile, and the number of parts of K, of a product on Hopper.
+
+    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `free`: K may be
+    cut.  `registers`: accumulators that a thread has room for.
+    """
+    best: tuple[float, HopperTile, int] | None = None
+    for tile, cycles in HOPPER_TILES:
+        if tile.halves * tile.block_n // 2 > registers or (tile.ping_pong and depth > 1):
+            continue
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+        finish = tile.block_m * tile.block_n * (0.35 if heavy else 0.12)
+        most = max(1, slices // HOPPER_PART) if free else 1
+        for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
+            length = -(-slices // parts)
+            taken = -(-slices // length)
+            if taken != parts:
+                continue
+            work = length * depth * cycles
+            units = -(-blocks * parts // multiprocessors)
+            if tile.ping_pong:  # one consumer finishes while the other multiplies
+                cost = units * max(work, finish) + min(work, finish)
+            else:
+                cost = units * (work + finish)
+            if parts > 1:
+                cost += HOPPER_START + 8 * parts * m * n * places / HOPPER_BYTES
+            if best is None or cost < best[0] * 0.995:
+                best = cost, tile, parts
+    assert best is not None
+    return best[1], best[2]
+
+
 # --- CUDA: blocks by cp.async ---------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ import numfuse as nf
 
 try:
     from numfuse.backends.cuda import gated, joins, passes, scalars, toolchain
+    from numfuse.backends.cuda.hopper import WGMMA
     from numfuse.backends.cuda.mirror import MIRROR
     from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
     from numfuse.backends.cuda.simt import CORES
@@ -126,6 +127,26 @@ CASES = [
     ],
     Case("sums of columns", (joins.columns("float32", Slot("planes"), Slot("out"), "bfloat16", 1,
                                            512, 4096, (4096, 1)),), HOPPER),
+    taken("wgmma bf16", WGMMA, product(8192, 4096, 4096, "bfloat16", function="gelu"), HOPPER,
+          ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.tensor.3d",
+           "setmaxnreg.inc.sync.aligned.u32 232", "griddepcontrol.wait")),
+    taken("wgmma f16 slope", WGMMA,
+          product(4096, 4096, 4096, "float16", function="silu", epilogue="slope"), HOPPER,
+          ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", "shfl.sync.bfly")),
+    taken("wgmma d_a", WGMMA, product(4096, 4096, 4096, "bfloat16", y_turned=True), HOPPER,
+          ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "stmatrix")),
+    taken("wgmma d_b in parts", WGMMA,
+          product(512, 512, 65536, "bfloat16", x_turned=True, free=True), HOPPER, ("wgmma",)),
+    taken("wgmma rows of any alignment", WGMMA,
+          product(1023, 1025, 2047, "bfloat16", function="relu", epilogue="slope", alignment=2),
+          HOPPER, ("ld.global.nc.b16",)),
+    taken("wgmma bf16, few rows", WGMMA, product(16, 4096, 4096, "bfloat16", function="relu"),
+          HOPPER, ("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16",)),
+    taken("wgmma bf16x6", WGMMA,
+          product(2048, 2048, 2048, "float32", function="gelu", precision="bf16x6"), HOPPER,
+          ("cvt.rn.bf16x2.f32",)),
+    taken("wgmma tf32", WGMMA, product(2048, 2048, 2048, "float32", precision="tf32"), HOPPER,
+          ("cvt.rna.tf32.f32",)),
     Case("slopes", (passes.slopes(AMPERE, "float32", None, None, ("float32", (1, 1, 1)), None,
                                   100, 90, 1, True),), AMPERE),
     Case("copy", (passes.copies(AMPERE, "float32", "bfloat16", "float32", (3, 4), (4, 1), (4, 1)),),

@@ -16,7 +16,7 @@ from numpy import ndarray
 
 from numfuse import problem, tiling
 from numfuse.backends import Call, latest
-from numfuse.backends.cuda import run
+from numfuse.backends.cuda import higher, run
 from numfuse.backends.cuda.arrays import address, bounds, dtype_of, ghost, pool_of
 from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.plans import Recorder, Steps, View, strides_of
@@ -39,7 +39,9 @@ __all__ = [
 #: What runs a kind of problem.
 operations: dict[str, Callable[[Recorder, Any, run.Bind], None]] = {
     "forward": run.forward, "backward": run.backward, "gated": run.gate,
-    "gated_backward": run.gate_backward,
+    "gated_backward": run.gate_backward, "double_backward": higher.double_backward,
+    "tangent": higher.tangent, "gated_double_backward": higher.gated_double_backward,
+    "gated_tangent": higher.gated_tangent,
 }  # fmt: skip
 
 
@@ -131,7 +133,8 @@ def call(
     options : tuple
         All else that the problem depends on; hashable.
     make_problem : callable
-        From ghosts, by name; (problem, names of the parts of its result, residual's gradient).
+        From ghosts, by name: (problem, names of the parts of its result, what else is to be
+        recorded after it, or None).
     capture : int, optional
         The number of the graph that is being captured, where the caller knows it.
     """
@@ -197,7 +200,7 @@ def _record(
         dtype = dtype_of(a.dtype)
         strides = [s * dtype.itemsize for s in a.strides]
         ghosts[name] = ghost(a.address, a.shape, strides, dtype, a.writable)
-    p, result_names, residual = make_problem(ghosts)
+    p, result_names, after = make_problem(ghosts)
     parts = p.result if isinstance(p.result, tuple) else (p.result,)
     news: list[str] = []
     results: list[int | tuple[str, tuple[int, ...], str] | None] = []
@@ -221,13 +224,6 @@ def _record(
             rec.number(name), offset, x.shape, strides_of(x), x.dtype.name, x.itemsize,
             alignments[name],
         )  # fmt: skip
-
-    def after(rec: Recorder, once: Callable[[str, ndarray], View]) -> None:
-        if residual is not None:
-            run.sum_to(
-                rec, once("grad", residual.grad), once("d_residual", residual.d_residual),
-                p.acc_dtype.name,
-            )  # fmt: skip
 
     steps, told = recorded(
         device, precision, kind, p, bind, (*operands, *outs, *news), p.activation.name, after

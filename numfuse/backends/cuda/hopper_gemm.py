@@ -35,6 +35,7 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     block_index,
     copy_fence,
     dynamic_shared,
+    fresh,
     global_load2_f32,
     global_load16,
     global_load32,
@@ -42,6 +43,8 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     global_store2_f32,
     global_store16,
     global_store_f32,
+    grid_release,
+    grid_wait,
     group_barrier,
     map_prefetch,
     matrix_load,
@@ -169,8 +172,7 @@ def multiply_slices(
         if PROMOTE:
             if (done & (PROMOTE - 1)) == PROMOTE - 1:
                 MULTIPLY_WAIT(acc)
-                for i in unrolled(VALUES):
-                    total[i] += acc[i]
+                ADD(total, acc)
         before = stage
         done += 1
         stage += 1
@@ -181,8 +183,7 @@ def multiply_slices(
     barrier_arrive(empty + 8 * before, leader)
     if PROMOTE:
         if (count & (PROMOTE - 1)) != 0:
-            for i in unrolled(VALUES):
-                total[i] += acc[i]
+            ADD(total, acc)
     return stage, parity
 
 
@@ -211,8 +212,7 @@ def consume(
     thread = thread & 127
     leader = thread == 0
     acc = cuda.local.array(VALUES, types.float32)
-    for i in unrolled(VALUES):
-        acc[i] = ZERO
+    CLEAR(acc)
     if PASSES > 1:
         total = cuda.local.array(VALUES, types.float32)
     else:
@@ -266,9 +266,7 @@ def consume(
             # parts' product alone has IEEE's infinity or NaN
             for i in unrolled(VALUES):
                 total[i] = FINITE(total[i])
-        stage, parity = MULTIPLY_SLICES(
-            acc, total, shared, x_offset, stage, parity, count, leader
-        )
+        stage, parity = MULTIPLY_SLICES(acc, total, shared, x_offset, stage, parity, count, leader)
         if PING_PONG:
             barrier_arrive(turn + 8 - 8 * consumer, leader)
         FINISH(
@@ -305,16 +303,14 @@ def finish(
     Of each 8 columns a thread holds two neighbours in a row and in the one 8 below (9.7.15.5.1.1.2
     of the PTX ISA); a warp has 16 rows.
     """
-    lane, warp = thread & 31, thread >> 5
     leader = thread == 0
-    # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece
+    thread = fresh(thread)
+    lane, warp = thread & 31, thread >> 5
+    # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
+    # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
     own_row = warp * 16 + (lane & 15)
-    own_piece = lane >> 4
     swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
-    words = cuda.local.array(4, types.int32)
-    half = cuda.local.array(4, types.int32)
-    v = cuda.local.array(4, types.float32)
-    g = cuda.local.array(4, types.float32)
+    own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
     b = cuda.local.array(WIDTH // 4, types.float32)
     bias = bias + place * bias_place * BIAS_SIZE
     extra = extra + place * extra_place * EXTRA_SIZE
@@ -325,9 +321,11 @@ def finish(
         COLUMN = c % ROW_CHUNKS * WIDTH
         BASE = c * WIDTH // 2
         buffer = staging + c % BUFFERS * BUFFER_BYTES
-        row = row0 + ROW + warp * 16 + (lane >> 2)
-        row_in = row < m
-        below_in = row + 8 < m
+        top, left = row0 + ROW, column0 + COLUMN
+        if STAGED or EXTRA != "" or PRE:
+            # of this piece alone: what pieces have in common would fill registers
+            top, left = fresh(top), fresh(left)
+        row = top + warp * 16 + (lane >> 2)
         if OUT == "map" and EXTRA != "map":
             # the buffer is free once the store before the last has been read
             if leader:
@@ -340,64 +338,26 @@ def finish(
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
         if EXTRA == "rows":
             FETCH_ROWS(
-                extra, buffer, row0 + ROW + warp * 16, warp * 16, column0 + COLUMN, lane, m, n,
+                extra, buffer, top + warp * 16, warp * 16, left, lane, m, n,
                 extra_row, extra_column,
             )  # fmt: skip
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
-                left = column0 + COLUMN + 8 * j + 2 * (lane & 3)
-                b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, left, n, bias_column)
+                column = left + 8 * j + 2 * (lane & 3)
+                b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, column, n, bias_column)
         for q in unrolled(WIDTH // 16):
-            if STAGED:
-                at = buffer + own_row * (2 * WIDTH) + (((own_piece + 2 * q) ^ swizzle) << 4)
-                if EXTRA != "":
-                    words[0], words[1], words[2], words[3] = matrix_load(at)
-            for p in unrolled(2):
-                AT = BASE + 8 * q + 4 * p
-                column = column0 + COLUMN + 16 * q + 8 * p + 2 * (lane & 3)
-                for i in unrolled(4):
-                    v[i] = acc[AT + i]
-                if BIAS != "":
-                    for i in unrolled(4):
-                        v[i] += b[4 * q + 2 * p + i % 2]
-                if PRE:
-                    STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
-                    STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
-                if EXTRA == "float32":
-                    g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
-                    g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
-                elif EXTRA != "":
-                    g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
-                    g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
-                if HAS_FUNCTION:
-                    for i in unrolled(4):
-                        v[i] = FUNCTION(v[i])
-                if SLOPE:
-                    for i in unrolled(4):
-                        if HAS_FUNCTION:
-                            v[i] = v[i] * g[i]
-                        else:
-                            v[i] = g[i]
-                elif EXTRA != "":
-                    for i in unrolled(4):
-                        v[i] += g[i]
-                if SUMS:
-                    # rows below the last are products of zeros and a bias: they do not count
-                    acc[AT] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
-                    acc[AT + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
-                if STAGED:
-                    half[2 * p] = PACK(v[0], v[1])
-                    half[2 * p + 1] = PACK(v[2], v[3])
-                else:
-                    STORE_OUT(out, row, column, m, n, out_row, out_column, v[0], v[1])
-                    STORE_OUT(out, row + 8, column, m, n, out_row, out_column, v[2], v[3])
-            if STAGED:
-                matrix_store(at, half[0], half[1], half[2], half[3])
+            # an index that is no literal: PIECE is compiled once, and inlined with the constant
+            PIECE(
+                acc, types.int64(BASE + 8 * q), b, types.int64(4 * q),
+                (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q), row,
+                left + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
+                extra_row, extra_column, out, out_row, out_column,
+            )  # fmt: skip
         if OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
-                tensor_store(out_map, column0 + COLUMN, row0 + ROW, place, buffer)
+                tensor_store(out_map, left, top, place, buffer)
                 store_commit()
                 if EXTRA == "map" and c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
@@ -410,10 +370,63 @@ def finish(
         if OUT == "rows":
             warp_barrier()
             STORE_ROWS(
-                out, buffer, row0 + ROW + warp * 16, warp * 16, column0 + COLUMN, lane, m, n,
+                out, buffer, top + warp * 16, warp * 16, left, lane, m, n,
                 out_row, out_column,
             )  # fmt: skip
             warp_barrier()
+
+
+def piece(
+    acc: Any, index: int, b: Any, b_index: int, at: int, row: int, column: int, m: int, n: int,
+    pre: int, pre_row: int, pre_column: int, extra: int, extra_row: int, extra_column: int,
+    out: int, out_row: int, out_column: int,
+) -> None:  # fmt: skip
+    """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
+    words = cuda.local.array(4, types.int32)
+    half = cuda.local.array(4, types.int32)
+    v = cuda.local.array(4, types.float32)
+    g = cuda.local.array(4, types.float32)
+    row_in = row < m
+    below_in = row + 8 < m
+    if STAGED and EXTRA != "":
+        words[0], words[1], words[2], words[3] = matrix_load(at)
+    for p in unrolled(2):
+        for i in unrolled(4):
+            v[i] = acc[index + 4 * p + i]
+        if BIAS != "":
+            for i in unrolled(4):
+                v[i] += b[b_index + 2 * p + i % 2]
+        if PRE:
+            STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
+            STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
+        if EXTRA == "float32":
+            g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
+            g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
+        elif EXTRA != "":
+            g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
+            g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
+        for i in unrolled(4):
+            if HAS_FUNCTION:
+                v[i] = FUNCTION(v[i])
+            if SLOPE and HAS_FUNCTION:
+                v[i] = v[i] * g[i]
+            elif SLOPE:
+                v[i] = g[i]
+            elif EXTRA != "":
+                v[i] += g[i]
+        if SUMS:
+            # rows below the last are products of zeros and a bias: they do not count
+            acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
+            acc[index + 4 * p + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
+        if STAGED:
+            half[2 * p] = PACK(v[0], v[1])
+            half[2 * p + 1] = PACK(v[2], v[3])
+        else:
+            STORE_OUT(out, row, column, m, n, out_row, out_column, v[0], v[1])
+            STORE_OUT(out, row + 8, column, m, n, out_row, out_column, v[2], v[3])
+        column += 8
+    if STAGED:
+        matrix_store(at, half[0], half[1], half[2], half[3])
 
 
 def fetch_rows(
@@ -421,19 +434,26 @@ def fetch_rows(
     stride: int, column_stride: int,
 ) -> None:  # fmt: skip
     """16 rows of `extra` into a buffer, in its order; two neighbours a lane."""
-    word = cuda.local.array(16, types.int32)
-    lane &= WIDTH // 2 - 1  # of 32 columns, the second half of the lanes does the same again
+    word = cuda.local.array(4, types.int32)
+    # of 32 columns, the second half of the lanes does the same again
+    lane = fresh(lane) & (WIDTH // 2 - 1)
     column += 2 * lane
-    for i in unrolled(16):
-        at = extra + ((row + i) * stride + column * column_stride) * 2
-        low = global_load16(at, (row + i < m) & (column < n))
-        high = global_load16(at + 2 * column_stride, (row + i < m) & (column + 1 < n))
-        word[i] = low | (high << 16)
-    for i in unrolled(16):
-        in_row = in_buffer + i
-        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        at = buffer + in_row * (2 * WIDTH) + (((lane >> 2) ^ swizzle) << 4) + ((lane & 3) << 2)
-        shared_store32(at, word[i])
+    rows = m - row
+    at = extra + (row * stride + column * column_stride) * 2
+    low_in, high_in = column < n, column + 1 < n
+    i, end = 0, fresh(16)  # a loop that stays one: written out, it would need too many registers
+    while i < end:
+        for j in unrolled(4):
+            low = global_load16(at, low_in & (i + j < rows))
+            high = global_load16(at + 2 * column_stride, high_in & (i + j < rows))
+            word[j] = low | (high << 16)
+            at += 2 * stride
+        for j in unrolled(4):
+            in_row = in_buffer + i + j
+            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+            piece = ((lane >> 2) ^ swizzle) << 4
+            shared_store32(buffer + in_row * (2 * WIDTH) + piece + ((lane & 3) << 2), word[j])
+        i += 4
     warp_barrier()
 
 
@@ -442,26 +462,34 @@ def store_rows(
     stride: int, column_stride: int,
 ) -> None:  # fmt: skip
     """16 rows of a buffer to `out`: neighbouring lanes store neighbours, any alignment."""
-    for i in unrolled(16):
-        in_row = in_buffer + i
-        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        for h in unrolled(WIDTH // 32):
-            j = lane + 32 * h
-            value = shared_load16(
-                buffer + in_row * (2 * WIDTH) + (((j >> 3) ^ swizzle) << 4) + ((j & 7) << 1)
-            )
-            at = out + ((row + i) * stride + (column + j) * column_stride) * 2
-            global_store16(at, value, (row + i < m) & (column + j < n))
+    lane = fresh(lane)
+    column += lane
+    rows = m - row
+    at = out + (row * stride + column * column_stride) * 2
+    left_in, right_in = column < n, column + 32 < n
+    i, end = 0, fresh(16)
+    while i < end:
+        for j in unrolled(4):
+            in_row = in_buffer + i + j
+            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+            piece = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1)
+            value = shared_load16(piece + (((lane >> 3) ^ swizzle) << 4))
+            global_store16(at, value, left_in & (i + j < rows))
+            if WIDTH == 64:
+                value = shared_load16(piece + ((((lane >> 3) + 4) ^ swizzle) << 4))
+                global_store16(at + 64 * column_stride, value, right_in & (i + j < rows))
+            at += 2 * stride
+        i += 4
 
 
 def load_bias(bias: int, column: int, n: int, stride: int) -> tuple[Any, Any]:
     """The bias of two neighbouring columns; 0 behind the last."""
+    if BIAS == "pairs":
+        word = global_load32(bias + column * 2, column < n)
+        return LOW(word), HIGH(word)
     at = bias + column * stride * BIAS_SIZE
     if BIAS == "float32":
         return global_load_f32(at, column < n), global_load_f32(at + 4 * stride, column + 1 < n)
-    elif BIAS == "pairs":
-        word = global_load32(at, column < n)
-        return LOW(word), HIGH(word)
     else:
         low = global_load16(at, column < n)
         high = global_load16(at + 2 * stride, column + 1 < n)
@@ -472,10 +500,10 @@ def load_two(
     base: int, row: int, column: int, m: int, n: int, stride: int, column_stride: int
 ) -> tuple[Any, Any]:
     """Two neighbours in a row of float32; 0 outside."""
-    at = base + (row * stride + column * column_stride) * 4
     if PAIRS:
-        return global_load2_f32(at, (row < m) & (column < n))
+        return global_load2_f32(base + (row * stride + column) * 4, (row < m) & (column < n))
     else:
+        at = base + (row * stride + column * column_stride) * 4
         low = global_load_f32(at, (row < m) & (column < n))
         return low, global_load_f32(at + 4 * column_stride, (row < m) & (column + 1 < n))
 
@@ -485,10 +513,11 @@ def store_two(
     high: Any,
 ) -> None:  # fmt: skip
     """Two neighbours in a row of float32, where they are inside."""
-    at = base + (row * stride + column * column_stride) * 4
     if PAIRS:
+        at = base + (row * stride + column) * 4
         global_store2_f32(at, low, high, (row < m) & (column < n))
     else:
+        at = base + (row * stride + column * column_stride) * 4
         global_store_f32(at, low, (row < m) & (column < n))
         global_store_f32(at + 4 * column_stride, high, (row < m) & (column + 1 < n))
 
@@ -502,6 +531,8 @@ def sum_columns(
     Of each pair of lanes that differ in one bit of their row one keeps the first half of the
     columns and the other the second: seven eighths of the exchanges are saved.  Then four warps.
     """
+    leader = thread == 0
+    thread = fresh(thread)
     lane, warp = thread & 31, thread >> 5
     N = BLOCK_N // 4
     s = cuda.local.array(N, types.float32)
@@ -521,7 +552,7 @@ def sum_columns(
     first = (lane >> 4) * (N // 2) + ((lane >> 3) & 1) * (N // 4) + ((lane >> 2) & 1) * (N // 8)
     # the stores of the block must have left the buffers
     if OUT == "map":
-        if thread == 0:
+        if leader:
             store_wait_read0()
     group_barrier(1 + consumer, 128)
     for i in unrolled(N // 8):
@@ -529,8 +560,8 @@ def sum_columns(
         column = (index >> 1) * 8 + (lane & 3) * 2 + (index & 1)
         shared_store_f32(shared + (warp * BLOCK_N + column) * 4, s[i])
     group_barrier(1 + consumer, 128)
-    rows = quotient(m + 64 * HALVES - 1, 64 * HALVES)
-    out = sums + (place * rows + quotient(row0, 64 * HALVES)) * n * 4
+    rows = (m + 64 * HALVES - 1) >> (5 + HALVES)  # 64 or 128 of them
+    out = sums + (place * rows + (row0 >> (5 + HALVES))) * n * 4
     for i in unrolled((BLOCK_N + 127) // 128):
         column = thread + 128 * i
         at = shared + (column & (BLOCK_N - 1)) * 4
@@ -545,14 +576,16 @@ def sum_columns(
 
 def gemm(
     x_map: int, y_map: int, out_map: int, extra_map: int, bias: int, extra: int, pre: int,
-    out: int, sums: int, m: int, n: int, k: int, places: int, x_places: int, y_places: int,
-    x_plane: int, y_plane: int, parts: int, part_slices: int, bias_place: int, bias_column: int,
+    out: int, sums: int, m: int, n: int, slices: int, row_blocks: int, column_blocks: int,
+    places: int, units: int, part_slices: int, x_places: int, y_places: int, x_plane: int,
+    y_plane: int, bias_place: int, bias_column: int,
     extra_place: int, extra_row: int, extra_column: int, pre_place: int, pre_row: int,
     pre_column: int, out_part: int, out_place: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
     """The kernel: barriers, then each group its role.
 
-    Addresses are in bytes, strides in elements.  `x_places`, `y_places`: 0 where an operand is the
+    Addresses are in bytes, strides in elements.  `slices`: of K, 128 bytes each; a unit has no
+    more than `part_slices` of them.  `x_places`, `y_places`: 0 where an operand is the
     same at every place.  `x_plane`, `y_plane`: places of one plane of a split operand.
     """
     # the copy engine's swizzle repeats every 1024 bytes of an address
@@ -569,10 +602,9 @@ def gemm(
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
     block_barrier()
-    slices = quotient(k + DEPTH - 1, DEPTH)
-    row_blocks = quotient(m + BLOCK_M - 1, BLOCK_M)
-    column_blocks = quotient(n + BLOCK_N - 1, BLOCK_N)
-    units = row_blocks * column_blocks * places * parts
+    # what the launch before computed is read from here on
+    grid_wait()
+    grid_release()
     if thread < 128:
         if CONSUMERS == 2:
             registers_few()

@@ -82,6 +82,8 @@ def instruction(text: str, results: str = "", operands: str = "", kind: str = "m
 #: 10, Special Registers
 thread_index = instruction("mov.u32 $0, %tid.x;", "r", kind="pure")
 block_index = instruction("mov.u32 $0, %ctaid.x;", "r", kind="pure")
+block_index_y = instruction("mov.u32 $0, %ctaid.y;", "r", kind="pure")
+block_index_z = instruction("mov.u32 $0, %ctaid.z;", "r", kind="pure")
 block_count = instruction("mov.u32 $0, %nctaid.x;", "r", kind="pure")
 #: 9.7.1, div: of two non-negative numbers
 quotient = instruction("div.u32 $0, $1, $2;", "r", "rr", "pure")
@@ -127,12 +129,22 @@ barrier_wait = instruction(
     "", "rr", "convergent",
 )  # fmt: skip
 
+# --- one launch after the other -------------------------------------------------------------------
+
+#: griddepcontrol (parallel synchronization): the next launch may begin, where there is room for it
+#: (`product.Launch.overlaps`); wait until the one before is over and all that it wrote is seen
+grid_release = instruction("griddepcontrol.launch_dependents;")
+grid_wait = instruction("griddepcontrol.wait;")
+
 # --- registers ------------------------------------------------------------------------------------
 
-#: 9.7.19.5, setmaxnreg: 24 for the group that only issues copies; what it gives up serves two
-#: groups of 128 threads with 240 each: (24 + 2 * 240) * 128 <= 65536
-registers_few = instruction("setmaxnreg.dec.sync.aligned.u32 24;", kind="convergent")
-registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 240;", kind="convergent")
+#: 9.7.19.5, setmaxnreg: 40 for the group that only issues copies; what it gives up serves two
+#: groups of 128 threads with 232 each: (40 + 2 * 232) * 128 <= 65536
+registers_few = instruction("setmaxnreg.dec.sync.aligned.u32 40;", kind="convergent")
+registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 232;", kind="convergent")
+#: 9.7.9.1, mov: x, of which the compiler knows nothing.  What is computed of it is computed there,
+#: and not once before a loop: hundreds of addresses would not fit beside the accumulators.
+fresh = instruction("mov.b32 $0, $1;", "r", "r")
 
 # --- the copy engine (TMA) ------------------------------------------------------------------------
 
@@ -255,6 +267,45 @@ def multiply_wait(count: int) -> Any:
     return multiply_wait0
 
 
+def clear(count: int) -> Any:
+    """acc[i] = 0 for each i below `count` (written out in Python, it takes Numba a second)."""
+
+    @intrinsic
+    def registers_clear(context: Any, acc: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            base = _registers(context, builder, signature.args[0], arguments[0])
+            for i in range(count):
+                builder.store(ir.Constant(F32, 0.0), builder.gep(base, [ir.Constant(I32, i)]))
+            return context.get_dummy_value()
+
+        return types.void(acc), codegen
+
+    registers_clear.numfuse_key = f"clear {count}"
+    return registers_clear
+
+
+def add(count: int) -> Any:
+    """total[i] += acc[i] for each i below `count`."""
+
+    @intrinsic
+    def registers_add(context: Any, total: Any, acc: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            to, of = (
+                _registers(context, builder, kind, array)
+                for kind, array in zip(signature.args, arguments, strict=True)
+            )
+            for i in range(count):
+                slot = builder.gep(to, [ir.Constant(I32, i)])
+                other = builder.load(builder.gep(of, [ir.Constant(I32, i)]))
+                builder.store(builder.fadd(builder.load(slot), other), slot)
+            return context.get_dummy_value()
+
+        return types.void(total, acc), codegen
+
+    registers_add.numfuse_key = f"add {count}"
+    return registers_add
+
+
 # --- between registers, shared and global memory --------------------------------------------------
 
 #: 9.7.14.5.15/16, ldmatrix and stmatrix: four 8 x 8 matrices of 16-bit values; lane l holds the
@@ -266,9 +317,7 @@ matrix_store = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "", "rrrrr", "convergent"
 )
 #: 9.7.9.8 and 9.7.9.11, ld and st, by space and width; masked: 0 is read, nothing written
-shared_load16 = instruction(
-    "{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r"
-)
+shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r")
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
@@ -330,12 +379,8 @@ HALVES = {
     ),
     "float16": (
         instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "r", "ff", "pure"),
-        instruction(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f", "r", "pure"
-        ),
-        instruction(
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f", "r", "pure"
-        ),
+        instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f", "r", "pure"),
+        instruction("{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f", "r", "pure"),
     ),
 }
 #: 9.7.9.22, cvt.rna: the nearest tf32, halves away from zero, in a float32's bits

@@ -246,7 +246,7 @@ _KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(
-    template: Callable[..., Any],
+    template: Any,
     signature: str,
     *,
     threads: int | tuple[int, ...],

@@ -10,7 +10,6 @@ function keeps it as ``numfuse_text``, to be printed.
 from __future__ import annotations
 
 import ast
-import copy
 import functools
 import hashlib
 import inspect
@@ -18,12 +17,12 @@ import linecache
 import operator
 import textwrap
 from collections.abc import Callable, Mapping
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 from numfuse.backends.cuda.toolchain import device_function, identity
 
-__all__ = ["Inlined", "expanded", "names_of", "text", "unrolled"]
+__all__ = ["Inlined", "Template", "expanded", "names_of", "text", "unrolled"]
 
 
 def unrolled(*bounds: int) -> range:
@@ -44,31 +43,43 @@ _COMPARE: dict[type, Callable[[Any, Any], Any]] = {
 }  # fmt: skip
 
 
+def _copied(node: Any) -> Any:
+    """A tree like this one (copy.deepcopy takes ten times as long)."""
+    if isinstance(node, list):
+        return [_copied(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return node
+    made = type(node)()
+    for name in node._fields:
+        setattr(made, name, _copied(getattr(node, name, None)))
+    return made
+
+
 class _Writer(ast.NodeTransformer):
     """Replaces what is constant, bottom up."""
 
     def __init__(self, constants: Mapping[str, Any]) -> None:
         self.constants = dict(constants)
 
-    def _value(self, node: ast.AST, value: Any) -> ast.expr:
-        return ast.copy_location(ast.Constant(value), node)
+    def _value(self, value: Any) -> ast.expr:
+        return ast.Constant(value)
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Load) and node.id in self.constants:
-            return self._value(node, self.constants[node.id])
+            return self._value(self.constants[node.id])
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
         self.generic_visit(node)
         act = _BINARY.get(type(node.op))
         if isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant) and act:
-            return self._value(node, act(node.left.value, node.right.value))
+            return self._value(act(node.left.value, node.right.value))
         return node
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
         self.generic_visit(node)
         if isinstance(node.operand, ast.Constant) and isinstance(node.op, ast.Not):
-            return self._value(node, not node.operand.value)
+            return self._value(not node.operand.value)
         return node
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
@@ -79,9 +90,9 @@ class _Writer(ast.NodeTransformer):
             if not isinstance(value, ast.Constant):
                 open_.append(value)
             elif bool(value.value) == decides:
-                return self._value(node, decides) if not open_ else self._joined(node, open_, value)
+                return self._value(decides) if not open_ else self._joined(node, open_, value)
         if not open_:
-            return self._value(node, not decides)
+            return self._value(not decides)
         return self._joined(node, open_)
 
     def _joined(self, node: ast.BoolOp, parts: list[ast.expr], *more: ast.expr) -> ast.expr:
@@ -94,13 +105,14 @@ class _Writer(ast.NodeTransformer):
             right = node.comparators[0]
             if isinstance(right, ast.Constant):
                 known = _COMPARE[type(node.ops[0])](node.left.value, right.value)
-                return self._value(node, known)
+                return self._value(known)
         return node
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
         self.generic_visit(node)
         if isinstance(node.value, ast.Constant) and isinstance(node.slice, ast.Constant):
-            return self._value(node, node.value.value[node.slice.value])
+            sequence: Any = node.value.value
+            return self._value(sequence[node.slice.value])
         return node
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
@@ -114,7 +126,7 @@ class _Writer(ast.NodeTransformer):
         self.generic_visit(node)
         known = {"min": min, "max": max}.get(getattr(node.func, "id", ""))
         if known and all(isinstance(a, ast.Constant) for a in node.args):
-            return self._value(node, known(a.value for a in node.args))  # type: ignore[attr-defined]
+            return self._value(known(a.value for a in node.args))  # type: ignore[attr-defined]
         return node
 
     def _body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -122,6 +134,8 @@ class _Writer(ast.NodeTransformer):
         for statement in statements:
             new = self.visit(statement)
             made.extend(new if isinstance(new, list) else [new])
+            if made and isinstance(made[-1], ast.Return):
+                break  # of a condition that was decided: what follows is never reached
         return made
 
     def visit_If(self, node: ast.If) -> ast.stmt | list[ast.stmt]:
@@ -163,7 +177,7 @@ class _Writer(ast.NodeTransformer):
         name = node.target.id
         for i in range(*[bound.value for bound in bounds]):
             self.constants[name] = i
-            made += self._body(copy.deepcopy(node.body))
+            made += self._body([_copied(statement) for statement in node.body])
         self.constants.pop(name, None)
         return made
 
@@ -189,7 +203,7 @@ def _tree(template: Callable[..., Any]) -> ast.FunctionDef:
 
 def text(template: Callable[..., Any], bindings: Mapping[str, Any]) -> str:
     """`template` written out under `bindings`, as Python text."""
-    function = copy.deepcopy(_tree(template))
+    function = _copied(_tree(template))
     writer = _Writer({name: value for name, value in bindings.items() if _constant(value)})
     function.body = writer._body(function.body) or [ast.Pass()]
     return ast.unparse(ast.fix_missing_locations(function)) + "\n"
@@ -210,8 +224,17 @@ def expanded(template: Callable[..., Any], bindings: Mapping[str, Any]) -> Calla
     return function
 
 
-class Inlined:
-    """A template as a device function, to be bound to a name of a kernel or of another template.
+def names_of(function: Callable[..., Any], bindings: Mapping[str, Any]) -> dict[str, Any]:
+    """The bindings that a function made by `expanded` still names."""
+    used = function.__code__.co_names
+    return {name: bindings[name] for name in sorted(bindings) if name in used}
+
+
+class Template:
+    """A template with its names bound, written out when the compiler asks for it.
+
+    It has what `toolchain.kernel` wants of a function.  Its key needs no text: the template is in
+    the digest of the sources, and what is bound is in the key.
 
     Parameters
     ----------
@@ -221,23 +244,42 @@ class Inlined:
     """
 
     def __init__(self, template: Callable[..., Any], bindings: Mapping[str, Any]) -> None:
-        self.function = expanded(template, bindings)
-        self.bindings = names_of(self.function, bindings)
-        parts = [f"{name}={identity(value)}" for name, value in sorted(self.bindings.items())]
-        material = "\n".join([self.function.numfuse_key, *parts])  # type: ignore[attr-defined]
-        self.numfuse_key = hashlib.sha256(material.encode()).hexdigest()
+        self._template = template
+        used = {n: bindings[n] for n in sorted(template.__code__.co_names) if n in bindings}
+        self._constants = {name: value for name, value in used.items() if _constant(value)}
+        #: What is no constant, by its name.
+        self.others = {name: value for name, value in used.items() if not _constant(value)}
+        self.__module__, self.__name__ = template.__module__, template.__name__
+        self.__qualname__ = template.__qualname__
+        material = "\n".join(f"{name}={identity(value)}" for name, value in used.items())
+        digest = hashlib.sha256(material.encode()).hexdigest()
+        self.numfuse_key = f"{template.__module__}.{template.__qualname__} {digest}"
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The function, written out."""
+        return expanded(self._template, self._constants)
+
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = self.function.__code__
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        scope: dict[str, Any] = self.function.__globals__
+        return scope
+
+
+class Inlined(Template):
+    """A template as a device function, to be bound to a name of a kernel or of another template."""
 
     def build(self) -> Any:
         """The device function, for the compiler."""
-        scope = dict(self.function.__globals__)
-        for name, value in self.bindings.items():
-            build = getattr(value, "build", None)
-            scope[name] = value if build is None else build()
-        code = self.function.__code__
+        code = self.__code__
+        scope = dict(self.__globals__)
+        for name, value in self.others.items():
+            if name in code.co_names:  # and not only in what a constant condition left out
+                build = getattr(value, "build", None)
+                scope[name] = value if build is None else build()
         return device_function(FunctionType(code, scope, code.co_name))
-
-
-def names_of(function: Callable[..., Any], bindings: Mapping[str, Any]) -> dict[str, Any]:
-    """The bindings that a function made by `expanded` still names."""
-    used = function.__code__.co_names
-    return {name: bindings[name] for name in sorted(bindings) if name in used}
