@@ -118,6 +118,13 @@ CASES = [
     taken("tensor cores f16, value by value", TENSOR_CORES,
           product(1023, 1025, 1027, "float16", function="silu", epilogue="slope", alignment=2),
           AMPERE, ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "st.shared.u16")),
+    *[
+        taken(f"{dtype} in layout {x:d}{y:d}", tier,
+              product(4096, 4096, 4096, dtype, x_turned=x, y_turned=y, function="gelu"), HOPPER)
+        for dtype, tier in (("float32", CORES), ("float64", TENSOR_CORES))
+        for x in (False, True)
+        for y in (False, True)
+    ],
     Case("sums of columns", (joins.columns("float32", Slot("planes"), Slot("out"), "bfloat16", 1,
                                            512, 4096, (4096, 1)),), HOPPER),
     taken("wgmma bf16", WGMMA, product(8192, 4096, 4096, "bfloat16", function="gelu"), HOPPER,

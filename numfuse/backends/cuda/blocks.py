@@ -142,13 +142,14 @@ def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
     for a in unrolled(K_REPEATS):
         for b in unrolled(OWN_REPEATS):
             if ALONG_K:
-                count = i32(most(least(i32(here - a * K_STEP), VALUES), 0))
+                count = i32(least(i32(here - a * K_STEP), VALUES))
                 other = i32(own_left - b * OWN_STEP)
             else:
-                count = i32(most(least(i32(own_left - b * OWN_STEP), VALUES), 0))
+                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
                 other = i32(here - a * K_STEP)
-            if other <= 0:
-                count = i32(0)
+            # Under the condition: outside, what does not depend on the slice would be computed
+            # before the loop, and kept in registers that spill (float64: five times as long).
+            count = i32(most(count, 0)) if other > 0 else i32(0)
             COPY_PART(
                 shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
                 at,
@@ -685,7 +686,7 @@ def plan(
         bias=p.bias.dtype if p.bias else None, extra=p.extra.dtype if p.extra else None,
         pre=p.pre is not None, epilogue=p.epilogue, sums=p.sums,
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident, rows=8 // values,
+        blocks=tile.resident,
     )  # fmt: skip
     made = build(block, engine, function, f"{name} {'slope' if slope else p.epilogue}")
     none = (0, 0, 0)
