@@ -1,8 +1,8 @@
 """numfuse on an NVIDIA GPU beside PyTorch and CuPy in one process: the tables of docs/cuda.md.
 
-    python asv_benches/cuda.py                        every table
-    python asv_benches/cuda.py --only bf16 small      those whose name holds one of these
-    python asv_benches/cuda.py --compile              torch.compile too (minutes of compiling)
+    python asv_benches/cuda_gpu.py                        every table
+    python asv_benches/cuda_gpu.py --only bf16 small      those whose name holds one of these
+    python asv_benches/cuda_gpu.py --compile              torch.compile too (minutes of compiling)
 
 Device times: the second-level cache is flushed by a write of 256 MB before every call, which also
 gives the host the time to enqueue the call, so that the events around it see the device alone.
