@@ -125,7 +125,8 @@ class Block:
             "store_wait_read0 store_wait_read1 store_wait_all copy_fence group_barrier "
             "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
             "global_store16 global_store_f32 global_store2_f32 MULTIPLY MULTIPLY_WAIT CLEAR ADD "
-            "grid_wait grid_release"
+            "grid_wait grid_release fetch16 fetch_commit fetch_wait0 fetch_wait1 prefetch "
+            "global_store4_b32"
         )
         found = dict.fromkeys(silent.split(), nothing)
         found |= dict.fromkeys(
@@ -152,6 +153,7 @@ class Block:
             "select": lambda a, b, condition: a if condition else b,
             "shuffle_xor": lambda x, mask: x,
             "matrix_load": lambda at: (0, 0, 0, 0),
+            "shared_load4_b32": lambda at: (0, 0, 0, 0),
             "global_load2_f32": lambda at, inside: (0, 0),
             "FINITE": lambda x: x,
             "FUNCTION": lambda x: x,
@@ -179,7 +181,7 @@ class Block:
                 kernel(
                     "x", "y", "out", "extra", 0, 0, 0, 0, 0, s["m"], s["n"], s["slices"],
                     s["row_blocks"], s["column_blocks"], s["places"], s["units"],
-                    s["part_slices"], 1, 0, 0, 0, *strides,
+                    s["part_slices"], self.kernel.stage_bytes, 1, 0, 0, 0, *strides,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -216,11 +218,14 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("extra", ["", "map"])
+@pytest.mark.parametrize("extra", ["", "map", "vectors", "rows"])
 def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
     kernel = hopper.Gemm(
         "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != ""
     )
+    if extra in ("vectors", "rows"):
+        run_all(replace(kernel, out=extra), 200, 330, 5)
+        return
     for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
         rows = range(0, sizes["row_blocks"] * tile.block_m, 64)

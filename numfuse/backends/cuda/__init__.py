@@ -108,26 +108,9 @@ class CudaBackend:
         self._host("gated_tangent", p)
 
     def _host(self, kind: str, p: Any) -> None:
-        from numfuse.backends.cuda.calls import Host, recorded
+        from numfuse.backends.cuda.calls import host_call
 
-        device = self.device
-        host = Host(device, 0, _OUTPUTS[kind])
-        try:
-            names = (
-                "grad", "a", "b", "bias", "residual", "pre", "out", "d_a", "d_b", "d_bias",
-                "u", "v", "w", "z", "d_grad", "out_dot",
-            )  # fmt: skip
-            steps, told = recorded(
-                device, self.precision, kind, p, host.bind, names, p.activation.name
-            )
-            blocks = [host.blocks.get(name) for name in names]
-            from numfuse.backends.cuda.arrays import pool_of
-
-            steps.run(device, pool_of(device), 0, [0 if b is None else b.address for b in blocks])
-            host.finish()
-        finally:
-            host.close()
-        latest.call = told
+        latest.call = host_call(self.device, self.precision, kind, p, _OUTPUTS[kind])
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
         """This backend on another device, or with another precision of float32 products."""

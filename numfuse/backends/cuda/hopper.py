@@ -50,9 +50,9 @@ class Gemm:
     x_turned: bool
     y_turned: bool
     tile: HopperTile
-    #: "map" or "rows" (16-bit values), "float32".
+    #: "vectors", "rows" or "map" (16-bit values), "float32".
     out: str
-    #: The residual or grad: "", "map", "rows" or "float32".
+    #: The residual or grad: "", "vectors", "rows", "map" or "float32".
     extra: str = ""
     #: "", "pairs" or "single" (16-bit values), "float32".
     bias: str = ""
@@ -74,7 +74,7 @@ class Gemm:
 
     @property
     def staged(self) -> bool:
-        return self.out in ("map", "rows")
+        return self.out != "float32"
 
     @property
     def width(self) -> int:
@@ -136,6 +136,7 @@ class Gemm:
             "BUFFERS": self.buffers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
             "WIDTH": self.width, "CHUNKS": self.chunks, "ROW_CHUNKS": t.block_n // self.width,
+            "PIECES": self.width // 8, "SHIFT": 3 if self.width == 64 else 2,
             "STAGED": self.staged, "OUT": self.out, "OUT_SIZE": 2 if self.staged else 4,
             "EXTRA": self.extra, "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
             "BIAS": self.bias, "BIAS_SIZE": 4 if self.bias == "float32" else 2,
@@ -153,6 +154,8 @@ class Gemm:
         b["STORE_PRE"] = Inlined(part.store_two, {"PAIRS": self.pre == "pairs"})
         b["STORE_OUT"] = Inlined(part.store_two, {"PAIRS": self.out_pairs})
         b["FETCH_ROWS"] = Inlined(part.fetch_rows, b)
+        b["FETCH_VECTORS"] = Inlined(part.fetch_vectors, b)
+        b["STORE_VECTORS"] = Inlined(part.store_vectors, b)
         b["STORE_ROWS"] = Inlined(part.store_rows, b)
         b["PIECE"] = Inlined(part.piece, b)
         b["UNIT_AT"] = Inlined(part.unit_at, b)
@@ -193,7 +196,7 @@ def _descriptor(turned: bool, box: int) -> int:
 def _kernel(g: Gemm) -> Kernel:
     template = Template(hopper_gemm.gemm, g.bindings())
     maps = ["map", "map", "map" if g.out == "map" else "i64", "map" if g.extra == "map" else "i64"]
-    signature = " ".join(maps + ["i64"] * 29)
+    signature = " ".join(maps + ["i64"] * 30)
     return kernel(
         template, signature, threads=128 * (1 + g.tile.consumers), blocks=1, feature="a",
         name=str(g), **template.others,
@@ -252,7 +255,7 @@ def _factor(product: Product, name: str, kind: str, at: int, block: int) -> _Fac
             fit = _fit(operand, outer, inner, *strides, places)
             if fit is None:
                 continue
-            made = _map(kind, inner, outer, places, *fit, _box(turned, block, kind))
+            made = _map(kind, inner, outer, places, *fit, _box(turned, block, long, kind))
             if made.possible():
                 return _Factor(turned, Slot(name), made, int(places > 1), 0)
         if product.m * product.n * product.k * product.places < HOPPER_COPY:
@@ -274,7 +277,7 @@ def _factor(product: Product, name: str, kind: str, at: int, block: int) -> _Fac
         return None
     dtype = {"tf32": "float32", "bf16x6": "bfloat16"}.get(kind, kind)
     made = _map(
-        dtype, inner, outer, places * parts, pitch, outer * pitch, _box(turned, block, kind)
+        dtype, inner, outer, places * parts, pitch, outer * pitch, _box(turned, block, long, kind)
     )
     size = parts * plane * (4 if kind == "tf32" else 2)
     return _Factor(
@@ -282,11 +285,15 @@ def _factor(product: Product, name: str, kind: str, at: int, block: int) -> _Fac
     )
 
 
-def _box(turned: bool, block: int, kind: str) -> tuple[int, int]:
-    """Elements of a box: a row has 128 bytes (64 where a block of Y is narrower)."""
+def _box(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
+    """Elements of a box: a row has 128 bytes (64 where a block of Y is narrower).
+
+    Rows that no operand has are not asked for: the engine takes as long for a row that it fills
+    with zeros.  What they hold instead reaches no row of the result that is stored.
+    """
     if turned:
         return min(64, block), 64
-    return (32 if kind == "tf32" else 64), block
+    return (32 if kind == "tf32" else 64), min(block, -(-long // 8) * 8)
 
 
 def _map(dtype: str, inner: int, outer: int, places: int, outer_stride: int, place_stride: int,
@@ -347,6 +354,12 @@ def _pairs(operand: Operand, n: int) -> bool:
     place, row, column = operand.strides
     wide = 2 * operand.itemsize
     return column == 1 and not (place % 2 or row % 2 or n % 2) and operand.alignment >= wide
+
+
+def _vectors(operand: Operand, n: int) -> bool:
+    """Whether each 8 values of a row are 16 aligned bytes, in every row and place."""
+    place, row, column = operand.strides
+    return column == 1 and not (place % 8 or row % 8 or n % 8) and operand.alignment >= 16
 
 
 def _boxed(operand: Operand, product: Product, width: int) -> TensorMap | None:
@@ -414,9 +427,13 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
 
 
 def plan_with(
-    product: Product, kind: str, device: DeviceInfo, tile: HopperTile, parts: int
-) -> Plan | None:
-    """The launches of a product in blocks of a tile, with K in so many parts."""
+    product: Product, kind: str, device: DeviceInfo, tile: HopperTile, parts: int,
+    by_map: bool = False,
+) -> Plan | None:  # fmt: skip
+    """The launches of a product in blocks of a tile, with K in so many parts.
+
+    `by_map`: whether the copy engine stores the result and fetches the residual or grad, too.
+    """
     m, n, k, places = product.m, product.n, product.k, product.places
     slices = -(-k // (32 if kind == "tf32" else 64))
     part_slices = -(-slices // parts)
@@ -444,11 +461,16 @@ def plan_with(
         joined = (_join(product, pitch, out_part, parts, out_slot),)
         out = planes
     elif half and out.dtype != "float32":
-        out_map = _boxed(out, product, width)
-        out_kind = "rows" if out_map is None else "map"
-        if out_map is not None and extra is not None:
-            extra_map = _boxed(extra, product, width)
-            extra_kind = "rows" if extra_map is None else "map"
+        out_kind = "vectors" if _vectors(out, n) else "rows"
+        if by_map or out_kind == "rows":
+            out_map = _boxed(out, product, width)
+        if extra is not None:
+            extra_kind = "vectors" if _vectors(extra, n) else "rows"
+        if out_map is not None:
+            out_kind = "map"
+            if extra is not None:
+                extra_map = _boxed(extra, product, width)
+                extra_kind = "rows" if extra_map is None else "map"
     else:
         out_kind = "float32"
     bias = product.bias
@@ -480,10 +502,14 @@ def plan_with(
         Slot("bias") if bias else 0, Slot("extra") if extra else 0, Slot("pre") if pre else 0,
         out_slot, Slot("sums") if product.sums else 0,
     ]  # fmt: skip
+    slice_bytes = sum(
+        64 * b * 2 if f.turned else 128 * f.map.box[1]
+        for f, b in ((x, tile.block_m), (y, tile.block_n))
+    )
     numbers = [
-        m, n, slices, row_blocks, column_blocks, places, units, part_slices, x.places, y.places,
-        x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides, out_part,
-        *out.strides,
+        m, n, slices, row_blocks, column_blocks, places, units, part_slices, slice_bytes,
+        x.places, y.places, x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides,
+        out_part, *out.strides,
     ]  # fmt: skip
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(

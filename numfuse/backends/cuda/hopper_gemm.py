@@ -16,8 +16,10 @@ consumer has read it).  In the "cooperative" schedule each consumer has 64 rows 
 Templates trust `hopper.take`.  UPPER-case names are bound there; `unroll` writes loops over
 accumulators out.  A result of 16-bit values goes through `staging` in shared memory, where
 stmatrix puts it in rows with their 16-byte pieces permuted as the copy engine's swizzle has them
-(no bank conflicts), and leaves by the copy engine ("map") or, where its rows are not aligned to 16
-bytes, by the threads ("rows").
+(no bank conflicts).  It leaves by 16 bytes a thread ("vectors"), where rows are not aligned to
+that by single values ("rows"), or by the copy engine ("map"), which keeps such pieces waiting
+behind the slices that it fetches.  The residual and grad come the same three ways.  But for "map",
+a warp deals with its own 16 rows, and waits for no other.
 """
 
 from __future__ import annotations
@@ -35,12 +37,17 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     block_index,
     copy_fence,
     dynamic_shared,
+    fetch16,
+    fetch_commit,
+    fetch_wait0,
+    fetch_wait1,
     fresh,
     global_load2_f32,
     global_load16,
     global_load32,
     global_load_f32,
     global_store2_f32,
+    global_store4_b32,
     global_store16,
     global_store_f32,
     grid_release,
@@ -50,17 +57,18 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     matrix_load,
     matrix_store,
     multiply_wait1,
+    prefetch,
     quotient,
     registers_few,
     registers_many,
     select,
+    shared_load4_b32,
     shared_load16,
     shared_load_f32,
     shared_store32,
     shared_store_f32,
     shuffle_xor,
     store_commit,
-    store_wait_all,
     store_wait_read0,
     store_wait_read1,
     tensor_load,
@@ -98,7 +106,7 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
 def produce(
     x_map: int, y_map: int, shared: int, slices: int, units: int, row_blocks: int,
     column_blocks: int, places: int, x_places: int, y_places: int, x_plane: int, y_plane: int,
-    part_slices: int,
+    part_slices: int, slice_bytes: int,
 ) -> None:  # fmt: skip
     """The producer's thread: every slice of every unit of this block, in order."""
     full = shared + FULL_AT
@@ -116,7 +124,7 @@ def produce(
             while at < end:
                 barrier = full + 8 * stage
                 barrier_wait(barrier + 8 * STAGES, parity)
-                barrier_expect(barrier, STAGE_BYTES)
+                barrier_expect(barrier, slice_bytes)
                 x_at = shared + stage * STAGE_BYTES
                 y_at = x_at + X_BYTES
                 if X_TURNED:
@@ -251,6 +259,21 @@ def consume(
                         extra_map, column0 + c % ROW_CHUNKS * WIDTH,
                         row0 + c // ROW_CHUNKS * 64, place,
                     )  # fmt: skip
+        if BIAS != "":
+            ahead = column0 + thread * (128 // BIAS_SIZE)
+            at = bias + (place * bias_place + ahead * bias_column) * BIAS_SIZE
+            prefetch(at, (thread < BLOCK_N * BIAS_SIZE // 128) & (ahead < n))
+        if EXTRA == "vectors":
+            grad = extra + place * extra_place * 2
+            for c in unrolled(BUFFERS):
+                FETCH_VECTORS(
+                    grad, staging + BUFFER_BYTES * c, row0 + c // ROW_CHUNKS * 64,
+                    column0 + c % ROW_CHUNKS * WIDTH, thread, m, n, extra_row,
+                )  # fmt: skip
+            for c in unrolled(BUFFERS, CHUNKS):
+                row = row0 + c // ROW_CHUNKS * 64 + thread
+                at = grad + (row * extra_row + column0 + c % ROW_CHUNKS * WIDTH) * 2
+                prefetch(at, (thread < 64) & (row < m) & (column0 + c % ROW_CHUNKS * WIDTH < n))
         if PING_PONG:
             barrier_wait(turn + 8 * consumer, turn_parity)
             turn_parity ^= 1
@@ -288,7 +311,7 @@ def consume(
             unit += step
     if OUT == "map":
         if leader:
-            store_wait_all()
+            store_wait_read0()  # written they are when the launch is over
 
 
 def finish(
@@ -336,6 +359,12 @@ def finish(
             group_barrier(1 + consumer, 128)
         if EXTRA == "map":
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
+        if EXTRA == "vectors":
+            if BUFFERS == 2:
+                fetch_wait1()
+            else:
+                fetch_wait0()
+            warp_barrier()
         if EXTRA == "rows":
             FETCH_ROWS(
                 extra, buffer, top + warp * 16, warp * 16, left, lane, m, n,
@@ -370,10 +399,22 @@ def finish(
         if OUT == "rows":
             warp_barrier()
             STORE_ROWS(
-                out, buffer, top + warp * 16, warp * 16, left, lane, m, n,
-                out_row, out_column,
-            )  # fmt: skip
+                out, buffer, top + warp * 16, warp * 16, left, lane, m, n, out_row, out_column
+            )
             warp_barrier()
+        if OUT == "vectors":
+            warp_barrier()
+            STORE_VECTORS(out, buffer, top, left, thread, m, n, out_row)
+            warp_barrier()
+        if EXTRA == "vectors":
+            AHEAD = c + BUFFERS
+            if AHEAD < CHUNKS:
+                FETCH_VECTORS(
+                    extra, buffer, row0 + AHEAD // ROW_CHUNKS * 64,
+                    column0 + AHEAD % ROW_CHUNKS * WIDTH, thread, m, n, extra_row,
+                )  # fmt: skip
+            else:
+                fetch_commit()  # an empty group: one for each piece, so that they can be counted
 
 
 def piece(
@@ -482,6 +523,46 @@ def store_rows(
         i += 4
 
 
+def fetch_vectors(
+    extra: int, buffer: int, row: int, column: int, thread: int, m: int, n: int, stride: int
+) -> None:
+    """A warp's 16 rows of `extra` on their way into a buffer: one group of 16-byte copies."""
+    thread = fresh(thread)
+    lane, first = thread & 31, (thread >> 5) * 16
+    column += (lane & (PIECES - 1)) * 8
+    at = extra + ((row + first + (lane >> SHIFT)) * stride + column) * 2
+    left = m - row
+    in_row = first + (lane >> SHIFT)
+    i, end = 0, fresh(PIECES // 2)  # a loop that stays one, for want of registers
+    while i < end:
+        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+        to = buffer + in_row * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
+        fetch16(to, at, 16 * ((in_row < left) & (column < n)))
+        at += 64 // PIECES * stride
+        in_row += 32 // PIECES
+        i += 1
+    fetch_commit()
+
+
+def store_vectors(
+    out: int, buffer: int, row: int, column: int, thread: int, m: int, n: int, stride: int
+) -> None:
+    """A warp's 16 rows of a buffer to `out`, 16 bytes a thread."""
+    thread = fresh(thread)
+    lane, first = thread & 31, (thread >> 5) * 16
+    column += (lane & (PIECES - 1)) * 8
+    at = out + ((row + first + (lane >> SHIFT)) * stride + column) * 2
+    left = fresh(m - row)
+    for i in unrolled(PIECES // 2):
+        in_row = first + (lane >> SHIFT) + 32 // PIECES * i
+        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+        a, b, c, d = shared_load4_b32(
+            buffer + in_row * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
+        )
+        global_store4_b32(at, a, b, c, d, (in_row < left) & (column < n))
+        at += 64 // PIECES * stride
+
+
 def load_bias(bias: int, column: int, n: int, stride: int) -> tuple[Any, Any]:
     """The bias of two neighbouring columns; 0 behind the last."""
     if BIAS == "pairs":
@@ -577,15 +658,16 @@ def sum_columns(
 def gemm(
     x_map: int, y_map: int, out_map: int, extra_map: int, bias: int, extra: int, pre: int,
     out: int, sums: int, m: int, n: int, slices: int, row_blocks: int, column_blocks: int,
-    places: int, units: int, part_slices: int, x_places: int, y_places: int, x_plane: int,
-    y_plane: int, bias_place: int, bias_column: int,
+    places: int, units: int, part_slices: int, slice_bytes: int, x_places: int, y_places: int,
+    x_plane: int, y_plane: int, bias_place: int, bias_column: int,
     extra_place: int, extra_row: int, extra_column: int, pre_place: int, pre_row: int,
     pre_column: int, out_part: int, out_place: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
     """The kernel: barriers, then each group its role.
 
     Addresses are in bytes, strides in elements.  `slices`: of K, 128 bytes each; a unit has no
-    more than `part_slices` of them.  `x_places`, `y_places`: 0 where an operand is the
+    more than `part_slices` of them, of `slice_bytes` (X and Y; fewer than a stage has where X has
+    fewer rows than a block).  `x_places`, `y_places`: 0 where an operand is the
     same at every place.  `x_plane`, `y_plane`: places of one plane of a split operand.
     """
     # the copy engine's swizzle repeats every 1024 bytes of an address
@@ -594,6 +676,10 @@ def gemm(
     if thread == 0:
         map_prefetch(x_map)
         map_prefetch(y_map)
+        if OUT == "map":
+            map_prefetch(out_map)
+        if EXTRA == "map":
+            map_prefetch(extra_map)
         full = shared + FULL_AT
         for s in range(STAGES):
             barrier_init(full + 8 * s, 1)
@@ -611,7 +697,7 @@ def gemm(
         if thread == 0:
             PRODUCE(
                 x_map, y_map, shared, slices, units, row_blocks, column_blocks, places, x_places,
-                y_places, x_plane, y_plane, part_slices,
+                y_places, x_plane, y_plane, part_slices, slice_bytes,
             )  # fmt: skip
     else:
         if CONSUMERS == 2:

@@ -319,6 +319,7 @@ matrix_store = instruction(
 #: 9.7.9.8 and 9.7.9.11, ld and st, by space and width; masked: 0 is read, nothing written
 shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r")
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
+shared_load4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
 global_load16 = instruction(
@@ -367,6 +368,18 @@ global_store4_f32 = instruction(
     "", "lffffp",
 )  # fmt: skip
 
+#: cp.async: 16 bytes from global to shared memory without a register between; `bytes` of them are
+#: read (16, or 0 where the address is outside), the others are zero.  Groups: close one; wait until
+#: at most 0 or 1 are in flight
+fetch16 = instruction("cp.async.cg.shared.global [$0], [$1], 16, $2;", "", "rlr")
+fetch_commit = instruction("cp.async.commit_group;")
+fetch_wait0 = instruction("cp.async.wait_group 0;")
+fetch_wait1 = instruction("cp.async.wait_group 1;")
+#: prefetch: the line of 128 bytes around an address is brought to the second-level cache
+prefetch = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"
+)
+
 # --- values ---------------------------------------------------------------------------------------
 
 #: 9.7.9.22, cvt: two float32 rounded to nearest even in one word, the first in its low half
@@ -384,7 +397,7 @@ HALVES = {
     ),
 }
 #: 9.7.9.22, cvt.rna: the nearest tf32, halves away from zero, in a float32's bits
-round_tf32 = instruction("cvt.rna.tf32.f32 $0, $1;", "r", "f", "pure")
+round_tf32 = instruction("cvt.rna.tf32.f32 $0, $1;", "f", "f", "pure")
 #: 9.7.9.6, shfl.sync.bfly: the value of the lane whose number differs in the bits of `mask`
 shuffle_xor = instruction(
     "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "f", "fr", "convergent"
