@@ -96,7 +96,10 @@ class Runner:
         if missing:
             raise Unavailable(f"{adapter.info['device']} has no {', '.join(sorted(missing))}")
         self.names, self.dtype = tuple(functions), np.dtype(dtype)
-        self.device = adapter.request_device_sync(required_features=list(wgsl.FEATURES[dtype]))
+        try:
+            self.device = adapter.request_device_sync(required_features=list(wgsl.FEATURES[dtype]))
+        except RuntimeError as error:
+            raise Unavailable(f"{adapter.info['device']} gives no device: {error}") from error
         shader = self.device.create_shader_module(code=module(functions, dtype))
         self.pipeline = self.device.create_compute_pipeline(
             layout="auto", compute={"module": shader, "entry_point": "main"}

@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from numfuse import webgpu
     from numfuse.activations import Activation
     from numfuse.devices import synchronize, to_device, to_numpy, warmup
+    from numfuse.differentials import (
+        activation_mul_double_bwd,
+        activation_mul_jvp,
+        matmul_bias_activation_double_bwd,
+        matmul_bias_activation_jvp,
+        matmul_bias_residual_double_bwd,
+        matmul_bias_residual_jvp,
+    )
     from numfuse.functional import (
         activation_mul,
         activation_mul_bwd,
@@ -45,6 +53,8 @@ __all__ = [
     "activation",
     "activation_mul",
     "activation_mul_bwd",
+    "activation_mul_double_bwd",
+    "activation_mul_jvp",
     "activations",
     "backends",
     "gelu_mul",
@@ -52,8 +62,12 @@ __all__ = [
     "last_call",
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
+    "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jvp",
     "matmul_bias_residual",
     "matmul_bias_residual_bwd",
+    "matmul_bias_residual_double_bwd",
+    "matmul_bias_residual_jvp",
     "relu_mul",
     "relu_mul_bwd",
     "sigmoid_mul",
@@ -69,6 +83,12 @@ __all__ = [
 ]
 
 _ELSEWHERE = {
+    "activation_mul_double_bwd": "numfuse.differentials",
+    "activation_mul_jvp": "numfuse.differentials",
+    "matmul_bias_activation_double_bwd": "numfuse.differentials",
+    "matmul_bias_activation_jvp": "numfuse.differentials",
+    "matmul_bias_residual_double_bwd": "numfuse.differentials",
+    "matmul_bias_residual_jvp": "numfuse.differentials",
     "Activation": "numfuse.activations",
     "synchronize": "numfuse.devices",
     "to_device": "numfuse.devices",

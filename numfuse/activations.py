@@ -80,6 +80,15 @@ class Activation:
             made = self._traces[order] = ex.differentiate(self.trace(order - 1))
         return made
 
+    def derived(self, order: int) -> Activation:
+        """Its derivative of this order as an activation: ``derived(1)`` of f has the value f'.
+
+        So that act^(k)(a) * b is the gated form of ``derived(k)``, and its gradient that of
+        ``derived(k + 1)``. Beyond the third order there is only what is zero everywhere; any other
+        raises ValueError when its trace is asked for.
+        """
+        return _Derived(self, order) if order else self
+
     @property
     def digest(self) -> str:
         """Hash of the four graphs: equal for equal formulas, in any process."""
@@ -87,6 +96,11 @@ class Activation:
             text = ex.dumps([self.trace(order) for order in range(4)])
             self._digest = hashlib.sha256(text.encode()).hexdigest()
         return self._digest
+
+    def second_derivative_is_zero(self) -> bool:
+        """Whether the second derivative is 0 everywhere: what it multiplies is then left out."""
+        second = self.trace(2)
+        return second.op == "const" and second.payload == 0
 
     # --- over arrays ------------------------------------------------------------------------
     def __call__(self, x: Any) -> Any:
@@ -187,6 +201,43 @@ class Activation:
     def __reduce__(self) -> tuple[Any, ...]:
         text = ex.dumps([self.trace(order) for order in range(4)])
         return _from_text, (self.name, self.source, self.id, text)
+
+
+class _Derived(Activation):
+    """The derivatives of another activation from an order on."""
+
+    def __init__(self, base: Activation, order: int) -> None:
+        super().__init__(f"{base.name}^({order})", f"derivative of {base.name}: {base.source}")
+        self._base, self._order = base, order
+
+    def _define(self, order: int, formula: Formula) -> None:
+        raise TypeError(f"{self.name} is derived: define the derivatives of {self._base.name!r}")
+
+    def trace(self, order: int = 0) -> Expr:
+        """The graph of the base's derivative, `order` orders higher."""
+        if order < 0 or self._order + order < 4:
+            return self._base.trace(self._order + order)
+        if self._base.trace(3).op == "const":
+            return constant(0)
+        raise ValueError(
+            f"the table of activations ends with third derivatives, "
+            f"got order {self._order + order} of {self._base.name!r}"
+        )
+
+    def derived(self, order: int) -> Activation:
+        """The base's derivative of a higher order."""
+        return self._base.derived(self._order + order)
+
+    @property
+    def digest(self) -> str:
+        """Hash of the base's graphs and the order."""
+        return hashlib.sha256(f"{self._order} {self._base.digest}".encode()).hexdigest()
+
+    def _device(self, target: str, order: int) -> Any:
+        return self._base._device(target, self._order + order)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self._base.derived, (self._order,)
 
 
 def _from_text(name: str, source: str, number: int | None, text: str) -> Activation:

@@ -13,12 +13,19 @@ from numfuse.operands import ACCUMULATORS, output
 
 __all__ = [
     "GATED_NEEDS",
+    "GATED_SECOND_NEEDS",
     "GEMM_NEEDS",
+    "GEMM_SECOND_NEEDS",
     "RESIDUAL_NEEDS",
+    "RESIDUAL_SECOND_NEEDS",
     "GatedGradients",
+    "GatedSecondGradients",
     "GemmGradients",
     "GemmResidualGradients",
+    "GemmResidualSecondGradients",
+    "GemmSecondGradients",
     "ResidualGradient",
+    "Tangent",
     "allocate",
     "check_needs",
     "check_outputs",
@@ -27,6 +34,9 @@ __all__ = [
 GEMM_NEEDS = ("a", "b", "bias")
 RESIDUAL_NEEDS = ("a", "b", "bias", "residual")
 GATED_NEEDS = ("a", "b")
+GEMM_SECOND_NEEDS = ("grad", *GEMM_NEEDS)
+RESIDUAL_SECOND_NEEDS = ("grad", *RESIDUAL_NEEDS)
+GATED_SECOND_NEEDS = ("grad", *GATED_NEEDS)
 
 
 class GemmGradients(NamedTuple):
@@ -51,6 +61,40 @@ class GatedGradients(NamedTuple):
 
     d_a: Any
     d_b: Any
+
+
+class GemmSecondGradients(NamedTuple):
+    """What the cotangents of a product's gradients give; None where not needed."""
+
+    d_grad: Any
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+
+
+class GemmResidualSecondGradients(NamedTuple):
+    """The same with a residual."""
+
+    d_grad: Any
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+    d_residual: Any
+
+
+class GatedSecondGradients(NamedTuple):
+    """What the cotangents of a gate's gradients give; None where not needed."""
+
+    d_grad: Any
+    d_a: Any
+    d_b: Any
+
+
+class Tangent(NamedTuple):
+    """A value, and its derivative along the tangents of the operands."""
+
+    out: Any
+    out_dot: Any
 
 
 class ResidualGradient(NamedTuple):

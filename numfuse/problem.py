@@ -545,7 +545,7 @@ def _fold(problem: GemmProblem | GemmBackwardProblem, rows: tuple[str, ...]) -> 
         x = getattr(problem, name)
         if x is None:
             continue
-        if name == "residual" and x.size == x.shape[-1]:
+        if name in ("residual", "z") and x.size == x.shape[-1]:
             views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
             continue
         merged = merge_rows(x)

@@ -416,11 +416,12 @@ class WebGpuTile:
 #: multiprocessors), 64 x 64 with 8 x 8 40.7, 36.7 and 31.2, 32 x 64 with 8 x 8 39.4, 33.8 and
 #: 31.7; less with slices of 8, 12 or 20 (31 to 35), two copies of the slices (25), 256 invocations
 #: (33), 128 x 256 (39), 16 x 8 sums (35).  Fetching along K where it is contiguous: 1.04 to 1.16
-#: times.
+#: times.  At 512 cubed the last gives 256 blocks and 10.0, 32 x 64 128 and 7.5.
 WEBGPU_TILES = (
     WebGpuTile(128, 128, 16, 8, 16, k_first=True),
     WebGpuTile(64, 64, 16, 8, 8, k_first=True),
     WebGpuTile(32, 64, 16, 8, 8, k_first=True),
+    WebGpuTile(32, 32, 16, 4, 4, k_first=True),
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
@@ -517,6 +518,17 @@ CUDA_PLANES_BYTES = 256 << 20
 CUDA_PASS_ROWS = 64
 #: Threads of a block of the passes over memory.
 CUDA_PASS_THREADS = 256
+#: Planes of which a thread of a join has 16 bytes each in flight.
+CUDA_JOIN_AHEAD = 4
+#: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
+CUDA_JOIN_LANES = 16
+#: Planes from which on they do.
+CUDA_JOIN_DEEP = 16
+#: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element.
+#: Measured on an H200, in GB/s of forward and backward (a copy: 4200): float32 4291 and 4304 with
+#: one, 4227 and 4224 with two; bfloat16 4326 and 4299, 4278 and 4255; float64 4027 and 4313, 4242
+#: and 4244.
+CUDA_GATE_VECTORS = {2: 1, 4: 1, 8: 2}
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.
 CUDA_KEPT_PLANS = 512
 #: A call of several launches that comes so many times with the same addresses becomes a CUDA graph
@@ -634,3 +646,125 @@ def hopper_tile(
                 best = cost, tile, parts
     assert best is not None
     return best[1], best[2]
+
+
+# --- CUDA: blocks by cp.async ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaBlock:
+    """A thread block's block of a product, fetched by cp.async, and the part of one worker of it.
+
+    A worker is a thread on CUDA cores, a warp on tensor cores.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    part_m: int
+    part_n: int
+    #: Copies of the slices in shared memory.
+    stages: int
+    #: Blocks that share a multiprocessor.
+    resident: int
+    #: Of K in one instruction of a tensor core; 0: CUDA cores.
+    chunk: int = 0
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+    #: Speed of a full device, in relation to the largest tile.
+    speed: float = 1.0
+
+    @property
+    def threads(self) -> int:
+        workers = self.block_m // self.part_m * (self.block_n // self.part_n)
+        return workers * 32 if self.chunk else workers
+
+    def __str__(self) -> str:
+        kind = "warp" if self.chunk else "thread"
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k}, {self.part_m}x{self.part_n} a {kind}, "
+            f"{self.stages} stages"
+        )
+
+
+#: Rows (or columns) of the other factor from which on a float32 factor is copied before the
+#: product: one that is not read by 16 bytes, and one that must be turned. The copy moves 8 bytes
+#: an element, which is 47 / uses of the product's time on an H200 (51 TFLOP/s, 4.3 TB/s). Value by
+#: value a product takes 1.1 to 1.25 times as long, turning by registers 1.03 to 1.07 times.
+CUDA_COPY_USES = 512
+CUDA_TURN_USES = 1536
+#: float32 on CUDA cores. 8 x 16 sums a thread: 6 reads of 16 bytes from shared memory for 128 fused
+#: multiply-adds, so that 94% of the loop's instructions are arithmetic; 256 threads fill the
+#: registers of a multiprocessor. The small ones are for results of few blocks.
+CUDA_CORE_BLOCKS = (
+    CudaBlock(128, 256, 16, 8, 16, 3, 1),
+    CudaBlock(128, 128, 16, 8, 16, 3, 2, speed=0.97),
+    CudaBlock(64, 128, 16, 8, 8, 3, 3, speed=0.95),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.9),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.85),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.75),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.75),
+)
+#: float64 on tensor cores. Two blocks of four warps: one fetches or stores while the other
+#: multiplies. Measured on an H200 at 4096 cubed, in TFLOP/s (cuBLAS 60.6): this 58 to 59, one block
+#: of 128 x 128 in eight warps 55, chunks of 4 or 16 less.
+CUDA_DOUBLE_BLOCKS = (
+    CudaBlock(128, 64, 16, 64, 32, 3, 2, 8),
+    CudaBlock(64, 64, 16, 32, 32, 3, 3, 8, speed=0.99),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.8),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.7),
+)
+#: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
+#: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337.
+CUDA_HALF_BLOCKS = (
+    CudaBlock(128, 256, 32, 64, 64, 4, 1, 16),
+    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9),
+    CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7),
+    CudaBlock(32, 64, 32, 32, 16, 4, 4, 16, speed=0.6),
+)
+#: The same where a factor comes value by value through registers: fewer sums leave room for them.
+CUDA_HALF_BLOCKS_HELD = (
+    CudaBlock(128, 128, 32, 64, 32, 3, 1, 16),
+    CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8),
+)
+#: Warps that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6.
+CUDA_BUSY_WARPS = 8
+#: What a launch and a block's beginning and end take, in multiply-adds of one multiprocessor (3
+#: us), and what a value of a plane takes on its way through memory, in those of all.
+CUDA_LAUNCH_COST = 600_000
+CUDA_PLANE_COST = 50
+
+
+@functools.lru_cache(maxsize=4096)
+def cuda_block(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
+    multiprocessors: int,
+) -> tuple[CudaBlock, int, int]:  # fmt: skip
+    """The tile of a product, and (length, number) of the parts of its sum, 1 but where `free`.
+
+    The one with the least work on the multiprocessor that has the most. The parts depend on the
+    sizes of one place: an element of a batch gives what it gives alone.
+    """
+    best: tuple[float, CudaBlock, int, int] | None = None
+    places = 1 if free else places
+    for tile in tiles:
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+        choices = [(max(1, k), 1)]
+        if free:
+            wanted = tile.resident * multiprocessors // max(1, blocks)
+            for parts in {max(1, wanted), max(1, wanted // 2)} - {1}:
+                part = round_up(-(-k // min(parts, max(1, k // CUDA_PART))), tile.block_k)
+                choices.append((part, -(-k // part)))
+        for part, parts in choices:
+            most = -(-blocks * places * parts // multiprocessors)
+            warps = min(most, tile.resident) * tile.threads / 32
+            busy = min(1.0, warps / CUDA_BUSY_WARPS) ** 0.6
+            area = tile.block_m * tile.block_n
+            cost = most * area * (part + tile.block_k * tile.stages) / (tile.speed * busy)
+            if parts > 1:
+                planes = places * m * n * parts * CUDA_PLANE_COST
+                cost += CUDA_LAUNCH_COST + planes / multiprocessors
+            if best is None or cost < best[0]:
+                best = cost, tile, part, parts
+    assert best is not None
+    return best[1:]

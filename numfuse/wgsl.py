@@ -119,6 +119,7 @@ def _words(dtype: str) -> dict[str, str]:
         "BIAS": str(info.maxexp - 1),
         "ROOT_HALF_BITS": f"{int(root_half):#x}",
         "NO_BITS": f"0{unsigned}",
+        "ONE_BIT": f"1{unsigned}",
         **{word: f"{value:#x}{unsigned}" for word, value in whole.items()},
         **{word: _literal(value, dtype) for word, value in numbers.items()},
         **{word: _horner(c[dtype], variable, dtype) for word, (c, variable) in polynomials.items()},
@@ -133,6 +134,10 @@ TEMPLATES = {
     "nf_is_nan": """\
 fn nf_is_nan(x: REAL) -> bool {
     return (bitcast<UINT>(x) & MAGNITUDE_BITS) > INFINITY_BITS;
+}""",
+    "nf_is_zero_or_nan": """\
+fn nf_is_zero_or_nan(x: REAL) -> bool {
+    return (bitcast<UINT>(x) & MAGNITUDE_BITS) - ONE_BIT >= INFINITY_BITS;
 }""",
     "nf_maximum": """\
 fn nf_maximum(a: REAL, b: REAL) -> REAL {
@@ -359,7 +364,11 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
     if SYMBOL in names:
         at_nan = evaluate(expr, np.nan)
         limit = "x" if np.isnan(at_nan) else _literal(at_nan, dtype)
-        result = f"select({result}, {limit}, nf_is_nan(x))"
+        # WGSL may drop the sign of a zero: where the formula keeps that of x, its bits do
+        zeros = np.array([-0.0, 0.0])
+        kept = limit == "x" and np.copysign(1, evaluate(expr, zeros)).tolist() == [-1, 1]
+        kept = kept and not evaluate(expr, zeros).any()
+        result = f"select({result}, {limit}, nf_is_{'zero_or_' if kept else ''}nan(x))"
     return "\n".join([f"fn {name}(x: {real}) -> {real} {{", *lines, f"    return {result};", "}"])
 
 

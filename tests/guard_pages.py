@@ -76,10 +76,28 @@ def run(backend: str) -> None:
                     nf.matmul_bias_activation_bwd(
                         grad, a, b, bias, "gelu", pre_activation=pre, out=outs, backend=backend
                     )
+                    u, v, w = (filled(x.shape, dtype, at_end, turned) for x in (a, b, bias))
+                    for saved in (None, pre):
+                        found = nf.matmul_bias_activation_double_bwd(
+                            u, v, w, grad, a, b, bias, "gelu", pre_activation=saved,
+                            backend=backend,
+                        )  # fmt: skip
+                        assert not any(np.isnan(x).any() for x in found)
+                    found = nf.matmul_bias_activation_jvp(
+                        a, b, bias, u, v, w, "gelu", backend=backend
+                    )
+                    assert not any(np.isnan(x).any() for x in found)
                     nf.matmul_bias_residual(a, b, bias, grad, out=out, backend=backend)
                     assert not np.isnan(out).any()
                     other = filled((m, n), dtype, at_end, turned)
                     nf.silu_mul(grad, other, out=out, backend=backend)
+                    moved = [filled((m, n), dtype, at_end, turned) for _ in range(2)]
+                    found = nf.activation_mul_double_bwd(
+                        *moved, grad, grad, other, "silu", backend=backend
+                    )
+                    assert not any(np.isnan(x).any() for x in found)
+                    found = nf.activation_mul_jvp(grad, other, *moved, "silu", backend=backend)
+                    assert not any(np.isnan(x).any() for x in found)
                     outs = tuple(guarded((m, n), dtype, at_end) for _ in range(2))
                     nf.silu_mul_bwd(grad, other, other, out=outs, backend=backend)
                     assert not any(np.isnan(x).any() for x in outs)

@@ -74,6 +74,31 @@ SLOPE = {
     "gelu_erf": lambda x: _normal(x) + _times(x, _phi(x)),
     "softplus": _sigmoid,
 }
+
+
+def _gelu_second(x: ndarray) -> ndarray:
+    # (x s(v))'' = 2 s'(v) v' + x (s''(v) v'^2 + s'(v) v''), s'' = s' (1 - 2 s)
+    argument, slope = _gelu_argument(x)
+    x = np.clip(x, -1000, 1000)
+    bend = 2 * np.sqrt(2 / LONG(np.pi)) * 6 * LONG("0.044715") * x
+    turn = -np.tanh(argument / 2) * slope**2 + bend
+    return _bell(argument) * (2 * slope + x * turn)
+
+
+def _silu_second(x: ndarray) -> ndarray:
+    return _times(2 - np.clip(x, -3000, 3000) * np.tanh(x / 2), _bell(x))
+
+
+SECOND = {
+    "none": np.zeros_like,
+    "relu": lambda x: np.zeros_like(x),
+    "gelu": _gelu_second,
+    "silu": _silu_second,
+    "sigmoid": lambda x: -_bell(x) * np.tanh(x / 2),
+    "tanh": lambda x: -8 * _bell(2 * x) * np.tanh(x),
+    "gelu_erf": lambda x: _times(2 - np.clip(x, -1e3, 1e3) ** 2, _phi(x)),
+    "softplus": _bell,
+}
 ACTIVATIONS = tuple(VALUE)
 
 

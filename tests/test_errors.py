@@ -363,3 +363,21 @@ def test_an_object_with_a_forward_and_a_name_is_a_backend():
     with nf.use_backend(mine):
         forward()
     assert [type(p).__name__ for p in seen] == ["GemmProblem", "GemmProblem"]
+
+
+def test_a_backend_that_stops_at_first_derivatives_says_so():
+    class First:
+        name = "first"
+
+        def forward(self, p):
+            raise AssertionError
+
+        def __repr__(self):
+            return "First()"
+
+    x = np.ones((2, 2))
+    wanted = r"^backend must have the operation 'double_backward', got First\(\) without it$"
+    with pytest.raises(ValueError, match=wanted):
+        nf.matmul_bias_activation_double_bwd(x, None, None, x, x, x, backend=First())
+    with pytest.raises(ValueError, match="the operation 'gated_tangent'"):
+        nf.activation_mul_jvp(x, x, x, None, "gelu", backend=First())

@@ -46,6 +46,23 @@ def adapters(webgpu):
     return adapters()
 
 
+@pytest.fixture
+def giving(adapters):
+    """The adapters that give a device: some are listed and do not, as NVIDIA's OpenGL."""
+    from numfuse.backends.webgpu.device import choose
+
+    found = []
+    for adapter in adapters:
+        try:
+            nf.use_backend("webgpu", device=adapter.number).backend.device  # noqa: B018
+        except nf.BackendUnavailable as why:
+            assert str(adapter) in str(why) and "gives no device" in str(why)
+        else:
+            found.append(adapter)
+    assert str(choose()) in map(str, found)
+    return found
+
+
 def operands(m, n, k, dtype="float32", seed=0):
     """grad, a, b, bias"""
     rng, dtype = np.random.default_rng(seed), DTYPES[dtype]
@@ -106,8 +123,8 @@ def test_calls_run_on_the_adapter_that_is_meant(device, adapters):
     assert call.kernel == "backward/gelu"
 
 
-def test_an_adapter_is_chosen_by_index_and_by_name(adapters):
-    for adapter in adapters:
+def test_an_adapter_is_chosen_by_index_and_by_name(giving):
+    for adapter in giving:
         for which in (adapter.number, str(adapter.number)):
             with nf.use_backend("webgpu", device=which) as chosen:
                 layer(*operands(5, 4, 3), backend=None)
@@ -116,8 +133,9 @@ def test_an_adapter_is_chosen_by_index_and_by_name(adapters):
         with nf.use_backend("webgpu", device=f"{adapter.name} {adapter.interface}".upper()) as it:
             found = it.device.adapter
             assert (found.name, found.interface) == (adapter.name, adapter.interface)
-    first = nf.use_backend("webgpu", device=0).backend
-    assert first is nf.use_backend("webgpu", device="0").backend  # one device, not two
+    number = giving[0].number
+    first = nf.use_backend("webgpu", device=number).backend
+    assert first is nf.use_backend("webgpu", device=str(number)).backend  # one device, not two
 
 
 @pytest.mark.parametrize("which", ["no such adapter", 99, -1, "99"])
@@ -177,11 +195,11 @@ def test_info_says_why_the_environments_adapter_is_none(adapters):
     assert all(str(adapter) in text for adapter in adapters)
 
 
-def test_a_device_without_a_dtype_refuses_it(adapters):
+def test_a_device_without_a_dtype_refuses_it(giving):
     """Every adapter has float32; what another one lacks depends on its features."""
     from numfuse.backends.webgpu.device import FEATURES
 
-    for adapter in adapters:
+    for adapter in giving:
         with nf.use_backend("webgpu", device=adapter.number) as chosen:
             known = chosen.device.dtypes
             assert "float32" in known and "bfloat16" not in known
@@ -217,7 +235,8 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
         pytest.skip(f"{device.name} has {limit} bytes of workgroup memory")
     monkeypatch.setattr(tiling, "webgpu_tile", lambda *_: tile)
     tolerance.vanishing("webgpu", DTYPES[dtype])  # asks the device, at its first use
-    before = set(device._pipelines)
+    monkeypatch.setattr(device, "_pipelines", {})  # what other tests made
+    device.plans.clear()
     # more than one block each way, the last ones in part, and more than one slice of K
     m, n = tile.block_m + 4, tile.block_n + 8
     for sizes in ((m, n, 36), (m - 1, n - 1, 35)):
@@ -234,7 +253,7 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
             for factors in (columns, (a, b))
         )
         assert same(turned, straight)
-    made = [k for k in device._pipelines if k not in before and getattr(k, "x", None) is not None]
+    made = [kernel for kernel in device._pipelines if getattr(kernel, "x", None) is not None]
     assert {kernel.tile for kernel in made} == {tile}
     orders = {(k.x.turned, k.y.turned, k.x.wide, k.y.wide) for k in made}
     assert orders >= {
@@ -328,11 +347,16 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
         )  # fmt: skip
 
     some(100)
-    before, memory = held(), resident()
-    some(350)  # three calls each
-    assert held() == before
-    # Less than the smallest of the buffers for each of the calls.
-    assert resident() - memory < 1050 * 256
+    # Less than the smallest of the buffers for each of the calls; a driver may take memory of its
+    # own for a while, and a leak takes it every time.
+    for _ in range(5):
+        before, memory = held(), resident()
+        some(350)  # three calls each
+        assert held() == before
+        grown = resident() - memory
+        if grown < 1050 * 256:
+            break
+    assert grown < 1050 * 256
 
 
 def test_a_buffer_of_a_cycle_comes_back_alive(device):

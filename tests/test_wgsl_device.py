@@ -147,8 +147,11 @@ def assert_within(script, done, name, order):
     graph = nf.activations()[name].trace(order)
     off = script.errors(graph, order, x, got)
     if done.flushes:
-        lost = np.abs(got - script.reference(graph, x)) <= done.info.smallest_normal
+        with np.errstate(invalid="ignore"):  # two infinities
+            lost = np.abs(got - script.reference(graph, x)) <= done.info.smallest_normal
         off = np.where(lost, 0, off)
+        if (name, order) == ("relu", 1):  # a subnormal argument may count as zero, where it jumps
+            off = np.where((x != 0) & (np.abs(x) < done.info.smallest_normal), 0, off)
     worst = off.argmax()
     assert off[worst] <= MOST[order], (name, order, x[worst], got[worst])
 
@@ -165,13 +168,18 @@ def test_errors_are_within_the_bound_on_every_other_adapter(script, adapter):
     import wgpu
 
     others = [a for a in wgpu.gpu.enumerate_adapters_sync() if dict(a.info) != dict(adapter.info)]
-    if not others:
-        pytest.skip("one adapter only")
+    tried = 0
     for other in others:
-        done = Results(script, other, "float32")
+        try:
+            done = Results(script, other, "float32")
+        except script.Unavailable:
+            continue  # it gives no device, as NVIDIA's OpenGL
+        tried += 1
         for name in ROWS:
             for order in ORDERS:
                 assert_within(script, done, name, order)
+    if not tried:
+        pytest.skip("one adapter only")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -182,6 +190,8 @@ def test_results_agree_with_the_textbook(script, results, name, order, dtype):
     done = results(dtype)
     f = (oracle.VALUE, oracle.SLOPE)[order][name]
     moderate = np.abs(done.x) <= 100
+    if done.flushes and (name, order) == ("relu", 1):  # as above
+        moderate &= (done.x == 0) | (np.abs(done.x) >= done.info.smallest_normal)
     x, got = oracle.wide(done.x[moderate]), done.of(name, order, script)[moderate]
     u = (EVALUATION + 8) * roundoff(np.dtype(dtype))
     with np.errstate(all="ignore"):
@@ -204,7 +214,8 @@ def test_functions_of_a_formula_are_accurate(script, results, name, dtype):
     kept = (np.abs(done.x) >= done.info.smallest_normal) | (done.x == 0) | (not done.flushes)
     off = script.errors(graph, 0, done.x[kept], got[kept])
     if done.flushes:
-        lost = np.abs(got[kept] - script.reference(graph, done.x[kept]))
+        with np.errstate(invalid="ignore"):  # two infinities
+            lost = np.abs(got[kept] - script.reference(graph, done.x[kept]))
         off = np.where(lost <= done.info.smallest_normal, 0, off)
     worst = off.argmax()
     assert off[worst] <= MOST[0], (done.x[kept][worst], got[kept][worst])

@@ -29,6 +29,12 @@ Algorithms, chapter 3):
    and grad f'(P) lose t each, and so does a half type at the store, with its own t. What is not
    below t keeps its relative bound.
 
+8. T = u B + A v + w + z is a sum of all their terms: gamma of their number, times the sum of their
+   magnitudes. A product of factors that err by x and y errs by \|f\| y + \|g\| x + x y, and by
+   u \|f g\|: so the error of Q = grad f''(P) T, of S = grad f'(P) and of f'(P) T. A gradient of the
+   double backward is a sum of two products: the terms of both count in gamma. The gates' second
+   derivatives are sums of two such products.
+
 `EVALUATION` is 16: exp and tanh are polynomials that err by 1 to 2 u, and the formulas have at most
 six more operations. Underflow of an intermediate adds the smallest normal number. In WGSL it is 24:
 a division errs by up to 2.5 units in the last place, 5 u where IEEE's errs by 1 u, and no formula
@@ -41,6 +47,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -223,6 +230,125 @@ def backward(
     if bias is not None:
         d_bias, d_bias_error = summed(g, np.abs(g), g_error, bias.shape, 1)
     return Backward(d_a, d_b, d_bias, d_a_error, d_b_error, d_bias_error)
+
+
+def times(f: ndarray, f_error: Any, g: ndarray, g_error: Any, u: float) -> ndarray:
+    """The error of f g, where both err (point 8)."""
+    error = np.abs(f) * g_error + np.abs(g) * f_error + f_error * g_error
+    error += u * (np.abs(f * g) + error)
+    return error
+
+
+def moved(
+    u: ndarray | None, v: ndarray | None, w: ndarray | None, z: ndarray | None, a: ndarray,
+    b: ndarray, shape: tuple[int, ...], dtype: np.dtype, backend: str = "cpu",
+) -> tuple[ndarray, ndarray]:  # fmt: skip
+    """T = u @ b + a @ v + w + z, and its error."""
+    exact, size, error = (np.zeros(shape, oracle.LONG) for _ in range(3))
+    terms = 0
+    for x, y in ((u, b), (a, v)):
+        if x is not None and y is not None:
+            exact = exact + oracle.wide(x) @ oracle.wide(y)
+            size = size + np.abs(oracle.wide(x)) @ np.abs(oracle.wide(y))
+            error = error + flushed(x, y, dtype, backend)
+            terms += x.shape[-1] + 1
+    for x in (w, z):
+        if x is not None:
+            exact, size, terms = exact + oracle.wide(x), size + np.abs(oracle.wide(x)), terms + 1
+    return exact, error + gamma(terms, dtype) * size
+
+
+def _at_pre(
+    a: ndarray, b: ndarray, bias: ndarray | None, pre: ndarray | None, dtype: np.dtype,
+    backend: str,
+) -> tuple[ndarray, ndarray]:  # fmt: skip
+    if pre is not None:
+        return oracle.wide(pre), np.zeros_like(oracle.wide(pre))
+    size = oracle.pre_activation(np.abs(a), np.abs(b), None if bias is None else np.abs(bias))
+    error = gamma(a.shape[-1] + 1, dtype) * size + flushed(a, b, dtype, backend)
+    return oracle.pre_activation(a, b, bias), error
+
+
+def double_backward(
+    u: ndarray | None, v: ndarray | None, w: ndarray | None, z: ndarray | None, grad: ndarray,
+    a: ndarray, b: ndarray, bias: ndarray | None, activation: str, dtype: np.dtype, *,
+    pre: ndarray | None = None, rounded_grad_pre: bool = False, backend: str = "cpu",
+) -> dict[str, tuple[ndarray, ndarray]]:  # fmt: skip
+    """{result: (exact, bound)} of the double backward, for operands of two axes or more."""
+    unit = roundoff(accumulator(dtype))
+    pre, pre_error = _at_pre(a, b, bias, pre, dtype, backend)
+    t, t_error = moved(u, v, w, z, a, b, grad.shape, dtype, backend)
+    slope, second = oracle.SLOPE[activation](pre), oracle.SECOND[activation](pre)
+    slope_error = second_error = np.zeros_like(pre)
+    lost = np.zeros_like(pre)
+    if activation != "none":
+        slope_error = evaluated(oracle.SLOPE[activation], pre, pre_error, dtype, backend)
+        floor = float(np.finfo(accumulator(dtype)).smallest_normal)
+        lost = lost + max(floor, vanishing(backend, accumulator(dtype)))
+    if activation not in ("none", "relu"):
+        second_error = evaluated(oracle.SECOND[activation], pre, pre_error, dtype, backend)
+    g = oracle.wide(grad)
+    bent = g * second
+    bent_error = times(g, 0, second, second_error, unit) + lost
+    q, s = bent * t, g * slope
+    q_error = times(bent, bent_error, t, t_error, unit) + lost
+    s_error = times(g, 0, slope, slope_error, unit) + lost
+    if activation == "none":
+        s_error = 0 * s_error
+    held_q, held_s = q_error, s_error
+    if rounded_grad_pre:
+        least = float(ml_dtypes.finfo(dtype).smallest_subnormal) / 2
+        held_q = q_error + roundoff(dtype) * (np.abs(q) + q_error) + least
+        held_s = s_error + roundoff(dtype) * (np.abs(s) + s_error) + least
+    d_grad = slope * t
+    d_grad_error = times(slope, slope_error, t, t_error, unit) + lost
+    if activation == "none":
+        d_grad_error = t_error
+    found = {"d_grad": (d_grad, stored(d_grad, d_grad_error, dtype, backend))}
+
+    def products(pairs, shape, inner):
+        exact, size, error = (np.zeros(shape, oracle.LONG) for _ in range(3))
+        terms = 0
+        for x, x_error, y, y_error in pairs:
+            whole = x @ y
+            terms += inner * max(1, whole.size // max(1, exact.size)) + 1
+            exact = exact + oracle.sum_to(whole, shape)
+            size = size + oracle.sum_to(np.abs(x) @ np.abs(y), shape)
+            off = x_error @ np.abs(y) if y_error is None else np.abs(x) @ y_error
+            error = error + oracle.sum_to(off + flushed(x, y, dtype, backend), shape)
+        return exact, stored(exact, gamma(terms, dtype) * size + error, dtype, backend)
+
+    def turned(x):
+        return oracle.wide(x).swapaxes(-1, -2)
+
+    flat = activation in ("none", "relu")
+    pairs = [] if flat else [(q, held_q, turned(b), None)]
+    pairs += [] if v is None else [(s, held_s, turned(v), None)]
+    found["d_a"] = products(pairs, a.shape, b.shape[-1])
+    pairs = [] if flat else [(turned(a), None, q, held_q)]
+    pairs += [] if u is None else [(turned(u), None, s, held_s)]
+    found["d_b"] = products(pairs, b.shape, a.shape[-2])
+    if bias is not None:
+        exact = oracle.sum_to(q, bias.shape)
+        terms = max(1, q.size // max(1, exact.size))
+        error = gamma(terms, dtype) * oracle.sum_to(np.abs(q), bias.shape)
+        error = error + oracle.sum_to(q_error, bias.shape)
+        found["d_bias"] = exact, stored(exact, error, dtype, backend)
+    return found
+
+
+def tangent(
+    u: ndarray | None, v: ndarray | None, w: ndarray | None, z: ndarray | None, a: ndarray,
+    b: ndarray, bias: ndarray | None, activation: str, dtype: np.dtype,
+    residual: ndarray | None = None, *, backend: str = "cpu",
+) -> dict[str, tuple[ndarray, ndarray]]:  # fmt: skip
+    """{result: (exact, bound)} of forward mode, for operands of two axes or more."""
+    plain = forward(a, b, bias, activation, dtype, residual, backend=backend)
+    ones = np.ones(plain.out.shape)
+    moving = double_backward(
+        u, v, w, z, ones, a, b, bias, activation, dtype, backend=backend
+    )["d_grad"]  # fmt: skip
+    return {"out": (plain.out, plain.out_error), "out_dot": moving}
 
 
 def assert_within(name: str, result: ndarray, exact: ndarray, error: ndarray) -> None:

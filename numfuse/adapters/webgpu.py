@@ -11,22 +11,36 @@ from typing import Any
 
 from numpy import ndarray
 
-from numfuse import problem
+from numfuse import higher, problem
 from numfuse.backends import Backend, latest, load
 from numfuse.backends.webgpu import WebGpuBackend, run, split
+from numfuse.backends.webgpu import higher as run_higher
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device import Device
 from numfuse.backends.webgpu.plans import Plan, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
-from numfuse.gradients import GATED_NEEDS, GEMM_NEEDS, RESIDUAL_NEEDS
+from numfuse.gradients import (
+    GATED_NEEDS,
+    GATED_SECOND_NEEDS,
+    GEMM_NEEDS,
+    GEMM_SECOND_NEEDS,
+    RESIDUAL_NEEDS,
+    RESIDUAL_SECOND_NEEDS,
+)
 
 __all__ = [
     "activation_mul",
     "activation_mul_bwd",
+    "activation_mul_double_bwd",
+    "activation_mul_jvp",
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
+    "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jvp",
     "matmul_bias_residual",
     "matmul_bias_residual_bwd",
+    "matmul_bias_residual_double_bwd",
+    "matmul_bias_residual_jvp",
     "synchronize",
     "to_numpy",
 ]
@@ -131,9 +145,8 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
         return own
     if isinstance(backend, WebGpuBackend) and backend.device is device:
         return backend
-    name = backend if isinstance(backend, str) else getattr(backend, "name", backend)
     raise ValueError(
-        f"backend must be 'webgpu' (or None) for arrays on {device.name}, got {name!r}: "
+        f"backend must be 'webgpu' (or None) for arrays on {device.name}, got {backend!r}: "
         f"numfuse.to_numpy moves an array"
     )
 
@@ -243,6 +256,138 @@ def activation_mul_bwd(
         grad.ghost, a.ghost, b.ghost, activation, needs, guard, call.outs(out, GATED_NEEDS)
     )
     return call.run("gated_backward", p, split.gated_backward)
+
+
+def matmul_bias_activation_double_bwd(
+    u: Any,
+    v: Any,
+    w: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    needs: Iterable[str] = GEMM_SECOND_NEEDS,
+    pre_activation: Any = None,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
+    operands = (u, v, w, grad, a, b, bias)
+    names = ("u", "v", "w", "grad", "a", "b", "bias")
+    call = _Call(backend, **dict(zip(names, operands, strict=True)), pre_activation=pre_activation)
+    u, v, w, grad, a, b, bias = map(_ghost, operands)
+    pre = _ghost(pre_activation)
+    p = higher.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
+    return call.run("double_backward", p, run_higher.double_backward, None)
+
+
+def matmul_bias_residual_double_bwd(
+    u: Any,
+    v: Any,
+    w: Any,
+    z: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    *,
+    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
+    call = _Call(backend, u=u, v=v, w=w, z=z, grad=grad, a=a, b=b, bias=bias, residual=residual)
+    operands = (u, v, w, z, grad, a, b, bias, residual)
+    u, v, w, z, grad, a, b, bias, residual = map(_ghost, operands)
+    p = higher.gemm_residual_double_backward(u, v, w, z, grad, a, b, bias, residual, needs, guard)
+
+    def both(store: DeviceStore, p: Any) -> None:
+        run_higher.double_backward(store, p)
+        if p.result.d_residual is not None:
+            run_higher.zero(store, p.result.d_residual, p.acc_dtype)
+
+    return call.run("double_backward", p, both, None)
+
+
+def matmul_bias_activation_jvp(
+    a: Any,
+    b: Any,
+    bias: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    activation: Any = "none",
+    *,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_activation_jvp`."""
+    call = _Call(backend, a=a, b=b, bias=bias, a_dot=a_dot, b_dot=b_dot, bias_dot=bias_dot)
+    operands = (a, b, bias, a_dot, b_dot, bias_dot)
+    a, b, bias, a_dot, b_dot, bias_dot = map(_ghost, operands)
+    p = higher.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
+    return call.run("tangent", p, run_higher.tangent, None)
+
+
+def matmul_bias_residual_jvp(
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    residual_dot: Any,
+    *,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_residual_jvp`."""
+    call = _Call(
+        backend, a=a, b=b, bias=bias, residual=residual, a_dot=a_dot, b_dot=b_dot,
+        bias_dot=bias_dot, residual_dot=residual_dot,
+    )  # fmt: skip
+    operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
+    p = higher.gemm_residual_tangent(*map(_ghost, operands))
+    return call.run("tangent", p, run_higher.tangent, None)
+
+
+def activation_mul_double_bwd(
+    u: Any,
+    v: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    *,
+    needs: Iterable[str] = GATED_SECOND_NEEDS,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.activation_mul_double_bwd`."""
+    call = _Call(backend, u=u, v=v, grad=grad, a=a, b=b)
+    u, v, grad, a, b = map(_ghost, (u, v, grad, a, b))
+    p = higher.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
+    return call.run("gated_double_backward", p, run_higher.gated_double_backward, None)
+
+
+def activation_mul_jvp(
+    a: Any,
+    b: Any,
+    a_dot: Any,
+    b_dot: Any,
+    activation: Any,
+    *,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.activation_mul_jvp`."""
+    call = _Call(backend, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
+    a, b, a_dot, b_dot = map(_ghost, (a, b, a_dot, b_dot))
+    p = higher.gated_tangent(a, b, a_dot, b_dot, activation, guard)
+    return call.run("gated_tangent", p, run_higher.gated_tangent, None)
 
 
 def to_numpy(x: DeviceArray) -> ndarray:

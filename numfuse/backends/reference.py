@@ -20,6 +20,12 @@ from numfuse.layout import sum_to
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
+    from numfuse.higher import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
     from numfuse.problem import (
         GatedBackwardProblem,
         GatedProblem,
@@ -79,6 +85,72 @@ class Reference:
                 p.d_b[...] = grad * p.activation(a)
         _record("gated_backward", p.activation)
 
+    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
+        """T, Q and S, and from them the gradients of the backward's gradients."""
+        with np.errstate(all="ignore"):
+            pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
+            slope, grad = _slope(p.activation, pre, p.guard), _wide(p.grad)
+            t = _moved(p, grad.shape)
+            q, s = _bent(p, pre, grad * t), grad * slope
+            if p.d_grad is not None:
+                p.d_grad[...] = slope * t
+            if p.d_a is not None:
+                p.d_a[...] = _sum(
+                    p.d_a, _product(q, p.b.swapaxes(-1, -2)),
+                    None if p.v is None else _product(s, p.v.swapaxes(-1, -2)),
+                )  # fmt: skip
+            if p.d_b is not None:
+                p.d_b[...] = _sum(
+                    p.d_b, _product(p.a.swapaxes(-1, -2), q),
+                    None if p.u is None else _product(p.u.swapaxes(-1, -2), s),
+                )  # fmt: skip
+            if p.d_bias is not None:
+                p.d_bias[...] = sum_to(q, p.d_bias.shape, _LONG)
+        _record("double_backward", p.activation)
+
+    def tangent(self, p: GemmTangentProblem) -> None:
+        """out as in the forward, out_dot = act'(pre) * T."""
+        with np.errstate(all="ignore"):
+            pre = _pre_activation(p)
+            out = p.activation(pre)
+            if p.residual is not None:
+                out = out + _wide(p.residual)
+            p.out[...] = out
+            p.out_dot[...] = _slope(p.activation, pre, p.guard) * _moved(p, pre.shape)
+        _record("tangent", p.activation)
+
+    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
+        """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
+        with np.errstate(all="ignore"):
+            a, b, grad = _wide(p.a), _wide(p.b), _wide(p.grad)
+            slope = _slope(p.activation, a, p.guard)
+            zero = np.zeros_like(grad)
+            d_grad = d_a = d_b = zero
+            if p.u is not None:
+                u = _wide(p.u)
+                d_grad, d_b = u * b * slope, u * grad * slope
+                d_a = _bent(p, a, u * grad * b)
+            if p.v is not None:
+                v = _wide(p.v)
+                d_grad, d_a = d_grad + v * p.activation(a), d_a + v * grad * slope
+            for out, value in ((p.d_grad, d_grad), (p.d_a, d_a), (p.d_b, d_b)):
+                if out is not None:
+                    out[...] = value
+        _record("gated_double_backward", p.activation)
+
+    def gated_tangent(self, p: GatedTangentProblem) -> None:
+        """out = act(a) * b, and its derivative along u and v."""
+        with np.errstate(all="ignore"):
+            a, b = _wide(p.a), _wide(p.b)
+            value = p.activation(a)
+            dot = np.zeros_like(b)
+            if p.u is not None:
+                dot = dot + _wide(p.u) * b * _slope(p.activation, a, p.guard)
+            if p.v is not None:
+                dot = dot + _wide(p.v) * value
+            p.out[...], p.out_dot[...] = value * b, dot
+        _record("gated_tangent", p.activation)
+
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
         return {"device": "NumPy", "arithmetic": "float64, products in long double"}
@@ -116,6 +188,38 @@ def _slope(activation: Activation, x: ndarray, guard: bool) -> ndarray:
     """act'(x), with the guard: 0 where that is not finite."""
     slope: ndarray = activation.derivative(x)
     return np.where(np.isfinite(slope), slope, 0.0) if guard else slope
+
+
+def _moved(p: GemmDoubleBackwardProblem | GemmTangentProblem, shape: tuple[int, ...]) -> ndarray:
+    """T = u @ b + a @ v + w + z."""
+    t = np.zeros(shape, _LONG)
+    if p.u is not None:
+        t = t + _product(p.u, p.b)
+    if p.v is not None:
+        t = t + _product(p.a, p.v)
+    for x in (p.w, p.z):
+        if x is not None:
+            t = t + _wide(x)
+    return _wide(t)
+
+
+def _bent(
+    p: GemmDoubleBackwardProblem | GatedDoubleBackwardProblem, x: ndarray, factor: ndarray
+) -> ndarray:
+    """factor * act''(x), with the guard; 0 where act'' is zero everywhere."""
+    if p.activation.second_derivative_is_zero():
+        return np.zeros_like(factor)
+    second = p.activation.second_derivative(x)
+    return factor * (np.where(np.isfinite(second), second, 0.0) if p.guard else second)
+
+
+def _sum(out: ndarray, *products: ndarray | None) -> ndarray:
+    """Products, each summed to the shape of a gradient, in long double."""
+    total = np.zeros(out.shape, _LONG)
+    for product in products:
+        if product is not None:
+            total = total + sum_to(product, out.shape, _LONG)
+    return total
 
 
 def _record(kernel: str, activation: Activation) -> None:

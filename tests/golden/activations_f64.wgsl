@@ -1,3 +1,7 @@
+fn nf_is_zero_or_nan(x: f64) -> bool {
+    return (bitcast<u64>(x) & 0x7ffffffffffffffflu) - 1lu >= 0x7ff0000000000000lu;
+}
+
 fn nf_is_nan(x: f64) -> bool {
     return (bitcast<u64>(x) & 0x7ffffffffffffffflu) > 0x7ff0000000000000lu;
 }
@@ -122,7 +126,7 @@ fn nf_log1p(x: f64) -> f64 {
 }
 
 fn none(x: f64) -> f64 {
-    return select(x, x, nf_is_nan(x));
+    return select(x, x, nf_is_zero_or_nan(x));
 }
 
 fn none_prime(x: f64) -> f64 {
@@ -180,7 +184,7 @@ fn gelu(x: f64) -> f64 {
     let t20 = -t19;
     let t21 = nf_scaled_sigmoid(t3, t7, t20);
     let t22 = t1 - t21;
-    return select(t22, x, nf_is_nan(x));
+    return select(t22, x, nf_is_zero_or_nan(x));
 }
 
 fn gelu_prime(x: f64) -> f64 {
@@ -305,7 +309,7 @@ fn silu(x: f64) -> f64 {
     let t4 = -t3;
     let t5 = nf_scaled_sigmoid(t3, t4, 0.0lf);
     let t6 = t1 - t5;
-    return select(t6, x, nf_is_nan(x));
+    return select(t6, x, nf_is_zero_or_nan(x));
 }
 
 fn silu_prime(x: f64) -> f64 {
@@ -378,7 +382,7 @@ fn sigmoid_third(x: f64) -> f64 {
 
 fn tanh(x: f64) -> f64 {
     let t0 = nf_tanh(x);
-    return select(t0, x, nf_is_nan(x));
+    return select(t0, x, nf_is_zero_or_nan(x));
 }
 
 fn tanh_prime(x: f64) -> f64 {
@@ -408,7 +412,7 @@ fn tanh_third(x: f64) -> f64 {
 fn gelu_erf(x: f64) -> f64 {
     let t0 = max(x, -40.0lf);
     let t1 = nf_scaled_normal_cdf(t0, t0);
-    return select(t1, x, nf_is_nan(x));
+    return select(t1, x, nf_is_zero_or_nan(x));
 }
 
 fn gelu_erf_prime(x: f64) -> f64 {

@@ -12,7 +12,7 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends import latest
-from numfuse.backends.cpu import driver, host, launch, library, microkernel
+from numfuse.backends.cpu import driver, higher, host, launch, library, microkernel
 from numfuse.backends.cpu.blocks import Block, Held, Launches, Schedule, Step, Total, Turn, cut
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
@@ -21,6 +21,12 @@ from numfuse.expr import SYMBOL
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.expr import Expr
+    from numfuse.higher import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
     from numfuse.problem import (
         GatedBackwardProblem,
         GatedProblem,
@@ -39,7 +45,8 @@ __all__ = ["BACKEND", "CpuBackend", "fma_peak"]
 A, B, BIAS, RESIDUAL, PRE, OUT = range(6)  # of a forward
 GRAD, D_A, D_B, D_BIAS, GRAD_PRE, SUMS = 3, 5, 6, 7, 8, 9  # of a backward; 0-2 and PRE as above
 TOTAL_A, TOTAL_B, TOTAL_BIAS = 10, 11, 12  # gradients that grow block by block
-BY_ROWS = (A, GRAD, PRE, D_A, TOTAL_A)  # cut where a backward is cut by rows
+# cut where a backward is cut by rows
+BY_ROWS = (A, GRAD, PRE, D_A, TOTAL_A, *higher.BY_ROWS)
 
 
 def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
@@ -80,8 +87,8 @@ def _phases(
             for number, (part, x) in enumerate(zip(parts, arrays, strict=True))
             if part is not None and x is not None
         }
-        yield [(plan, offsets) for plan in step.launches.first]
-        yield [(plan, offsets) for plan in step.launches.then]
+        for phase in step.launches.phases:
+            yield [(plan, offsets) for plan in phase]
 
 
 def _address(x: np.ndarray) -> int:
@@ -262,21 +269,53 @@ class CpuBackend:
                 None if d_bias is None else d_bias.strides,
                 threads,
             )  # fmt: skip
+        self._run_kept(p, key, arrays, lambda x: self._backward_schedules(p, x, slope))
+
+    def scheduled(
+        self,
+        p: GemmDoubleBackwardProblem | GemmTangentProblem,
+        arrays: tuple[np.ndarray | None, ...],
+        what: tuple[Any, ...],
+        make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
+    ) -> None:
+        """Run what `higher` has made of products, `what` names it beside the forms of the arrays.
+
+        `make` turns arrays into schedules, once for every form of call.
+        """
+        threads = launch.threads() if p.batch else _threads(p)
+        pre = arrays[PRE]
+        if threads == 1 and pre is not None and pre.size < tiling.PARALLEL_ELEMENTS:
+            pre = pre.astype(p.acc_dtype, copy=False)
+            arrays = (*arrays[:PRE], pre, *arrays[PRE + 1 :])
+        forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
+        saved = None if pre is None else pre.dtype
+        self._run_kept(p, (what, forms, p.dtype, saved, p.batch, p.m, threads), arrays, make)
+
+    def _run_kept(
+        self,
+        p: GemmProblem | GemmBackwardProblem,
+        key: tuple[Any, ...],
+        arrays: tuple[np.ndarray | None, ...],
+        make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
+    ) -> None:
         known = self._kept.get(key)
         if known is None:
-            known = self._keep(key, self._kept_backward(p, arrays, slope))
+            known = self._keep(key, self._kept_schedules(p, arrays, make))
         sequence, totals, schedules = known
         if sequence is not None:
             driver.run_sequence(sequence, _with_totals(arrays, totals) if totals else arrays)
         elif schedules:
             self._step_by_step(p, arrays, schedules)
 
-    def _kept_backward(
-        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None
+    def _kept_schedules(
+        self,
+        p: GemmProblem | GemmBackwardProblem,
+        arrays: tuple[np.ndarray | None, ...],
+        make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
     ) -> Kept:
-        """How every backward of this form is run."""
+        """How every call of this form is run."""
         arrays = _with_totals(arrays, ())
-        schedules = self._backward_schedules(p, arrays, slope)
+        schedules = make(arrays)
         pre = arrays[PRE]
         steps = sum(len(schedule.steps) for schedule in schedules)
         if (
@@ -293,7 +332,7 @@ class CpuBackend:
         return Kept(driver.sequence(phases, own, (GRAD, GRAD_PRE)), totals, ())
 
     def _step_by_step(
-        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
+        self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
         schedules: Sequence[Schedule],
     ) -> None:  # fmt: skip
         """A backward as many launches: where NumPy has to do something between them."""
@@ -311,7 +350,7 @@ class CpuBackend:
                             held[...] = every[PRE]
                         every[number] = held
                     called = tuple(every)
-                    for plan in step.launches.first + step.launches.then:
+                    for plan in step.launches.plans:
                         driver.run(plan, called, memory.address)
                     sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
                     if p.batch and sums is not None and d_bias is not None and total is not None:
@@ -343,10 +382,17 @@ class CpuBackend:
         return schedules
 
     def _schedule(
-        self, p: GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...], slope: Expr | None,
-        rows: int, members: int,
+        self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
+        slope: Expr | None, rows: int, members: int,
+        plans_of: Callable[..., Launches] | None = None, twice: tuple[bool, ...] = (),
     ) -> Schedule:  # fmt: skip
-        """The blocks of a backward, with the plans of each: few are of a form of their own."""
+        """The blocks of a backward, with the plans of each: few are of a form of their own.
+
+        `plans_of` makes them in place of `_backward_plans`; a gradient for which `twice` is true is
+        the sum of two products, and grows within a block too.
+        """
+        if plans_of is None:
+            plans_of = partial(self._backward_plans, p, slope)
         gradients = arrays[D_A : D_BIAS + 1]
         summed = [() if x is None else _summed_axes(x, p.batch) for x in gradients]
         parts = [
@@ -355,7 +401,7 @@ class CpuBackend:
         # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
         totals: list[Total] = []
         for i, x in enumerate(gradients):
-            grows = any(turns[i] != Turn() for _, turns in parts)
+            grows = any(turns[i] != Turn() for _, turns in parts) or any(twice[i : i + 1])
             if x is not None and i == 2 and (grows or p.batch):
                 # The sum, and the rounding errors made in it.
                 shape = (*x.shape[:-2], 2, x.shape[-1])
@@ -372,10 +418,8 @@ class CpuBackend:
                     None if x is None else x._replace(shape=block.shape(x.shape, i in BY_ROWS))
                     for i, x in enumerate(whole)
                 )
-                made[block.sizes, turns] = self._backward_plans(
-                    p, operands, slope, block.sizes[:-1], turns
-                )
-        plans = [plan for x in made.values() for plan in x.first + x.then]
+                made[block.sizes, turns] = plans_of(operands, block.sizes[:-1], turns)
+        plans = [plan for x in made.values() for plan in x.plans]
         room = max((driver.alone(plan).size for plan in plans), default=0)
         # The first block is the largest.
         block, turns = parts[0]
@@ -394,8 +438,9 @@ class CpuBackend:
         return Schedule(steps, size, totals)
 
     def _backward_plans(
-        self, p: GemmBackwardProblem, operands: tuple[driver.Operand | None, ...],
-        slope: Expr | None, batch: tuple[int, ...], turns: tuple[Turn, ...],
+        self, p: Any, slope: Expr | None,
+        operands: tuple[driver.Operand | None, ...], batch: tuple[int, ...],
+        turns: tuple[Turn, ...],
     ) -> Launches:  # fmt: skip
         """The launches of a block.  With batch axes the partial sums of d_bias are left to be
         joined.
@@ -462,9 +507,7 @@ class CpuBackend:
             store, slots = _growing(fmt, acc, d_b, total_b, turn_b)
             plans.append(driver.gemm(left, fmt, grad_pre, grad_format, store, slots, batch, summed))
         return Launches(
-            [plan for plan in first if plan is not None],
-            [plan for plan in plans if plan is not None],
-            own,
+            [[plan for plan in phase if plan is not None] for phase in (first, plans)], own
         )
 
     def gated(self, p: GatedProblem) -> None:
@@ -528,6 +571,22 @@ class CpuBackend:
             out=operand(3, flat_d_a), extra=_optional(4, flat_d_b),
         )  # fmt: skip
         self._run_elementwise(row, slots, arrays, flat_d_a.shape, stream, key)
+
+    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
+        """The gradients of the backward's gradients, weighted with cotangents."""
+        higher.double_backward(self, p)
+
+    def tangent(self, p: GemmTangentProblem) -> None:
+        """The forward, and its derivative along tangents."""
+        higher.tangent(self, p)
+
+    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
+        """The same of a gate's gradients."""
+        higher.gated_double_backward(self, p)
+
+    def gated_tangent(self, p: GatedTangentProblem) -> None:
+        """A gate, and its derivative along tangents."""
+        higher.gated_tangent(self, p)
 
     def _run_elementwise(
         self,

@@ -38,7 +38,8 @@ class Block(NamedTuple):
         own = x.shape[:-2]
         parts = self.batch[len(self.batch) - len(own) :]
         where = [slice(None) if size == 1 else s for size, s in zip(own, parts, strict=True)]
-        return x[(*where, self.rows)] if by_rows else x[tuple(where)]
+        # One row that serves all is never cut (and one row in all is a block of its own).
+        return x[(*where, self.rows)] if by_rows and x.shape[-2] != 1 else x[tuple(where)]
 
     def shape(self, shape: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
         """The shape of its part of an operand of this shape."""
@@ -46,7 +47,7 @@ class Block(NamedTuple):
         *own, length, columns = shape
         sizes = sizes[len(sizes) - len(own) :]
         part = (1 if size == 1 else s for size, s in zip(own, sizes, strict=True))
-        return (*part, rows if by_rows else length, columns)
+        return (*part, rows if by_rows and length != 1 else length, columns)
 
     def turns(
         self, summed: Sequence[tuple[int, ...]], batch: tuple[int, ...], m: int
@@ -81,12 +82,15 @@ class Held(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """What a block takes: grad_pre, then all that reads it; and the arrays of its own that these
-    need."""
+    """What a block takes: phases, each of which may read what those before it wrote (grad_pre, then
+    all that reads it); and the arrays of its own that these need."""
 
-    first: list[Plan]
-    then: list[Plan]
+    phases: list[list[Plan]]
     own: list[Operand]
+
+    @property
+    def plans(self) -> list[Plan]:
+        return [plan for phase in self.phases for plan in phase]
 
 
 class Step(NamedTuple):

@@ -123,7 +123,7 @@ CONTEXT_BYTES = 640
 
 #: How a step names an operand: the number of its array, above these bits an offset in bytes.  The
 #: last number is the launch's own memory.
-NUMBER_BITS = 4
+NUMBER_BITS = 5
 NUMBERS = (1 << NUMBER_BITS) - 1
 #: The table of an open sequence: the next cell to be taken and how many are finished (a line each),
 #: all cells, how many threads came when none was left, and from T_ENTRIES on an entry a step.

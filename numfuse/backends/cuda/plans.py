@@ -104,6 +104,8 @@ class Recorder:
         """How a tier runs a product; kept by the device."""
         found = self.device.kept_products.get(product)
         if found is None:
+            if len(self.device.kept_products) >= 4 * tiling.CUDA_KEPT_PLANS:
+                self.device.kept_products.clear()
             found = self.device.kept_products[product] = tiers.choose(product, self.device.info)
         tier, plan = found
         self._tiers.setdefault(tier.name)
@@ -160,8 +162,8 @@ class Steps:
     """
 
     __slots__ = (
-        "_bases", "_bases_at", "_call", "_derived", "_graphs", "_last", "_launches", "_lock",
-        "_many", "_pack", "_room", "_seen", "_state", "_state_at", "_table", "_table_at",
+        "_bases", "_bases_at", "_call", "_derived", "_device", "_graphs", "_last", "_launches",
+        "_lock", "_many", "_pack", "_room", "_seen", "_state", "_state_at", "_table", "_table_at",
         "_updates", "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
     )  # fmt: skip
 
@@ -218,6 +220,14 @@ class Steps:
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}
         self._graphs: dict[tuple[int, ...], int | None] = {}
+        self._device: Device | None = None
+
+    def __del__(self) -> None:
+        device = getattr(self, "_device", None)
+        if device is not None and device.lost is None:
+            for graph in self._graphs.values():
+                if graph is not None:
+                    device.drop(graph)
 
     def run(
         self,
@@ -299,6 +309,7 @@ class Steps:
         if (device.capture(stream) if capture is None else capture) != 0:
             return None  # the caller captures a graph of its own
         if found is None:
+            self._device = device
             found = device.record(lambda stream: self._launch(device, stream, bases))
             while len(self._graphs) >= tiling.CUDA_KEPT_GRAPHS:
                 old = self._graphs.pop(next(iter(self._graphs)))

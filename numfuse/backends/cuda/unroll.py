@@ -22,7 +22,7 @@ from typing import Any
 
 from numfuse.backends.cuda.toolchain import device_function, identity
 
-__all__ = ["Inlined", "Template", "expanded", "text", "unrolled"]
+__all__ = ["Inlined", "Template", "expanded", "names_of", "text", "unrolled"]
 
 
 def unrolled(*bounds: int) -> range:
@@ -222,6 +222,12 @@ def expanded(template: Callable[..., Any], bindings: Mapping[str, Any]) -> Calla
     function.numfuse_text = source
     function.numfuse_key = f"{template.__module__}.{template.__qualname__} {digest}"
     return function
+
+
+def names_of(function: Callable[..., Any], bindings: Mapping[str, Any]) -> dict[str, Any]:
+    """The bindings that a function made by `expanded` still names."""
+    used = function.__code__.co_names
+    return {name: bindings[name] for name in sorted(bindings) if name in used}
 
 
 class Template:

@@ -223,10 +223,13 @@ class Device:
         offered = set(handle.features)
         wanted = [name for name in _WANTED if name in offered]
         asked = {**dict(handle.limits), **(limits or {})}
-        with self.reported("device"):
+        try:
             self.handle = handle.request_device_sync(
                 label="numfuse", required_features=wanted, required_limits=asked
             )
+        except (wgpu.GPUError, RuntimeError) as error:
+            # some adapters are listed and give no device, as NVIDIA's OpenGL without a display
+            raise BackendUnavailable("webgpu", f"{adapter} gives no device: {error}") from error
         self.queue = self.handle.queue
         self.features = frozenset(wanted)
         self.limits: dict[str, int] = {**dict(self.handle.limits), **(limits or {})}

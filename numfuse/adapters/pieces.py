@@ -1,0 +1,191 @@
+"""The double backward and the tangents as sums of differentiable pieces, for every adapter.
+
+A fused double backward is differentiated again through what it is made of: products (the fused
+functions with the activation "none", which know every batch rule) and the gates act^(k)(x) * y of
+the table's derivatives (`Activation.derived`). Each piece has a derivative of its own, so there is
+no last order but that of the table, past which a derivative raises.
+
+`ops` is an adapter, or anything else with the public functions under their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+from numfuse.activations import Activation
+
+__all__ = [
+    "backward",
+    "double_backward",
+    "gated_backward",
+    "gated_double_backward",
+    "gated_tangent",
+    "is_linear",
+    "moved",
+    "tangent",
+]
+
+NONE = "none"
+
+
+def is_linear(activation: Activation) -> bool:
+    """Whether the activation is the identity."""
+    return activation.trace(0).op == "x"
+
+
+def total(terms: Sequence[Any], zero: Callable[[], Any]) -> Any:
+    """The sum of the terms that are there."""
+    there = [term for term in terms if term is not None]
+    return reduce(lambda x, y: x + y, there) if there else zero()
+
+
+def moved(ops: Any, u: Any, v: Any, w: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
+    """T = u @ b + a @ v + w, in the result's shape; None where all are None."""
+    terms, enlarged = [], w is not None
+    if u is not None:
+        terms.append(ops.matmul_bias_activation(u, b, w, NONE, backend=backend))
+        w = None
+    if v is not None:
+        terms.append(ops.matmul_bias_activation(a, v, w, NONE, backend=backend))
+        w = None
+    if w is not None:
+        terms.append(ops.matmul_bias_activation(a * 0, b * 0, w, NONE, backend=backend))
+    if not terms:
+        return None
+    result = terms[0]
+    if len(terms) > 1:
+        result = result + terms[1]
+    if bias is not None and bias.ndim > 1 and not enlarged:
+        # A bias of its own batch enlarges the result even where it is not moved.
+        result = result + ops.matmul_bias_activation(a * 0, b * 0, bias * 0, NONE, backend=backend)
+    return result
+
+
+def backward(
+    ops: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    activation: Activation,
+    needs: Sequence[str],
+    backend: Any,
+) -> dict[str, Any]:
+    """{operand: gradient} of act(a @ b + bias)."""
+    pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
+    s = ops.activation_mul(pre, grad, activation.derived(1), backend=backend)
+    found = ops.matmul_bias_activation_bwd(s, a, b, bias, NONE, needs=needs, backend=backend)
+    return dict(zip(("a", "b", "bias"), found, strict=True))
+
+
+def double_backward(
+    ops: Any,
+    u: Any,
+    v: Any,
+    w: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    activation: Activation,
+    needs: Sequence[str],
+    backend: Any,
+) -> dict[str, Any]:
+    """{operand: gradient} of the backward's gradients, weighted with u, v and w."""
+    linear = is_linear(activation)
+    t = moved(ops, u, v, w, a, b, bias, backend)
+    pre = q = None
+    s = grad
+    if not linear:
+        pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
+        s = ops.activation_mul(pre, grad, activation.derived(1), backend=backend)
+        if t is not None and not activation.second_derivative_is_zero():
+            q = ops.activation_mul(pre, grad * t, activation.derived(2), backend=backend)
+
+    def gradient(name: str, g: Any, x: Any, y: Any, beside: Any) -> Any:
+        found = ops.matmul_bias_activation_bwd(
+            g, x, y, beside, NONE, needs=(name,), backend=backend
+        )
+        return dict(zip(("a", "b", "bias"), found, strict=True))[name]
+
+    found: dict[str, Any] = {}
+    if "grad" in needs:
+        if t is None:
+            found["grad"] = grad * 0
+        else:
+            slope = activation.derived(1)
+            found["grad"] = t if linear else ops.activation_mul(pre, t, slope, backend=backend)
+    for name, like in (("a", a), ("b", b), ("bias", bias)):
+        if name not in needs or like is None:
+            continue
+        terms = []
+        if q is not None:
+            terms.append(gradient(name, q, a, b, bias))
+        if name == "a" and v is not None:
+            terms.append(gradient("a", s, a, v, bias))
+        if name == "b" and u is not None:
+            terms.append(gradient("b", s, u, b, bias))
+        found[name] = total(terms, lambda like=like: like * 0)  # type: ignore[misc]
+    return found
+
+
+def tangent(
+    ops: Any, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, activation: Activation,
+    backend: Any,
+) -> Any:  # fmt: skip
+    """out_dot = act'(a @ b + bias) * (u @ b + a @ v + w)."""
+    t = moved(ops, u, v, w, a, b, bias, backend)
+    pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
+    if t is None:
+        return pre * 0
+    if is_linear(activation):
+        return t
+    return ops.activation_mul(pre, t, activation.derived(1), backend=backend)
+
+
+def gated_backward(
+    ops: Any, grad: Any, a: Any, b: Any, activation: Activation, needs: Sequence[str],
+    backend: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """{operand: gradient} of act(a) * b."""
+    found = {}
+    if "a" in needs:
+        found["a"] = ops.activation_mul(a, grad * b, activation.derived(1), backend=backend)
+    if "b" in needs:
+        found["b"] = ops.activation_mul(a, grad, activation, backend=backend)
+    return found
+
+
+def gated_double_backward(
+    ops: Any, u: Any, v: Any, grad: Any, a: Any, b: Any, activation: Activation,
+    needs: Sequence[str], backend: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """{operand: gradient} of the gate's gradients, weighted with u and v."""
+
+    def gate(order: int, *factors: Any) -> Any:
+        if any(factor is None for factor in factors):
+            return None
+        y = reduce(lambda x, y: x * y, factors)
+        return ops.activation_mul(a, y, activation.derived(order), backend=backend)
+
+    bent = not activation.second_derivative_is_zero()
+    terms = {
+        "grad": lambda: (gate(1, u, b), gate(0, v)),
+        "a": lambda: (gate(2, u, grad, b) if bent else None, gate(1, v, grad)),
+        "b": lambda: (gate(1, u, grad),),
+    }
+    return {name: total(terms[name](), lambda: a * 0) for name in needs}
+
+
+def gated_tangent(
+    ops: Any, a: Any, b: Any, u: Any, v: Any, activation: Activation, backend: Any
+) -> Any:
+    """out_dot = u * b * act'(a) + v * act(a)."""
+    terms = []
+    if u is not None:
+        terms.append(ops.activation_mul(a, u * b, activation.derived(1), backend=backend))
+    if v is not None:
+        terms.append(ops.activation_mul(a, v, activation, backend=backend))
+    return total(terms, lambda: a * 0)

@@ -1,0 +1,317 @@
+"""The public functions over the few primitives that an array library's adapter has to write.
+
+An adapter is a subclass of :class:`Functions`: nine primitives, each with derivatives in the
+library's own way, and two small helpers. Signatures, names, None and what is made of what are here,
+once for all libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from numfuse.activations import Activation, get
+from numfuse.adapters import pieces
+from numfuse.gradients import (
+    GATED_NEEDS,
+    GATED_SECOND_NEEDS,
+    GEMM_NEEDS,
+    GEMM_SECOND_NEEDS,
+    RESIDUAL_NEEDS,
+    RESIDUAL_SECOND_NEEDS,
+    GatedGradients,
+    GatedSecondGradients,
+    GemmGradients,
+    GemmResidualGradients,
+    GemmResidualSecondGradients,
+    GemmSecondGradients,
+    Tangent,
+    check_needs,
+)
+
+__all__ = ["NAMES", "Functions", "How", "chosen", "made", "spread"]
+
+_GATES = ("silu", "gelu", "relu", "sigmoid")
+#: What an adapter's module offers.
+NAMES = (
+    "activation_mul", "activation_mul_bwd", "activation_mul_double_bwd", "activation_mul_jvp",
+    "matmul_bias_activation", "matmul_bias_activation_bwd", "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jvp", "matmul_bias_residual", "matmul_bias_residual_bwd",
+    "matmul_bias_residual_double_bwd", "matmul_bias_residual_jvp",
+    *(f"{name}_mul" for name in _GATES), *(f"{name}_mul_bwd" for name in _GATES),
+)  # fmt: skip
+
+
+class How(NamedTuple):
+    """What a call is made with beside arrays."""
+
+    activation: Activation
+    needs: tuple[str, ...] = ()
+    guard: bool = True
+    backend: Any = None
+
+
+def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any, ...]:
+    """The needed ones of a named tuple of gradients, as a plain tuple without None."""
+    return tuple(x for name, x in zip(names, found, strict=True) if name in needs)
+
+
+def spread(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> list[Any]:
+    """What :func:`made` made, back in its places; None elsewhere."""
+    at = {name: i for i, name in enumerate(name for name in names if name in needs)}
+    return [found[at[name]] if name in at else None for name in names]
+
+
+def chosen(places: Iterable[int], names: tuple[str, ...]) -> tuple[str, ...]:
+    """The names at these places, in their order."""
+    wanted = {names[i] for i in places}
+    return tuple(name for name in names if name in wanted)
+
+
+class Functions:
+    """numfuse's public functions for the arrays of another library."""
+
+    #: How the library calls what forbids `out`.
+    what = "automatic differentiation"
+
+    # --- the primitives, an adapter's own -------------------------------------------------------
+    def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def product_bwd(self, grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
+        """The gradients `how.needs` alone."""
+        raise NotImplementedError
+
+    def product_double(
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How
+    ) -> Any:
+        raise NotImplementedError
+
+    def product_tangent(self, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def residual(self, a: Any, b: Any, bias: Any, residual: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def gate(self, a: Any, b: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def gate_bwd(self, grad: Any, a: Any, b: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def gate_double(self, u: Any, v: Any, grad: Any, a: Any, b: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def gate_tangent(self, a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
+        raise NotImplementedError
+
+    def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
+        """`x` summed over the axes along which `shape` was broadcast."""
+        raise NotImplementedError
+
+    def widened(self, x: Any) -> Any:
+        """A pre-activation in the accumulator's dtype."""
+        raise NotImplementedError
+
+    # --- the public functions -------------------------------------------------------------------
+    def _no_out(self, out: Any) -> None:
+        if out is not None:
+            raise ValueError(f"out must be None under {self.what}, got an array")
+
+    def matmul_bias_activation(
+        self, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
+        return_pre_activation: bool = False, out: Any = None, backend: Any = None,
+    ) -> Any:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_activation`.
+
+        With `return_pre_activation`, that is differentiable too, and costs a product of its own.
+        """
+        self._no_out(out)
+        result = self.product(a, b, bias, How(get(activation), backend=backend))
+        if not return_pre_activation:
+            return result
+        return result, self.widened(self.product(a, b, bias, How(get("none"), backend=backend)))
+
+    def matmul_bias_residual(
+        self, a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
+    ) -> Any:
+        """As :func:`numfuse.matmul_bias_residual`."""
+        self._no_out(out)
+        return self.residual(a, b, bias, residual, How(get("none"), backend=backend))
+
+    def matmul_bias_activation_bwd(
+        self, grad: Any, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
+        pre_activation: Any = None, needs: Iterable[str] = GEMM_NEEDS, sum_batch: bool = False,
+        guard: bool = True, out: Any = None, backend: Any = None,
+    ) -> GemmGradients:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_activation_bwd`; a saved pre-activation is made again."""
+        self._no_out(out)
+        needs = _there(check_needs(needs, GEMM_NEEDS), bias)
+        found = self.product_bwd(grad, a, b, bias, How(get(activation), needs, guard, backend))
+        d_a, d_b, d_bias = spread(found, GEMM_NEEDS, needs)
+        if sum_batch and d_b is not None and d_b.ndim > 2:
+            d_b = self.sum_to(d_b, d_b.shape[-2:])
+        return GemmGradients(d_a, d_b, d_bias)
+
+    def matmul_bias_residual_bwd(
+        self, grad: Any, a: Any, b: Any, bias: Any, residual: Any, *, pre_activation: Any = None,
+        needs: Iterable[str] = RESIDUAL_NEEDS, sum_batch: bool = False, guard: bool = True,
+        out: Any = None, backend: Any = None,
+    ) -> GemmResidualGradients:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_residual_bwd`."""
+        needs = check_needs(needs, RESIDUAL_NEEDS)
+        found = self.matmul_bias_activation_bwd(
+            grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
+            sum_batch=sum_batch, guard=guard, out=out, backend=backend,
+        )  # fmt: skip
+        d_residual = self.sum_to(grad, residual.shape) if "residual" in needs else None
+        return GemmResidualGradients(*found, d_residual)
+
+    def activation_mul(
+        self, a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None
+    ) -> Any:
+        """As :func:`numfuse.activation_mul`."""
+        self._no_out(out)
+        return self.gate(a, b, How(get(activation), backend=backend))
+
+    def activation_mul_bwd(
+        self, grad: Any, a: Any, b: Any, activation: Any, *, needs: Iterable[str] = GATED_NEEDS,
+        guard: bool = True, out: Any = None, backend: Any = None,
+    ) -> GatedGradients:  # fmt: skip
+        """As :func:`numfuse.activation_mul_bwd`."""
+        self._no_out(out)
+        needs = check_needs(needs, GATED_NEEDS)
+        found = self.gate_bwd(grad, a, b, How(get(activation), needs, guard, backend))
+        return GatedGradients(*spread(found, GATED_NEEDS, needs))
+
+    def matmul_bias_activation_double_bwd(
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any = None,
+        activation: Any = "none", *, needs: Iterable[str] = GEMM_SECOND_NEEDS,
+        pre_activation: Any = None, guard: bool = True, backend: Any = None,
+    ) -> GemmSecondGradients:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
+        needs = _there(check_needs(needs, GEMM_SECOND_NEEDS), bias)
+        how = How(get(activation), needs, guard, backend)
+        found = self.product_double(u, v, w, grad, a, b, bias, how)
+        return GemmSecondGradients(*spread(found, GEMM_SECOND_NEEDS, needs))
+
+    def matmul_bias_residual_double_bwd(
+        self, u: Any, v: Any, w: Any, z: Any, grad: Any, a: Any, b: Any, bias: Any,
+        residual: Any, *, needs: Iterable[str] = RESIDUAL_SECOND_NEEDS, guard: bool = True,
+        backend: Any = None,
+    ) -> GemmResidualSecondGradients:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
+        needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
+        found = self.matmul_bias_activation_double_bwd(
+            u, v, w, grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
+            guard=guard, backend=backend,
+        )  # fmt: skip
+        d_grad = found.d_grad
+        if d_grad is not None and z is not None:
+            d_grad = d_grad + z
+        d_residual = 0 * residual if "residual" in needs else None
+        return GemmResidualSecondGradients(d_grad, found.d_a, found.d_b, found.d_bias, d_residual)
+
+    def activation_mul_double_bwd(
+        self, u: Any, v: Any, grad: Any, a: Any, b: Any, activation: Any, *,
+        needs: Iterable[str] = GATED_SECOND_NEEDS, guard: bool = True, backend: Any = None,
+    ) -> GatedSecondGradients:  # fmt: skip
+        """As :func:`numfuse.activation_mul_double_bwd`."""
+        needs = check_needs(needs, GATED_SECOND_NEEDS)
+        found = self.gate_double(u, v, grad, a, b, How(get(activation), needs, guard, backend))
+        return GatedSecondGradients(*spread(found, GATED_SECOND_NEEDS, needs))
+
+    def matmul_bias_activation_jvp(
+        self, a: Any, b: Any, bias: Any, a_dot: Any, b_dot: Any, bias_dot: Any,
+        activation: Any = "none", *, guard: bool = True, backend: Any = None,
+    ) -> Tangent:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_activation_jvp`."""
+        how = How(get(activation), (), guard, backend)
+        out = self.product(a, b, bias, how)
+        return Tangent(out, self.product_tangent(a, b, bias, a_dot, b_dot, bias_dot, how))
+
+    def matmul_bias_residual_jvp(
+        self, a: Any, b: Any, bias: Any, residual: Any, a_dot: Any, b_dot: Any, bias_dot: Any,
+        residual_dot: Any, *, backend: Any = None,
+    ) -> Tangent:  # fmt: skip
+        """As :func:`numfuse.matmul_bias_residual_jvp`."""
+        out = self.residual(a, b, bias, residual, How(get("none"), backend=backend))
+        dot = pieces.moved(self, a_dot, b_dot, bias_dot, a, b, bias, backend)
+        # The residual has no part in T, and may enlarge nothing.
+        dot = out * 0 if dot is None else dot
+        return Tangent(out, dot if residual_dot is None else dot + residual_dot)
+
+    def activation_mul_jvp(
+        self, a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, *, guard: bool = True,
+        backend: Any = None,
+    ) -> Tangent:  # fmt: skip
+        """As :func:`numfuse.activation_mul_jvp`."""
+        how = How(get(activation), (), guard, backend)
+        return Tangent(self.gate(a, b, how), self.gate_tangent(a, b, a_dot, b_dot, how))
+
+    # --- the primitives' pieces -----------------------------------------------------------------
+    def product_bwd_pieces(self, grad: Any, a: Any, b: Any, bias: Any, how: How) -> tuple[Any, ...]:
+        found = pieces.backward(self, grad, a, b, bias, how.activation, how.needs, how.backend)
+        return tuple(found[name] for name in GEMM_NEEDS if name in how.needs)
+
+    def product_double_pieces(
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How
+    ) -> tuple[Any, ...]:
+        found = pieces.double_backward(
+            self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend
+        )
+        return tuple(found[name] for name in GEMM_SECOND_NEEDS if name in how.needs)
+
+    def product_tangent_pieces(
+        self, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How
+    ) -> Any:
+        return pieces.tangent(self, a, b, bias, u, v, w, how.activation, how.backend)
+
+    def gate_bwd_pieces(self, grad: Any, a: Any, b: Any, how: How) -> tuple[Any, ...]:
+        found = pieces.gated_backward(self, grad, a, b, how.activation, how.needs, how.backend)
+        return tuple(found[name] for name in GATED_NEEDS if name in how.needs)
+
+    def gate_double_pieces(
+        self, u: Any, v: Any, grad: Any, a: Any, b: Any, how: How
+    ) -> tuple[Any, ...]:
+        found = pieces.gated_double_backward(
+            self, u, v, grad, a, b, how.activation, how.needs, how.backend
+        )
+        return tuple(found[name] for name in GATED_SECOND_NEEDS if name in how.needs)
+
+    def gate_tangent_pieces(self, a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
+        return pieces.gated_tangent(self, a, b, u, v, how.activation, how.backend)
+
+
+def _there(needs: tuple[str, ...], bias: Any) -> tuple[str, ...]:
+    return needs if bias is not None else tuple(name for name in needs if name != "bias")
+
+
+def _add_gates() -> None:
+    """silu_mul and the others, and their backwards."""
+
+    def add(gate: str) -> None:
+        def forward(
+            self: Functions, a: Any, b: Any, *, out: Any = None, backend: Any = None
+        ) -> Any:
+            return self.activation_mul(a, b, gate, out=out, backend=backend)
+
+        def backward(
+            self: Functions, grad: Any, a: Any, b: Any, *, needs: Iterable[str] = GATED_NEEDS,
+            guard: bool = True, out: Any = None, backend: Any = None,
+        ) -> GatedGradients:  # fmt: skip
+            return self.activation_mul_bwd(
+                grad, a, b, gate, needs=needs, guard=guard, out=out, backend=backend
+            )
+
+        for function, name in ((forward, f"{gate}_mul"), (backward, f"{gate}_mul_bwd")):
+            function.__name__ = name
+            function.__qualname__ = f"Functions.{name}"
+            function.__doc__ = f"As :func:`numfuse.{name}`."
+            setattr(Functions, name, function)
+
+    for gate in _GATES:
+        add(gate)
+
+
+_add_gates()

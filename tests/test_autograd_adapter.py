@@ -1,0 +1,246 @@
+"""HIPS autograd: every operation, to every order that the table has, forwards and backwards."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+autograd = pytest.importorskip("autograd", reason="autograd is not installed")
+
+import autograd.numpy as anp  # noqa: E402
+from autograd.test_util import check_grads  # noqa: E402
+from oracle import ACTIVATIONS  # noqa: E402
+
+import numfuse as nf  # noqa: E402
+from numfuse.adapters import autograd as adapter  # noqa: E402
+
+SMOOTH = [name for name in ACTIVATIONS if name != "relu"]
+# a, b, bias: plain, broadcast batches, a bias per member, 1-D operands
+SHAPES = {
+    "plain": ((3, 2), (2, 4), (4,)),
+    "shared b": ((2, 3, 2), (2, 4), (4,)),
+    "shared a": ((3, 2), (2, 2, 4), (2, 1, 4)),
+    "bias alone": ((3, 2), (2, 4), (2, 1, 4)),
+    "ones": ((1, 3, 2), (2, 2, 4), (1, 1, 4)),
+    "row": ((2,), (2, 4), (4,)),
+    "column": ((3, 2), (2,), (1,)),
+}
+
+
+def draw(shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def away_from_kinks(arrays):
+    """relu has no derivative at 0 for finite differences to find."""
+    return [np.where(np.abs(x) < 0.1, 0.1 + np.abs(x), x) for x in arrays]
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", ["tanh", "none"])
+def test_products_to_third_order_for_every_broadcast(activation, shape, with_bias):
+    a, b, bias = draw(SHAPES[shape])
+    if with_bias:
+        check_grads(lambda *x: nf.matmul_bias_activation(*x, activation), modes=["rev"], order=3)(
+            a, b, bias
+        )
+        check_grads(lambda *x: nf.matmul_bias_activation(*x, activation), modes=["fwd"], order=1)(
+            a, b, bias
+        )
+    else:
+        for modes, order in ((["rev"], 3), (["fwd"], 1)):
+            check_grads(
+                lambda a, b: nf.matmul_bias_activation(a, b, None, activation),
+                modes=modes, order=order,
+            )(a, b)  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation_to_third_order(activation):
+    a, b, bias, x, y = draw(((3, 2), (2, 4), (4,), (5,), (5,)), 1)
+    (x,) = away_from_kinks([x])
+    for modes, order in ((["rev"], 3), (["fwd"], 1)):
+        check_grads(lambda *z: nf.matmul_bias_activation(*z, activation), modes=modes, order=order)(
+            a, b, bias
+        )
+        check_grads(lambda *z: nf.activation_mul(*z, activation), modes=modes, order=order)(x, y)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_backward_and_the_double_backward_are_differentiable(activation):
+    grad, a, b, bias = draw(((3, 4), (3, 2), (2, 4), (4,)), 2)
+    u, v, w = draw((a.shape, b.shape, bias.shape), 3)
+
+    def backward(*x):
+        return anp.concatenate(
+            [anp.ravel(g) for g in nf.matmul_bias_activation_bwd(*x, activation)]
+        )
+
+    def double(*x):
+        found = nf.matmul_bias_activation_double_bwd(*x, activation)
+        return anp.concatenate([anp.ravel(g) for g in found])
+
+    check_grads(backward, modes=["rev"], order=2)(grad, a, b, bias)
+    check_grads(backward, modes=["fwd"], order=1)(grad, a, b, bias)
+    check_grads(double, modes=["rev"], order=1)(u, v, w, grad, a, b, bias)
+    check_grads(double, modes=["fwd"], order=1)(u, v, w, grad, a, b, bias)
+
+
+# check_grads asks for derivatives of what is constant, and autograd says so
+@pytest.mark.filterwarnings("ignore:Output seems independent of input")
+@pytest.mark.parametrize("activation", ["gelu", "none", "relu"])
+@pytest.mark.parametrize("pattern", list(itertools.product((True, False), repeat=3)))
+def test_every_pattern_of_none(activation, pattern):
+    grad, a, b, bias = draw(((3, 4), (3, 2), (2, 4), (4,)), 4)
+    moved = [
+        x if there else None
+        for x, there in zip(draw((a.shape, b.shape, bias.shape), 5), pattern, strict=True)
+    ]
+    needs = tuple(n for n, there in zip(("a", "b", "bias"), pattern, strict=True) if there)
+
+    def double(*x):
+        found = nf.matmul_bias_activation_double_bwd(*moved, *x, activation)
+        return anp.concatenate([anp.ravel(g) for g in found])
+
+    def tangent(*x):
+        return nf.matmul_bias_activation_jvp(*x, *moved, activation).out_dot
+
+    check_grads(double, modes=["rev"], order=1)(grad, a, b, bias)
+    check_grads(tangent, modes=["rev"], order=2)(a, b, bias)
+    if needs:
+
+        def backward(*x):
+            found = nf.matmul_bias_activation_bwd(*x, activation, needs=needs)
+            return anp.concatenate([anp.ravel(g) for g in found if g is not None])
+
+        check_grads(backward, modes=["rev"], order=2)(grad, a, b, bias)
+        check_grads(backward, modes=["fwd"], order=1)(grad, a, b, bias)
+
+
+@pytest.mark.parametrize("activation", SMOOTH)
+@pytest.mark.parametrize("pattern", [(True, True), (True, False), (False, True)])
+def test_gates_through_their_derivatives(activation, pattern):
+    grad, a, b, *moved = draw(((6,),) * 5, 6)
+    u, v = (x if there else None for x, there in zip(moved, pattern, strict=True))
+    needs = tuple(name for name, there in zip(("a", "b"), pattern, strict=True) if there)
+
+    def backward(*x):
+        found = nf.activation_mul_bwd(*x, activation, needs=needs)
+        return anp.concatenate([g for g in found if g is not None])
+
+    def double(*x):
+        return anp.concatenate(list(nf.activation_mul_double_bwd(u, v, *x, activation)))
+
+    for function, order in ((backward, 2), (double, 1)):
+        check_grads(function, modes=["rev"], order=order)(grad, a, b)
+        check_grads(function, modes=["fwd"], order=1)(grad, a, b)
+    check_grads(
+        lambda *x: nf.activation_mul_jvp(*x, u, v, activation).out_dot, modes=["rev"], order=2
+    )(a, b)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("residual_shape", ["full", "row", "scalar"])
+def test_residuals_to_third_order(shape, residual_shape):
+    a, b, bias = draw(SHAPES[shape], 7)
+    out = nf.matmul_bias_activation(a, b, bias)
+    own = {"full": out.shape, "row": out.shape[-1:], "scalar": ()}[residual_shape]
+    (residual,) = draw((own,), 8)
+    residual = np.asarray(residual)
+    check_grads(nf.matmul_bias_residual, modes=["rev"], order=3)(a, b, bias, residual)
+    check_grads(nf.matmul_bias_residual, modes=["fwd"], order=1)(a, b, bias, residual)
+
+    grad, *moved = draw((out.shape, a.shape, b.shape, bias.shape, own), 9)
+    grad, moved = np.asarray(grad), [np.asarray(x) for x in moved]
+
+    def flat(function, *before):
+        return lambda *x: anp.concatenate([anp.ravel(g) for g in function(*before, *x)])
+
+    check_grads(flat(nf.matmul_bias_residual_bwd), modes=["rev"], order=2)(
+        grad, a, b, bias, residual
+    )
+    check_grads(flat(nf.matmul_bias_residual_double_bwd, *moved), modes=["rev"], order=1)(
+        grad, a, b, bias, residual
+    )
+    check_grads(lambda *x: nf.matmul_bias_residual_jvp(*x, *moved).out_dot, modes=["rev"], order=2)(
+        a, b, bias, residual
+    )
+
+
+def test_sum_batch_and_the_pre_activation_are_differentiable():
+    a, b, grad = draw(((2, 3, 2), (2, 2, 4), (2, 3, 4)), 10)
+
+    def summed(*x):
+        return nf.matmul_bias_activation_bwd(*x, None, "tanh", sum_batch=True, needs=("b",)).d_b
+
+    assert summed(grad, a, b).shape == (2, 4)
+    check_grads(summed, modes=["rev"], order=2)(grad, a, b)
+
+    def both(a, b):
+        out, pre = nf.matmul_bias_activation(a, b, None, "tanh", return_pre_activation=True)
+        return out * pre
+
+    check_grads(both, modes=["rev"], order=3)(a, b)
+
+
+def test_results_are_those_of_the_core():
+    grad, a, b, bias = draw(((3, 4), (3, 2), (2, 4), (4,)), 11)
+    wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+    out = autograd.make_vjp(lambda x: nf.matmul_bias_activation(*x, "gelu"))((a, b, bias))[0](grad)
+    for left, right in zip(out, wanted, strict=True):
+        assert (left == right).all()
+    assert type(adapter.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")) is type(wanted)
+
+
+def test_float32_stays_float32():
+    a, b = (x.astype(np.float32) for x in draw(((3, 2), (2, 4)), 12))
+    gradient = autograd.grad(lambda a: anp.sum(nf.matmul_bias_activation(a, b, None, "gelu") ** 2))
+    assert gradient(a).dtype == np.float32
+    second = autograd.grad(lambda a: anp.sum(gradient(a) ** 2))
+    assert second(a).dtype == np.float32
+
+
+def test_past_the_table_a_derivative_raises_and_never_stops_silently():
+    x = np.array([0.3, -0.2])
+
+    def f(x):
+        return anp.sum(nf.activation_mul(x, np.ones(2), "gelu"))
+
+    for _ in range(3):
+        f = (lambda g: lambda x: anp.sum(autograd.grad(g)(x)))(f)
+    exact = nf.activations()["gelu"].third_derivative(x)
+    np.testing.assert_allclose(f(x), exact.sum(), rtol=1e-12)
+    with pytest.raises(ValueError, match="ends with third derivatives, got order 4 of 'gelu'"):
+        autograd.grad(f)(x)
+
+
+def test_relu_can_be_differentiated_without_end():
+    def f(x):
+        return anp.sum(nf.activation_mul(x, x, "relu"))
+
+    for _ in range(5):
+        f = (lambda g: lambda x: anp.sum(autograd.grad(g)(x)))(f)
+    assert f(np.array([0.5, -1.0])) == 0
+
+
+def test_out_is_refused_and_a_box_is_never_lost():
+    x = np.ones((2, 2))
+    with pytest.raises(ValueError, match="out must be None under automatic differentiation"):
+        autograd.grad(lambda a: anp.sum(nf.matmul_bias_activation(a, x, out=x)))(x)
+    hessian = autograd.hessian(lambda a: anp.sum(nf.matmul_bias_activation(a, x, None, "tanh")))(x)
+    assert hessian.shape == (2, 2, 2, 2) and hessian.any()
+
+
+def test_a_hessian_vector_product_is_that_of_the_hessian():
+    a, b, v = draw(((4, 3), (3, 2), (3, 2)), 13)
+
+    def loss(b):
+        return anp.sum(nf.matmul_bias_activation(a, b, None, "gelu") ** 2)
+
+    product = autograd.hessian_vector_product(loss)(b, v)
+    full = np.tensordot(autograd.hessian(loss)(b), v, 2)
+    np.testing.assert_allclose(product, full, rtol=1e-11, atol=1e-12)
