@@ -360,7 +360,7 @@ class Calls:
     def __init__(self, monkeypatch):
         self.names, self.blocks = [], []
         for name in nf.__all__:
-            if name.startswith(("matmul", "activation_mul")):
+            if hasattr(dask_blocks.functional, name) and name.startswith(("matmul", "activation_")):
                 self._spy(monkeypatch, name)
 
     def _spy(self, monkeypatch, name):
@@ -382,13 +382,34 @@ def calls(monkeypatch):
     return Calls(monkeypatch)
 
 
-def test_a_block_is_one_call_and_one_task():
-    d = chunked(operands("float32", m=40), 5, N, K)
-    d = dict(zip(d, dask.persist(*d.values()), strict=True))
-    out = nf.matmul_bias_activation(d["a"], d["b"], d["bias"], "gelu")
-    (out,) = dask.optimize(out)
-    own = [key for key in out.__dask_graph__() if "numfuse" in str(key)]
-    assert len(own) == 8
+def made(shape, chunks, add=0.0):
+    """Blocks that a task makes, and another one adds to."""
+
+    def make(block_id):
+        return np.full(chunks, 1 + sum(block_id), np.float32)
+
+    blocks = tuple((c,) * (n // c) for n, c in zip(shape, chunks, strict=True))
+    return da.map_blocks(make, chunks=blocks, meta=np.empty((0, 0), np.float32)) + np.float32(add)
+
+
+@pytest.mark.parametrize("needs", [("a",), ("b",), ("bias",), ("b", "bias")])
+def test_a_block_is_one_task_with_what_makes_its_operands(needs):
+    x = operands("float32")
+    a, grad = made((64, K), (4, K), 0.5), made((64, N), (4, N), 0.25)
+
+    def tasks(lazy):
+        """Those that need no other but the weights, and the others."""
+        needed = dask.optimize(*lazy)[0].__dask_graph__().get_all_dependencies()
+        own = {key for key in needed if isinstance(key, tuple) and "array" not in key[0]}
+        first = {key for key in own if not needed[key] & own}
+        return len(first), len(own - first)
+
+    assert tasks([nf.matmul_bias_activation(a, x["b"], x["bias"], "gelu")]) == (16, 0)
+    found = nf.matmul_bias_activation_bwd(grad, a, x["b"], x["bias"], "gelu", needs=needs)
+    first, others = tasks(gradients(found).values())
+    assert first == 16
+    # 16 blocks, 8 at a time, and what takes the results from the sum
+    assert others <= (0 if needs == ("a",) else 3 + len(needs))
 
 
 @pytest.mark.parametrize("split", ["m", "mn"])

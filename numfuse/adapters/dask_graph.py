@@ -29,6 +29,8 @@ __all__ = ["Gate", "Product"]
 
 #: What an axis is called in messages.
 _NAMES = {"m": "the rows (M)", "n": "the columns (N)", "k": "K"}
+#: Which axis of the result K stands on in an operand where it is one block.
+_LENT = {"a": "n", "b": "m"}
 Letters = tuple[str, ...]
 Chunks = tuple[int, ...]
 #: Operands that may be NumPy arrays beside Dask arrays: they are small where A is large.
@@ -64,6 +66,15 @@ def _checked(operands: dict[str, Any], may_be_numpy: tuple[str, ...]) -> dict[st
         )
         raise TypeError(f"the blocks of all operands must be arrays of one kind, got {told}")
     return found
+
+
+def _in_one_block(name: str, letters: Letters) -> Letters:
+    """The axes of an operand whose K is one block: without one that the result lacks.
+
+    Such an axis would be a sum to Dask, which hands over lists of blocks and does not fuse tasks
+    that make operands with those that use them. One block serves all blocks of any axis.
+    """
+    return tuple(_LENT[name] if x == "k" else x for x in letters) if name in _LENT else letters
 
 
 def _ghost(x: Any) -> np.ndarray:
@@ -149,15 +160,14 @@ class Gate:
 
     def map(
         self, function: Callable[..., Any], letters: Letters, *operands: tuple[Any, Letters],
-        dtype: Any = None, adjust: dict[str, Any] | None = None, new: dict[str, Any] | None = None,
-        **options: Any,
+        dtype: Any = None, adjust: dict[str, Any] | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """One task for every block of the axes `letters`."""
         return da.blockwise(
             function, letters, *(x for pair in operands for x in pair),
             token=f"numfuse-{function.__name__.replace('_', '-')}",
             meta=self.meta(len(letters), self.dtype if dtype is None else dtype),
-            adjust_chunks=adjust, new_axes=new, align_arrays=False, **options,
+            adjust_chunks=adjust, align_arrays=False, **options,
         )  # fmt: skip
 
     def named(self, *names: str) -> list[tuple[Any, Letters]]:
@@ -216,6 +226,12 @@ class Product(Gate):
     def many_k(self) -> bool:
         return len(self.chunks["k"]) > 1
 
+    def named(self, *names: str) -> list[tuple[Any, Letters]]:
+        found = super().named(*names)
+        if self.many_k:
+            return found
+        return [(x, _in_one_block(n, own)) for n, (x, own) in zip(names, found, strict=True)]
+
     def visible(self, x: Any) -> Any:
         """A result without the axes that 1-D operands leave out."""
         if self.row:
@@ -267,13 +283,13 @@ class Product(Gate):
     own_k: Chunks | None = None
 
     def sum_of_parts(self) -> tuple[Any, Letters]:
-        """a @ b from the parts of each chunk of K, with an axis of length 1 in front."""
+        """a @ b from the parts of each chunk of K; its blocks have an axis of length 1 in front."""
         letters = ("k", *self.letters)
         parts = self.map(
             blocks.product, letters, self.index(letters), *self.named("a", "b"),
             dtype=self.acc_dtype, adjust={"k": 1}, task=self.task,
         )  # fmt: skip
-        return self.reduced(parts, [0], self.acc_dtype), letters
+        return self.reduced(parts, [0], self.acc_dtype, keepdims=False), self.letters
 
     # --- results ----------------------------------------------------------------------------------
 
@@ -394,11 +410,14 @@ class Product(Gate):
         found: dict[str, Any] = {}
         for name, number in zip(names, numbers, strict=True):
             own, kept = self._own(name), self._kept(name)
+            adjust: dict[str, Any] = {letter: 1 for letter in own if letter not in kept}
+            if "k" not in letters:
+                own = _in_one_block(name, own)
+                if name in _LENT:
+                    adjust[_LENT[name]] = self.chunks["k"]
             whole = self.map(
-                blocks.item, own, (made, letters), number=number, to=self.dtype,
-                new={"k": self.chunks["k"]} if "k" in own and "k" not in letters else None,
-                adjust={letter: 1 for letter in own if letter not in kept},
-            )  # fmt: skip
+                blocks.item, own, (made, letters), number=number, to=self.dtype, adjust=adjust
+            )
             found[name] = self._as_given(name, whole)
         return found
 
@@ -415,13 +434,14 @@ class Product(Gate):
             whole = whole.rechunk({axis: self.own_k})
         return whole
 
-    def reduced(self, parts: Any, axes: Sequence[int], dtype: Any) -> Any:
+    def reduced(self, parts: Any, axes: Sequence[int], dtype: Any, keepdims: bool = True) -> Any:
         """Parts added along axes: in a fixed tree, whoever has them and whichever is first."""
         for axis in axes:
             parts = da.reduction(
                 parts, blocks.unchanged, blocks.total, combine=blocks.total, axis=(axis,),
-                keepdims=True, dtype=dtype, split_every={axis: tiling.DASK_SPLIT},
-                name="numfuse-sum", concatenate=False, meta=self.meta(parts.ndim, dtype),
+                keepdims=keepdims, dtype=dtype, split_every={axis: tiling.DASK_SPLIT},
+                name="numfuse-sum", concatenate=False,
+                meta=self.meta(parts.ndim - (not keepdims), dtype),
             )  # fmt: skip
         return parts
 
