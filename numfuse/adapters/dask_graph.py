@@ -33,6 +33,11 @@ _NAMES = {"m": "the rows (M)", "n": "the columns (N)", "k": "K"}
 _LENT = {"a": "n", "b": "m"}
 Letters = tuple[str, ...]
 Chunks = tuple[int, ...]
+#: Cotangents and tangents: they have the axes of the operand that they move along with.
+_MOVED = {
+    "u": "a", "v": "b", "w": "bias", "z": "residual",
+    "a_dot": "a", "b_dot": "b", "bias_dot": "bias", "residual_dot": "residual",
+}  # fmt: skip
 #: Operands that may be NumPy arrays beside Dask arrays: they are small where A is large.
 _MAY_BE_NUMPY = ("b", "bias", "residual")
 
@@ -49,7 +54,7 @@ def _checked(operands: dict[str, Any], may_be_numpy: tuple[str, ...]) -> dict[st
                     f"{name}.compute_chunk_sizes() finds them"
                 )
             block = meta_from_array(x)
-        elif name in may_be_numpy:
+        elif _base(name) in may_be_numpy:
             block = found[name] = as_plain(name, x)
         else:
             kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
@@ -74,7 +79,13 @@ def _in_one_block(name: str, letters: Letters) -> Letters:
     Such an axis would be a sum to Dask, which hands over lists of blocks and does not fuse tasks
     that make operands with those that use them. One block serves all blocks of any axis.
     """
-    return tuple(_LENT[name] if x == "k" else x for x in letters) if name in _LENT else letters
+    place = _LENT.get(_base(name))
+    return letters if place is None else tuple(place if x == "k" else x for x in letters)
+
+
+def _base(name: str) -> str:
+    """The operand whose axes an operand has."""
+    return _MOVED.get(name, name)
 
 
 def _ghost(x: Any) -> np.ndarray:
@@ -199,26 +210,34 @@ class Product(Gate):
                 raise ValueError(
                     f"{name} must have the result's shape {shape.visible}, got {given[name].shape}"
                 )
+        for name, x in given.items():
+            base = _base(name)
+            if base not in given:
+                raise ValueError(f"{name} must be None where {base} is None, got an array")
+            if x.shape != ghosts.get(base, x).shape:
+                raise ValueError(
+                    f"{name} must have the shape of {base} {given[base].shape}, got {x.shape}"
+                )
         #: What 1-D operands leave out of the results, and of their own gradients; and the axes
         #: that the residual got in front because of them.
         self.added = 0
         self.row, self.column = given["a"].ndim == 1, given["b"].ndim == 1
-        if self.row:
-            given["a"] = given["a"][None, :]
-        if self.column:
-            given["b"] = given["b"][:, None]
-        for name in ("grad", "pre_activation", "residual"):
-            if name in given and shape.promote is not None:
-                x = given[name]
+        for name, x in given.items():
+            base = _base(name)
+            if base == "a":
+                given[name] = x[None, :] if self.row else x
+            elif base == "b":
+                given[name] = x[:, None] if self.column else x
+            elif base != "bias" and shape.promote is not None:
                 missing = len(shape.visible) - x.ndim
-                self.added = missing if name == "residual" else self.added
+                self.added = missing if base == "residual" else self.added
                 given[name] = x[(None,) * missing][shape.promote]
         batch = tuple(f"p{axis}" for axis in range(len(shape.batch)))
         self.letters = (*batch, "m", "n")
         own = {"a": ("m", "k"), "b": ("k", "n"), "bias": ("m", "n")}
         self.axes = {}
         for name, x in given.items():
-            letters = (*batch, *own.get(name, ("m", "n")))
+            letters = (*batch, *own.get(_base(name), ("m", "n")))
             self.axes[name] = letters[len(letters) - x.ndim :]
         self._agree()
 
@@ -261,13 +280,16 @@ class Product(Gate):
             return
         # Of K chunks that meet in one task, or of K parts that are added, one is there already.
         moved = results * (parts - 1) * self._bytes(self.letters, self.acc_dtype)
-        cut = [name for name in ("a", "b") for _ in range(1 + (name in gradients))]
+        axes = {"a": -1, "b": -2}
+        whole = [name for name in self.given if _base(name) in axes]
+        cut = whole + [name for name in gradients if name in axes]
         joined = sum(self.given[name].nbytes for name in cut) * (parts - 1) // parts
         join = not split or joined < moved
         if join:
             moved = joined
-            for name, axis in (("a", -1), ("b", -2)):
-                self.given[name] = self.given[name].rechunk({axis: -1})
+            for name in whole:
+                x = self.given[name]
+                self.given[name] = x.rechunk({x.ndim + axes[_base(name)]: -1})
             self.own_k = self.chunks["k"]
             self.chunks["k"] = (self.sizes["k"],)
         if moved > tiling.DASK_MOVED_BYTES:
@@ -318,7 +340,8 @@ class Product(Gate):
         """The gradients `needs` of "a", "b" and "bias"."""
         saved = "pre_activation" in self.given and not identity
         products = [name for name in needs if name != "bias"]
-        self.join_k((not saved and not identity) + (len(products) > 0), products)
+        # As if all were needed: which ones are changes no bit of the others.
+        self.join_k(2 - (saved or identity), ("a", "b"))
         operands = ["grad", "a", "b"]
         operands += ["bias"] if "bias" in self.given else []
         if not self.many_k:
@@ -337,6 +360,30 @@ class Product(Gate):
             found |= self._summed_up(made, self.letters, ["bias"], [None])
         return found
 
+    def double_backward(self, needs: Sequence[str]) -> dict[str, Any]:
+        """The gradients `needs` of "grad", "a", "b" and "bias"."""
+        self.join_k(0, ("a", "b"), split=False)
+        found = {}
+        if "residual" in self.given:
+            for name in ("bias", "residual"):
+                if name in needs:  # the operation is linear in both
+                    found[name] = self._as_given(name, da.zeros_like(self.given[name]))
+        rest = [name for name in needs if name not in found]
+        return found | self._gradients(
+            list(self.given), self.letters, rest, self.task, blocks.double_backward
+        )
+
+    def tangent(self) -> tuple[Any, Any]:
+        """The result and its derivative along the tangents."""
+        self.join_k(0, split=False)
+        made = self.map(
+            blocks.tangent, self.letters, self.index(self.letters), *self.named(*self.given),
+            names=tuple(self.given), task=self.task,
+        )  # fmt: skip
+        pair = (self.item(made, number, self.dtype) for number in range(2))
+        out, out_dot = map(self.visible, pair)
+        return out, out_dot
+
     def _make_grad_pre(self, saved: bool) -> None:
         """grad_pre in place of grad: made once, for every chunk of K."""
         names = ["pre_activation"] if saved else ["sum"]
@@ -350,14 +397,17 @@ class Product(Gate):
         )  # fmt: skip
 
     def _gradients(
-        self, names: Sequence[str], letters: Letters, needs: Sequence[str], task: Task
-    ) -> dict[str, Any]:
+        self, names: Sequence[str], letters: Letters, needs: Sequence[str], task: Task,
+        function: Callable[..., Any] = blocks.backward,
+    ) -> dict[str, Any]:  # fmt: skip
         """The gradients `needs`, of blocks that make every block's part of each."""
         if not needs:
             return {}
-        exact = tuple(name for name in needs if self._summed(name))
+        # Of all gradients, needed or not: which ones are asked for changes no bit of the others.
+        every = [name for name in ("a", "b", "bias") if name in self.given]
+        exact = tuple(name for name in every if self._summed(name))
         made = self.map(
-            blocks.backward, letters, self.index(letters), *self.named(*names),
+            function, letters, self.index(letters), *self.named(*names),
             names=tuple(names), needs=tuple(needs), exact=exact, task=task,
         )  # fmt: skip
         # Those that are summed along the same axes share the tasks of one sum.
@@ -423,13 +473,13 @@ class Product(Gate):
 
     def _as_given(self, name: str, whole: Any) -> Any:
         """A gradient in the shape and the chunks in which its operand came."""
-        if name == "residual":
-            return self.visible(whole)[(0,) * self.added]
+        if name in ("grad", "residual"):
+            return self.visible(whole)[(0,) * (self.added if name == "residual" else 0)]
         if name == "a" and self.row:
             whole = whole[..., 0, :]
         elif name == "b" and self.column:
             whole = whole[..., 0]
-        if self.own_k is not None and name != "bias":
+        if self.own_k is not None and name in _LENT:
             axis = whole.ndim - (1 if name == "a" or self.column else 2)
             whole = whole.rechunk({axis: self.own_k})
         return whole
