@@ -274,6 +274,7 @@ def tables(layer: Layer, cluster: Cluster, workers: tuple[int, ...], each: int) 
 
 def measure(layer: Layer, blocks: int, rounds: int) -> str:
     """One, two and four worker processes of this machine by turns, beside the prediction."""
+    import logging
     import os
 
     import distributed
@@ -318,6 +319,7 @@ def measure(layer: Layer, blocks: int, rounds: int) -> str:
             clients[1].gather(clients[1].compute(trivial()))
             overhead.append((time.perf_counter() - start) / len(nodes))
     finally:
+        logging.getLogger("distributed").setLevel(logging.ERROR)
         for client in clients.values():
             client.cluster.close()
             client.close()

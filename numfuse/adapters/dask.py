@@ -23,7 +23,8 @@ from numfuse.adapters.dask_blocks import gated as gated_block
 from numfuse.adapters.dask_blocks import gated_backward as gated_backward_block
 from numfuse.adapters.dask_blocks import gated_double_backward as gated_double_backward_block
 from numfuse.adapters.dask_blocks import gated_tangent as gated_tangent_block
-from numfuse.adapters.dask_graph import Gate, Product
+from numfuse.adapters.dask_graph import Product
+from numfuse.adapters.dask_operands import Gate
 from numfuse.backends import Backend, active, load
 from numfuse.errors import BackendUnavailable
 from numfuse.gradients import (
@@ -74,7 +75,8 @@ def _task(operation: str, activation: Any, backend: Any, out: Any, **options: bo
             f"task, 1 or more, got {threads!r}"
         )
     text = NONE if activation is None else pickle.dumps(activation)
-    return Task(operation, text, _backend(backend), threads, **options)
+    # What `use_backend` says is for NumPy blocks: those of a device stay there.
+    return Task(operation, text, _backend(backend), threads, implied=backend is None, **options)
 
 
 def _backend(backend: str | Backend | None) -> str | Backend | None:
@@ -213,7 +215,7 @@ def activation_mul(
     task = _task("activation_mul", get_activation(activation), backend, out)
     gate = Gate(task, {"a": a, "b": b})
     return gate.map(
-        gated_block, gate.letters, gate.index(gate.letters), *gate.named("a", "b"), task=task
+        gated_block, gate.letters, gate.index(gate.letters), *gate.named("a", "b"), task=gate.task
     )
 
 
@@ -237,7 +239,7 @@ def activation_mul_bwd(
     names = tuple(name for name in GATED_NEEDS if name in wanted)
     made = gate.map(
         gated_backward_block, gate.letters, gate.index(gate.letters),
-        *gate.named("grad", "a", "b"), needs=names, task=task,
+        *gate.named("grad", "a", "b"), needs=names, task=gate.task,
     )  # fmt: skip
     if len(names) == 1:
         return GatedGradients(*(made if name in names else None for name in GATED_NEEDS))
@@ -372,7 +374,7 @@ def activation_mul_double_bwd(
     if names:
         made = gate.map(
             gated_double_backward_block, gate.letters, gate.index(gate.letters),
-            *gate.named(*gate.given), names=tuple(gate.given), needs=tuple(names), task=task,
+            *gate.named(*gate.given), names=tuple(gate.given), needs=tuple(names), task=gate.task,
         )  # fmt: skip
         for number, name in enumerate(names):
             found[name] = made if len(names) == 1 else gate.item(made, number, gate.dtype)
@@ -395,7 +397,7 @@ def activation_mul_jvp(
     gate = Gate(task, {"a": a, "b": b, "a_dot": a_dot, "b_dot": b_dot})
     made = gate.map(
         gated_tangent_block, gate.letters, gate.index(gate.letters), *gate.named(*gate.given),
-        names=tuple(gate.given), task=task,
+        names=tuple(gate.given), task=gate.task,
     )  # fmt: skip
     return Tangent(*(gate.item(made, number, gate.dtype) for number in range(2)))
 

@@ -39,6 +39,14 @@ class Task(NamedTuple):
     threads: int
     guard: bool = True
     sum_batch: bool = False
+    #: Whether the backend is that of a `use_backend` around the call.
+    implied: bool = False
+
+    def on(self, kind: type) -> Task:
+        """The same for blocks of a kind."""
+        if self.implied and kind is not np.ndarray:
+            return self._replace(backend=None, implied=False)
+        return self._replace(implied=False)
 
 
 #: The identity, pickled.

@@ -1,9 +1,7 @@
-"""The graphs of a product over Dask blocks: which axes operands share, and how blocks are summed.
+"""The graphs of a product over Dask blocks: forward, backward, second order and forward mode.
 
-Axes have letters: ``p0``, ``p1``, ... of the batch, ``m``, ``n`` and ``k``; every operand has some
-of them, and a task of `numfuse.adapters.dask_blocks` is one block of the axes of its result. All is
-`dask.array.blockwise` and `dask.array.reduction`, with meta given: nothing is computed to build a
-graph, and every check is made before.
+All is `dask.array.blockwise` and `dask.array.reduction`, with meta given: nothing is computed to
+build a graph, and every check is made before.
 """
 
 from __future__ import annotations
@@ -16,61 +14,26 @@ from typing import Any
 import dask.array as da
 import numpy as np
 from dask.array import PerformanceWarning
-from dask.array.utils import meta_from_array
 
 from numfuse import tiling
 from numfuse.adapters import dask_blocks as blocks
 from numfuse.adapters.dask_blocks import Task
-from numfuse.kinds import adapter_of
+from numfuse.adapters.dask_operands import (
+    MAY_BE_NUMPY,
+    Chunks,
+    Gate,
+    Letters,
+    base,
+    checked,
+    ghost,
+)
 from numfuse.layout import gemm_shape, residual_view
-from numfuse.operands import as_plain, same_dtype
+from numfuse.operands import same_dtype
 
-__all__ = ["Gate", "Product"]
+__all__ = ["Product"]
 
-#: What an axis is called in messages.
-_NAMES = {"m": "the rows (M)", "n": "the columns (N)", "k": "K"}
 #: Which axis of the result K stands on in an operand where it is one block.
 _LENT = {"a": "n", "b": "m"}
-Letters = tuple[str, ...]
-Chunks = tuple[int, ...]
-#: Cotangents and tangents: they have the axes of the operand that they move along with.
-_MOVED = {
-    "u": "a", "v": "b", "w": "bias", "z": "residual",
-    "a_dot": "a", "b_dot": "b", "bias_dot": "bias", "residual_dot": "residual",
-}  # fmt: skip
-#: Operands that may be NumPy arrays beside Dask arrays: they are small where A is large.
-_MAY_BE_NUMPY = ("b", "bias", "residual")
-
-
-def _checked(operands: dict[str, Any], may_be_numpy: tuple[str, ...]) -> dict[str, Any]:
-    """The operands that are there, each a Dask array of known chunks (or of NumPy where it may)."""
-    found = {name: x for name, x in operands.items() if x is not None}
-    kinds: dict[type, str] = {}
-    for name, x in found.items():
-        if isinstance(x, da.Array):
-            if any(math.isnan(length) for length in x.shape):
-                raise ValueError(
-                    f"{name} must have known chunk sizes, got shape {x.shape}; "
-                    f"{name}.compute_chunk_sizes() finds them"
-                )
-            block = meta_from_array(x)
-        elif _base(name) in may_be_numpy:
-            block = found[name] = as_plain(name, x)
-        else:
-            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-            raise TypeError(
-                f"{name} must be a Dask array where another operand is one, got {kind}; "
-                f"dask.array.from_array({name}, chunks=...) makes one"
-            )
-        if adapter_of(**{name: block}) is None:
-            as_plain(name, block)
-        kinds.setdefault(type(block), name)
-    if len(kinds) > 1:
-        told = ", ".join(
-            f"{name} {kind.__module__}.{kind.__qualname__}" for kind, name in kinds.items()
-        )
-        raise TypeError(f"the blocks of all operands must be arrays of one kind, got {told}")
-    return found
 
 
 def _in_one_block(name: str, letters: Letters) -> Letters:
@@ -79,123 +42,18 @@ def _in_one_block(name: str, letters: Letters) -> Letters:
     Such an axis would be a sum to Dask, which hands over lists of blocks and does not fuse tasks
     that make operands with those that use them. One block serves all blocks of any axis.
     """
-    place = _LENT.get(_base(name))
+    place = _LENT.get(base(name))
     return letters if place is None else tuple(place if x == "k" else x for x in letters)
-
-
-def _base(name: str) -> str:
-    """The operand whose axes an operand has."""
-    return _MOVED.get(name, name)
-
-
-def _ghost(x: Any) -> np.ndarray:
-    """An array of this shape and dtype that takes no memory: what shapes are checked with."""
-    return np.broadcast_to(np.zeros((), x.dtype), x.shape)
-
-
-def _told(chunks: Chunks) -> str:
-    if len(chunks) <= 6:
-        return str(chunks)
-    return f"({chunks[0]}, {chunks[1]}, ..., {chunks[-1]}: {len(chunks)} chunks)"
-
-
-class Gate:
-    """Operands of one shape, and block by block functions of them."""
-
-    def __init__(self, task: Task, operands: dict[str, Any]) -> None:
-        self.task = task
-        self.given = _checked(operands, ())
-        ghosts = {name: _ghost(x) for name, x in self.given.items()}
-        self.dtype, self.acc_dtype = same_dtype(ghosts)
-        first, *others = self.given.items()
-        for name, x in others:
-            if x.shape != first[1].shape:
-                raise ValueError(
-                    f"{name} must have the shape of {first[0]} {first[1].shape}, got {x.shape}"
-                )
-        self.letters = tuple(f"p{axis}" for axis in range(first[1].ndim))
-        self.axes = dict.fromkeys(self.given, self.letters)
-        self._agree()
-
-    def _agree(self) -> None:
-        """The chunks of every axis, which all Dask operands that have it must share."""
-        self.chunks: dict[str, Chunks] = {}
-        self.sizes: dict[str, int] = {}
-        for name, letters in self.axes.items():
-            for letter, length in zip(letters, self.given[name].shape, strict=True):
-                if length != 1 or letter not in self.sizes:
-                    self.sizes[letter] = length
-        owner: dict[str, str] = {}
-        for name, letters in self.axes.items():
-            x = self.given[name]
-            for axis, letter in enumerate(letters):
-                if not isinstance(x, da.Array) or x.shape[axis] != self.sizes[letter]:
-                    continue
-                wanted = self.chunks.setdefault(letter, x.chunks[axis])
-                if x.chunks[axis] != wanted:
-                    what = _NAMES.get(letter, f"axis {axis}")
-                    raise ValueError(
-                        f"{name} must be chunked along {what} as {owner[letter]} is, "
-                        f"{_told(wanted)}, got {_told(x.chunks[axis])}; {name}.rechunk(...) "
-                        f"or {owner[letter]}.rechunk(...) makes them equal"
-                    )
-                owner.setdefault(letter, name)
-        for letter, size in self.sizes.items():
-            self.chunks.setdefault(letter, (size,))
-        for name, letters in self.axes.items():
-            x = self.given[name]
-            if not isinstance(x, da.Array):
-                self.given[name] = da.from_array(
-                    x, chunks=tuple(self._own_chunks(x.shape, letters)), asarray=False
-                )
-
-    def _own_chunks(self, shape: Sequence[int], letters: Letters) -> list[Chunks]:
-        return [
-            self.chunks[letter] if length == self.sizes[letter] else (1,)
-            for length, letter in zip(shape, letters, strict=True)
-        ]
-
-    # --- tasks ------------------------------------------------------------------------------------
-
-    def meta(self, ndim: int, dtype: Any) -> Any:
-        """An empty array of the kind that blocks are."""
-        return meta_from_array(next(iter(self.given.values())), ndim=ndim, dtype=dtype)
-
-    def index(self, letters: Letters) -> tuple[Any, Letters]:
-        """Every task's place among the blocks of these axes: no task of its own once fused."""
-        array = da.map_blocks(
-            blocks.block_index, chunks=tuple(self.chunks[letter] for letter in letters),
-            dtype=np.intp, meta=np.empty((0,) * len(letters), np.intp),
-        )  # fmt: skip
-        return array, letters
-
-    def map(
-        self, function: Callable[..., Any], letters: Letters, *operands: tuple[Any, Letters],
-        dtype: Any = None, adjust: dict[str, Any] | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
-        """One task for every block of the axes `letters`."""
-        return da.blockwise(
-            function, letters, *(x for pair in operands for x in pair),
-            token=f"numfuse-{function.__name__.replace('_', '-')}",
-            meta=self.meta(len(letters), self.dtype if dtype is None else dtype),
-            adjust_chunks=adjust, align_arrays=False, **options,
-        )  # fmt: skip
-
-    def named(self, *names: str) -> list[tuple[Any, Letters]]:
-        return [(self.given[name], self.axes[name]) for name in names]
-
-    def item(self, made: Any, number: int, dtype: Any) -> Any:
-        """One of the results of blocks that are tuples."""
-        return self.map(blocks.item, self.letters, (made, self.letters), dtype=dtype, number=number)
 
 
 class Product(Gate):
     """The axes of act(a @ b + bias) and of what belongs to it."""
 
     def __init__(self, task: Task, operands: dict[str, Any]) -> None:
-        self.task = task
-        self.given = given = _checked(operands, _MAY_BE_NUMPY)
-        ghosts = {name: _ghost(x) for name, x in given.items()}
+        self.given, kind = checked(operands, MAY_BE_NUMPY)
+        self.task = task.on(kind)
+        given = self.given
+        ghosts = {name: ghost(x) for name, x in given.items()}
         pre = ghosts.pop("pre_activation", None)
         self.dtype, self.acc_dtype = same_dtype(ghosts)
         shape, *_ = gemm_shape(ghosts["a"], ghosts["b"], ghosts.get("bias"))
@@ -211,33 +69,33 @@ class Product(Gate):
                     f"{name} must have the result's shape {shape.visible}, got {given[name].shape}"
                 )
         for name, x in given.items():
-            base = _base(name)
-            if base not in given:
-                raise ValueError(f"{name} must be None where {base} is None, got an array")
-            if x.shape != ghosts.get(base, x).shape:
+            of = base(name)
+            if of not in given:
+                raise ValueError(f"{name} must be None where {of} is None, got an array")
+            if x.shape != ghosts.get(of, x).shape:
                 raise ValueError(
-                    f"{name} must have the shape of {base} {given[base].shape}, got {x.shape}"
+                    f"{name} must have the shape of {of} {given[of].shape}, got {x.shape}"
                 )
         #: What 1-D operands leave out of the results, and of their own gradients; and the axes
         #: that the residual got in front because of them.
         self.added = 0
         self.row, self.column = given["a"].ndim == 1, given["b"].ndim == 1
         for name, x in given.items():
-            base = _base(name)
-            if base == "a":
+            of = base(name)
+            if of == "a":
                 given[name] = x[None, :] if self.row else x
-            elif base == "b":
+            elif of == "b":
                 given[name] = x[:, None] if self.column else x
-            elif base != "bias" and shape.promote is not None:
+            elif of != "bias" and shape.promote is not None:
                 missing = len(shape.visible) - x.ndim
-                self.added = missing if base == "residual" else self.added
+                self.added = missing if of == "residual" else self.added
                 given[name] = x[(None,) * missing][shape.promote]
         batch = tuple(f"p{axis}" for axis in range(len(shape.batch)))
         self.letters = (*batch, "m", "n")
         own = {"a": ("m", "k"), "b": ("k", "n"), "bias": ("m", "n")}
         self.axes = {}
         for name, x in given.items():
-            letters = (*batch, *own.get(_base(name), ("m", "n")))
+            letters = (*batch, *own.get(base(name), ("m", "n")))
             self.axes[name] = letters[len(letters) - x.ndim :]
         self._agree()
 
@@ -281,7 +139,7 @@ class Product(Gate):
         # Of K chunks that meet in one task, or of K parts that are added, one is there already.
         moved = results * (parts - 1) * self._bytes(self.letters, self.acc_dtype)
         axes = {"a": -1, "b": -2}
-        whole = [name for name in self.given if _base(name) in axes]
+        whole = [name for name in self.given if base(name) in axes]
         cut = whole + [name for name in gradients if name in axes]
         joined = sum(self.given[name].nbytes for name in cut) * (parts - 1) // parts
         join = not split or joined < moved
@@ -289,7 +147,7 @@ class Product(Gate):
             moved = joined
             for name in whole:
                 x = self.given[name]
-                self.given[name] = x.rechunk({x.ndim + axes[_base(name)]: -1})
+                self.given[name] = x.rechunk({x.ndim + axes[base(name)]: -1})
             self.own_k = self.chunks["k"]
             self.chunks["k"] = (self.sizes["k"],)
         if moved > tiling.DASK_MOVED_BYTES:
