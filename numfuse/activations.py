@@ -27,6 +27,8 @@ from numfuse.expr import Expr, constant
 __all__ = ["Activation", "activation", "activations", "get"]
 
 Formula: TypeAlias = Callable[[Any], Any]
+#: The module of a backend that compiles a formula.
+_COMPILERS = {"cpu": "primitives", "cuda": "elementwise"}
 _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 
 
@@ -136,13 +138,14 @@ class Activation:
         made = self._made.get((target, order))
         if made is None:
             module = f"numfuse.backends.{target}"
+            own = f"{module}.{_COMPILERS[target]}"
             try:
-                primitives = importlib.import_module(f"{module}.primitives")
+                primitives = importlib.import_module(own)
             except ModuleNotFoundError as error:
                 from numfuse.errors import BackendUnavailable
 
                 # Only these modules: the failed import of another package speaks for itself.
-                known = error.name in (module, f"{module}.primitives")
+                known = error.name in (module, own)
                 reason = "this version of numfuse does not contain it" if known else str(error)
                 extra = None if target == "cpu" else target
                 raise BackendUnavailable(target, reason, extra) from error
@@ -180,6 +183,16 @@ class Activation:
     def cuda_derivative(self) -> Any:
         """The first derivative as a CUDA device function."""
         return self._device("cuda", 1)
+
+    @property
+    def cuda_second_derivative(self) -> Any:
+        """The second derivative as a CUDA device function."""
+        return self._device("cuda", 2)
+
+    @property
+    def cuda_third_derivative(self) -> Any:
+        """The third derivative as a CUDA device function."""
+        return self._device("cuda", 3)
 
     # --- identity ---------------------------------------------------------------------------
     def __repr__(self) -> str:

@@ -6,6 +6,7 @@ never otherwise.
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -56,28 +57,40 @@ def adapter_of(**operands: Any) -> ModuleType | None:
     """
     found: dict[str, str] = {}
     for name, x in operands.items():
-        module = _adapter_name(type(x))
+        kind = type(x)
+        module = _KNOWN.get(kind)
+        if module is None and kind not in PLAIN:
+            module = _adapter_name(kind)
+            if kind.__module__.partition(".")[0] in ADAPTERS:
+                _KNOWN[kind] = module
         if module is not None:
             found.setdefault(module, name)
     if not found:
         return None
     module, name = next(iter(found.items()))
-    kind = f"{type(operands[name]).__module__}.{type(operands[name]).__qualname__}"
+    text = f"{type(operands[name]).__module__}.{type(operands[name]).__qualname__}"
     if len(found) > 1:
         kinds = ", ".join(
             f"{name} {type(operands[name]).__module__}.{type(operands[name]).__qualname__}"
             for name in found.values()
         )
         raise TypeError(f"the operands must be arrays of one kind, got {kinds}")
+    loaded = sys.modules.get(module)
+    if loaded is not None:
+        return loaded
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
         raise TypeError(
-            f"{name} must be a NumPy array, got {kind}: this version of numfuse has no {module} to "
+            f"{name} must be a NumPy array, got {text}: this version of numfuse has no {module} to "
             f"serve it; convert it to NumPy yourself if its gradient and device do not matter"
         ) from error
+
+
+#: Of the classes met so far that the libraries themselves define.
+_KNOWN: dict[type, str | None] = {}
 
 
 def _adapter_name(kind: type) -> str | None:

@@ -672,8 +672,8 @@ def test_njit_functions_serve_a_users_own_kernel(name):
 
 
 @pytest.mark.skipif(
-    importlib.util.find_spec("numfuse.backends.cuda") is not None,
-    reason="the CUDA backend is there: its own tests hold .cuda",
+    importlib.util.find_spec("numba_cuda") is not None,
+    reason="numba-cuda is there: tests/test_cuda_compile.py holds .cuda",
 )
 def test_cuda_functions_say_what_is_missing():
     with pytest.raises(nf.BackendUnavailable, match=r"'cuda' is not available.*numfuse\[cuda\]"):

@@ -7,6 +7,7 @@ A tier adds rows.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -28,6 +29,10 @@ except ImportError as error:
 
 if SIMULATED:
     pytest.skip("the simulator has no compiler", allow_module_level=True)
+try:
+    importlib.import_module("numba.cuda.cudadrv.nvvm").NVVM()
+except Exception as error:  # numba-cuda's own, for want of a toolkit
+    unavailable("cuda-compiler", f"numba-cuda finds no NVVM: {error}")
 
 AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
@@ -196,3 +201,22 @@ def test_equal_bindings_are_one_kernel():
     ]
     assert made[0] is made[1]
     assert Slot("x") == Slot("x", 0)
+
+
+def test_an_activation_is_a_function_of_kernels_of_your_own():
+    from numba import cuda
+
+    value, slope = ACT["silu"].cuda, ACT["silu"].cuda_derivative
+
+    def kernel(x, out):
+        i = cuda.grid(1)
+        out[i] = value(x[i]) + slope(x[i])
+
+    for real in (toolchain.types.float32, toolchain.types.float64):
+        with toolchain._compiling_for((8, 0)):
+            text, _ = cuda.compile_ptx(
+                kernel, toolchain.types.void(real[::1], real[::1]), cc=(8, 0)
+            )
+        width = real.bitwidth
+        assert f"div.rn.f{width}" in text and f"fma.rn.f{width}" in text
+        assert "f64" not in text or width == 64, "float32 arithmetic became float64"

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse import problem
+from numfuse import problem, tiling
 from numfuse.activations import get as get_activation
-from numfuse.backends import Backend, active, load
+from numfuse.backends import Backend, active, latest, load
 from numfuse.backends.cuda import CudaBackend
 from numfuse.gradients import (
     GATED_NEEDS,
@@ -41,10 +41,11 @@ from numfuse.gradients import (
 load("cuda")
 
 from numfuse.backends.cuda import dlpack  # noqa: E402
-from numfuse.backends.cuda.arrays import DeviceArray, dtype_of, ghost  # noqa: E402
+from numfuse.backends.cuda.arrays import DeviceArray, dtype_of, ghost, pool_of  # noqa: E402
 from numfuse.backends.cuda.arrays import download as download_ghost  # noqa: E402
-from numfuse.backends.cuda.calls import Argument, Maker, call  # noqa: E402
+from numfuse.backends.cuda.calls import Argument, Kept, Maker, call  # noqa: E402
 from numfuse.backends.cuda.driver import Device, device, ordinal_of  # noqa: E402
+from numfuse.backends.cuda.memory import Pool  # noqa: E402
 
 __all__ = [
     "activation_mul",
@@ -87,11 +88,44 @@ class Kind:
         """A result of numfuse's own as one of this kind."""
         return made
 
+    def capture(self, ordinal: int) -> int | None:
+        """0 where it is known that no graph is being captured; None: ask the driver."""
+        return None
+
+    def glance(self, operands: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
+        """All that a call depends on, the addresses and the device; None: `read` each operand.
+
+        An operand may be None; the first is not.
+        """
+        made: list[Any] = []
+        addresses: list[int] = []
+        place = -1
+        for x in operands:
+            if x is None:
+                made.append(None)
+                continue
+            seen = self.look(x) if _KINDS.get(type(x)) is self else None
+            if seen is None or place not in (-1, seen[2]):
+                return None
+            one, at, place = seen
+            made.append(one)
+            addresses.append(at)
+        return tuple(made), addresses, place
+
+    def look(self, x: Any) -> tuple[Any, int, int] | None:
+        """Of one operand: all that a call depends on, its address and device."""
+        return None
+
 
 class _Own(Kind):
     """numfuse's own."""
 
     holds = False  # their memory knows the streams that used it
+
+    def look(self, x: DeviceArray) -> tuple[Any, int, int] | None:
+        if x.stream:  # made by another stream than these calls run on
+            return None
+        return (x.shape, x.strides, x.dtype, x.address & 15), x.address, x.device.ordinal
 
     def read(self, name: str, x: DeviceArray) -> tuple[Argument, int, Any]:
         if x.memory.block is None:
@@ -119,6 +153,33 @@ class _Torch(Kind):
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._stream = raw or (lambda i: torch.cuda.current_stream(i).cuda_stream)
         self._devices: dict[int, Any] = {}
+        self._capturing = getattr(
+            torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+        )
+        self._tensors = {torch.Tensor, torch.nn.Parameter}
+        self._grad = torch.is_grad_enabled
+
+    def glance(self, operands: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
+        # as `Kind.glance`, in one loop: a training step spends its time here
+        tensor = self._tensors
+        made: list[Any] = []
+        addresses: list[int] = []
+        place = operands[0].get_device()
+        for x in operands:
+            if x is None:
+                made.append(None)
+                continue
+            if type(x) not in tensor or x.get_device() != place:
+                return None
+            if x.requires_grad and self._grad():
+                return None
+            at = x.data_ptr()
+            made.append((x.shape, x.stride(), x.dtype, at & 15))
+            addresses.append(at)
+        return None if place < 0 else (tuple(made), addresses, place)
+
+    def capture(self, ordinal: int) -> int | None:
+        return None if self._capturing() else 0
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         dtype = self._names.get(x.dtype)
@@ -157,6 +218,10 @@ class _CuPy(Kind):
     def __init__(self) -> None:
         cupy: Any = import_module("cupy")
         self._cupy = cupy
+
+    def look(self, x: Any) -> tuple[Any, int, int] | None:
+        at = x.data.ptr
+        return (x.shape, x.strides, x.dtype, at & 15), at, x.device.id
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         if not isinstance(x, self._cupy.ndarray):
@@ -346,15 +411,20 @@ class _Call:
         if x is not None:
             self.outs[name] = x, self._read(name, x)
 
-    def run(self, kind: str, options: tuple[Any, ...], make_problem: Any) -> Any:
-        """Check, launch, and give the result back."""
+    def run(self, kind: str, options: tuple[Any, ...], make_problem: Any, quick: Any = None) -> Any:
+        """Check, launch, and give the result back; `quick` is the key of `_quick`."""
         stream = self.kind.stream(self.ordinal)
         for x in self._own:
             self._follow(x, stream)
-        result = call(
+        result, kept = call(
             self.device, stream, self.precision, kind, self.operands, self.outs, options,
-            make_problem, self.kind.maker(self.ordinal, stream),
+            make_problem, self.kind.maker(self.ordinal, stream), self.kind.capture(self.ordinal),
         )  # fmt: skip
+        if quick is not None:
+            if len(_QUICK) >= tiling.CUDA_KEPT_PLANS:
+                _QUICK.clear()
+            make = self.kind.maker(self.ordinal, stream)
+            _QUICK[quick] = kept, make, self.device, pool_of(self.device)
         if self._held:
             _hold(self.device, stream, self._held)
         return result
@@ -366,6 +436,42 @@ class _Call:
             event = self.device.event(x.stream)
             self.device.wait(stream, event)
             self.device.forget(event)
+
+
+#: Calls that were made before with no outputs of the caller's, by what is seen at a glance: their
+#: steps, what makes their results, their device and its pool.
+_QUICK: dict[Any, tuple[Kept, Maker, Device, Pool]] = {}
+
+
+def _quick(options: tuple[Any, ...], backend: Any, operands: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(key, result) of a call that was made before; (key, None) of another; (None, None) of one
+    that has to be looked at closely.
+    """
+    kind = _KINDS.get(type(operands[0]))
+    if kind is None or kind.holds or backend is not None:
+        return None, None
+    chosen = active()
+    precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+    seen = kind.glance(operands)
+    if seen is None:
+        return None, None
+    made, addresses, ordinal = seen
+    key = options, kind, precision, made, ordinal
+    entry = _QUICK.get(key)
+    if entry is None:
+        return key, None
+    kept, make, owner, pool = entry
+    results: list[Any] = []
+    for spec in kept.results:
+        if type(spec) is tuple:
+            x, at = make(spec[1], spec[2])
+            addresses.append(at)
+            results.append(x)
+        else:
+            results.append(None)
+    kept.steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
+    latest.call = kept.call
+    return key, (results[0] if kept.pack is None else kept.pack(results))
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}
@@ -410,21 +516,32 @@ def matmul_bias_activation(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_activation`."""
     act = get_activation(activation)
+    save = bool(return_pre_activation)
+    options = act.name, act.digest, save
+    key = None
+    if out is None:
+        key, result = _quick(("forward", *options), backend, (a, b, bias))
+        if result is not None:
+            return result
     made = _Call(backend, a=a, b=b, bias=bias)
     made.out("out", out)
-    save = bool(return_pre_activation)
 
     def make(g: dict[str, ndarray]) -> Any:
         p = problem.gemm(g["a"], g["b"], g.get("bias"), act, save, g.get("out"))
         return p, (("out", "pre") if save else ("out",)), None
 
-    return made.run("forward", (act.name, act.digest, save), make)
+    return made.run("forward", options, make, key)
 
 
 def matmul_bias_residual(
     a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
 ) -> Any:
     """As :func:`numfuse.matmul_bias_residual`."""
+    key = None
+    if out is None:
+        key, result = _quick(("residual",), backend, (a, b, bias, residual))
+        if result is not None:
+            return result
     made = _Call(backend, a=a, b=b, bias=bias, residual=residual)
     made.out("out", out)
 
@@ -432,7 +549,7 @@ def matmul_bias_residual(
         p = problem.gemm_residual(g["a"], g["b"], g.get("bias"), g["residual"], g.get("out"))
         return p, ("out",), None
 
-    return made.run("forward", ("residual",), make)
+    return made.run("forward", ("residual",), make, key)
 
 
 def matmul_bias_activation_bwd(
@@ -451,8 +568,15 @@ def matmul_bias_activation_bwd(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_activation_bwd`."""
     act = get_activation(activation)
+    needs = check_needs(needs, GEMM_NEEDS)
+    options = act.name, act.digest, needs, bool(sum_batch), bool(guard)
+    key = None
+    if out is None:
+        key, result = _quick(("backward", *options), backend, (grad, a, b, bias, pre_activation))
+        if result is not None:
+            return result
     made = _Call(backend, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
-    needs, outs = check_needs(needs, GEMM_NEEDS), check_outputs(out, GEMM_NEEDS)
+    outs = check_outputs(out, GEMM_NEEDS)
     names = tuple(f"d_{name}" for name in GEMM_NEEDS)
     for name, x in zip(names, outs, strict=True):
         made.out(name, x)
@@ -464,8 +588,7 @@ def matmul_bias_activation_bwd(
         )  # fmt: skip
         return p, names, None
 
-    options = act.name, act.digest, needs, bool(sum_batch), bool(guard)
-    return made.run("backward", options, make)
+    return made.run("backward", options, make, key)
 
 
 def matmul_bias_residual_bwd(
@@ -502,13 +625,19 @@ def matmul_bias_residual_bwd(
 def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None) -> Any:
     """As :func:`numfuse.activation_mul`."""
     act = get_activation(activation)
+    options = act.name, act.digest
+    key = None
+    if out is None:
+        key, result = _quick(("gated", *options), backend, (a, b))
+        if result is not None:
+            return result
     made = _Call(backend, a=a, b=b)
     made.out("out", out)
 
     def make(g: dict[str, ndarray]) -> Any:
         return problem.gated(g["a"], g["b"], act, g.get("out")), ("out",), None
 
-    return made.run("gated", (act.name, act.digest), make)
+    return made.run("gated", options, make, key)
 
 
 def activation_mul_bwd(
@@ -524,8 +653,15 @@ def activation_mul_bwd(
 ) -> Any:
     """As :func:`numfuse.activation_mul_bwd`."""
     act = get_activation(activation)
+    needs = check_needs(needs, GATED_NEEDS)
+    options = act.name, act.digest, needs, bool(guard)
+    key = None
+    if out is None:
+        key, result = _quick(("gated_backward", *options), backend, (grad, a, b))
+        if result is not None:
+            return result
     made = _Call(backend, grad=grad, a=a, b=b)
-    needs, outs = check_needs(needs, GATED_NEEDS), check_outputs(out, GATED_NEEDS)
+    outs = check_outputs(out, GATED_NEEDS)
     for name, x in zip(("d_a", "d_b"), outs, strict=True):
         made.out(name, x)
 
@@ -535,7 +671,7 @@ def activation_mul_bwd(
         )
         return p, ("d_a", "d_b"), None
 
-    return made.run("gated_backward", (act.name, act.digest, needs, bool(guard)), make)
+    return made.run("gated_backward", options, make, key)
 
 
 def to_numpy(x: Any) -> ndarray:

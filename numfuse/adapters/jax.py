@@ -19,14 +19,19 @@ def _on_cuda(x: Any) -> bool:
 def __getattr__(name: str) -> Callable[..., Any]:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    served: Callable[..., Any] | None = None
 
     def forwarded(*args: Any, **options: Any) -> Any:
-        for x in (*args, *options.values()):
-            if not _on_cuda(x):
-                raise TypeError(
-                    "a array must be on a CUDA device, got one on the CPU: convert it to NumPy "
-                    "yourself if its gradient and device do not matter"
-                )
-        return getattr(import_module("numfuse.adapters.cuda"), name)(*args, **options)
+        nonlocal served
+        if served is None:
+            for x in (*args, *options.values()):
+                if not _on_cuda(x):
+                    raise TypeError(
+                        "an array must be on a CUDA device, got one on the CPU: make it a "
+                        "NumPy array yourself if its gradient and device do not matter"
+                    )
+            served = getattr(import_module("numfuse.adapters.cuda"), name)
+        return served(*args, **options)
 
+    globals()[name] = forwarded
     return forwarded

@@ -15,6 +15,7 @@ from typing import Any
 REQUIRED = ("numpy", "numba", "llvmlite", "scipy", "ml_dtypes")
 OPTIONAL = {
     "numba-cuda": "cuda",
+    "cuda-toolkit": "cuda",
     "wgpu": "webgpu",
     "torch": "torch",
     "jax": "jax",

@@ -153,20 +153,22 @@ class CudaBackend:
         dtypes: Sequence[np.dtype[Any]],
         progress: Callable[[str], None] | None = None,
     ) -> None:
-        """Compile the kernels of contiguous operands, small and large, into the disk cache."""
-        from numfuse import problem
+        """Compile the kernels of contiguous operands, small and large, into the disk cache.
+
+        Nothing runs: the calls are recorded on arrays that are not there.
+        """
+        from numfuse.backends.cuda.calls import foresee
 
         for dtype in dtypes:
             for act in activations:
-                if progress is not None:
-                    progress(f"{act.name} {dtype.name}")
-                x, bias = np.zeros((64, 64), dtype), np.zeros(64, dtype)
-                self.forward(problem.gemm(x, x, bias, act))
-                self.backward(problem.gemm_backward(x, x, x, bias, act))
-                self.gated(problem.gated(x, x, act))
-                self.gated_backward(problem.gated_backward(x, x, x, act))
+                for m, k, n in _WARM:
+                    if progress is not None:
+                        progress(f"{act.name} {dtype.name} {m} x {k} x {n}")
+                    foresee(self.device, self.precision, dtype.name, act, m, k, n)
 
 
+#: (M, K, N) of what is compiled ahead: odd and small, small, and large enough for the widest tiles.
+_WARM = ((63, 63, 63), (64, 64, 64), (512, 512, 512), (4096, 4096, 4096))
 _BACKENDS: dict[tuple[int, str], CudaBackend] = {}
 _LOCK = threading.Lock()
 
@@ -185,6 +187,6 @@ def __getattr__(name: str) -> Any:
         try:
             count()
         except Unusable as error:
-            raise BackendUnavailable("cuda", str(error)) from error
+            raise BackendUnavailable("cuda", str(error), "cuda") from error
         return _on(int(os.environ.get("NUMFUSE_CUDA_DEVICE", "0")))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

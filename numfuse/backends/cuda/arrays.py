@@ -175,15 +175,21 @@ class DeviceArray:
         ValueError
             The shapes do not fit, or a copy would be needed.
         """
-        x = self.ghost.view()
-        try:
-            x.shape = shape[0] if len(shape) == 1 else shape
-        except AttributeError as error:
+        wanted = shape[0] if len(shape) == 1 else shape
+        # What NumPy would copy is not there: the strides are found on an array of one byte an item.
+        size = self.dtype.itemsize
+        steps = tuple(s // size for s in self.strides)
+        low, high = bounds(0, self.shape, steps, 1)
+        like = ndarray(self.shape, np.uint8, np.empty(high - low, np.uint8), -low, steps)
+        made = like.reshape(wanted)
+        if not np.may_share_memory(made, like) and made.size:
             raise ValueError(
                 f"an array of shape {self.shape} with strides {self.strides} cannot be reshaped "
-                f"without a copy, to {shape}"
-            ) from error
-        return self._view(x)
+                f"without a copy, to {wanted}"
+            )
+        strides = [s * size for s in made.strides]
+        writable = bool(self.ghost.flags.writeable)
+        return self._view(ghost(self.address, made.shape, strides, self.dtype, writable))
 
     def __getitem__(self, index: Any) -> DeviceArray:
         parts = index if isinstance(index, tuple) else (index,)

@@ -9,19 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse import tiling
+from numfuse import problem, tiling
 from numfuse.backends import Call, latest
 from numfuse.backends.cuda import run
 from numfuse.backends.cuda.arrays import address, bounds, dtype_of, ghost, pool_of
 from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.plans import Recorder, Steps, View, strides_of
 
-__all__ = ["Argument", "Maker", "alignment_of", "call", "operations", "recorded"]
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+
+__all__ = [
+    "Argument",
+    "Host",
+    "Kept",
+    "Maker",
+    "alignment_of",
+    "call",
+    "foresee",
+    "operations",
+    "recorded",
+]
 
 #: What runs a kind of problem.
 operations: dict[str, Callable[[Recorder, Any, run.Bind], None]] = {
@@ -50,14 +63,14 @@ class Maker(Protocol):
 
 
 @dataclass(frozen=True)
-class _Kept:
+class Kept:
+    """The steps of a call, and what its results are."""
+
     steps: Steps
     #: Of each result: the number of the caller's output, or (name, shape, dtype), or None.
     results: tuple[int | tuple[str, tuple[int, ...], str] | None, ...]
     #: What makes one result of them.
     pack: Callable[[Sequence[Any]], Any] | None
-    #: Names of the arrays in the order of their addresses: operands, outputs, new results.
-    news: tuple[str, ...]
     call: Call
 
 
@@ -90,8 +103,8 @@ def recorded(
     if after is not None:
         after(rec, once)
     steps = rec.steps(names)
-    _, tier, kernel, tile = steps.chief or (0, "none", "none", None)
-    told = Call("cuda", str(device), tier, f"{kind}/{activation} {kernel}", tile)
+    _, kernel, tile = steps.chief or (0, "nothing", None)
+    told = Call("cuda", str(device), steps.tiers, f"{kind}/{activation} {kernel}", tile)
     return steps, told
 
 
@@ -105,8 +118,9 @@ def call(
     options: tuple[Any, ...],
     make_problem: Callable[[dict[str, ndarray]], Any],
     maker: Maker,
-) -> Any:
-    """Run a call, and give its result back as the caller's kind.
+    capture: int | None = None,
+) -> tuple[Any, Kept]:
+    """Run a call, and give its result back as the caller's kind; and what was kept of it.
 
     Parameters
     ----------
@@ -118,6 +132,8 @@ def call(
         All else that the problem depends on; hashable.
     make_problem : callable
         From ghosts, by name; (problem, names of the parts of its result, residual's gradient).
+    capture : int, optional
+        The number of the graph that is being captured, where the caller knows it.
     """
     key = (
         kind, precision, options,
@@ -149,9 +165,9 @@ def call(
             x, at = maker(result[1], result[2])
             addresses.append(at)
             made.append(x)
-    kept.steps.run(device, pool_of(device), stream, addresses)
+    kept.steps.run(device, pool_of(device), stream, addresses, capture)
     latest.call = kept.call
-    return made[0] if kept.pack is None else kept.pack(made)
+    return (made[0] if kept.pack is None else kept.pack(made)), kept
 
 
 def _overlap(operands: dict[str, Argument], outs: dict[str, tuple[Any, Argument]]) -> bool:
@@ -175,7 +191,7 @@ def _record(
     operands: dict[str, Argument],
     outs: dict[str, tuple[Any, Argument]],
     make_problem: Callable[[dict[str, ndarray]], Any],
-) -> _Kept:
+) -> Kept:
     ghosts: dict[str, ndarray] = {}
     for name, a in (*operands.items(), *((name, a) for name, (_, a) in outs.items())):
         dtype = dtype_of(a.dtype)
@@ -219,7 +235,49 @@ def _record(
     pack: Callable[[Sequence[Any]], Any] | None = None
     if isinstance(p.result, tuple):
         pack = getattr(type(p.result), "_make", tuple)
-    return _Kept(steps, tuple(results), pack, tuple(news), told)
+    return Kept(steps, tuple(results), pack, told)
+
+
+def foresee(
+    device: Device, precision: str, dtype: str, act: Activation, m: int, k: int, n: int
+) -> None:
+    """Record the calls on contiguous arrays of these sizes, which compiles and loads kernels."""
+    shapes = {"a": (m, k), "b": (k, n), "bias": (n,), "grad": (m, n)}
+    # apart from one another, and aligned as a library's arrays are
+    made = {
+        name: Argument((i + 1) << 44, shape, _contiguous(shape), dtype)
+        for i, (name, shape) in enumerate(shapes.items())
+    }
+    forward = {name: made[name] for name in ("a", "b", "bias")}
+    gates = {name: made["a"]._replace(address=(i + 8) << 44) for i, name in enumerate("ab")}
+    gates_backward = {"grad": made["a"], **gates}
+
+    def gemm(save: bool) -> Callable[[dict[str, ndarray]], Any]:
+        names = ("out", "pre") if save else ("out",)
+        return lambda g: (problem.gemm(g["a"], g["b"], g["bias"], act, save), names, None)
+
+    kinds: tuple[tuple[str, dict[str, Argument], Any], ...] = (
+        ("forward", forward, gemm(False)),
+        ("forward", forward, gemm(True)),
+        ("backward", made, lambda g: (
+            problem.gemm_backward(g["grad"], g["a"], g["b"], g["bias"], act),
+            ("d_a", "d_b", "d_bias"), None,
+        )),
+        ("gated", gates, lambda g: (problem.gated(g["a"], g["b"], act), ("out",), None)),
+        ("gated_backward", gates_backward, lambda g: (
+            problem.gated_backward(g["grad"], g["a"], g["b"], act), ("d_a", "d_b"), None,
+        )),
+    )  # fmt: skip
+    for kind, operands, make_problem in kinds:
+        _record(device, precision, kind, operands, {}, make_problem)
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, run_length = [], 1
+    for length in reversed(shape):
+        strides.append(run_length)
+        run_length *= length
+    return tuple(strides[::-1])
 
 
 class Host:

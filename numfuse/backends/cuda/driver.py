@@ -17,9 +17,19 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    byref,
+    c_char_p,
+    c_int,
+    c_size_t,
+    c_uint,
+    c_uint64,
+    c_ulonglong,
+    c_void_p,
+)
 from functools import cached_property
 from typing import Any
 
@@ -58,7 +68,7 @@ _ATTRIBUTES = {
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _ORDINAL_OF_POINTER = 9  # CUpointer_attribute
-_RELAXED = 2  # CUstreamCaptureMode
+_THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
 
@@ -100,6 +110,13 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
     "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
     "cuStreamSynchronize": (c_void_p,),
+    "cuStreamCreate": (POINTER(c_void_p), c_uint),
+    "cuStreamBeginCapture_v2": (c_void_p, c_int),
+    "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
+    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_ulonglong),
+    "cuGraphLaunch": (c_void_p, c_void_p),
+    "cuGraphDestroy": (c_void_p,),
+    "cuGraphExecDestroy": (c_void_p,),
     "cuStreamGetCaptureInfo_v2": (
         c_void_p, POINTER(c_int), POINTER(c_uint64), c_void_p, c_void_p, c_void_p,
     ),
@@ -333,6 +350,47 @@ class Device:
         """The end of an event."""
         self.cuda.cuEventDestroy_v2(event)
 
+    @cached_property
+    def entries(self) -> Any:
+        """The functions and the context that `launcher.launch_loop` calls and wants."""
+        names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", None, "cuGraphLaunch")
+        values: list[Any] = [
+            self.context if name is None
+            else ctypes.cast(getattr(self.cuda, name), c_void_p).value
+            for name in names
+        ]  # fmt: skip
+        return (c_uint64 * len(values))(*values)
+
+    @cached_property
+    def recording_stream(self) -> int:
+        """A stream of its own, on which nothing runs: launches are recorded as graphs with it."""
+        found = c_void_p()
+        with self.current():
+            self.check(self.cuda.cuStreamCreate(byref(found), 1), "a stream")
+        return found.value or 0
+
+    def record(self, launch: Callable[[int], None]) -> int | None:
+        """What `launch` launches on the stream that it gets, as a graph; None where that fails."""
+        graph, made = c_void_p(), c_void_p()
+        with self._lock, self.current():
+            stream = self.recording_stream
+            # thread-local: other threads, and captures of theirs, are not concerned
+            if self.cuda.cuStreamBeginCapture_v2(stream, _THREAD_LOCAL):
+                return None
+            try:
+                launch(stream)
+            finally:
+                status = self.cuda.cuStreamEndCapture(stream, byref(graph))
+            if status or not graph.value:
+                return None
+            status = self.cuda.cuGraphInstantiateWithFlags(byref(made), graph, 0)
+            self.cuda.cuGraphDestroy(graph)
+            return None if status else made.value
+
+    def drop(self, graph: int) -> None:
+        """The end of a recorded graph (which may still be running)."""
+        self.cuda.cuGraphExecDestroy(graph)
+
     def wait(self, stream: int, event: int) -> None:
         """Let a stream wait for an event."""
         with self.current():
@@ -419,32 +477,17 @@ class Prepared:
     """
 
     __slots__ = (
-        "_attributes",
-        "_config",
-        "_config_at",
-        "_derived",
-        "_device",
-        "_handle",
-        "_last",
-        "_launch",
-        "_lock",
-        "_note",
-        "_pointers",
-        "_pointers_at",
-        "_slots",
-        "_start",
-        "_words",
-        "name",
-        "table",
+        "_attributes", "_config", "_device", "_known", "_lock", "_pointers", "_words", "derived",
+        "handles", "name", "slots", "table",
     )  # fmt: skip
 
     def __init__(self, device: Device, launch: Launch) -> None:
         kernel = launch.kernel
         self.name = kernel.name
-        self._device, self._launch = device, launch
-        self._handle = device.function(kernel)
+        self._device = device
+        handle = device.function(kernel)
         if launch.shared_bytes > 48 << 10:
-            device.allow_shared(self._handle, launch.shared_bytes, kernel.name)
+            device.allow_shared(handle, launch.shared_bytes, kernel.name)
         if len(kernel.signature) != len(launch.arguments):
             raise ValueError(
                 f"{kernel.name} must have {len(kernel.signature)} arguments, "
@@ -459,6 +502,7 @@ class Prepared:
         raw = (c_uint64 * (at + 8))()
         first = -(ctypes.addressof(raw) // 8) % 8
         self._words = words = (c_uint64 * at).from_buffer(raw, 8 * first)
+        base = ctypes.addressof(words)
         #: The names of the addresses that a start needs, in its order.
         self.table = tuple(
             dict.fromkeys(
@@ -467,19 +511,23 @@ class Prepared:
                 if isinstance(a, (Slot, Derived))
             )
         )
-        self._slots: list[tuple[int, int, int]] = []
-        self._derived: list[tuple[int, int, Derived, dict[int, bytes]]] = []
+        #: (where, number in the table, bytes to add) of each address among the arguments
+        self.slots: list[tuple[int, int, int]] = []
+        #: (number, number in the table, bytes to add) of what is made of an address
+        self.derived: list[tuple[int, int, int]] = []
+        self._known: list[tuple[int, Derived, dict[int, bytes]]] = []
         for kind, start, value in zip(kernel.signature, starts, launch.arguments, strict=True):
+            where = base + 8 * start
             if isinstance(value, Slot):
-                self._slots.append((start, self.table.index(value.name), value.offset))
+                self.slots.append((where, self.table.index(value.name), value.offset))
             elif isinstance(value, Derived):
-                self._derived.append((start, self.table.index(value.slot.name), value, {}))
+                index = self.table.index(value.slot.name)
+                self.derived.append((len(self._known), index, value.slot.offset))
+                self._known.append((where, value, {}))
             else:
                 packed = np.array(value, _NUMPY[kind]).tobytes().ljust(8, b"\0")
                 words[start] = int.from_bytes(packed, "little")
-        base = ctypes.addressof(words)
         self._pointers = (c_void_p * max(1, len(starts)))(*[base + 8 * at for at in starts])
-        self._pointers_at = ctypes.addressof(self._pointers)
         attributes = []
         if launch.cluster > 1:
             size = (c_uint * 16)(launch.cluster, 1, 1)
@@ -491,37 +539,36 @@ class Prepared:
             (c_uint * 3)(*launch.grid), (c_uint * 3)(*kernel.block), launch.shared_bytes, None,
             self._attributes if attributes else None, len(attributes),
         )  # fmt: skip
-        self._config_at = ctypes.addressof(self._config)
-        self._start = device.cuda.cuLaunchKernelEx
-        self._note = device.note
-        self._last: tuple[int, ...] | None = None
+        #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
+        self.handles = (
+            ctypes.addressof(self._config), handle, ctypes.addressof(self._pointers),
+        )  # fmt: skip
         self._lock = threading.Lock()
 
     def start(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch on a stream of the current context, with the addresses that `table` names."""
-        with self._lock:  # the driver copies the arguments before it returns
-            if addresses != self._last:
-                words = self._words
-                for at, index, offset in self._slots:
-                    words[at] = addresses[index] + offset
-                if self._derived:
-                    self._derive(addresses)
-                self._last = addresses
-            self._config.stream = stream
-            status = self._start(self._config_at, self._handle, self._pointers_at, None)
-        self._note(self.name)
-        if status:
-            self._device.check(status, self.name)
+        """Launch on a stream of the current context, with the addresses that `table` names.
 
-    def _derive(self, addresses: tuple[int, ...]) -> None:
-        for at, index, derived, known in self._derived:
-            address = addresses[index] + derived.slot.offset
-            made = known.get(address)
-            if made is None:
-                if len(known) > 64:
-                    known.clear()
-                made = known[address] = derived.make(address)
-            ctypes.memmove(ctypes.addressof(self._words) + 8 * at, made, len(made))
+        `plans.Steps` does the same for all launches of a call in one piece of compiled code.
+        """
+        with self._lock:  # the driver copies the arguments before it returns
+            for where, index, offset in self.slots:
+                c_uint64.from_address(where).value = addresses[index] + offset
+            for number, index, offset in self.derived:
+                self.derive(number, addresses[index] + offset)
+            self._config.stream = stream
+            status = self._device.cuda.cuLaunchKernelEx(*self.handles, None)
+        self._device.note(self.name)
+        self._device.check(status, self.name)
+
+    def derive(self, number: int, address: int) -> None:
+        """Write what is made of an address among the arguments; kept for addresses met before."""
+        where, derived, known = self._known[number]
+        made = known.get(address)
+        if made is None:
+            if len(known) > 64:
+                known.clear()
+            made = known[address] = derived.make(address)
+        ctypes.memmove(where, made, len(made))
 
 
 _NUMPY = {

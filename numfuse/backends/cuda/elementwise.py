@@ -14,6 +14,7 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,11 +22,12 @@ import numpy as np
 
 from numfuse.backends.cuda import scalars
 from numfuse.backends.cuda.scalars import TARGET, fused, is_finite, select
-from numfuse.backends.cuda.toolchain import SIMULATED, device_function, intrinsic, ir
+from numfuse.backends.cuda.toolchain import SIMULATED, intrinsic, ir, types
+from numfuse.backends.cuda.toolchain import device_function as device
 from numfuse.expr import Expr, dumps
 from numfuse.scalar import render
 
-__all__ = ["Scalar", "scalar"]
+__all__ = ["Scalar", "device_function", "scalar"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _built(function: Scalar) -> Any:
         names = _short_primitives() if function.short else scalars.primitives(function.dtype)
         scope |= {**vars(names), **constants}
     exec(compile(text, f"<numfuse {function.dtype} formula>", "exec"), scope)
-    formula = device_function(scope["formula"])
+    formula = device(scope["formula"])
     if not function.guard:
         return formula
     nothing = real(0)
@@ -108,7 +110,38 @@ def _built(function: Scalar) -> Any:
         value = formula(x)
         return select(is_finite(value), value, nothing)
 
-    return device_function(guarded)
+    return device(guarded)
+
+
+def device_function(expr: Expr, name: str) -> Any:
+    """The graph as a device function for kernels of your own; integers become float64."""
+    if SIMULATED:
+
+        def simulated(x: Any) -> Any:
+            dtype = "float32" if isinstance(x, np.float32) else "float64"
+            return Scalar(expr, dtype).build()(np.dtype(dtype).type(x))
+
+        simulated.__name__ = simulated.__qualname__ = name
+        return simulated
+
+    def stub(x):  # type: ignore[no-untyped-def]
+        raise NotImplementedError  # numba-cuda replaces it by what its overload picks
+
+    @import_module("numba.cuda.extending").overload(stub)
+    def pick(x):  # type: ignore[no-untyped-def]
+        if isinstance(x, types.Float):
+            function = Scalar(expr, f"float{x.bitwidth}").build()
+            return lambda x: function(x)
+        if isinstance(x, (types.Integer, types.Boolean)):
+            function = Scalar(expr, "float64").build()
+            return lambda x: function(types.float64(x))
+        return None
+
+    def call(x):  # type: ignore[no-untyped-def]
+        return stub(x)
+
+    call.__name__ = call.__qualname__ = name
+    return device(call)
 
 
 # --- the short form -----------------------------------------------------------------------------
@@ -152,7 +185,7 @@ def _short_primitives() -> SimpleNamespace:
     log2e, one, two, zero = (np.float32(v) for v in (math.log2(math.e), 1, 2, 0))
     third, fifth = np.float32(-1 / 3), np.float32(2 / 15)
     near_zero = np.float32(0.0625)
-    jit, absolute = TARGET.jit, TARGET.absolute
+    jit, absolute, copy_sign = TARGET.jit, TARGET.absolute, TARGET.copy_sign
 
     @jit
     def plain_exp(factor, x):  # type: ignore[no-untyped-def]
@@ -199,7 +232,7 @@ def _short_primitives() -> SimpleNamespace:
         square = x * x
         near = fused(x * square, fused(square, fifth, third), x)
         far = fused(-two, reciprocal(one + power(two * log2e * x)), one)
-        return select(absolute(x) < near_zero, near, far)
+        return copy_sign(select(absolute(x) < near_zero, near, far), x)  # of -0 too
 
     @jit
     def product_low(a, b):  # type: ignore[no-untyped-def]

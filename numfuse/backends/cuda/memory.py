@@ -57,10 +57,12 @@ class Pool:
         #: Bytes of free blocks, and all that were ever asked of the device and not given back.
         self.kept = self.held = 0
 
-    def take(self, nbytes: int, stream: int, what: str = "workspace") -> Block:
+    def take(
+        self, nbytes: int, stream: int, what: str = "workspace", capture: int | None = None
+    ) -> Block:
         """A block for work of this stream; its content is undefined."""
         nbytes = size_class(nbytes)
-        owner = stream, self._device.capture(stream)
+        owner = stream, self._device.capture(stream) if capture is None else capture
         with self._lock:
             if self._late:
                 self._collect()

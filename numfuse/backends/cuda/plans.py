@@ -7,15 +7,22 @@ tiers' own, then the arrays by name. A call that looks like an earlier one repea
 
 from __future__ import annotations
 
+import ctypes
+import struct
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from numfuse import tiling
 from numfuse.backends.cuda import tiers
 from numfuse.backends.cuda.driver import Device
+from numfuse.backends.cuda.launcher import launch_all
 from numfuse.backends.cuda.memory import Pool
 from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product
+from numfuse.backends.cuda.toolchain import SIMULATED
+from numfuse.errors import DeviceLost
 
 __all__ = ["Recorder", "Steps", "View"]
 
@@ -74,8 +81,9 @@ class Recorder:
         self._numbers: dict[str, int] = {}
         self._work = self._scratch = 0
         self._steps: list[tuple[Any, tuple[tuple[int, int], ...]]] = []
-        #: Of the product with the most arithmetic: that, its tier, its plan.
-        self._chief: tuple[int, str, str, Any] | None = None
+        #: Of the product with the most arithmetic: that, its kernel and tiling.
+        self._chief: tuple[int, str, Any] | None = None
+        self._tiers: dict[str, None] = {}
 
     def number(self, name: str) -> int:
         """The number of the buffer of an array."""
@@ -96,11 +104,14 @@ class Recorder:
         """How a tier runs a product; kept by the device."""
         found = self.device.kept_products.get(product)
         if found is None:
+            if len(self.device.kept_products) >= 4 * tiling.CUDA_KEPT_PLANS:
+                self.device.kept_products.clear()
             found = self.device.kept_products[product] = tiers.choose(product, self.device.info)
         tier, plan = found
+        self._tiers.setdefault(tier.name)
         work = product.m * product.n * max(1, product.k) * product.places
         if self._chief is None or work > self._chief[0]:
-            self._chief = work, tier.name, plan.launches[0].kernel.name, plan.tiling
+            self._chief = work, plan.launches[0].kernel.name, plan.tiling
         return plan
 
     def plan(self, plan: Plan, at: dict[str, tuple[int, int]]) -> None:
@@ -117,7 +128,7 @@ class Recorder:
             prepared = self.device.prepare(launch)
             self._steps.append((prepared, tuple(known[name] for name in prepared.table)))
             if self._chief is None:
-                self._chief = 0, "pass", launch.kernel.name, None
+                self._chief = 0, launch.kernel.name, None
 
     def steps(self, names: tuple[str, ...]) -> Steps:
         """What was recorded, over the arrays of these names in this order."""
@@ -125,54 +136,188 @@ class Recorder:
         order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
         return Steps(
             tuple(
-                (prepared.start, tuple((order[buffer], offset) for buffer, offset in refs))
+                (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
                 for prepared, refs in self._steps
             ),
             self._work,
             self._scratch,
+            " + ".join(self._tiers) or "pass",
             self._chief,
         )
 
 
 class Steps:
-    """Launches over numbered buffers, to be repeated."""
+    """Launches over numbered buffers, to be repeated.
 
-    __slots__ = ("_launches", "_work", "chief", "nbytes")
+    Parameters
+    ----------
+    launches : tuple
+        (prepared launch, (buffer, offset) of each address in the order of its table)
+    work, scratch : int
+        Bytes of workspace, and of that the tiers'.
+    tiers : str
+        The names of the tiers of its products.
+    chief : tuple or None
+        Of its largest product: its work, kernel and tiling.
+    """
+
+    __slots__ = (
+        "_bases", "_bases_at", "_call", "_derived", "_device", "_graphs", "_last", "_launches",
+        "_lock", "_many", "_pack", "_room", "_seen", "_state", "_state_at", "_table", "_table_at",
+        "_updates", "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
+    )  # fmt: skip
 
     def __init__(
         self,
         launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
         work: int,
         scratch: int,
-        chief: tuple[int, str, str, Any] | None,
+        tiers: str,
+        chief: tuple[int, str, Any] | None,
     ) -> None:
         self._launches, self._work = launches, work
-        #: Bytes of workspace.
         self.nbytes = work + scratch
-        #: (work, tier, kernel, tiling) of what `last_call` tells.
-        self.chief = chief
+        self.tiers, self.chief = tiers, chief
+        self.names = ", ".join(prepared.name for prepared, _ in launches)
+        self._lock = threading.Lock()
+        self._last: tuple[int, ...] | None = None
+        if not SIMULATED:
+            self._compile()
 
     @property
     def count(self) -> int:
         """How many launches."""
         return len(self._launches)
 
-    def run(self, device: Device, pool: Pool, stream: int, addresses: list[int]) -> None:
-        """Launch all on a stream, with the addresses of the arrays."""
+    def _compile(self) -> None:
+        """The tables of `launcher.launch_loop`."""
+        table: list[int] = []
+        updates: list[int] = []
+        #: (prepared launch, where, its number, buffer, offset) of what is made of an address
+        self._derived: list[tuple[Any, int, int, int]] = []
+        buffers = 2
+        for prepared, refs in self._launches:
+            table += prepared.handles
+            for where, index, extra in prepared.slots:
+                buffer, offset = refs[index]
+                updates += (where, buffer, offset + extra)
+            for number, index, extra in prepared.derived:
+                buffer, offset = refs[index]
+                self._derived.append((prepared, number, buffer, offset + extra))
+            buffers = max(buffers, *(buffer + 1 for buffer, _ in refs), 2)
+
+        def words(values: list[int]) -> Any:
+            return (ctypes.c_int64 * max(1, len(values)))(*values)
+
+        self._table, self._updates = words(table), words(updates)
+        self._table_at = ctypes.addressof(self._table)
+        self._updates_at = ctypes.addressof(self._updates)
+        self._bases, self._state = words([0] * buffers), words([-1, 0, 0])
+        self._bases_at = ctypes.addressof(self._bases)
+        self._state_at = ctypes.addressof(self._state)
+        self._many, self._room = len(updates) // 3, buffers
+        self._pack = struct.Struct(f"{buffers}Q")
+        self._call = launch_all()
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._graphs: dict[tuple[int, ...], int | None] = {}
+        self._device: Device | None = None
+
+    def __del__(self) -> None:
+        device = getattr(self, "_device", None)
+        if device is not None and device.lost is None:
+            for graph in self._graphs.values():
+                if graph is not None:
+                    device.drop(graph)
+
+    def run(
+        self,
+        device: Device,
+        pool: Pool,
+        stream: int,
+        addresses: list[int],
+        capture: int | None = None,
+    ) -> None:
+        """Launch all on a stream, with the addresses of the arrays.
+
+        `capture` is the number of the graph that is being captured, where the caller knows it.
+        """
+        if device.lost is not None:
+            raise DeviceLost(device.lost)
         block = None
         base = 0
         if self.nbytes:
-            block = pool.take(self.nbytes, stream)
+            block = pool.take(self.nbytes, stream, "workspace", capture)
             base = block.address
-        table = [base, base + self._work, *addresses]
-        before = device.enter()
         try:
-            for start, refs in self._launches:
-                start(stream, tuple([table[buffer] + offset for buffer, offset in refs]))
+            device.note(self.names)
+            bases = (base, base + self._work, *addresses)
+            if SIMULATED:
+                for prepared, refs in self._launches:
+                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
+            elif self._launches:
+                self._start(device, stream, bases, capture)
         finally:
-            device.leave(before)
             if block is not None:
                 pool.give(block)
+
+    def _start(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> None:
+        with self._lock:  # the driver copies the arguments before it returns
+            graph = None
+            if len(self._launches) > 1:
+                graph = self._graph(device, stream, bases, capture)
+            if graph is not None:
+                self._call(
+                    ctypes.addressof(device.entries), 0, graph, 0, 0, 0, stream, self._state_at
+                )
+            else:
+                self._launch(device, stream, bases)
+            failed, status = self._state[0], self._state[1]
+        if failed >= 0:
+            device.check(status, self._launches[failed][0].name)
+
+    def _launch(self, device: Device, stream: int, bases: tuple[int, ...]) -> None:
+        many = 0
+        if bases != self._last:
+            self._last = None  # until all is written
+            missing = self._room - len(bases)
+            given = bases[: self._room] if missing <= 0 else (*bases, *(0,) * missing)
+            self._pack.pack_into(self._bases, 0, *given)
+            for prepared, number, buffer, offset in self._derived:
+                prepared.derive(number, bases[buffer] + offset)
+            many = self._many
+        self._call(
+            ctypes.addressof(device.entries), len(self._launches), self._table_at, many,
+            self._updates_at, self._bases_at, stream, self._state_at,
+        )  # fmt: skip
+        self._last = bases
+
+    def _graph(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> int | None:
+        """The launches with these addresses as a graph, where they came often enough."""
+        found = self._graphs.get(bases)
+        if found is None:
+            if bases in self._graphs:
+                return None  # it could not be recorded
+            seen = self._seen[bases] = self._seen.get(bases, 0) + 1
+            if seen < tiling.CUDA_GRAPH_AFTER:
+                if len(self._seen) > 8 * tiling.CUDA_KEPT_GRAPHS:
+                    self._seen.clear()
+                return None
+        if (device.capture(stream) if capture is None else capture) != 0:
+            return None  # the caller captures a graph of its own
+        if found is None:
+            self._device = device
+            found = device.record(lambda stream: self._launch(device, stream, bases))
+            while len(self._graphs) >= tiling.CUDA_KEPT_GRAPHS:
+                old = self._graphs.pop(next(iter(self._graphs)))
+                if old is not None:
+                    device.drop(old)
+            self._graphs[bases] = found
+            self._seen.clear()
+        return found
 
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ with other addresses.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -215,25 +215,53 @@ def _product(
     factors = None
     if inner:
         # neither bias nor extra is there: it is d_a or d_b
-        axes = len(batch)
-        x_steps, y_steps = _steps(x, axes), _steps(y, axes)
-        lengths, (x_k, y_k) = merged(
-            [*(batch[i] for i in inner), k],
-            [*(x_steps[i] for i in inner), x.strides[-1]],
-            [*(y_steps[i] for i in inner), y.strides[-2]],
-        )
-        if not prod(lengths):
-            k, factors = 0, None
-        elif len(lengths) <= 1:
-            k = lengths[0] if lengths else 1
+        full = all(_length(view, i, batch) == batch[i] for view in (x, y) for i in inner)
+        if not prod(batch[i] for i in inner):
+            k = 0
+        elif full and free:
+            # d_b: the rows of all elements in their order, by a copy where need be
+            views["x"], x_k = _along_k(rec, _turned(x), batch, outer, inner)
+            views["y"], y_k = _along_k(rec, y, batch, outer, inner)
+            k *= prod(batch[i] for i in inner)
             factors = {
-                "x": (_matrix(x)[0], x_k[0] if x_k else 0),
-                "y": (y_k[0] if y_k else 0, _matrix(y)[1]),
-            }
+                "x": (_matrix(views["x"])[1], x_k), "y": (y_k, _matrix(views["y"])[1]),
+            }  # fmt: skip
+            views["x"] = _turned(views["x"])
         else:
             _summed(rec, views, batch, outer, inner, out, accumulator, features)
             return
     _launch(rec, m, n, k, batch, outer, views, accumulator, factors=factors, **features)
+
+
+def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
+    """Of an axis of the batch, in a view that may lack it."""
+    own = axis - (len(batch) + 2 - len(view.shape))
+    return view.shape[own] if own >= 0 else 1
+
+
+def _along_k(
+    rec: Recorder, view: View, batch: tuple[int, ...], outer: list[int], inner: list[int]
+) -> tuple[View, int]:
+    """A view (..., K, N) whose axes `inner` and K are one step apart, and that step."""
+    steps = _steps(view, len(batch))
+    lengths = [*(batch[i] for i in inner), view.shape[-2]]
+    found, (k_steps,) = merged(lengths, [*(steps[i] for i in inner), view.strides[-2]])
+    if len(found) <= 1:
+        return view, k_steps[0] if k_steps else 0
+    lead = len(batch) + 2 - len(view.shape)
+    order = [i - lead for i in (*outer, *inner) if i >= lead]
+    order = [i for i in range(len(view.shape) - 2) if i not in order] + order
+    order += [len(view.shape) - 2, len(view.shape) - 1]
+    turned = replace(
+        view, shape=tuple(view.shape[i] for i in order),
+        strides=tuple(view.strides[i] for i in order),
+    )  # fmt: skip
+    packed = rec.fresh(turned.shape, view.dtype)
+    copy(rec, turned, packed)
+    strides = [0] * len(order)
+    for at, axis in enumerate(order):
+        strides[axis] = packed.strides[at]
+    return replace(packed, shape=view.shape, strides=tuple(strides)), packed.strides[-2]
 
 
 def _summed(
@@ -368,60 +396,148 @@ def _turned(view: View) -> View:
     return replace(view, shape=(*batch, n, m), strides=(*steps, column, row))
 
 
+@dataclass
+class _Backward:
+    """The arrays of a backward; where one `b` and one `bias` serve the batch, it is folded into M.
+
+    The problem has folded it where that takes no copy. Here the others are copied: the sums of d_b
+    and d_bias are then made in the order of the rows, whatever the strides are.
+    """
+
+    m: int
+    batch: tuple[int, ...]
+    grad: View
+    #: Where they are read: for the pre-activation, or for d_b.
+    a: View | None
+    b: View | None
+    bias: View | None
+    pre: View | None
+    d_a: View | None
+    d_b: View | None
+    d_bias: View | None
+    #: What is copied to the caller's d_a at the end.
+    late: tuple[View, View] | None = None
+
+    @classmethod
+    def of(cls, rec: Recorder, p: GemmBackwardProblem, bind: Bind, recomputed: bool) -> _Backward:
+        def view(name: str, x: ndarray | None, needed: bool = True) -> View | None:
+            return bind(name, x) if x is not None and needed else None
+
+        made = cls(
+            p.m, p.batch, bind("grad", p.grad), view("a", p.a, recomputed or p.d_b is not None),
+            view("b", p.b, recomputed or p.d_a is not None), view("bias", p.bias, recomputed),
+            view("pre", p.pre), view("d_a", p.d_a), view("d_b", p.d_b), view("d_bias", p.d_bias),
+        )  # fmt: skip
+        shared = all(length == 1 for x in (p.b, p.bias) if x is not None for length in x.shape[:-2])
+        if p.batch and shared and all(p.batch):
+            made._fold(rec)
+        return made
+
+    def _fold(self, rec: Recorder) -> None:
+        self.m *= prod(self.batch)
+        self.batch = ()
+        self.grad = _rows(rec, self.grad)
+        self.a = None if self.a is None else _rows(rec, self.a)
+        self.pre = None if self.pre is None else _rows(rec, self.pre)
+        self.b, self.bias = _last(self.b), _last(self.bias)
+        self.d_b, self.d_bias = _last(self.d_b), _last(self.d_bias)
+        if self.d_a is not None:
+            out = self.d_a
+            self.d_a = _as_rows(out)
+            if self.d_a is None:
+                apart = rec.fresh(out.shape, out.dtype)
+                self.late = apart, out
+                self.d_a = _as_rows(apart)
+
+
+def _as_rows(view: View) -> View | None:
+    """(..., M, N) as one matrix of all rows; None where the strides do not allow it."""
+    lengths, (steps,) = merged(view.shape[:-1], view.strides[:-1])
+    if len(lengths) > 1:
+        return None
+    count, step = (lengths[0], steps[0]) if lengths else (1, 0)
+    return replace(view, shape=(count, view.shape[-1]), strides=(step, view.strides[-1]))
+
+
+def _rows(rec: Recorder, view: View) -> View:
+    """The same, by a copy where need be."""
+    found = _as_rows(view)
+    if found is None:
+        packed = rec.fresh(view.shape, view.dtype)
+        copy(rec, view, packed)
+        found = _as_rows(packed)
+        assert found is not None
+    return found
+
+
+def _last(view: View | None) -> View | None:
+    """The matrix of a batch of one."""
+    if view is None:
+        return None
+    return replace(view, shape=view.shape[-2:], strides=view.strides[-2:])
+
+
 def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     """grad_pre = grad * act'(pre), and what is made of it."""
     acc = p.acc_dtype.name
     slope = slope_of(p.activation)
-    grad_pre = grad = bind("grad", p.grad)
     products = p.d_a is not None or p.d_b is not None
-    if slope is not None and (products or p.d_bias is not None):
+    if not products and p.d_bias is None:
+        return
+    v = _Backward.of(rec, p, bind, slope is not None and p.pre is None)
+    grad_pre = v.grad
+    if slope is not None:
         # rows of whole 16 bytes, as the fast loads want them
-        unit = max(1, 16 // p.dtype.itemsize)
-        pitch = tiling.round_up(p.n, unit)
-        whole = rec.fresh((*p.batch, p.m, pitch), p.dtype.name)
-        grad_pre = replace(whole, shape=(*p.batch, p.m, p.n))
-        _slopes(rec, p, grad, slope, grad_pre, bind)
-    elif p.d_bias is not None:
-        _slopes(rec, p, grad, None, None, bind)
-    if p.d_a is not None:
-        _product(rec, grad_pre, _turned(bind("b", p.b)), p.batch, bind("d_a", p.d_a), acc)
-    if p.d_b is not None:
-        a = _turned(bind("a", p.a))
-        _product(rec, a, grad_pre, p.batch, bind("d_b", p.d_b), acc, free=True)
+        pitch = tiling.round_up(p.n, max(1, 16 // p.dtype.itemsize))
+        whole = rec.fresh((*v.batch, v.m, pitch), p.dtype.name)
+        grad_pre = replace(whole, shape=(*v.batch, v.m, p.n))
+        _slopes(rec, v, p.n, p.k, acc, slope, p.guard, grad_pre)
+    elif v.d_bias is not None:
+        _slopes(rec, v, p.n, p.k, acc, None, False, None)
+    if v.d_a is not None and v.b is not None:
+        _product(rec, grad_pre, _turned(v.b), v.batch, v.d_a, acc)
+    if v.d_b is not None and v.a is not None:
+        _product(rec, _turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
+    if v.late is not None:
+        copy(rec, *v.late)
 
 
 def _slopes(
     rec: Recorder,
-    p: GemmBackwardProblem,
-    grad: View,
+    v: _Backward,
+    n: int,
+    k: int,
+    acc: str,
     slope: Expr | None,
+    guard: bool,
     grad_pre: View | None,
-    bind: Bind,
 ) -> None:
     """Record grad_pre = grad * act'(pre), and d_bias from the sums of its columns."""
-    m, n, acc, batch = p.m, p.n, p.acc_dtype.name, p.batch
-    d_bias = None if p.d_bias is None else bind("d_bias", p.d_bias)
+    m, batch, d_bias = v.m, v.batch, v.d_bias
     # places of one bias are neighbours
     outer, inner = _split(batch, () if d_bias is None else d_bias.shape[:-2])
     order = outer + inner
     table, rows = None, 0
     if m and n and prod(batch):
-        if slope is not None and p.pre is None and grad_pre is not None:
-            views = {"x": bind("a", p.a), "y": bind("b", p.b), "extra": grad, "out": grad_pre}
-            if p.bias is not None:
-                views["bias"] = bind("bias", p.bias)
+        views = {"extra": v.grad}
+        if grad_pre is not None:
+            views["out"] = grad_pre
+        if slope is not None and v.pre is None:
+            assert v.a is not None and v.b is not None
+            views |= {"x": v.a, "y": v.b}
+            if v.bias is not None:
+                views["bias"] = v.bias
             made = _launch(
-                rec, m, n, p.k, batch, order, views, acc, epilogue="slope", function=slope,
-                guard=p.guard, sums=d_bias is not None,
+                rec, m, n, k, batch, order, views, acc, epilogue="slope", function=slope,
+                guard=guard, sums=d_bias is not None,
             )  # fmt: skip
             if made is not None:
                 table, rows = made
         else:
-            views = {"extra": grad}
             function = None
-            if slope is not None and p.pre is not None and grad_pre is not None:
-                views |= {"pre": bind("pre", p.pre), "out": grad_pre}
-                function = elementwise.scalar(slope, acc, p.dtype.name, guard=p.guard)
+            if v.pre is not None and slope is not None and grad_pre is not None:
+                views["pre"] = v.pre
+                function = elementwise.scalar(slope, acc, grad_pre.dtype, guard=guard)
             places = _Places(batch, views, order)
             strides = {
                 name: (view.dtype, (places.step[name], *_matrix(view)))
@@ -440,12 +556,11 @@ def _slopes(
                 rec.launches((launch,), at)
     if d_bias is None:
         return
-    count = prod(batch[i] for i in outer)
     depth = prod(batch[i] for i in inner) * rows
     if table is None:
         table = rec.fresh((1,), acc)
         depth = 0
-    _join(rec, table, count, depth, d_bias, acc)
+    _join(rec, table, prod(batch[i] for i in outer), depth, d_bias, acc)
 
 
 def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:

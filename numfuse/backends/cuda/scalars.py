@@ -57,6 +57,9 @@ def _from_bits(bits: int, kind: Any, unsigned: Any) -> Any:
     return np.asarray(bits % (1 << width), unsigned).view(kind)[()]
 
 
+_SPLITTER = 2.0**27 + 1.0  # Veltkamp: halves of 26 bits, whose products are exact
+
+
 # --- arithmetic ---------------------------------------------------------------------------------
 def _simulated_fma(a, b, c):
     kind = type(a)
@@ -64,17 +67,29 @@ def _simulated_fma(a, b, c):
         # A product of two float32 is exact in float64; its sum is rounded twice, which a fused
         # one is not: good to the last place but for one case in 2^29.
         return kind(float(a) * float(b) + float(c))
-    if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
-        return kind(a * b + c)
-    from fractions import Fraction
+    a, b, c = float(a), float(b), float(c)
+    product = a * b
+    if not 1e-290 < abs(product) < 1e290 or abs(a) > 1e150 or abs(b) > 1e150 or not abs(c) < 1e300:
+        from fractions import Fraction
 
-    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
-    if not exact:
-        return kind(a * b + c)
-    try:
-        return kind(float(exact))
-    except OverflowError:
-        return kind(math.copysign(math.inf, exact))
+        if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
+            return kind(product + c)
+        exact = Fraction(a) * Fraction(b) + Fraction(c)
+        if not exact:
+            return kind(product + c)
+        try:
+            return kind(float(exact))
+        except OverflowError:
+            return kind(math.copysign(math.inf, exact))
+    # the sum and its error (Knuth), the product's error (Dekker): as above, good to the last place
+    total = product + c
+    back = total - product
+    low = (product - (total - back)) + (c - back)
+    a_high, b_high = a * _SPLITTER, b * _SPLITTER
+    a_high, b_high = a_high - (a_high - a), b_high - (b_high - b)
+    a_low, b_low = a - a_high, b - b_high
+    error = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    return kind(total + (low + error))
 
 
 @_either_text(_simulated_fma)

@@ -46,6 +46,9 @@ def _import() -> Any:
     # Numba itself has a module of this name, without a compiler for the newer GPUs; the package
     # numba-cuda takes its place.
     package = import_module("numba_cuda")
+    version = importlib.metadata.version("numba-cuda")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (0, 30):
+        raise ImportError(f"numba-cuda must be version 0.30 or newer, got {version}")
     module: Any = import_module("numba.cuda")
     home = pathlib.Path(str(package.__file__)).resolve().parent
     if home not in pathlib.Path(module.__file__).resolve().parents:

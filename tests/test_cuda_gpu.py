@@ -1,0 +1,219 @@
+"""What only a real GPU has: streams, graphs, other libraries' arrays, errors of kernels."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import SIMULATED, unavailable
+
+import numfuse as nf
+
+status = nf.backends()["cuda"]
+if not status:
+    unavailable("cuda", str(status))
+if SIMULATED:
+    pytest.skip("the simulator has no streams, graphs or errors", allow_module_level=True)
+
+from numfuse.backends.cuda.driver import count, device  # noqa: E402
+
+
+def numbers(dtype=np.float32, m=33, k=21, n=19):
+    rng = np.random.default_rng(7)
+    shapes = (m, k), (k, n), (n,), (m, n)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def wanted():
+    a, b, bias, grad = numbers()
+    out = nf.matmul_bias_activation(a, b, bias, "gelu", backend="cuda")
+    return out, nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", backend="cuda")
+
+
+def calls(a, b, bias, grad):
+    return (
+        nf.matmul_bias_activation(a, b, bias, "gelu"),
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"),
+    )
+
+
+def check(out, gradients, kind):
+    exact, exact_gradients = wanted()
+    assert isinstance(out, kind)
+    np.testing.assert_allclose(nf.to_numpy(out), exact, rtol=1e-5, atol=1e-5)
+    for x, y in zip(gradients, exact_gradients, strict=True):
+        assert isinstance(x, kind)
+        np.testing.assert_allclose(nf.to_numpy(x), y, rtol=1e-4, atol=1e-4)
+
+
+def torch_cuda():
+    torch = pytest.importorskip("torch")
+    if not torch.cuda.is_available():
+        pytest.skip("PyTorch has no CUDA here")
+    return torch
+
+
+def test_tensors_of_pytorch_on_another_stream():
+    torch = torch_cuda()
+    arrays = [torch.from_numpy(x).cuda() for x in numbers()]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(6):  # recorded, repeated, a graph
+            out, gradients = calls(*arrays)
+    stream.synchronize()
+    check(out, gradients, torch.Tensor)
+    with pytest.raises(TypeError, match="requires a gradient"):
+        nf.silu_mul(arrays[0].clone().requires_grad_(), arrays[0])
+    with torch.no_grad():
+        assert nf.silu_mul(torch.nn.Parameter(arrays[0]), arrays[0]).shape == arrays[0].shape
+    with pytest.raises(TypeError, match="on a CUDA device"):
+        nf.silu_mul(arrays[0], arrays[0].cpu())
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float16", "float64"])
+def test_every_dtype_of_pytorch(name):
+    torch = torch_cuda()
+    dtype = getattr(torch, name)
+    a, b, bias, grad = (torch.from_numpy(x).cuda().to(dtype) for x in numbers())
+    out, pre = nf.matmul_bias_activation(a, b, bias, "tanh", return_pre_activation=True)
+    exact = torch.tanh(a.double() @ b.double() + bias.double())
+    assert out.dtype == dtype
+    assert pre.dtype == (torch.float64 if name == "float64" else torch.float32)
+    tolerance = {"bfloat16": 1e-2, "float16": 1e-3, "float64": 1e-14}[name]
+    assert float((out.double() - exact).abs().max()) < tolerance
+    again = nf.matmul_bias_activation_bwd(grad, a, b, bias, "tanh")
+    saved = nf.matmul_bias_activation_bwd(grad, a, b, bias, "tanh", pre_activation=pre)
+    assert torch.equal(again.d_a, saved.d_a) and torch.equal(again.d_b, saved.d_b)
+
+
+def test_a_forward_and_a_backward_are_captured_in_a_graph():
+    torch = torch_cuda()
+    arrays = [torch.from_numpy(x).cuda() for x in numbers()]
+    calls(*arrays)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, gradients = calls(*arrays)
+    arrays[0].mul_(2.0)
+    graph.replay()
+    exact, exact_gradients = calls(*arrays)  # the workspace of the graph is its own
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, exact)
+    assert all(torch.equal(x, y) for x, y in zip(gradients, exact_gradients, strict=True))
+
+
+def test_a_call_that_became_a_graph_reads_what_is_there_now():
+    torch = torch_cuda()
+    a, b, bias, grad = (torch.from_numpy(x).cuda() for x in numbers())
+    for step in range(12):
+        a.normal_()
+        first = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+        second = nf.matmul_bias_activation_bwd(grad, a.clone(), b, bias, "gelu")
+        assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True)), step
+
+
+def test_arrays_of_cupy_on_another_stream():
+    cupy = pytest.importorskip("cupy")
+    arrays = [cupy.asarray(x) for x in numbers()]
+    cupy.cuda.get_current_stream().synchronize()
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        out, gradients = calls(*arrays)
+        stream.synchronize()
+    check(out, gradients, cupy.ndarray)
+    turned = cupy.asarray(numbers()[0]).T
+    assert float(abs(nf.relu_mul(turned, turned) - cupy.maximum(turned, 0) * turned).max()) == 0
+
+
+def test_arrays_of_numba():
+    cuda = pytest.importorskip("numba.cuda")
+    arrays = [cuda.to_device(x) for x in numbers()]
+    out, gradients = calls(*arrays)
+    check(out, gradients, type(arrays[0]))
+
+
+def test_arrays_of_jax():
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("JAX has no GPU here")
+    arrays = [jax.numpy.asarray(x) for x in numbers()]
+    out, gradients = calls(*arrays)
+    check(out, gradients, jax.Array)
+    with pytest.raises(TypeError, match="outside"):
+        jax.jit(lambda x: nf.silu_mul(x, x))(arrays[0])
+
+
+def test_operands_live_until_the_work_is_done():
+    torch = torch_cuda()
+
+    class Once:
+        """The only owner of its memory, but for DLPack's capsule."""
+
+        def __init__(self, x):
+            self.x = x
+
+        def __dlpack_device__(self):
+            return self.x.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            return self.x.__dlpack__(**options)
+
+    a, b, bias, _ = numbers(m=2049, k=1025, n=1023)
+    exact = nf.matmul_bias_activation(a, b, bias, "relu", backend="cuda")
+    for _ in range(5):
+        out = nf.matmul_bias_activation(
+            *(Once(torch.from_numpy(x).cuda()) for x in (a, b, bias)), "relu"
+        )
+        junk = [torch.full(x.shape, torch.nan, device="cuda") for x in (a, b, bias)]
+        assert (nf.to_numpy(out) == exact).all()
+        del junk
+
+
+def test_every_device_of_the_machine():
+    torch = torch_cuda()
+    if count() < 2:
+        pytest.skip("one device")
+    found = []
+    for i in range(count()):
+        arrays = [torch.from_numpy(x).to(f"cuda:{i}") for x in numbers()]
+        out, gradients = calls(*arrays)
+        assert out.get_device() == i and nf.last_call().device == str(device(i))
+        found.append(nf.to_numpy(out))
+        check(out, gradients, torch.Tensor)
+    assert all((x == found[0]).all() for x in found)
+    with pytest.raises(TypeError, match="must be on cuda:0 as a, got an array on cuda:1"):
+        nf.silu_mul(*(torch.ones(3, device=f"cuda:{i}") for i in range(2)))
+
+
+LOST = """
+import numpy as np, numfuse as nf
+from numfuse.backends.cuda.arrays import pool_of
+from numfuse.backends.cuda.driver import device
+x = nf.to_device(np.ones(64, np.float32), "cuda")
+nf.silu_mul(x, x)
+nf.synchronize(x)
+(kept,) = device(0).kept_calls.values()
+kept.steps.run(device(0), pool_of(device(0)), 0, [16, 16, 16])  # addresses of nothing
+for call in (
+    lambda: nf.synchronize(x), lambda: nf.silu_mul(x, x),
+    lambda: nf.silu_mul(np.ones(3), np.ones(3), backend="cuda"),
+):
+    try:
+        call()
+    except nf.DeviceLost as error:
+        print(error)
+import os, sys
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_after_a_fatal_error_the_device_is_lost_and_its_launches_are_named():
+    done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=300)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1, done.stderr[-2000:]
+    assert "an illegal memory address" in lines[0]
+    assert "launched since the last synchronise: gated" in lines[0]
