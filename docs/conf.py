@@ -42,13 +42,14 @@ autodoc_typehints = "none"  # the docstrings tell types, in words
 numpydoc_show_class_members = False
 
 # --- gallery --------------------------------------------------------------------------------------
-# Every file of docs/examples is run. One process, two threads: what the examples need at most.
+# Every file of docs/examples is run, but the one that starts a cluster of processes: it is shown.
+# One process, two threads: what the others need at most.
 os.environ.setdefault("MPLBACKEND", "agg")
 sphinx_gallery_conf = {
     "reset_argv": "example_arguments.of",
     "examples_dirs": "examples",
     "gallery_dirs": "gallery",
-    "filename_pattern": r"\.py$",
+    "filename_pattern": r"/(?!train_on_dask)\w+\.py$",
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_signature": False,

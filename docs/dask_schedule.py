@@ -246,13 +246,14 @@ def mib(count: float) -> str:
 def tables(layer: Layer, cluster: Cluster, workers: tuple[int, ...], each: int) -> str:
     """Counts and simulated seconds, as Markdown."""
     lines = [
-        f"{each} blocks of {layer.rows} rows a worker of {cluster.threads} threads, K = {layer.k}, "
+        f"{each} block{'s' * (each > 1)} of {layer.rows} rows a worker of "
+        f"{cluster.threads} thread{'s' * (cluster.threads > 1)}, K = {layer.k}, "
         f"N = {layer.n}, float32: {layer.flops / 1e9:.1f} GFLOP and {mib(layer.part)} for the tree "
         f"a block; {cluster.rate / 1e9:.0f} GFLOP/s a thread, {cluster.link * 8e-9:.0f} Gbit/s and "
         f"{cluster.latency * 1e3:.0f} ms a link, {cluster.scheduling * 1e3:.2f} ms of the "
         "scheduler a task.",
         "",
-        "| workers | blocks | TFLOP | parts added, by level of the tree | moved, at most | moved "
+        "| workers | blocks | TFLOP | parts added, by level of the tree | of them, bytes | moved "
         "| most into one worker | tasks | scheduler | step | arithmetic alone | efficiency |",
         "|---:|---:|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
@@ -262,7 +263,8 @@ def tables(layer: Layer, cluster: Cluster, workers: tuple[int, ...], each: int) 
         tree = levels(blocks)
         lines.append(
             f"| {count} | {blocks} | {blocks * layer.flops / 1e12:,.1f} "
-            f"| {', '.join(map(str, tree))} | {mib(sum(tree) * layer.part)} | {mib(found.moved)} "
+            f"| {', '.join(map(str, tree))} | {mib((sum(tree) + tree[-1]) * layer.part)} "
+            f"| {mib(found.moved)} "
             f"| {mib(found.most_received)} | {found.tasks} | {found.scheduler:.2f} s "
             f"| {found.seconds:.2f} s | {found.ideal:.2f} s | {found.efficiency:.0%} |"
         )
@@ -274,13 +276,14 @@ def tables(layer: Layer, cluster: Cluster, workers: tuple[int, ...], each: int) 
 
 def measure(layer: Layer, blocks: int, rounds: int) -> str:
     """One, two and four worker processes of this machine by turns, beside the prediction."""
+    import logging
     import os
 
     import distributed
 
     def trivial():
-        x = da.ones((600, 1), chunks=1).map_blocks(np.negative, meta=np.empty((0, 0)))
-        return x.sum(split_every=8)
+        """As many tasks, of no work."""
+        return lazy(replace(layer, rows=1, k=1, n=1), blocks)
 
     counts = (1, 2, 4)
     clients, seconds, overhead, own = {}, defaultdict(list), [], []
@@ -292,9 +295,8 @@ def measure(layer: Layer, blocks: int, rounds: int) -> str:
                 dashboard_address="127.0.0.1:0",
             )  # fmt: skip
             clients[count] = distributed.Client(cluster)
-            # twice for every worker: compiled, and the scheduler knows how long a task takes
-            for _ in range(2):
-                clients[count].gather(clients[count].compute(lazy(layer, max(blocks, 8 * count))))
+            # so that every worker has compiled, and the scheduler knows how long a task takes
+            clients[count].gather(clients[count].compute(lazy(layer, 8 * count)))
         for _ in range(rounds):
             for count in np.random.default_rng().permutation(counts):
                 client = clients[int(count)]
@@ -304,17 +306,21 @@ def measure(layer: Layer, blocks: int, rounds: int) -> str:
                     client.gather(client.compute(made))
                 seconds[int(count)].append(time.perf_counter() - start)
                 if count == 1:
-                    spent = [
-                        part["stop"] - part["start"]
-                        for task in stream.data
-                        for part in task["startstops"]
-                        if part["action"] == "compute"
-                    ]
-                    own.append(statistics.median(spent))
+                    # the sums take next to nothing
+                    own.append(
+                        sum(
+                            part["stop"] - part["start"]
+                            for task in stream.data
+                            for part in task["startstops"]
+                            if part["action"] == "compute"
+                        )
+                        / blocks
+                    )
             start = time.perf_counter()
             clients[1].gather(clients[1].compute(trivial()))
-            overhead.append((time.perf_counter() - start) / 700)
+            overhead.append((time.perf_counter() - start) / len(nodes))
     finally:
+        logging.getLogger("distributed").setLevel(logging.ERROR)
         for client in clients.values():
             client.cluster.close()
             client.close()
@@ -352,7 +358,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="the tables of docs/distributed.md")
     arguments = parser.parse_args()
     if arguments.measure:
-        print(measure(Layer(rows=4096, k=512, n=512), 48, arguments.rounds))
+        print(measure(Layer(rows=4096, k=512, n=512), 32, arguments.rounds))
         return
     cluster = Cluster(1, threads=arguments.threads, rate=arguments.rate * 1e9)
     layer = Layer(rows=arguments.rows)
@@ -360,7 +366,8 @@ def main() -> None:
     if not arguments.write:
         print(text)
         return
-    large = replace(layer, rows=16 * arguments.rows)
+    # the same arithmetic in a quarter of the blocks
+    large = replace(layer, rows=arguments.blocks * arguments.rows)
     text += "\n\n" + tables(large, cluster, tuple(arguments.workers), 1)
     page = HERE / "distributed.md"
     before, rest = page.read_text(encoding="utf-8").split(BEGIN)

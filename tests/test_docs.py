@@ -30,7 +30,10 @@ FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # A page whose programs need a backend.
 NEEDS = {"docs/webgpu.md": "webgpu", "docs/cuda.md": "cuda"}
 # A page whose programs need other libraries.
-MODULES = {"docs/guide/arrays.md": ("autograd", "dask.array")}
+MODULES = {
+    "docs/distributed.md": ("dask.array",),
+    "docs/guide/arrays.md": ("autograd", "dask.array"),
+}
 
 
 @pytest.fixture(autouse=True)

@@ -21,26 +21,42 @@ from numfuse.activations import get as get_activation
 from numfuse.adapters.dask_blocks import NONE, Task, is_identity
 from numfuse.adapters.dask_blocks import gated as gated_block
 from numfuse.adapters.dask_blocks import gated_backward as gated_backward_block
-from numfuse.adapters.dask_graph import Gate, Product
+from numfuse.adapters.dask_blocks import gated_double_backward as gated_double_backward_block
+from numfuse.adapters.dask_blocks import gated_tangent as gated_tangent_block
+from numfuse.adapters.dask_graph import Product
+from numfuse.adapters.dask_operands import Gate
 from numfuse.backends import Backend, active, load
 from numfuse.errors import BackendUnavailable
 from numfuse.gradients import (
     GATED_NEEDS,
+    GATED_SECOND_NEEDS,
     GEMM_NEEDS,
+    GEMM_SECOND_NEEDS,
     RESIDUAL_NEEDS,
+    RESIDUAL_SECOND_NEEDS,
     GatedGradients,
+    GatedSecondGradients,
     GemmGradients,
     GemmResidualGradients,
+    GemmResidualSecondGradients,
+    GemmSecondGradients,
+    Tangent,
     check_needs,
 )
 
 __all__ = [
     "activation_mul",
     "activation_mul_bwd",
+    "activation_mul_double_bwd",
+    "activation_mul_jvp",
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
+    "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jvp",
     "matmul_bias_residual",
     "matmul_bias_residual_bwd",
+    "matmul_bias_residual_double_bwd",
+    "matmul_bias_residual_jvp",
     "synchronize",
     "to_numpy",
 ]
@@ -59,7 +75,8 @@ def _task(operation: str, activation: Any, backend: Any, out: Any, **options: bo
             f"task, 1 or more, got {threads!r}"
         )
     text = NONE if activation is None else pickle.dumps(activation)
-    return Task(operation, text, _backend(backend), threads, **options)
+    # What `use_backend` says is for NumPy blocks: those of a device stay there.
+    return Task(operation, text, _backend(backend), threads, implied=backend is None, **options)
 
 
 def _backend(backend: str | Backend | None) -> str | Backend | None:
@@ -198,7 +215,7 @@ def activation_mul(
     task = _task("activation_mul", get_activation(activation), backend, out)
     gate = Gate(task, {"a": a, "b": b})
     return gate.map(
-        gated_block, gate.letters, gate.index(gate.letters), *gate.named("a", "b"), task=task
+        gated_block, gate.letters, gate.index(gate.letters), *gate.named("a", "b"), task=gate.task
     )
 
 
@@ -222,11 +239,167 @@ def activation_mul_bwd(
     names = tuple(name for name in GATED_NEEDS if name in wanted)
     made = gate.map(
         gated_backward_block, gate.letters, gate.index(gate.letters),
-        *gate.named("grad", "a", "b"), needs=names, task=task,
+        *gate.named("grad", "a", "b"), needs=names, task=gate.task,
     )  # fmt: skip
     if len(names) == 1:
         return GatedGradients(*(made if name in names else None for name in GATED_NEEDS))
     return GatedGradients(*(gate.item(made, number, gate.dtype) for number in range(2)))
+
+
+# --- second order and forward mode ----------------------------------------------------------------
+
+
+def matmul_bias_activation_double_bwd(
+    u: Any,
+    v: Any,
+    w: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: str | Activation = "none",
+    *,
+    needs: Iterable[str] = GEMM_SECOND_NEEDS,
+    pre_activation: Any = None,
+    guard: bool = True,
+    backend: str | Backend | None = None,
+) -> GemmSecondGradients:
+    """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
+    found = _double_backward(
+        "matmul_bias_activation_double_bwd", get_activation(activation),
+        check_needs(needs, GEMM_SECOND_NEEDS), backend, guard,
+        {"grad": grad, "a": a, "b": b, "bias": bias, "u": u, "v": v, "w": w,
+         "pre_activation": pre_activation},
+    )  # fmt: skip
+    return GemmSecondGradients(*(found.get(name) for name in GEMM_SECOND_NEEDS))
+
+
+def matmul_bias_residual_double_bwd(
+    u: Any,
+    v: Any,
+    w: Any,
+    z: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    *,
+    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
+    guard: bool = True,
+    backend: str | Backend | None = None,
+) -> GemmResidualSecondGradients:
+    """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
+    found = _double_backward(
+        "matmul_bias_residual_double_bwd", get_activation("none"),
+        check_needs(needs, RESIDUAL_SECOND_NEEDS), backend, guard,
+        {"grad": grad, "a": a, "b": b, "bias": bias, "residual": residual, "u": u, "v": v, "w": w,
+         "z": z},
+    )  # fmt: skip
+    return GemmResidualSecondGradients(*(found.get(name) for name in RESIDUAL_SECOND_NEEDS))
+
+
+def _double_backward(
+    operation: str,
+    activation: Activation,
+    needs: tuple[str, ...],
+    backend: str | Backend | None,
+    guard: bool,
+    operands: dict[str, Any],
+) -> dict[str, Any]:
+    task = _task(operation, activation, backend, None, guard=bool(guard))
+    product = Product(task, operands)
+    wanted = [name for name in operands if name in needs and operands[name] is not None]
+    return product.double_backward(wanted)
+
+
+def matmul_bias_activation_jvp(
+    a: Any,
+    b: Any,
+    bias: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    activation: str | Activation = "none",
+    *,
+    guard: bool = True,
+    backend: str | Backend | None = None,
+) -> Tangent:
+    """As :func:`numfuse.matmul_bias_activation_jvp`."""
+    operation, act = "matmul_bias_activation_jvp", get_activation(activation)
+    task = _task(operation, act, backend, None, guard=bool(guard))
+    operands = {"a": a, "b": b, "bias": bias}
+    dots = {"a_dot": a_dot, "b_dot": b_dot, "bias_dot": bias_dot}
+    return Tangent(*Product(task, operands | dots).tangent())
+
+
+def matmul_bias_residual_jvp(
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    residual_dot: Any,
+    *,
+    backend: str | Backend | None = None,
+) -> Tangent:
+    """As :func:`numfuse.matmul_bias_residual_jvp`."""
+    task = _task("matmul_bias_residual_jvp", None, backend, None)
+    operands = {"a": a, "b": b, "bias": bias, "residual": residual}
+    dots = {"a_dot": a_dot, "b_dot": b_dot, "bias_dot": bias_dot, "residual_dot": residual_dot}
+    return Tangent(*Product(task, operands | dots).tangent())
+
+
+def activation_mul_double_bwd(
+    u: Any,
+    v: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: str | Activation,
+    *,
+    needs: Iterable[str] = GATED_SECOND_NEEDS,
+    guard: bool = True,
+    backend: str | Backend | None = None,
+) -> GatedSecondGradients:
+    """As :func:`numfuse.activation_mul_double_bwd`."""
+    wanted = check_needs(needs, GATED_SECOND_NEEDS)
+    names = [name for name in GATED_SECOND_NEEDS if name in wanted]
+    operation, act = "activation_mul_double_bwd", get_activation(activation)
+    task = _task(operation, act, backend, None, guard=bool(guard))
+    gate = Gate(task, {"grad": grad, "a": a, "b": b, "u": u, "v": v})
+    found: dict[str, Any] = {}
+    if names:
+        made = gate.map(
+            gated_double_backward_block, gate.letters, gate.index(gate.letters),
+            *gate.named(*gate.given), names=tuple(gate.given), needs=tuple(names), task=gate.task,
+        )  # fmt: skip
+        for number, name in enumerate(names):
+            found[name] = made if len(names) == 1 else gate.item(made, number, gate.dtype)
+    return GatedSecondGradients(*(found.get(name) for name in GATED_SECOND_NEEDS))
+
+
+def activation_mul_jvp(
+    a: Any,
+    b: Any,
+    a_dot: Any,
+    b_dot: Any,
+    activation: str | Activation,
+    *,
+    guard: bool = True,
+    backend: str | Backend | None = None,
+) -> Tangent:
+    """As :func:`numfuse.activation_mul_jvp`."""
+    operation, act = "activation_mul_jvp", get_activation(activation)
+    task = _task(operation, act, backend, None, guard=bool(guard))
+    gate = Gate(task, {"a": a, "b": b, "a_dot": a_dot, "b_dot": b_dot})
+    made = gate.map(
+        gated_tangent_block, gate.letters, gate.index(gate.letters), *gate.named(*gate.given),
+        names=tuple(gate.given), task=gate.task,
+    )  # fmt: skip
+    return Tangent(*(gate.item(made, number, gate.dtype) for number in range(2)))
 
 
 def to_numpy(x: Any) -> ndarray:

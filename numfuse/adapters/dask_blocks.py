@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from numfuse import functional
+from numfuse import differentials, functional
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.expr import SYMBOL
@@ -39,6 +39,14 @@ class Task(NamedTuple):
     threads: int
     guard: bool = True
     sum_batch: bool = False
+    #: Whether the backend is that of a `use_backend` around the call.
+    implied: bool = False
+
+    def on(self, kind: type) -> Task:
+        """The same for blocks of a kind."""
+        if self.implied and kind is not np.ndarray:
+            return self._replace(backend=None, implied=False)
+        return self._replace(implied=False)
 
 
 #: The identity, pickled.
@@ -276,6 +284,54 @@ def residual_sums(
         return sum_to(grad, shape, acc_dtype).astype(acc_dtype)
 
 
+# --- second order and forward mode ----------------------------------------------------------------
+
+
+def double_backward(
+    index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], needs: tuple[str, ...],
+    exact: tuple[str, ...], task: Task,
+) -> Any:  # fmt: skip
+    """As `backward`, of the double backward."""
+    x = dict(zip(names, map(single, blocks), strict=True))
+    with _block(task, index):
+        dtype = x["a"].dtype
+        acc_dtype = accumulator("a", dtype)
+        if exact:  # a sum over blocks is not rounded to a half: nor is what they add
+            x = {name: block.astype(acc_dtype, copy=False) for name, block in x.items()}
+        if "residual" in x:
+            found: Any = differentials.matmul_bias_residual_double_bwd(
+                x.get("u"), x.get("v"), x.get("w"), x.get("z"), x["grad"], x["a"], x["b"],
+                x.get("bias"), x["residual"], needs=needs, guard=task.guard, backend=task.backend,
+            )  # fmt: skip
+        else:
+            found = differentials.matmul_bias_activation_double_bwd(
+                x.get("u"), x.get("v"), x.get("w"), x["grad"], x["a"], x["b"], x.get("bias"),
+                _unpickled(task.activation), needs=needs, guard=task.guard, backend=task.backend,
+                pre_activation=x.get("pre_activation"),
+            )  # fmt: skip
+        parts = tuple(
+            getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
+            for name in needs
+        )
+    return parts[0] if len(needs) == 1 else parts
+
+
+def tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task) -> Any:
+    """The pair of a block of the result and of its derivative."""
+    x = dict(zip(names, map(single, blocks), strict=True))
+    a_dot, b_dot, bias_dot = (x.get(f"{name}_dot") for name in ("a", "b", "bias"))
+    with _block(task, index):
+        if "residual" in x:
+            return differentials.matmul_bias_residual_jvp(
+                x["a"], x["b"], x.get("bias"), x["residual"], a_dot, b_dot, bias_dot,
+                x.get("residual_dot"), backend=task.backend,
+            )  # fmt: skip
+        return differentials.matmul_bias_activation_jvp(
+            x["a"], x["b"], x.get("bias"), a_dot, b_dot, bias_dot, _unpickled(task.activation),
+            guard=task.guard, backend=task.backend,
+        )  # fmt: skip
+
+
 # --- gated ----------------------------------------------------------------------------------------
 
 
@@ -294,6 +350,28 @@ def gated_backward(
             backend=task.backend,
         )  # fmt: skip
     return found if len(needs) > 1 else getattr(found, f"d_{needs[0]}")
+
+
+def gated_double_backward(
+    index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], needs: tuple[str, ...], task: Task
+) -> Any:
+    x = dict(zip(names, blocks, strict=True))
+    with _block(task, index):
+        found = differentials.activation_mul_double_bwd(
+            x.get("u"), x.get("v"), x["grad"], x["a"], x["b"], _unpickled(task.activation),
+            needs=needs, guard=task.guard, backend=task.backend,
+        )  # fmt: skip
+    parts = tuple(getattr(found, f"d_{name}") for name in needs)
+    return parts if len(needs) > 1 else parts[0]
+
+
+def gated_tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task) -> Any:
+    x = dict(zip(names, blocks, strict=True))
+    with _block(task, index):
+        return differentials.activation_mul_jvp(
+            x["a"], x["b"], x.get("a_dot"), x.get("b_dot"), _unpickled(task.activation),
+            guard=task.guard, backend=task.backend,
+        )  # fmt: skip
 
 
 # --- sums over blocks -----------------------------------------------------------------------------
