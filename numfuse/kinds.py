@@ -31,6 +31,10 @@ ADAPTERS = {
 PLAIN = frozenset({ndarray, type(None)})
 
 
+#: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
+_LOADED: dict[str, ModuleType] = {}
+
+
 def adapter_for(**operands: Any) -> Any:
     """As :func:`adapter_of`, in one step where all are plain."""
     for x in operands.values():
@@ -63,8 +67,11 @@ def adapter_of(**operands: Any) -> ModuleType | None:
             for name in found.values()
         )
         raise TypeError(f"the operands must be arrays of one kind, got {kinds}")
+    loaded = _LOADED.get(module)
+    if loaded is not None:
+        return loaded
     try:
-        return import_module(module)
+        return _LOADED.setdefault(module, import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise
