@@ -206,7 +206,7 @@ def test_past_the_table_a_derivative_raises_and_never_stops_silently():
     exact = nf.activations()["gelu"].third_derivative(np.float64(0.3))
     np.testing.assert_allclose(f(jnp.float64(0.3)), exact, rtol=1e-12)
     with pytest.raises(ValueError, match="ends with third derivatives, got order 4 of 'gelu'"):
-        jax.grad(f)(0.3)
+        jax.grad(f)(jnp.float64(0.3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -99,6 +99,7 @@ def _called(operation: _Operation, how: How, operands: Sequence[Any]) -> tuple[A
             f"between devices unasked"
         )
     shapes = _checked(operation, operands)
+    how.activation.trace(_order(operation, how, operands))  # past the table it raises here
     kinds = operation.results
     if operation.names is not None:
         kinds = "".join(
@@ -111,6 +112,17 @@ def _called(operation: _Operation, how: How, operands: Sequence[Any]) -> tuple[A
     given = [x for x in operands if x is not None]
     found: tuple[Any, ...] = jax.pure_callback(run, wanted, *given, vmap_method="expand_dims")
     return found
+
+
+def _order(operation: _Operation, how: How, operands: Sequence[Any]) -> int:
+    """The highest derivative of the activation that an operation evaluates."""
+    if operation.name in ("product_double", "gate_double"):
+        bent = "a" in how.needs or (operation is _PRODUCT_DOUBLE and how.needs != ("grad",))
+        moved = operands[: 3 if operation is _PRODUCT_DOUBLE else 1]
+        return 2 if bent and any(x is not None for x in moved) else 1
+    if operation is _GATE_BWD:
+        return 1 if "a" in how.needs else 0
+    return 0 if operation.name in ("product", "gate", "residual") else 1
 
 
 class _OnHost(NamedTuple):
