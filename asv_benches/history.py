@@ -1,7 +1,7 @@
 """The performance history: measured commit by commit by asv, drawn and summed up for the docs.
 
     python asv_benches/history.py measure --commits 12 --passes 3
-    python asv_benches/history.py summary            docs/history/<version>.json and the picture
+    python asv_benches/history.py summary            docs/history/<version>.json, picture, tables
 
 `measure` runs `asv run COMMIT^!` with a small part of the suite. A machine that is shared with
 others drifts by more than most commits change, so all commits are visited in a fresh random order,
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import shlex
 import statistics
@@ -26,6 +27,7 @@ from typing import Any
 
 HERE = Path(__file__).parent
 DOCS = HERE.parent / "docs"
+BEGIN, END = "<!-- history: begin -->", "<!-- history: end -->"
 PASSES = HERE / "results" / "passes.json"
 # What is followed from commit to commit, as a pattern for asv.
 PART = "|".join(
@@ -79,9 +81,13 @@ def commits(count: int, branch: str) -> list[str]:
     return [every[min(len(every) - 1, round(i * step))] for i in range(min(count, len(every)))]
 
 
-def asv(wrap: str, *arguments: str) -> int:
+def asv(wrap: str, commit: str, *arguments: str) -> int:
+    # A cache of compiled kernels for each commit, which the next pass finds as this one left it.
+    base = os.environ.get("NUMBA_CACHE_DIR", str(HERE / "results" / "numba"))
     return subprocess.run(
-        [*shlex.split(wrap), sys.executable, "-m", "asv", *arguments], cwd=HERE
+        [*shlex.split(wrap), sys.executable, "-m", "asv", "run", f"{commit}^!", *arguments],
+        cwd=HERE,
+        env={**os.environ, "NUMBA_CACHE_DIR": f"{base}/{commit[:10]}"},
     ).returncode
 
 
@@ -90,12 +96,11 @@ def measure(options: argparse.Namespace) -> int:
     for _ in range(options.passes):
         random.shuffle(chosen)
         for commit in chosen:
-            span = f"{commit}^!"
             # Installed, compiled and kept in the disk cache before anything is timed.
-            asv(options.prepare, "run", span, "--quick", "--dry-run", "--bench", PART)
+            asv(options.prepare, commit, "--quick", "--dry-run", "--bench", PART)
             before = figures(commit)
             asv(
-                options.wrap, "run", span, "--append-samples", "--no-pull",
+                options.wrap, commit, "--append-samples", "--no-pull",
                 "-a", "rounds=1", "--bench", PART,
             )  # fmt: skip
             note(commit, before)
@@ -150,15 +155,17 @@ def note(commit: str, before: dict[str, Any]) -> None:
 # --- what the docs keep ---------------------------------------------------------------------------
 
 
-def spread(values: list[float]) -> float:
-    """The largest distance of a pass from the median of all, as a share of it."""
+def distances(values: list[float]) -> list[float]:
+    """How far each pass is from the median of all, as a share of it; nothing of a single pass."""
+    if len(values) < 2:
+        return []
     middle = statistics.median(values)
-    return max(abs(value - middle) for value in values) / middle
+    return [round(abs(value - middle) / middle, 4) for value in values]
 
 
 def summary(options: argparse.Namespace) -> int:
     noted = json.loads(PASSES.read_text())
-    order = git("log", "--first-parent", "--reverse", "--format=%H", options.branch).split()
+    order = git("log", "--date-order", "--reverse", "--format=%H", options.branch).split()
     order = [commit for commit in order if commit in noted]
     if not order:
         print(f"no commit of {options.branch} in {PASSES}", file=sys.stderr)
@@ -168,8 +175,7 @@ def summary(options: argparse.Namespace) -> int:
 
     names = sorted({name for commit in order for name in noted[commit]})
     spreads = {
-        name: [spread(noted[c][name]) for c in order if len(noted[c].get(name, ())) > 1]
-        for name in names
+        name: [x for c in order for x in distances(noted[c].get(name, []))] for name in names
     }
     kept = {
         "version": numfuse.__version__,
@@ -186,25 +192,58 @@ def summary(options: argparse.Namespace) -> int:
             ]
             for name in names
         },
-        # Of each benchmark: how far a pass was from its commit's median, in the middle and at most.
-        "spread": {
-            name: [round(statistics.median(found), 3), round(max(found), 3)]
-            for name, found in spreads.items()
-            if found
-        },
+        # Of each pass: how far it was from the median of its commit's passes, as a share of that.
+        "spread": {name: found for name, found in spreads.items() if found},
     }
     folder = DOCS / "history"
     folder.mkdir(exist_ok=True)
     path = folder / f"{kept['version']}.json"
     path.write_text(json.dumps(kept, indent=1) + "\n")
-    draw(noted, order, DOCS / "images" / "history.png")
-    print(f"{path}\n{DOCS / 'images' / 'history.png'}")
-    for kind in ("time_", "_ratio", "_share"):
-        middle = [m for name, (m, _) in kept["spread"].items() if kind in name]
-        most = [m for name, (_, m) in kept["spread"].items() if kind in name]
-        if most:
-            print(f"{kind}: spread {statistics.median(middle):.1%}, at most {max(most):.1%}")
+    picture = DOCS / "images" / "history.png"
+    draw(noted, order, picture)
+    page = DOCS / "history.md"
+    before, begin, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    page.write_text(f"{before}{begin}\n{tables(kept)}{end}{after}", encoding="utf-8")
+    print(path, picture, page, sep="\n")
     return 0
+
+
+def tables(kept: dict[str, Any]) -> str:
+    """What the page shows: the picture, the commits, and how far passes are apart."""
+    lines = [
+        "## What was measured",
+        "",
+        f"{kept['processor']}, one thread, up to {kept['passes']} passes; NumPy with OpenBLAS in "
+        "the same rounds. Points are medians of a commit's passes, the lines through them reach "
+        "from the least to the largest pass.",
+        "",
+        "![Time of numfuse as a share of NumPy's, and its share of the FMA peak, commit by commit]"
+        "(images/history.png)",
+        "",
+        "| number | commit | subject |",
+        "|---:|---|---|",
+    ]
+    lines += [
+        f"| {i} | `{entry['commit']}` | {entry['subject'].replace('|', '/')} |"
+        for i, entry in enumerate(kept["commits"], 1)
+    ]
+    lines += [
+        "",
+        "How far a pass is from the median of its commit's passes, as a share of it:",
+        "",
+        "| kind of figure | half of them within | nine of ten within | the furthest |",
+        "|---|---:|---:|---:|",
+    ]
+    kinds = {"time_": "times", "_ratio": "ratios to NumPy", "_share": "shares of the FMA peak"}
+    for part, kind in kinds.items():
+        found = sorted(x for name, xs in kept["spread"].items() if part in name for x in xs)
+        if len(found) > 1:
+            deciles = statistics.quantiles(found, n=10)
+            lines.append(
+                f"| {kind} | {statistics.median(found):.0%} | {deciles[8]:.0%} | {found[-1]:.0%} |"
+            )
+    return "\n".join([*lines, "", ""])
 
 
 def draw(noted: dict[str, Any], order: list[str], path: Path) -> None:

@@ -46,6 +46,7 @@ numpydoc_show_class_members = False
 # One process, two threads: what the others need at most.
 os.environ.setdefault("MPLBACKEND", "agg")
 sphinx_gallery_conf = {
+    "reset_argv": "example_arguments.of",
     "examples_dirs": "examples",
     "gallery_dirs": "gallery",
     "filename_pattern": r"/(?!train_on_dask)\w+\.py$",

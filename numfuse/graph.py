@@ -22,6 +22,7 @@ __all__ = [
     "SYMBOL",
     "TRUTH",
     "Expr",
+    "Keyed",
     "constant",
     "dumps",
     "loads",
@@ -457,3 +458,27 @@ def loads(text: str) -> tuple[Expr, ...]:
 
 def _load_one(text: str) -> Expr:
     return loads(text)[0]
+
+
+class Keyed:
+    """Base of a frozen dataclass (with ``eq=False``) that holds formulas and is a key.
+
+    Equal where the fields are, formulas by identity: their own ``==`` makes a formula, which has no
+    truth. The equality that a dataclass makes for itself asks for it from Python 3.13 on.
+    """
+
+    def _key(self) -> tuple[Any, ...]:
+        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return tuple(_plain(getattr(self, name)) for name in fields)
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Expr):
+        return id(value)
+    return tuple(map(_plain, value)) if type(value) is tuple else value

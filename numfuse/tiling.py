@@ -518,6 +518,17 @@ CUDA_PLANES_BYTES = 256 << 20
 CUDA_PASS_ROWS = 64
 #: Threads of a block of the passes over memory.
 CUDA_PASS_THREADS = 256
+#: Planes of which a thread of a join has 16 bytes each in flight.
+CUDA_JOIN_AHEAD = 4
+#: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
+CUDA_JOIN_LANES = 16
+#: Planes from which on they do.
+CUDA_JOIN_DEEP = 16
+#: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element.
+#: Measured on an H200, in GB/s of forward and backward (a copy: 4200): float32 4291 and 4304 with
+#: one, 4227 and 4224 with two; bfloat16 4326 and 4299, 4278 and 4255; float64 4027 and 4313, 4242
+#: and 4244.
+CUDA_GATE_VECTORS = {2: 1, 4: 1, 8: 2}
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.
 CUDA_KEPT_PLANS = 512
 #: A call of several launches that comes so many times with the same addresses becomes a CUDA graph
@@ -548,3 +559,228 @@ def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple
 DASK_SPLIT = 8
 #: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
 DASK_MOVED_BYTES = 1 << 30
+
+
+# --- CUDA: Hopper -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """A block of a product by wgmma, and how the groups of 128 threads share it."""
+
+    block_m: int
+    block_n: int
+    #: Groups of 128 threads that multiply.
+    consumers: int
+    #: Whether each of them has a block of its own, and not 64 rows of one.
+    ping_pong: bool
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+
+    @property
+    def halves(self) -> int:
+        """Tiles of 64 rows that a group has of a block."""
+        return self.block_m // 64 if self.ping_pong else self.block_m // 64 // self.consumers
+
+    def __str__(self) -> str:
+        schedule = "ping-pong" if self.ping_pong else "cooperative"
+        return f"{self.block_m}x{self.block_n}x64 {schedule}"
+
+
+#: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor, and those that
+#: an element of the result costs at the end (both estimates that order the choices; the arithmetic
+#: alone would be block_m * block_n / 32).
+HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
+    (HopperTile(128, 256, 2, False), 1080),
+    (HopperTile(128, 128, 2, True), 580),
+    (HopperTile(128, 128, 2, False), 580),
+    (HopperTile(128, 64, 2, False), 400),
+    (HopperTile(64, 128, 1, False), 400),
+    (HopperTile(64, 64, 1, False), 270),
+    (HopperTile(64, 32, 1, False), 220),
+)
+#: Cycles from a launch to its first product, and from its last to the end.
+HOPPER_START = 2500
+#: Bytes a cycle that all multiprocessors together move to and from memory.
+HOPPER_BYTES = 2300
+#: Slices of K of one part, at the least: the pipeline has to fill.
+HOPPER_PART = 8
+#: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's
+#: launch and its way through memory cost more than tensor cores without it lose.
+HOPPER_COPY = 1 << 30
+#: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
+#: are reached (a sixth of that for six products), its memory; and seconds of a launch.
+HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
+
+
+def hopper_splits(
+    m: int, n: int, k: int, x_places: int, y_places: int, places: int, depth: int
+) -> bool:  # fmt: skip
+    """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
+    four of tf32) for each element that is read."""
+    strict = 2 * m * n * k * places / HOPPER_CORES
+    copied = (m * k * x_places + k * n * y_places) * (10 if depth > 1 else 8)
+    rate = HOPPER_TENSORS / (6 if depth > 1 else 2)
+    return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
+
+
+@functools.lru_cache(maxsize=4096)
+def hopper_tile(
+    m: int, n: int, slices: int, places: int, multiprocessors: int, *, depth: int = 1,
+    heavy: bool = False, free: bool = False, sums: bool = False, registers: int = 128,
+) -> tuple[HopperTile, int]:  # fmt: skip
+    """The tile, and the number of parts of K, of a product on Hopper.
+
+    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `free`: K may be
+    cut.  `registers`: accumulators that a thread has room for.
+    """
+    best: tuple[float, HopperTile, int] | None = None
+    for tile, cycles in HOPPER_TILES:
+        if tile.halves * tile.block_n // 2 > registers or (tile.ping_pong and depth > 1):
+            continue
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+        finish = tile.block_m * tile.block_n * (0.35 if heavy else 0.12)
+        most = max(1, slices // HOPPER_PART) if free else 1
+        for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
+            length = -(-slices // parts)
+            taken = -(-slices // length)
+            if taken != parts:
+                continue
+            work = length * depth * cycles
+            units = -(-blocks * parts // multiprocessors)
+            if tile.ping_pong:  # one consumer finishes while the other multiplies
+                cost = units * max(work, finish) + min(work, finish)
+            else:
+                cost = units * (work + finish)
+            if parts > 1:
+                cost += HOPPER_START + 8 * parts * m * n * places / HOPPER_BYTES
+            if best is None or cost < best[0] * 0.995:
+                best = cost, tile, parts
+    assert best is not None
+    return best[1], best[2]
+
+
+# --- CUDA: blocks by cp.async ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class CudaBlock:
+    """A thread block's block of a product, fetched by cp.async, and the part of one worker of it.
+
+    A worker is a thread on CUDA cores, a warp on tensor cores.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    part_m: int
+    part_n: int
+    #: Copies of the slices in shared memory.
+    stages: int
+    #: Blocks that share a multiprocessor.
+    resident: int
+    #: Of K in one instruction of a tensor core; 0: CUDA cores.
+    chunk: int = 0
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+    #: Speed of a full device, in relation to the largest tile.
+    speed: float = 1.0
+
+    @property
+    def threads(self) -> int:
+        workers = self.block_m // self.part_m * (self.block_n // self.part_n)
+        return workers * 32 if self.chunk else workers
+
+    def __str__(self) -> str:
+        kind = "warp" if self.chunk else "thread"
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k}, {self.part_m}x{self.part_n} a {kind}, "
+            f"{self.stages} stages"
+        )
+
+
+#: Rows (or columns) of the other factor from which on a float32 factor is copied before the
+#: product: one that is not read by 16 bytes in place, and one (X, Y) that would be turned in
+#: registers. On an H200 at 4096 cubed a copy takes 2 to 3% of the product's time, and the more the
+#: fewer uses there are; value by value a product takes 1.2 to 1.4 times as long, with X turned in
+#: registers 1.05 times (51.4 to 49.0 TFLOP/s), with Y too 1.15 times (44.8).
+CUDA_COPY_USES = 512
+CUDA_TURN_USES = (3072, 1024)
+#: float32 on CUDA cores. Measured on an H200 at 4096 cubed, in TFLOP/s with both factors as they
+#: are wanted (cuBLAS 51.8), with X turned, and with a slope's epilogue (cuBLAS and a pass 49.6):
+#: 64 x 128 with 8 x 8 sums a thread and three blocks on a multiprocessor 51.4, 49.0 and 48.8;
+#: 128 x 256 with 8 x 16, one block, 50.5, 46.9 and 47.0; 128 x 128 with 8 x 16, two blocks, 49.1,
+#: 45.7 and 46.4; 64 x 64 with 8 x 8, X turned, 45. Slices of 8 and four stages are no better. The
+#: small ones are for results of few blocks.
+CUDA_CORE_BLOCKS = (
+    CudaBlock(64, 128, 16, 8, 8, 3, 3),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.9),
+)
+#: float64 on tensor cores. Measured likewise, the product alone and with the epilogue of gelu
+#: (cuBLAS 63.0, and 30.8 with passes): 64 x 64 with 32 x 32 a warp and three blocks on a
+#: multiprocessor 60.0 and 55.8, 128 x 64 with 64 x 32, two blocks, 58.5 and 52.5; 128 x 128 with
+#: one block 55, chunks of 4 or 16 less.
+CUDA_DOUBLE_BLOCKS = (
+    CudaBlock(64, 64, 16, 32, 32, 3, 3, 8),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
+)
+#: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
+#: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337.
+CUDA_HALF_BLOCKS = (
+    CudaBlock(128, 256, 32, 64, 64, 4, 1, 16),
+    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9),
+    CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7),
+    CudaBlock(32, 64, 32, 32, 16, 4, 4, 16, speed=0.6),
+)
+#: The same where a factor comes value by value through registers: fewer sums leave room for them.
+CUDA_HALF_BLOCKS_HELD = (
+    CudaBlock(128, 128, 32, 64, 32, 3, 1, 16),
+    CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8),
+)
+#: Sums that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6
+#: (measured for float32: 2048 a third, 8192 four fifths of the speed).
+CUDA_BUSY_SUMS = 12288
+#: Values of K in the time of which a block begins and ends.
+CUDA_FILL = 64
+#: What a join takes to begin and end, in multiply-adds of one multiprocessor (7 us), and what a
+#: value of a plane takes on its way through memory, in those of all.
+CUDA_LAUNCH_COST = 1_400_000
+CUDA_PLANE_COST = 50
+
+
+@functools.lru_cache(maxsize=4096)
+def cuda_block(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
+    multiprocessors: int,
+) -> tuple[CudaBlock, int, int]:  # fmt: skip
+    """The tile of a product, and (length, number) of the parts of its sum, 1 but where `free`.
+
+    The one with the least work on the multiprocessor that has the most. The parts depend on the
+    sizes of one place: an element of a batch gives what it gives alone.
+    """
+    best: tuple[float, CudaBlock, int, int] | None = None
+    places = 1 if free else places
+    for tile in tiles:
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+        choices = [(max(1, k), 1)]
+        if free:
+            wanted = tile.resident * multiprocessors // max(1, blocks)
+            for parts in {max(1, wanted), max(1, wanted // 2)} - {1}:
+                part = round_up(-(-k // min(parts, max(1, k // CUDA_PART))), tile.block_k)
+                choices.append((part, -(-k // part)))
+        for part, parts in choices:
+            most = -(-blocks * places * parts // multiprocessors)
+            area = tile.block_m * tile.block_n
+            busy = min(1.0, min(most, tile.resident) * area / CUDA_BUSY_SUMS) ** 0.6
+            cost = most * area * (part + CUDA_FILL) / (tile.speed * busy)
+            if parts > 1:
+                planes = places * m * n * parts * CUDA_PLANE_COST
+                cost += CUDA_LAUNCH_COST + planes / multiprocessors
+            if best is None or cost < best[0]:
+                best = cost, tile, part, parts
+    assert best is not None
+    return best[1:]

@@ -184,9 +184,11 @@ def measured(tmp_path_factory):
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     done = python(
         *("-m", "numfuse", "bench", *SMALL, "--json", "b.json", "--markdown", "page.md"),
+        *("--operations", *peers.OPERATIONS),
         cwd=directory,
     )
     assert done.returncode == 0, done.stderr
+    assert {x.name for x in directory.iterdir()} == {"page.md", "b.json", "numfuse_bench.png"}
     return done.stdout, json.loads((directory / "b.json").read_text()), page.read_text()
 
 
@@ -230,6 +232,93 @@ def test_bench_says_in_words_where_a_peer_is_faster(measured):
         "NumPy is 2.00 times as fast as numfuse: forward, float32, 24x40x16, 1 thread."
     ]
     assert "numfuse is faster than every peer" in measured[0]
+
+
+def test_bench_draws_every_case_under_the_ceilings(measured, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+    from matplotlib.image import imread
+
+    from numfuse.cli import roofline
+
+    labels, drawn = [], []
+    annotate, plot = Axes.annotate, Axes.plot
+    monkeypatch.setattr(
+        Axes,
+        "annotate",
+        lambda self, text, *a, **k: (labels.append(text), annotate(self, text, *a, **k))[1],
+    )
+    monkeypatch.setattr(
+        Axes, "plot", lambda self, *a, **k: (drawn.append(a), plot(self, *a, **k))[1]
+    )
+    roofline.draw(tmp_path / "x.png", measured[1])
+    ours = {(x, y) for x, y, *mark in drawn if mark == ["o"]}
+    for case in measured[1]["cases"]:
+        amount = case["flop"] or case["bytes"]
+        x = amount / case["bytes"] if case["flop"] else amount / 2**20
+        assert pytest.approx((x, amount / case["seconds"]["numfuse"] / 1e9)) in list(ours)
+    assert len(ours) == sum(mark == ["D"] for _, _, *mark in drawn) == len(measured[1]["cases"])
+    text = " ".join(labels)
+    assert "triad" in text and "FMA peak, float32" in text and "FMA peak, float64" in text
+    picture = imread(tmp_path / "x.png")
+    assert picture.shape[1] >= 1000 and (picture[..., :3].min(axis=-1) < 0.9).mean() > 0.01
+
+
+def test_bench_stops_when_its_time_is_up_and_says_what_it_left_out(tmp_path):
+    done = python(
+        *("-m", "numfuse", "bench", "--sizes", "8", "12", "16", "--threads", "1", "--rounds", "1"),
+        *("--dtype", "float32", "--operations", "forward", "gated", "--peers", "NumPy"),
+        *("--seconds", "0", "--json", "b.json"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    (case,) = json.loads((tmp_path / "b.json").read_text())["cases"]
+    assert (case["operation"], case["m"]) == ("forward", 8)
+    assert "5 of 6 cases on 1 thread(s) were left out, as the time was up" in done.stdout
+
+
+def test_a_plain_bench_is_done_in_two_minutes_and_no_other_is_cut():
+    from numfuse.__main__ import build_parser
+
+    def seconds(*arguments):
+        return bench.budget(build_parser().parse_args(["bench", *arguments]))
+
+    assert seconds() == seconds("--activation", "silu") == bench.SECONDS < 110
+    assert seconds("--sizes", "64") is seconds("--full") is seconds("--dtype", "float32") is None
+    assert seconds("--full", "--seconds", "7") == 7
+
+
+def test_cases_come_by_turns_and_none_is_lost():
+    from numfuse.__main__ import build_parser
+
+    cases = bench.choose_cases(build_parser().parse_args(["bench"]))
+    turns = bench.by_turns(cases)
+    assert sorted(turns) == sorted(cases)
+    groups = {(case[0], case[4]) for case in cases}
+    assert {(case[0], case[4]) for case in turns[: len(groups)]} == groups
+
+
+def test_bench_without_matplotlib_goes_without_a_picture(tmp_path):
+    code = (
+        "import sys, json; sys.modules['matplotlib'] = None; import importlib.util as u;"
+        "find = u.find_spec;"
+        "u.find_spec = lambda n, *a: None if n == 'matplotlib' else find(n, *a);"
+        "from numfuse.cli.bench import draw; from pathlib import Path;"
+        "draw({'cases': [{}]}, Path('x.png'), print)"
+    )
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert 'pip install "numfuse[bench]"' in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_that_cannot_write_says_so_in_a_sentence(tmp_path):
+    done = python(
+        *("-m", "numfuse", "bench", *SMALL, "--operations", "gated", "--dtype", "float32"),
+        *("--json", "no/such/directory/b.json"),
+        cwd=tmp_path,
+    )
+    assert done.returncode == 1
+    assert "no/such/directory/b.json" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_peer_that_fails_is_reported_and_the_rest_goes_on(monkeypatch):

@@ -21,9 +21,12 @@ from conftest import SIMULATED, unavailable
 import numfuse as nf
 
 try:
-    from numfuse.backends.cuda import gated, passes, scalars, toolchain
+    from numfuse.backends.cuda import gated, joins, passes, scalars, toolchain
+    from numfuse.backends.cuda.hopper import WGMMA
     from numfuse.backends.cuda.mirror import MIRROR
     from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
+    from numfuse.backends.cuda.simt import CORES
+    from numfuse.backends.cuda.tensor_core import TENSOR_CORES
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -90,6 +93,60 @@ CASES = [
           ("ex2.approx.ftz.f32", "rcp.approx.ftz.f32")),
     taken("mirror f16, parts", MIRROR, product(64, 64, 9000, "float16", free=True), HOPPER,
           ("cvt.f32.f16",)),
+    taken("cores", CORES, product(4096, 4096, 512, "float32", x_turned=True, function="gelu"),
+          AMPERE, ("fma.rn.f32", "cp.async.cg.shared.global.L2::128B", "ld.shared.v4.f32")),
+    taken("cores, factors turned by registers", CORES,
+          product(1024, 1024, 512, "float32", y_turned=True, function="silu", epilogue="slope"),
+          HOPPER, ("fma.rn.f32", "ld.global.v4.f32")),
+    taken("cores, factors copied before", CORES,
+          product(4095, 4097, 4099, "float32", y_turned=True, alignment=4), HOPPER,
+          ("ld.global.f32", "st.shared.f32")),
+    taken("cores, value by value", CORES,
+          product(31, 33, 35, "float32", function="relu", alignment=4), AMPERE,
+          ("cp.async.ca.shared.global.L2::128B",)),
+    taken("cores, in parts", CORES, product(512, 512, 65536, "float32", x_turned=True, free=True),
+          HOPPER, ("fma.rn.f32",)),
+    taken("tensor cores f64", TENSOR_CORES,
+          product(4096, 4096, 512, "float64", function="gelu", epilogue="slope"), HOPPER,
+          ("mma.sync.aligned.m16n8k8.row.col.f64", "cp.async.cg.shared.global")),
+    taken("tensor cores f64 of Ampere", TENSOR_CORES,
+          product(1000, 1000, 1000, "float64", x_turned=True, alignment=8), AMPERE,
+          ("mma.sync.aligned.m8n8k4.row.col.f64", "cp.async.ca.shared.global")),
+    taken("tensor cores bf16", TENSOR_CORES,
+          product(4096, 4096, 4096, "bfloat16", y_turned=True, function="gelu"), AMPERE,
+          ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync", "cvt.rn.bf16")),
+    taken("tensor cores f16, value by value", TENSOR_CORES,
+          product(1023, 1025, 1027, "float16", function="silu", epilogue="slope", alignment=2),
+          AMPERE, ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "st.shared.u16")),
+    *[
+        taken(f"{dtype} in layout {x:d}{y:d}", tier,
+              product(4096, 4096, 4096, dtype, x_turned=x, y_turned=y, function="gelu"), HOPPER)
+        for dtype, tier in (("float32", CORES), ("float64", TENSOR_CORES))
+        for x in (False, True)
+        for y in (False, True)
+    ],
+    Case("sums of columns", (joins.columns("float32", Slot("planes"), Slot("out"), "bfloat16", 1,
+                                           512, 4096, (4096, 1)),), HOPPER),
+    taken("wgmma bf16", WGMMA, product(8192, 4096, 4096, "bfloat16", function="gelu"), HOPPER,
+          ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.tensor.3d",
+           "setmaxnreg.inc.sync.aligned.u32 232", "griddepcontrol.wait")),
+    taken("wgmma f16 slope", WGMMA,
+          product(4096, 4096, 4096, "float16", function="silu", epilogue="slope"), HOPPER,
+          ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", "shfl.sync.bfly")),
+    taken("wgmma d_a", WGMMA, product(4096, 4096, 4096, "bfloat16", y_turned=True), HOPPER,
+          ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "stmatrix")),
+    taken("wgmma d_b in parts", WGMMA,
+          product(512, 512, 65536, "bfloat16", x_turned=True, free=True), HOPPER, ("wgmma",)),
+    taken("wgmma rows of any alignment", WGMMA,
+          product(1023, 1025, 2047, "bfloat16", function="relu", epilogue="slope", alignment=2),
+          HOPPER, ("ld.global.nc.b16",)),
+    taken("wgmma bf16, few rows", WGMMA, product(16, 4096, 4096, "bfloat16", function="relu"),
+          HOPPER, ("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16",)),
+    taken("wgmma bf16x6", WGMMA,
+          product(2048, 2048, 2048, "float32", function="gelu", precision="bf16x6"), HOPPER,
+          ("cvt.rn.bf16x2.f32",)),
+    taken("wgmma tf32", WGMMA, product(2048, 2048, 2048, "float32", precision="tf32"), HOPPER,
+          ("cvt.rna.tf32.f32",)),
     Case("slopes", (passes.slopes(AMPERE, "float32", None, None, ("float32", (1, 1, 1)), None,
                                   100, 90, 1, True),), AMPERE),
     Case("copy", (passes.copies(AMPERE, "float32", "bfloat16", "float32", (3, 4), (4, 1), (4, 1)),),

@@ -29,8 +29,11 @@ FENCE = re.compile(
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 # A page whose programs need a backend.
 NEEDS = {"docs/webgpu.md": "webgpu", "docs/cuda.md": "cuda"}
-#: Or a package.
-PACKAGES = {"docs/distributed.md": "dask"}
+# A page whose programs need other libraries.
+MODULES = {
+    "docs/distributed.md": ("dask.array",),
+    "docs/guide/arrays.md": ("autograd", "dask.array"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +56,8 @@ def test_the_programs_of_a_page_do_what_it_shows(name):
     needs = NEEDS.get(name)
     if needs is not None and not nf.backends()[needs]:
         unavailable(needs, str(nf.backends()[needs]))
-    if name in PACKAGES:
-        pytest.importorskip(PACKAGES[name])
+    for module in MODULES.get(name, ()):
+        pytest.importorskip(module)
     names: dict[str, object] = {}
     runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
     for found in programs(name):

@@ -463,3 +463,34 @@ def test_array_functions_keep_the_dtype_and_evaluate_refuses_other_kinds():
     for wrong in (np.ones(2, complex), np.array(["a"]), np.array([None])):
         with pytest.raises(TypeError, match="expected an array of real numbers"):
             elementary.evaluate(X, wrong)
+
+
+def test_what_holds_formulas_is_compared_without_asking_a_formula_for_its_truth():
+    from dataclasses import dataclass
+
+    @dataclass(frozen=True, eq=False)
+    class Kernel(ex.Keyed):
+        name: str
+        value: ex.Expr | None
+        parts: tuple = ()
+
+    one, other = ex.exp(X), ex.tanh(X)
+    kernels = [
+        Kernel("k", one), Kernel("k", other), Kernel("k", None), Kernel("l", one),
+        Kernel("k", one, ((one, 1),)), Kernel("k", one, ((other, 1),)),
+    ]  # fmt: skip
+    for i, a in enumerate(kernels):
+        for j, b in enumerate(kernels):
+            assert (a == b) is (i == j) and (a != b) is (i != j)
+        again = Kernel(a.name, a.value, tuple(a.parts))
+        assert again == a and hash(again) == hash(a) and {a: i}[again] == i
+    assert kernels[0] != one and kernels[0] != "k"
+
+
+def test_the_backends_kernels_are_equal_where_their_formulas_are():
+    from numfuse.backends.webgpu.kernels import Gated, Operand
+
+    kernels = [Gated("f32", Operand("float32"), f) for f in (ex.exp(X), ex.tanh(X), None)]
+    for i, a in enumerate(kernels):
+        assert [a == b for b in kernels] == [i == j for j in range(3)]
+        assert a == Gated("f32", Operand("float32"), a.value)

@@ -66,6 +66,12 @@ def case_of(operation, dtype, shape, layout="contiguous"):
     return peers.Case(operation, *sizes, dtype, "gelu", *view)
 
 
+def draw(case) -> peers.Operands:
+    """The operands of a case, all in its dtype: NumPy's product of bfloat16 is float32."""
+    operands = peers.draw_operands(case, np.random.default_rng(0))
+    return operands._replace(pre=operands.pre.astype(case.dtype, copy=False))
+
+
 def contestant(name, operation, dtype, shape, layout="contiguous") -> Run:
     """A call that has run once: compiled, or found in the disk cache; it returns when it is done.
 
@@ -82,7 +88,7 @@ def contestant(name, operation, dtype, shape, layout="contiguous") -> Run:
         raise NotImplementedError(f"{name} is not installed")
     if dtype in ("float16", "bfloat16") and name == "NumPy":
         raise NotImplementedError("NumPy has no products of halves but by a loop")
-    operands = peers.draw_operands(case, np.random.default_rng(0))
+    operands = draw(case)
     try:
         made = peers.PEERS[name][1](case, operands)
         made.run()
@@ -94,8 +100,8 @@ def contestant(name, operation, dtype, shape, layout="contiguous") -> Run:
 def _ours(name: str, case) -> Run:
     status = nf.backends().get(name)
     if not status:
-        raise NotImplementedError(f"{name}: {status or 'not in this version'}")
-    operands = peers.draw_operands(case, np.random.default_rng(0))
+        raise NotImplementedError(str(status) if status is not None else f"no {name} backend yet")
+    operands = draw(case)
     if name == "cpu":
         made = peers.numfuse_contestant(case, operands)
         made.run()
@@ -151,9 +157,10 @@ def share_of_peak(operation, dtype, shape) -> float:
     seconds = timing.interleave(
         {"run": run, "peak": lambda: peaks.append(ceilings.fma_peak(dtype, 1))}, rounds=ROUNDS
     )
+    # Round by round, as a ratio to a peer: of a peak's two calls a round, the timed one.
+    pairs = zip(seconds["run"], peaks[-2 * ROUNDS :][1::2], strict=True)
     flop = case_of(operation, dtype, shape).flop
-    # Of the peak the best: what disturbs a round can only lower it.
-    return flop / timing.median(seconds["run"]) / 1e9 / max(peaks)
+    return statistics.median(flop / second / 1e9 / peak for second, peak in pairs)
 
 
 def share_of_triad(operation, dtype, shape) -> float:

@@ -10,6 +10,8 @@ the weights are added in a tree, and the client applies them::
     python docs/examples/train_on_dask.py
     python docs/examples/train_on_dask.py --zarr samples.zarr     written once, then read from disk
 
+(Where these pages show what it prints, it was run on 32 MiB, to have them built in a minute.)
+
 While it runs, the printed address shows Dask's dashboard (where bokeh is installed).
 """
 
@@ -109,7 +111,7 @@ class Adam:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[1])
+    parser = argparse.ArgumentParser(description="Train on more data than the workers hold.")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--memory", default="400MiB", help="limit of a worker")
     parser.add_argument("--blocks", type=int, default=256)

@@ -25,14 +25,17 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse import problem, tiling
+from numfuse import higher, problem, tiling
 from numfuse.activations import get as get_activation
 from numfuse.backends import Backend, active, latest, load
 from numfuse.backends.cuda import CudaBackend
 from numfuse.gradients import (
     GATED_NEEDS,
+    GATED_SECOND_NEEDS,
     GEMM_NEEDS,
+    GEMM_SECOND_NEEDS,
     RESIDUAL_NEEDS,
+    RESIDUAL_SECOND_NEEDS,
     check_needs,
     check_outputs,
 )
@@ -40,20 +43,28 @@ from numfuse.gradients import (
 # numba-cuda may be missing, or have no GPU: the reason is a BackendUnavailable, not this import's.
 load("cuda")
 
-from numfuse.backends.cuda import dlpack  # noqa: E402
+from numfuse.backends.cuda import dlpack, run  # noqa: E402
+from numfuse.backends.cuda import higher as run_higher  # noqa: E402
 from numfuse.backends.cuda.arrays import DeviceArray, dtype_of, ghost, pool_of  # noqa: E402
 from numfuse.backends.cuda.arrays import download as download_ghost  # noqa: E402
 from numfuse.backends.cuda.calls import Argument, Kept, Maker, call  # noqa: E402
 from numfuse.backends.cuda.driver import Device, device, ordinal_of  # noqa: E402
 from numfuse.backends.cuda.memory import Pool  # noqa: E402
+from numfuse.backends.cuda.plans import Recorder  # noqa: E402
 
 __all__ = [
     "activation_mul",
     "activation_mul_bwd",
+    "activation_mul_double_bwd",
+    "activation_mul_jvp",
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
+    "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jvp",
     "matmul_bias_residual",
     "matmul_bias_residual_bwd",
+    "matmul_bias_residual_double_bwd",
+    "matmul_bias_residual_jvp",
     "synchronize",
     "to_numpy",
 ]
@@ -617,7 +628,14 @@ def matmul_bias_residual_bwd(
             g["grad"], g["a"], g["b"], g.get("bias"), g["residual"], g.get("pre"), needs,
             sum_batch, guard, tuple(g.get(name) for name in names),
         )  # fmt: skip
-        return p, names, residual_grad
+        if residual_grad is None:
+            return p, names, None
+        source, target = residual_grad.grad, residual_grad.d_residual
+
+        def after(rec: Recorder, bind: Any) -> None:
+            run.sum_to(rec, bind("grad", source), bind("d_residual", target), p.acc_dtype.name)
+
+        return p, names, after
 
     return made.run("backward", ("residual", needs, bool(sum_batch), bool(guard)), make)
 
@@ -672,6 +690,169 @@ def activation_mul_bwd(
         return p, ("d_a", "d_b"), None
 
     return made.run("gated_backward", options, make, key)
+
+
+def matmul_bias_activation_double_bwd(
+    u: Any,
+    v: Any,
+    w: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    needs: Iterable[str] = GEMM_SECOND_NEEDS,
+    pre_activation: Any = None,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
+    act, needs = get_activation(activation), check_needs(needs, GEMM_SECOND_NEEDS)
+    made = _Call(backend, grad=grad, a=a, b=b, bias=bias, u=u, v=v, w=w, pre=pre_activation)
+
+    def make(g: dict[str, ndarray]) -> Any:
+        p = higher.gemm_double_backward(
+            g.get("u"), g.get("v"), g.get("w"), g["grad"], g["a"], g["b"], g.get("bias"), act,
+            g.get("pre"), needs, guard,
+        )  # fmt: skip
+        return p, ("d_grad", "d_a", "d_b", "d_bias"), None
+
+    return made.run("double_backward", (act.name, act.digest, needs, bool(guard)), make)
+
+
+def matmul_bias_residual_double_bwd(
+    u: Any,
+    v: Any,
+    w: Any,
+    z: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    *,
+    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
+    needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
+    made = _Call(backend, grad=grad, a=a, b=b, residual=residual, bias=bias, u=u, v=v, w=w, z=z)
+
+    def make(g: dict[str, ndarray]) -> Any:
+        p = higher.gemm_residual_double_backward(
+            g.get("u"), g.get("v"), g.get("w"), g.get("z"), g["grad"], g["a"], g["b"],
+            g.get("bias"), g["residual"], needs, guard,
+        )  # fmt: skip
+        d_residual = p.result.d_residual
+
+        def after(rec: Recorder, bind: Any) -> None:
+            if d_residual is not None:
+                run_higher.zero(rec, bind("d_residual", d_residual))
+
+        return p, ("d_grad", "d_a", "d_b", "d_bias", "d_residual"), after
+
+    return made.run("double_backward", ("residual", needs, bool(guard)), make)
+
+
+def matmul_bias_activation_jvp(
+    a: Any,
+    b: Any,
+    bias: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    activation: Any = "none",
+    *,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_activation_jvp`."""
+    act = get_activation(activation)
+    made = _Call(backend, a=a, b=b, bias=bias, u=a_dot, v=b_dot, w=bias_dot)
+
+    def make(g: dict[str, ndarray]) -> Any:
+        p = higher.gemm_tangent(
+            g["a"], g["b"], g.get("bias"), g.get("u"), g.get("v"), g.get("w"), act, guard
+        )
+        return p, ("out", "out_dot"), None
+
+    return made.run("tangent", (act.name, act.digest, bool(guard)), make)
+
+
+def matmul_bias_residual_jvp(
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    residual_dot: Any,
+    *,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.matmul_bias_residual_jvp`."""
+    made = _Call(
+        backend, a=a, b=b, residual=residual, bias=bias, u=a_dot, v=b_dot, w=bias_dot,
+        z=residual_dot,
+    )  # fmt: skip
+
+    def make(g: dict[str, ndarray]) -> Any:
+        p = higher.gemm_residual_tangent(
+            g["a"], g["b"], g.get("bias"), g["residual"], g.get("u"), g.get("v"), g.get("w"),
+            g.get("z"),
+        )  # fmt: skip
+        return p, ("out", "out_dot"), None
+
+    return made.run("tangent", ("residual",), make)
+
+
+def activation_mul_double_bwd(
+    u: Any,
+    v: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    *,
+    needs: Iterable[str] = GATED_SECOND_NEEDS,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.activation_mul_double_bwd`."""
+    act, needs = get_activation(activation), check_needs(needs, GATED_SECOND_NEEDS)
+    made = _Call(backend, grad=grad, a=a, b=b, u=u, v=v)
+
+    def make(g: dict[str, ndarray]) -> Any:
+        p = higher.gated_double_backward(
+            g.get("u"), g.get("v"), g["grad"], g["a"], g["b"], act, needs, guard
+        )
+        return p, ("d_grad", "d_a", "d_b"), None
+
+    return made.run("gated_double_backward", (act.name, act.digest, needs, bool(guard)), make)
+
+
+def activation_mul_jvp(
+    a: Any,
+    b: Any,
+    a_dot: Any,
+    b_dot: Any,
+    activation: Any,
+    *,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
+    """As :func:`numfuse.activation_mul_jvp`."""
+    act = get_activation(activation)
+    made = _Call(backend, a=a, b=b, u=a_dot, v=b_dot)
+
+    def make(g: dict[str, ndarray]) -> Any:
+        p = higher.gated_tangent(g["a"], g["b"], g.get("u"), g.get("v"), act, guard)
+        return p, ("out", "out_dot"), None
+
+    return made.run("gated_tangent", (act.name, act.digest, bool(guard)), make)
 
 
 def to_numpy(x: Any) -> ndarray:

@@ -1,7 +1,7 @@
 """Measure this machine: its ceilings (fused multiply-adds and bytes a second), numfuse, and the
 installed peers doing the same work on the same operands. One process per number of threads, pinned
 to as many cores; contestants interleaved, medians over the rounds, results checked against
-float64.
+float64. A table, a picture of it all under the machine's ceilings, and a file for a bug report.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from numfuse.cli import missing_extra
-from numfuse.cli.peers import ACTIVATIONS, LAYOUTS, OPERATIONS, PEERS, PRODUCTS, installed
+from numfuse.cli.peers import ACTIVATIONS, LAYOUTS, OPERATIONS, PEERS, PRODUCTS, Case, installed
 
+CASE_FIELDS = Case._fields
 SIZES = {
     "quick": ["64", "256"],
-    "default": ["64", "256", "512", "1024", "1000x777x1003"],
+    "default": ["512", "64", "1000x777x1003", "1024", "256"],
     "full": [
         *("64", "256", "512", "1024", "2048"),
         *("8192x512x2048", "4096x4096x64", "1000x777x1003"),
@@ -33,7 +34,12 @@ VIEW_OPERATIONS = ["forward", "backward"]
 # allocator keeps for the next array.
 GATED_SIZES = {"quick": [], "default": ["2048x2048"], "full": ["8192x4096"]}
 # Rounds and the least seconds of one timed stretch.
-EFFORT = {"quick": (3, 1e-3), "default": (7, 2e-3), "full": (15, 5e-3)}
+EFFORT = {"quick": (3, 1e-3), "default": (5, 2e-3), "full": (15, 5e-3)}
+# A plain `bench` is done within two minutes on any machine: after this many seconds the cases that
+# are left are left out, and it says so. They come by turns, so that none of operations and dtypes
+# goes without. What follows the last case takes some seconds more.
+SECONDS = 105.0
+DEFAULT_OPERATIONS = OPERATIONS[:5]  # without "fresh"
 SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
 GATED_ELEMENTS = 1 << 16  # below, a gated call measures the caller and not the kernel
 
@@ -64,6 +70,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="full",
         help="every size, layout and peer, torch.compile too, more rounds: up to two hours",
     )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        metavar="S",
+        help=f"measure for so long at the most; default: {SECONDS:.0f} where nothing else is asked "
+        "for, else no limit",
+    )
     parser.set_defaults(effort="default")
     parser.add_argument(
         "--sizes",
@@ -87,7 +100,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--peers", nargs="*", choices=tuple(PEERS))
     parser.add_argument("--rounds", type=int, metavar="N")
     parser.add_argument("--seed", type=int, help="default: a new one each time")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything measured")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        default=Path("numfuse_bench.json"),
+        help="where to write everything measured (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--picture",
+        type=Path,
+        metavar="FILE",
+        default=Path("numfuse_bench.png"),
+        help="where to draw it under the machine's ceilings (default: %(default)s)",
+    )
     parser.add_argument(
         "--markdown",
         type=Path,
@@ -129,7 +155,8 @@ def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     sizes = arguments.sizes or [size(text) for text in SIZES[arguments.effort]]
     quick = arguments.effort == "quick"
     dtypes = arguments.dtype or (["float32"] if quick else ["float32", "float64"])
-    operations = arguments.operations or (OPERATIONS[:2] if quick else OPERATIONS)
+    default = {"quick": OPERATIONS[:2], "default": DEFAULT_OPERATIONS, "full": OPERATIONS}
+    operations = arguments.operations or default[arguments.effort]
     # A gated operation works on (M, N): one case where two sizes differ in K only.
     cases: dict[tuple[Any, ...], None] = {}
     for dtype in dtypes:
@@ -156,11 +183,32 @@ def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
     return list(cases)
 
 
+def by_turns(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The first case of every operation, dtype and layout, then the second of each, and so on."""
+    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    for case in cases:
+        operation, _, _, _, dtype, _, layout = case
+        groups.setdefault((operation, dtype, layout), []).append(case)
+    longest = max(map(len, groups.values()), default=0)
+    return [group[i] for i in range(longest) for group in groups.values() if i < len(group)]
+
+
+def budget(arguments: argparse.Namespace) -> float | None:
+    """Seconds that the measurements may take; None for as long as they do."""
+    if arguments.seconds is not None:
+        return float(arguments.seconds)
+    asked = (arguments.sizes, arguments.dtype, arguments.operations, arguments.layouts)
+    plain = arguments.effort == "default" and not any((*asked, arguments.rounds, arguments.threads))
+    return SECONDS if plain else None
+
+
 def measure(
     arguments: argparse.Namespace, advance: Callable[[str, int, int], None]
 ) -> dict[str, Any]:
     """Run everything; ``advance(description, done, total)`` is called as it goes."""
+    import math
     import secrets
+    import time
 
     import numfuse as nf
     from numfuse.cli import ceilings, session
@@ -192,11 +240,15 @@ def measure(
         "cases": [],
     }
     total = len(threads) * len(cases)
-    for count in threads:
+    limit, began = budget(arguments), time.monotonic()
+    for turn, count in enumerate(threads, 1):
+        # Each number of threads gets its share, and what those before it have left.
+        end = began + limit * turn / len(threads) if limit is not None else math.inf
+        measured = 0
         found: dict[str, Any] = {"threads": count}
         plan = {
             "threads": count,
-            "cases": cases,
+            "cases": by_turns(cases),
             "peers": chosen,
             "rounds": report["rounds"],
             "sample": sample,
@@ -209,10 +261,21 @@ def measure(
             if kind == "case":
                 report["cases"].append(event)
                 text = f"{count} thread(s): {event['operation']} {event['dtype']}"
+                measured += 1
                 advance(f"{text} {event['m']}x{event['n']}", len(report["cases"]), total)
+                if time.monotonic() > end and measured < len(cases):
+                    notes.append(
+                        f"{len(cases) - measured} of {len(cases)} cases on {count} thread(s) were "
+                        f"left out, as the time was up: --seconds sets it, --full has no limit"
+                    )
+                    break  # ends the measuring process, too
             else:
                 found[kind] = event
         report["sessions"].append(found)
+    places = {case: place for place, case in enumerate(cases)}
+    report["cases"].sort(
+        key=lambda c: (threads.index(c["threads"]), places[tuple(c[name] for name in CASE_FIELDS)])
+    )
     return report
 
 
@@ -226,6 +289,21 @@ def wrong_results(report: dict[str, Any]) -> list[str]:
         for name, error in case["error"].items()
         if not error <= case["tolerance"]
     ]
+
+
+def draw(report: dict[str, Any], path: Path, say: Callable[[str], None]) -> None:
+    """The picture, where there is something to draw and something to draw with."""
+    import importlib.util
+
+    if not report["cases"]:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        say('no picture: matplotlib is not installed: python -m pip install "numfuse[bench]"')
+        return
+    from numfuse.cli.roofline import draw as roofline
+
+    roofline(path, report)
+    say(f"picture: {path}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -253,12 +331,16 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"numfuse bench: {error}", file=sys.stderr)
             return 1
     reports.show(report, console)
-    if arguments.json:
+    try:
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         console.print(f"everything measured: {arguments.json}")
-    if arguments.markdown:
-        reports.write_markdown(report, arguments.markdown)
-        console.print(f"tables: {arguments.markdown}")
+        draw(report, arguments.picture, console.print)
+        if arguments.markdown:
+            reports.write_markdown(report, arguments.markdown)
+            console.print(f"tables: {arguments.markdown}")
+    except OSError as error:
+        print(f"numfuse bench: {error}", file=sys.stderr)
+        return 1
     wrong = wrong_results(report)
     for sentence in wrong:
         print(f"WRONG RESULT  {sentence}", file=sys.stderr)

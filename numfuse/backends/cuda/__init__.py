@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.backends.cuda.arrays import DeviceArray
     from numfuse.backends.cuda.driver import Device
+    from numfuse.higher import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
     from numfuse.problem import (
         GatedBackwardProblem,
         GatedProblem,
@@ -37,7 +43,9 @@ __all__ = ["BACKEND", "PRECISIONS", "CudaBackend"]
 PRECISIONS = ("ieee", "bf16x6", "tf32")
 _OUTPUTS = {
     "forward": ("out", "pre"), "backward": ("d_a", "d_b", "d_bias"), "gated": ("out",),
-    "gated_backward": ("d_a", "d_b"),
+    "gated_backward": ("d_a", "d_b"), "double_backward": ("d_grad", "d_a", "d_b", "d_bias"),
+    "tangent": ("out", "out_dot"), "gated_double_backward": ("d_grad", "d_a", "d_b"),
+    "gated_tangent": ("out", "out_dot"),
 }  # fmt: skip
 
 
@@ -83,24 +91,26 @@ class CudaBackend:
         """The gradients of the gate."""
         self._host("gated_backward", p)
 
+    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
+        """The gradients of the backward's gradients."""
+        self._host("double_backward", p)
+
+    def tangent(self, p: GemmTangentProblem) -> None:
+        """The forward and its directional derivative."""
+        self._host("tangent", p)
+
+    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
+        """The gradients of the gate's gradients."""
+        self._host("gated_double_backward", p)
+
+    def gated_tangent(self, p: GatedTangentProblem) -> None:
+        """The gate and its directional derivative."""
+        self._host("gated_tangent", p)
+
     def _host(self, kind: str, p: Any) -> None:
-        from numfuse.backends.cuda.calls import Host, recorded
+        from numfuse.backends.cuda.calls import host_call
 
-        device = self.device
-        host = Host(device, 0, _OUTPUTS[kind])
-        try:
-            names = ("grad", "a", "b", "bias", "residual", "pre", "out", "d_a", "d_b", "d_bias")
-            steps, told = recorded(
-                device, self.precision, kind, p, host.bind, names, p.activation.name
-            )
-            blocks = [host.blocks.get(name) for name in names]
-            from numfuse.backends.cuda.arrays import pool_of
-
-            steps.run(device, pool_of(device), 0, [0 if b is None else b.address for b in blocks])
-            host.finish()
-        finally:
-            host.close()
-        latest.call = told
+        latest.call = host_call(self.device, self.precision, kind, p, _OUTPUTS[kind])
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
         """This backend on another device, or with another precision of float32 products."""

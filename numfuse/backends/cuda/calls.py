@@ -16,9 +16,10 @@ from numpy import ndarray
 
 from numfuse import problem, tiling
 from numfuse.backends import Call, latest
-from numfuse.backends.cuda import run
+from numfuse.backends.cuda import higher, run
 from numfuse.backends.cuda.arrays import address, bounds, dtype_of, ghost, pool_of
 from numfuse.backends.cuda.driver import Device
+from numfuse.backends.cuda.memory import Block
 from numfuse.backends.cuda.plans import Recorder, Steps, View, strides_of
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ __all__ = [
 #: What runs a kind of problem.
 operations: dict[str, Callable[[Recorder, Any, run.Bind], None]] = {
     "forward": run.forward, "backward": run.backward, "gated": run.gate,
-    "gated_backward": run.gate_backward,
+    "gated_backward": run.gate_backward, "double_backward": higher.double_backward,
+    "tangent": higher.tangent, "gated_double_backward": higher.gated_double_backward,
+    "gated_tangent": higher.gated_tangent,
 }  # fmt: skip
 
 
@@ -131,7 +134,8 @@ def call(
     options : tuple
         All else that the problem depends on; hashable.
     make_problem : callable
-        From ghosts, by name; (problem, names of the parts of its result, residual's gradient).
+        From ghosts, by name: (problem, names of the parts of its result, what else is to be
+        recorded after it, or None).
     capture : int, optional
         The number of the graph that is being captured, where the caller knows it.
     """
@@ -197,7 +201,7 @@ def _record(
         dtype = dtype_of(a.dtype)
         strides = [s * dtype.itemsize for s in a.strides]
         ghosts[name] = ghost(a.address, a.shape, strides, dtype, a.writable)
-    p, result_names, residual = make_problem(ghosts)
+    p, result_names, after = make_problem(ghosts)
     parts = p.result if isinstance(p.result, tuple) else (p.result,)
     news: list[str] = []
     results: list[int | tuple[str, tuple[int, ...], str] | None] = []
@@ -221,13 +225,6 @@ def _record(
             rec.number(name), offset, x.shape, strides_of(x), x.dtype.name, x.itemsize,
             alignments[name],
         )  # fmt: skip
-
-    def after(rec: Recorder, once: Callable[[str, ndarray], View]) -> None:
-        if residual is not None:
-            run.sum_to(
-                rec, once("grad", residual.grad), once("d_residual", residual.d_residual),
-                p.acc_dtype.name,
-            )  # fmt: skip
 
     steps, told = recorded(
         device, precision, kind, p, bind, (*operands, *outs, *news), p.activation.name, after
@@ -287,48 +284,90 @@ class Host:
         self._device, self._stream, self._outputs = device, stream, outputs
         self._pool = pool_of(device)
         #: {name: its block}
-        self.blocks: dict[str, Any] = {}
+        self.blocks: dict[str, Block] = {}
         self._targets: list[tuple[ndarray, str]] = []
 
     def bind(self, rec: Recorder, name: str, x: ndarray) -> View:
         """An operand, copied; or room for a result."""
-        shape = x.shape
+        return View(rec.number(name), 0, x.shape, self.place(name, x), x.dtype.name, x.itemsize, 16)
+
+    def place(self, name: str, x: ndarray) -> tuple[int, ...]:
+        """Make its block, and fill it where it is an operand; its strides there."""
+        order, packed = list(range(x.ndim)), x
         if name in self._outputs:
             self._targets.append((x, name))
-            packed, order = x, list(range(x.ndim))
-            unique = x.shape
         else:
             # An axis that repeats one slice is copied once, and the rest in the order of memory: a
             # transposed array takes no copy on the way.
             once = x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides)]
-            order = sorted(range(x.ndim), key=lambda axis: -abs(once.strides[axis]))
+            order.sort(key=lambda axis: -abs(once.strides[axis]))
             packed = np.array(once.transpose(order), order="C", copy=None)
-            unique = packed.shape
-        nbytes = max(1, int(np.prod(unique)) * x.itemsize)
-        block = self.blocks[name] = self._pool.take(nbytes, self._stream, f"{name} {shape}")
+        block = self.blocks[name] = self._pool.take(
+            max(1, packed.nbytes), self._stream, f"{name} {x.shape}"
+        )
         if name not in self._outputs and packed.size:
             self._device.upload(address(packed), block.address, packed.nbytes, self._stream)
         strides, run_length = [0] * x.ndim, 1
         for axis in reversed(range(x.ndim)):
             at = order[axis]
             strides[at] = run_length if x.strides[at] or name in self._outputs else 0
-            run_length *= max(1, unique[axis])
-        return View(rec.number(name), 0, shape, tuple(strides), x.dtype.name, x.itemsize, 16)
+            run_length *= max(1, packed.shape[axis])
+        return tuple(strides)
 
     def finish(self) -> None:
-        """Bring the results back."""
+        """Bring the results back; before that, none of them is touched."""
         found = []
         for x, name in self._targets:
-            value = np.empty(x.shape, x.dtype)
+            value = x if x.flags.c_contiguous and len(self._targets) == 1 else np.empty_like(x)
+            if not value.flags.c_contiguous:
+                value = np.empty(x.shape, x.dtype)
             if value.size:
                 at = self.blocks[name].address
                 self._device.download(at, address(value), value.nbytes, self._stream)
             found.append((x, value))
         for x, value in found:
-            x[...] = value
+            if value is not x:
+                x[...] = value
 
     def close(self) -> None:
         """Give the memory back."""
         for block in self.blocks.values():
             self._pool.give(block)
         self.blocks = {}
+
+
+#: The arrays of every kind of problem.
+_FIELDS = (
+    "grad", "a", "b", "bias", "residual", "pre", "out", "d_a", "d_b", "d_bias", "u", "v", "w", "z",
+    "d_grad", "out_dot",
+)  # fmt: skip
+
+
+def host_call(device: Device, precision: str, kind: str, p: Any, outputs: Sequence[str]) -> Call:
+    """Run a problem of NumPy arrays; what `last_call` tells of it."""
+    arrays = {name: x for name in _FIELDS if (x := getattr(p, name, None)) is not None}
+    act = p.activation
+    key = (
+        "host", kind, precision, act.name, act.digest, getattr(p, "guard", None), p.dtype,
+        getattr(p, "batch", None), getattr(p, "k", None),
+        tuple((name, x.shape, x.strides, x.dtype) for name, x in arrays.items()),
+    )  # fmt: skip
+    host = Host(device, 0, outputs)
+    try:
+        kept = device.kept_calls.get(key)
+        if kept is None:
+            steps, told = recorded(device, precision, kind, p, host.bind, _FIELDS, act.name)
+            if len(device.kept_calls) >= tiling.CUDA_KEPT_PLANS:
+                device.kept_calls.clear()
+            kept = device.kept_calls[key] = steps, tuple(host.blocks), told
+        else:
+            for name in kept[1]:
+                host.place(name, arrays[name])
+        steps, _, told = kept
+        blocks = [host.blocks.get(name) for name in _FIELDS]
+        addresses = [0 if block is None else block.address for block in blocks]
+        steps.run(device, pool_of(device), 0, addresses)
+        host.finish()
+    finally:
+        host.close()
+    return told

@@ -24,14 +24,14 @@ from numfuse.backends.cuda import scalars
 from numfuse.backends.cuda.scalars import TARGET, fused, is_finite, select
 from numfuse.backends.cuda.toolchain import SIMULATED, intrinsic, ir, types
 from numfuse.backends.cuda.toolchain import device_function as device
-from numfuse.expr import Expr, dumps
+from numfuse.expr import Expr, Keyed, dumps
 from numfuse.scalar import render
 
 __all__ = ["Scalar", "device_function", "scalar"]
 
 
-@dataclass(frozen=True)
-class Scalar:
+@dataclass(frozen=True, eq=False)
+class Scalar(Keyed):
     """A device function of one scalar, to be bound to a kernel's name; built by the compiler.
 
     Parameters

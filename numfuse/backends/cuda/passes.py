@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from numfuse import tiling
+from numfuse.backends.cuda import joins as wide_joins
 from numfuse.backends.cuda import scalars
 from numfuse.backends.cuda.elementwise import Scalar
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Slot
@@ -71,6 +72,10 @@ def joins(
     which they are added up depends on their number alone. `strides` are those of `out` (place, row,
     column), in elements.
     """
+    if info.capability[0] and rows == 1 and depth >= tiling.CUDA_JOIN_DEEP and count < 1 << 16:
+        steps = strides[0], strides[2]
+        launch = wide_joins.columns(accumulator, planes, out, dtype, count, depth, columns, steps)
+        return (launch,), 0
     size = rows * columns
     itemsize = 8 if accumulator == "float64" else 4
     launches: list[Launch] = []

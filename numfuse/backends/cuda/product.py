@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from numfuse.expr import Expr
+from numfuse.expr import Expr, Keyed
 
 if TYPE_CHECKING:
     from numfuse.backends.cuda.toolchain import Kernel
@@ -56,8 +56,8 @@ class Operand:
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
-@dataclass(frozen=True)
-class Product:
+@dataclass(frozen=True, eq=False)
+class Product(Keyed):
     """out[p] = epilogue(X[p] @ Y[p]) for every place p; the key of a kept plan."""
 
     m: int

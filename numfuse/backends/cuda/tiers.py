@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from numfuse.backends.cuda.hopper import WGMMA
 from numfuse.backends.cuda.mirror import MIRROR
 from numfuse.backends.cuda.product import DeviceInfo, Plan, Product, Tier
+from numfuse.backends.cuda.simt import CORES
+from numfuse.backends.cuda.tensor_core import TENSOR_CORES
 
 __all__ = ["TIERS", "choose"]
 
 #: The last takes every product.
-TIERS: tuple[Tier, ...] = (MIRROR,)
+TIERS: tuple[Tier, ...] = (WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:

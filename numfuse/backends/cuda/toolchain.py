@@ -246,7 +246,7 @@ _KERNELS: dict[str, Kernel] = {}
 
 
 def kernel(
-    template: Callable[..., Any],
+    template: Any,
     signature: str,
     *,
     threads: int | tuple[int, ...],
@@ -347,7 +347,8 @@ def _with_maps(text: str, signature: tuple[str, ...]) -> str:
         declared = re.search(rf"\.param \.[bu]64 (\w+_param_{index})\b", text)
         assert declared is not None, "the PTX has a parameter for each argument"
         name = declared[1]
-        text = text.replace(declared[0], f".param .align 64 .b8 {name}[128]")
+        # the declaration alone: "_param_1" is the beginning of "_param_10" too
+        text = re.sub(rf"{re.escape(declared[0])}\b", f".param .align 64 .b8 {name}[128]", text)
         text, loads = re.subn(
             rf"ld\.param\.[bu]64\s+(%\w+), \[{name}\];",
             rf"mov.b64 \1, {name};\n\tcvta.param.u64 \1, \1;",

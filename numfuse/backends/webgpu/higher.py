@@ -22,7 +22,7 @@ from numfuse.backends.webgpu.kernels import TYPES, Kernel, _enable, _guarded
 from numfuse.backends.webgpu.run import Cut, Places
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
 from numfuse.backends.webgpu.template import expand
-from numfuse.expr import Expr
+from numfuse.expr import Expr, Keyed
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["double_backward", "gated_double_backward", "gated_tangent", "tangent", "zero"]
 
 
-@dataclass(frozen=True)
-class Pointwise(Kernel):
+@dataclass(frozen=True, eq=False)
+class Pointwise(Keyed, Kernel):
     """Outputs that are expressions of inputs and of activations at one of them."""
 
     accumulator: str

@@ -12,7 +12,7 @@ from typing import Any
 
 from numfuse import wgsl
 from numfuse.backends.webgpu.template import expand
-from numfuse.expr import Expr
+from numfuse.expr import Expr, Keyed
 from numfuse.tiling import WebGpuTile
 
 __all__ = ["COPY_AXES", "TYPES", "Copy", "Gated", "Gemm", "Join", "Operand", "Rounding"]
@@ -113,8 +113,8 @@ def _enable(types: Any) -> str:
     return "enable f16;" if any("f16" in name for name in types) else ""
 
 
-@dataclass(frozen=True)
-class Gemm(Kernel):
+@dataclass(frozen=True, eq=False)
+class Gemm(Keyed, Kernel):
     """act(X Y + bias) + residual, grad * act'(X Y + bias), or the bare product."""
 
     tile: WebGpuTile
@@ -249,8 +249,8 @@ class Join(Kernel):
         )
 
 
-@dataclass(frozen=True)
-class Gated(Kernel):
+@dataclass(frozen=True, eq=False)
+class Gated(Keyed, Kernel):
     """out = act(a) * b, or its gradients, element by element."""
 
     accumulator: str

@@ -1,8 +1,8 @@
 """numfuse on an NVIDIA GPU beside PyTorch and CuPy in one process: the tables of docs/cuda.md.
 
-    python asv_benches/cuda.py                        every table
-    python asv_benches/cuda.py --only bf16 small      those whose name holds one of these
-    python asv_benches/cuda.py --compile              torch.compile too (minutes of compiling)
+    python asv_benches/cuda_gpu.py                        every table
+    python asv_benches/cuda_gpu.py --only bf16 small      those whose name holds one of these
+    python asv_benches/cuda_gpu.py --compile              torch.compile too (minutes of compiling)
 
 Device times: the second-level cache is flushed by a write of 256 MB before every call, which also
 gives the host the time to enqueue the call, so that the events around it see the device alone.
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
 import statistics
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import torch
@@ -167,6 +169,31 @@ def gates(dtype: str, size: int) -> tuple[dict[str, Contestants], dict[str, Any]
     return found, exact, a.numel() * a.element_size()
 
 
+def prepare(work: list[tuple[str, tuple[int, int, int], str]], processes: int) -> None:
+    """Compile what these products need, in many processes: a kernel takes seconds."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, mp_context=context) as pool:
+        for failed in pool.map(compiled, work):
+            if failed:
+                print(failed)
+
+
+def compiled(work: tuple[str, tuple[int, int, int], str]) -> str:
+    """Compile the kernels of one product into the disk cache; what went wrong."""
+    from numfuse.backends.cuda.calls import foresee
+    from numfuse.backends.cuda.driver import device
+
+    dtype, (m, k, n), precision = work
+    names = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64"}
+    try:
+        for act in ("gelu", "silu"):
+            if act == "gelu" or m == 4096:  # the gates are silu's
+                foresee(device(), precision, names[dtype], nf.activations()[act], m, k, n)
+    except Exception as error:
+        return f"{work}: {type(error).__name__}: {error}"
+    return ""
+
+
 class Clock:
     """Device and wall times of contestants that take turns."""
 
@@ -267,6 +294,8 @@ def main() -> None:
     parser.add_argument("--autotune", action="store_true", help="its max-autotune mode too")
     parser.add_argument("--cupy", action="store_true", help="CuPy as a peer")
     parser.add_argument("--wall", action="store_true", help="wall times of the small shapes too")
+    parser.add_argument("--prepare", type=int, default=0, metavar="N",
+                        help="compile first, in N processes; 0: as it goes")  # fmt: skip
     parser.add_argument("--json", help="write all figures here")
     arguments = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -278,16 +307,30 @@ def main() -> None:
             return name in arguments.exact
         return not arguments.only or any(word in name for word in arguments.only)
 
+    tables = {
+        table: (
+            dtype,
+            tuple(tuple(map(int, s.split("x"))) for s in arguments.shapes) or shapes,
+            precision,
+        )
+        for table, (dtype, shapes, precision) in TABLES.items()
+        if chosen(table)
+    }
+    if arguments.prepare:
+        start = time.perf_counter()
+        work = [
+            (dtype, shape, precision)
+            for dtype, shapes, precision in tables.values()
+            for shape in shapes
+        ]
+        prepare(work, arguments.prepare)  # type: ignore[arg-type]
+        print(f"compiled for {len(work)} products in {time.perf_counter() - start:.0f} s")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, numfuse {nf.__version__}")
     print("| table | case | numfuse ms | best peer ms | ratio | errors | tier | other peers ms |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for table, (dtype, shapes, precision) in TABLES.items():
-        if not chosen(table):
-            continue
-        if arguments.shapes:
-            shapes = tuple(tuple(map(int, s.split("x"))) for s in arguments.shapes)  # type: ignore[misc]
+    for table, (dtype, shapes, precision) in tables.items():
         for shape in shapes:
-            found, exact = products(arguments, dtype, shape)
+            found, exact = products(arguments, dtype, shape)  # type: ignore[arg-type]
             for operation, contestants in found.items():
                 with nf.use_backend("cuda", precision=precision):
                     kept, errors = usable(contestants, exact[operation])

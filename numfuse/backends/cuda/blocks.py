@@ -1,0 +1,724 @@
+"""The kernel of tier (b): one block of threads makes one block of the product, by `Pieces`.
+
+X and Y come in slices of BLOCK_K through STAGES copies in shared memory: while a slice is
+multiplied, the copies of later ones are on their way (cp.async), and the registers that the next
+step multiplies are loaded before this step's arithmetic, across the one barrier of a slice too.
+How threads multiply is an `Engine`: fused multiply-adds of a register tile (`simt`), or matrix
+instructions of a warp (`tensor_core`). The sums then go through shared memory, in PASSES, to whole
+rows of the result, where the epilogue runs on neighbouring columns.
+
+Every size and stride may be anything: lengths are masked where a slice is fetched and where results
+are stored, never between.
+"""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda import elementwise, intrinsics, joins, passes
+from numfuse.backends.cuda.intrinsics import (
+    advance,
+    barrier,
+    commit_copies,
+    least,
+    most,
+    quotient,
+    shared_address,
+)
+from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
+from numfuse.backends.cuda.unroll import Inlined, expanded, names_of, unrolled
+from numfuse.tiling import CudaBlock
+
+i32, i64 = np.int32, np.int64
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How the threads of a block copy their slice of one factor to shared memory.
+
+    A slice is `block` values of the factor's own axis (rows of X, columns of Y) by `depth` of K.
+    """
+
+    block: int
+    depth: int
+    threads: int
+    itemsize: int
+    #: Neighbouring threads, and the values of one copy, lie along K.
+    along_k: bool
+    #: Values of one copy: 16 bytes, or one value where the strides are any.
+    values: int
+    #: K is the contiguous axis in shared memory too.
+    k_inner: bool
+    #: Through registers, a slice ahead: what cp.async cannot copy or turn.
+    held: bool = False
+    #: Threads side by side; 0: all that fit.
+    side_by_side: int = 0
+
+    @property
+    def fast(self) -> int:
+        length = (self.depth if self.along_k else self.block) // self.values
+        return min(self.side_by_side or length, length, self.threads)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Distance of a thread's copies along (own axis, K)."""
+        slow, fast = self.threads // self.fast, self.fast * self.values
+        return (slow, fast) if self.along_k else (fast, slow)
+
+    @property
+    def repeats(self) -> tuple[int, int]:
+        own, k = self.steps
+        return self.block // own, self.depth // k
+
+    @property
+    def pitch(self) -> int:
+        """Values from one row in shared memory to the next.
+
+        16 bytes or four values are added, so that the rows that a warp reads or writes together lie
+        in different banks.
+        """
+        return (self.depth if self.k_inner else self.block) + max(4, 16 // self.itemsize)
+
+    @property
+    def bytes(self) -> int:
+        rows = self.block if self.k_inner else self.depth
+        return self.pitch * rows * self.itemsize
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """Bytes in shared memory of one value along (own axis, K)."""
+        long, short = self.pitch * self.itemsize, self.itemsize
+        return (long, short) if self.k_inner else (short, long)
+
+    def check(self) -> None:
+        own, k = self.steps
+        assert self.block % own == 0 and self.depth % k == 0, self
+        assert self.fast & (self.fast - 1) == 0, self
+
+    def bindings(self) -> dict[str, Any]:
+        self.check()
+        own, k = self.steps
+        repeats_own, repeats_k = self.repeats
+        offset_own, offset_k = self.offsets
+        return {
+            "FAST_BITS": self.fast.bit_length() - 1,
+            "ALONG_K": self.along_k,
+            "VALUES": self.values,
+            "OWN_STEP": own,
+            "K_STEP": k,
+            "OWN_REPEATS": repeats_own,
+            "K_REPEATS": repeats_k,
+            "OWN_OFFSET": offset_own,
+            "K_OFFSET": offset_k,
+            "ITEMSIZE": self.itemsize,
+            "BLOCK_K": self.depth,
+        }
+
+
+def _own(t):
+    """A thread's first value along the factor's own axis."""
+    if ALONG_K:
+        return i32(t >> FAST_BITS)
+    return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
+
+
+def _along(t):
+    """The same along K."""
+    if ALONG_K:
+        return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
+    return i32(t >> FAST_BITS)
+
+
+def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
+    """A thread's copies of a slice, from `at`; beyond the factor's end they write zeros."""
+    here = i32(k_left - along)
+    for a in unrolled(K_REPEATS):
+        for b in unrolled(OWN_REPEATS):
+            if ALONG_K:
+                count = i32(least(i32(here - a * K_STEP), VALUES))
+                other = i32(own_left - b * OWN_STEP)
+            else:
+                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
+                other = i32(here - a * K_STEP)
+            # Under the condition: outside, what does not depend on the slice would be computed
+            # before the loop, and kept in registers that spill (float64: five times as long).
+            count = i32(most(count, 0)) if other > 0 else i32(0)
+            COPY_PART(
+                shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
+                at,
+                i32(count * ITEMSIZE),
+            )
+            at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
+
+
+def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step):
+    """A thread's values of a slice, from `at`, to registers; beyond the factor's end zeros."""
+    if whole and k_left >= BLOCK_K:
+        for a in unrolled(K_REPEATS):
+            for b in unrolled(OWN_REPEATS):
+                if VALUES == 1:
+                    registers[a * OWN_REPEATS + b] = LOAD_ONE(at)
+                else:
+                    loaded = LOAD(at)
+                    for v in unrolled(VALUES):
+                        registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
+                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
+    else:
+        here = i32(k_left - along)
+        for a in unrolled(K_REPEATS):
+            for b in unrolled(OWN_REPEATS):
+                for v in unrolled(VALUES):
+                    registers[(a * OWN_REPEATS + b) * VALUES + v] = REGISTER(0)
+                    if own_left > b * OWN_STEP and here > a * K_STEP + v:
+                        registers[(a * OWN_REPEATS + b) * VALUES + v] = LOAD_ONE(at + v * ITEMSIZE)
+                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
+
+
+def _put_held(shared, registers):
+    """What was loaded ahead, to shared memory."""
+    for a in unrolled(K_REPEATS):
+        for b in unrolled(OWN_REPEATS):
+            for v in unrolled(VALUES):
+                PUT(
+                    i32(shared + ((a * K_STEP + v) * K_OFFSET + b * OWN_STEP * OWN_OFFSET)),
+                    registers[(a * OWN_REPEATS + b) * VALUES + v],
+                )
+
+
+def _product(
+    x, y, bias, extra, pre, out, sums,
+    m, n, k, part, parts,
+    x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
+    extra_place, extra_row, extra_column, pre_place, pre_row, pre_column,
+    out_place, out_row, out_column,
+):  # fmt: skip
+    memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
+    t = i32(cuda.threadIdx.x)
+
+    # Blocks in columns of GROUP rows of blocks: neighbours in time share operands in the cache.
+    block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
+    block_columns = i32(quotient(n + (BLOCK_N - 1), BLOCK_N))
+    number = i32(cuda.blockIdx.x)
+    blocks = i32(block_rows * block_columns)
+    plane = i32(quotient(number, blocks))
+    number = i32(number - plane * blocks)
+    group = i32(quotient(number, i32(GROUP * block_columns)))
+    within = i32(number - group * (GROUP * block_columns))
+    group_rows = i32(least(i32(block_rows - group * GROUP), GROUP))
+    block_column = i32(quotient(within, group_rows))
+    block_row = i32(group * GROUP + within - block_column * group_rows)
+    row0 = i32(block_row * BLOCK_M)
+    column0 = i32(block_column * BLOCK_N)
+    place = i32(quotient(plane, parts))
+    k0 = i32((plane - place * parts) * part)
+    k_left = i32(least(i32(k - k0), part))
+    slices = i32(quotient(i32(k_left + (BLOCK_K - 1)), BLOCK_K))
+
+    x_own, x_along = X_OWN(t), X_ALONG(t)
+    y_own, y_along = Y_OWN(t), Y_ALONG(t)
+    x_at = x + place * x_place + i64(row0 + x_own) * x_row + i64(k0 + x_along) * x_column
+    y_at = y + place * y_place + i64(column0 + y_own) * y_column + i64(k0 + y_along) * y_row
+    x_left, y_left = i32(m - row0 - x_own), i32(n - column0 - y_own)
+    whole = row0 + BLOCK_M <= m and column0 + BLOCK_N <= n
+    x_own_step, y_own_step = x_row * X_OWN_STEP, y_column * Y_OWN_STEP
+    x_k_step = x_column * X_K_STEP - x_row * X_BACK
+    y_k_step = y_row * Y_K_STEP - y_column * Y_BACK
+    x_slice, y_slice = x_column * BLOCK_K, y_row * BLOCK_K
+    x_to = i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET)
+    y_to = i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET)
+
+    # a factor that goes through registers is loaded a slice ahead of what is put
+    if X_HELD:
+        x_held = cuda.local.array(X_HELD, dtype=X_REGISTER)
+        X_AHEAD(x_held, x_at, x_left, k_left, x_along, whole, x_own_step, x_k_step)
+        x_at = x_at + x_slice
+    if Y_HELD:
+        y_held = cuda.local.array(Y_HELD, dtype=Y_REGISTER)
+        Y_AHEAD(y_held, y_at, y_left, k_left, y_along, whole, y_own_step, y_k_step)
+        y_at = y_at + y_slice
+    write = i32(0)
+    while write < STAGES * STAGE:
+        x_next, y_next = i32(x_to + write), i32(y_to + write)
+        if X_HELD:
+            X_PUT(x_next, x_held)
+            X_AHEAD(
+                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, whole, x_own_step, x_k_step
+            )
+        else:
+            X_MASKED(x_next, x_at, x_left, k_left, x_along, x_own_step, x_k_step)
+        if Y_HELD:
+            Y_PUT(y_next, y_held)
+            Y_AHEAD(
+                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, whole, y_own_step, y_k_step
+            )
+        else:
+            Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
+        commit_copies()
+        x_at, y_at = x_at + x_slice, y_at + y_slice
+        k_left = i32(k_left - BLOCK_K)
+        write = i32(write + STAGE)
+
+    total = cuda.local.array(TOTALS, dtype=ACCUMULATOR)
+    now = cuda.local.array(FACTORS, dtype=FACTOR)
+    CLEAR(total)
+    x_from, y_from = X_FROM(t, memory), Y_FROM(t, i32(memory + X_BYTES))
+    WAIT_FIRST()
+    barrier()
+    FIRST_FACTORS(now, x_from, y_from)
+    stage = i32(0)
+    while slices > 0:
+        MULTIPLY_SLICE(total, now, i32(x_from + stage), i32(y_from + stage))
+        # Every thread has read this slice, but for what it has in registers, and the next one is
+        # there: its first factors, and the copies of the slice that takes this one's place, come
+        # between the parts of the arithmetic that is left.
+        WAIT_NEXT()
+        barrier()
+        x_next, y_next = i32(x_to + stage), i32(y_to + stage)
+        stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
+        if X_HELD:
+            X_PUT(x_next, x_held)
+            X_AHEAD(
+                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, whole, x_own_step, x_k_step
+            )
+        if Y_HELD:
+            Y_PUT(y_next, y_held)
+            Y_AHEAD(
+                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, whole, y_own_step, y_k_step
+            )
+        if whole and k_left >= BLOCK_K:
+            x_run, y_run = x_at, y_at
+            for q in unrolled(PARTS):
+                MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
+                for c in unrolled(q * X_COPIES // PARTS, (q + 1) * X_COPIES // PARTS):
+                    X_COPY(
+                        x_next
+                        + (
+                            c // X_OWN_REPEATS * X_K_STEP * X_K_OFFSET
+                            + c % X_OWN_REPEATS * X_OWN_STEP * X_OWN_OFFSET
+                        ),
+                        x_run,
+                    )
+                    x_run = advance(x_run, x_own_step if (c + 1) % X_OWN_REPEATS else x_k_step)
+                for c in unrolled(q * Y_COPIES // PARTS, (q + 1) * Y_COPIES // PARTS):
+                    Y_COPY(
+                        y_next
+                        + (
+                            c // Y_OWN_REPEATS * Y_K_STEP * Y_K_OFFSET
+                            + c % Y_OWN_REPEATS * Y_OWN_STEP * Y_OWN_OFFSET
+                        ),
+                        y_run,
+                    )
+                    y_run = advance(y_run, y_own_step if (c + 1) % Y_OWN_REPEATS else y_k_step)
+        else:
+            if X_COPIES:
+                X_MASKED(x_next, x_at, x_left, k_left, x_along, x_own_step, x_k_step)
+            if Y_COPIES:
+                Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
+            for q in unrolled(PARTS):
+                MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
+        commit_copies()
+        x_at, y_at = x_at + x_slice, y_at + y_slice
+        k_left = i32(k_left - BLOCK_K)
+        slices = i32(slices - 1)
+    WAIT_ALL()
+
+    # The epilogue: thread (c, r) has VALUES columns of every ROW_STEP-th row.
+    c = i32(t & (COLUMN_THREADS - 1))  # type: ignore[assignment]
+    r0 = i32(t >> COLUMN_BITS)
+    column = i32(column0 + c * COLUMN_FIRST)
+    first = i64(column)
+    offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    added = cuda.local.array(VALUES * ROWS, dtype=ACCUMULATOR)
+    summed = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    value = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    result = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    for v in unrolled(VALUES):
+        offset[v] = ACCUMULATOR(0)
+        summed[v] = ACCUMULATOR(0)
+        if BIAS:
+            if column + v * COLUMN_STEP < n:
+                offset[v] = LOAD_BIAS(
+                    bias + place * bias_place + (first + v * COLUMN_STEP) * bias_column
+                )
+    out_at = out + plane * out_place + first * out_column
+    if EXTRA:
+        extra_at = extra + place * extra_place + first * extra_column
+    if PRE:
+        pre_at = pre + place * pre_place + first * pre_column
+    put_to = PUT_TO(t, memory)
+    take_from = i32(memory + r0 * PUT_PITCH + c * (COLUMN_FIRST * ACC_BYTES))
+
+    turn = i32(0)
+    while turn < PASSES:
+        barrier()
+        for q in unrolled(PASSES):
+            if turn == q:
+                PUT_TOTALS(total, q, put_to)
+        barrier()
+        r = i32(r0)
+        while r < PASS_ROWS:
+            # row of the block: runs of RUN rows are JUMP apart
+            if EXTRA:
+                for u in unrolled(ROWS):
+                    row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
+                    for v in unrolled(VALUES):
+                        added[u * VALUES + v] = ACCUMULATOR(0)
+                    if row < m:
+                        if WIDE:
+                            if column < n:
+                                loaded = LOAD_EXTRA(extra_at + i64(row) * extra_row)
+                                for v in unrolled(VALUES):
+                                    added[u * VALUES + v] = loaded[v]
+                        else:
+                            for v in unrolled(VALUES):
+                                if column + v * COLUMN_STEP < n:
+                                    added[u * VALUES + v] = LOAD_EXTRA(
+                                        extra_at
+                                        + i64(row) * extra_row
+                                        + (v * COLUMN_STEP) * extra_column
+                                    )
+            for u in unrolled(ROWS):
+                row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
+                if WIDE:
+                    taken = TAKE(i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH))
+                    for v in unrolled(VALUES):
+                        value[v] = taken[v] + offset[v]
+                else:
+                    for v in unrolled(VALUES):
+                        value[v] = (
+                            TAKE(
+                                i32(
+                                    take_from
+                                    + (r - r0 + u * ROW_STEP) * PUT_PITCH
+                                    + v * (COLUMN_STEP * ACC_BYTES)
+                                )
+                            )
+                            + offset[v]
+                        )
+                for v in unrolled(VALUES):
+                    if HAS_FUNCTION:
+                        result[v] = FUNCTION(value[v])
+                    else:
+                        result[v] = value[v]
+                    if RESIDUAL:
+                        result[v] = result[v] + added[u * VALUES + v]
+                    if SLOPE:
+                        if HAS_FUNCTION:
+                            result[v] = result[v] * added[u * VALUES + v]
+                        else:
+                            result[v] = added[u * VALUES + v]
+                if row < m:
+                    if WIDE:
+                        if column < n:
+                            if PRE:
+                                STORE_PRE(pre_at + i64(row) * pre_row, value)
+                            STORE_OUT(out_at + i64(row) * out_row, result)
+                    else:
+                        for v in unrolled(VALUES):
+                            if column + v * COLUMN_STEP < n:
+                                if PRE:
+                                    STORE_PRE(
+                                        pre_at
+                                        + i64(row) * pre_row
+                                        + (v * COLUMN_STEP) * pre_column,
+                                        value[v],
+                                    )
+                                STORE_OUT(
+                                    out_at + i64(row) * out_row + (v * COLUMN_STEP) * out_column,
+                                    result[v],
+                                )
+                    if SUMS:
+                        for v in unrolled(VALUES):
+                            summed[v] = summed[v] + result[v]
+            r = i32(r + ROWS * ROW_STEP)
+        turn = i32(turn + 1)
+
+    if SUMS:
+        # thread (c, r) has sums of its rows: in the order of r
+        barrier()
+        for v in unrolled(VALUES):
+            PUT_ONE(
+                i32(memory + (r0 * BLOCK_N + c * COLUMN_FIRST + v * COLUMN_STEP) * ACC_BYTES),
+                summed[v],
+            )
+        barrier()
+        at = i32(t)
+        while at < BLOCK_N:
+            if column0 + at < n:
+                result_sum = ACCUMULATOR(0)
+                for q in unrolled(ROW_STEP):
+                    result_sum = result_sum + TAKE_ONE(i32(memory + (q * BLOCK_N + at) * ACC_BYTES))
+                row_of_sums = i64(place) * block_rows + block_row
+                STORE_SUM(sums + (row_of_sums * n + column0 + at) * ACC_BYTES, result_sum)
+            at = i32(at + THREADS)
+
+
+# --- what is bound --------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Engine:
+    """How the threads of a block multiply a slice; made by `simt` and `tensor_core`."""
+
+    accumulator: str
+    #: Registers of a thread: sums, and factors of one step.
+    totals: int
+    factors: int
+    #: Numba type of a register of factors.
+    factor: Any
+    first_factors: Any
+    #: A slice but for its last chunk, and the parts of that: (total, now, part, x, y), where x and
+    #: y are of the next slice, of which the parts fetch the first factors.
+    multiply_slice: Any
+    multiply_part: Any
+    parts: int
+    #: (t, memory) -> address of a thread's first factor in a slice.
+    x_from: Any
+    y_from: Any
+    #: Sums to shared memory in `passes` of `pass_rows` rows; `pass_row(r, turn)` is a row's place.
+    put_totals: Any
+    put_to: Any
+    put_pitch: int
+    passes: int
+    pass_rows: int
+    pass_row: Any
+
+
+@dataclass(frozen=True)
+class Block:
+    """Everything that is bound in one kernel but its engine and its function."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    threads: int
+    stages: int
+    #: Rows of blocks that are worked on together.
+    group: int
+    x: Fetch
+    y: Fetch
+    accumulator: str
+    #: Storage dtypes, of what there is.
+    out: str
+    bias: str | None = None
+    extra: str | None = None
+    pre: bool = False
+    #: "activation", "residual" or "slope"
+    epilogue: str = "activation"
+    sums: bool = False
+    #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
+    wide: bool = False
+    #: Blocks that shall fit on a multiprocessor.
+    blocks: int = 1
+    #: Rows of the epilogue whose loads are on their way together.
+    rows: int = 2
+
+    @property
+    def values(self) -> int:
+        """Columns of a thread in the epilogue."""
+        return 16 // intrinsics.itemsize(self.accumulator)
+
+    @property
+    def stage(self) -> int:
+        """Bytes of the slices of X and Y."""
+        return self.x.bytes + self.y.bytes
+
+    def shared_bytes(self, engine: Engine) -> int:
+        """Of the slices, or of what the epilogue keeps there."""
+        sums = self.threads * 16 if self.sums else 0
+        return max(self.stages * self.stage, engine.pass_rows * engine.put_pitch, sums)
+
+
+#: Of `_product`: addresses, sizes, strides in bytes.
+SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 5 + ["i64"] * 17)
+
+
+def device(template: Any, **bindings: Any) -> Any:
+    return Inlined(template, bindings)
+
+
+def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
+    """The functions by which a factor comes to shared memory."""
+    f = fetch.bindings()
+    bound: dict[str, Any] = {
+        "OWN": device(_own, **f), "ALONG": device(_along, **f),
+        "OWN_STEP": f["OWN_STEP"], "K_STEP": f["K_STEP"],
+        "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
+        "OWN_OFFSET": f["OWN_OFFSET"], "K_OFFSET": f["K_OFFSET"], "OWN_REPEATS": f["OWN_REPEATS"],
+        "HELD": 0, "COPIES": 0,
+    }  # fmt: skip
+    if fetch.held:
+        own, k = fetch.repeats
+        kind, register = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[
+            fetch.itemsize
+        ]
+        one = intrinsics.load(kind, 1, register)
+        bound["HELD"] = own * k * fetch.values
+        bound["REGISTER"] = intrinsics.ACCUMULATORS[register][1]
+        bound["PUT"] = device(
+            _put_held, PUT=intrinsics.store(kind, 1, register, intrinsics.SHARED), **f
+        )
+        bound["AHEAD"] = device(
+            _load_ahead, LOAD=intrinsics.load(kind, fetch.values, register), LOAD_ONE=one,
+            REGISTER=bound["REGISTER"], **f,
+        )  # fmt: skip
+    else:
+        bytes_ = fetch.values * fetch.itemsize
+        own, k = fetch.repeats
+        bound |= {
+            "COPIES": own * k, "COPY": intrinsics.copy_async(bytes_),
+            "MASKED": device(
+                _masked_copies, COPY_PART=intrinsics.copy_async(bytes_, partial=True), **f
+            ),
+        }  # fmt: skip
+    return {f"{axis}_{name}": value for name, value in bound.items()}
+
+
+def build(block: Block, engine: Engine, function: Any, name: str, feature: str = "") -> Kernel:
+    """The kernel; `function`: the device function of the epilogue, None for none."""
+    one = intrinsics
+    acc, values = block.accumulator, block.values
+    columns = block.block_n // values
+    row_step = block.threads // columns
+    rows = min(block.rows, engine.pass_rows // row_step)
+    assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
+    count = values if block.wide else 1
+    store = one.store_array if block.wide else one.store
+    bindings: dict[str, Any] = {
+        "BLOCK_M": block.block_m, "BLOCK_N": block.block_n, "BLOCK_K": block.block_k,
+        "THREADS": block.threads, "STAGES": block.stages, "GROUP": block.group,
+        "STAGE": block.stage, "X_BYTES": block.x.bytes,
+        "TOTALS": engine.totals, "FACTORS": engine.factors, "FACTOR": engine.factor,
+        "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
+        "CLEAR": one.cleared(engine.totals),
+        "FIRST_FACTORS": engine.first_factors,
+        "MULTIPLY_SLICE": engine.multiply_slice,
+        "MULTIPLY_PART": engine.multiply_part, "PARTS": engine.parts,
+        "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
+        "WAIT_FIRST": one.wait_copies(block.stages - 1),
+        "WAIT_NEXT": one.wait_copies(block.stages - 2), "WAIT_ALL": one.wait_copies(0),
+        "PUT_TOTALS": engine.put_totals, "PUT_TO": engine.put_to, "PUT_PITCH": engine.put_pitch,
+        "PASSES": engine.passes, "PASS_ROWS": engine.pass_rows, "PASS_ROW": engine.pass_row,
+        "VALUES": values, "ROWS": rows, "ROW_STEP": row_step, "WIDE": block.wide,
+        "COLUMN_THREADS": columns, "COLUMN_BITS": columns.bit_length() - 1,
+        "COLUMN_FIRST": values if block.wide else 1,
+        "COLUMN_STEP": 1 if block.wide else columns,
+        "BIAS": block.bias is not None, "EXTRA": block.extra is not None, "PRE": block.pre,
+        "RESIDUAL": block.epilogue == "residual", "SLOPE": block.epilogue == "slope",
+        "SUMS": block.sums, "HAS_FUNCTION": function is not None,
+        "TAKE": one.load(acc, count, acc, one.SHARED),
+        "TAKE_ONE": one.load(acc, 1, acc, one.SHARED),
+        "PUT_ONE": one.store(acc, 1, acc, one.SHARED),
+        "STORE_SUM": one.store(acc, 1, acc),
+        "STORE_OUT": store(block.out, count, acc), "STORE_PRE": store(acc, count, acc),
+    }  # fmt: skip
+    if function is not None:
+        bindings["FUNCTION"] = function
+    if block.bias is not None:
+        bindings["LOAD_BIAS"] = one.load(block.bias, 1, acc)
+    if block.extra is not None:
+        bindings["LOAD_EXTRA"] = one.load(block.extra, count, acc)
+    bindings |= _mover("X", block.x) | _mover("Y", block.y)
+    template = expanded(_product, bindings)
+    return kernel(
+        template, SIGNATURE, threads=block.threads, blocks=block.blocks, feature=feature,
+        name=name, **names_of(template, bindings),
+    )  # fmt: skip
+
+
+# --- plans ----------------------------------------------------------------------------------------
+def runs_wide(operand: Operand, axis: int, values: int) -> bool:
+    """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
+    size = values * operand.itemsize
+    others = (operand.strides[0], operand.strides[3 - axis])
+    return (
+        operand.strides[axis] == 1
+        and operand.alignment >= size
+        and all(step % values == 0 for step in others)
+    )
+
+
+def takes(product: Product, device: DeviceInfo) -> bool:
+    """What every tier of this file needs: cp.async, and lengths of 32 bits."""
+    return device.capability >= (8, 0) and max(product.m, product.n, product.k) < 1 << 30
+
+
+def plan(
+    product: Product,
+    device: DeviceInfo,
+    tile: CudaBlock,
+    part: int,
+    parts: int,
+    x: Fetch,
+    y: Fetch,
+    engine: Engine,
+    name: str,
+    before: tuple[Launch, ...] = (),
+    slots: tuple[Slot, Slot] = (Slot("x"), Slot("y")),
+    workspace: int = 0,
+) -> Plan:
+    """The launches: what comes before, the product, and the join of the parts of its sum.
+
+    `before` uses so many bytes of the workspace, where x and y may be (`slots`).
+    """
+    p = product
+    size = intrinsics.itemsize(p.accumulator)
+    values = 16 // size
+    out = p.out
+    target = Slot("out")
+    if parts > 1:
+        out = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
+        target = Slot("work", workspace)
+        workspace += -(-p.places * parts * p.m * p.n * size // 256) * 256
+    rows = [o for o in (out, p.extra, p.pre) if o is not None]
+    slope = p.epilogue == "slope"
+    function = None
+    if p.function is not None:
+        function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
+    block = Block(
+        tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
+        p.accumulator, out.dtype,
+        bias=p.bias.dtype if p.bias else None, extra=p.extra.dtype if p.extra else None,
+        pre=p.pre is not None, epilogue=p.epilogue, sums=p.sums,
+        wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
+        blocks=tile.resident,
+    )  # fmt: skip
+    made = build(block, engine, function, f"{name} {'slope' if slope else p.epilogue}")
+    none = (0, 0, 0)
+
+    def steps(operand: Operand | None) -> tuple[int, int, int]:
+        if operand is None:
+            return none
+        place, row, column = (step * operand.itemsize for step in operand.strides)
+        return place, row, column
+
+    bias = steps(p.bias)
+    arguments = (
+        *slots, Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
+        Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
+        p.m, p.n, p.k, part, parts, *steps(p.x), *steps(p.y), bias[0], bias[2], *steps(p.extra),
+        *steps(p.pre), *steps(out),
+    )  # fmt: skip
+    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
+    launches: tuple[Launch, ...] = (
+        *before,
+        Launch(made, (blocks * p.places * parts, 1, 1), arguments, block.shared_bytes(engine)),
+    )
+    if parts > 1:
+        if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
+            join = joins.rows(
+                p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, (p.m, p.n),
+                p.out.strides,
+            )  # fmt: skip
+            return Plan((*launches, join), tile, workspace, tile.block_m)
+        more, staged = passes.joins(
+            device, p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, p.m, p.n,
+            p.out.strides, Slot("work", workspace),
+        )  # fmt: skip
+        launches, workspace = launches + more, workspace + staged
+    return Plan(launches, tile, workspace, tile.block_m)

@@ -1,0 +1,154 @@
+"""Joins of planes in their fast forms: by 16 bytes, and of few columns by many threads each.
+
+The order of a sum is fixed by the number of its planes, whatever the device.
+"""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+import numpy as np
+
+from numfuse import tiling
+from numfuse.backends.cuda import intrinsics
+from numfuse.backends.cuda.product import Launch, Slot
+from numfuse.backends.cuda.toolchain import cuda, kernel, types
+from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
+
+__all__ = ["columns", "rows"]
+
+
+def join_rows(planes, out, vectors, per_row, depth, step, out_place, out_row):
+    """out[o] = the sum of planes[o, q] over q; a thread has VALUES neighbours of a row.
+
+    `vectors` of them in a place, `per_row` in a row; steps in bytes. AHEAD planes are on their way
+    together.
+    """
+    i = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+    place = cuda.blockIdx.y
+    if i < vectors:
+        row = i // per_row
+        at = planes + place * depth * step + i * 16
+        total = cuda.local.array(VALUES, REAL)
+        ahead = cuda.local.array(VALUES * AHEAD, REAL)
+        for v in unrolled(VALUES):
+            total[v] = ZERO
+        q = 0
+        while q + AHEAD <= depth:
+            for u in unrolled(AHEAD):
+                loaded = LOAD(at + (q + u) * step)
+                for v in unrolled(VALUES):
+                    ahead[u * VALUES + v] = loaded[v]
+            for u in unrolled(AHEAD):
+                for v in unrolled(VALUES):
+                    total[v] = total[v] + ahead[u * VALUES + v]
+            q += AHEAD
+        while q < depth:
+            loaded = LOAD(at + q * step)
+            for v in unrolled(VALUES):
+                total[v] = total[v] + loaded[v]
+            q += 1
+        STORE(
+            out + place * out_place + row * out_row + (i - row * per_row) * (VALUES * OUT_BYTES),
+            total,
+        )
+
+
+def rows(
+    accumulator: str,
+    planes: Slot,
+    out: Slot,
+    dtype: str,
+    count: int,
+    depth: int,
+    lengths: tuple[int, int],
+    strides: tuple[int, int, int],
+) -> Launch:
+    """The join of contiguous planes (count, depth, rows, columns).
+
+    Of `out` the columns are contiguous, and rows begin at whole vectors, as the caller has checked.
+    """
+    values = 16 // intrinsics.itemsize(accumulator)
+    size = intrinsics.itemsize(dtype)
+    bindings = {
+        "THREADS": tiling.CUDA_PASS_THREADS, "VALUES": values, "AHEAD": tiling.CUDA_JOIN_AHEAD,
+        "REAL": getattr(types, accumulator), "ZERO": np.dtype(accumulator).type(0),
+        "OUT_BYTES": size,
+        "LOAD": intrinsics.load(accumulator, values, accumulator),
+        "STORE": intrinsics.store_array(dtype, values, accumulator),
+    }  # fmt: skip
+    template = expanded(join_rows, bindings)
+    made = kernel(
+        template, " ".join(["i64"] * 8), threads=tiling.CUDA_PASS_THREADS, name=f"join {dtype}",
+        **names_of(template, bindings),
+    )  # fmt: skip
+    m, n = lengths
+    vectors = m * n // values
+    grid = -(-vectors // tiling.CUDA_PASS_THREADS), count, 1
+    step = m * n * intrinsics.itemsize(accumulator)
+    arguments = (
+        planes, out, vectors, n // values, depth, step, strides[0] * size, strides[1] * size,
+    )  # fmt: skip
+    return Launch(made, grid, arguments)
+
+
+def join_columns(planes, out, n, depth, out_place, out_column):
+    """out[o, c] = the sum of planes[o, q, c] over q; 32 columns a block.
+
+    Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
+    """
+    shared = cuda.shared.array((LANES, 32), REAL)
+    c = cuda.threadIdx.x & 31
+    r = cuda.threadIdx.x >> 5
+    column = cuda.blockIdx.x * 32 + c
+    place = cuda.blockIdx.y
+    total = ZERO
+    if column < n:
+        at = planes + ((place * depth + r) * n + column) * ITEMSIZE
+        step = n * (LANES * ITEMSIZE)
+        q = r + 3 * LANES
+        while q < depth:
+            first = LOAD(at)
+            second = LOAD(at + step)
+            third = LOAD(at + 2 * step)
+            fourth = LOAD(at + 3 * step)
+            total = total + first + second + third + fourth
+            at += 4 * step
+            q += 4 * LANES
+        q -= 3 * LANES
+        while q < depth:
+            total = total + LOAD(at)
+            at += step
+            q += LANES
+    shared[r, c] = total
+    cuda.syncthreads()
+    if r == 0 and column < n:
+        total = ZERO
+        for lane in range(LANES):
+            total = total + shared[lane, c]
+        STORE(out + place * out_place + column * out_column, total)
+
+
+def columns(
+    accumulator: str,
+    planes: Slot,
+    out: Slot,
+    dtype: str,
+    count: int,
+    depth: int,
+    n: int,
+    strides: tuple[int, int],
+) -> Launch:
+    """The join of contiguous planes (count, depth, n), of `out` with strides (place, column)."""
+    lanes = tiling.CUDA_JOIN_LANES
+    size = intrinsics.itemsize(dtype)
+    made = kernel(
+        join_columns, " ".join(["i64"] * 6), threads=32 * lanes, name=f"join columns {dtype}",
+        LANES=lanes, REAL=getattr(types, accumulator), ZERO=np.dtype(accumulator).type(0),
+        ITEMSIZE=intrinsics.itemsize(accumulator),
+        LOAD=intrinsics.load(accumulator, 1, accumulator),
+        STORE=intrinsics.store(dtype, 1, accumulator),
+    )  # fmt: skip
+    arguments = (planes, out, n, depth, strides[0] * size, strides[1] * size)
+    return Launch(made, (-(-n // 32), count, 1), arguments)

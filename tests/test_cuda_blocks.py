@@ -1,0 +1,195 @@
+"""The kernels of tier (b), run by `cuda_machine`: ways to fetch, multiply and finish a block."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from conftest import SIMULATED, unavailable
+
+try:
+    from cuda_machine import Machine
+
+    from numfuse.backends.cuda import joins, layouts, simt, tensor_core
+    from numfuse.backends.cuda.product import DeviceInfo, Operand, Product, Slot
+except ImportError as error:
+    unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
+
+from numfuse import tiling
+from numfuse.tiling import CudaBlock
+
+if SIMULATED:
+    pytest.skip("the simulator has no intrinsics", allow_module_level=True)
+
+HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
+AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
+DTYPES = {
+    "float64": np.dtype("float64"), "float32": np.dtype("float32"),
+    "float16": np.dtype("float16"), "bfloat16": np.dtype(ml_dtypes.bfloat16),
+}  # fmt: skip
+#: Half a unit in the last place.
+UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+THREADS = CudaBlock(64, 64, 8, 8, 16, 3, 1)
+WARPS = CudaBlock(32, 32, 16, 32, 16, 3, 1, 8)
+HALF_WARPS = CudaBlock(32, 32, 32, 32, 16, 3, 1, 16)
+
+
+class Array:
+    """Values in a given layout, inside memory that ends with them."""
+
+    def __init__(self, values, dtype, layout="rows", offset=0, pad=0):
+        places, rows, columns = values.shape
+        shape = {
+            "rows": (places, rows, columns + pad), "columns": (places, columns, rows + pad),
+            "strided": (places, 2 * rows, 3 * columns), "reversed": (places, rows, columns),
+        }[layout]  # fmt: skip
+        size = int(np.prod(shape))
+        memory = np.zeros(size + 64, DTYPES[dtype])
+        start = -(memory.ctypes.data // memory.itemsize) % (64 // memory.itemsize) + offset
+        self.memory = memory[start : start + size]
+        base = self.memory.reshape(shape)
+        self.view = {
+            "rows": lambda: base[:, :, :columns],
+            "columns": lambda: base[:, :, :rows].swapaxes(1, 2),
+            "strided": lambda: base[:, ::2, ::3],
+            "reversed": lambda: base[:, ::-1, ::-1],
+        }[layout]()
+        self.view[...] = values
+        self.address = self.view.ctypes.data
+        alignment = min(16, self.address & -self.address)
+        steps = tuple(s // memory.itemsize for s in self.view.strides)
+        self.operand = Operand(dtype, steps, alignment)
+
+
+def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", places=1, parts=1,
+          offset=0, pad=0, info=HOPPER, bias=True, pre=False):  # fmt: skip
+    """A plan of one product against float64."""
+    rng = np.random.default_rng(m * n + k)
+    acc = "float64" if dtype == "float64" else "float32"
+
+    def made(shape, layout="rows", kind=dtype, nan=False):
+        values = rng.standard_normal(shape)
+        return Array(values * np.nan if nan else values, kind, layout, offset, pad)
+
+    a, b = made((places, m, k), x), made((places, k, n), y)
+    c, extra = made((places, 1, n)), made((places, m, n))
+    out, kept = made((places, m, n), nan=True), made((places, m, n), kind=acc, nan=True)
+    slope = epilogue == "slope"
+    product = Product(
+        m, n, k, places, a.operand, b.operand, out.operand, acc, epilogue=epilogue,
+        bias=c.operand if bias else None, extra=extra.operand if epilogue != "activation" else None,
+        pre=kept.operand if pre else None, sums=slope, free=parts > 1,
+    )  # fmt: skip
+    part = k if parts == 1 else -(-k // parts // tile.block_k) * tile.block_k
+    module = simt if dtype == "float32" else tensor_core
+    plan = module.plan(product, info, tile, part, -(-k // part))
+    block_rows = -(-m // plan.block_m)
+    sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
+    work = np.full(plan.workspace + 16, 0xFF, np.uint8)
+    memory = [v.memory for v in (a, b, c, extra, out, kept)]
+    machine = Machine([*memory, sums, work], FUNCTION=lambda value: value * value)
+    for launch in plan.launches:
+        machine.run(
+            launch, x=a.address, y=b.address, bias=c.address, extra=extra.address,
+            out=out.address, pre=kept.address, sums=sums.ctypes.data,
+            work=work.ctypes.data + -work.ctypes.data % 16,
+        )  # fmt: skip
+    left, right = (v.view.astype(np.float64) for v in (a, b))
+    exact = left @ right + (c.view.astype(np.float64) if bias else 0)
+    unit, stored = UNITS[acc], UNITS[dtype]
+    bound = unit * (k + 4) * (abs(left) @ abs(right) + 4)
+    other = extra.view.astype(np.float64)
+    if pre:
+        assert (abs(kept.view - exact) <= bound).all()
+    if epilogue == "residual":
+        exact, bound = exact + other, bound + unit * abs(other)
+    elif slope:
+        exact, bound = other, bound * 0  # f' of the identity
+    rounded = bound + stored * 2 * abs(exact) + 2e-8 * (dtype == "float16")
+    assert (abs(out.view.astype(np.float64) - exact) <= rounded).all()
+    if slope:
+        for r in range(block_rows):
+            rows = slice(r * plan.block_m, (r + 1) * plan.block_m)
+            size = abs(exact[:, rows]).sum(1)
+            error = abs(sums[:, r] - exact[:, rows].sum(1))
+            assert (error <= (bound[:, rows].sum(1) + unit * plan.block_m * size)).all()
+
+
+LAYOUTS = [("rows", "rows"), ("rows", "columns"), ("columns", "rows"), ("columns", "columns")]
+
+
+@pytest.mark.parametrize(("x", "y"), LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_product_in_every_layout_by_16_bytes(dtype, x, y):
+    tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
+    check(dtype, tile, 40, 48, 24, x=x, y=y, pre=x == "rows")
+
+
+@pytest.mark.parametrize(("x", "y"), [*LAYOUTS, ("strided", "reversed")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
+    tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
+    check(dtype, tile, 37, 35, 21, x=x, y=y, offset=1, epilogue="slope")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_halves_are_copied_in_pairs_where_strides_are_even(dtype):
+    check(dtype, HALF_WARPS, 34, 38, 42, y="columns", epilogue="residual")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_parts_of_a_long_sum_are_joined(dtype):
+    tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
+    check(dtype, tile, 20, 24, 150, x="columns", parts=3, places=2, bias=False)
+
+
+def test_places_and_padded_rows():
+    check("float32", THREADS, 20, 68, 12, places=3, pad=4, epilogue="residual")
+    check("float64", WARPS, 20, 36, 12, places=2, pad=2, epilogue="slope")
+
+
+@pytest.mark.parametrize("chunk", [4, 16])
+def test_float64_in_chunks_of_any_length(chunk):
+    tile = CudaBlock(32, 32, 16, 32, 16, 3, 1, chunk)
+    check("float64", tile, 24, 20, 20)
+    check("float64", tile, 24, 20, 20, info=AMPERE)
+
+
+@pytest.mark.parametrize(
+    "tile", [CudaBlock(32, 64, 16, 4, 8, 2, 1), CudaBlock(64, 64, 16, 8, 8, 2, 1)]
+)
+def test_other_tiles_of_threads(tile):
+    check("float32", tile, 40, 68, 28, epilogue="slope")
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
+@pytest.mark.parametrize("inner", [1, 2])
+def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner):
+    source = Array(
+        np.random.default_rng(0).standard_normal((2, 70, 37)), "float32", layout, offset=1
+    )
+    launch, made, size = layouts.laid_out(
+        source.operand, (70, 37), 2, inner, Slot("x"), Slot("work")
+    )
+    work = np.full(size // 4, np.nan, np.float32)
+    Machine([source.memory, work]).run(launch, x=source.address, work=work.ctypes.data)
+    steps = tuple(4 * step for step in made.strides)
+    assert (np.ndarray((2, 70, 37), np.float32, work, 0, steps) == source.view).all()
+    assert made.strides[inner] == 1 and all(s % 4 == 0 for s in made.strides if s != 1)
+
+
+def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_TURN_USES", (1, 1))
+    monkeypatch.setattr(tiling, "CUDA_COPY_USES", 1)
+    check("float32", THREADS, 37, 35, 21, offset=1, places=2, bias=False)
+    check("float32", THREADS, 36, 40, 24, y="columns")
+
+
+def test_columns_are_joined_in_lanes():
+    planes = np.random.default_rng(0).standard_normal((2, 100, 37)).astype(np.float32)
+    out = np.full((2, 37), np.nan, np.float64)
+    launch = joins.columns("float32", Slot("work"), Slot("out"), "float32", 2, 100, 37, (37, 1))
+    out = out.astype(np.float32)
+    Machine([planes, out]).run(launch, work=planes.ctypes.data, out=out.ctypes.data)
+    exact = planes.astype(np.float64).sum(1)
+    assert (abs(out - exact) <= 2.0**-24 * 20 * abs(planes.astype(np.float64)).sum(1)).all()

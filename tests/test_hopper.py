@@ -1,0 +1,379 @@
+"""The kernels for Hopper without one: their templates, and their protocol run in Python.
+
+The templates are plain Python, so what connects the roles of a block (who waits for which mbarrier,
+how many arrive, which boxes are fetched and stored) runs here with threads in place of groups and
+counters in place of mbarriers. The arithmetic is left out: that is for a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import types
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from conftest import SIMULATED, unavailable
+
+from numfuse.tiling import HOPPER_TILES, HopperTile, hopper_tile
+
+try:
+    from numfuse.backends.cuda.product import DeviceInfo, Operand, Product
+    from numfuse.backends.cuda.unroll import Template, text, unrolled
+
+    hopper = importlib.import_module("numfuse.backends.cuda.hopper")
+    copies = importlib.import_module("numfuse.backends.cuda.hopper_copies")
+    gemm = importlib.import_module("numfuse.backends.cuda.hopper_gemm")
+except ImportError as error:
+    unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
+
+if SIMULATED:
+    pytest.skip("the simulator has no tensor cores", allow_module_level=True)
+
+HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
+TILES = [tile for tile, _ in HOPPER_TILES]
+
+
+# --- templates ------------------------------------------------------------------------------------
+
+
+def _template(values, out):
+    for i in unrolled(COUNT):  # noqa: F821
+        PLACE = 2 * i
+        if WIDE and i > 0:  # noqa: F821
+            out[PLACE] = values[i] if KIND == "a" else 0  # noqa: F821
+        else:
+            out[PLACE] = -values[i % len(values)]
+
+
+def test_a_template_is_written_out():
+    made = text(_template, {"COUNT": 2, "WIDE": True, "KIND": "b"})
+    body = [line.strip() for line in made.splitlines()[1:]]
+    assert body == ["out[0] = -values[0 % len(values)]", "out[2] = 0"]
+
+
+def test_a_template_with_other_bindings_has_another_key():
+    keys = {
+        Template(_template, {"COUNT": n, "WIDE": wide, "KIND": "a"}).numfuse_key
+        for n in (1, 2) for wide in (True, False)
+    }  # fmt: skip
+    unused = Template(_template, {"COUNT": 1, "WIDE": True, "KIND": "a", "OTHER": 3})
+    assert len(keys) == 4 and unused.numfuse_key in keys
+
+
+# --- the protocol -----------------------------------------------------------------------------
+
+
+class Barrier:
+    """An mbarrier: a phase ends when all have arrived and all promised bytes have."""
+
+    def __init__(self, arrivals):
+        self.arrivals = self.pending = arrivals
+        self.bytes = self.phase = 0
+        self.changed = threading.Condition()
+
+    def _turn(self, arrivals, received):
+        with self.changed:
+            self.bytes += received
+            self.pending -= arrivals
+            assert self.pending >= 0, "more arrivals than the barrier was made for"
+            if not self.pending and not self.bytes:
+                self.phase += 1
+                self.pending = self.arrivals
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            over = self.changed.wait_for(lambda: (self.phase - 1) % 2 == parity, timeout=5)
+            assert over, f"deadlock: {self.pending} arrivals and {self.bytes} bytes are missing"
+
+
+class Block:
+    """One thread block: a thread for the producer and one for each consumer's leader."""
+
+    def __init__(self, kernel, number, count, sizes):
+        self.kernel, self.number, self.count, self.sizes = kernel, number, count, sizes
+        self.barriers, self.stored, self.loaded, self.errors = {}, [], [], []
+        self.here = threading.local()
+        t = kernel.tile
+        y_box = min(64, t.block_n)
+        self.boxes = {
+            "x": 8192 if kernel.x_turned else t.block_m * 128,
+            "y": 128 * y_box if kernel.y_turned else t.block_n * 128,
+            "extra": 128 * kernel.width,
+        }
+        self.together = threading.Barrier(1 + t.consumers)
+
+    def load(self, at, name, inner, outer, place, barrier):
+        assert 0 <= at - 1024 and at + self.boxes[name] <= 1024 + self.kernel.shared_bytes
+        self.loaded.append((name, inner, outer, place))
+        self.barriers[barrier]._turn(0, -self.boxes[name])
+
+    def names(self):
+        def nothing(*arguments):
+            return None
+
+        def zero(*arguments):
+            return 0
+
+        def make(address, arrivals):
+            self.barriers[address] = Barrier(arrivals)
+
+        silent = (
+            "barrier_fence map_prefetch registers_few registers_many tensor_prefetch store_commit "
+            "store_wait_read0 store_wait_read1 store_wait_all copy_fence group_barrier "
+            "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
+            "global_store16 global_store_f32 global_store2_f32 MULTIPLY MULTIPLY_WAIT CLEAR ADD "
+            "grid_wait grid_release fetch16 fetch_commit fetch_wait0 fetch_wait1 prefetch "
+            "global_store4_b32"
+        )
+        found = dict.fromkeys(silent.split(), nothing)
+        found |= dict.fromkeys(
+            "global_load16 global_load32 global_load_f32 shared_load16 shared_load_f32 LOW HIGH "
+            "PACK".split(),
+            zero,
+        )
+        return found | {
+            "thread_index": lambda: self.here.thread,
+            "block_index": lambda: self.number,
+            "block_count": lambda: self.count,
+            "quotient": lambda a, b: a // b,
+            "dynamic_shared": lambda: 1000,
+            "barrier_init": make,
+            "block_barrier": lambda: self.together.wait(5),
+            "barrier_wait": lambda address, parity: self.barriers[address].wait(parity),
+            "barrier_expect": lambda address, count: self.barriers[address]._turn(1, count),
+            "barrier_arrive": lambda address, here: here and self.barriers[address]._turn(1, 0),
+            "tensor_load": self.load,
+            "tensor_store": lambda name, column, row, place, at: self.stored.append(
+                (place, row, column)
+            ),
+            "fresh": lambda x: x,
+            "select": lambda a, b, condition: a if condition else b,
+            "shuffle_xor": lambda x, mask: x,
+            "matrix_load": lambda at: (0, 0, 0, 0),
+            "shared_load4_b32": lambda at: (0, 0, 0, 0),
+            "global_load2_f32": lambda at, inside: (0, 0),
+            "FINITE": lambda x: x,
+            "FUNCTION": lambda x: x,
+            "ZERO": 0,
+            "cuda": types.SimpleNamespace(
+                local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
+            ),
+        }
+
+    def build(self, template, names):
+        made = template.function
+        scope = dict(made.__globals__)
+        for name, value in template.others.items():
+            scope[name] = self.build(value, names) if isinstance(value, Template) else value
+        return types.FunctionType(made.__code__, scope | names, made.__name__)
+
+    def run(self):
+        kernel = self.build(Template(gemm.gemm, self.kernel.bindings()), self.names())
+        s = self.sizes
+
+        def work(thread):
+            self.here.thread = thread
+            strides = [0, 1, 0, s["n"], 1, 0, s["n"], 1, 0, 0, s["n"], 1]
+            try:
+                kernel(
+                    "x", "y", "out", "extra", 0, 0, 0, 0, 0, s["m"], s["n"], s["slices"],
+                    s["row_blocks"], s["column_blocks"], s["places"], s["units"],
+                    s["part_slices"], self.kernel.stage_bytes, 1, 0, 0, 0, *strides,
+                )  # fmt: skip
+            except BaseException as error:  # a thread's failure must fail the test
+                self.errors.append(error)
+
+        leaders = [0] + [128 * (c + 1) for c in range(self.kernel.tile.consumers)]
+        threads = [threading.Thread(target=work, args=(number,)) for number in leaders]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
+    """Run a launch; what was stored, and how often each slice of X was loaded."""
+    t = kernel.tile
+    part_slices = -(-slices // parts)
+    parts = -(-slices // part_slices)
+    row_blocks, column_blocks = -(-m // t.block_m), -(-n // t.block_n)
+    sizes = {
+        "m": m, "n": n, "slices": slices, "row_blocks": row_blocks, "places": places,
+        "column_blocks": column_blocks, "units": row_blocks * column_blocks * places * parts,
+        "part_slices": part_slices,
+    }  # fmt: skip
+    stored, loaded = [], []
+    blocks = min(blocks, sizes["units"])
+    for number in range(blocks):
+        block = Block(kernel, number, blocks, sizes)
+        block.run()
+        stored += block.stored
+        loaded += block.loaded
+    return sizes, stored, loaded
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("extra", ["", "map", "vectors", "rows"])
+def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
+    kernel = hopper.Gemm(
+        "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != ""
+    )
+    if extra in ("vectors", "rows"):
+        run_all(replace(kernel, out=extra), 200, 330, 5)
+        return
+    for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
+        sizes, stored, _ = run_all(kernel, m, n, slices, places)
+        rows = range(0, sizes["row_blocks"] * tile.block_m, 64)
+        columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
+        assert sorted(stored) == [(p, r, c) for p in range(places) for r in rows for c in columns]
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
+    for x_turned in (False, True):
+        kernel = hopper.Gemm("float16", x_turned, False, tile, "float32")
+        sizes, _, loaded = run_all(kernel, 200, 330, 18, 1, parts=4)
+        seen = sorted(item[1:] for item in loaded if item[0] == "x")
+        deep = [64 * s for s in range(18)]
+        boxes = tile.block_m // 64 if x_turned else 1
+        own = [r * tile.block_m + 64 * b for r in range(sizes["row_blocks"]) for b in range(boxes)]
+        once = [((o, d, 0) if x_turned else (d, o, 0)) for o in own for d in deep]
+        assert seen == sorted(once * sizes["column_blocks"])
+
+
+def test_a_split_product_takes_each_pass_after_the_other():
+    tile = next(t for t in TILES if not t.ping_pong and t.block_n == 64 and t.consumers == 1)
+    kernel = hopper.Gemm("bf16x6", False, False, tile, "float32")
+    block = Block(
+        kernel, 0, 1,
+        {"m": 64, "n": 64, "slices": 3, "row_blocks": 1, "column_blocks": 1, "places": 1,
+         "units": 1, "part_slices": 3},
+    )  # fmt: skip
+    block.run()
+    assert len(block.loaded) == 2 * 6 * 3
+
+
+# --- the parts of a float32 -----------------------------------------------------------------------
+
+
+def split(values):
+    """Three bfloat16 parts of float32 numbers, by the functions of the kernel."""
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    real = np.float32
+
+    def nearest(x):
+        return real(bfloat16(x))
+
+    names = {
+        "NEAREST": nearest, "ZERO": real(0), "MAXIMUM": np.finfo(real).max,
+        "LARGEST": real(2.0**127 * (2 - 2.0**-7)), "SMALLEST": real(2.0**-133),
+        "select": lambda a, b, condition: a if condition else b,
+    }  # fmt: skip
+
+    def bound(function):
+        return types.FunctionType(function.__code__, names | {"__builtins__": {}})
+
+    high, rest = bound(copies.high_part), bound(copies.rest)
+    with np.errstate(all="ignore"):
+        first = [high(x) for x in values]
+        left = [rest(x, part) for x, part in zip(values, first, strict=True)]
+        second = [nearest(x) for x in left]
+        third = [nearest(x - part) for x, part in zip(left, second, strict=True)]
+    return (np.array(part, real) for part in (first, second, third))
+
+
+def test_three_parts_are_the_number_exactly():
+    rng = np.random.default_rng(5)
+    bits = rng.integers(0, 1 << 32, 3000, dtype=np.uint64).astype(np.uint32)
+    values = bits.view(np.float32)
+    values = values[np.isfinite(values) & (np.abs(values) >= 2.0**-109)]
+    values = np.append(values, [np.finfo("f4").max, -np.finfo("f4").max, 3.39e38]).astype("f4")
+    first, second, third = split(values)
+    total = first.astype("f8") + second.astype("f8") + third.astype("f8")
+    np.testing.assert_array_equal(total, values.astype("f8"))
+    assert np.isfinite(first).all()
+
+
+def test_parts_of_tiny_numbers_lose_less_than_half_of_the_smallest():
+    values = np.array([2.0**-126, 1.7 * 2.0**-120, 2.0**-140, 1e-45, -1e-45, 0.0], "f4")
+    first, second, third = split(values)
+    total = first.astype("f8") + second.astype("f8") + third.astype("f8")
+    assert (np.abs(total - values.astype("f8")) <= 2.0**-134).all()
+    # an infinity times one of them must not be an infinity times zero
+    assert ((first != 0) == (values != 0)).all()
+
+
+def test_an_infinity_and_a_nan_are_in_the_first_part_alone():
+    first, second, third = split(np.array([np.inf, -np.inf, np.nan], "f4"))
+    assert first[0] == np.inf and first[1] == -np.inf and np.isnan(first[2])
+    assert not second.any() and not third.any()
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+
+def operand(dtype, rows, columns, alignment=16):
+    return Operand(dtype, (0, columns, 1), alignment)
+
+
+def product(m, n, k, dtype="bfloat16", alignment=16, **features):
+    return Product(
+        m, n, k, 1, operand(dtype, m, k, alignment), operand(dtype, k, n, alignment),
+        operand(dtype, m, n, alignment), "float32", **features,
+    )  # fmt: skip
+
+
+def test_the_order_of_a_forwards_sum_depends_on_no_tile():
+    for m in (1, 64, 1000, 65536):
+        _, parts = hopper_tile(m, 512, 64, 1, 132)
+        assert parts == 1
+
+
+def test_a_tall_result_of_few_blocks_is_cut_into_parts():
+    _, parts = hopper_tile(512, 512, 1024, 1, 132, free=True)
+    assert parts >= 4
+
+
+def test_rows_that_are_not_whole_16_bytes_are_copied_where_it_pays():
+    plan = hopper.WGMMA.take(product(4095, 4097, 4099, alignment=2), HOPPER)
+    assert [launch.kernel.name for launch in plan.launches[:2]] == ["convert copy"] * 2
+    assert hopper.WGMMA.take(product(95, 97, 99, alignment=2), HOPPER) is None
+
+
+def test_float32_is_split_where_that_is_faster():
+    for precision in ("bf16x6", "tf32"):
+        large = product(2048, 2048, 2048, "float32", precision=precision)
+        names = [launch.kernel.name for launch in hopper.WGMMA.take(large, HOPPER).launches]
+        assert sum(precision in name for name in names) == 3
+        assert (
+            hopper.WGMMA.take(product(1, 4096, 4096, "float32", precision=precision), HOPPER)
+            is None
+        )
+    assert hopper.WGMMA.take(product(2048, 2048, 2048, "float32"), HOPPER) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"accumulator": "float64"}, {"x": Operand("float32", (0, 64, 1), 16)}],
+    ids=["float64", "mixed"],
+)
+def test_what_it_cannot_do_is_handed_down(change):
+    assert hopper.WGMMA.take(product(64, 64, 64), HOPPER) is not None
+    assert hopper.WGMMA.take(replace(product(64, 64, 64), **change), HOPPER) is None
+
+
+def test_another_capability_is_handed_down():
+    for capability in ((8, 0), (10, 0)):
+        info = replace(HOPPER, capability=capability)
+        assert hopper.WGMMA.take(product(64, 64, 64), info) is None
+
+
+def test_accumulators_fit_registers():
+    for tile in TILES:
+        assert isinstance(tile, HopperTile)
+        assert tile.halves * tile.block_n // 2 <= 128
