@@ -271,7 +271,9 @@ def test_bench_stops_when_its_time_is_up_and_says_what_it_left_out(tmp_path):
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    (case,) = json.loads((tmp_path / "b.json").read_text())["cases"]
+    found = json.loads((tmp_path / "b.json").read_text())
+    (case,) = found["cases"]
+    assert found["sessions"][0]["disturbed"]["stretches"] > 0
     assert (case["operation"], case["m"]) == ("forward", 8)
     assert "5 of 6 cases on 1 thread(s) were left out, as the time was up" in done.stdout
 

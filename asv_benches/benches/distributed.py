@@ -9,6 +9,8 @@ from numfuse.cli import peers
 
 from .cases import WIDE, normal, one_thread
 
+version = "1"  # of the figures: a new one, and asv forgets the old ones
+
 SHAPES = {"rows": (16384, 256, 256), "wide": (2048, 2048, 512)}
 CHUNKS = 4
 

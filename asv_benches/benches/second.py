@@ -11,6 +11,8 @@ import numfuse as nf
 
 from .cases import SHAPES, WIDE, needs, normal, one_thread
 
+version = "1"  # of the figures: a new one, and asv forgets the old ones
+
 NAMES = ["cube_64", "cube_256", "cube_512", "shallow"]
 
 

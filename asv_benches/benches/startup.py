@@ -5,6 +5,8 @@ import subprocess
 import sys
 import tempfile
 
+version = "1"  # of the figures: a new one, and asv forgets the old ones
+
 TIMED = """
 import time
 import numpy as np

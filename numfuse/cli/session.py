@@ -114,10 +114,10 @@ def measure(plan_text: str) -> None:
         probe = timing.Probe(lambda: ceilings.fma_peak("float32", threads, PROBE) or 0.0)
     generator = np.random.default_rng(plan["seed"])
     for fields in plan["cases"]:
-        case = peers.Case(*fields)
-        tell(event="case", **run_case(case, plan, generator, probe))
-    if probe is not None:
-        tell(event="disturbed", disturbed=probe.disturbed, stretches=probe.stretches)
+        found = run_case(peers.Case(*fields), plan, generator, probe)
+        if probe is not None:  # so far: the parent may end this process after any case
+            tell(event="disturbed", disturbed=probe.disturbed, stretches=probe.stretches)
+        tell(event="case", **found)
 
 
 def limit_threads(names: list[str], threads: int) -> None:
