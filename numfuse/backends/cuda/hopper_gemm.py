@@ -552,15 +552,25 @@ def store_vectors(
     lane, first = thread & 31, (thread >> 5) * 16
     column += (lane & (PIECES - 1)) * 8
     at = out + ((row + first + (lane >> SHIFT)) * stride + column) * 2
-    left = fresh(m - row)
-    for i in unrolled(PIECES // 2):
-        in_row = first + (lane >> SHIFT) + 32 // PIECES * i
-        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        a, b, c, d = shared_load4_b32(
-            buffer + in_row * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
-        )
-        global_store4_b32(at, a, b, c, d, (in_row < left) & (column < n))
-        at += 64 // PIECES * stride
+    left = m - row
+    in_row = first + (lane >> SHIFT)
+    word = cuda.local.array(PIECES, types.int32)
+    i, end = 0, fresh(2)  # a loop that stays one, for want of registers
+    while i < end:
+        for j in unrolled(PIECES // 4):
+            own = in_row + 32 // PIECES * j
+            swizzle = (own & 7) if WIDTH == 64 else ((own >> 1) & 3)
+            word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3] = shared_load4_b32(
+                buffer + own * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
+            )
+        for j in unrolled(PIECES // 4):
+            global_store4_b32(
+                at, word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3],
+                (in_row < left) & (column < n),
+            )  # fmt: skip
+            at += 64 // PIECES * stride
+            in_row += 32 // PIECES
+        i += 1
 
 
 def load_bias(bias: int, column: int, n: int, stride: int) -> tuple[Any, Any]:

@@ -397,7 +397,9 @@ HALVES = {
     ),
 }
 #: 9.7.9.22, cvt.rna: the nearest tf32, halves away from zero, in a float32's bits
-round_tf32 = instruction("cvt.rna.tf32.f32 $0, $1;", "f", "f", "pure")
+round_tf32 = instruction(
+    "{ .reg .b32 t; cvt.rna.tf32.f32 t, $1; mov.b32 $0, t; }", "f", "f", "pure"
+)
 #: 9.7.9.6, shfl.sync.bfly: the value of the lane whose number differs in the bits of `mask`
 shuffle_xor = instruction(
     "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "f", "fr", "convergent"
