@@ -352,7 +352,7 @@ def test_an_array_of_another_library_in_host_memory_is_refused():
         def __dlpack__(self, **_):
             raise AssertionError("was turned into a NumPy array")
 
-    with pytest.raises(TypeError, match="a must be a NumPy array, got .*Array"):
+    with pytest.raises(TypeError, match=r"a must be a NumPy array, got .*Array"):
         forward(a=Array())
 
 
