@@ -13,7 +13,7 @@ from typing import Any
 
 from numpy import generic, ndarray
 
-__all__ = ["ADAPTERS", "PLAIN", "PROTOCOLS", "adapter_for", "adapter_of"]
+__all__ = ["ADAPTERS", "CUDA_ADAPTER", "PLAIN", "adapter_for", "adapter_of"]
 
 #: {root of the module that defines an array's class: the module that serves it}. An adapter has the
 #: public functions under their own names, with the same signatures.
@@ -28,11 +28,10 @@ ADAPTERS = {
     "numfuse.backends.webgpu": "numfuse.adapters.webgpu",
     "numfuse.backends.cuda": "numfuse.adapters.cuda",
 }
-#: What serves an array of any other library, where its class has one of these.
-PROTOCOLS = {
-    "__cuda_array_interface__": "numfuse.adapters.cuda",
-    "__dlpack_device__": "numfuse.adapters.cuda",
-}
+#: What serves an array of any other library that says that it is on a CUDA device: by
+#: ``__cuda_array_interface__``, or by DLPack (the device types are dlpack.h's).
+CUDA_ADAPTER = "numfuse.adapters.cuda"
+_DLPACK_CUDA = (2, 13)
 
 #: What needs no adapter: the public functions compare types with these before anything else.
 PLAIN = frozenset({ndarray, type(None)})
@@ -60,7 +59,7 @@ def adapter_of(**operands: Any) -> ModuleType | None:
         kind = type(x)
         module = _KNOWN.get(kind)
         if module is None and kind not in PLAIN:
-            module = _adapter_name(kind)
+            module = _adapter_name(kind) or _protocol_name(x)
             if kind.__module__.partition(".")[0] in ADAPTERS:
                 _KNOWN[kind] = module
         if module is not None:
@@ -102,8 +101,13 @@ def _adapter_name(kind: type) -> str | None:
         module = ADAPTERS.get(root)
         if module is not None:
             return module
-    if not issubclass(kind, (ndarray, generic)):
-        for name, module in PROTOCOLS.items():
-            if hasattr(kind, name):
-                return module
     return None
+
+
+def _protocol_name(x: Any) -> str | None:
+    if isinstance(x, (ndarray, generic)):
+        return None
+    if hasattr(type(x), "__cuda_array_interface__"):
+        return CUDA_ADAPTER
+    device = getattr(type(x), "__dlpack_device__", None)
+    return CUDA_ADAPTER if device is not None and device(x)[0] in _DLPACK_CUDA else None

@@ -581,8 +581,8 @@ class HopperTile:
 #: products (8192,4096,4096) 353 / 364 / 369, (65536,512,512) 57.3 / 55.6 / 60.3; forward with gelu
 #: 376 / 381 / 394, 84 / 87 / 90, (4096,1024,4096) 64.8 / 63.0 / 68.5, 2048 cubed 31.1 / 31.8 /
 #: 31.5. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4, 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0,
-#: 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4, 128 x 64 8.7; M = 16, K = N = 4096:
-#: 64 x 64 21.7, 64 x 32 23.3.
+#: 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4, 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64
+#: 21.7, 64 x 32 23.3.
 HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 256, 2, False), 1080),
     (HopperTile(128, 128, 2, True), 610),
@@ -710,31 +710,33 @@ class CudaBlock:
 
 
 #: Rows (or columns) of the other factor from which on a float32 factor is copied before the
-#: product: one that is not read by 16 bytes, and one that must be turned. The copy moves 8 bytes
-#: an element, which is 47 / uses of the product's time on an H200 (51 TFLOP/s, 4.3 TB/s). Value by
-#: value a product takes 1.1 to 1.25 times as long, turning by registers 1.03 to 1.07 times.
+#: product: one that is not read by 16 bytes in place, and one (X, Y) that would be turned in
+#: registers. On an H200 at 4096 cubed a copy takes 2 to 3% of the product's time, and the more the
+#: fewer uses there are; value by value a product takes 1.2 to 1.4 times as long, with X turned in
+#: registers 1.05 times (51.4 to 49.0 TFLOP/s), with Y too 1.15 times (44.8).
 CUDA_COPY_USES = 512
-CUDA_TURN_USES = 1536
-#: float32 on CUDA cores. 8 x 16 sums a thread: 6 reads of 16 bytes from shared memory for 128 fused
-#: multiply-adds, so that 94% of the loop's instructions are arithmetic; 256 threads fill the
-#: registers of a multiprocessor. The small ones are for results of few blocks.
+CUDA_TURN_USES = (3072, 1024)
+#: float32 on CUDA cores. Measured on an H200 at 4096 cubed, in TFLOP/s with both factors as they
+#: are wanted (cuBLAS 51.8), with X turned, and with a slope's epilogue (cuBLAS and a pass 49.6):
+#: 64 x 128 with 8 x 8 sums a thread and three blocks on a multiprocessor 51.4, 49.0 and 48.8;
+#: 128 x 256 with 8 x 16, one block, 50.5, 46.9 and 47.0; 128 x 128 with 8 x 16, two blocks, 49.1,
+#: 45.7 and 46.4; 64 x 64 with 8 x 8, X turned, 45. Slices of 8 and four stages are no better. The
+#: small ones are for results of few blocks.
 CUDA_CORE_BLOCKS = (
-    CudaBlock(128, 256, 16, 8, 16, 3, 1),
-    CudaBlock(128, 128, 16, 8, 16, 3, 2, speed=0.97),
-    CudaBlock(64, 128, 16, 8, 8, 3, 3, speed=0.95),
-    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.9),
-    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.85),
-    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.75),
-    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.75),
+    CudaBlock(64, 128, 16, 8, 8, 3, 3),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.9),
 )
-#: float64 on tensor cores. Two blocks of four warps: one fetches or stores while the other
-#: multiplies. Measured on an H200 at 4096 cubed, in TFLOP/s (cuBLAS 60.6): this 58 to 59, one block
-#: of 128 x 128 in eight warps 55, chunks of 4 or 16 less.
+#: float64 on tensor cores. Measured likewise, the product alone and with the epilogue of gelu
+#: (cuBLAS 63.0, and 30.8 with passes): 64 x 64 with 32 x 32 a warp and three blocks on a
+#: multiprocessor 60.0 and 55.8, 128 x 64 with 64 x 32, two blocks, 58.5 and 52.5; 128 x 128 with
+#: one block 55, chunks of 4 or 16 less.
 CUDA_DOUBLE_BLOCKS = (
-    CudaBlock(128, 64, 16, 64, 32, 3, 2, 8),
-    CudaBlock(64, 64, 16, 32, 32, 3, 3, 8, speed=0.99),
-    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.8),
-    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.7),
+    CudaBlock(64, 64, 16, 32, 32, 3, 3, 8),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
 )
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
 #: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337.
@@ -749,11 +751,14 @@ CUDA_HALF_BLOCKS_HELD = (
     CudaBlock(128, 128, 32, 64, 32, 3, 1, 16),
     CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8),
 )
-#: Warps that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6.
-CUDA_BUSY_WARPS = 8
-#: What a launch and a block's beginning and end take, in multiply-adds of one multiprocessor (3
-#: us), and what a value of a plane takes on its way through memory, in those of all.
-CUDA_LAUNCH_COST = 600_000
+#: Sums that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6
+#: (measured for float32: 2048 a third, 8192 four fifths of the speed).
+CUDA_BUSY_SUMS = 12288
+#: Values of K in the time of which a block begins and ends.
+CUDA_FILL = 64
+#: What a join takes to begin and end, in multiply-adds of one multiprocessor (7 us), and what a
+#: value of a plane takes on its way through memory, in those of all.
+CUDA_LAUNCH_COST = 1_400_000
 CUDA_PLANE_COST = 50
 
 
@@ -779,10 +784,9 @@ def cuda_block(
                 choices.append((part, -(-k // part)))
         for part, parts in choices:
             most = -(-blocks * places * parts // multiprocessors)
-            warps = min(most, tile.resident) * tile.threads / 32
-            busy = min(1.0, warps / CUDA_BUSY_WARPS) ** 0.6
             area = tile.block_m * tile.block_n
-            cost = most * area * (part + tile.block_k * tile.stages) / (tile.speed * busy)
+            busy = min(1.0, min(most, tile.resident) * area / CUDA_BUSY_SUMS) ** 0.6
+            cost = most * area * (part + CUDA_FILL) / (tile.speed * busy)
             if parts > 1:
                 planes = places * m * n * parts * CUDA_PLANE_COST
                 cost += CUDA_LAUNCH_COST + planes / multiprocessors
@@ -790,3 +794,15 @@ def cuda_block(
                 best = cost, tile, part, parts
     assert best is not None
     return best[1:]
+
+
+# --- Dask -----------------------------------------------------------------------------------------
+
+#: Blocks that one task of a sum over Dask blocks adds.  It is a constant because the order of a sum
+#: follows from it.  A task holds that many partial results and its result (36 MiB for a d_b of
+#: 512 x 2048 in float32), and the tasks of a sum are a seventh of those of its blocks; the depth,
+#: and with it the latency, falls with the logarithm only: 4096 blocks take 4 levels, with 4 they
+#: take 6 and a third more tasks, with 16 they take 3 (docs/distributed.md counts them).
+DASK_SPLIT = 8
+#: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
+DASK_MOVED_BYTES = 1 << 30

@@ -179,7 +179,7 @@ def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner):
 
 
 def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_TURN_USES", 1)
+    monkeypatch.setattr(tiling, "CUDA_TURN_USES", (1, 1))
     monkeypatch.setattr(tiling, "CUDA_COPY_USES", 1)
     check("float32", THREADS, 37, 35, 21, offset=1, places=2, bias=False)
     check("float32", THREADS, 36, 40, 24, y="columns")

@@ -7,7 +7,7 @@ import numpy as np
 
 from numfuse.cli import peers
 
-from .cases import DTYPES
+from .cases import WIDE as DTYPES
 
 SHAPES = {
     "tall": (8192, 2048, 512),  # grad_pre of 64 MiB in float32

@@ -1,18 +1,25 @@
-"""What a process pays before its first result: the import, and the first call."""
+"""What a process pays before its first result: the import, the first call, a warm-up."""
 
+import os
 import subprocess
 import sys
 import tempfile
 
-FIRST_CALL = """
+TIMED = """
 import time
 import numpy as np
 import numfuse as nf
 a = np.ones((64, 64), np.float32)
 start = time.perf_counter()
-nf.matmul_bias_activation(a, a, a[0], "gelu")
+{call}
 print(time.perf_counter() - start)
 """
+CALLS = {
+    "forward": "nf.matmul_bias_activation(a, a, a[0], 'gelu')",
+    "backward": "nf.matmul_bias_activation_bwd(a, a, a, a[0], 'gelu')",
+    "gated": "nf.gelu_mul(a, a)",
+    "warmup": "nf.warmup(['gelu'], ['float32'])",
+}
 
 
 def timeraw_import():
@@ -24,22 +31,25 @@ def timeraw_import_numpy_alone():
 
 
 class FirstCall:
-    """In a fresh process: with an empty kernel cache, and with the cache that this one left."""
+    """In a fresh process: with an empty kernel cache, and with the cache that such a process left.
 
+    `warmup` is no call but `numfuse.warmup` for one activation and dtype.
+    """
+
+    params = (list(CALLS), ["cold", "warm"])
+    param_names = ("call", "cache")
     timeout = 300
     unit = "s"
 
-    def setup(self):
+    def setup(self, call, cache):
         self.cache = tempfile.TemporaryDirectory()
 
-    def teardown(self):
+    def teardown(self, call, cache):
         self.cache.cleanup()
 
-    def first_call(self):
-        import os
-
+    def first_call(self, call):
         done = subprocess.run(
-            [sys.executable, "-c", FIRST_CALL],
+            [sys.executable, "-c", TIMED.format(call=CALLS[call])],
             env={**os.environ, "NUMBA_CACHE_DIR": self.cache.name},
             capture_output=True,
             check=True,
@@ -47,9 +57,7 @@ class FirstCall:
         )
         return float(done.stdout)
 
-    def track_cold(self):
-        return self.first_call()
-
-    def track_warm(self):
-        self.first_call()
-        return self.first_call()
+    def track_first_call(self, call, cache):
+        if cache == "warm":
+            self.first_call(call)
+        return self.first_call(call)

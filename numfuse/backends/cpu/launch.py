@@ -38,6 +38,7 @@ from numba import prange, types
 from numfuse import specialise, tiling
 from numfuse.backends import Call
 from numfuse.backends.cpu import microkernel, protocol
+from numfuse.share import share
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -310,8 +311,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def threads() -> int:
-    """Threads that this Python thread's next launch may use: Numba's setting, 1 after a fork."""
-    return 1 if _forked else int(numba.get_num_threads())
+    """Threads that this Python thread's next launch may use: Numba's setting, or the share that it
+    was given where that is less; 1 after a fork."""
+    most = share.threads
+    if _forked or most == 1:
+        return 1  # without asking Numba, which would start a pool that is not used
+    own = int(numba.get_num_threads())
+    return own if most is None else min(own, most)
 
 
 def threading_layer() -> str:

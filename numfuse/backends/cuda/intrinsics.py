@@ -309,12 +309,6 @@ def _streamed_text(kind: str, words: int) -> str:
 load_streamed = ptx("load_streamed", _streamed_text("ld", 4), "rrrr", "l")
 #: st.global.cs.v4 (9.7.9.12): 16 bytes that are not read soon.
 store_streamed = ptx("store_streamed", _streamed_text("st", 4), "", "lrrrr")
-#: ld.global.nc.v4 (9.7.9.9, "ld.global.nc"): 16 bytes that nothing writes while the kernel runs.
-load_constant = ptx(
-    "load_constant", "ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", effect=False
-)
-#: prefetch.global.L2 (9.7.9.17, "prefetch").
-prefetch = ptx("prefetch", "prefetch.global.L2 [$0];", "", "l")
 
 
 @functools.cache

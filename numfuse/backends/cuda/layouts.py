@@ -23,18 +23,23 @@ def lay_out(source, out, outer, inner, from_place, from_outer, from_inner, to_pl
     out += cuda.blockIdx.z * to_place
     a = cuda.threadIdx.x & (SQUARE - 1)
     b = cuda.threadIdx.x // SQUARE
+    # all loads are on their way before the first value is used
+    held = cuda.local.array(SQUARE // ROWS, types.float32)
     if TURNED:
         # read along the source's rows, written along those of `out`
         square = cuda.shared.array((SQUARE, SQUARE + 1), types.float32)
         for r in unrolled(0, SQUARE, ROWS):
             if o0 + a < outer and i0 + b + r < inner:
-                square[b + r, a] = LOAD(source + (o0 + a) * from_outer + (i0 + b + r) * from_inner)
+                at = source + (o0 + a) * from_outer + (i0 + b + r) * from_inner
+                held[r // ROWS] = LOAD(at)
+        for r in unrolled(0, SQUARE, ROWS):
+            if o0 + a < outer and i0 + b + r < inner:
+                square[b + r, a] = held[r // ROWS]
         cuda.syncthreads()
         for r in unrolled(0, SQUARE, ROWS):
             if o0 + b + r < outer and i0 + a < inner:
                 STORE(out + (o0 + b + r) * to_outer + (i0 + a) * 4, square[a, b + r])
     else:
-        held = cuda.local.array(SQUARE // ROWS, types.float32)
         for r in unrolled(0, SQUARE, ROWS):
             if o0 + b + r < outer and i0 + a < inner:
                 at = source + (o0 + b + r) * from_outer + (i0 + a) * from_inner

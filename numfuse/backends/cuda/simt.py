@@ -252,8 +252,8 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
     slots, operands = [Slot("x"), Slot("y")], [p.x, p.y]
     for own, shape, uses in ((1, (p.m, p.k), p.n), (2, (p.k, p.n), p.m)):
         way = fetch(operands[own - 1], own, tile.block_m, tile)
-        # (of X, registers turn four values as fast as a copy does)
-        turned = way.held and own == 2 and uses >= tiling.CUDA_TURN_USES
+        turned = way.held and uses >= tiling.CUDA_TURN_USES[own - 1]
+        turned = turned and min(p.m, p.n) >= tiling.CUDA_COPY_USES
         single = way.values == 1 and uses >= tiling.CUDA_COPY_USES
         if (turned or single) and layouts.fits(shape, p.places, own):
             to = Slot("work", workspace)
