@@ -50,7 +50,7 @@ class Cluster:
     #: Bytes a second of a worker's link, and seconds until the first byte.
     link: float = 1.25e9
     latency: float = 1e-3
-    #: Seconds of the scheduler, which is one thread, for a task; and of a worker for each: processor
+    #: Seconds of the scheduler, which is one thread, for a task, and of a worker: processor
     #: time of their processes over 2300 tasks without work (Dask 2026.8, on a busy machine).
     scheduling: float = 1.1e-3
     starting: float = 1.9e-3
