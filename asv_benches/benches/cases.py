@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import statistics
+import os
 from collections.abc import Callable
 
 import ml_dtypes  # noqa: F401 - makes "bfloat16" a name of NumPy's
@@ -50,7 +50,12 @@ Run = Callable[[], object]
 
 
 def one_thread() -> None:
-    """One thread for everyone: the history is of kernels, not of a machine's other tenants."""
+    """One thread for everyone: the history is of kernels, not of a machine's other tenants.
+
+    JAX has no switch for it, and takes as many as there are processors that the process may use.
+    """
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     numba.set_num_threads(1)
     threadpool_limits(1)
     if importlib.util.find_spec("torch") is not None:
@@ -145,40 +150,39 @@ def _is_processor(name: str) -> bool:
 
 
 # --- tracked shares and ratios --------------------------------------------------------------------
-ROUNDS = 9
+# What disturbs a round can only lengthen it, so of many short rounds the fastest count, on either
+# side of a ratio: measured with ten other programs on two cores, the fastest of 41 rounds of 512
+# cubed differed by 0.5% from run to run, where medians differed by half.
+ROUNDS = 101
+PEAK_SECONDS = 0.002  # of multiply-adds: the time of such a round
 
 
 def share_of_peak(operation, dtype, shape) -> float:
     """The CPU backend's rate over the FMA peak of one thread, both in the same rounds."""
-    if ceilings.fma_peak(dtype, 1) is None:
-        raise NotImplementedError("this version has no fma_peak")
+    from numfuse.backends.cpu import fma_peak  # that of `numfuse.cli` had no third argument
+
     peaks: list[float] = []
-    run = contestant("cpu", operation, dtype, shape)
-    seconds = timing.interleave(
-        {"run": run, "peak": lambda: peaks.append(ceilings.fma_peak(dtype, 1))}, rounds=ROUNDS
-    )
-    # Round by round, as a ratio to a peer: of a peak's two calls a round, the timed one.
-    pairs = zip(seconds["run"], peaks[-2 * ROUNDS :][1::2], strict=True)
-    flop = case_of(operation, dtype, shape).flop
-    return statistics.median(flop / second / 1e9 / peak for second, peak in pairs)
+    runs = {
+        "run": contestant("cpu", operation, dtype, shape),
+        "peak": lambda: peaks.append(fma_peak(dtype, 1, PEAK_SECONDS)),
+    }
+    seconds = _fastest(runs)
+    return case_of(operation, dtype, shape).flop / seconds["run"] / 1e9 / max(peaks)
 
 
 def share_of_triad(operation, dtype, shape) -> float:
     """The CPU backend's bytes a second over those of a triad, measured before and after it."""
     run = contestant("cpu", operation, dtype, shape)
     before, _ = ceilings.triad(1)
-    seconds = timing.interleave({"run": run}, rounds=ROUNDS)
+    seconds = _fastest({"run": run})["run"]
     after, _ = ceilings.triad(1)
     m, n, _ = GATED_SHAPES[shape]
     size = peers.STREAMS[operation] * m * n * np.dtype(dtype).itemsize
-    return size / timing.median(seconds["run"]) / 1e9 / max(before, after)
+    return size / seconds / 1e9 / max(before, after)
 
 
 def ratio_to_best_peer(backend, operation, dtype, shape) -> float:
-    """Our time over the fastest peer's: below 1 numfuse is faster (and asv takes less for better).
-
-    The ratio of each round, and of those the median: what lasts longer than a round touches both.
-    """
+    """Our time over the fastest peer's: below 1 numfuse is faster; asv takes less for better."""
     runs = {backend: contestant(backend, operation, dtype, shape)}
     reasons = []
     for name in PEERS:
@@ -188,14 +192,16 @@ def ratio_to_best_peer(backend, operation, dtype, shape) -> float:
             reasons.append(str(error))
     if len(runs) == 1:
         raise NotImplementedError("no peer: " + "; ".join(reasons))
-    seconds = timing.interleave(runs, rounds=ROUNDS)
-    return max(
-        statistics.median(
-            ours / peer for peer, ours in zip(seconds[name], seconds[backend], strict=True)
-        )
-        for name in runs
-        if name != backend
-    )
+    seconds = _fastest(runs)
+    return seconds[backend] / min(seconds[name] for name in runs if name != backend)
+
+
+def _fastest(runs: dict[str, Run]) -> dict[str, float]:
+    """The seconds of each one's fastest round; long calls have rounds enough after some seconds."""
+    first = timing.interleave(runs, rounds=3)
+    rounds = max(5, min(ROUNDS, int(4.0 / sum(map(min, first.values())))))
+    seconds = timing.interleave(runs, rounds=rounds)
+    return {name: min(first[name] + seconds[name]) for name in runs}
 
 
 def needs(name: str) -> None:

@@ -2,12 +2,14 @@
 
 import importlib.util
 
+import numba
 import numpy as np
+from threadpoolctl import threadpool_limits
 
 import numfuse as nf
 from numfuse.cli import peers
 
-from .cases import WIDE, normal, one_thread
+from .cases import WIDE, normal
 
 version = "1"  # of the figures: a new one, and asv forgets the old ones
 
@@ -25,7 +27,8 @@ class Dask:
             raise NotImplementedError("Dask is not installed")
         import dask.array
 
-        one_thread()  # in each task; Dask's threads are the parallel ones
+        numba.set_num_threads(1)  # in each task; Dask's threads are the parallel ones
+        threadpool_limits(1)
         m, n, k = SHAPES[shape]
         generator = np.random.default_rng(0)
         a, b, bias = (normal(generator, dtype, *s) for s in ((m, k), (k, n), (n,)))
