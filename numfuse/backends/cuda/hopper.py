@@ -342,7 +342,7 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
     b["REST"] = Inlined(hopper_copies.rest, b)
     made = Template(getattr(hopper_copies, template), b)
     count = 10 if template == "join" else 9
-    signature = "i64 i64 " + " ".join(["i32"] * 4 + ["i64"] * (count - 6))
+    signature = " ".join(["i64"] * count)
     return kernel(
         made, signature, threads=256, name=f"{template} {kind}{' wide' if wide else ''}",
         **made.others,
