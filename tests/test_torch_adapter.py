@@ -382,7 +382,8 @@ def test_views_are_taken_as_they_are_and_nothing_is_written_to():
         ({"b": torch.ones(2, 4, dtype=torch.float32)}, TypeError, "a float64, b float32"),
         ({"b": np.ones((2, 4))}, TypeError, "b must be a torch.Tensor as the other operands"),
         ({"a": torch.ones(3, 2, dtype=torch.int64)}, TypeError, "a must have dtype float64"),
-        ({"out": torch.ones(3, 4)}, ValueError, "out must be None under PyTorch's autograd"),
+        ({"a": torch.ones(3, 2).double().to("meta")}, TypeError, "must be on one device"),
+        ({"out": torch.ones(3, 4)}, TypeError, "out must have dtype float64, got float32"),
         ({"activation": "geluu"}, ValueError, "did you mean 'gelu'"),
     ],
 )
@@ -390,6 +391,22 @@ def test_wrong_arguments_are_refused(change, error, message):
     given = {"a": torch.ones(3, 2, dtype=torch.float64), "b": torch.ones(2, 4).double(), **change}
     with pytest.raises(error, match=message):
         nf.matmul_bias_activation(**given)
+
+
+def test_results_may_be_given_where_nothing_is_differentiated():
+    a, b, bias, grad = draw((3, 2), (2, 4), (4,), (3, 4), seed=25, needs=False)
+    out = torch.full((3, 4), torch.nan, dtype=torch.float64)
+    assert nf.matmul_bias_activation(a, b, bias, "gelu", out=out) is out
+    torch.testing.assert_close(out, reference("gelu")(a @ b + bias))
+    d_b = torch.full((2, 4), torch.nan, dtype=torch.float64)
+    found = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", out=(None, d_b, None))
+    assert found.d_b is d_b and isinstance(found.d_a, torch.Tensor)
+    half = out.bfloat16()
+    assert nf.silu_mul(half, half, out=half) is half
+    with pytest.raises(ValueError, match="out must be None under PyTorch's autograd"):
+        nf.matmul_bias_activation(a.requires_grad_(), b, bias, out=out)
+    with torch.no_grad():
+        assert nf.matmul_bias_activation(a, b, bias, out=out) is out
 
 
 # --- modules ------------------------------------------------------------------------------------

@@ -5,9 +5,11 @@ often differentiable, and as modules.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,6 +17,7 @@ from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
 from numfuse.adapters.surface import NAMES, Functions, How, served
 from numfuse.adapters.torch_operators import (
+    CORE,
     Op,
     fused,
     on_cuda,
@@ -22,6 +25,7 @@ from numfuse.adapters.torch_operators import (
     sets,
     through,
     to_numpy,
+    to_tensor,
     transformed,
     wanted,
 )
@@ -32,6 +36,7 @@ from numfuse.gradients import (
     GEMM_SECOND_NEEDS,
     RESIDUAL_NEEDS,
 )
+from numfuse.kinds import _LOADED
 
 __all__ = [*NAMES, "GatedLinear", "Linear", "synchronize", "to_numpy"]
 
@@ -146,19 +151,49 @@ class _Torch(Functions):
 FUNCTIONS: Any = _Torch()
 
 
-def _bare_on_cuda(operands: Iterable[Any]) -> bool:
-    """Whether these are tensors of a GPU of which nothing is to be derived."""
-    found = False
+def _bare(values: Iterable[Any]) -> Tensor | None:
+    """The first tensor, where all are of one device and nothing is to be derived or traced."""
+    first: Tensor | None = None
     grad = torch.is_grad_enabled()
-    for x in operands:
-        if isinstance(x, Tensor):
-            if type(x) not in _TENSORS or not x.is_cuda or (grad and x.requires_grad):
-                return False
-            found = True
-    return found and not transformed() and not torch.is_autocast_enabled("cuda")
+    flat: list[Any] = []
+    for x in values:  # (of needs, or of out)
+        flat.extend(x) if type(x) is tuple or type(x) is list else flat.append(x)
+    for x in flat:
+        if type(x) in _TENSORS:
+            if (grad and x.requires_grad) or x.layout != torch.strided:
+                return None
+            first = x if first is None else first
+            if x.device != first.device:
+                return None
+        elif isinstance(x, (Tensor, np.ndarray)):
+            return None
+    if first is None or not (first.is_cpu or first.is_cuda) or transformed():
+        return None
+    return None if torch.is_autocast_enabled(first.device.type) else first
 
 
 _TENSORS = (Tensor, nn.Parameter)
+
+
+def _array(x: Any, known: dict[int, Tensor]) -> Any:
+    """An argument of a call as the core takes it; `known` keeps the tensors of arrays."""
+    if isinstance(x, Tensor):
+        made = to_numpy(x)
+        known[id(made)] = x
+        return made
+    if isinstance(x, (tuple, list)) and any(isinstance(y, Tensor) for y in x):
+        return tuple(_array(y, known) for y in x)
+    return x
+
+
+def _result(x: Any, known: dict[int, Tensor]) -> Any:
+    """A result of the core as tensors: the caller's own where they were given."""
+    if isinstance(x, np.ndarray):
+        return known[id(x)] if id(x) in known else to_tensor(x)
+    if isinstance(x, tuple):
+        made = [_result(y, known) for y in x]
+        return x._make(made) if hasattr(x, "_make") else tuple(made)
+    return x
 
 
 def _public(name: str) -> Any:
@@ -167,9 +202,17 @@ def _public(name: str) -> Any:
     @functools.wraps(derived)
     def call(*args: Any, **options: Any) -> Any:
         # An operator of PyTorch costs 50 us more than the call: it is for what is differentiated.
-        if not torch.compiler.is_compiling() and _bare_on_cuda((*args, *options.values())):
+        first = None
+        if not torch.compiler.is_compiling():
+            first = _bare((*args, *options.values()))
+        if first is None:
+            return derived(*args, **options)
+        if first.is_cuda:
             return served(on_cuda(), name)(*args, **options)
-        return derived(*args, **options)
+        known: dict[int, Tensor] = {}
+        operands = [_array(x, known) for x in args]
+        named = {key: _array(x, known) for key, x in options.items()}
+        return _result(served(CORE, name)(*operands, **named), known)
 
     return call
 
@@ -374,3 +417,7 @@ class GatedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name!r}"
+
+
+# Imported in advance, the adapter is found where torch.compile follows a call.
+_LOADED[__name__] = sys.modules[__name__]

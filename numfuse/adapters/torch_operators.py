@@ -26,6 +26,7 @@ from numfuse.adapters.surface import NAMES, How, made
 from numfuse.layout import gemm_shape, residual_view
 
 __all__ = [
+    "CORE",
     "Op",
     "fused",
     "on_cuda",
@@ -33,12 +34,13 @@ __all__ = [
     "sets",
     "through",
     "to_numpy",
+    "to_tensor",
     "transformed",
     "wanted",
 ]
 
 #: The public functions over NumPy arrays.
-_CORE = SimpleNamespace(
+CORE = SimpleNamespace(
     **{n: getattr(functional if hasattr(functional, n) else differentials, n) for n in NAMES}
 )
 
@@ -62,7 +64,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-def _tensor(x: ndarray) -> Tensor:
+def to_tensor(x: ndarray) -> Tensor:
     if x.dtype.name == "bfloat16":
         return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(x)
@@ -173,9 +175,9 @@ class Op:
         how = {"backend": _backend(backend), "guard": guard}
         if self._names is not None:
             how["needs"] = self._needs
-        library: Any = _CORE
+        library: Any = CORE
         read: Any = to_numpy
-        write: Any = _tensor
+        write: Any = to_tensor
         if any(x is not None and x.is_cuda for x in tensors):
             library, read, write = on_cuda(), _own_values, _itself
         arrays = [None if x is None else read(x) for x in tensors]
