@@ -41,17 +41,19 @@ class Cluster:
     """Workers and what joins them, as the model sees them."""
 
     workers: int
-    #: Tasks that a worker runs at once, and the flops a second of each.
+    #: Tasks that a worker runs at once, and the flops a second of each (142e9 were measured on two
+    #: cores with AVX-512, both at work).
     threads: int = 1
-    rate: float = 130e9
+    rate: float = 140e9
     #: Bytes a second of a core that adds blocks which are in memory.
     adding: float = 4e9
     #: Bytes a second of a worker's link, and seconds until the first byte.
     link: float = 1.25e9
     latency: float = 1e-3
-    #: Seconds of the scheduler, which is one thread, for a task; and of a worker for each.
-    scheduling: float = 0.3e-3
-    starting: float = 0.5e-3
+    #: Seconds of the scheduler, which is one thread, for a task, and of a worker: processor
+    #: time of their processes over 2300 tasks without work (Dask 2026.8, on a busy machine).
+    scheduling: float = 1.1e-3
+    starting: float = 1.9e-3
     #: Cores that all workers share; None: each thread has its own.
     cores: int | None = None
 
@@ -82,11 +84,12 @@ class Node(NamedTuple):
     needs: tuple[int, ...]
 
 
-def lazy(layer: Layer, blocks: int):
-    """d_b and d_bias over so many blocks, made where they are needed."""
+def lazy(layer: Layer, blocks: int, wait: float = 0.0):
+    """d_b and d_bias over so many blocks, made where they are needed; each waits so long first."""
 
-    def made(width):
+    def made(width, wait=0.0):
         def make(block_id):
+            time.sleep(wait)
             return np.full((layer.rows, width), 1e-3 * (1 + block_id[0] % 7), np.float32)
 
         return da.map_blocks(
@@ -96,7 +99,7 @@ def lazy(layer: Layer, blocks: int):
     b = np.full((layer.k, layer.n), 0.01, np.float32)
     bias = np.zeros(layer.n, np.float32)
     found = nf.matmul_bias_activation_bwd(
-        made(layer.n), made(layer.k), b, bias, "gelu", needs=("b", "bias")
+        made(layer.n), made(layer.k, wait), b, bias, "gelu", needs=("b", "bias")
     )
     return found.d_b, found.d_bias
 
@@ -274,8 +277,12 @@ def tables(layer: Layer, cluster: Cluster, workers: tuple[int, ...], each: int) 
 # --- real workers ---------------------------------------------------------------------------------
 
 
-def measure(layer: Layer, blocks: int, rounds: int) -> str:
-    """One, two and four worker processes of this machine by turns, beside the prediction."""
+def measure(layer: Layer, blocks: int, rounds: int, wait: float = 0.0) -> str:
+    """One, two and four worker processes of this machine by turns, beside the prediction.
+
+    With `wait`, small blocks that wait so long stand for blocks that compute: the scheduler, the
+    transport and the tree are real, and no worker needs a core of its own.
+    """
     import logging
     import os
 
@@ -300,7 +307,7 @@ def measure(layer: Layer, blocks: int, rounds: int) -> str:
         for _ in range(rounds):
             for count in np.random.default_rng().permutation(counts):
                 client = clients[int(count)]
-                made = lazy(layer, blocks)
+                made = lazy(layer, blocks, wait)
                 start = time.perf_counter()
                 with distributed.get_task_stream(client) as stream:
                     client.gather(client.compute(made))
@@ -327,12 +334,13 @@ def measure(layer: Layer, blocks: int, rounds: int) -> str:
     task = statistics.median(overhead)
     base = Cluster(
         workers=1, rate=layer.flops / statistics.median(own), scheduling=task / 2,
-        starting=task / 2, cores=os.cpu_count(),
+        starting=task / 2, cores=None if wait else os.cpu_count(),
     )  # fmt: skip
+    rate = f"{base.rate / 1e9:.0f} GFLOP/s of one worker"
+    what = f"{statistics.median(own):.3f} s a block, most of it waiting" if wait else rate
     lines = [
-        f"{blocks} blocks of {layer.rows} x {layer.k} x {layer.n}: "
-        f"{base.rate / 1e9:.0f} GFLOP/s of one worker, {task * 1e3:.2f} ms a task of the scheduler "
-        f"and a worker, {base.cores} cores; medians of {rounds} rounds.",
+        f"{blocks} blocks of {layer.rows} x {layer.k} x {layer.n}: {what}, {task * 1e3:.2f} ms "
+        f"a task of the scheduler and a worker, {os.cpu_count()} cores; medians of {rounds}.",
         "",
         "| workers | predicted | measured | measured / predicted |",
         "|---:|---:|---:|---:|",
@@ -355,10 +363,12 @@ def main() -> None:
     )
     parser.add_argument("--measure", action="store_true", help="on this machine's processes")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--wait", type=float, default=0.0, help="seconds in place of arithmetic")
     parser.add_argument("--write", action="store_true", help="the tables of docs/distributed.md")
     arguments = parser.parse_args()
     if arguments.measure:
-        print(measure(Layer(rows=4096, k=512, n=512), 32, arguments.rounds))
+        layer = Layer(rows=64 if arguments.wait else 4096, k=512, n=512)
+        print(measure(layer, 32, arguments.rounds, arguments.wait))
         return
     cluster = Cluster(1, threads=arguments.threads, rate=arguments.rate * 1e9)
     layer = Layer(rows=arguments.rows)

@@ -6,7 +6,6 @@ never otherwise.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -35,6 +34,10 @@ _DLPACK_CUDA = (2, 13)
 
 #: What needs no adapter: the public functions compare types with these before anything else.
 PLAIN = frozenset({ndarray, type(None)})
+
+
+#: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
+_LOADED: dict[str, ModuleType] = {}
 
 
 def adapter_for(**operands: Any) -> Any:
@@ -74,11 +77,11 @@ def adapter_of(**operands: Any) -> ModuleType | None:
             for name in found.values()
         )
         raise TypeError(f"the operands must be arrays of one kind, got {kinds}")
-    loaded = sys.modules.get(module)
+    loaded = _LOADED.get(module)
     if loaded is not None:
         return loaded
     try:
-        return import_module(module)
+        return _LOADED.setdefault(module, import_module(module))
     except ModuleNotFoundError as error:
         if error.name is None or not module.startswith(error.name):
             raise

@@ -291,6 +291,12 @@ def reads_in_place(m: int, k: int, k_stride: int, column_stride: int, r: Registe
     return not clash and m <= (IN_PLACE_ROWS if fits else CHUNK_TILES * r.mr)
 
 
+#: Rows and columns of a cell of a product inside a user's njit function. Its workspace is new
+#: memory for every call (1.3 MiB in float32, of which a small product touches little), and at 256
+#: packing is 1/16 of the arithmetic.
+NJIT_CELL = 256
+
+
 @functools.lru_cache(maxsize=4096)
 def gemm(
     m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers, unit: int
@@ -549,18 +555,6 @@ def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple
     return part, -(-k // part) if k else 1
 
 
-# --- Dask -----------------------------------------------------------------------------------------
-
-#: Blocks that one task of a sum over Dask blocks adds.  It is a constant because the order of a sum
-#: follows from it.  A task holds that many partial results and its result (36 MiB for a d_b of
-#: 512 x 2048 in float32), and the tasks of a sum are a seventh of those of its blocks; the depth,
-#: and with it the latency, falls with the logarithm only: 4096 blocks take 4 levels, with 4 they
-#: take 6 and a third more tasks, with 16 they take 3 (docs/distributed.md counts them).
-DASK_SPLIT = 8
-#: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
-DASK_MOVED_BYTES = 1 << 30
-
-
 # --- CUDA: Hopper -----------------------------------------------------------------------------
 
 
@@ -587,18 +581,34 @@ class HopperTile:
         return f"{self.block_m}x{self.block_n}x64 {schedule}"
 
 
-#: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor, and those that
-#: an element of the result costs at the end (both estimates that order the choices; the arithmetic
-#: alone would be block_m * block_n / 32).
+#: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that
+#: order the choices as an H200 does (the arithmetic alone is block_m * block_n / 32). Measured in
+#: bfloat16, microseconds, 128 x 256 cooperative / 128 x 128 ping-pong / 128 x 128 cooperative: bare
+#: products (8192,4096,4096) 353 / 364 / 369, (65536,512,512) 57.3 / 55.6 / 60.3; forward with gelu
+#: 376 / 381 / 394, 84 / 87 / 90, (4096,1024,4096) 64.8 / 63.0 / 68.5, 2048 cubed 31.1 / 31.8 /
+#: 31.5. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4, 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0,
+#: 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4, 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64
+#: 21.7, 64 x 32 23.3.
 HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 256, 2, False), 1080),
-    (HopperTile(128, 128, 2, True), 580),
+    (HopperTile(128, 128, 2, True), 610),
     (HopperTile(128, 128, 2, False), 580),
     (HopperTile(128, 64, 2, False), 400),
-    (HopperTile(64, 128, 1, False), 400),
-    (HopperTile(64, 64, 1, False), 270),
+    (HopperTile(64, 128, 1, False), 330),
+    (HopperTile(64, 64, 1, False), 200),
     (HopperTile(64, 32, 1, False), 220),
 )
+#: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
+#: `hopper_gemm`), or threads do ("vectors").  The first is what all figures here were measured
+#: with; the second does not wait behind the engine's fetches, and has not been timed.
+HOPPER_BY_MAP = True
+#: Cycles that an element of the result costs at the end, with and without an activation, where two
+#: groups of threads work on it (of forward's 84 microseconds above 27 are the activation's).
+HOPPER_FINISH = (0.25, 0.12)
+#: And of a result whose rows are not aligned to 16 bytes, and so stored value by value; nothing
+#: hides that: (4095,4097,4099) takes 303 and 327 microseconds of 128 x 256 and ping-pong, a
+#: multiple of 8 beside it 239 and 193.
+HOPPER_ROWS = 0.65
 #: Cycles from a launch to its first product, and from its last to the end.
 HOPPER_START = 2500
 #: Bytes a cycle that all multiprocessors together move to and from memory.
@@ -627,19 +637,25 @@ def hopper_splits(
 @functools.lru_cache(maxsize=4096)
 def hopper_tile(
     m: int, n: int, slices: int, places: int, multiprocessors: int, *, depth: int = 1,
-    heavy: bool = False, free: bool = False, sums: bool = False, registers: int = 128,
+    heavy: bool = False, rows: bool = False, free: bool = False, registers: int = 128,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
-    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `free`: K may be
-    cut.  `registers`: accumulators that a thread has room for.
+    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `rows`: a result of
+    unaligned rows.  `free`: K may be cut.  `registers`: accumulators that a thread has room for.
     """
     best: tuple[float, HopperTile, int] | None = None
     for tile, cycles in HOPPER_TILES:
         if tile.halves * tile.block_n // 2 > registers or (tile.ping_pong and depth > 1):
             continue
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
-        finish = tile.block_m * tile.block_n * (0.35 if heavy else 0.12)
+        finish = (
+            tile.block_m
+            * tile.block_n
+            * (HOPPER_FINISH[0 if heavy else 1] + (HOPPER_ROWS if rows else 0))
+        )
+        if tile.ping_pong or tile.consumers == 1:
+            finish *= 2  # one group alone
         most = max(1, slices // HOPPER_PART) if free else 1
         for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
             length = -(-slices // parts)
@@ -648,7 +664,7 @@ def hopper_tile(
                 continue
             work = length * depth * cycles
             units = -(-blocks * parts // multiprocessors)
-            if tile.ping_pong:  # one consumer finishes while the other multiplies
+            if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
                 cost = units * max(work, finish) + min(work, finish)
             else:
                 cost = units * (work + finish)
@@ -784,3 +800,15 @@ def cuda_block(
                 best = cost, tile, part, parts
     assert best is not None
     return best[1:]
+
+
+# --- Dask -----------------------------------------------------------------------------------------
+
+#: Blocks that one task of a sum over Dask blocks adds.  It is a constant because the order of a sum
+#: follows from it.  A task holds that many partial results and its result (36 MiB for a d_b of
+#: 512 x 2048 in float32), and the tasks of a sum are a seventh of those of its blocks; the depth,
+#: and with it the latency, falls with the logarithm only: 4096 blocks take 4 levels, with 4 they
+#: take 6 and a third more tasks, with 16 they take 3 (docs/distributed.md counts them).
+DASK_SPLIT = 8
+#: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
+DASK_MOVED_BYTES = 1 << 30

@@ -19,10 +19,11 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
+from numfuse.tiling import HOPPER_TILES
 
 try:
     from numfuse.backends.cuda import gated, joins, passes, scalars, toolchain
-    from numfuse.backends.cuda.hopper import WGMMA
+    from numfuse.backends.cuda.hopper import WGMMA, plan_with
     from numfuse.backends.cuda.mirror import MIRROR
     from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
     from numfuse.backends.cuda.simt import CORES
@@ -96,7 +97,7 @@ CASES = [
     taken("cores", CORES, product(4096, 4096, 512, "float32", x_turned=True, function="gelu"),
           AMPERE, ("fma.rn.f32", "cp.async.cg.shared.global.L2::128B", "ld.shared.v4.f32")),
     taken("cores, factors turned by registers", CORES,
-          product(1024, 1024, 512, "float32", y_turned=True, function="silu", epilogue="slope"),
+          product(512, 1024, 512, "float32", y_turned=True, function="silu", epilogue="slope"),
           HOPPER, ("fma.rn.f32", "ld.global.v4.f32")),
     taken("cores, factors copied before", CORES,
           product(4095, 4097, 4099, "float32", y_turned=True, alignment=4), HOPPER,
@@ -127,12 +128,16 @@ CASES = [
     ],
     Case("sums of columns", (joins.columns("float32", Slot("planes"), Slot("out"), "bfloat16", 1,
                                            512, 4096, (4096, 1)),), HOPPER),
-    taken("wgmma bf16", WGMMA, product(8192, 4096, 4096, "bfloat16", function="gelu"), HOPPER,
+    taken("wgmma bf16", WGMMA, product(4096, 4096, 1024, "bfloat16", function="gelu"), HOPPER,
           ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.tensor.3d",
            "setmaxnreg.inc.sync.aligned.u32 232", "griddepcontrol.wait")),
     taken("wgmma f16 slope", WGMMA,
           product(4096, 4096, 4096, "float16", function="silu", epilogue="slope"), HOPPER,
-          ("wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16", "shfl.sync.bfly")),
+          ("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16", "shfl.sync.bfly")),
+    Case("wgmma slope, 16 bytes a thread", plan_with(
+             product(4096, 4096, 512, "bfloat16", function="gelu", epilogue="slope"), "bfloat16",
+             HOPPER, HOPPER_TILES[0][0], 1, by_map=False).launches, HOPPER,
+         ("cp.async.cg.shared.global", "st.global.v4.b32")),
     taken("wgmma d_a", WGMMA, product(4096, 4096, 4096, "bfloat16", y_turned=True), HOPPER,
           ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "stmatrix")),
     taken("wgmma d_b in parts", WGMMA,
@@ -141,7 +146,7 @@ CASES = [
           product(1023, 1025, 2047, "bfloat16", function="relu", epilogue="slope", alignment=2),
           HOPPER, ("ld.global.nc.b16",)),
     taken("wgmma bf16, few rows", WGMMA, product(16, 4096, 4096, "bfloat16", function="relu"),
-          HOPPER, ("wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16",)),
+          HOPPER, ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",)),
     taken("wgmma bf16x6", WGMMA,
           product(2048, 2048, 2048, "float32", function="gelu", precision="bf16x6"), HOPPER,
           ("cvt.rn.bf16x2.f32",)),

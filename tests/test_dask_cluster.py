@@ -7,8 +7,12 @@ workers are made inside of tests, so that they travel by value.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 import time
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default::ResourceWarning"),
     pytest.mark.filterwarnings("default::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("default::pytest.PytestUnhandledThreadExceptionWarning"),
+    # what older versions say where results of both are compared
+    pytest.mark.filterwarnings("default:Running on a single-machine scheduler:UserWarning"),
 ]
 
 K, N = 96, 64
@@ -240,3 +246,15 @@ def test_tasks_of_a_worker_share_its_cores(client, asked):
     client.gather(client.compute(out))
     counts = [count for found in client.run(seen).values() for count in found]
     assert len(counts) == 8 and set(counts) == {min(asked, max(1, cores // 2))}
+
+
+def test_the_training_example_learns(tmp_path):
+    example = Path(__file__).parents[1] / "docs" / "examples" / "train_on_dask.py"
+    options = "--blocks 6 --rows 512 --batch 2 --epochs 4 --memory 1GiB --quiet".split()
+    done = subprocess.run(
+        [sys.executable, str(example), *options], capture_output=True, text=True, timeout=120,
+        check=False, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    first, last = map(float, re.findall(r"(?:first|last) step ([\d.]+)", done.stdout))
+    assert last < 0.8 * first

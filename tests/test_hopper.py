@@ -258,6 +258,183 @@ def test_a_split_product_takes_each_pass_after_the_other():
     assert len(block.loaded) == 2 * 6 * 3
 
 
+# --- where an epilogue puts what ------------------------------------------------------------------
+
+
+class Half:
+    """A word of two 16-bit values, as the epilogue puts it together."""
+
+    def __init__(self, low=0, high=0):
+        self.low, self.high = low, high
+
+    def __lshift__(self, bits):
+        return Half(high=self.low)
+
+    def __or__(self, other):
+        return Half(self.low + other.low, self.high + other.high)
+
+
+class Group:
+    """The 128 threads of a consumer, with their shared memory and the arrays of a launch."""
+
+    def __init__(self, kernel, extra):
+        self.kernel, self.extra = kernel, extra
+        self.shared, self.stored = {}, {}
+        self.here = threading.local()
+        self.together = [threading.Barrier(32) for _ in range(4)]
+        self.words = [[None] * 32 for _ in range(4)]
+        self.errors = []
+
+    def barrier(self):
+        self.together[self.here.warp].wait(10)
+
+    def collect(self, word):
+        words = self.words[self.here.warp]
+        self.barrier()
+        words[self.here.lane] = word
+        self.barrier()
+        return words
+
+    def matrix_store(self, at, *registers):
+        words = self.collect((at, registers))
+        lane = self.here.lane
+        for i, word in enumerate(registers):  # this lane's pair, in row lane // 4 of matrix i
+            address = words[8 * i + lane // 4][0] + 4 * (lane % 4)
+            self.shared[address], self.shared[address + 2] = word.low, word.high
+        self.barrier()
+
+    def matrix_load(self, at):
+        words = self.collect((at, None))
+        lane = self.here.lane
+        rows = [words[8 * i + lane // 4][0] + 4 * (lane % 4) for i in range(4)]
+        return tuple(Half(self.shared[row], self.shared[row + 2]) for row in rows)
+
+    def put(self, address, value):
+        assert address not in self.stored, "two threads store the same element"
+        self.stored[address] = value
+
+    def names(self):
+        def load(address):
+            return [
+                Half(self.shared[a], self.shared[a + 2]) for a in range(address, address + 16, 4)
+            ]
+
+        def store_words(at, a, b, c, d, inside):
+            for i, word in enumerate((a, b, c, d)):
+                if inside:
+                    self.put(at + 4 * i, word.low)
+                    self.put(at + 4 * i + 2, word.high)
+
+        def shared_store(address, word):
+            self.shared[address], self.shared[address + 2] = word.low, word.high
+
+        def fetch(to, at, count):
+            assert at % 16 == 0 and to % 16 == 0
+            for i in range(0, 16, 2):
+                self.shared[to + i] = self.extra[at + i] if count else 0
+
+        def nothing(*arguments):
+            return None
+
+        return {
+            "matrix_store": self.matrix_store, "matrix_load": self.matrix_load,
+            "warp_barrier": self.barrier, "fresh": lambda x: x,
+            "shared_load16": lambda a: self.shared[a], "shared_load4_b32": load,
+            "shared_store32": shared_store, "global_store4_b32": store_words,
+            "global_store16": lambda at, v, inside: self.put(at, v) if inside else None,
+            "global_load16": lambda at, inside: Half(self.extra[at] if inside else 0),
+            "fetch16": fetch, "fetch_commit": nothing, "fetch_wait0": nothing,
+            "fetch_wait1": nothing, "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
+            "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
+            "cuda": types.SimpleNamespace(
+                local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
+            ),
+        }  # fmt: skip
+
+    def run(self, row0, column0, m, n, stride):
+        tile = self.kernel.tile
+        b = self.kernel.bindings()
+        builder = Block(self.kernel, 0, 1, {})
+        finish = builder.build(Template(gemm.finish, b), self.names())
+        fetch = builder.build(Template(gemm.fetch_vectors, b), self.names())
+
+        def work(thread):
+            self.here.warp, self.here.lane = thread // 32, thread % 32
+            acc = []
+            for half in range(tile.halves):
+                for column in range(0, tile.block_n, 8):
+                    for below in (0, 8):
+                        row = 64 * half + thread // 32 * 16 + thread % 32 // 4 + below
+                        at = column + 2 * (thread % 4)
+                        acc += [1000.0 * (row0 + row) + column0 + at + e for e in (0, 1)]
+            try:
+                for c in range(self.kernel.buffers if self.kernel.extra == "vectors" else 0):
+                    fetch(
+                        0, 1024 + b["BUFFER_BYTES"] * c, row0 + c // b["ROW_CHUNKS"] * 64,
+                        column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n, stride,
+                    )  # fmt: skip
+                finish(
+                    acc, 0, 0, 0, 0, 0, 0, 1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n,
+                    0, 1, 0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
+                )  # fmt: skip
+            except BaseException as error:  # a thread's failure must fail the test
+                self.errors.append(error)
+                for barrier in self.together:
+                    barrier.abort()
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(128)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.errors:
+            raise self.errors[0]
+
+
+SMALL = [t for t in TILES if t.block_n in (32, 64) and t.consumers == 1]
+TALL = [t for t in TILES if t.ping_pong]
+
+
+@pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
+@pytest.mark.parametrize(
+    ("out", "extra"),
+    [("vectors", ""), ("rows", ""), ("vectors", "vectors"), ("vectors", "rows"), ("rows", "rows"),
+     ("rows", "vectors")],
+)  # fmt: skip
+def test_each_sum_reaches_its_row_and_column_and_meets_its_residual(tile, out, extra):
+    whole = "vectors" in (out, extra)
+    row0, column0 = tile.block_m, tile.block_n
+    m, n = row0 + tile.block_m - 13, column0 + (tile.block_n - 8 if whole else tile.block_n - 5)
+    stride = n + (8 if whole else 3)
+    if whole:
+        n, stride = n // 8 * 8, stride // 8 * 8
+    residual = {
+        2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
+    }
+    group = Group(hopper.Gemm("bfloat16", False, False, tile, out, extra=extra), residual)
+    group.run(row0, column0, m, n, stride)
+    expected = {
+        2 * (r * stride + c): 1000.0 * r + c + (residual[2 * (r * stride + c)] if extra else 0)
+        for r in range(row0, m) for c in range(column0, n)
+    }  # fmt: skip
+    assert group.stored == expected
+
+
+@pytest.mark.parametrize(("m", "n"), [(5, 40), (64, 30), (200, 300)])
+def test_a_slice_has_as_many_bytes_as_its_boxes(m, n):
+    for tile in TILES:
+        for x_row, y_row in ((False, True), (True, False)):
+            x = Operand("bfloat16", (0, 1, 200) if x_row else (0, 200, 1), 16)
+            y = Operand("bfloat16", (0, 304, 1) if y_row else (0, 1, 304), 16)
+            made = replace(product(m, n, 200, alignment=16), x=x, y=y)
+            plan = hopper.plan_with(made, "bfloat16", HOPPER, tile, 1)
+            launch = plan.launches[-1]
+            maps = [argument.make for argument in launch.arguments[:2]]
+            boxes = [made.box[0] * made.box[1] * 2 for made in maps]
+            times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
+            assert launch.arguments[17] == sum(b * t for b, t in zip(boxes, times, strict=True))
+
+
 # --- the parts of a float32 -----------------------------------------------------------------------
 
 

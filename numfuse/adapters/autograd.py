@@ -200,24 +200,9 @@ def _linear_bwd_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any)
     if not pieces.is_linear(how.activation):
         return _through(FUNCTIONS.product_bwd_pieces)[1](argnums, gs, ans, args, kwargs)
     grad_dot, a_dot, b_dot, _ = _tangents(argnums, gs, args)
-    found: dict[str, Any] = {}
-
-    def add(needs: tuple[str, ...], *operands: Any) -> None:
-        needs = tuple(name for name in needs if name in how.needs)
-        if needs:
-            part = _product_bwd(*operands, bias, how._replace(needs=needs))
-            for i, name in enumerate(needs):
-                found[name] = part[i] if name not in found else found[name] + part[i]
-
-    if grad_dot is not None:
-        add(("a", "b", "bias"), grad_dot, a, b)
-    if b_dot is not None:
-        add(("a",), grad, a, b_dot)
-    if a_dot is not None:
-        add(("b",), grad, a_dot, b)
-    like = {"a": a, "b": b, "bias": bias}
-    names = [name for name in GEMM_NEEDS if name in how.needs]
-    return traced_tuple(found[name] if name in found else 0 * like[name] for name in names)
+    return traced_tuple(
+        pieces.linear_backward_tangent(FUNCTIONS, grad, a, b, bias, grad_dot, a_dot, b_dot, how)
+    )
 
 
 def _weighted(g: Any, operands: Any, names: tuple[str, ...], how: How) -> list[Any]:

@@ -23,6 +23,7 @@ __all__ = [
     "gated_double_backward",
     "gated_tangent",
     "is_linear",
+    "linear_backward_tangent",
     "moved",
     "tangent",
 ]
@@ -78,6 +79,27 @@ def backward(
     s = ops.activation_mul(pre, grad, activation.derived(1), backend=backend)
     found = ops.matmul_bias_activation_bwd(s, a, b, bias, NONE, needs=needs, backend=backend)
     return dict(zip(("a", "b", "bias"), found, strict=True))
+
+
+def linear_backward_tangent(
+    ops: Any, grad: Any, a: Any, b: Any, bias: Any, grad_dot: Any, a_dot: Any, b_dot: Any,
+    how: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Tangents of the gradients `how.needs` of a @ b + bias, which are bilinear."""
+    found: dict[str, Any] = {}
+    for moved_names, operands in (
+        (("a", "b", "bias"), (grad_dot, a, b)),
+        (("a",), (grad, a, b_dot)),
+        (("b",), (grad, a_dot, b)),
+    ):
+        needs = tuple(name for name in moved_names if name in how.needs)
+        if needs and all(x is not None for x in operands):
+            part = ops.product_bwd(*operands, bias, how._replace(needs=needs))
+            for i, name in enumerate(needs):
+                found[name] = part[i] if name not in found else found[name] + part[i]
+    like = {"a": a, "b": b, "bias": bias}
+    names = [name for name in like if name in how.needs]
+    return tuple(found[name] if name in found else like[name] * 0 for name in names)
 
 
 def double_backward(

@@ -7,7 +7,7 @@ once for all libraries.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from numfuse.activations import Activation, get
@@ -29,7 +29,7 @@ from numfuse.gradients import (
     check_needs,
 )
 
-__all__ = ["NAMES", "Functions", "How", "chosen", "made", "spread"]
+__all__ = ["NAMES", "Functions", "How", "chosen", "made", "served", "spread"]
 
 _GATES = ("silu", "gelu", "relu", "sigmoid")
 #: What an adapter's module offers.
@@ -49,6 +49,20 @@ class How(NamedTuple):
     needs: tuple[str, ...] = ()
     guard: bool = True
     backend: Any = None
+
+
+def served(library: Any, name: str) -> Callable[..., Any]:
+    """A function of `NAMES`, of a module that may lack the gates' own names."""
+    found: Callable[..., Any] | None = getattr(library, name, None)
+    if found is not None:
+        return found
+    gate, _, rest = name.partition("_mul")
+    function = getattr(library, f"activation_mul{rest}")
+
+    def call(*operands: Any, **options: Any) -> Any:
+        return function(*operands, gate, **options)
+
+    return call
 
 
 def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any, ...]:

@@ -1,30 +1,423 @@
-"""numfuse's functions on PyTorch tensors: those on a CUDA device, without autograd."""
+"""numfuse's functions for PyTorch tensors: eager, compiled, under vmap and autocast, twice and more
+often differentiable, and as modules.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from importlib import import_module
+import functools
+import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__: list[str] = []
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from numfuse.activations import Activation, get
+from numfuse.adapters import pieces
+from numfuse.adapters.surface import NAMES, Functions, How, served
+from numfuse.adapters.torch_operators import (
+    CORE,
+    Op,
+    fused,
+    on_cuda,
+    placed,
+    sets,
+    through,
+    to_numpy,
+    to_tensor,
+    transformed,
+    wanted,
+)
+from numfuse.gradients import (
+    GATED_NEEDS,
+    GATED_SECOND_NEEDS,
+    GEMM_NEEDS,
+    GEMM_SECOND_NEEDS,
+    RESIDUAL_NEEDS,
+)
+from numfuse.kinds import _LOADED
+
+__all__ = [*NAMES, "GatedLinear", "Linear", "synchronize", "to_numpy"]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def __getattr__(name: str) -> Callable[..., Any]:
-    if name.startswith("_"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    served: Callable[..., Any] | None = None
+def synchronize(x: Any) -> None:
+    """As :func:`numfuse.synchronize`; the CPU's results are there at the return."""
+    if x.is_cuda:
+        on_cuda().synchronize(x)
 
-    def forwarded(*args: Any, **options: Any) -> Any:
-        nonlocal served
-        if served is None:
-            for x in (*args, *options.values()):
-                if not getattr(x, "is_cuda", True):
-                    raise TypeError(
-                        "a tensor must be on a CUDA device, got one on the CPU: make it a "
-                        "NumPy array yourself if its gradient and device do not matter"
-                    )
-            served = getattr(import_module("numfuse.adapters.cuda"), name)
-        return served(*args, **options)
 
-    globals()[name] = forwarded
-    return forwarded
+def _checked(**operands: Any) -> None:
+    """TypeError for operands that no operator takes."""
+    dtypes, devices = {}, {}
+    for name, x in operands.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"{name} must be a torch.Tensor as the other operands, got {kind}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must have dtype float64, float32, float16 or bfloat16, got {x.dtype}"
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a strided tensor, got the layout {x.layout}")
+        dtypes[name], devices[name] = x.dtype, x.device
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {str(d).removeprefix('torch.')}" for name, d in dtypes.items())
+        raise TypeError(f"all operands must have the same dtype, got {found}")
+    for name, device in devices.items():
+        if device.type not in ("cpu", "cuda", "meta"):
+            raise TypeError(
+                f"{name} must be on the CPU or on a CUDA device: numfuse has no kernels for "
+                f"PyTorch tensors on {device.type!r}; {name}.cpu() copies it"
+            )
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} {device}" for name, device in devices.items())
+        raise TypeError(f"all operands must be on one device, got {found}")
+
+
+# --- the public functions -----------------------------------------------------------------------
+def _autocast(*operands: Any) -> list[Any]:
+    """Operands in the dtype of an autocast region, as torch.nn.functional.linear takes them."""
+    kind = "cuda" if getattr(operands[0], "is_cuda", False) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return list(operands)
+    dtype = torch.get_autocast_dtype(kind)
+    return [
+        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+        for x in operands
+    ]
+
+
+class _Torch(Functions):
+    """The public functions over the operators below."""
+
+    what = "PyTorch's autograd"
+
+    def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
+        a, b, bias = _autocast(a, b, bias)
+        _checked(a=a, b=b, bias=bias)
+        return _PRODUCT(a, b, bias, how=how)[0]
+
+    def product_bwd(self, grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
+        _checked(grad=grad, a=a, b=b, bias=bias)
+        return _PRODUCT_BWD[how.needs](grad, a, b, bias, how=how) if how.needs else ()
+
+    def product_double(
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How
+    ) -> Any:
+        _checked(u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias)
+        op = _PRODUCT_DOUBLE.get(how.needs)
+        return () if op is None else op(u, v, w, grad, a, b, bias, how=how)
+
+    def product_tangent(self, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How) -> Any:
+        _checked(a=a, b=b, bias=bias, a_dot=u, b_dot=v, bias_dot=w)
+        return _PRODUCT_TANGENT(a, b, bias, u, v, w, how=how)[0]
+
+    def residual(self, a: Any, b: Any, bias: Any, residual: Any, how: How) -> Any:
+        a, b, bias, residual = _autocast(a, b, bias, residual)
+        _checked(a=a, b=b, bias=bias, residual=residual)
+        return _RESIDUAL(a, b, bias, residual, how=how)[0]
+
+    def gate(self, a: Any, b: Any, how: How) -> Any:
+        a, b = _autocast(a, b)
+        _checked(a=a, b=b)
+        return _GATE(a, b, how=how)[0]
+
+    def gate_bwd(self, grad: Any, a: Any, b: Any, how: How) -> Any:
+        _checked(grad=grad, a=a, b=b)
+        return _GATE_BWD[how.needs](grad, a, b, how=how) if how.needs else ()
+
+    def gate_double(self, u: Any, v: Any, grad: Any, a: Any, b: Any, how: How) -> Any:
+        _checked(u=u, v=v, grad=grad, a=a, b=b)
+        op = _GATE_DOUBLE.get(how.needs)
+        return () if op is None else op(u, v, grad, a, b, how=how)
+
+    def gate_tangent(self, a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
+        _checked(a=a, b=b, a_dot=u, b_dot=v)
+        return _GATE_TANGENT(a, b, u, v, how=how)[0]
+
+    def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
+        # (an operator's output may not be its input, and nor may this one's)
+        return x.clone() if x.shape == torch.Size(shape) else x.sum_to_size(shape)
+
+    def widened(self, x: Any) -> Any:
+        return x if x.dtype == torch.float64 else x.float()
+
+
+FUNCTIONS: Any = _Torch()
+
+
+def _bare(values: Iterable[Any]) -> Tensor | None:
+    """The first tensor, where all are of one device and nothing is to be derived or traced."""
+    first: Tensor | None = None
+    grad = torch.is_grad_enabled()
+    flat: list[Any] = []
+    for x in values:  # (of needs, or of out)
+        flat.extend(x) if type(x) is tuple or type(x) is list else flat.append(x)
+    for x in flat:
+        if type(x) in _TENSORS:
+            if (grad and x.requires_grad) or x.layout != torch.strided:
+                return None
+            first = x if first is None else first
+            if x.device != first.device:
+                return None
+        elif isinstance(x, (Tensor, np.ndarray)):
+            return None
+    if first is None or not (first.is_cpu or first.is_cuda) or transformed():
+        return None
+    return None if torch.is_autocast_enabled(first.device.type) else first
+
+
+_TENSORS = (Tensor, nn.Parameter)
+
+
+def _array(x: Any, known: dict[int, Tensor]) -> Any:
+    """An argument of a call as the core takes it; `known` keeps the tensors of arrays."""
+    if isinstance(x, Tensor):
+        made = to_numpy(x)
+        known[id(made)] = x
+        return made
+    if isinstance(x, (tuple, list)) and any(isinstance(y, Tensor) for y in x):
+        return tuple(_array(y, known) for y in x)
+    return x
+
+
+def _result(x: Any, known: dict[int, Tensor]) -> Any:
+    """A result of the core as tensors: the caller's own where they were given."""
+    if isinstance(x, np.ndarray):
+        return known[id(x)] if id(x) in known else to_tensor(x)
+    if isinstance(x, tuple):
+        made = [_result(y, known) for y in x]
+        return x._make(made) if hasattr(x, "_make") else tuple(made)
+    return x
+
+
+def _public(name: str) -> Any:
+    derived = getattr(FUNCTIONS, name)
+
+    @functools.wraps(derived)
+    def call(*args: Any, **options: Any) -> Any:
+        # An operator of PyTorch costs 50 us more than the call: it is for what is differentiated.
+        first = None
+        if not torch.compiler.is_compiling():
+            first = _bare((*args, *options.values()))
+        if first is None:
+            return derived(*args, **options)
+        if first.is_cuda:
+            return served(on_cuda(), name)(*args, **options)
+        known: dict[int, Tensor] = {}
+        operands = [_array(x, known) for x in args]
+        named = {key: _array(x, known) for key, x in options.items()}
+        return _result(served(CORE, name)(*operands, **named), known)
+
+    return call
+
+
+globals().update({name: _public(name) for name in NAMES})
+
+
+# --- operators ----------------------------------------------------------------------------------
+def _product(
+    library: Any, a: Any, b: Any, bias: Any, act: Any, *, guard: bool, backend: Any
+) -> Any:
+    return library.matmul_bias_activation(a, b, bias, act, backend=backend)
+
+
+def _product_tangent(
+    library: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    u: Any,
+    v: Any,
+    w: Any,
+    act: Any,
+    *,
+    guard: bool,
+    backend: Any,
+) -> Any:
+    return library.matmul_bias_activation_jvp(
+        a, b, bias, u, v, w, act, guard=guard, backend=backend
+    ).out_dot
+
+
+def _residual(
+    library: Any, a: Any, b: Any, bias: Any, residual: Any, act: Any, *, guard: bool, backend: Any
+) -> Any:
+    return library.matmul_bias_residual(a, b, bias, residual, backend=backend)
+
+
+def _gate(library: Any, a: Any, b: Any, act: Any, *, guard: bool, backend: Any) -> Any:
+    return library.activation_mul(a, b, act, backend=backend)
+
+
+def _gate_tangent(
+    library: Any, a: Any, b: Any, u: Any, v: Any, act: Any, *, guard: bool, backend: Any
+) -> Any:
+    return library.activation_mul_jvp(a, b, u, v, act, guard=guard, backend=backend).out_dot
+
+
+def _product_bwd_forward(x: Any, how: How, *dots: Any) -> Any:
+    """Forward mode of the backward: of a product alone it is bilinear."""
+    if not pieces.is_linear(how.activation):
+        return through(FUNCTIONS.product_bwd_pieces)[1](x, how, *dots)
+    grad_dot, a_dot, b_dot, _ = dots
+    grad, a, b, bias = x
+    return pieces.linear_backward_tangent(FUNCTIONS, grad, a, b, bias, grad_dot, a_dot, b_dot, how)
+
+
+def _residual_forward(x: Any, how: How, u: Any, v: Any, w: Any, z: Any) -> Any:
+    a, b, bias, residual = x
+    dots = FUNCTIONS.matmul_bias_residual_jvp(a, b, bias, residual, u, v, w, z, backend=how.backend)
+    return (dots.out_dot,)
+
+
+_PRODUCT = Op(
+    "product", _product, "a:a b:b bias:c?", "o",
+    fused(GEMM_NEEDS, lambda gs, x, _, how: FUNCTIONS.product_bwd(gs[0], *x, how)),
+    lambda x, how, *dots: (FUNCTIONS.product_tangent(*x, *dots, how),),
+)  # fmt: skip
+_PRODUCT_BWD = {
+    needs: Op(
+        "product_bwd", "matmul_bias_activation_bwd", "grad:o a:a b:b bias:c?", "abc",
+        fused(
+            GEMM_SECOND_NEEDS,
+            lambda gs, x, own, how: FUNCTIONS.product_double(
+                *placed(gs, GEMM_NEEDS, own.needs), *x, how
+            ),
+        ),
+        _product_bwd_forward, GEMM_NEEDS, needs,
+    )
+    for needs in sets(GEMM_NEEDS)
+}  # fmt: skip
+_PRODUCT_DOUBLE = {
+    needs: Op(
+        "product_double", "matmul_bias_activation_double_bwd",
+        "u:a? v:b? w:c? grad:o a:a b:b bias:c?", "oabc",
+        *through(FUNCTIONS.product_double_pieces), GEMM_SECOND_NEEDS, needs,
+    )
+    for needs in sets(GEMM_SECOND_NEEDS)
+}  # fmt: skip
+_PRODUCT_TANGENT = Op(
+    "product_tangent", _product_tangent, "a:a b:b bias:c? u:a? v:b? w:c?", "o",
+    *through(FUNCTIONS.product_tangent_pieces),
+)  # fmt: skip
+_RESIDUAL = Op(
+    "residual", _residual, "a:a b:b bias:c? residual:r", "o",
+    lambda ctx, x, how, g: FUNCTIONS.matmul_bias_residual_bwd(
+        g, *x, needs=wanted(ctx, RESIDUAL_NEEDS), backend=how.backend
+    ),
+    _residual_forward,
+)  # fmt: skip
+_GATE = Op(
+    "gate", _gate, "a:e b:e", "e",
+    fused(GATED_NEEDS, lambda gs, x, _, how: FUNCTIONS.gate_bwd(gs[0], *x, how)),
+    lambda x, how, *dots: (FUNCTIONS.gate_tangent(*x, *dots, how),),
+)  # fmt: skip
+_GATE_BWD = {
+    needs: Op(
+        "gate_bwd", "activation_mul_bwd", "grad:e a:e b:e", "ee",
+        fused(
+            GATED_SECOND_NEEDS,
+            lambda gs, x, own, how: FUNCTIONS.gate_double(
+                *placed(gs, GATED_NEEDS, own.needs), *x, how
+            ),
+        ),
+        through(FUNCTIONS.gate_bwd_pieces)[1], GATED_NEEDS, needs,
+    )
+    for needs in sets(GATED_NEEDS)
+}  # fmt: skip
+_GATE_DOUBLE = {
+    needs: Op(
+        "gate_double", "activation_mul_double_bwd", "u:e? v:e? grad:e a:e b:e", "eee",
+        *through(FUNCTIONS.gate_double_pieces), GATED_SECOND_NEEDS, needs,
+    )
+    for needs in sets(GATED_SECOND_NEEDS)
+}  # fmt: skip
+_GATE_TANGENT = Op(
+    "gate_tangent", _gate_tangent, "a:e b:e u:e? v:e?", "e",
+    *through(FUNCTIONS.gate_tangent_pieces),
+)  # fmt: skip
+
+
+# --- modules ------------------------------------------------------------------------------------
+class Linear(nn.Linear):
+    """torch.nn.Linear with its activation fused: activation(x @ weight.T + bias).
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool, default True
+    activation : str or numfuse.Activation, default "none"
+    device, dtype : optional
+        As those of torch.nn.Linear, whose parameters and state these are.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, activation: Any = "none",
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation: Activation = get(activation)
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear, activation: Any = "none") -> Linear:
+        """A layer with the parameters of `linear`: the same ones, not copies."""
+        made = cls(1, 1, linear.bias is not None, activation, device="meta")
+        made.in_features, made.out_features = linear.in_features, linear.out_features
+        made.weight, made.bias = linear.weight, linear.bias
+        made.train(linear.training)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = FUNCTIONS.matmul_bias_activation(
+            x, self.weight.t(), self.bias, self.activation
+        )
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation.name!r}"
+
+
+class GatedLinear(nn.Module):
+    """A gated layer: activation(gate(x)) * up(x), `gate` and `up` linear.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool, default False
+    activation : str or numfuse.Activation, default "silu"
+        SwiGLU's; "gelu" and "sigmoid" are those of GeGLU and GLU.
+    device, dtype : optional
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, activation: Any = "silu",
+        device: Any = None, dtype: Any = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gate = Linear(in_features, out_features, bias, "none", device, dtype)
+        self.up = Linear(in_features, out_features, bias, "none", device, dtype)
+        self.activation: Activation = get(activation)
+
+    @classmethod
+    def from_torch(cls, gate: nn.Linear, up: nn.Linear, activation: Any = "silu") -> GatedLinear:
+        """A layer with the parameters of `gate` and `up`: the same ones, not copies."""
+        made = cls(1, 1, activation=activation, device="meta")
+        made.gate, made.up = Linear.from_torch(gate), Linear.from_torch(up)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = FUNCTIONS.activation_mul(self.gate(x), self.up(x), self.activation)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation.name!r}"
+
+
+# Imported in advance, the adapter is found where torch.compile follows a call.
+_LOADED[__name__] = sys.modules[__name__]

@@ -63,8 +63,8 @@ def resolve(descriptor: int, arrays: int, temporaries: int) -> None:
     """Replace the names of operands in a descriptor by the addresses of their data.
 
     Bit i of word D_NAMED says that operand i (A, B, then the slots) is named: by the number of its
-    array in its lowest four bits, and above them how many bytes behind that array's first element
-    it begins.  The last number stands for the memory at `temporaries`.
+    array in its lowest NUMBER_BITS bits, and above them how many bytes behind that array's first
+    element it begins.  The last number stands for the memory at `temporaries`.
     """
     d = WORDS(descriptor)
     named = d[D_NAMED]

@@ -28,7 +28,7 @@ from numfuse.backends.cuda.product import (
 from numfuse.backends.cuda.scalars import is_finite, select
 from numfuse.backends.cuda.toolchain import Kernel, kernel
 from numfuse.backends.cuda.unroll import Inlined, Template
-from numfuse.tiling import HOPPER_COPY, HopperTile, hopper_splits, hopper_tile
+from numfuse.tiling import HOPPER_BY_MAP, HOPPER_COPY, HopperTile, hopper_splits, hopper_tile
 
 #: Planes of X and of Y in each of the passes of a split product, the smallest products first: of
 #: x = x0 + x1 + x2 and y alike those that are below 2^-24 of x y are left out
@@ -342,7 +342,7 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
     b["REST"] = Inlined(hopper_copies.rest, b)
     made = Template(getattr(hopper_copies, template), b)
     count = 10 if template == "join" else 9
-    signature = "i64 i64 " + " ".join(["i32"] * 4 + ["i64"] * (count - 6))
+    signature = " ".join(["i64"] * count)
     return kernel(
         made, signature, threads=256, name=f"{template} {kind}{' wide' if wide else ''}",
         **made.others,
@@ -418,9 +418,12 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
         m, n, k, x_places, y_places, places, 6 if split else 1
     ):
         return None  # exact float32 is faster
+    _, row, column = product.out.strides
+    whole = _fit(product.out, m, n, row, column, places) is not None
     tile, parts = hopper_tile(
         m, n, slices, places, device.multiprocessors, depth=6 if split else 1,
-        heavy=product.function is not None, free=product.free, sums=product.sums,
+        heavy=product.function is not None, free=product.free,
+        rows=kind in _HALF and not whole,
         registers=64 if split else 128,
     )  # fmt: skip
     return plan_with(product, kind, device, tile, parts)
@@ -428,7 +431,7 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
 
 def plan_with(
     product: Product, kind: str, device: DeviceInfo, tile: HopperTile, parts: int,
-    by_map: bool = False,
+    by_map: bool = HOPPER_BY_MAP,
 ) -> Plan | None:  # fmt: skip
     """The launches of a product in blocks of a tile, with K in so many parts.
 

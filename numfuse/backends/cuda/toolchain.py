@@ -81,7 +81,10 @@ _TYPES = {
     "f32": types.float32, "f64": types.float64, "map": types.uint64,
 }  # fmt: skip
 #: Files here from which no kernel code is made.
-_HOST_FILES = {"__init__", "arrays", "driver", "hopper_host", "memory", "plans", "product", "run"}
+_HOST_FILES = {
+    "__init__", "arrays", "calls", "dlpack", "driver", "hopper_host", "launcher", "memory", "plans",
+    "product", "run", "tiers",
+}  # fmt: skip
 
 _LOCK = threading.RLock()
 

@@ -1,0 +1,25 @@
+"""The examples of derivatives run, and hold what they assert."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+# The Burgers equation is trained for a minute or more: it is run with the docs.
+QUICK = ("perceptron_and_gate", "hessian_vector_product", "newton_from_scipy")
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_an_example_runs(name):
+    for package in ("autograd", "matplotlib", "sklearn"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=600,
+        env={**os.environ, "MPLBACKEND": "agg"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
