@@ -167,7 +167,7 @@ def distances(values: list[float]) -> list[float]:
 def summary(options: argparse.Namespace) -> int:
     noted = json.loads(PASSES.read_text())
     order = git("log", "--date-order", "--reverse", "--format=%H", options.branch).split()
-    order = [commit for commit in order if commit in noted]
+    order = [commit for commit in order if noted.get(commit)]  # one may not even build
     if not order:
         print(f"no commit of {options.branch} in {PASSES}", file=sys.stderr)
         return 1
@@ -229,6 +229,8 @@ def tables(kept: dict[str, Any]) -> str:
         f"| {i} | `{entry['commit']}` | {entry['subject'].replace('|', '/')} |"
         for i, entry in enumerate(kept["commits"], 1)
     ]
+    if not any(kept["spread"].values()):
+        return "\n".join([*lines, "", ""])
     lines += [
         "",
         "How far a pass is from the median of its commit's passes, as a share of it:",
