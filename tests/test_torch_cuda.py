@@ -1,4 +1,4 @@
-"""PyTorch's autograd over tensors of a GPU: the derivatives of the CPU's, on the tensor's stream."""
+"""PyTorch's autograd over tensors of a GPU: the derivatives of the CPU's, on their stream."""
 
 from __future__ import annotations
 
@@ -95,5 +95,5 @@ def test_modules_compiled_and_under_autocast():
 
 def test_operands_on_two_devices_are_an_error():
     a, b = draw((3, 2), (2, 4))
-    with pytest.raises(TypeError, match="on one device|must be on"):
+    with pytest.raises(TypeError, match=r"on one device|must be on"):
         nf.matmul_bias_activation(a, b.detach().cpu())
