@@ -199,7 +199,7 @@ def ratio_to_best_peer(backend, operation, dtype, shape) -> float:
 def _fastest(runs: dict[str, Run]) -> dict[str, float]:
     """The seconds of each one's fastest round; long calls have rounds enough after some seconds."""
     first = timing.interleave(runs, rounds=3)
-    rounds = max(5, min(ROUNDS, int(4.0 / sum(map(min, first.values())))))
+    rounds = max(5, min(ROUNDS, int(2.0 / sum(map(min, first.values())))))
     seconds = timing.interleave(runs, rounds=rounds)
     return {name: min(first[name] + seconds[name]) for name in runs}
 
