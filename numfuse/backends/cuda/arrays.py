@@ -17,6 +17,7 @@ from numpy import ndarray
 from numfuse.backends.cuda import dlpack
 from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.memory import Block, Pool
+from numfuse.ghosts import GhostViews
 
 __all__ = ["DeviceArray", "Memory", "address", "bounds", "dtype_of", "ghost", "pool_of"]
 
@@ -88,7 +89,7 @@ class Memory:
             self.pool.give(block, self.streams)
 
 
-class DeviceArray:
+class DeviceArray(GhostViews):
     """An array on a CUDA device; made by :func:`numfuse.to_device` and by calls on such arrays.
 
     It has the views of a NumPy array that move no data: basic indexing, ``.T``, :meth:`transpose`,
@@ -98,7 +99,6 @@ class DeviceArray:
     """
 
     __slots__ = ("__weakref__", "ghost", "memory", "stream")
-    __array_ufunc__ = None  # no arithmetic: NumPy would take it for an object
 
     def __init__(self, memory: Memory, x: ndarray, stream: int) -> None:
         self.memory, self.ghost = memory, x
@@ -123,49 +123,12 @@ class DeviceArray:
         return self.memory.device
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.ghost.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.ghost.dtype
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In bytes, as NumPy's."""
-        return self.ghost.strides
-
-    @property
-    def ndim(self) -> int:
-        return self.ghost.ndim
-
-    @property
-    def size(self) -> int:
-        return self.ghost.size
-
-    @property
-    def nbytes(self) -> int:
-        return self.ghost.nbytes
-
-    @property
     def address(self) -> int:
         """Of the first element."""
         return address(self.ghost)
 
     def _view(self, x: ndarray) -> DeviceArray:
         return DeviceArray(self.memory, x, self.stream)
-
-    @property
-    def T(self) -> DeviceArray:
-        return self._view(self.ghost.T)
-
-    def transpose(self, *axes: Any) -> DeviceArray:
-        """The axes in another order."""
-        return self._view(self.ghost.transpose(*axes))
-
-    def swapaxes(self, first: int, second: int) -> DeviceArray:
-        """Two axes in each other's place."""
-        return self._view(self.ghost.swapaxes(first, second))
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """The same elements in another shape, where that takes no copy.
@@ -190,21 +153,6 @@ class DeviceArray:
         strides = [s * size for s in made.strides]
         writable = bool(self.ghost.flags.writeable)
         return self._view(ghost(self.address, made.shape, strides, self.dtype, writable))
-
-    def __getitem__(self, index: Any) -> DeviceArray:
-        parts = index if isinstance(index, tuple) else (index,)
-        for part in parts:
-            if not (part is None or part is Ellipsis or isinstance(part, (slice, int, np.integer))):
-                raise TypeError(
-                    f"an index must be of integers, slices, None and ..., got {part!r}: "
-                    f"an array of a device has only the views that move no data"
-                )
-        if not any(part is Ellipsis for part in parts):
-            parts = (*parts, Ellipsis)  # a 0-d view, never a scalar
-        return self._view(self.ghost[parts])
-
-    def __len__(self) -> int:
-        return len(self.ghost)
 
     def __array__(self, *_: Any, **__: Any) -> ndarray:
         raise TypeError(

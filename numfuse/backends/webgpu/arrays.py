@@ -15,6 +15,7 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
 from numfuse.errors import DeviceLost
+from numfuse.ghosts import GhostViews
 
 __all__ = ["DeviceArray"]
 
@@ -34,7 +35,7 @@ def bounds(x: ndarray) -> tuple[int, int]:
     return low, high + x.itemsize
 
 
-class DeviceArray:
+class DeviceArray(GhostViews):
     """An array on a WebGPU device; made by :func:`numfuse.to_device` and by calls on such arrays.
 
     It is an operand and a result of numfuse's functions, and has the views of a NumPy array that
@@ -43,37 +44,11 @@ class DeviceArray:
     """
 
     __slots__ = ("_base", "buffer", "device", "ghost")
-    __array_ufunc__ = None  # no arithmetic: NumPy would take it for an object
 
     def __init__(self, device: Device, buffer: Buffer, ghost: ndarray, base: int) -> None:
         self.device, self.buffer, self.ghost = device, buffer, ghost
         #: The address in the ghost's memory that stands for the beginning of the buffer.
         self._base = base
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.ghost.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.ghost.dtype
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In bytes, as NumPy's."""
-        return self.ghost.strides
-
-    @property
-    def ndim(self) -> int:
-        return self.ghost.ndim
-
-    @property
-    def size(self) -> int:
-        return self.ghost.size
-
-    @property
-    def nbytes(self) -> int:
-        return self.ghost.nbytes
 
     @property
     def offset(self) -> int:
@@ -88,18 +63,6 @@ class DeviceArray:
     def _view(self, ghost: ndarray) -> DeviceArray:
         return DeviceArray(self.device, self.buffer, ghost, self._base)
 
-    @property
-    def T(self) -> DeviceArray:
-        return self._view(self.ghost.T)
-
-    def transpose(self, *axes: Any) -> DeviceArray:
-        """The axes in another order."""
-        return self._view(self.ghost.transpose(*axes))
-
-    def swapaxes(self, first: int, second: int) -> DeviceArray:
-        """Two axes in each other's place."""
-        return self._view(self.ghost.swapaxes(first, second))
-
     def reshape(self, *shape: Any) -> DeviceArray:
         """The same elements in another shape, where that takes no copy.
 
@@ -109,21 +72,6 @@ class DeviceArray:
             The shapes do not fit, or a copy would be needed.
         """
         return self._view(self.ghost.reshape(*shape, copy=False))
-
-    def __getitem__(self, index: Any) -> DeviceArray:
-        parts = index if isinstance(index, tuple) else (index,)
-        for part in parts:
-            if not (part is None or part is Ellipsis or isinstance(part, (slice, int, np.integer))):
-                raise TypeError(
-                    f"an index must be of integers, slices, None and ..., got {part!r}: "
-                    f"an array of a device has only the views that move no data"
-                )
-        if not any(part is Ellipsis for part in parts):
-            parts = (*parts, Ellipsis)  # a 0-d view, never a scalar
-        return self._view(self.ghost[parts])
-
-    def __len__(self) -> int:
-        return len(self.ghost)
 
     def __array__(self, *_: Any, **__: Any) -> ndarray:
         raise TypeError(

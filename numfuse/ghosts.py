@@ -1,0 +1,80 @@
+"""Views of arrays that live on a device.
+
+What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
+array, and of an array of a device by its *ghost*: a NumPy array of the same shape and strides that
+is never read or written. Views of the ghost are views of the array.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+from numpy import ndarray
+
+__all__ = ["GhostViews"]
+
+
+class GhostViews:
+    """The attributes and views that an array of a device has from its `ghost`."""
+
+    __slots__ = ()
+    __array_ufunc__ = None  # no arithmetic: NumPy would take it for an object
+
+    ghost: ndarray
+
+    def _view(self, x: ndarray) -> Self:
+        """An array over the same memory, with this view of the ghost."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.ghost.shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self.ghost.dtype
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """In bytes, as NumPy's."""
+        return self.ghost.strides
+
+    @property
+    def ndim(self) -> int:
+        return self.ghost.ndim
+
+    @property
+    def size(self) -> int:
+        return self.ghost.size
+
+    @property
+    def nbytes(self) -> int:
+        return self.ghost.nbytes
+
+    @property
+    def T(self) -> Self:
+        return self._view(self.ghost.T)
+
+    def transpose(self, *axes: Any) -> Self:
+        """The axes in another order."""
+        return self._view(self.ghost.transpose(*axes))
+
+    def swapaxes(self, first: int, second: int) -> Self:
+        """Two axes in each other's place."""
+        return self._view(self.ghost.swapaxes(first, second))
+
+    def __getitem__(self, index: Any) -> Self:
+        parts = index if isinstance(index, tuple) else (index,)
+        for part in parts:
+            if not (part is None or part is Ellipsis or isinstance(part, (slice, int, np.integer))):
+                raise TypeError(
+                    f"an index must be of integers, slices, None and ..., got {part!r}: "
+                    f"an array of a device has only the views that move no data"
+                )
+        if not any(part is Ellipsis for part in parts):
+            parts = (*parts, Ellipsis)  # a 0-d view, never a scalar
+        return self._view(self.ghost[parts])
+
+    def __len__(self) -> int:
+        return len(self.ghost)
