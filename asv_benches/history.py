@@ -215,9 +215,9 @@ def tables(kept: dict[str, Any]) -> str:
     lines = [
         "## What was measured",
         "",
-        f"{kept['processor']}, one thread, up to {kept['passes']} passes; NumPy with OpenBLAS in "
-        "the same rounds. Points are medians of a commit's passes, the lines through them reach "
-        "from the least to the largest pass.",
+        f"{kept['processor']}, one thread, at most {kept['passes']} pass(es); NumPy with "
+        "OpenBLAS in the same rounds. Points are medians of a commit's passes, the lines through "
+        "them reach from the least to the largest pass.",
         "",
         "![Time of numfuse as a share of NumPy's, and its share of the FMA peak, commit by commit]"
         "(images/history.png)",
