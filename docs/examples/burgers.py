@@ -103,6 +103,8 @@ for axis, t in zip(axes, (0.25, 0.5, 1.0), strict=True):
     axis.plot(x, exact(x, t), "k", lw=3, alpha=0.3, label="Cole-Hopf")
     axis.plot(x, made, "C1--", label="network")
     axis.set_title(f"t = {t}, off by {errors[-1]:.1%}")
+    axis.set_xlabel("x")
+axes[0].set_ylabel("u(x, t)")
 axes[0].legend()
 figure.tight_layout()
 print("relative errors:", ", ".join(f"{e:.2%}" for e in errors))
