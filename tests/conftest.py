@@ -28,7 +28,12 @@ REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split
 # Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.
 # HYPOTHESIS_PROFILE=explore draws new ones, many more.
 hypothesis.settings.register_profile(
-    "default", deadline=None, derandomize=True, database=None, print_blob=False
+    "default",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    print_blob=False,
+    max_examples=30,
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
