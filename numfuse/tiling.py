@@ -602,6 +602,9 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
 #: `hopper_gemm`), or threads do ("vectors").  The first is what all figures here were measured
 #: with; the second does not wait behind the engine's fetches, and has not been timed.
 HOPPER_BY_MAP = True
+#: Pieces of 64 x 64 (or 32) of a result of "ping-pong" that may wait in shared memory for the copy
+#: engine to store them.
+HOPPER_BUFFERS = 4
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
 #: groups of threads work on it (of forward's 84 microseconds above 27 are the activation's).
 HOPPER_FINISH = (0.25, 0.12)

@@ -90,7 +90,7 @@ class Barrier:
 
 
 class Block:
-    """One thread block: a thread for the producer and one for each consumer's leader."""
+    """One thread block: the producer's thread, and the first of each warp that computes."""
 
     def __init__(self, kernel, number, count, sizes):
         self.kernel, self.number, self.count, self.sizes = kernel, number, count, sizes
@@ -103,7 +103,9 @@ class Block:
             "y": 128 * y_box if kernel.y_turned else t.block_n * 128,
             "extra": 128 * kernel.width,
         }
-        self.together = threading.Barrier(1 + t.consumers)
+        self.groups = [threading.Barrier(4) for _ in range(t.consumers)]
+        self.groups += [None] * (2 - t.consumers) + [threading.Barrier(4 * t.consumers)]
+        self.together = threading.Barrier(1 + 4 * t.consumers)
 
     def load(self, at, name, inner, outer, place, barrier):
         assert 0 <= at - 1024 and at + self.boxes[name] <= 1024 + self.kernel.shared_bytes
@@ -122,16 +124,15 @@ class Block:
 
         silent = (
             "barrier_fence map_prefetch registers_few registers_many tensor_prefetch store_commit "
-            "store_wait_read0 store_wait_read1 store_wait_all copy_fence group_barrier "
+            "store_wait_read0 store_wait_read1 store_wait_read3 store_wait_all copy_fence "
             "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
-            "global_store16 global_store_f32 global_store2_f32 MULTIPLY MULTIPLY_WAIT CLEAR ADD "
+            "global_store16 global_store_f32 global_store2_f32 MULTIPLY_WAIT CLEAR ADD "
             "grid_wait grid_release fetch16 fetch_commit fetch_wait0 fetch_wait1 prefetch "
             "global_store4_b32"
         )
         found = dict.fromkeys(silent.split(), nothing)
         found |= dict.fromkeys(
-            "global_load16 global_load32 global_load_f32 shared_load16 shared_load_f32 LOW HIGH "
-            "PACK".split(),
+            "global_load16 global_load_f32 shared_load16 shared_load_f32 LOW HIGH PACK".split(),
             zero,
         )
         return found | {
@@ -139,7 +140,7 @@ class Block:
             "block_index": lambda: self.number,
             "block_count": lambda: self.count,
             "quotient": lambda a, b: a // b,
-            "dynamic_shared": lambda: 1000,
+            "dynamic_shared": lambda: 1024,
             "barrier_init": make,
             "block_barrier": lambda: self.together.wait(5),
             "barrier_wait": lambda address, parity: self.barriers[address].wait(parity),
@@ -154,7 +155,11 @@ class Block:
             "shuffle_xor": lambda x, mask: x,
             "matrix_load": lambda at: (0, 0, 0, 0),
             "shared_load4_b32": lambda at: (0, 0, 0, 0),
+            # the four warps of a group multiply together, so none falls behind by more than that
+            "MULTIPLY": lambda *arguments: self.groups[self.here.thread // 128 - 1].wait(5),
+            "group_barrier": lambda number, count: self.groups[number - 1].wait(5),
             "global_load2_f32": lambda at, inside: (0, 0),
+            "shared_load2_f32": lambda at: (0, 0),
             "FINITE": lambda x: x,
             "FUNCTION": lambda x: x,
             "ZERO": 0,
@@ -186,7 +191,8 @@ class Block:
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
 
-        leaders = [0] + [128 * (c + 1) for c in range(self.kernel.tile.consumers)]
+        warps = range(128, 128 * (1 + self.kernel.tile.consumers), 32)
+        leaders = [0, *warps]
         threads = [threading.Thread(target=work, args=(number,)) for number in leaders]
         for thread in threads:
             thread.start()
@@ -221,14 +227,15 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
 @pytest.mark.parametrize("extra", ["", "map", "vectors", "rows"])
 def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
     kernel = hopper.Gemm(
-        "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != ""
-    )
+        "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != "",
+        bias="half",
+    )  # fmt: skip
     if extra in ("vectors", "rows"):
         run_all(replace(kernel, out=extra), 200, 330, 5)
         return
     for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
-        rows = range(0, sizes["row_blocks"] * tile.block_m, 64)
+        rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra == "map" else 16)
         columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
         assert sorted(stored) == [(p, r, c) for p in range(places) for r in rows for c in columns]
 
@@ -279,7 +286,7 @@ class Group:
 
     def __init__(self, kernel, extra):
         self.kernel, self.extra = kernel, extra
-        self.shared, self.stored = {}, {}
+        self.shared, self.stored, self.biases = {}, {}, {}
         self.here = threading.local()
         self.together = [threading.Barrier(32) for _ in range(4)]
         self.words = [[None] * 32 for _ in range(4)]
@@ -328,6 +335,17 @@ class Group:
         def shared_store(address, word):
             self.shared[address], self.shared[address + 2] = word.low, word.high
 
+        def tensor_store(name, column, row, place, at):
+            # 16 rows of a warp, each 16 bytes of it where the engine's swizzle has them
+            m, n, stride = self.sizes
+            width = self.kernel.width
+            for r in range(16):
+                turned = r & 7 if width == 64 else r >> 1 & 3
+                for c in range(width):
+                    if row + r < m and column + c < n:
+                        word = at + 2 * width * r + ((c // 8 ^ turned) << 4) + 2 * (c % 8)
+                        self.put(2 * ((row + r) * stride + column + c), self.shared[word])
+
         def fetch(to, at, count):
             assert at % 16 == 0 and to % 16 == 0
             for i in range(0, 16, 2):
@@ -344,7 +362,11 @@ class Group:
             "global_store16": lambda at, v, inside: self.put(at, v) if inside else None,
             "global_load16": lambda at, inside: Half(self.extra[at] if inside else 0),
             "fetch16": fetch, "fetch_commit": nothing, "fetch_wait0": nothing,
-            "fetch_wait1": nothing, "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
+            "fetch_wait1": nothing, "tensor_store": tensor_store, "store_commit": nothing,
+            "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
+            "store_wait_read3": nothing,
+            "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
+            "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
                 local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
@@ -353,6 +375,7 @@ class Group:
 
     def run(self, row0, column0, m, n, stride):
         tile = self.kernel.tile
+        self.sizes = m, n, stride
         b = self.kernel.bindings()
         builder = Block(self.kernel, 0, 1, {})
         finish = builder.build(Template(gemm.finish, b), self.names())
@@ -375,7 +398,7 @@ class Group:
                     )  # fmt: skip
                 finish(
                     acc, 0, 0, 0, 0, 0, 0, 1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n,
-                    0, 1, 0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
+                    0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -399,9 +422,9 @@ TALL = [t for t in TILES if t.ping_pong]
 @pytest.mark.parametrize(
     ("out", "extra"),
     [("vectors", ""), ("rows", ""), ("vectors", "vectors"), ("vectors", "rows"), ("rows", "rows"),
-     ("rows", "vectors")],
+     ("rows", "vectors"), ("map", ""), ("map", "rows")],
 )  # fmt: skip
-def test_each_sum_reaches_its_row_and_column_and_meets_its_residual(tile, out, extra):
+def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra):
     whole = "vectors" in (out, extra)
     row0, column0 = tile.block_m, tile.block_n
     m, n = row0 + tile.block_m - 13, column0 + (tile.block_n - 8 if whole else tile.block_n - 5)
@@ -411,10 +434,13 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_residual(tile, out, e
     residual = {
         2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
     }
-    group = Group(hopper.Gemm("bfloat16", False, False, tile, out, extra=extra), residual)
+    kernel = hopper.Gemm("bfloat16", False, False, tile, out, extra=extra, bias="half")
+    group = Group(kernel, residual)
+    group.biases = {4 * c: 0.5 * (column0 + c) for c in range(tile.block_n)}
     group.run(row0, column0, m, n, stride)
     expected = {
-        2 * (r * stride + c): 1000.0 * r + c + (residual[2 * (r * stride + c)] if extra else 0)
+        2 * (r * stride + c): 1000.0 * r + 1.5 * c
+        + (residual[2 * (r * stride + c)] if extra else 0)
         for r in range(row0, m) for c in range(column0, n)
     }  # fmt: skip
     assert group.stored == expected

@@ -166,10 +166,11 @@ tensor_prefetch = instruction(
 )
 #: 9.7.9.18, prefetch.tensormap: the map itself
 map_prefetch = instruction("prefetch.tensormap [$0];", "", "l")
-#: 9.7.9.25.4, groups of stores: close one; wait until at most 0 or 1 are still read, or written
+#: 9.7.9.25.4, groups of stores: close one; wait until at most 0, 1 or 3 are still read, or written
 store_commit = instruction("cp.async.bulk.commit_group;")
 store_wait_read0 = instruction("cp.async.bulk.wait_group.read 0;")
 store_wait_read1 = instruction("cp.async.bulk.wait_group.read 1;")
+store_wait_read3 = instruction("cp.async.bulk.wait_group.read 3;")
 store_wait_all = instruction("cp.async.bulk.wait_group 0;")
 #: 9.7.13.4, fence.proxy: what this thread wrote to shared memory is visible to the copy engine
 copy_fence = instruction("fence.proxy.async.shared::cta;")
@@ -321,6 +322,7 @@ shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
 shared_load4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
+shared_load2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
 global_load16 = instruction(
     "{ .reg .pred p; .reg .b16 t; setp.ne.b32 p, $2, 0; mov.b16 t, 0;"
