@@ -583,12 +583,13 @@ class HopperTile:
 
 #: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that
 #: order the choices as an H200 does (the arithmetic alone is block_m * block_n / 32). Measured in
-#: bfloat16, microseconds, 128 x 256 cooperative / 128 x 128 ping-pong / 128 x 128 cooperative: bare
-#: products (8192,4096,4096) 353 / 364 / 369, (65536,512,512) 57.3 / 55.6 / 60.3; forward with gelu
-#: 376 / 381 / 394, 84 / 87 / 90, (4096,1024,4096) 64.8 / 63.0 / 68.5, 2048 cubed 31.1 / 31.8 /
-#: 31.5. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4, 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0,
-#: 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4, 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64
-#: 21.7, 64 x 32 23.3.
+#: bfloat16, microseconds, 128 x 256 cooperative / 128 x 128 ping-pong: bare products
+#: (8192,4096,4096) 361 / 367, (65536,512,512) 61 / 57, (4096,1024,4096) 54 / 50, 4096 cubed
+#: 182 / 185; forward with gelu 363 / 373, 78 / 71, 65 / 58, 188 / 192. 64 x 256 ping-pong 5-10%
+#: slower than 128 x 128, 128 x 128 cooperative 2-5%. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4,
+#: 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0, 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4,
+#: 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64 21.7, 64 x 32 23.3. Two multiprocessors that share
+#: each slice of Y (a cluster, each fetching half of it for both) changed nothing: 0.97-1.00.
 HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 256, 2, False), 1080),
     (HopperTile(128, 128, 2, True), 610),
@@ -599,15 +600,16 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 32, 1, False), 220),
 )
 #: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
-#: `hopper_gemm`), or threads do ("vectors").  The first is what all figures here were measured
-#: with; the second does not wait behind the engine's fetches, and has not been timed.
+#: `hopper_gemm`), or threads do ("vectors"): even within 1% in the forward.
 HOPPER_BY_MAP = True
-#: Pieces of 64 x 64 (or 32) of a result of "ping-pong" that may wait in shared memory for the copy
-#: engine to store them.
-HOPPER_BUFFERS = 4
+#: Pieces of 64 x 64 (or 32) of a result of a group that may wait in shared memory for the copy
+#: engine to store them. Four in "ping-pong" cost a stage of the ring: 0-2% slower at K = 4096.
+HOPPER_BUFFERS = 2
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
-#: groups of threads work on it (of forward's 84 microseconds above 27 are the activation's).
-HOPPER_FINISH = (0.25, 0.12)
+#: groups of threads work on it; and where another group multiplies meanwhile (ping-pong): what is
+#: taken away from that.
+HOPPER_FINISH = (0.24, 0.15)
+HOPPER_HIDDEN = (0.10, 0.05)
 #: And of a result whose rows are not aligned to 16 bytes, and so stored value by value; nothing
 #: hides that: (4095,4097,4099) takes 303 and 327 microseconds of 128 x 256 and ping-pong, a
 #: multiple of 8 beside it 239 and 193.
@@ -652,11 +654,8 @@ def hopper_tile(
         if tile.halves * tile.block_n // 2 > registers or (tile.ping_pong and depth > 1):
             continue
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
-        finish = (
-            tile.block_m
-            * tile.block_n
-            * (HOPPER_FINISH[0 if heavy else 1] + (HOPPER_ROWS if rows else 0))
-        )
+        elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
+        finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
         if tile.ping_pong or tile.consumers == 1:
             finish *= 2  # one group alone
         most = max(1, slices // HOPPER_PART) if free else 1
@@ -668,7 +667,7 @@ def hopper_tile(
             work = length * depth * cycles
             units = -(-blocks * parts // multiprocessors)
             if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
-                cost = units * max(work, finish) + min(work, finish)
+                cost = units * (work + elements * HOPPER_HIDDEN[kind]) + finish
             else:
                 cost = units * (work + finish)
             if parts > 1:

@@ -140,6 +140,7 @@ class Block:
             "block_index": lambda: self.number,
             "block_count": lambda: self.count,
             "quotient": lambda a, b: a // b,
+            "product_high": lambda a, b: a * b >> 32,
             "dynamic_shared": lambda: 1024,
             "barrier_init": make,
             "block_barrier": lambda: self.together.wait(5),

@@ -95,7 +95,7 @@ class Gemm:
     @property
     def buffers(self) -> int:
         """Pieces that wait in shared memory to be stored, or arrive there."""
-        return min(HOPPER_BUFFERS if self.tile.ping_pong and self.alone else 2, self.chunks)
+        return min(HOPPER_BUFFERS, self.chunks)
 
     @property
     def alone(self) -> bool:
@@ -145,7 +145,9 @@ class Gemm:
             "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "DEPTH": 32 if kind == "tf32" else 64,
             "GROUP": t.group, "HALVES": t.halves, "PING_PONG": t.ping_pong,
             "READERS": 1 if t.ping_pong else t.consumers, "CONSUMERS": t.consumers,
-            "VALUES": values, "STAGES": self.stages, "STAGE_BYTES": self.stage_bytes,
+            "VALUES": values, "STAGES": self.stages,
+            # 2^32 / STAGES: exact quotients up to 2^28
+            "PER_STAGE": -(-(1 << 32) // self.stages), "STAGE_BYTES": self.stage_bytes,
             "X_BYTES": t.block_m * 128, "X_TURNED": self.x_turned, "Y_TURNED": self.y_turned,
             "Y_BOX": y_box,
             "X_DESCRIPTOR": _descriptor(self.x_turned, 64),
@@ -184,6 +186,7 @@ class Gemm:
         b["STORE_ROWS"] = Inlined(part.store_rows, b)
         b["PIECE"] = Inlined(part.piece, b)
         b["UNIT_AT"] = Inlined(part.unit_at, b)
+        b["COUNT"] = Inlined(part.slices_of, b)
         b["PAST"] = Inlined(part.past, b)
         b["PRODUCE"] = Inlined(part.produce, b)
         b["MULTIPLY_SLICES"] = Inlined(part.multiply_slices, b)

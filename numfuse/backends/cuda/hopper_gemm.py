@@ -58,6 +58,7 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     matrix_store,
     multiply_wait1,
     prefetch,
+    product_high,
     quotient,
     registers_few,
     registers_many,
@@ -93,16 +94,19 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
     at work share are then found in the second-level cache.
     """
     blocks = row_blocks * column_blocks
-    outer = quotient(unit, blocks)
-    block = unit - outer * blocks
-    part = quotient(outer, places)
+    part, place, block = 0, 0, unit
+    if unit >= blocks:  # a division takes as long as the addresses of 16 sums
+        outer = quotient(unit, blocks)
+        block = unit - outer * blocks
+        part = quotient(outer, places)
+        place = outer - part * places
     strip = quotient(block, GROUP * column_blocks)
     first = strip * GROUP
     height = min(GROUP, row_blocks - first)
     rest = block - first * column_blocks
     column = quotient(rest, height)
     row = first + rest - column * height
-    return part, outer - part * places, row * BLOCK_M, column * BLOCK_N
+    return part, place, row * BLOCK_M, column * BLOCK_N
 
 
 def produce(
@@ -206,10 +210,19 @@ def finite(x: Any) -> Any:
     return SELECT(IS_FINITE(x), x, ZERO)
 
 
+def slices_of(unit: int, units: int, slices: int, part_slices: int) -> int:
+    """How many slices a unit has; `units`: of one part of K."""
+    count = part_slices
+    if part_slices < slices:
+        part = quotient(unit, units)
+        count = min(slices - part * part_slices, part_slices)
+    return count * PASSES
+
+
 def past(stage: int, parity: int, count: int) -> tuple[int, int]:
     """The stage and parity behind `count` slices that another consumer takes."""
     end = stage + count
-    turns = quotient(end, STAGES)
+    turns = product_high(end, PER_STAGE)
     return end - turns * STAGES, parity ^ (turns & 1)
 
 
@@ -244,8 +257,7 @@ def consume(
     if PING_PONG:
         turn_parity = 1 - consumer
         if consumer == 1 and unit < units:
-            part = quotient(unit, row_blocks * column_blocks * places)
-            count = min(slices - part * part_slices, part_slices) * PASSES
+            count = COUNT(unit, row_blocks * column_blocks * places, slices, part_slices)
             stage, parity = PAST(stage, parity, count)
         unit += consumer * step
     while unit < units:
@@ -327,8 +339,7 @@ def consume(
         unit += step
         if PING_PONG:
             if unit < units:
-                part = quotient(unit, row_blocks * column_blocks * places)
-                count = min(slices - part * part_slices, part_slices) * PASSES
+                count = COUNT(unit, row_blocks * column_blocks * places, slices, part_slices)
                 stage, parity = PAST(stage, parity, count)
             unit += step
     if OUT == "map":
@@ -361,6 +372,7 @@ def finish(
     swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
     own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
     biases = biases + (lane & 3) * 8
+    b = cuda.local.array(WIDTH // 4, types.float32)
     extra = extra + place * extra_place * EXTRA_SIZE
     pre = pre + place * pre_place * 4
     out = out + (part * out_part + place * out_place) * OUT_SIZE
@@ -397,10 +409,13 @@ def finish(
                 extra, buffer, top + warp * 16, warp * 16, left, lane, m, n,
                 extra_row, extra_column,
             )  # fmt: skip
+        if BIAS != "":
+            for j in unrolled(WIDTH // 8):
+                b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
         for q in unrolled(WIDTH // 16):
             # an index that is no literal: PIECE is compiled once, and inlined with the constant
             PIECE(
-                acc, types.int64(BASE + 8 * q), biases + types.int64(4 * (COLUMN + 16 * q)),
+                acc, types.int64(BASE + 8 * q), b, types.int64(4 * q),
                 (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q), row,
                 left + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
                 extra_row, extra_column, out, out_row, out_column,
@@ -447,7 +462,7 @@ def finish(
 
 
 def piece(
-    acc: Any, index: int, biases: int, at: int, row: int, column: int, m: int, n: int,
+    acc: Any, index: int, b: Any, b_index: int, at: int, row: int, column: int, m: int, n: int,
     pre: int, pre_row: int, pre_column: int, extra: int, extra_row: int, extra_column: int,
     out: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
@@ -464,11 +479,8 @@ def piece(
         for i in unrolled(4):
             v[i] = acc[index + 4 * p + i]
         if BIAS != "":
-            low, high = shared_load2_f32(biases + types.int64(32 * p))
-            v[0] += low
-            v[1] += high
-            v[2] += low
-            v[3] += high
+            for i in unrolled(4):
+                v[i] += b[b_index + 2 * p + i % 2]
         if PRE:
             STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
             STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])

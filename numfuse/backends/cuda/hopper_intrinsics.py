@@ -87,6 +87,8 @@ block_index_z = instruction("mov.u32 $0, %ctaid.z;", "r", kind="pure")
 block_count = instruction("mov.u32 $0, %nctaid.x;", "r", kind="pure")
 #: 9.7.1, div: of two non-negative numbers
 quotient = instruction("div.u32 $0, $1, $2;", "r", "rr", "pure")
+#: 9.7.1.3, mul.hi: the upper 32 bits of a product
+product_high = instruction("mul.hi.u32 $0, $1, $2;", "r", "rr", "pure")
 
 
 @intrinsic
