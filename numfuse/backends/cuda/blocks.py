@@ -24,14 +24,15 @@ import numpy as np
 from numfuse.backends.cuda import elementwise, intrinsics, joins, passes
 from numfuse.backends.cuda.intrinsics import (
     advance,
-    barrier,
-    commit_copies,
+    block_barrier,
+    fetch_commit,
     least,
     most,
     quotient,
     shared_address,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.registers import Arithmetic, clear
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import Inlined, expanded, names_of, unrolled
 from numfuse.tiling import CudaBlock
@@ -260,7 +261,7 @@ def _product(
             )
         else:
             Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
-        commit_copies()
+        fetch_commit()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
         write = i32(write + STAGE)
@@ -270,7 +271,7 @@ def _product(
     CLEAR(total)
     x_from, y_from = X_FROM(t, memory), Y_FROM(t, i32(memory + X_BYTES))
     WAIT_FIRST()
-    barrier()
+    block_barrier()
     FIRST_FACTORS(now, x_from, y_from)
     stage = i32(0)
     while slices > 0:
@@ -279,7 +280,7 @@ def _product(
         # there: its first factors, and the copies of the slice that takes this one's place, come
         # between the parts of the arithmetic that is left.
         WAIT_NEXT()
-        barrier()
+        block_barrier()
         x_next, y_next = i32(x_to + stage), i32(y_to + stage)
         stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
         if X_HELD:
@@ -323,7 +324,7 @@ def _product(
                 Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
             for q in unrolled(PARTS):
                 MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
-        commit_copies()
+        fetch_commit()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
         slices = i32(slices - 1)
@@ -357,11 +358,11 @@ def _product(
 
     turn = i32(0)
     while turn < PASSES:
-        barrier()
+        block_barrier()
         for q in unrolled(PASSES):
             if turn == q:
                 PUT_TOTALS(total, q, put_to)
-        barrier()
+        block_barrier()
         r = i32(r0)
         while r < PASS_ROWS:
             # row of the block: runs of RUN rows are JUMP apart
@@ -442,13 +443,13 @@ def _product(
 
     if SUMS:
         # thread (c, r) has sums of its rows: in the order of r
-        barrier()
+        block_barrier()
         for v in unrolled(VALUES):
             PUT_ONE(
                 i32(memory + (r0 * BLOCK_N + c * COLUMN_FIRST + v * COLUMN_STEP) * ACC_BYTES),
                 summed[v],
             )
-        barrier()
+        block_barrier()
         at = i32(t)
         while at < BLOCK_N:
             if column0 + at < n:
@@ -466,22 +467,13 @@ class Engine:
     """How the threads of a block multiply a slice; made by `simt` and `tensor_core`."""
 
     accumulator: str
-    #: Registers of a thread: sums, and factors of one step.
-    totals: int
-    factors: int
     #: Numba type of a register of factors.
     factor: Any
-    first_factors: Any
-    #: A slice but for its last chunk, and the parts of that: (total, now, part, x, y), where x and
-    #: y are of the next slice, of which the parts fetch the first factors.
-    multiply_slice: Any
-    multiply_part: Any
-    parts: int
+    arithmetic: Arithmetic
     #: (t, memory) -> address of a thread's first factor in a slice.
     x_from: Any
     y_from: Any
     #: Sums to shared memory in `passes` of `pass_rows` rows; `pass_row(r, turn)` is a row's place.
-    put_totals: Any
     put_to: Any
     put_pitch: int
     passes: int
@@ -571,9 +563,9 @@ def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         bytes_ = fetch.values * fetch.itemsize
         own, k = fetch.repeats
         bound |= {
-            "COPIES": own * k, "COPY": intrinsics.copy_async(bytes_),
+            "COPIES": own * k, "COPY": intrinsics.fetch(bytes_),
             "MASKED": device(
-                _masked_copies, COPY_PART=intrinsics.copy_async(bytes_, partial=True), **f
+                _masked_copies, COPY_PART=intrinsics.fetch(bytes_, partial=True), **f
             ),
         }  # fmt: skip
     return {f"{axis}_{name}": value for name, value in bound.items()}
@@ -581,7 +573,7 @@ def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
 
 def build(block: Block, engine: Engine, function: Any, name: str, feature: str = "") -> Kernel:
     """The kernel; `function`: the device function of the epilogue, None for none."""
-    one = intrinsics
+    one, made = intrinsics, engine.arithmetic
     acc, values = block.accumulator, block.values
     columns = block.block_n // values
     row_step = block.threads // columns
@@ -593,16 +585,15 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         "BLOCK_M": block.block_m, "BLOCK_N": block.block_n, "BLOCK_K": block.block_k,
         "THREADS": block.threads, "STAGES": block.stages, "GROUP": block.group,
         "STAGE": block.stage, "X_BYTES": block.x.bytes,
-        "TOTALS": engine.totals, "FACTORS": engine.factors, "FACTOR": engine.factor,
+        "TOTALS": made.totals, "FACTORS": made.factors, "FACTOR": engine.factor,
         "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
-        "CLEAR": one.cleared(engine.totals),
-        "FIRST_FACTORS": engine.first_factors,
-        "MULTIPLY_SLICE": engine.multiply_slice,
-        "MULTIPLY_PART": engine.multiply_part, "PARTS": engine.parts,
+        "CLEAR": clear(made.totals),
+        "FIRST_FACTORS": made.first_factors, "MULTIPLY_SLICE": made.multiply_slice,
+        "MULTIPLY_PART": made.multiply_part, "PARTS": made.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
-        "WAIT_FIRST": one.wait_copies(block.stages - 1),
-        "WAIT_NEXT": one.wait_copies(block.stages - 2), "WAIT_ALL": one.wait_copies(0),
-        "PUT_TOTALS": engine.put_totals, "PUT_TO": engine.put_to, "PUT_PITCH": engine.put_pitch,
+        "WAIT_FIRST": one.fetch_wait(block.stages - 1),
+        "WAIT_NEXT": one.fetch_wait(block.stages - 2), "WAIT_ALL": one.fetch_wait0,
+        "PUT_TOTALS": made.put_totals, "PUT_TO": engine.put_to, "PUT_PITCH": engine.put_pitch,
         "PASSES": engine.passes, "PASS_ROWS": engine.pass_rows, "PASS_ROW": engine.pass_row,
         "VALUES": values, "ROWS": rows, "ROW_STEP": row_step, "WIDE": block.wide,
         "COLUMN_THREADS": columns, "COLUMN_BITS": columns.bit_length() - 1,
