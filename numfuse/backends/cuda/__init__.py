@@ -115,7 +115,7 @@ class CudaBackend:
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
         """This backend on another device, or with another precision of float32 products."""
-        from numfuse.backends.cuda.driver import count
+        from numfuse.backends.cuda.libcuda import count
 
         ordinal = self.ordinal
         if device is not None:
@@ -133,8 +133,8 @@ class CudaBackend:
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
         from numfuse.backends.cuda import toolchain
-        from numfuse.backends.cuda.driver import count, driver_version
         from numfuse.backends.cuda.driver import device as device_of
+        from numfuse.backends.cuda.libcuda import count, driver_version
         from numfuse.backends.cuda.tiers import TIERS
 
         info = self.device.info
@@ -193,7 +193,7 @@ def _on(ordinal: int, precision: str = "ieee") -> CudaBackend:
 def __getattr__(name: str) -> Any:
     # Its modules are of use without a GPU (the compiler needs none); the backend is not.
     if name == "BACKEND":
-        from numfuse.backends.cuda.driver import Unusable, count
+        from numfuse.backends.cuda.libcuda import Unusable, count
 
         try:
             count()

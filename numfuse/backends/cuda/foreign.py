@@ -15,7 +15,8 @@ from numpy import ndarray
 from numfuse.backends.cuda import dlpack
 from numfuse.backends.cuda.arrays import DeviceArray, dtype_of
 from numfuse.backends.cuda.calls import Argument, Maker
-from numfuse.backends.cuda.driver import device, ordinal_of
+from numfuse.backends.cuda.driver import device
+from numfuse.backends.cuda.libcuda import ordinal_of
 
 __all__ = ["KINDS", "LIBRARIES", "DLPack", "Interface", "Kind", "Own", "kind_of"]
 
