@@ -35,8 +35,8 @@ from numfuse.gradients import (
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
+from numfuse.backends.cuda import batches  # noqa: E402
 from numfuse.backends.cuda import higher as run_higher  # noqa: E402
-from numfuse.backends.cuda import run  # noqa: E402
 from numfuse.backends.cuda.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
 from numfuse.backends.cuda.driver import device  # noqa: E402
 from numfuse.backends.cuda.entry import DeviceCall, quick  # noqa: E402
@@ -157,7 +157,7 @@ def matmul_bias_residual_bwd(
         source, target = residual_grad.grad, residual_grad.d_residual
 
         def after(rec: Recorder, bind: Any) -> None:
-            run.sum_to(rec, bind("grad", source), bind("d_residual", target), p.acc_dtype.name)
+            batches.sum_to(rec, bind("grad", source), bind("d_residual", target), p.acc_dtype.name)
 
         return p, names, after
 

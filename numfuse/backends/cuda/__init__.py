@@ -1,10 +1,10 @@
 """The CUDA backend: kernels in numba-cuda for NVIDIA GPUs.
 
 The files are in the order of the work: `entry` takes a call on arrays of any library (`foreign`),
-`calls` makes a problem of it or repeats it, `run` makes products of a problem, a tier (`mirror`,
-`simt`, `tensor_core`, `hopper`) makes launches of a product (`product` has what they hand over),
-`toolchain` compiles kernels and `driver` starts them. `elementwise` prints an activation, `scalars`
-has what its arithmetic needs, `intrinsics` every line of PTX.
+`calls` makes a problem of it or repeats it, `run` makes products of a problem (over `batches`), a
+tier (`mirror`, `simt`, `tensor_core`, `hopper`) makes launches of a product (`product` has what
+they hand over), `toolchain` compiles kernels and `driver` starts them. `elementwise` prints an
+activation, `scalars` has what its arithmetic needs, `intrinsics` every line of PTX.
 """
 
 from __future__ import annotations

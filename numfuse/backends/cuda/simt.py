@@ -20,11 +20,13 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cuda import blocks, layouts
-from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
+from numfuse.backends.cuda.blocks import Engine
 from numfuse.backends.cuda.intrinsics import F32, I32, fused, shared_vector
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.registers import arithmetic
+from numfuse.backends.cuda.slices import Fetch, runs_wide
 from numfuse.backends.cuda.toolchain import types
+from numfuse.backends.cuda.unroll import inlined
 from numfuse.tiling import CudaBlock
 
 i32 = np.int32
@@ -143,23 +145,23 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         key, mr * nr, part.factors, parts, range(1, tile.block_k), part.first, part.rows, passed
     )
     warps_n = tile.block_n // nr // 4
-    row = device(_thread_row, WARPS_N=warps_n)
-    column = device(_thread_column, WARPS_N=warps_n)
+    row = inlined(_thread_row, WARPS_N=warps_n)
+    column = inlined(_thread_column, WARPS_N=warps_n)
     pass_rows = tile.block_m * FOUR // mr
     return Engine(
         accumulator="float32",
         factor=types.float32,
         arithmetic=made,
-        x_from=device(_from, NUMBER=row),
-        y_from=device(_from, NUMBER=column),
-        put_to=device(
+        x_from=inlined(_from, NUMBER=row),
+        y_from=inlined(_from, NUMBER=column),
+        put_to=inlined(
             _put_to, ROW=row, COLUMN=column,
             PITCH=put_pitch,
         ),
         put_pitch=put_pitch,
         passes=parts,
         pass_rows=pass_rows,
-        pass_row=device(_pass_row, PASS_ROWS=pass_rows),
+        pass_row=inlined(_pass_row, PASS_ROWS=pass_rows),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cuda import blocks
-from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
+from numfuse.backends.cuda.blocks import Engine
 from numfuse.backends.cuda.intrinsics import (
     ACCUMULATORS,
     F64,
@@ -34,7 +34,9 @@ from numfuse.backends.cuda.intrinsics import (
 )
 from numfuse.backends.cuda.product import DeviceInfo, Operand, Plan, Product
 from numfuse.backends.cuda.registers import arithmetic
+from numfuse.backends.cuda.slices import Fetch, runs_wide
 from numfuse.backends.cuda.toolchain import types
+from numfuse.backends.cuda.unroll import inlined
 from numfuse.tiling import CudaBlock
 
 i32 = np.int32
@@ -183,7 +185,7 @@ def engine(
 
     def starts(fetch: Fetch, rows: bool) -> Any:
         own, along = fetch.offsets
-        return device(
+        return inlined(
             _from,
             WARPS_ACROSS=warps_n, ROWS=rows, HALVES=dtype != "float64", K_INNER=fetch.k_inner,
             WARP_LENGTH=warp_m if rows else warp_n, OWN_OFFSET=own, K_OFFSET=along,
@@ -195,11 +197,11 @@ def engine(
         arithmetic=made,
         x_from=starts(x, True),
         y_from=starts(y, False),
-        put_to=device(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),
+        put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),
         put_pitch=put_pitch,
         passes=warp_m // 16,
         pass_rows=block_m // warp_m * 16,
-        pass_row=device(_pass_row, WARP_M=warp_m),
+        pass_row=inlined(_pass_row, WARP_M=warp_m),
     )
 
 
