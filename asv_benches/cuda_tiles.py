@@ -27,8 +27,12 @@ TILES: dict[str, HopperTile | None] = {
     "chosen": None,
     **{str(tile): tile for tile, _ in HOPPER_TILES},
     "64x256x64 ping-pong": HopperTile(64, 256, 2, True),
+    "128x256x64 cooperative in pairs": HopperTile(128, 256, 2, False, 4, 2),
+    "128x128x64 ping-pong in pairs": HopperTile(128, 128, 2, True, 4, 2),
+    "128x128x64 ping-pong": HopperTile(128, 128, 2, True),
+    "128x256x64 cooperative": HopperTile(128, 256, 2, False),
 }
-LARGE = ("chosen", "128x256x64 cooperative", "128x128x64 ping-pong")
+LARGE = ("chosen", *(name for name in TILES if name.startswith("128x256") or "ping" in name))
 
 
 def forced(tile: HopperTile | None) -> Any:

@@ -570,6 +570,9 @@ class HopperTile:
     ping_pong: bool
     #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
     group: int = 8
+    #: Multiprocessors (1 or 2) whose blocks lie under one another and share each slice of Y: each
+    #: fetches its part of it for both.
+    cluster: int = 1
 
     @property
     def halves(self) -> int:
@@ -578,7 +581,8 @@ class HopperTile:
 
     def __str__(self) -> str:
         schedule = "ping-pong" if self.ping_pong else "cooperative"
-        return f"{self.block_m}x{self.block_n}x64 {schedule}"
+        pairs = " in pairs" if self.cluster > 1 else ""
+        return f"{self.block_m}x{self.block_n}x64 {schedule}{pairs}"
 
 
 #: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that

@@ -33,6 +33,8 @@ if SIMULATED:
 
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 TILES = [tile for tile, _ in HOPPER_TILES]
+PAIRS = [replace(tile, cluster=2) for tile in TILES if tile.consumers == 2 and tile.block_n > 64]
+TILES = [*dict.fromkeys([replace(tile, cluster=1) for tile in TILES] + PAIRS)]
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -90,9 +92,13 @@ class Barrier:
 
 
 class Block:
-    """One thread block: the producer's thread, and the first of each warp that computes."""
+    """One thread block: the producer's thread, and the first of each warp that computes.
 
-    def __init__(self, kernel, number, count, sizes):
+    (And the second of each group, which tells the other block of a cluster what it has read.)
+    """
+
+    def __init__(self, kernel, number, count, sizes, cluster=()):
+        self.cluster = cluster or [self]
         self.kernel, self.number, self.count, self.sizes = kernel, number, count, sizes
         self.barriers, self.stored, self.loaded, self.errors = {}, [], [], []
         self.here = threading.local()
@@ -100,12 +106,25 @@ class Block:
         y_box = min(64, t.block_n)
         self.boxes = {
             "x": 8192 if kernel.x_turned else t.block_m * 128,
-            "y": 128 * y_box if kernel.y_turned else t.block_n * 128,
+            "y": 128 * y_box if kernel.y_turned else t.block_n // t.cluster * 128,
             "extra": 128 * kernel.width,
         }
-        self.groups = [threading.Barrier(4) for _ in range(t.consumers)]
-        self.groups += [None] * (2 - t.consumers) + [threading.Barrier(4 * t.consumers)]
-        self.together = threading.Barrier(1 + 4 * t.consumers)
+        self.threads = [0]
+        for group in range(128, 128 * (1 + t.consumers), 128):
+            self.threads += [group, group + 1, group + 32, group + 64, group + 96]
+        self.groups = [threading.Barrier(5) for _ in range(t.consumers)]
+        self.groups += [None] * (2 - t.consumers) + [threading.Barrier(5 * t.consumers)]
+        self.together = threading.Barrier(len(self.threads))
+
+    def load_both(self, at, name, inner, outer, place, barrier):
+        for block in self.cluster:
+            block.load(at, name, inner, outer, place, barrier)
+
+    def meet(self):
+        self.together.wait(10)
+        if self.here.thread == 0:
+            self.outside.wait(10)
+        self.together.wait(10)
 
     def load(self, at, name, inner, outer, place, barrier):
         assert 0 <= at - 1024 and at + self.boxes[name] <= 1024 + self.kernel.shared_bytes
@@ -146,6 +165,12 @@ class Block:
             "barrier_wait": lambda address, parity: self.barriers[address].wait(parity),
             "barrier_expect": lambda address, count: self.barriers[address]._turn(1, count),
             "barrier_arrive": lambda address, here: here and self.barriers[address]._turn(1, 0),
+            "barrier_arrive_at": lambda address, rank, here: (
+                here and self.cluster[rank].barriers[address]._turn(1, 0)
+            ),
+            "cluster_barrier": self.meet,
+            "cluster_rank": lambda: self.cluster.index(self),
+            "tensor_load_both": self.load_both,
             "tensor_load": self.load,
             "tensor_store": lambda name, column, row, place, at: self.stored.append(
                 (place, row, column)
@@ -191,15 +216,24 @@ class Block:
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
 
-        warps = range(128, 128 * (1 + self.kernel.tile.consumers), 32)
-        leaders = [0, *warps]
-        threads = [threading.Thread(target=work, args=(number,)) for number in leaders]
+        return [threading.Thread(target=work, args=(number,)) for number in self.threads]
+
+
+def run_clusters(clusters):
+    """Run blocks, those of a cluster at the same time."""
+    for cluster in clusters:
+        outside = threading.Barrier(len(cluster))
+        threads = []
+        for block in cluster:
+            block.cluster, block.outside = cluster, outside
+            threads += block.run()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self.errors:
-            raise self.errors[0]
+        for block in cluster:
+            if block.errors:
+                raise block.errors[0]
 
 
 def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
@@ -207,17 +241,17 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
     t = kernel.tile
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
-    row_blocks, column_blocks = -(-m // t.block_m), -(-n // t.block_n)
+    row_blocks, column_blocks = -(-m // (t.block_m * t.cluster)), -(-n // t.block_n)
     sizes = {
         "m": m, "n": n, "slices": slices, "row_blocks": row_blocks, "places": places,
         "column_blocks": column_blocks, "units": row_blocks * column_blocks * places * parts,
         "part_slices": part_slices,
     }  # fmt: skip
     stored, loaded = [], []
-    blocks = min(blocks, sizes["units"])
-    for number in range(blocks):
-        block = Block(kernel, number, blocks, sizes)
-        block.run()
+    count = min(blocks, sizes["units"]) * t.cluster
+    made = [Block(kernel, number, count, sizes) for number in range(count)]
+    run_clusters([made[i : i + t.cluster] for i in range(0, count, t.cluster)])
+    for block in made:
         stored += block.stored
         loaded += block.loaded
     return sizes, stored, loaded
@@ -235,7 +269,8 @@ def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
         return
     for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
-        rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra == "map" else 16)
+        end = sizes["row_blocks"] * tile.block_m * tile.cluster
+        rows = range(0, end, 64 if extra == "map" else 16)
         columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
         assert sorted(stored) == [(p, r, c) for p in range(places) for r in rows for c in columns]
 
@@ -248,7 +283,8 @@ def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
         seen = sorted(item[1:] for item in loaded if item[0] == "x")
         deep = [64 * s for s in range(18)]
         boxes = tile.block_m // 64 if x_turned else 1
-        own = [r * tile.block_m + 64 * b for r in range(sizes["row_blocks"]) for b in range(boxes)]
+        row_blocks = sizes["row_blocks"] * tile.cluster
+        own = [r * tile.block_m + 64 * b for r in range(row_blocks) for b in range(boxes)]
         once = [((o, d, 0) if x_turned else (d, o, 0)) for o in own for d in deep]
         assert seen == sorted(once * sizes["column_blocks"])
 
@@ -261,7 +297,7 @@ def test_a_split_product_takes_each_pass_after_the_other():
         {"m": 64, "n": 64, "slices": 3, "row_blocks": 1, "column_blocks": 1, "places": 1,
          "units": 1, "part_slices": 3},
     )  # fmt: skip
-    block.run()
+    run_clusters([[block]])
     assert len(block.loaded) == 2 * 6 * 3
 
 
@@ -455,9 +491,10 @@ def test_a_slice_has_as_many_bytes_as_its_boxes(m, n):
             made = replace(product(m, n, 200, alignment=16), x=x, y=y)
             plan = hopper.plan_with(made, "bfloat16", HOPPER, tile, 1)
             launch = plan.launches[-1]
+            pairs = launch.cluster
             maps = [argument.make for argument in launch.arguments[:2]]
             boxes = [made.box[0] * made.box[1] * 2 for made in maps]
-            times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
+            times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else pairs]
             assert launch.arguments[17] == sum(b * t for b, t in zip(boxes, times, strict=True))
 
 

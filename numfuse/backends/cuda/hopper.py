@@ -7,7 +7,7 @@ rounded to tf32.  `Gemm` describes a kernel and binds the templates of `hopper_g
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -143,7 +143,7 @@ class Gemm:
         )
         b: dict[str, Any] = {
             "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "DEPTH": 32 if kind == "tf32" else 64,
-            "GROUP": t.group, "HALVES": t.halves, "PING_PONG": t.ping_pong,
+            "GROUP": t.group, "CLUSTER": t.cluster, "HALVES": t.halves, "PING_PONG": t.ping_pong,
             "READERS": 1 if t.ping_pong else t.consumers, "CONSUMERS": t.consumers,
             "VALUES": values, "STAGES": self.stages, "STAGE_BYTES": self.stage_bytes,
             "X_BYTES": t.block_m * 128, "X_TURNED": self.x_turned, "Y_TURNED": self.y_turned,
@@ -183,6 +183,7 @@ class Gemm:
         b["STORE_VECTORS"] = Inlined(part.store_vectors, b)
         b["STORE_ROWS"] = Inlined(part.store_rows, b)
         b["PIECE"] = Inlined(part.piece, b)
+        b["RELEASE"] = Inlined(part.release, b)
         b["UNIT_AT"] = Inlined(part.unit_at, b)
         b["PAST"] = Inlined(part.past, b)
         b["PRODUCE"] = Inlined(part.produce, b)
@@ -466,11 +467,13 @@ def plan_with(
     slices = -(-k // (32 if kind == "tf32" else 64))
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
+    if tile.cluster > 1 and (n < tile.block_n or m <= tile.block_m):
+        tile = replace(tile, cluster=1)  # no slice of Y is shared, or whole
     x = _factor(product, "x", kind, 0, tile.block_m)
     if x is None:
         return None
     workspace = -(-x.workspace // 256) * 256
-    y = _factor(product, "y", kind, workspace, tile.block_n)
+    y = _factor(product, "y", kind, workspace, tile.block_n // tile.cluster)
     if y is None:
         return None
     workspace += -(-y.workspace // 256) * 256
@@ -520,7 +523,8 @@ def plan_with(
             product.function, "float32", product.out.dtype, guard=product.guard
         ),
     )  # fmt: skip
-    row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
+    row_blocks = -(-m // (tile.block_m * tile.cluster))
+    column_blocks = -(-n // tile.block_n)
     units = row_blocks * column_blocks * places * parts
     if units >= 1 << 31:
         return None
@@ -533,21 +537,21 @@ def plan_with(
         Slot("bias") if bias else 0, Slot("extra") if extra else 0, Slot("pre") if pre else 0,
         out_slot, Slot("sums") if product.sums else 0,
     ]  # fmt: skip
-    slice_bytes = sum(
-        64 * b * 2 if f.turned else 128 * f.map.box[1]
-        for f, b in ((x, tile.block_m), (y, tile.block_n))
-    )
+    slice_bytes = 64 * tile.block_m * 2 if x.turned else 128 * x.map.box[1]
+    slice_bytes += 64 * tile.block_n * 2 if y.turned else 128 * y.map.box[1] * tile.cluster
     numbers = [
         m, n, slices, row_blocks, column_blocks, places, units, part_slices, slice_bytes,
         x.places, y.places, x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides,
         out_part, *out.strides,
     ]  # fmt: skip
-    grid = (min(units, device.multiprocessors), 1, 1)
+    clusters = min(units, device.multiprocessors // tile.cluster)
+    grid = (clusters * tile.cluster, 1, 1)
     launch = Launch(
         gemm.kernel(),
         grid,
         (*maps, *addresses, *numbers),
         shared_bytes=gemm.shared_bytes,
+        cluster=tile.cluster,
         overlaps=True,
     )
     return Plan(

@@ -9,7 +9,9 @@ result, or a part of its K) after the other.  Its threads have two roles:
   registers) and finish the block: bias, function, residual or slope, column sums, store.
 
 Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
-consumer has read it).  In the "cooperative" schedule each consumer has 64 rows of one block; in
+consumer has read it).  Two blocks of a cluster have blocks of the result that lie under one
+another: each producer fetches its X and half of Y, the half for both, once the consumers of both
+have read what was there.  In the "cooperative" schedule each consumer has 64 rows of one block; in
 "ping-pong" each has a block of its own, and while one finishes its block, the other multiplies:
 `turn` keeps them from multiplying at the same time.
 
@@ -29,6 +31,7 @@ from typing import Any
 
 from numfuse.backends.cuda.hopper_intrinsics import (
     barrier_arrive,
+    barrier_arrive_at,
     barrier_expect,
     barrier_fence,
     barrier_init,
@@ -36,6 +39,8 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     block_barrier,
     block_count,
     block_index,
+    cluster_barrier,
+    cluster_rank,
     copy_fence,
     dynamic_shared,
     fetch16,
@@ -74,6 +79,7 @@ from numfuse.backends.cuda.hopper_intrinsics import (
     store_wait_read1,
     store_wait_read3,
     tensor_load,
+    tensor_load_both,
     tensor_prefetch,
     tensor_store,
     thread_index,
@@ -102,7 +108,10 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
     rest = block - first * column_blocks
     column = quotient(rest, height)
     row = first + rest - column * height
-    return part, outer - part * places, row * BLOCK_M, column * BLOCK_N
+    first_row = row * (BLOCK_M * CLUSTER)
+    if CLUSTER > 1:
+        first_row += cluster_rank() * BLOCK_M
+    return part, outer - part * places, first_row, column * BLOCK_N
 
 
 def produce(
@@ -112,7 +121,10 @@ def produce(
 ) -> None:  # fmt: skip
     """The producer's thread: every slice of every unit of this block, in order."""
     full = shared + FULL_AT
-    stage, parity, unit = 0, 1, block_index() + 0
+    stage, parity, unit = 0, 1, quotient(block_index(), CLUSTER)
+    own = 0
+    if CLUSTER > 1:
+        own = cluster_rank() * (BLOCK_N // 2)
     while unit < units:
         part, place, row0, column0 = UNIT_AT(unit, row_blocks, column_blocks, places)
         first = part * part_slices
@@ -136,7 +148,17 @@ def produce(
                         )
                 else:
                     tensor_load(x_at, x_map, at * DEPTH, row0, x_place, barrier)
-                if Y_TURNED:
+                if CLUSTER > 1 and Y_TURNED:
+                    for i in unrolled(BLOCK_N // Y_BOX // 2):
+                        tensor_load_both(
+                            y_at + 128 * Y_BOX * i + 128 * own, y_map, column0 + Y_BOX * i + own,
+                            at * DEPTH, y_place, barrier,
+                        )  # fmt: skip
+                elif CLUSTER > 1:
+                    tensor_load_both(
+                        y_at + 128 * own, y_map, at * DEPTH, column0 + own, y_place, barrier
+                    )
+                elif Y_TURNED:
                     for i in unrolled(BLOCK_N // Y_BOX):
                         tensor_load(
                             y_at + 128 * Y_BOX * i, y_map, column0 + Y_BOX * i, at * DEPTH,
@@ -150,12 +172,12 @@ def produce(
                     stage = 0
                     parity ^= 1
             turn += 1
-        unit += block_count()
+        unit += quotient(block_count(), CLUSTER)
 
 
 def multiply_slices(
     acc: Any, total: Any, shared: int, x_offset: int, stage: int, parity: int, count: int,
-    next_turn: int, leader: bool,
+    next_turn: int, thread: int,
 ) -> tuple[int, int]:  # fmt: skip
     """acc = the sum of `count` slices' products, from `stage` on; the stage behind them.
 
@@ -167,6 +189,7 @@ def multiply_slices(
     """
     full = shared + FULL_AT
     empty = full + 8 * STAGES
+    leader = thread == 0
     before = stage
     done = 0
     while done < count:
@@ -180,7 +203,7 @@ def multiply_slices(
             MULTIPLY(acc, x, y, done != 0)
         if done > 0:
             multiply_wait1()
-            barrier_arrive(empty + 8 * before, leader)
+            RELEASE(empty + 8 * before, thread)
         if PROMOTE:
             if (done & (PROMOTE - 1)) == PROMOTE - 1:
                 MULTIPLY_WAIT(acc)
@@ -194,11 +217,19 @@ def multiply_slices(
     if PING_PONG:
         barrier_arrive(next_turn, leader)
     MULTIPLY_WAIT(acc)
-    barrier_arrive(empty + 8 * before, leader)
+    RELEASE(empty + 8 * before, thread)
     if PROMOTE:
         if (count & (PROMOTE - 1)) != 0:
             ADD(total, acc)
     return stage, parity
+
+
+def release(empty: int, thread: int) -> None:
+    """A consumer has read a stage; in a cluster both producers write it."""
+    if CLUSTER > 1:
+        barrier_arrive_at(empty, thread & 1, thread < 2)
+    else:
+        barrier_arrive(empty, thread == 0)
 
 
 def finite(x: Any) -> Any:
@@ -239,8 +270,8 @@ def consume(
     arrived = shared + FULL_AT + 16 * STAGES + 8 * BUFFERS * consumer
     turn = shared + FULL_AT + 16 * STAGES + 16 * BUFFERS
     stage, parity, extra_parity, turned = 0, 0, 0, 0
-    unit = block_index() + 0
-    step = block_count() + 0
+    unit = quotient(block_index(), CLUSTER)
+    step = quotient(block_count(), CLUSTER)
     if PING_PONG:
         turn_parity = 1 - consumer
         if consumer == 1 and unit < units:
@@ -296,14 +327,14 @@ def consume(
         if PASSES > 1:
             # the products of low parts first; they are small, and need no promotion
             stage, parity = MULTIPLY_ALL(
-                total, total, shared, x_offset, stage, parity, count * (PASSES - 1), turn, leader
+                total, total, shared, x_offset, stage, parity, count * (PASSES - 1), turn, thread
             )
             # where a low part is no number (of an infinity) or its product overflows, the high
             # parts' product alone has IEEE's infinity or NaN
             for i in unrolled(VALUES):
                 total[i] = FINITE(total[i])
         stage, parity = MULTIPLY_SLICES(
-            acc, total, shared, x_offset, stage, parity, count, turn + 8 - 8 * consumer, leader
+            acc, total, shared, x_offset, stage, parity, count, turn + 8 - 8 * consumer, thread
         )
         if BIAS != "":
             # two places by turns: no warp is still reading the block's before the last
@@ -724,11 +755,14 @@ def gemm(
         full = shared + FULL_AT
         for s in range(STAGES):
             barrier_init(full + 8 * s, 1)
-            barrier_init(full + 8 * STAGES + 8 * s, READERS)
+            barrier_init(full + 8 * STAGES + 8 * s, READERS * CLUSTER)
         for s in range(2 * BUFFERS + 2):
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
-    block_barrier()
+    if CLUSTER > 1:
+        cluster_barrier()
+    else:
+        block_barrier()
     # what the launch before computed is read from here on
     grid_wait()
     grid_release()
@@ -749,3 +783,5 @@ def gemm(
             extra_row, extra_column, pre_place, pre_row, pre_column, out_part, out_place, out_row,
             out_column,
         )  # fmt: skip
+    if CLUSTER > 1:
+        cluster_barrier()  # a block that is gone has no shared memory to write to

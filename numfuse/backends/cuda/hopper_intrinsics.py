@@ -110,6 +110,12 @@ def dynamic_shared(context: Any) -> Any:
 #: 9.7.13.1, bar.sync: all threads of the block; `count` threads at barrier number `which`
 block_barrier = instruction("bar.sync 0;", kind="convergent")
 group_barrier = instruction("bar.sync $0, $1;", "", "rr", "convergent")
+#: 9.7.13.4, barrier.cluster: all threads of all blocks of the cluster
+cluster_barrier = instruction(
+    "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", kind="convergent"
+)
+#: 10.22, %cluster_ctarank: the number of this block in its cluster
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", "", "pure")
 #: 9.7.13.2, bar.warp.sync
 warp_barrier = instruction("bar.warp.sync 0xffffffff;", kind="convergent")
 #: 9.7.13.15, mbarrier: (address, arrivals of a phase)
@@ -122,6 +128,13 @@ barrier_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0],
 barrier_arrive = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "", "rp"
 )
+#: ... at the barrier of the same address in block number `rank` of the cluster (9.7.9.23, mapa)
+barrier_arrive_at = instruction(
+    "{ .reg .pred p; .reg .b32 there; setp.ne.b32 p, $2, 0;"
+    " mapa.shared::cluster.u32 there, $0, $1;"
+    " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }",
+    "", "rrp",
+)  # fmt: skip
 #: waits until the phase of this parity is over; ambiguous beyond one phase, as parity has one bit
 barrier_wait = instruction(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
@@ -153,6 +166,14 @@ fresh = instruction("mov.b32 $0, $1;", "r", "r")
 tensor_load = instruction(
     "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
     " [$0], [$1, {$2, $3, $4}], [$5];",
+    "", "rlrrrr",
+)  # fmt: skip
+#: ... into the shared memory of both blocks of a cluster, to the same address; the mbarrier of each
+#: counts the bytes that it gets
+tensor_load_both = instruction(
+    "{ .reg .b16 both; mov.b16 both, 3;"
+    " cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [$0], [$1, {$2, $3, $4}], [$5], both; }",
     "", "rlrrrr",
 )  # fmt: skip
 #: ... and out of it: what lies outside is not written
