@@ -54,6 +54,8 @@ class Activation:
         self._formulas: dict[int, Formula] = {}
         self._traces: dict[int, Expr] = {}
         self._digest: str | None = None
+        #: A string that stands for it in what is compiled (``name digest``), once one was needed.
+        self.key: str | None = None
         self._made: dict[tuple[str, int], Any] = {}
 
     # --- how it is written ------------------------------------------------------------------
@@ -65,7 +67,7 @@ class Activation:
             if later == order or later not in self._formulas:
                 self._traces.pop(later, None)
         self._traces[order] = made
-        self._digest = None
+        self._digest = self.key = None
         self._made.clear()
 
     def trace(self, order: int = 0) -> Expr:
@@ -372,6 +374,30 @@ def _positive(x: Any) -> Any:
     return ex.where(x < 0.0, 0.0, x)
 
 
+#: The same functions in fewer operations: {id of a trace: (the trace, the short one)}.
+_SHORT: dict[int, tuple[Expr, Expr]] = {}
+
+
+def _short(row: Activation, order: int) -> Callable[[Formula], Formula]:
+    """A formula of `row`'s derivative of this order for results that are rounded to 16 bits.
+
+    It may lose what 16 bits do not hold: some 2^-17 of a value in the far tails. NaN goes through
+    the exponential, infinities meet a factor that is clamped.
+    """
+
+    def decorate(formula: Formula) -> Formula:
+        trace = row.trace(order)
+        _SHORT[id(trace)] = trace, ex.trace(formula)
+        return formula
+
+    return decorate
+
+
+def short_form(expr: Expr) -> Expr:
+    """The graph in few operations where the table has one for 16-bit results, else itself."""
+    return _SHORT.get(id(expr), (expr, expr))[1]
+
+
 # gelu = x s(v), v = 2 sqrt(2/pi) (x + 0.044715 x^3), never x (1 + tanh(v/2)) / 2, which loses the
 # negative tail. There the relative error of s(v) is the absolute error of v, which reaches -100 in
 # float32: rounding v alone would cost 180 units in the last place. So v is carried as hi + lo, and
@@ -400,6 +426,11 @@ def gelu(x: Any) -> Any:
     return _positive(x) - ex.scaled_sigmoid(y, -hi, -lo)
 
 
+@_short(gelu, 0)
+def _(x: Any) -> Any:
+    return ex.scaled_sigmoid(ex.maximum(x, -_GELU_LIMIT), x * ex.fma(x * x, _V3, _V1))
+
+
 @gelu.derivative
 def _(x: Any) -> Any:
     y = _size(x, _GELU_LIMIT)
@@ -407,6 +438,13 @@ def _(x: Any) -> Any:
     v1 = _V1 + 3 * _V3 * (y * y)
     tail = ex.scaled_sigmoid(1.0 - y * v1 * ex.scaled_sigmoid(1.0, hi, lo), -hi, -lo)
     return ex.where(x < 0.0, tail, 1.0 - tail)
+
+
+@_short(gelu, 1)
+def _(x: Any) -> Any:
+    s = ex.sigmoid(x * ex.fma(x * x, _V3, _V1))
+    y = ex.clamp(x, -_GELU_LIMIT, _GELU_LIMIT)
+    return s * ex.fma(y * ex.fma(y * y, 3 * _V3, _V1), 1.0 - s, 1.0)
 
 
 @gelu.second_derivative
@@ -441,11 +479,22 @@ def silu(x: Any) -> Any:
     return _positive(x) - ex.scaled_sigmoid(y, -y)
 
 
+@_short(silu, 0)
+def _(x: Any) -> Any:
+    return ex.scaled_sigmoid(ex.maximum(x, -_SILU_LIMIT), x)
+
+
 @silu.derivative
 def _(x: Any) -> Any:
     y = _size(x, _SILU_LIMIT)
     tail = ex.scaled_sigmoid(1.0 - y * ex.sigmoid(y), -y)
     return ex.where(x < 0.0, tail, 1.0 - tail)
+
+
+@_short(silu, 1)
+def _(x: Any) -> Any:
+    s = ex.sigmoid(x)
+    return s * ex.fma(ex.clamp(x, -_SILU_LIMIT, _SILU_LIMIT), 1.0 - s, 1.0)
 
 
 @silu.second_derivative

@@ -570,6 +570,9 @@ class HopperTile:
     ping_pong: bool
     #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
     group: int = 8
+    #: Multiprocessors (1 or 2) whose blocks lie under one another and share each slice of Y: each
+    #: fetches its part of it for both.
+    cluster: int = 1
 
     @property
     def halves(self) -> int:
@@ -578,7 +581,8 @@ class HopperTile:
 
     def __str__(self) -> str:
         schedule = "ping-pong" if self.ping_pong else "cooperative"
-        return f"{self.block_m}x{self.block_n}x64 {schedule}"
+        pairs = " in pairs" if self.cluster > 1 else ""
+        return f"{self.block_m}x{self.block_n}x64 {schedule}{pairs}"
 
 
 #: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that
@@ -602,6 +606,9 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
 #: `hopper_gemm`), or threads do ("vectors").  The first is what all figures here were measured
 #: with; the second does not wait behind the engine's fetches, and has not been timed.
 HOPPER_BY_MAP = True
+#: Pieces of 64 x 64 (or 32) of a result of "ping-pong" that may wait in shared memory for the copy
+#: engine to store them.
+HOPPER_BUFFERS = 4
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
 #: groups of threads work on it (of forward's 84 microseconds above 27 are the activation's).
 HOPPER_FINISH = (0.25, 0.12)

@@ -8,6 +8,8 @@ Arrays are NumPy's, so each operand is a block of the pool, and results are comp
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_dtypes
 import numpy as np
 
@@ -19,30 +21,52 @@ CASES = (
     ("float64", 136, 72, 72), ("float64", 37, 29, 41), ("bfloat16", 264, 136, 264),
     ("bfloat16", 37, 29, 41), ("bfloat16", 4096, 64, 64), ("float16", 136, 72, 136),
 )  # fmt: skip
+#: The same for float32 on tensor cores: (precision, tolerance).
+PRECISIONS = (("bf16x6", 1e-4), ("tf32", 1e-2))
 
 
 def main() -> None:
     """Run them all; an AssertionError where a result is off."""
     rng = np.random.default_rng(0)
-    tiers = set()
+    tolerances = {"float64": 1e-12, "float32": 1e-4}
+    tiers: set[str] = set()
     for name, m, k, n in CASES:
         dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
         shapes = (m, k), (k, n), (n,), (m, n)
-        a, b, bias, grad = ((rng.standard_normal(s) * s[0] ** -0.5).astype(dtype) for s in shapes)
-        found = []
-        for backend in ("cuda", "cpu"):
-            out = nf.matmul_bias_activation(a, b, bias, "gelu", backend=backend)
-            tiers.add(nf.last_call().tier)
-            first = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", backend=backend)
-            tiers.add(nf.last_call().tier)
-            gated = nf.silu_mul_bwd(grad, grad, grad, backend=backend)
-            found.append((out, *first, nf.silu_mul(grad, grad, backend=backend), *gated))
-        tolerance = {"float64": 1e-12, "float32": 1e-4}.get(name, 3e-2)
-        for x, y in zip(*found, strict=True):
-            x, y = x.astype(np.float64), y.astype(np.float64)
-            assert np.abs(x - y).max() <= tolerance * max(1.0, np.abs(y).max()), (name, m, k, n)
+        operands = [(rng.standard_normal(s) * s[0] ** -0.5).astype(dtype) for s in shapes]
+        wanted = results("cpu", *operands, set())
+        compare(results("cuda", *operands, tiers), wanted, tolerances.get(name, 3e-2))
+        if name == "float32":
+            for precision, tolerance in PRECISIONS:
+                with nf.use_backend("cuda", precision=precision):
+                    compare(results(None, *operands, tiers), wanted, tolerance)
         print(name, m, k, n, "done", flush=True)
     print("tiers:", ", ".join(sorted(tiers)))
+
+
+def results(
+    backend: str | None, a: Any, b: Any, bias: Any, grad: Any, tiers: set[str]
+) -> list[np.ndarray]:
+    """Of the functions of every order; which tiers took them is added to `tiers`."""
+    found = [nf.matmul_bias_activation(a, b, bias, "gelu", backend=backend)]
+    tiers.add(str(nf.last_call().tier))
+    found += nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", backend=backend)
+    tiers.add(str(nf.last_call().tier))
+    found += nf.matmul_bias_activation_jvp(a, b, bias, a, b, bias, "gelu", backend=backend)
+    found += nf.matmul_bias_activation_double_bwd(
+        a, b, bias, grad, a, b, bias, "gelu", backend=backend
+    )
+    found += [nf.silu_mul(grad, grad, backend=backend)]
+    found += nf.silu_mul_bwd(grad, grad, grad, backend=backend)
+    found += nf.activation_mul_double_bwd(grad, grad, grad, grad, grad, "silu", backend=backend)
+    return found
+
+
+def compare(found: list[np.ndarray], wanted: list[np.ndarray], tolerance: float) -> None:
+    """Raise AssertionError where a result is off."""
+    for i, (x, y) in enumerate(zip(found, wanted, strict=True)):
+        x, y = x.astype(np.float64), y.astype(np.float64)
+        assert np.abs(x - y).max() <= tolerance * max(1.0, np.abs(y).max()), i
 
 
 if __name__ == "__main__":

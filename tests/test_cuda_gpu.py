@@ -66,11 +66,12 @@ def test_tensors_of_pytorch_on_another_stream():
             out, gradients = calls(*arrays)
     stream.synchronize()
     check(out, gradients, torch.Tensor)
-    with pytest.raises(TypeError, match="requires a gradient"):
-        nf.silu_mul(arrays[0].clone().requires_grad_(), arrays[0])
+    leaf = arrays[0].clone().requires_grad_()
+    nf.silu_mul(leaf, arrays[0]).sum().backward()  # a gradient is never lost
+    assert leaf.grad is not None and bool((leaf.grad != 0).any())
     with torch.no_grad():
         assert nf.silu_mul(torch.nn.Parameter(arrays[0]), arrays[0]).shape == arrays[0].shape
-    with pytest.raises(TypeError, match="on a CUDA device"):
+    with pytest.raises(TypeError, match="on one device"):
         nf.silu_mul(arrays[0], arrays[0].cpu())
 
 
@@ -143,7 +144,7 @@ def test_arrays_of_jax():
     arrays = [jax.numpy.asarray(x) for x in numbers()]
     out, gradients = calls(*arrays)
     check(out, gradients, jax.Array)
-    with pytest.raises(TypeError, match="outside"):
+    with pytest.raises(TypeError, match="JAX must run on the CPU"):
         jax.jit(lambda x: nf.silu_mul(x, x))(arrays[0])
 
 

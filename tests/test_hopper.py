@@ -33,6 +33,8 @@ if SIMULATED:
 
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 TILES = [tile for tile, _ in HOPPER_TILES]
+PAIRS = [replace(tile, cluster=2) for tile in TILES if tile.consumers == 2 and tile.block_n > 64]
+TILES = [*dict.fromkeys([replace(tile, cluster=1) for tile in TILES] + PAIRS)]
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -90,9 +92,13 @@ class Barrier:
 
 
 class Block:
-    """One thread block: a thread for the producer and one for each consumer's leader."""
+    """One thread block: the producer's thread, and the first of each warp that computes.
 
-    def __init__(self, kernel, number, count, sizes):
+    (And the second of each group, which tells the other block of a cluster what it has read.)
+    """
+
+    def __init__(self, kernel, number, count, sizes, cluster=()):
+        self.cluster = cluster or [self]
         self.kernel, self.number, self.count, self.sizes = kernel, number, count, sizes
         self.barriers, self.stored, self.loaded, self.errors = {}, [], [], []
         self.here = threading.local()
@@ -100,10 +106,25 @@ class Block:
         y_box = min(64, t.block_n)
         self.boxes = {
             "x": 8192 if kernel.x_turned else t.block_m * 128,
-            "y": 128 * y_box if kernel.y_turned else t.block_n * 128,
+            "y": 128 * y_box if kernel.y_turned else t.block_n // t.cluster * 128,
             "extra": 128 * kernel.width,
         }
-        self.together = threading.Barrier(1 + t.consumers)
+        self.threads = [0]
+        for group in range(128, 128 * (1 + t.consumers), 128):
+            self.threads += [group, group + 1, group + 32, group + 64, group + 96]
+        self.groups = [threading.Barrier(5) for _ in range(t.consumers)]
+        self.groups += [None] * (2 - t.consumers) + [threading.Barrier(5 * t.consumers)]
+        self.together = threading.Barrier(len(self.threads))
+
+    def load_both(self, at, name, inner, outer, place, barrier):
+        for block in self.cluster:
+            block.load(at, name, inner, outer, place, barrier)
+
+    def meet(self):
+        self.together.wait(10)
+        if self.here.thread == 0:
+            self.outside.wait(10)
+        self.together.wait(10)
 
     def load(self, at, name, inner, outer, place, barrier):
         assert 0 <= at - 1024 and at + self.boxes[name] <= 1024 + self.kernel.shared_bytes
@@ -122,16 +143,15 @@ class Block:
 
         silent = (
             "barrier_fence map_prefetch registers_few registers_many tensor_prefetch store_commit "
-            "store_wait_read0 store_wait_read1 store_wait_all copy_fence group_barrier "
+            "store_wait_read0 store_wait_read1 store_wait_read3 store_wait_all copy_fence "
             "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
-            "global_store16 global_store_f32 global_store2_f32 MULTIPLY MULTIPLY_WAIT CLEAR ADD "
+            "global_store16 global_store_f32 global_store2_f32 MULTIPLY_WAIT CLEAR ADD "
             "grid_wait grid_release fetch16 fetch_commit fetch_wait0 fetch_wait1 prefetch "
             "global_store4_b32"
         )
         found = dict.fromkeys(silent.split(), nothing)
         found |= dict.fromkeys(
-            "global_load16 global_load32 global_load_f32 shared_load16 shared_load_f32 LOW HIGH "
-            "PACK".split(),
+            "global_load16 global_load_f32 shared_load16 shared_load_f32 LOW HIGH PACK".split(),
             zero,
         )
         return found | {
@@ -139,12 +159,18 @@ class Block:
             "block_index": lambda: self.number,
             "block_count": lambda: self.count,
             "quotient": lambda a, b: a // b,
-            "dynamic_shared": lambda: 1000,
+            "dynamic_shared": lambda: 1024,
             "barrier_init": make,
             "block_barrier": lambda: self.together.wait(5),
             "barrier_wait": lambda address, parity: self.barriers[address].wait(parity),
             "barrier_expect": lambda address, count: self.barriers[address]._turn(1, count),
             "barrier_arrive": lambda address, here: here and self.barriers[address]._turn(1, 0),
+            "barrier_arrive_at": lambda address, rank, here: (
+                here and self.cluster[rank].barriers[address]._turn(1, 0)
+            ),
+            "cluster_barrier": self.meet,
+            "cluster_rank": lambda: self.cluster.index(self),
+            "tensor_load_both": self.load_both,
             "tensor_load": self.load,
             "tensor_store": lambda name, column, row, place, at: self.stored.append(
                 (place, row, column)
@@ -154,7 +180,11 @@ class Block:
             "shuffle_xor": lambda x, mask: x,
             "matrix_load": lambda at: (0, 0, 0, 0),
             "shared_load4_b32": lambda at: (0, 0, 0, 0),
+            # the four warps of a group multiply together, so none falls behind by more than that
+            "MULTIPLY": lambda *arguments: self.groups[self.here.thread // 128 - 1].wait(5),
+            "group_barrier": lambda number, count: self.groups[number - 1].wait(5),
             "global_load2_f32": lambda at, inside: (0, 0),
+            "shared_load2_f32": lambda at: (0, 0),
             "FINITE": lambda x: x,
             "FUNCTION": lambda x: x,
             "ZERO": 0,
@@ -186,14 +216,24 @@ class Block:
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
 
-        leaders = [0] + [128 * (c + 1) for c in range(self.kernel.tile.consumers)]
-        threads = [threading.Thread(target=work, args=(number,)) for number in leaders]
+        return [threading.Thread(target=work, args=(number,)) for number in self.threads]
+
+
+def run_clusters(clusters):
+    """Run blocks, those of a cluster at the same time."""
+    for cluster in clusters:
+        outside = threading.Barrier(len(cluster))
+        threads = []
+        for block in cluster:
+            block.cluster, block.outside = cluster, outside
+            threads += block.run()
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        if self.errors:
-            raise self.errors[0]
+        for block in cluster:
+            if block.errors:
+                raise block.errors[0]
 
 
 def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
@@ -201,17 +241,17 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
     t = kernel.tile
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
-    row_blocks, column_blocks = -(-m // t.block_m), -(-n // t.block_n)
+    row_blocks, column_blocks = -(-m // (t.block_m * t.cluster)), -(-n // t.block_n)
     sizes = {
         "m": m, "n": n, "slices": slices, "row_blocks": row_blocks, "places": places,
         "column_blocks": column_blocks, "units": row_blocks * column_blocks * places * parts,
         "part_slices": part_slices,
     }  # fmt: skip
     stored, loaded = [], []
-    blocks = min(blocks, sizes["units"])
-    for number in range(blocks):
-        block = Block(kernel, number, blocks, sizes)
-        block.run()
+    count = min(blocks, sizes["units"]) * t.cluster
+    made = [Block(kernel, number, count, sizes) for number in range(count)]
+    run_clusters([made[i : i + t.cluster] for i in range(0, count, t.cluster)])
+    for block in made:
         stored += block.stored
         loaded += block.loaded
     return sizes, stored, loaded
@@ -221,14 +261,16 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
 @pytest.mark.parametrize("extra", ["", "map", "vectors", "rows"])
 def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
     kernel = hopper.Gemm(
-        "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != ""
-    )
+        "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != "",
+        bias="half",
+    )  # fmt: skip
     if extra in ("vectors", "rows"):
         run_all(replace(kernel, out=extra), 200, 330, 5)
         return
     for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
-        rows = range(0, sizes["row_blocks"] * tile.block_m, 64)
+        end = sizes["row_blocks"] * tile.block_m * tile.cluster
+        rows = range(0, end, 64 if extra == "map" else 16)
         columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
         assert sorted(stored) == [(p, r, c) for p in range(places) for r in rows for c in columns]
 
@@ -241,7 +283,8 @@ def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
         seen = sorted(item[1:] for item in loaded if item[0] == "x")
         deep = [64 * s for s in range(18)]
         boxes = tile.block_m // 64 if x_turned else 1
-        own = [r * tile.block_m + 64 * b for r in range(sizes["row_blocks"]) for b in range(boxes)]
+        row_blocks = sizes["row_blocks"] * tile.cluster
+        own = [r * tile.block_m + 64 * b for r in range(row_blocks) for b in range(boxes)]
         once = [((o, d, 0) if x_turned else (d, o, 0)) for o in own for d in deep]
         assert seen == sorted(once * sizes["column_blocks"])
 
@@ -254,7 +297,7 @@ def test_a_split_product_takes_each_pass_after_the_other():
         {"m": 64, "n": 64, "slices": 3, "row_blocks": 1, "column_blocks": 1, "places": 1,
          "units": 1, "part_slices": 3},
     )  # fmt: skip
-    block.run()
+    run_clusters([[block]])
     assert len(block.loaded) == 2 * 6 * 3
 
 
@@ -279,7 +322,7 @@ class Group:
 
     def __init__(self, kernel, extra):
         self.kernel, self.extra = kernel, extra
-        self.shared, self.stored = {}, {}
+        self.shared, self.stored, self.biases = {}, {}, {}
         self.here = threading.local()
         self.together = [threading.Barrier(32) for _ in range(4)]
         self.words = [[None] * 32 for _ in range(4)]
@@ -328,6 +371,17 @@ class Group:
         def shared_store(address, word):
             self.shared[address], self.shared[address + 2] = word.low, word.high
 
+        def tensor_store(name, column, row, place, at):
+            # 16 rows of a warp, each 16 bytes of it where the engine's swizzle has them
+            m, n, stride = self.sizes
+            width = self.kernel.width
+            for r in range(16):
+                turned = r & 7 if width == 64 else r >> 1 & 3
+                for c in range(width):
+                    if row + r < m and column + c < n:
+                        word = at + 2 * width * r + ((c // 8 ^ turned) << 4) + 2 * (c % 8)
+                        self.put(2 * ((row + r) * stride + column + c), self.shared[word])
+
         def fetch(to, at, count):
             assert at % 16 == 0 and to % 16 == 0
             for i in range(0, 16, 2):
@@ -344,7 +398,11 @@ class Group:
             "global_store16": lambda at, v, inside: self.put(at, v) if inside else None,
             "global_load16": lambda at, inside: Half(self.extra[at] if inside else 0),
             "fetch16": fetch, "fetch_commit": nothing, "fetch_wait0": nothing,
-            "fetch_wait1": nothing, "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
+            "fetch_wait1": nothing, "tensor_store": tensor_store, "store_commit": nothing,
+            "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
+            "store_wait_read3": nothing,
+            "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
+            "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
                 local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
@@ -353,6 +411,7 @@ class Group:
 
     def run(self, row0, column0, m, n, stride):
         tile = self.kernel.tile
+        self.sizes = m, n, stride
         b = self.kernel.bindings()
         builder = Block(self.kernel, 0, 1, {})
         finish = builder.build(Template(gemm.finish, b), self.names())
@@ -375,7 +434,7 @@ class Group:
                     )  # fmt: skip
                 finish(
                     acc, 0, 0, 0, 0, 0, 0, 1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n,
-                    0, 1, 0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
+                    0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -399,9 +458,9 @@ TALL = [t for t in TILES if t.ping_pong]
 @pytest.mark.parametrize(
     ("out", "extra"),
     [("vectors", ""), ("rows", ""), ("vectors", "vectors"), ("vectors", "rows"), ("rows", "rows"),
-     ("rows", "vectors")],
+     ("rows", "vectors"), ("map", ""), ("map", "rows")],
 )  # fmt: skip
-def test_each_sum_reaches_its_row_and_column_and_meets_its_residual(tile, out, extra):
+def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra):
     whole = "vectors" in (out, extra)
     row0, column0 = tile.block_m, tile.block_n
     m, n = row0 + tile.block_m - 13, column0 + (tile.block_n - 8 if whole else tile.block_n - 5)
@@ -411,10 +470,13 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_residual(tile, out, e
     residual = {
         2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
     }
-    group = Group(hopper.Gemm("bfloat16", False, False, tile, out, extra=extra), residual)
+    kernel = hopper.Gemm("bfloat16", False, False, tile, out, extra=extra, bias="half")
+    group = Group(kernel, residual)
+    group.biases = {4 * c: 0.5 * (column0 + c) for c in range(tile.block_n)}
     group.run(row0, column0, m, n, stride)
     expected = {
-        2 * (r * stride + c): 1000.0 * r + c + (residual[2 * (r * stride + c)] if extra else 0)
+        2 * (r * stride + c): 1000.0 * r + 1.5 * c
+        + (residual[2 * (r * stride + c)] if extra else 0)
         for r in range(row0, m) for c in range(column0, n)
     }  # fmt: skip
     assert group.stored == expected
@@ -429,9 +491,10 @@ def test_a_slice_has_as_many_bytes_as_its_boxes(m, n):
             made = replace(product(m, n, 200, alignment=16), x=x, y=y)
             plan = hopper.plan_with(made, "bfloat16", HOPPER, tile, 1)
             launch = plan.launches[-1]
+            pairs = launch.cluster
             maps = [argument.make for argument in launch.arguments[:2]]
             boxes = [made.box[0] * made.box[1] * 2 for made in maps]
-            times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
+            times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else pairs]
             assert launch.arguments[17] == sum(b * t for b, t in zip(boxes, times, strict=True))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from numfuse import differentials, functional
-from numfuse.activations import get
+from numfuse.activations import activations, get
 from numfuse.adapters.surface import NAMES, How, made
 from numfuse.layout import gemm_shape, residual_view
 
@@ -77,14 +77,16 @@ _OBJECTS: dict[str, Any] = {}
 def key_of(activation: Any) -> str:
     """A string that stands for an activation: equal for equal formulas, in any process."""
     act = get(activation)
-    key = f"{act.name} {act.digest}"
+    key = act.key
+    if key is None:
+        key = act.key = f"{act.name} {act.digest}"
     _OBJECTS[key] = act
     return key
 
 
-# What torch.compiler.assume_constant_result does, but that imports the compiler (1.3 s) to do it:
-# under torch.compile the function is called, and not followed into the making of a digest.
-key_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# torch.compile follows a call only as far as to read this string, not into the making of it.
+for _act in activations().values():
+    key_of(_act)
 
 
 def _backend_key(backend: Any) -> str | None:
@@ -161,7 +163,8 @@ class Op:
         self._function = self._as_function(name)
 
     def __call__(self, *operands: Any, how: How) -> tuple[Any, ...]:
-        args = (*operands, key_of(how.activation), how.guard, _backend_key(how.backend))
+        key = how.activation.key or key_of(how.activation)
+        args = (*operands, key, how.guard, _backend_key(how.backend))
         found = self._dispatched(*args)
         return found if len(self._results) > 1 else (found,)
 

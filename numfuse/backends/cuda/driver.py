@@ -52,6 +52,8 @@ _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
+#: A driver without a compiler, one that may not compile, text that is too new for it.
+_NOT_ASSEMBLED = (218, 221, 222, 223)
 
 
 class Device:
@@ -170,7 +172,10 @@ class Device:
         """The number of the CUDA graph that is being captured from this stream; 0: none is."""
         status, number = c_int(), c_uint64()
         # an error is that of a legacy stream while another captures: that of a launch is clearer
-        self.cuda.cuStreamGetCaptureInfo_v2(stream, byref(status), byref(number), None, None, None)
+        with self.current():
+            self.cuda.cuStreamGetCaptureInfo_v2(
+                stream, byref(status), byref(number), None, None, None
+            )
         return number.value if status.value else 0
 
     def event(self, stream: int) -> int:
@@ -289,7 +294,11 @@ class Device:
         with self._lock, self.current(), self.uncaptured():
             if kernel not in self._functions:
                 module, handle = c_void_p(), c_void_p()
-                self.check(self.cuda.cuModuleLoadData(byref(module), binary), kernel.name)
+                status = self.cuda.cuModuleLoadData(byref(module), binary)
+                if status in _NOT_ASSEMBLED and not binary.startswith(b"\x7fELF"):
+                    linked = kernel.linked(self.capability)
+                    status = self.cuda.cuModuleLoadData(byref(module), linked)
+                self.check(status, kernel.name)
                 status = self.cuda.cuModuleGetFunction(byref(handle), module, entry.encode())
                 self.check(status, kernel.name)
                 self._functions[kernel] = handle.value or 0

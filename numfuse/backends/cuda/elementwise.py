@@ -3,7 +3,8 @@
 The arithmetic is that of `numfuse.scalar`, the same as on the CPU (errors below 2.1 units in the
 last place for the table's activations, docs/numerics.md). For 16-bit results in float32 there is a
 short form: exponential and reciprocal by the special function unit (ex2.approx and rcp.approx, PTX
-ISA 9.7.3, relative errors of 2^-22 and 2^-23), without low words. Its relative error, below
+ISA 9.7.3, relative errors of 2^-22 and 2^-23), without low words, and for gelu and silu in fewer
+operations (`numfuse.activations.short_form`). Its relative error, below
 2^-18 + |x| 2^-22 for an argument x of the exponential, is far below the half unit (2^-9, 2^-12)
 that the store rounds away.
 """
@@ -20,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from numfuse.activations import short_form
 from numfuse.backends.cuda import intrinsics, scalars
 from numfuse.backends.cuda.scalars import TARGET, fused, is_finite, select
 from numfuse.backends.cuda.toolchain import SIMULATED, intrinsic, types
@@ -83,6 +85,8 @@ def scalar(
 ) -> Scalar:
     """The function of an epilogue whose result is stored as `storage`."""
     short = accumulator == "float32" and storage in ("float16", "bfloat16") and expr is not None
+    if short and expr is not None:
+        expr = short_form(expr)
     # f' of the identity is 1, and never needs the guard
     return Scalar(expr, accumulator, short, guard and expr is not None, constant)
 

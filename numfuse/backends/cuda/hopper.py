@@ -7,7 +7,7 @@ rounded to tf32.  `Gemm` describes a kernel and binds the templates of `hopper_g
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,14 @@ from numfuse.backends.cuda.registers import add, clear
 from numfuse.backends.cuda.scalars import is_finite, select
 from numfuse.backends.cuda.toolchain import Kernel, kernel
 from numfuse.backends.cuda.unroll import Inlined, Template
-from numfuse.tiling import HOPPER_BY_MAP, HOPPER_COPY, HopperTile, hopper_splits, hopper_tile
+from numfuse.tiling import (
+    HOPPER_BUFFERS,
+    HOPPER_BY_MAP,
+    HOPPER_COPY,
+    HopperTile,
+    hopper_splits,
+    hopper_tile,
+)
 
 #: Planes of X and of Y in each of the passes of a split product, the smallest products first: of
 #: x = x0 + x1 + x2 and y alike those that are below 2^-24 of x y are left out
@@ -37,8 +44,8 @@ from numfuse.tiling import HOPPER_BY_MAP, HOPPER_COPY, HopperTile, hopper_splits
 X_PARTS, Y_PARTS = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
-#: Bytes behind the stages: mbarriers, and the way to an address that 1024 divides.
-EXTRA_BYTES = 256 + 1024
+#: Bytes behind the stages: mbarriers.
+EXTRA_BYTES = 256
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Gemm:
     out: str
     #: The residual or grad: "", "vectors", "rows", "map" or "float32".
     extra: str = ""
-    #: "", "pairs" or "single" (16-bit values), "float32".
+    #: "", "half" (16-bit values) or "float32".
     bias: str = ""
     slope: bool = False
     sums: bool = False
@@ -88,7 +95,18 @@ class Gemm:
 
     @property
     def buffers(self) -> int:
-        return min(2, self.chunks)
+        """Pieces that wait in shared memory to be stored, or arrive there."""
+        return min(HOPPER_BUFFERS if self.tile.ping_pong and self.alone else 2, self.chunks)
+
+    @property
+    def alone(self) -> bool:
+        """Whether a warp has the copy engine store its rows without waiting for the others."""
+        return self.out == "map" and self.extra != "map"
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of a block's bias as float32; two by turns are kept of each block at work."""
+        return 4 * max(128, self.tile.block_n) if self.bias else 0
 
     @property
     def staging_bytes(self) -> int:
@@ -99,12 +117,16 @@ class Gemm:
 
     @property
     def stages(self) -> int:
-        room = SHARED_BYTES - EXTRA_BYTES - self.staging_bytes
+        room = SHARED_BYTES - EXTRA_BYTES - self.staging_bytes - self._biases
         return min(MOST_STAGES, room // self.stage_bytes)
 
     @property
+    def _biases(self) -> int:
+        return 2 * self.bias_bytes * (2 if self.tile.ping_pong else 1)
+
+    @property
     def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + self.staging_bytes + EXTRA_BYTES
+        return self.stages * self.stage_bytes + self.staging_bytes + self._biases + EXTRA_BYTES
 
     def bindings(self) -> dict[str, Any]:
         """All UPPER-case names of the templates."""
@@ -122,7 +144,7 @@ class Gemm:
         )
         b: dict[str, Any] = {
             "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "DEPTH": 32 if kind == "tf32" else 64,
-            "GROUP": t.group, "HALVES": t.halves, "PING_PONG": t.ping_pong,
+            "GROUP": t.group, "CLUSTER": t.cluster, "HALVES": t.halves, "PING_PONG": t.ping_pong,
             "READERS": 1 if t.ping_pong else t.consumers, "CONSUMERS": t.consumers,
             "VALUES": values, "STAGES": self.stages, "STAGE_BYTES": self.stage_bytes,
             "X_BYTES": t.block_m * 128, "X_TURNED": self.x_turned, "Y_TURNED": self.y_turned,
@@ -133,7 +155,10 @@ class Gemm:
             "X_PLANES": sum(p << 2 * i for i, p in enumerate(X_PARTS)) if split else 0,
             "Y_PLANES": sum(p << 2 * i for i, p in enumerate(Y_PARTS)) if split else 0,
             "STAGING_AT": self.stages * self.stage_bytes,
-            "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes,
+            "BIAS_AT": self.stages * self.stage_bytes + self.staging_bytes,
+            "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes + self._biases,
+            "BIAS_BYTES": self.bias_bytes, "BIASES": max(1, t.block_n // 128),
+            "ALONE": self.alone,
             "BUFFERS": self.buffers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
             "WIDTH": self.width, "CHUNKS": self.chunks, "ROW_CHUNKS": t.block_n // self.width,
@@ -159,6 +184,7 @@ class Gemm:
         b["STORE_VECTORS"] = Inlined(part.store_vectors, b)
         b["STORE_ROWS"] = Inlined(part.store_rows, b)
         b["PIECE"] = Inlined(part.piece, b)
+        b["RELEASE"] = Inlined(part.release, b)
         b["UNIT_AT"] = Inlined(part.unit_at, b)
         b["PAST"] = Inlined(part.past, b)
         b["PRODUCE"] = Inlined(part.produce, b)
@@ -363,15 +389,15 @@ def _vectors(operand: Operand, n: int) -> bool:
     return column == 1 and not (place % 8 or row % 8 or n % 8) and operand.alignment >= 16
 
 
-def _boxed(operand: Operand, product: Product, width: int) -> TensorMap | None:
-    """The map by which a 16-bit result or extra operand is moved in boxes of 64 x `width`."""
+def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorMap | None:
+    """The map by which a 16-bit result or extra operand is moved in boxes of `rows` x `width`."""
     place, row, column = operand.strides
     if product.places > 1 and place == 0:
         return None
     fit = _fit(operand, product.m, product.n, row, column, product.places)
     if fit is None:
         return None
-    made = _map(operand.dtype, product.n, product.m, product.places, *fit, (width, 64))
+    made = _map(operand.dtype, product.n, product.m, product.places, *fit, (width, rows))
     return made if made.possible() else None
 
 
@@ -442,11 +468,13 @@ def plan_with(
     slices = -(-k // (32 if kind == "tf32" else 64))
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
+    if tile.cluster > 1 and (n < tile.block_n or m <= tile.block_m):
+        tile = replace(tile, cluster=1)  # no slice of Y is shared, or whole
     x = _factor(product, "x", kind, 0, tile.block_m)
     if x is None:
         return None
     workspace = -(-x.workspace // 256) * 256
-    y = _factor(product, "y", kind, workspace, tile.block_n)
+    y = _factor(product, "y", kind, workspace, tile.block_n // tile.cluster)
     if y is None:
         return None
     workspace += -(-y.workspace // 256) * 256
@@ -467,20 +495,23 @@ def plan_with(
     elif half and out.dtype != "float32":
         out_kind = "vectors" if _vectors(out, n) else "rows"
         if by_map or out_kind == "rows":
-            out_map = _boxed(out, product, width)
+            # by warps, or by groups where the residual or grad takes the same way
+            out_map = _boxed(out, product, width, 64 if extra is not None else 16)
         if extra is not None:
             extra_kind = "vectors" if _vectors(extra, n) else "rows"
         if out_map is not None:
             out_kind = "map"
             if extra is not None:
-                extra_map = _boxed(extra, product, width)
+                extra_map = _boxed(extra, product, width, 64)
                 extra_kind = "rows" if extra_map is None else "map"
+                if extra_map is None:
+                    out_map = _boxed(out, product, width, 16)
     else:
         out_kind = "float32"
     bias = product.bias
     bias_kind = ""
     if bias is not None:
-        bias_kind = "float32" if not half else "pairs" if _pairs(bias, n) else "single"
+        bias_kind = "half" if half else "float32"
     pre = product.pre
     gemm = Gemm(
         kind, x.turned, y.turned, tile, out_kind, extra=extra_kind, bias=bias_kind,
@@ -493,7 +524,8 @@ def plan_with(
             product.function, "float32", product.out.dtype, guard=product.guard
         ),
     )  # fmt: skip
-    row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
+    row_blocks = -(-m // (tile.block_m * tile.cluster))
+    column_blocks = -(-n // tile.block_n)
     units = row_blocks * column_blocks * places * parts
     if units >= 1 << 31:
         return None
@@ -506,21 +538,21 @@ def plan_with(
         Slot("bias") if bias else 0, Slot("extra") if extra else 0, Slot("pre") if pre else 0,
         out_slot, Slot("sums") if product.sums else 0,
     ]  # fmt: skip
-    slice_bytes = sum(
-        64 * b * 2 if f.turned else 128 * f.map.box[1]
-        for f, b in ((x, tile.block_m), (y, tile.block_n))
-    )
+    slice_bytes = 64 * tile.block_m * 2 if x.turned else 128 * x.map.box[1]
+    slice_bytes += 64 * tile.block_n * 2 if y.turned else 128 * y.map.box[1] * tile.cluster
     numbers = [
         m, n, slices, row_blocks, column_blocks, places, units, part_slices, slice_bytes,
         x.places, y.places, x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides,
         out_part, *out.strides,
     ]  # fmt: skip
-    grid = (min(units, device.multiprocessors), 1, 1)
+    clusters = min(units, device.multiprocessors // tile.cluster)
+    grid = (clusters * tile.cluster, 1, 1)
     launch = Launch(
         gemm.kernel(),
         grid,
         (*maps, *addresses, *numbers),
         shared_bytes=gemm.shared_bytes,
+        cluster=tile.cluster,
         overlaps=True,
     )
     return Plan(

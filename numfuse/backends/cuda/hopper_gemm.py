@@ -9,7 +9,9 @@ result, or a part of its K) after the other.  Its threads have two roles:
   registers) and finish the block: bias, function, residual or slope, column sums, store.
 
 Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
-consumer has read it).  In the "cooperative" schedule each consumer has 64 rows of one block; in
+consumer has read it).  Two blocks of a cluster have blocks of the result that lie under one
+another: each producer fetches its X and half of Y, the half for both, once the consumers of both
+have read what was there.  In the "cooperative" schedule each consumer has 64 rows of one block; in
 "ping-pong" each has a block of its own, and while one finishes its block, the other multiplies:
 `turn` keeps them from multiplying at the same time.
 
@@ -18,8 +20,9 @@ accumulators out.  A result of 16-bit values goes through `staging` in shared me
 stmatrix puts it in rows with their 16-byte pieces permuted as the copy engine's swizzle has them
 (no bank conflicts).  It leaves by 16 bytes a thread ("vectors"), where rows are not aligned to
 that by single values ("rows"), or by the copy engine ("map"), which keeps such pieces waiting
-behind the slices that it fetches.  The residual and grad come the same three ways.  But for "map",
-a warp deals with its own 16 rows, and waits for no other.
+behind the slices that it fetches.  The residual and grad come the same three ways.  A warp deals
+with its own 16 rows and waits for no other, but where the residual or grad comes by "map".  The
+bias waits in shared memory, as float32.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from typing import Any
 
 from numfuse.backends.cuda.intrinsics import (
     barrier_arrive,
+    barrier_arrive_at,
     barrier_expect,
     barrier_fence,
     barrier_init,
@@ -35,6 +39,8 @@ from numfuse.backends.cuda.intrinsics import (
     block_barrier,
     block_count,
     block_index,
+    cluster_barrier,
+    cluster_rank,
     copy_fence,
     dynamic_shared,
     fetch16,
@@ -44,7 +50,6 @@ from numfuse.backends.cuda.intrinsics import (
     fresh,
     global_load2_f32,
     global_load16,
-    global_load32,
     global_load_f32,
     global_store2_f32,
     global_store4_b32,
@@ -62,6 +67,7 @@ from numfuse.backends.cuda.intrinsics import (
     registers_few,
     registers_many,
     select,
+    shared_load2_f32,
     shared_load4_b32,
     shared_load16,
     shared_load_f32,
@@ -71,7 +77,9 @@ from numfuse.backends.cuda.intrinsics import (
     store_commit,
     store_wait_read0,
     store_wait_read1,
+    store_wait_read3,
     tensor_load,
+    tensor_load_both,
     tensor_prefetch,
     tensor_store,
     thread_index,
@@ -100,7 +108,10 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
     rest = block - first * column_blocks
     column = quotient(rest, height)
     row = first + rest - column * height
-    return part, outer - part * places, row * BLOCK_M, column * BLOCK_N
+    first_row = row * (BLOCK_M * CLUSTER)
+    if CLUSTER > 1:
+        first_row += cluster_rank() * BLOCK_M
+    return part, outer - part * places, first_row, column * BLOCK_N
 
 
 def produce(
@@ -110,7 +121,10 @@ def produce(
 ) -> None:  # fmt: skip
     """The producer's thread: every slice of every unit of this block, in order."""
     full = shared + FULL_AT
-    stage, parity, unit = 0, 1, block_index() + 0
+    stage, parity, unit = 0, 1, quotient(block_index(), CLUSTER)
+    own = 0
+    if CLUSTER > 1:
+        own = cluster_rank() * (BLOCK_N // 2)
     while unit < units:
         part, place, row0, column0 = UNIT_AT(unit, row_blocks, column_blocks, places)
         first = part * part_slices
@@ -134,7 +148,17 @@ def produce(
                         )
                 else:
                     tensor_load(x_at, x_map, at * DEPTH, row0, x_place, barrier)
-                if Y_TURNED:
+                if CLUSTER > 1 and Y_TURNED:
+                    for i in unrolled(BLOCK_N // Y_BOX // 2):
+                        tensor_load_both(
+                            y_at + 128 * Y_BOX * i + 128 * own, y_map, column0 + Y_BOX * i + own,
+                            at * DEPTH, y_place, barrier,
+                        )  # fmt: skip
+                elif CLUSTER > 1:
+                    tensor_load_both(
+                        y_at + 128 * own, y_map, at * DEPTH, column0 + own, y_place, barrier
+                    )
+                elif Y_TURNED:
                     for i in unrolled(BLOCK_N // Y_BOX):
                         tensor_load(
                             y_at + 128 * Y_BOX * i, y_map, column0 + Y_BOX * i, at * DEPTH,
@@ -148,21 +172,24 @@ def produce(
                     stage = 0
                     parity ^= 1
             turn += 1
-        unit += block_count()
+        unit += quotient(block_count(), CLUSTER)
 
 
 def multiply_slices(
     acc: Any, total: Any, shared: int, x_offset: int, stage: int, parity: int, count: int,
-    leader: bool,
+    next_turn: int, thread: int,
 ) -> tuple[int, int]:  # fmt: skip
     """acc = the sum of `count` slices' products, from `stage` on; the stage behind them.
 
-    One slice's products are in flight while the next one's are issued.  With PROMOTE, acc holds no
-    more than so many slices at a time and is added to `total` (which must hold a sum already): the
-    tensor cores add with fewer bits than float32 has, a float32 addition does not.
+    In "ping-pong" the other group's turn begins (at the barrier `next_turn`) when this one's last
+    products are on their way: the tensor cores never wait.  One slice's products are in flight
+    while the next one's are issued.  With PROMOTE, acc holds no more than so many slices at a time
+    and is added to `total` (which must hold a sum already): the tensor cores add with fewer bits
+    than float32 has, a float32 addition does not.
     """
     full = shared + FULL_AT
     empty = full + 8 * STAGES
+    leader = thread == 0
     before = stage
     done = 0
     while done < count:
@@ -176,7 +203,7 @@ def multiply_slices(
             MULTIPLY(acc, x, y, done != 0)
         if done > 0:
             multiply_wait1()
-            barrier_arrive(empty + 8 * before, leader)
+            RELEASE(empty + 8 * before, thread)
         if PROMOTE:
             if (done & (PROMOTE - 1)) == PROMOTE - 1:
                 MULTIPLY_WAIT(acc)
@@ -187,12 +214,22 @@ def multiply_slices(
         if stage == STAGES:
             stage = 0
             parity ^= 1
+    if PING_PONG:
+        barrier_arrive(next_turn, leader)
     MULTIPLY_WAIT(acc)
-    barrier_arrive(empty + 8 * before, leader)
+    RELEASE(empty + 8 * before, thread)
     if PROMOTE:
         if (count & (PROMOTE - 1)) != 0:
             ADD(total, acc)
     return stage, parity
+
+
+def release(empty: int, thread: int) -> None:
+    """A consumer has read a stage; in a cluster both producers write it."""
+    if CLUSTER > 1:
+        barrier_arrive_at(empty, thread & 1, thread < 2)
+    else:
+        barrier_arrive(empty, thread == 0)
 
 
 def finite(x: Any) -> Any:
@@ -226,11 +263,15 @@ def consume(
     else:
         total = acc
     staging = shared + STAGING_AT + consumer * BUFFERS * BUFFER_BYTES
+    biases = shared + BIAS_AT
+    if PING_PONG:
+        biases += 2 * BIAS_BYTES * consumer
+    ahead = cuda.local.array(BIASES, types.float32)
     arrived = shared + FULL_AT + 16 * STAGES + 8 * BUFFERS * consumer
     turn = shared + FULL_AT + 16 * STAGES + 16 * BUFFERS
-    stage, parity, extra_parity = 0, 0, 0
-    unit = block_index() + 0
-    step = block_count() + 0
+    stage, parity, extra_parity, turned = 0, 0, 0, 0
+    unit = quotient(block_index(), CLUSTER)
+    step = quotient(block_count(), CLUSTER)
     if PING_PONG:
         turn_parity = 1 - consumer
         if consumer == 1 and unit < units:
@@ -260,9 +301,12 @@ def consume(
                         row0 + c // ROW_CHUNKS * 64, place,
                     )  # fmt: skip
         if BIAS != "":
-            ahead = column0 + thread * (128 // BIAS_SIZE)
-            at = bias + (place * bias_place + ahead * bias_column) * BIAS_SIZE
-            prefetch(at, (thread < BLOCK_N * BIAS_SIZE // 128) & (ahead < n))
+            # a thread's columns wait in registers until the block's products are there
+            for i in unrolled(BIASES):
+                ahead[i] = LOAD_BIAS(
+                    bias + (place * bias_place) * BIAS_SIZE, column0 + thread + 128 * i, n,
+                    bias_column,
+                )  # fmt: skip
         if EXTRA == "vectors":
             grad = extra + place * extra_place * 2
             for c in unrolled(BUFFERS):
@@ -283,21 +327,30 @@ def consume(
         if PASSES > 1:
             # the products of low parts first; they are small, and need no promotion
             stage, parity = MULTIPLY_ALL(
-                total, total, shared, x_offset, stage, parity, count * (PASSES - 1), leader
+                total, total, shared, x_offset, stage, parity, count * (PASSES - 1), turn, thread
             )
             # where a low part is no number (of an infinity) or its product overflows, the high
             # parts' product alone has IEEE's infinity or NaN
             for i in unrolled(VALUES):
                 total[i] = FINITE(total[i])
-        stage, parity = MULTIPLY_SLICES(acc, total, shared, x_offset, stage, parity, count, leader)
-        if PING_PONG:
-            barrier_arrive(turn + 8 - 8 * consumer, leader)
+        stage, parity = MULTIPLY_SLICES(
+            acc, total, shared, x_offset, stage, parity, count, turn + 8 - 8 * consumer, thread
+        )
+        if BIAS != "":
+            # two places by turns: no warp is still reading the block's before the last
+            for i in unrolled(BIASES):
+                shared_store_f32(biases + turned + (thread + 128 * i) * 4, ahead[i])
+            if PING_PONG:
+                group_barrier(1 + consumer, 128)
+            else:
+                group_barrier(3, 128 * CONSUMERS)  # one block, and so one bias
         FINISH(
-            total, out_map, extra_map, bias, extra, pre, out, staging, arrived, extra_parity,
-            consumer, thread, part, place, row0, column0, m, n, bias_place, bias_column,
-            extra_place, extra_row, extra_column, pre_place, pre_row, pre_column, out_part,
-            out_place, out_row, out_column,
+            total, out_map, extra_map, biases + turned, extra, pre, out, staging, arrived,
+            extra_parity, consumer, thread, part, place, row0, column0, m, n, extra_place,
+            extra_row, extra_column, pre_place, pre_row, pre_column, out_part, out_place, out_row,
+            out_column,
         )  # fmt: skip
+        turned ^= BIAS_BYTES
         if EXTRA == "map" and CHUNKS // BUFFERS % 2:
             extra_parity ^= 1
         if SUMS:
@@ -310,16 +363,20 @@ def consume(
                 stage, parity = PAST(stage, parity, count)
             unit += step
     if OUT == "map":
-        if leader:
-            store_wait_read0()  # written they are when the launch is over
+        if ALONE:
+            if (thread & 31) == 0:
+                store_wait_read0()  # written they are when the launch is over
+        else:
+            if leader:
+                store_wait_read0()
 
 
 def finish(
-    acc: Any, out_map: int, extra_map: int, bias: int, extra: int, pre: int, out: int,
+    acc: Any, out_map: int, extra_map: int, biases: int, extra: int, pre: int, out: int,
     staging: int, arrived: int, extra_parity: int, consumer: int, thread: int, part: int,
-    place: int, row0: int, column0: int, m: int, n: int, bias_place: int, bias_column: int,
-    extra_place: int, extra_row: int, extra_column: int, pre_place: int, pre_row: int,
-    pre_column: int, out_part: int, out_place: int, out_row: int, out_column: int,
+    place: int, row0: int, column0: int, m: int, n: int, extra_place: int, extra_row: int,
+    extra_column: int, pre_place: int, pre_row: int, pre_column: int, out_part: int,
+    out_place: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
     """The epilogue of a block: 64 rows x WIDTH columns at a time.
 
@@ -334,8 +391,7 @@ def finish(
     own_row = warp * 16 + (lane & 15)
     swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
     own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
-    b = cuda.local.array(WIDTH // 4, types.float32)
-    bias = bias + place * bias_place * BIAS_SIZE
+    biases = biases + (lane & 3) * 8
     extra = extra + place * extra_place * EXTRA_SIZE
     pre = pre + place * pre_place * 4
     out = out + (part * out_part + place * out_place) * OUT_SIZE
@@ -349,14 +405,16 @@ def finish(
             # of this piece alone: what pieces have in common would fill registers
             top, left = fresh(top), fresh(left)
         row = top + warp * 16 + (lane >> 2)
-        if OUT == "map" and EXTRA != "map":
-            # the buffer is free once the store before the last has been read
-            if leader:
-                if BUFFERS == 2:
+        if ALONE:
+            # the buffer is free once the store that was so many pieces ago has been read
+            if lane == 0:
+                if BUFFERS == 4:
+                    store_wait_read3()
+                elif BUFFERS == 2:
                     store_wait_read1()
                 else:
                     store_wait_read0()
-            group_barrier(1 + consumer, 128)
+            warp_barrier()
         if EXTRA == "map":
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
         if EXTRA == "vectors":
@@ -370,25 +428,27 @@ def finish(
                 extra, buffer, top + warp * 16, warp * 16, left, lane, m, n,
                 extra_row, extra_column,
             )  # fmt: skip
-        if BIAS != "":
-            for j in unrolled(WIDTH // 8):
-                column = left + 8 * j + 2 * (lane & 3)
-                b[2 * j], b[2 * j + 1] = LOAD_BIAS(bias, column, n, bias_column)
         for q in unrolled(WIDTH // 16):
             # an index that is no literal: PIECE is compiled once, and inlined with the constant
             PIECE(
-                acc, types.int64(BASE + 8 * q), b, types.int64(4 * q),
+                acc, types.int64(BASE + 8 * q), biases + types.int64(4 * (COLUMN + 16 * q)),
                 (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q), row,
                 left + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
                 extra_row, extra_column, out, out_row, out_column,
             )  # fmt: skip
-        if OUT == "map":
+        if ALONE:
+            copy_fence()
+            warp_barrier()
+            if lane == 0:
+                tensor_store(out_map, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
+                store_commit()
+        elif OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
                 tensor_store(out_map, left, top, place, buffer)
                 store_commit()
-                if EXTRA == "map" and c + BUFFERS < CHUNKS:
+                if c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
                     store_wait_read0()
                     barrier_expect(arrived + 8 * (c % BUFFERS), BUFFER_BYTES)
@@ -418,7 +478,7 @@ def finish(
 
 
 def piece(
-    acc: Any, index: int, b: Any, b_index: int, at: int, row: int, column: int, m: int, n: int,
+    acc: Any, index: int, biases: int, at: int, row: int, column: int, m: int, n: int,
     pre: int, pre_row: int, pre_column: int, extra: int, extra_row: int, extra_column: int,
     out: int, out_row: int, out_column: int,
 ) -> None:  # fmt: skip
@@ -435,8 +495,11 @@ def piece(
         for i in unrolled(4):
             v[i] = acc[index + 4 * p + i]
         if BIAS != "":
-            for i in unrolled(4):
-                v[i] += b[b_index + 2 * p + i % 2]
+            low, high = shared_load2_f32(biases + types.int64(32 * p))
+            v[0] += low
+            v[1] += high
+            v[2] += low
+            v[3] += high
         if PRE:
             STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
             STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
@@ -573,18 +636,13 @@ def store_vectors(
         i += 1
 
 
-def load_bias(bias: int, column: int, n: int, stride: int) -> tuple[Any, Any]:
-    """The bias of two neighbouring columns; 0 behind the last."""
-    if BIAS == "pairs":
-        word = global_load32(bias + column * 2, column < n)
-        return LOW(word), HIGH(word)
+def load_bias(bias: int, column: int, n: int, stride: int) -> Any:
+    """The bias of a column; 0 behind the last."""
     at = bias + column * stride * BIAS_SIZE
     if BIAS == "float32":
-        return global_load_f32(at, column < n), global_load_f32(at + 4 * stride, column + 1 < n)
+        return global_load_f32(at, column < n)
     else:
-        low = global_load16(at, column < n)
-        high = global_load16(at + 2 * stride, column + 1 < n)
-        return LOW(low), LOW(high)
+        return LOW(global_load16(at, column < n))
 
 
 def load_two(
@@ -643,8 +701,12 @@ def sum_columns(
     first = (lane >> 4) * (N // 2) + ((lane >> 3) & 1) * (N // 4) + ((lane >> 2) & 1) * (N // 8)
     # the stores of the block must have left the buffers
     if OUT == "map":
-        if leader:
-            store_wait_read0()
+        if ALONE:
+            if lane == 0:
+                store_wait_read0()
+        else:
+            if leader:
+                store_wait_read0()
     group_barrier(1 + consumer, 128)
     for i in unrolled(N // 8):
         index = first + i
@@ -680,8 +742,8 @@ def gemm(
     fewer rows than a block).  `x_places`, `y_places`: 0 where an operand is the
     same at every place.  `x_plane`, `y_plane`: places of one plane of a split operand.
     """
-    # the copy engine's swizzle repeats every 1024 bytes of an address
-    shared = (dynamic_shared() + 1023) & ~1023
+    # at a multiple of 1024, the bytes after which the copy engine's swizzle repeats
+    shared = dynamic_shared() + 0
     thread = thread_index() + 0
     if thread == 0:
         map_prefetch(x_map)
@@ -693,11 +755,14 @@ def gemm(
         full = shared + FULL_AT
         for s in range(STAGES):
             barrier_init(full + 8 * s, 1)
-            barrier_init(full + 8 * STAGES + 8 * s, READERS)
+            barrier_init(full + 8 * STAGES + 8 * s, READERS * CLUSTER)
         for s in range(2 * BUFFERS + 2):
             barrier_init(full + 16 * STAGES + 8 * s, 1)
         barrier_fence()
-    block_barrier()
+    if CLUSTER > 1:
+        cluster_barrier()
+    else:
+        block_barrier()
     # what the launch before computed is read from here on
     grid_wait()
     grid_release()
@@ -718,3 +783,5 @@ def gemm(
             extra_row, extra_column, pre_place, pre_row, pre_column, out_part, out_place, out_row,
             out_column,
         )  # fmt: skip
+    if CLUSTER > 1:
+        cluster_barrier()  # a block that is gone has no shared memory to write to

@@ -160,6 +160,8 @@ block_index = instruction("mov.u32 $0, %ctaid.x;", "r", kind="pure")
 block_index_y = instruction("mov.u32 $0, %ctaid.y;", "r", kind="pure")
 block_index_z = instruction("mov.u32 $0, %ctaid.z;", "r", kind="pure")
 block_count = instruction("mov.u32 $0, %nctaid.x;", "r", kind="pure")
+#: 10.16, %cluster_ctarank: the number of this block in its cluster
+cluster_rank = instruction("mov.u32 $0, %cluster_ctarank;", "r", kind="pure")
 
 
 def _shared_address(typingctx: Any, array: Any) -> Any:
@@ -416,6 +418,7 @@ shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
 shared_load4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
+shared_load2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
 global_load16 = instruction(
     "{ .reg .pred p; .reg .b16 t; setp.ne.b32 p, $2, 0; mov.b16 t, 0;"
@@ -497,6 +500,10 @@ fetch_wait0, fetch_wait1 = fetch_wait(0), fetch_wait(1)
 #: 9.7.13.1, bar.sync: all threads of the block; `count` threads at barrier number `which`
 block_barrier = instruction("bar.sync 0;", kind="convergent")
 group_barrier = instruction("bar.sync $0, $1;", "", "rr", "convergent")
+#: 9.7.13.3, barrier.cluster: all threads of all blocks of the cluster
+cluster_barrier = instruction(
+    "barrier.cluster.arrive.release; barrier.cluster.wait.acquire;", kind="convergent"
+)
 #: 9.7.13.2, bar.warp.sync
 warp_barrier = instruction("bar.warp.sync 0xffffffff;", kind="convergent")
 #: 9.7.13.15, mbarrier: (address, arrivals of a phase)
@@ -509,6 +516,13 @@ barrier_expect = instruction("mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0],
 barrier_arrive = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0]; }", "", "rp"
 )
+#: ... at the barrier of the same address in block number `rank` of the cluster (9.7.9.23, mapa)
+barrier_arrive_at = instruction(
+    "{ .reg .pred p; .reg .b32 there; setp.ne.b32 p, $2, 0;"
+    " mapa.shared::cluster.u32 there, $0, $1;"
+    " @p mbarrier.arrive.release.cluster.shared::cluster.b64 _, [there]; }",
+    "", "rrp",
+)  # fmt: skip
 #: waits until the phase of this parity is over; ambiguous beyond one phase, as parity has one bit
 barrier_wait = instruction(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
@@ -536,6 +550,14 @@ tensor_load = instruction(
     " [$0], [$1, {$2, $3, $4}], [$5];",
     "", "rlrrrr",
 )  # fmt: skip
+#: ... into the shared memory of both blocks of a cluster, to the same address; the mbarrier of each
+#: counts the bytes that it gets
+tensor_load_both = instruction(
+    "{ .reg .b16 both; mov.b16 both, 3;"
+    " cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    ".multicast::cluster [$0], [$1, {$2, $3, $4}], [$5], both; }",
+    "", "rlrrrr",
+)  # fmt: skip
 #: ... and out of it: what lies outside is not written
 tensor_store = instruction(
     "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [$0, {$1, $2, $3}], [$4];",
@@ -547,10 +569,12 @@ tensor_prefetch = instruction(
 )
 #: 9.7.9.15, prefetch.tensormap: the map itself
 map_prefetch = instruction("prefetch.tensormap [$0];", "", "l")
-#: 9.7.9.27.2, groups of stores: close one; wait until at most 0 or 1 are still read, or written
+#: 9.7.9.27.2, groups of stores: close one; wait until at most 0, 1 or 3 are still read, or
+#: written
 store_commit = instruction("cp.async.bulk.commit_group;")
 store_wait_read0 = instruction("cp.async.bulk.wait_group.read 0;")
 store_wait_read1 = instruction("cp.async.bulk.wait_group.read 1;")
+store_wait_read3 = instruction("cp.async.bulk.wait_group.read 3;")
 store_wait_all = instruction("cp.async.bulk.wait_group 0;")
 #: 9.7.13.4, fence.proxy: what this thread wrote to shared memory is visible to the copy engine
 copy_fence = instruction("fence.proxy.async.shared::cta;")

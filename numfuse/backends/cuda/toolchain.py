@@ -228,6 +228,11 @@ class Kernel:
             self._binaries[capability] = found
         return found
 
+    def linked(self, capability: tuple[int, int]) -> bytes:
+        """Machine code of a kernel whose `binary` is text, where the driver cannot assemble it."""
+        text = self.binary(capability)[0].rstrip(b"\0").decode()
+        return _link(text, self.architecture(capability), self.name)
+
     def key(self, capability: tuple[int, int]) -> str:
         """Its name on disk."""
         material = (self._material, self.architecture(capability), source_digest(), versions())
@@ -362,11 +367,32 @@ def _with_maps(text: str, signature: tuple[str, ...]) -> str:
 
 
 def _assemble(text: str, architecture: tuple[Any, ...], name: str) -> bytes:
-    """Machine code by nvJitLink; where that is not installed, the text, for the driver to do it."""
+    """Machine code; or the text, for the driver to assemble (it keeps what it makes on disk).
+
+    nvJitLink assembles for being linked with other code, and then ignores ``setmaxnreg`` ("to
+    maintain compatibility across compilation units"): a kernel of three groups has 168 registers a
+    thread where two of the groups were to have 232, and spills. The driver assembles it alone.
+    """
+    if "setmaxnreg" in text:
+        return _oldest(text).encode() + b"\0"
     try:
-        nvjitlink: Any = import_module("cuda.bindings.nvjitlink")
+        return _link(text, architecture, name)
     except ImportError:
         return text.encode() + b"\0"
+
+
+def _oldest(text: str) -> str:
+    """The text with the version of the PTX ISA that had all of its instructions first.
+
+    A driver refuses a version newer than itself, whatever the text holds. Those with setmaxnreg are
+    made for Hopper, whose instructions 8.0 brought.
+    """
+    return re.sub(r"^\.version .*$", ".version 8.0", text, count=1, flags=re.MULTILINE)
+
+
+def _link(text: str, architecture: tuple[Any, ...], name: str) -> bytes:
+    """Machine code by nvJitLink; ImportError where that is not installed."""
+    nvjitlink: Any = import_module("cuda.bindings.nvjitlink")
     arch = "sm_" + "".join(map(str, architecture))
     raw = text.encode()
     options = [f"-arch={arch}", "-O3"]

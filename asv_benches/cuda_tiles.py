@@ -1,0 +1,188 @@
+"""Hopper's blocks beside each other and beside cuBLAS: what `tiling.HOPPER_TILES` is chosen by.
+
+    python asv_benches/cuda_tiles.py                       every case
+    python asv_benches/cuda_tiles.py --cases forward --shapes 65536x512x512
+
+Every contestant is a CUDA graph of one call, so that the device alone is timed; turns, flushes and
+medians as in `cuda_gpu`. "chosen" is what a call takes by itself. Results are compared with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+from unittest import mock
+
+import torch
+from cuda_gpu import BIG, DTYPES, SMALL, THIN, Clock, Contestants, gelu
+
+import numfuse as nf
+from numfuse.tiling import HOPPER_TILES, HopperTile
+
+#: By name: tiles of the table, and those that did not make it there.
+TILES: dict[str, HopperTile | None] = {
+    "chosen": None,
+    **{str(tile): tile for tile, _ in HOPPER_TILES},
+    "64x256x64 ping-pong": HopperTile(64, 256, 2, True),
+    "128x256x64 cooperative in pairs": HopperTile(128, 256, 2, False, 4, 2),
+    "128x128x64 ping-pong in pairs": HopperTile(128, 128, 2, True, 4, 2),
+    "128x128x64 ping-pong": HopperTile(128, 128, 2, True),
+    "128x256x64 cooperative": HopperTile(128, 256, 2, False),
+}
+LARGE = ("chosen", *(name for name in TILES if name.startswith("128x256") or "ping" in name))
+
+
+def forced(tile: HopperTile | None) -> Any:
+    """A context in which every product takes this tile."""
+    from numfuse.backends.cuda import hopper
+
+    if tile is None:
+        return mock.patch.object(hopper, "hopper_tile", hopper.hopper_tile)
+    return mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1))
+
+
+def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Contestants]:
+    """Ours, and the peers."""
+    m, k, n = shape
+    kind = DTYPES[dtype]
+    generator = torch.Generator("cuda").manual_seed(m + 3 * k + 7 * n)
+
+    def normal(*lengths: int, scale: float = 1.0) -> Any:
+        x = torch.randn(*lengths, device="cuda", dtype=torch.float32, generator=generator)
+        return (x * scale).to(kind)
+
+    a, b, bias, grad = normal(m, k), normal(k, n, scale=k**-0.5), normal(n), normal(m, n)
+    if case == "forward":
+        return lambda: nf.matmul_bias_activation(a, b, bias, "gelu"), {
+            "fused cuBLAS": lambda: torch._addmm_activation(bias, a, b, use_gelu=True),
+            "addmm, gelu": lambda: gelu(torch.addmm(bias, a, b)),
+        }
+    if case == "bare":
+        return lambda: nf.matmul_bias_activation(a, b), {"mm": lambda: torch.mm(a, b)}
+    if case == "d_a":
+        return lambda: nf.matmul_bias_activation(grad, b.t()), {"mm": lambda: torch.mm(grad, b.t())}
+    if case == "d_b":
+        return lambda: nf.matmul_bias_activation_bwd(grad, a, b, needs=("b",)), {
+            "mm": lambda: torch.mm(a.t(), grad)
+        }
+
+    def peer() -> Any:
+        pre = torch.addmm(bias, a, b)
+        grad_pre = torch.ops.aten.gelu_backward(grad, pre, approximate="tanh")
+        return grad_pre @ b.t(), a.t() @ grad_pre, grad_pre.sum(0)
+
+    return lambda: nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"), {"torch": peer}
+
+
+def forget() -> None:
+    """Every choice that was made for a call."""
+    from numfuse.adapters import cuda
+    from numfuse.backends.cuda.driver import device
+
+    for kept in (device().kept_calls, device().kept_products, cuda._QUICK):
+        kept.clear()
+
+
+def graph_of(call: Any) -> tuple[Any, Any]:
+    """A graph of the call, and its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    made = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(made):
+        results = call()
+    return made.replay, results
+
+
+def prepared(work: tuple[str, tuple[int, int, int], str, str]) -> str:
+    """Compile a contestant into the disk cache; what went wrong."""
+    case, shape, dtype, tile = work
+    try:
+        with forced(TILES[tile]):
+            calls(case, shape, dtype)[0]()
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{work}: {type(error).__name__}: {str(error)[:300]}"
+    return ""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--cases", nargs="*", default=["forward", "bare", "d_a", "d_b", "backward"])
+    parser.add_argument("--shapes", nargs="*", default=[], help="MxKxN")
+    parser.add_argument("--tiles", nargs="*", default=[], help="names, as printed")
+    parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--prepare", type=int, default=0, metavar="N", help="compile in N processes"
+    )
+    parser.add_argument("--json", help="write all figures here")
+    arguments = parser.parse_args()
+    given = tuple(tuple(map(int, s.split("x"))) for s in arguments.shapes)
+    shapes: Any = given or (*BIG, (2048, 2048, 2048), *SMALL, *THIN)
+    if arguments.prepare:
+        work = [
+            (case, shape, arguments.dtype, tile)
+            for case in arguments.cases
+            for shape in ((512, 512, 512), *(s for s in shapes if s[0] < 8192))
+            for tile in (arguments.tiles or (LARGE if case != "backward" else ("chosen",)))
+        ]
+        with ProcessPoolExecutor(arguments.prepare, mp_context=get_context("spawn")) as pool:
+            for failed in filter(None, pool.map(prepared, work)):
+                print(failed)
+    clock, everything = Clock(arguments.rounds), []
+    print(torch.cuda.get_device_name(), "microseconds")
+    for shape in shapes:
+        for case in arguments.cases:
+            ours, peers = calls(case, shape, arguments.dtype)
+            contestants: Contestants = {}
+            known: Any = None
+            tiles = arguments.tiles or (LARGE if case != "backward" else ("chosen",))
+            if (
+                not arguments.tiles
+                and case != "backward"
+                and shape[0] * shape[1] * shape[2] < 2**31
+            ):
+                tiles = ("chosen", "128x64x64 cooperative", "64x128x64 cooperative",
+                         "64x64x64 cooperative", "64x32x64 cooperative")  # fmt: skip
+            for tile in tiles:
+                forget()
+                try:
+                    with forced(TILES[tile]):
+                        replay, results = graph_of(ours)
+                    replay()
+                    torch.cuda.synchronize()
+                except Exception as error:
+                    print(f"  {tile}: {type(error).__name__}: {str(error)[:200]}")
+                    continue
+                parts = results if isinstance(results, tuple) else (results,)
+                if known is None:
+                    known = parts
+                for x, y in zip(parts, known, strict=True):
+                    if x is not None:
+                        off = float((x.double() - y.double()).abs().max() / y.double().abs().max())
+                        assert off < 0.02, (shape, case, tile, off)
+                contestants[tile] = replay
+            for name, call in peers.items():
+                contestants[name] = graph_of(call)[0]
+            forget()
+            times = clock.device(contestants)
+            everything.append({"shape": shape, "case": case, "seconds": times})
+            best = min(times[name] for name in peers)
+            ours_best = min(t for name, t in times.items() if name not in peers)
+            listed = ", ".join(f"{name} {t * 1e6:.1f}" for name, t in times.items())
+            print(f"{'x'.join(map(str, shape))} {case} {best / times['chosen']:.3f} "
+                  f"(best tile {best / ours_best:.3f}): {listed}", flush=True)  # fmt: skip
+    if arguments.json:
+        with open(arguments.json, "w") as file:
+            json.dump(everything, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
