@@ -75,10 +75,10 @@ def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Cont
 
 def forget() -> None:
     """Every choice that was made for a call."""
-    from numfuse.adapters import cuda
+    from numfuse.backends.cuda import entry
     from numfuse.backends.cuda.driver import device
 
-    for kept in (device().kept_calls, device().kept_products, cuda._QUICK):
+    for kept in (device().kept_calls, device().kept_products, entry._QUICK):
         kept.clear()
 
 

@@ -202,9 +202,9 @@ def test_dlpack_gives_and_takes_arrays(operands):
 
     nf.synchronize(out)
     nf.silu_mul(x, x)
-    from numfuse.adapters import cuda as adapter
+    from numfuse.backends.cuda import entry
 
-    adapter._IN_FLIGHT.clear()
+    entry._IN_FLIGHT.clear()
     gc.collect()
     capsule = x.__dlpack__()  # and one that nobody takes
     del capsule

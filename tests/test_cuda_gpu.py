@@ -17,7 +17,8 @@ if not status:
 if SIMULATED:
     pytest.skip("the simulator has no streams, graphs or errors", allow_module_level=True)
 
-from numfuse.backends.cuda.driver import count, device  # noqa: E402
+from numfuse.backends.cuda.driver import device  # noqa: E402
+from numfuse.backends.cuda.libcuda import count  # noqa: E402
 
 
 def numbers(dtype=np.float32, m=33, k=21, n=19):

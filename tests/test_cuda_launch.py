@@ -9,7 +9,7 @@ from conftest import SIMULATED, unavailable
 
 try:
     from numfuse.backends.cuda import launcher
-    from numfuse.backends.cuda.driver import _Config
+    from numfuse.backends.cuda.libcuda import Config
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -77,7 +77,7 @@ class Driver:
 
 
 def test_the_stream_is_where_the_driver_looks_for_it():
-    assert _Config.stream.offset == launcher.STREAM_OFFSET
+    assert Config.stream.offset == launcher.STREAM_OFFSET
 
 
 def test_every_launch_gets_its_addresses_and_the_stream():

@@ -1,9 +1,10 @@
 """The CUDA backend: kernels in numba-cuda for NVIDIA GPUs.
 
-The files are in the order of the work: `run` makes products of a problem, a tier (`mirror`, `simt`,
-`tensor_core`, `hopper`) makes launches of a product (`product` has what they hand over),
-`toolchain` compiles kernels and `driver` starts them. `elementwise` prints an activation, `scalars`
-has what its arithmetic needs.
+The files are in the order of the work: `entry` takes a call on arrays of any library (`foreign`),
+`calls` makes a problem of it or repeats it, `run` makes products of a problem (over `batches`), a
+tier (`mirror`, `simt`, `tensor_core`, `hopper`) makes launches of a product (`product` has what
+they hand over), `toolchain` compiles kernels and `driver` starts them. `elementwise` prints an
+activation, `scalars` has what its arithmetic needs, `intrinsics` every line of PTX.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class CudaBackend:
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
         """This backend on another device, or with another precision of float32 products."""
-        from numfuse.backends.cuda.driver import count
+        from numfuse.backends.cuda.libcuda import count
 
         ordinal = self.ordinal
         if device is not None:
@@ -132,8 +133,8 @@ class CudaBackend:
     def describe(self) -> dict[str, Any]:
         """What `info` shows."""
         from numfuse.backends.cuda import toolchain
-        from numfuse.backends.cuda.driver import count, driver_version
         from numfuse.backends.cuda.driver import device as device_of
+        from numfuse.backends.cuda.libcuda import count, driver_version
         from numfuse.backends.cuda.tiers import TIERS
 
         info = self.device.info
@@ -192,7 +193,7 @@ def _on(ordinal: int, precision: str = "ieee") -> CudaBackend:
 def __getattr__(name: str) -> Any:
     # Its modules are of use without a GPU (the compiler needs none); the backend is not.
     if name == "BACKEND":
-        from numfuse.backends.cuda.driver import Unusable, count
+        from numfuse.backends.cuda.libcuda import Unusable, count
 
         try:
             count()

@@ -1,11 +1,12 @@
-"""The kernel of tier (b): one block of threads makes one block of the product, by `Pieces`.
+"""The kernel of tier (b): one block of threads makes one block of the product, by an `Engine`.
 
 X and Y come in slices of BLOCK_K through STAGES copies in shared memory: while a slice is
 multiplied, the copies of later ones are on their way (cp.async), and the registers that the next
 step multiplies are loaded before this step's arithmetic, across the one barrier of a slice too.
-How threads multiply is an `Engine`: fused multiply-adds of a register tile (`simt`), or matrix
-instructions of a warp (`tensor_core`). The sums then go through shared memory, in PASSES, to whole
-rows of the result, where the epilogue runs on neighbouring columns.
+How a slice gets there is in `slices`; how threads multiply is an `Engine`: fused multiply-adds of a
+register tile (`simt`), or matrix instructions of a warp (`tensor_core`). The sums then go through
+shared memory, in PASSES, to whole rows of the result, where the epilogue runs on neighbouring
+columns.
 
 Every size and stride may be anything: lengths are masked where a slice is fetched and where results
 are stored, never between.
@@ -24,172 +25,20 @@ import numpy as np
 from numfuse.backends.cuda import elementwise, intrinsics, joins, passes
 from numfuse.backends.cuda.intrinsics import (
     advance,
-    barrier,
-    commit_copies,
+    block_barrier,
+    fetch_commit,
     least,
-    most,
     quotient,
     shared_address,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.registers import Arithmetic, clear
+from numfuse.backends.cuda.slices import Fetch, mover, runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
-from numfuse.backends.cuda.unroll import Inlined, expanded, names_of, unrolled
+from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
 from numfuse.tiling import CudaBlock
 
 i32, i64 = np.int32, np.int64
-
-
-@dataclass(frozen=True)
-class Fetch:
-    """How the threads of a block copy their slice of one factor to shared memory.
-
-    A slice is `block` values of the factor's own axis (rows of X, columns of Y) by `depth` of K.
-    """
-
-    block: int
-    depth: int
-    threads: int
-    itemsize: int
-    #: Neighbouring threads, and the values of one copy, lie along K.
-    along_k: bool
-    #: Values of one copy: 16 bytes, or one value where the strides are any.
-    values: int
-    #: K is the contiguous axis in shared memory too.
-    k_inner: bool
-    #: Through registers, a slice ahead: what cp.async cannot copy or turn.
-    held: bool = False
-    #: Threads side by side; 0: all that fit.
-    side_by_side: int = 0
-
-    @property
-    def fast(self) -> int:
-        length = (self.depth if self.along_k else self.block) // self.values
-        return min(self.side_by_side or length, length, self.threads)
-
-    @property
-    def steps(self) -> tuple[int, int]:
-        """Distance of a thread's copies along (own axis, K)."""
-        slow, fast = self.threads // self.fast, self.fast * self.values
-        return (slow, fast) if self.along_k else (fast, slow)
-
-    @property
-    def repeats(self) -> tuple[int, int]:
-        own, k = self.steps
-        return self.block // own, self.depth // k
-
-    @property
-    def pitch(self) -> int:
-        """Values from one row in shared memory to the next.
-
-        16 bytes or four values are added, so that the rows that a warp reads or writes together lie
-        in different banks.
-        """
-        return (self.depth if self.k_inner else self.block) + max(4, 16 // self.itemsize)
-
-    @property
-    def bytes(self) -> int:
-        rows = self.block if self.k_inner else self.depth
-        return self.pitch * rows * self.itemsize
-
-    @property
-    def offsets(self) -> tuple[int, int]:
-        """Bytes in shared memory of one value along (own axis, K)."""
-        long, short = self.pitch * self.itemsize, self.itemsize
-        return (long, short) if self.k_inner else (short, long)
-
-    def check(self) -> None:
-        own, k = self.steps
-        assert self.block % own == 0 and self.depth % k == 0, self
-        assert self.fast & (self.fast - 1) == 0, self
-
-    def bindings(self) -> dict[str, Any]:
-        self.check()
-        own, k = self.steps
-        repeats_own, repeats_k = self.repeats
-        offset_own, offset_k = self.offsets
-        return {
-            "FAST_BITS": self.fast.bit_length() - 1,
-            "ALONG_K": self.along_k,
-            "VALUES": self.values,
-            "OWN_STEP": own,
-            "K_STEP": k,
-            "OWN_REPEATS": repeats_own,
-            "K_REPEATS": repeats_k,
-            "OWN_OFFSET": offset_own,
-            "K_OFFSET": offset_k,
-            "ITEMSIZE": self.itemsize,
-            "BLOCK_K": self.depth,
-        }
-
-
-def _own(t):
-    """A thread's first value along the factor's own axis."""
-    if ALONG_K:
-        return i32(t >> FAST_BITS)
-    return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
-
-
-def _along(t):
-    """The same along K."""
-    if ALONG_K:
-        return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
-    return i32(t >> FAST_BITS)
-
-
-def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
-    """A thread's copies of a slice, from `at`; beyond the factor's end they write zeros."""
-    here = i32(k_left - along)
-    for a in unrolled(K_REPEATS):
-        for b in unrolled(OWN_REPEATS):
-            if ALONG_K:
-                count = i32(least(i32(here - a * K_STEP), VALUES))
-                other = i32(own_left - b * OWN_STEP)
-            else:
-                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
-                other = i32(here - a * K_STEP)
-            # Under the condition: outside, what does not depend on the slice would be computed
-            # before the loop, and kept in registers that spill (float64: five times as long).
-            count = i32(most(count, 0)) if other > 0 else i32(0)
-            COPY_PART(
-                shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
-                at,
-                i32(count * ITEMSIZE),
-            )
-            at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
-
-
-def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step):
-    """A thread's values of a slice, from `at`, to registers; beyond the factor's end zeros."""
-    if whole and k_left >= BLOCK_K:
-        for a in unrolled(K_REPEATS):
-            for b in unrolled(OWN_REPEATS):
-                if VALUES == 1:
-                    registers[a * OWN_REPEATS + b] = LOAD_ONE(at)
-                else:
-                    loaded = LOAD(at)
-                    for v in unrolled(VALUES):
-                        registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
-                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
-    else:
-        here = i32(k_left - along)
-        for a in unrolled(K_REPEATS):
-            for b in unrolled(OWN_REPEATS):
-                for v in unrolled(VALUES):
-                    registers[(a * OWN_REPEATS + b) * VALUES + v] = REGISTER(0)
-                    if own_left > b * OWN_STEP and here > a * K_STEP + v:
-                        registers[(a * OWN_REPEATS + b) * VALUES + v] = LOAD_ONE(at + v * ITEMSIZE)
-                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
-
-
-def _put_held(shared, registers):
-    """What was loaded ahead, to shared memory."""
-    for a in unrolled(K_REPEATS):
-        for b in unrolled(OWN_REPEATS):
-            for v in unrolled(VALUES):
-                PUT(
-                    i32(shared + ((a * K_STEP + v) * K_OFFSET + b * OWN_STEP * OWN_OFFSET)),
-                    registers[(a * OWN_REPEATS + b) * VALUES + v],
-                )
 
 
 def _product(
@@ -260,7 +109,7 @@ def _product(
             )
         else:
             Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
-        commit_copies()
+        fetch_commit()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
         write = i32(write + STAGE)
@@ -270,7 +119,7 @@ def _product(
     CLEAR(total)
     x_from, y_from = X_FROM(t, memory), Y_FROM(t, i32(memory + X_BYTES))
     WAIT_FIRST()
-    barrier()
+    block_barrier()
     FIRST_FACTORS(now, x_from, y_from)
     stage = i32(0)
     while slices > 0:
@@ -279,7 +128,7 @@ def _product(
         # there: its first factors, and the copies of the slice that takes this one's place, come
         # between the parts of the arithmetic that is left.
         WAIT_NEXT()
-        barrier()
+        block_barrier()
         x_next, y_next = i32(x_to + stage), i32(y_to + stage)
         stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
         if X_HELD:
@@ -323,7 +172,7 @@ def _product(
                 Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
             for q in unrolled(PARTS):
                 MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
-        commit_copies()
+        fetch_commit()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
         slices = i32(slices - 1)
@@ -357,11 +206,11 @@ def _product(
 
     turn = i32(0)
     while turn < PASSES:
-        barrier()
+        block_barrier()
         for q in unrolled(PASSES):
             if turn == q:
                 PUT_TOTALS(total, q, put_to)
-        barrier()
+        block_barrier()
         r = i32(r0)
         while r < PASS_ROWS:
             # row of the block: runs of RUN rows are JUMP apart
@@ -442,13 +291,13 @@ def _product(
 
     if SUMS:
         # thread (c, r) has sums of its rows: in the order of r
-        barrier()
+        block_barrier()
         for v in unrolled(VALUES):
             PUT_ONE(
                 i32(memory + (r0 * BLOCK_N + c * COLUMN_FIRST + v * COLUMN_STEP) * ACC_BYTES),
                 summed[v],
             )
-        barrier()
+        block_barrier()
         at = i32(t)
         while at < BLOCK_N:
             if column0 + at < n:
@@ -466,22 +315,13 @@ class Engine:
     """How the threads of a block multiply a slice; made by `simt` and `tensor_core`."""
 
     accumulator: str
-    #: Registers of a thread: sums, and factors of one step.
-    totals: int
-    factors: int
     #: Numba type of a register of factors.
     factor: Any
-    first_factors: Any
-    #: A slice but for its last chunk, and the parts of that: (total, now, part, x, y), where x and
-    #: y are of the next slice, of which the parts fetch the first factors.
-    multiply_slice: Any
-    multiply_part: Any
-    parts: int
+    arithmetic: Arithmetic
     #: (t, memory) -> address of a thread's first factor in a slice.
     x_from: Any
     y_from: Any
     #: Sums to shared memory in `passes` of `pass_rows` rows; `pass_row(r, turn)` is a row's place.
-    put_totals: Any
     put_to: Any
     put_pitch: int
     passes: int
@@ -538,50 +378,9 @@ class Block:
 SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 5 + ["i64"] * 17)
 
 
-def device(template: Any, **bindings: Any) -> Any:
-    return Inlined(template, bindings)
-
-
-def _mover(axis: str, fetch: Fetch) -> dict[str, Any]:
-    """The functions by which a factor comes to shared memory."""
-    f = fetch.bindings()
-    bound: dict[str, Any] = {
-        "OWN": device(_own, **f), "ALONG": device(_along, **f),
-        "OWN_STEP": f["OWN_STEP"], "K_STEP": f["K_STEP"],
-        "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
-        "OWN_OFFSET": f["OWN_OFFSET"], "K_OFFSET": f["K_OFFSET"], "OWN_REPEATS": f["OWN_REPEATS"],
-        "HELD": 0, "COPIES": 0,
-    }  # fmt: skip
-    if fetch.held:
-        own, k = fetch.repeats
-        kind, register = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[
-            fetch.itemsize
-        ]
-        one = intrinsics.load(kind, 1, register)
-        bound["HELD"] = own * k * fetch.values
-        bound["REGISTER"] = intrinsics.ACCUMULATORS[register][1]
-        bound["PUT"] = device(
-            _put_held, PUT=intrinsics.store(kind, 1, register, intrinsics.SHARED), **f
-        )
-        bound["AHEAD"] = device(
-            _load_ahead, LOAD=intrinsics.load(kind, fetch.values, register), LOAD_ONE=one,
-            REGISTER=bound["REGISTER"], **f,
-        )  # fmt: skip
-    else:
-        bytes_ = fetch.values * fetch.itemsize
-        own, k = fetch.repeats
-        bound |= {
-            "COPIES": own * k, "COPY": intrinsics.copy_async(bytes_),
-            "MASKED": device(
-                _masked_copies, COPY_PART=intrinsics.copy_async(bytes_, partial=True), **f
-            ),
-        }  # fmt: skip
-    return {f"{axis}_{name}": value for name, value in bound.items()}
-
-
 def build(block: Block, engine: Engine, function: Any, name: str, feature: str = "") -> Kernel:
     """The kernel; `function`: the device function of the epilogue, None for none."""
-    one = intrinsics
+    one, made = intrinsics, engine.arithmetic
     acc, values = block.accumulator, block.values
     columns = block.block_n // values
     row_step = block.threads // columns
@@ -593,16 +392,15 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         "BLOCK_M": block.block_m, "BLOCK_N": block.block_n, "BLOCK_K": block.block_k,
         "THREADS": block.threads, "STAGES": block.stages, "GROUP": block.group,
         "STAGE": block.stage, "X_BYTES": block.x.bytes,
-        "TOTALS": engine.totals, "FACTORS": engine.factors, "FACTOR": engine.factor,
+        "TOTALS": made.totals, "FACTORS": made.factors, "FACTOR": engine.factor,
         "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
-        "CLEAR": one.cleared(engine.totals),
-        "FIRST_FACTORS": engine.first_factors,
-        "MULTIPLY_SLICE": engine.multiply_slice,
-        "MULTIPLY_PART": engine.multiply_part, "PARTS": engine.parts,
+        "CLEAR": clear(made.totals),
+        "FIRST_FACTORS": made.first_factors, "MULTIPLY_SLICE": made.multiply_slice,
+        "MULTIPLY_PART": made.multiply_part, "PARTS": made.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
-        "WAIT_FIRST": one.wait_copies(block.stages - 1),
-        "WAIT_NEXT": one.wait_copies(block.stages - 2), "WAIT_ALL": one.wait_copies(0),
-        "PUT_TOTALS": engine.put_totals, "PUT_TO": engine.put_to, "PUT_PITCH": engine.put_pitch,
+        "WAIT_FIRST": one.fetch_wait(block.stages - 1),
+        "WAIT_NEXT": one.fetch_wait(block.stages - 2), "WAIT_ALL": one.fetch_wait0,
+        "PUT_TOTALS": made.put_totals, "PUT_TO": engine.put_to, "PUT_PITCH": engine.put_pitch,
         "PASSES": engine.passes, "PASS_ROWS": engine.pass_rows, "PASS_ROW": engine.pass_row,
         "VALUES": values, "ROWS": rows, "ROW_STEP": row_step, "WIDE": block.wide,
         "COLUMN_THREADS": columns, "COLUMN_BITS": columns.bit_length() - 1,
@@ -623,7 +421,7 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         bindings["LOAD_BIAS"] = one.load(block.bias, 1, acc)
     if block.extra is not None:
         bindings["LOAD_EXTRA"] = one.load(block.extra, count, acc)
-    bindings |= _mover("X", block.x) | _mover("Y", block.y)
+    bindings |= mover("X", block.x) | mover("Y", block.y)
     template = expanded(_product, bindings)
     return kernel(
         template, SIGNATURE, threads=block.threads, blocks=block.blocks, feature=feature,
@@ -632,17 +430,6 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
 
 
 # --- plans ----------------------------------------------------------------------------------------
-def runs_wide(operand: Operand, axis: int, values: int) -> bool:
-    """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
-    size = values * operand.itemsize
-    others = (operand.strides[0], operand.strides[3 - axis])
-    return (
-        operand.strides[axis] == 1
-        and operand.alignment >= size
-        and all(step % values == 0 for step in others)
-    )
-
-
 def takes(product: Product, device: DeviceInfo) -> bool:
     """What every tier of this file needs: cp.async, and lengths of 32 bits."""
     return device.capability >= (8, 0) and max(product.m, product.n, product.k) < 1 << 30

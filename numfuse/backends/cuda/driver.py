@@ -1,8 +1,7 @@
-"""The CUDA driver through its C library: devices, memory, modules, launches, errors.
+"""CUDA devices: memory, modules, launches, errors.
 
-The one place that calls libcuda. Contexts are the primary ones, which the CUDA runtime (and so
-PyTorch, CuPy, JAX and Numba) uses too. A launch is one C call with arguments that were packed
-before.
+Contexts are the primary ones, which the CUDA runtime (and so PyTorch, CuPy, JAX and Numba) uses
+too. A launch is one C call with arguments that were packed before.
 
 Errors. What a call itself gets wrong is a `DeviceError` (MemoryError for memory). A kernel that
 fails is found at a later call: the message names the launches since the last synchronise. Some
@@ -13,42 +12,25 @@ process, and every later call raises `DeviceLost`.
 from __future__ import annotations
 
 import ctypes
-import os
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_uint,
-    c_uint64,
-    c_ulonglong,
-    c_void_p,
-)
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from numfuse.backends.cuda.libcuda import Attribute, Config, count, library
 from numfuse.backends.cuda.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
 from numfuse.backends.cuda.toolchain import SIMULATED, Kernel
 from numfuse.errors import DeviceError, DeviceLost
 
-__all__ = ["Device", "Prepared", "Unusable", "count", "device", "driver_version"]
+__all__ = ["Device", "Prepared", "device"]
 
 #: Launches named by the message of an asynchronous error.
 REMEMBERED = 32
-
-
-class Unusable(Exception):
-    """There is no driver, or no device; the text is the reason."""
-
-
 # Errors after which the context can do nothing any more (CUDA driver API, CUresult).
 _FATAL = {
     214: "an uncorrectable memory error", 219: "an uncorrectable NVLink error",
@@ -67,150 +49,11 @@ _ATTRIBUTES = {
 }  # fmt: skip
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
-_ORDINAL_OF_POINTER = 9  # CUpointer_attribute
 _THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
 #: A driver without a compiler, one that may not compile, text that is too new for it.
 _NOT_ASSEMBLED = (218, 221, 222, 223)
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_uint * 16))
-
-
-class _Config(ctypes.Structure):
-    _fields_ = (
-        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared_bytes", c_uint), ("stream", c_void_p),
-        ("attributes", POINTER(_Attribute)), ("count", c_uint),
-    )  # fmt: skip
-
-
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDeviceTotalMem_v2": (POINTER(c_size_t), c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxGetCurrent": (POINTER(c_void_p),),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuCtxSynchronize": (),
-    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemcpyHtoD_v2": (c_uint64, c_void_p, c_size_t),
-    "cuMemcpyDtoH_v2": (c_void_p, c_uint64, c_size_t),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-    "cuMemsetD8Async": (c_uint64, ctypes.c_ubyte, c_size_t, c_void_p),
-    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
-    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
-    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    "cuFuncGetAttribute": (POINTER(c_int), c_int, c_void_p),
-    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamBeginCapture_v2": (c_void_p, c_int),
-    "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
-    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_ulonglong),
-    "cuGraphLaunch": (c_void_p, c_void_p),
-    "cuGraphDestroy": (c_void_p,),
-    "cuGraphExecDestroy": (c_void_p,),
-    "cuStreamGetCaptureInfo_v2": (
-        c_void_p, POINTER(c_int), POINTER(c_uint64), c_void_p, c_void_p, c_void_p,
-    ),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
-    "cuEventCreate": (POINTER(c_void_p), c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventElapsedTime": (POINTER(ctypes.c_float), c_void_p, c_void_p),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
-}  # fmt: skip
-
-
-class _Library:
-    """libcuda, initialised."""
-
-    def __init__(self) -> None:
-        names = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
-        for name in names:
-            try:
-                self._handle = ctypes.CDLL(name)
-                break
-            except OSError:
-                continue
-        else:
-            raise Unusable("the NVIDIA driver is not installed (no libcuda)")
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(self._handle, name, None)
-            if function is None:
-                raise Unusable(f"the NVIDIA driver is too old: it has no {name} (CUDA 12 has)")
-            function.argtypes, function.restype = arguments, c_int
-            setattr(self, name, function)
-        status = self.cuInit(0)
-        if status:
-            raise Unusable(f"the NVIDIA driver says {self.text(status)}")
-
-    def __getattr__(self, name: str) -> Any:
-        # A function without a signature above, for a tier of its own (cuTensorMapEncodeTiled).
-        if name.startswith("cu"):
-            return getattr(self._handle, name)
-        raise AttributeError(name)
-
-    def text(self, status: int) -> str:
-        """The name and meaning of an error."""
-        name, meaning = c_char_p(), c_char_p()
-        self.cuGetErrorName(status, byref(name))
-        self.cuGetErrorString(status, byref(meaning))
-        both = (name.value or b"error").decode(), (meaning.value or b"").decode()
-        return f"{both[0]} ({status}): {both[1]}"
-
-
-_lock = threading.RLock()
-_library: _Library | None = None
-_process = os.getpid()
-
-
-def library() -> Any:
-    """The driver's functions; `Unusable` where there is none."""
-    global _library
-    if _library is None:
-        with _lock:
-            if _library is None:
-                _library = _Library()
-    if os.getpid() != _process:
-        raise Unusable("the process was forked after CUDA began: start it with 'spawn'")
-    return _library
-
-
-def driver_version() -> str:
-    """The newest CUDA that the driver runs, "13.0"."""
-    if SIMULATED:
-        return "simulator"
-    found = c_int()
-    library().cuDriverGetVersion(byref(found))
-    return f"{found.value // 1000}.{found.value % 1000 // 10}"
-
-
-def count() -> int:
-    """How many devices there are; `Unusable` where none can be used."""
-    if SIMULATED:
-        return 1
-    found = c_int()
-    status = library().cuDeviceGetCount(byref(found))
-    if status:
-        raise Unusable(f"the NVIDIA driver says {library().text(status)}")
-    if not found.value:
-        raise Unusable("no CUDA device was found")
-    return found.value
 
 
 class Device:
@@ -540,11 +383,11 @@ class Prepared:
         attributes = []
         if launch.cluster > 1:
             size = (c_uint * 16)(launch.cluster, 1, 1)
-            attributes.append(_Attribute(_CLUSTER_DIMENSION, 0, size))
+            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, size))
         if launch.overlaps:
-            attributes.append(_Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
-        self._attributes = (_Attribute * max(1, len(attributes)))(*attributes)
-        self._config = _Config(
+            attributes.append(Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
+        self._attributes = (Attribute * max(1, len(attributes)))(*attributes)
+        self._config = Config(
             (c_uint * 3)(*launch.grid), (c_uint * 3)(*kernel.block), launch.shared_bytes, None,
             self._attributes if attributes else None, len(attributes),
         )  # fmt: skip
@@ -586,84 +429,7 @@ _NUMPY = {
 }  # fmt: skip
 
 
-class _SimulatedDevice(Device):
-    """Host memory, and kernels run by Numba's simulator."""
-
-    def __init__(self, ordinal: int) -> None:
-        if ordinal:
-            raise ValueError(f"device must be below 1, got {ordinal}")
-        self.ordinal = 0
-        self.cuda = None
-        # No capability: only the tier that runs everywhere takes a product.
-        self.info = DeviceInfo("CUDA simulator", (0, 0), 1, 48 << 10, 48 << 10, 1 << 20)
-        self._begin()
-        self._memory: dict[int, Any] = {}
-
-    def enter(self) -> int | None:
-        return -1
-
-    def memory(self) -> tuple[int, int]:
-        return 1 << 30, 1 << 30
-
-    def synchronize(self, stream: int | None = None) -> None:
-        self._launched.clear()
-        self._many = 0
-
-    def capture(self, stream: int) -> int:
-        return 0
-
-    def event(self, stream: int) -> int:
-        return 0
-
-    def passed(self, event: int) -> bool:
-        return True
-
-    def forget(self, event: int) -> None:
-        pass
-
-    def wait(self, stream: int, event: int) -> None:
-        pass
-
-    def allocate(self, nbytes: int, what: str) -> int:
-        raw = np.full(nbytes + 256, 255, np.uint8)  # NaN, whatever the dtype
-        address = -(-raw.ctypes.data // 256) * 256
-        self._memory[address] = raw
-        return address
-
-    def free(self, address: int) -> None:
-        del self._memory[address]
-
-    def upload(self, source: int, address: int, nbytes: int, stream: int) -> None:
-        ctypes.memmove(address, source, nbytes)
-
-    def download(self, address: int, target: int, nbytes: int, stream: int) -> None:
-        ctypes.memmove(target, address, nbytes)
-
-    def zero(self, address: int, nbytes: int, stream: int) -> None:
-        ctypes.memset(address, 0, nbytes)
-
-    def prepare(self, launch: Launch) -> Any:
-        return _SimulatedLaunch(self, launch)
-
-
-class _SimulatedLaunch:
-    """A launch of the simulator."""
-
-    def __init__(self, device: _SimulatedDevice, launch: Launch) -> None:
-        self.name = launch.kernel.name
-        self._device, self._launch = device, launch
-        self.table = tuple(dict.fromkeys(a.name for a in launch.arguments if isinstance(a, Slot)))
-
-    def start(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Run it to its end."""
-        known = dict(zip(self.table, addresses, strict=True))
-        values = [
-            known[a.name] + a.offset if isinstance(a, Slot) else a for a in self._launch.arguments
-        ]
-        self._device.note(self.name)
-        self._launch.kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)
-
-
+_lock = threading.RLock()
 _devices: dict[int, Device] = {}
 
 
@@ -674,18 +440,13 @@ def device(ordinal: int = 0) -> Device:
         with _lock:
             found = _devices.get(ordinal)
             if found is None:
-                made: Device = _SimulatedDevice(ordinal) if SIMULATED else Device(ordinal)
-                found = _devices[ordinal] = made
+                found = _devices[ordinal] = _made(ordinal)
     return found
 
 
-def ordinal_of(address: int) -> int:
-    """The device on which an address lies."""
-    if SIMULATED:
-        return 0
-    found = c_int()
-    cuda = library()
-    status = cuda.cuPointerGetAttribute(byref(found), _ORDINAL_OF_POINTER, address)
-    if status:
-        raise TypeError(f"an array must be on a CUDA device, got one at {address:#x}")
-    return found.value
+def _made(ordinal: int) -> Device:
+    if not SIMULATED:
+        return Device(ordinal)
+    from numfuse.backends.cuda.simulated import SimulatedDevice
+
+    return SimulatedDevice(ordinal)

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 from numfuse.activations import short_form
-from numfuse.backends.cuda import scalars
+from numfuse.backends.cuda import intrinsics, scalars
 from numfuse.backends.cuda.scalars import TARGET, fused, is_finite, select
-from numfuse.backends.cuda.toolchain import SIMULATED, intrinsic, ir, types
+from numfuse.backends.cuda.toolchain import SIMULATED, intrinsic, types
 from numfuse.backends.cuda.toolchain import device_function as device
 from numfuse.expr import Expr, Keyed, dumps
 from numfuse.scalar import render
@@ -150,17 +150,13 @@ def device_function(expr: Expr, name: str) -> Any:
 
 # --- the short form -----------------------------------------------------------------------------
 def _approximate(name: str, simulated: Any) -> Any:
-    """An instruction of the special function unit: subnormal numbers count as 0 (``.ftz``)."""
+    """An instruction of the special function unit."""
     if SIMULATED:
         return simulated
 
     def typed(typingctx, x):  # type: ignore[no-untyped-def]
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            kind = ir.FloatType()
-            asm = ir.InlineAsm(
-                ir.FunctionType(kind, [kind]), f"{name}.approx.ftz.f32 $0, $1;", "=f,f"
-            )
-            return builder.call(asm, args)
+            return intrinsics.approximate(builder, name, *args)
 
         return x(x), codegen
 
@@ -172,9 +168,9 @@ def _simulated_reciprocal(x: Any) -> Any:
     return np.float32(1) / np.float32(x)
 
 
-#: 2^x (PTX ISA 9.7.3, ex2.approx: 2 units in the last place).
+#: 2^x.
 power = _approximate("ex2", lambda x: np.exp2(np.float32(x)))
-#: 1 / x (rcp.approx: 1 unit).
+#: 1 / x.
 reciprocal = _approximate("rcp", _simulated_reciprocal)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from numfuse import tiling
-from numfuse.backends.cuda import elementwise, intrinsics, scalars
+from numfuse.backends.cuda import elementwise, intrinsics, registers, scalars
 from numfuse.backends.cuda.elementwise import Scalar
 from numfuse.backends.cuda.passes import grid_of, threads_of
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Slot
@@ -124,8 +124,8 @@ def wide_kernel(
         "REAL": getattr(types, accumulator), "BACKWARD": backward, "READS_B": d_a,
         "D_A": d_a, "D_B": d_b, "VALUE": value, "SLOPE": slope,
         "LOAD_WORDS": intrinsics.load_streamed, "STORE_WORDS": intrinsics.store_streamed,
-        "AS_VALUES": intrinsics.words_as(dtype, accumulator),
-        "AS_WORDS": intrinsics.as_words(dtype, accumulator),
+        "AS_VALUES": registers.words_as(dtype, accumulator),
+        "AS_WORDS": registers.as_words(dtype, accumulator),
         "LOAD": intrinsics.load(dtype, 1, accumulator),
         "STORE": intrinsics.store(dtype, 1, accumulator),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The double backward and forward mode as launches: products of `run`, and passes over elements.
+"""The double backward and forward mode as launches: products (`batches`), passes over elements.
 
 T = u @ b + a @ v + w + z and the pre-activation are made in the accumulator's dtype; a pass turns
 them into the elementwise results and into Q and S (in the operands' dtype, as grad_pre); what is
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numfuse.backends.cuda import elementwise, run, scalars
+from numfuse.backends.cuda import batches, elementwise, run, scalars
 from numfuse.backends.cuda.passes import grid_of, threads_of
 from numfuse.backends.cuda.plans import Recorder, View
 from numfuse.backends.cuda.product import Launch, Slot
@@ -73,7 +73,7 @@ def _pass(
         found[name] = view
         if not view.contiguous:
             found[name] = rec.fresh(view.shape, view.dtype)
-            run.copy(rec, view, found[name])
+            batches.copy(rec, view, found[name])
     for name, (view, _) in outputs.items():
         found[name] = view
         if not view.contiguous:
@@ -109,7 +109,7 @@ def _pass(
         {name: (view.buffer, view.offset) for name, view in found.items()},
     )
     for source, out in late:
-        run.copy(rec, source, out)
+        batches.copy(rec, source, out)
 
 
 def zero(rec: Recorder, out: View) -> None:
@@ -127,7 +127,7 @@ def _wide(rec: Recorder, p: Any) -> View:
 def _pre(rec: Recorder, p: Any, bind: Bind) -> View:
     """Record the pre-activation."""
     pre = _wide(rec, p)
-    run._product(
+    batches.product(
         rec, bind("a", p.a), bind("b", p.b), p.batch, pre, p.acc_dtype.name,
         bias=None if p.bias is None else bind("bias", p.bias),
     )  # fmt: skip
@@ -165,9 +165,9 @@ def _moved(rec: Recorder, p: Any, bind: Bind, out: View | None) -> tuple[dict[st
     for i, (x, y) in enumerate(factors):
         target = out if out is not None and len(factors) == 1 else _wide(rec, p)
         if i:
-            run._product(rec, x, y, p.batch, target, acc)
+            batches.product(rec, x, y, p.batch, target, acc)
         else:
-            run._product(rec, x, y, p.batch, target, acc, bias=w, extra=z)
+            batches.product(rec, x, y, p.batch, target, acc, bias=w, extra=z)
         found[f"t{i}"] = target
     return found, f"({' + '.join(f'{name}_here' for name in found)})"
 
@@ -179,12 +179,12 @@ def _sum_of_products(
     acc = p.acc_dtype.name
     if len(factors) == 1:
         ((x, y),) = factors
-        run._product(rec, x, y, p.batch, out, acc, free=free)
+        batches.product(rec, x, y, p.batch, out, acc, free=free)
         return
     parts: dict[str, View] = {}
     for i, (x, y) in enumerate(factors):
         parts[f"p{i}"] = target = rec.fresh(out.shape, acc)
-        run._product(rec, x, y, p.batch, target, acc, free=free)
+        batches.product(rec, x, y, p.batch, target, acc, free=free)
     text = " + ".join(f"{name}_here" for name in parts)
     _pass(rec, "sum of products", acc, out.dtype, parts, (), {"out": (out, text)})
 
@@ -194,12 +194,12 @@ def _column_sums(rec: Recorder, p: Any, x: View, out: View) -> None:
     m, batch = p.m, p.batch
     shared = all(length == 1 for y in (p.b, p.bias) if y is not None for length in y.shape[:-2])
     if batch and shared and all(batch):
-        rows = run._as_rows(x)
+        rows = batches.as_rows(x)
         assert rows is not None, "x is contiguous"
         m, batch, x = m * prod(batch), (), rows
         out = replace(out, shape=out.shape[-2:], strides=out.strides[-2:])
-    v = run._Backward(m, batch, x, None, None, None, None, None, None, out)
-    run._slopes(rec, v, p.n, 0, p.acc_dtype.name, None, False, None)
+    v = run.Backward(m, batch, x, None, None, None, None, None, None, out)
+    run.slopes(rec, v, p.n, 0, p.acc_dtype.name, None, False, None)
 
 
 # --- operations ---------------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def tangent(rec: Recorder, p: GemmTangentProblem, bind: Bind) -> None:
     if _moves(p) and slope is not None:
         pre = _wide(rec, p)
     # as the forward with its pre-activation, so with the same bits
-    run._product(
+    batches.product(
         rec, bind("a", p.a), bind("b", p.b), p.batch, bind("out", p.out), acc,
         function=run.value_of(p.activation),
         bias=None if p.bias is None else bind("bias", p.bias),
@@ -261,12 +261,12 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
     pairs: dict[str, list[tuple[View, View]]] = {"d_a": [], "d_b": []}
     a, b = bind("a", p.a), bind("b", p.b)
     if q is not None:
-        pairs["d_a"].append((q, run._turned(b)))
-        pairs["d_b"].append((run._turned(a), q))
+        pairs["d_a"].append((q, batches.turned(b)))
+        pairs["d_b"].append((batches.turned(a), q))
     if p.v is not None and s is not None:
-        pairs["d_a"].append((s, run._turned(bind("v", p.v))))
+        pairs["d_a"].append((s, batches.turned(bind("v", p.v))))
     if p.u is not None and s is not None:
-        pairs["d_b"].append((run._turned(bind("u", p.u)), s))
+        pairs["d_b"].append((batches.turned(bind("u", p.u)), s))
     for name, factors in pairs.items():
         if name in wanted:
             _sum_of_products(rec, p, factors, wanted[name], name == "d_b")

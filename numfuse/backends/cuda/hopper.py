@@ -15,7 +15,7 @@ import numpy as np
 from numfuse.backends.cuda import hopper_copies, hopper_gemm
 from numfuse.backends.cuda.elementwise import Scalar, scalar
 from numfuse.backends.cuda.hopper_host import TensorMap
-from numfuse.backends.cuda.hopper_intrinsics import HALVES, add, clear, multiply, multiply_wait
+from numfuse.backends.cuda.intrinsics import HALVES, multiply, multiply_wait
 from numfuse.backends.cuda.product import (
     Derived,
     DeviceInfo,
@@ -25,6 +25,7 @@ from numfuse.backends.cuda.product import (
     Product,
     Slot,
 )
+from numfuse.backends.cuda.registers import add, clear
 from numfuse.backends.cuda.scalars import is_finite, select
 from numfuse.backends.cuda.toolchain import Kernel, kernel
 from numfuse.backends.cuda.unroll import Inlined, Template

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numfuse.backends.cuda.hopper_intrinsics import (
+from numfuse.backends.cuda.intrinsics import (
     block_barrier,
     block_index,
     block_index_y,

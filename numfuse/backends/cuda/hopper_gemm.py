@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numfuse.backends.cuda.hopper_intrinsics import (
+from numfuse.backends.cuda.intrinsics import (
     barrier_arrive,
     barrier_expect,
     barrier_fence,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass
 
-from numfuse.backends.cuda.driver import Unusable, library
+from numfuse.backends.cuda.libcuda import Unusable, library
 from numfuse.errors import DeviceError
 
 __all__ = ["TensorMap"]

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from numfuse import scalar
+from numfuse.backends.cuda import intrinsics
 from numfuse.backends.cuda.toolchain import SIMULATED, device_function, intrinsic, ir, types
 from numfuse.scalar import Target
 
@@ -97,42 +98,29 @@ def fused(typingctx, a, b, c):
     """a * b + c, rounded once."""
 
     def codegen(context, builder, signature, args):
-        kind = args[0].type
-        function = builder.module.declare_intrinsic(
-            "llvm.fma", [kind], ir.FunctionType(kind, [kind] * 3)
-        )
-        return builder.call(function, args)
+        return intrinsics.fused(builder, *args)
 
     return a(a, a, a), codegen
 
 
 @_either_text(lambda a, b: a * b)
 def rounded_product(typingctx, a, b):
-    """a * b as a product of its own: PTX merges no ``mul.rn`` into an fma (PTX ISA 9.7.3)."""
+    """a * b as a product of its own, which is merged into no fma."""
 
     def codegen(context, builder, signature, args):
-        return _float_asm(builder, "mul.rn", args)
+        return intrinsics.rounded_product(builder, *args)
 
     return a(a, a), codegen
 
 
-def _float_asm(builder: Any, text: str, args: Any) -> Any:
-    kind = args[0].type
-    letter, suffix = ("f", "f32") if isinstance(kind, ir.FloatType) else ("d", "f64")
-    names = ", ".join(f"${i}" for i in range(len(args) + 1))
-    asm = ir.InlineAsm(
-        ir.FunctionType(kind, [kind] * len(args)),
-        f"{text}.{suffix} {names};",
-        ",".join([f"={letter}", *[letter] * len(args)]),
-        side_effect=False,
-    )
-    return builder.call(asm, args)
-
-
 @_either_text(lambda x: np.result_type(x).type(np.sqrt(x)))
 def square_root(typingctx, x):
-    """Correctly rounded (PTX ISA 9.7.3, ``sqrt.rn``)."""
-    return x(x), lambda context, builder, signature, args: _float_asm(builder, "sqrt.rn", args)
+    """Correctly rounded."""
+
+    def codegen(context, builder, signature, args):
+        return intrinsics.square_root(builder, *args)
+
+    return x(x), codegen
 
 
 def _on_bits(function: Any) -> Any:
@@ -375,10 +363,7 @@ def loads(dtype: str) -> Any:
             word = ir.IntType(32)
             return builder.bitcast(builder.shl(builder.zext(value, word), word(16)), ir.FloatType())
         if dtype == "float16":
-            asm = ir.InlineAsm(
-                ir.FunctionType(ir.FloatType(), [ir.IntType(16)]), "cvt.f32.f16 $0, $1;", "=f,h"
-            )
-            return builder.call(asm, [value])
+            return intrinsics.from_half(builder, value)
         return value
 
     def typed(typingctx, address, index):
@@ -410,14 +395,9 @@ def stores(dtype: str) -> Any:
         address, index, value = args
         kind = _STORED[dtype][0]
         if kind.__class__ is ir.IntType:
-            # PTX ISA 9.7.9, cvt: bf16 from f32 since sm_80; by the bits on older ones.
-            if dtype == "float16":
-                asm = ir.InlineAsm(
-                    ir.FunctionType(kind, [ir.FloatType()]), "cvt.rn.f16.f32 $0, $1;", "=h,f"
-                )
-                value = builder.call(asm, [value])
-            else:
-                value = _bfloat16(builder, value)
+            # bfloat16: by the bits, as the instruction is there since sm_80
+            narrow = intrinsics.to_half if dtype == "float16" else _bfloat16
+            value = narrow(builder, value)
         builder.store(value, _place(builder, address, index, kind))
         return context.get_dummy_value()
 

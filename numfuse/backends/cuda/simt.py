@@ -13,7 +13,6 @@ is square where MR = 8 and NR = 16.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,20 +20,13 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cuda import blocks, layouts
-from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
-from numfuse.backends.cuda.intrinsics import (
-    F32,
-    I32,
-    array_pointer,
-    fused,
-    named,
-    put_shared_vector,
-    read_registers,
-    shared_vector,
-    write_registers,
-)
+from numfuse.backends.cuda.blocks import Engine
+from numfuse.backends.cuda.intrinsics import F32, I32, fused, shared_vector
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.registers import arithmetic
+from numfuse.backends.cuda.slices import Fetch, runs_wide
 from numfuse.backends.cuda.toolchain import types
+from numfuse.backends.cuda.unroll import inlined
 from numfuse.tiling import CudaBlock
 
 i32 = np.int32
@@ -139,95 +131,37 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
     rows, columns = _Factor(x_fetch, mr), _Factor(y_fetch, nr)
     part = _Tile(rows, columns)
     key = f"{tile},{x_fetch},{y_fetch}"
-    totals, factors, parts = mr * nr, part.factors, mr // FOUR
+    parts = mr // FOUR
     put_pitch = (tile.block_n + FOUR) * 4
 
-    def first_factors(typingctx: Any, registers: Any, x: Any, y: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to = array_pointer(context, builder, signature.args[0], args[0])
-            write_registers(builder, to, 0, part.first(builder, args[1], args[2]))
-            return context.get_dummy_value()
+    def passed(turn: int) -> list[tuple[int, int, int]]:
+        return [
+            ((turn * FOUR + i) * nr + j, FOUR, rows.place(i) * put_pitch + columns.place(j) * 4)
+            for i in range(FOUR)
+            for j in range(0, nr, FOUR)
+        ]
 
-        return types.void(registers, types.int32, types.int32), codegen
-
-    def on_registers(
-        builder: Any, context: Any, signature: Any, args: Any,
-        body: Callable[[list[Any], list[Any]], list[Any]],
-    ) -> Any:  # fmt: skip
-        """Change the sums and the factors of a thread."""
-        sums = array_pointer(context, builder, signature.args[0], args[0])
-        held = array_pointer(context, builder, signature.args[1], args[1])
-        value = read_registers(builder, sums, 0, totals)
-        current = body(value, read_registers(builder, held, 0, factors))
-        write_registers(builder, sums, 0, value)
-        write_registers(builder, held, 0, current)
-        return context.get_dummy_value()
-
-    def multiply_slice(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def body(total: list[Any], now: list[Any]) -> list[Any]:
-                for k in range(tile.block_k - 1):
-                    for number in range(parts):
-                        now = part.rows(builder, total, now, number, args[2], args[3], k + 1)
-                return now
-
-            return on_registers(builder, context, signature, args, body)
-
-        return types.void(total, now, types.int32, types.int32), codegen
-
-    def multiply_part(typingctx: Any, total: Any, now: Any, number: Any, x: Any, y: Any) -> Any:
-        if not isinstance(number, types.IntegerLiteral):
-            return None
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def body(total: list[Any], now: list[Any]) -> list[Any]:
-                rows_of = number.literal_value
-                return part.rows(builder, total, now, rows_of, args[3], args[4], 0)
-
-            return on_registers(builder, context, signature, args, body)
-
-        return types.void(total, now, number, types.int32, types.int32), codegen
-
-    def put_totals(typingctx: Any, total: Any, turn: Any, to: Any) -> Any:
-        if not isinstance(turn, types.IntegerLiteral):
-            return None
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            sums = array_pointer(context, builder, signature.args[0], args[0])
-            for i in range(FOUR):
-                for j in range(0, nr, FOUR):
-                    first = (turn.literal_value * FOUR + i) * nr + j
-                    values = read_registers(builder, sums, first, FOUR)
-                    offset = rows.place(i) * put_pitch + columns.place(j) * 4
-                    put_shared_vector(builder, builder.add(args[2], I32(offset)), values)
-            return context.get_dummy_value()
-
-        return types.void(total, turn, types.int32), codegen
-
+    made = arithmetic(
+        key, mr * nr, part.factors, parts, range(1, tile.block_k), part.first, part.rows, passed
+    )
     warps_n = tile.block_n // nr // 4
-    row = device(_thread_row, WARPS_N=warps_n)
-    column = device(_thread_column, WARPS_N=warps_n)
+    row = inlined(_thread_row, WARPS_N=warps_n)
+    column = inlined(_thread_column, WARPS_N=warps_n)
     pass_rows = tile.block_m * FOUR // mr
     return Engine(
         accumulator="float32",
-        totals=totals,
-        factors=factors,
         factor=types.float32,
-        first_factors=named("first_factors", key, 3, first_factors),
-        multiply_slice=named("multiply_slice", key, 4, multiply_slice),
-        multiply_part=named("multiply_part", key, 5, multiply_part),
-        parts=parts,
-        x_from=device(_from, NUMBER=row),
-        y_from=device(_from, NUMBER=column),
-        put_totals=named("put_totals", key, 3, put_totals),
-        put_to=device(
+        arithmetic=made,
+        x_from=inlined(_from, NUMBER=row),
+        y_from=inlined(_from, NUMBER=column),
+        put_to=inlined(
             _put_to, ROW=row, COLUMN=column,
             PITCH=put_pitch,
         ),
         put_pitch=put_pitch,
         passes=parts,
         pass_rows=pass_rows,
-        pass_row=device(_pass_row, PASS_ROWS=pass_rows),
+        pass_row=inlined(_pass_row, PASS_ROWS=pass_rows),
     )  # fmt: skip
 
 

@@ -14,32 +14,29 @@ In the layouts of the PTX ISA (9.7.14.5) lane ``4 g + s`` has, of a 16 x 8 resul
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cuda import blocks
-from numfuse.backends.cuda.blocks import Engine, Fetch, device, runs_wide
+from numfuse.backends.cuda.blocks import Engine
 from numfuse.backends.cuda.intrinsics import (
     ACCUMULATORS,
     F64,
     I32,
-    array_pointer,
     itemsize,
     load_matrix,
     mma_double,
     mma_double_small,
     mma_half,
-    named,
-    put_shared_vector,
-    read_registers,
     shared_vector,
-    write_registers,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Operand, Plan, Product
+from numfuse.backends.cuda.registers import arithmetic
+from numfuse.backends.cuda.slices import Fetch, runs_wide
 from numfuse.backends.cuda.toolchain import types
+from numfuse.backends.cuda.unroll import inlined
 from numfuse.tiling import CudaBlock
 
 i32 = np.int32
@@ -173,73 +170,22 @@ def engine(
     size = itemsize(accumulator)
     put_pitch = (block_n + 8) * size
 
-    def first_factors(typingctx: Any, registers: Any, x: Any, y: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to = array_pointer(context, builder, signature.args[0], args[0])
-            write_registers(builder, to, 0, warp.factors(builder, args[1], args[2], 0))
-            return context.get_dummy_value()
+    def passed(turn: int) -> list[tuple[int, int, int]]:
+        return [
+            ((turn * warp.nj + j) * 4 + 2 * h, 2, 8 * h * put_pitch + 8 * j * size)
+            for j in range(warp.nj)
+            for h in range(2)
+        ]
 
-        return types.void(registers, types.int32, types.int32), codegen
-
-    def on_registers(
-        builder: Any, context: Any, signature: Any, args: Any,
-        body: Callable[[list[Any], list[Any]], list[Any]],
-    ) -> Any:  # fmt: skip
-        """Change the sums and the factors of a thread."""
-        sums = array_pointer(context, builder, signature.args[0], args[0])
-        held = array_pointer(context, builder, signature.args[1], args[1])
-        value = read_registers(builder, sums, 0, totals)
-        current = body(value, read_registers(builder, held, 0, factors))
-        write_registers(builder, sums, 0, value)
-        write_registers(builder, held, 0, current)
-        return context.get_dummy_value()
-
-    def multiply_slice(typingctx: Any, total: Any, now: Any, x: Any, y: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def body(total: list[Any], now: list[Any]) -> list[Any]:
-                for k in range(chunk, block_k, chunk):
-                    for i in range(warp.mi):
-                        now = warp.multiply(builder, total, now, i, args[2], args[3], k)
-                return now
-
-            return on_registers(builder, context, signature, args, body)
-
-        return types.void(total, now, types.int32, types.int32), codegen
-
-    def multiply_part(typingctx: Any, total: Any, now: Any, number: Any, x: Any, y: Any) -> Any:
-        if not isinstance(number, types.IntegerLiteral):
-            return None
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            def body(total: list[Any], now: list[Any]) -> list[Any]:
-                i = number.literal_value
-                return warp.multiply(builder, total, now, i, args[3], args[4], 0)
-
-            return on_registers(builder, context, signature, args, body)
-
-        return types.void(total, now, number, types.int32, types.int32), codegen
-
-    def put_totals(typingctx: Any, total: Any, turn: Any, to: Any) -> Any:
-        if not isinstance(turn, types.IntegerLiteral):
-            return None
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            sums = array_pointer(context, builder, signature.args[0], args[0])
-            for j in range(warp.nj):
-                for h in range(2):
-                    first = (turn.literal_value * warp.nj + j) * 4 + 2 * h
-                    values = read_registers(builder, sums, first, 2)
-                    offset = 8 * h * put_pitch + 8 * j * size
-                    put_shared_vector(builder, builder.add(args[2], I32(offset)), values)
-            return context.get_dummy_value()
-
-        return types.void(total, turn, types.int32), codegen
-
+    made = arithmetic(
+        key, totals, factors, warp.mi, range(chunk, block_k, chunk),
+        lambda builder, x, y: warp.factors(builder, x, y, 0), warp.multiply, passed,
+    )  # fmt: skip
     warps_n = block_n // warp_n
 
     def starts(fetch: Fetch, rows: bool) -> Any:
         own, along = fetch.offsets
-        return device(
+        return inlined(
             _from,
             WARPS_ACROSS=warps_n, ROWS=rows, HALVES=dtype != "float64", K_INNER=fetch.k_inner,
             WARP_LENGTH=warp_m if rows else warp_n, OWN_OFFSET=own, K_OFFSET=along,
@@ -247,21 +193,15 @@ def engine(
 
     return Engine(
         accumulator=accumulator,
-        totals=totals,
-        factors=factors,
         factor=ACCUMULATORS["float64"][1] if dtype == "float64" else types.int32,
-        first_factors=named("first_factors", key, 3, first_factors),
-        multiply_slice=named("multiply_slice", key, 4, multiply_slice),
-        multiply_part=named("multiply_part", key, 5, multiply_part),
-        parts=warp.mi,
+        arithmetic=made,
         x_from=starts(x, True),
         y_from=starts(y, False),
-        put_totals=named("put_totals", key, 3, put_totals),
-        put_to=device(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),
+        put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),
         put_pitch=put_pitch,
         passes=warp_m // 16,
         pass_rows=block_m // warp_m * 16,
-        pass_row=device(_pass_row, WARP_M=warp_m),
+        pass_row=inlined(_pass_row, WARP_M=warp_m),
     )
 
 

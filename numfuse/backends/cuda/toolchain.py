@@ -82,8 +82,8 @@ _TYPES = {
 }  # fmt: skip
 #: Files here from which no kernel code is made.
 _HOST_FILES = {
-    "__init__", "arrays", "calls", "dlpack", "driver", "hopper_host", "launcher", "memory", "plans",
-    "product", "run", "tiers",
+    "__init__", "arrays", "batches", "calls", "dlpack", "driver", "entry", "foreign", "hopper_host",
+    "launcher", "libcuda", "memory", "plans", "product", "run", "simulated", "tiers",
 }  # fmt: skip
 
 _LOCK = threading.RLock()

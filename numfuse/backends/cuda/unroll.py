@@ -22,7 +22,7 @@ from typing import Any
 
 from numfuse.backends.cuda.toolchain import device_function, identity
 
-__all__ = ["Inlined", "Template", "expanded", "names_of", "text", "unrolled"]
+__all__ = ["Inlined", "Template", "expanded", "inlined", "names_of", "text", "unrolled"]
 
 
 def unrolled(*bounds: int) -> range:
@@ -283,3 +283,8 @@ class Inlined(Template):
                 build = getattr(value, "build", None)
                 scope[name] = value if build is None else build()
         return device_function(FunctionType(code, scope, code.co_name))
+
+
+def inlined(template: Callable[..., Any], **bindings: Any) -> Inlined:
+    """`Inlined`, with the names as keywords."""
+    return Inlined(template, bindings)

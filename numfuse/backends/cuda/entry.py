@@ -1,0 +1,181 @@
+"""A call on arrays of a device, as it comes in: whose arrays they are, and where.
+
+One that was made before is known at a glance (`quick`), and repeated. Every other is a
+`DeviceCall`: each operand is read and checked, and `calls` does the rest.
+
+Lifetimes. PyTorch and CuPy give memory again in the order of the current stream, as their own
+operations do. Of every other kind the operands are held until the work that reads them is done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from numfuse import tiling
+from numfuse.backends import Backend, active, latest
+from numfuse.backends.cuda import CudaBackend
+from numfuse.backends.cuda.arrays import DeviceArray, pool_of
+from numfuse.backends.cuda.calls import Argument, Kept, Maker, call
+from numfuse.backends.cuda.driver import Device, device
+from numfuse.backends.cuda.foreign import KINDS, Kind, kind_of
+from numfuse.backends.cuda.memory import Pool
+
+__all__ = ["DeviceCall", "quick"]
+
+
+class _Place(NamedTuple):
+    kind: Kind
+    ordinal: int
+    name: str
+
+
+class DeviceCall:
+    """The operands and outputs of a call, and where they are."""
+
+    def __init__(self, backend: str | Backend | None, **operands: Any) -> None:
+        self.operands: dict[str, Argument] = {}
+        self.outs: dict[str, tuple[Any, Argument]] = {}
+        self._held: list[Any] = []
+        self._own: list[DeviceArray] = []
+        self._place: _Place | None = None
+        late = []
+        for name, x in operands.items():
+            if self._place is None and kind_of(x) is None:
+                late.append((name, x))  # the message names the device of the others
+            elif x is not None or name in ("grad", "a", "b", "residual"):
+                self.operands[name] = self._read(name, x)
+        for name, x in late:
+            if x is not None or name in ("grad", "a", "b", "residual"):
+                self._read(name, x)
+        place: Any = self._place  # an array of a device brought the call here
+        self.kind: Kind = place.kind
+        self.ordinal: int = place.ordinal
+        self.device = device(self.ordinal)
+        self.precision = _precision(backend, self.ordinal)
+
+    def _read(self, name: str, x: Any) -> Argument:
+        kind = kind_of(x)
+        if kind is None:
+            text = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            where = f"cuda:{self._place.ordinal}" if self._place else "a CUDA device"
+            raise TypeError(
+                f"{name} must be on {where} as the other operands, got {text}: "
+                f"numfuse.to_device({name}, 'cuda') copies it there"
+            )
+        argument, ordinal, held = kind.read(name, x)
+        if self._place is None:
+            self._place = _Place(kind, ordinal, name)
+        first = self._place
+        if kind is not first.kind:
+            text = f"{type(x).__module__}.{type(x).__qualname__}"
+            raise TypeError(
+                f"the operands must be arrays of one kind, got {text} for {name} beside "
+                f"{first.name}"
+            )
+        if ordinal != first.ordinal:
+            raise TypeError(
+                f"{name} must be on cuda:{first.ordinal} as {first.name}, got an array on "
+                f"cuda:{ordinal}"
+            )
+        if kind.holds:
+            self._held.append(x if held is None else held)
+        elif isinstance(x, DeviceArray):
+            self._own.append(x)
+        return argument
+
+    def out(self, name: str, x: Any) -> None:
+        """An output of the caller's; None is allocated."""
+        if x is not None:
+            self.outs[name] = x, self._read(name, x)
+
+    def run(self, kind: str, options: tuple[Any, ...], make_problem: Any, key: Any = None) -> Any:
+        """Check, launch, and give the result back; `key` is that of `quick`."""
+        stream = self.kind.stream(self.ordinal)
+        for x in self._own:
+            self._follow(x, stream)
+        result, kept = call(
+            self.device, stream, self.precision, kind, self.operands, self.outs, options,
+            make_problem, self.kind.maker(self.ordinal, stream), self.kind.capture(self.ordinal),
+        )  # fmt: skip
+        if key is not None:
+            if len(_QUICK) >= tiling.CUDA_KEPT_PLANS:
+                _QUICK.clear()
+            make = self.kind.maker(self.ordinal, stream)
+            _QUICK[key] = kept, make, self.device, pool_of(self.device)
+        if self._held:
+            _hold(self.device, stream, self._held)
+        return result
+
+    def _follow(self, x: DeviceArray, stream: int) -> None:
+        """Let this stream wait for the work that makes an array of another one."""
+        x.memory.streams.add(stream)
+        if x.stream != stream:
+            event = self.device.event(x.stream)
+            self.device.wait(stream, event)
+            self.device.forget(event)
+
+
+#: Calls that were made before with no outputs of the caller's, by what is seen at a glance: their
+#: steps, what makes their results, their device and its pool.
+_QUICK: dict[Any, tuple[Kept, Maker, Device, Pool]] = {}
+
+
+def quick(options: tuple[Any, ...], backend: Any, operands: tuple[Any, ...]) -> tuple[Any, Any]:
+    """(key, result) of a call that was made before; (key, None) of another; (None, None) of one
+    that has to be looked at closely.
+    """
+    kind = KINDS.get(type(operands[0]))
+    if kind is None or kind.holds or backend is not None:
+        return None, None
+    chosen = active()
+    precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+    seen = kind.glance(operands)
+    if seen is None:
+        return None, None
+    made, addresses, ordinal = seen
+    key = options, kind, precision, made, ordinal
+    entry = _QUICK.get(key)
+    if entry is None:
+        return key, None
+    kept, make, owner, pool = entry
+    results: list[Any] = []
+    for spec in kept.results:
+        if type(spec) is tuple:
+            x, at = make(spec[1], spec[2])
+            addresses.append(at)
+            results.append(x)
+        else:
+            results.append(None)
+    kept.steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
+    latest.call = kept.call
+    return key, (results[0] if kept.pack is None else kept.pack(results))
+
+
+_IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}
+
+
+def _hold(owner: Device, stream: int, arrays: list[Any]) -> None:
+    """Keep arrays until the work of a stream so far is done."""
+    if owner.capture(stream):
+        return  # the graph's arrays are the caller's to keep
+    waiting = _IN_FLIGHT.setdefault(owner.ordinal, deque())
+    waiting.append((owner.event(stream), arrays))
+    while waiting and owner.passed(waiting[0][0]):
+        owner.forget(waiting.popleft()[0])
+
+
+def _precision(backend: str | Backend | None, ordinal: int) -> str:
+    """Of float32 products; another backend asked for is an error, as nothing moves unasked."""
+    if backend is None:
+        chosen = active()
+        return chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+    if backend == "cuda":
+        return "ieee"
+    if isinstance(backend, CudaBackend) and backend.ordinal == ordinal:
+        return backend.precision
+    name = backend if isinstance(backend, str) else getattr(backend, "name", backend)
+    raise ValueError(
+        f"backend must be 'cuda' (or None) for arrays on cuda:{ordinal}, got {name!r}: "
+        f"numfuse.to_numpy moves an array"
+    )
