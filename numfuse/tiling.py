@@ -770,6 +770,16 @@ CUDA_LAUNCH_COST = 1_400_000
 CUDA_PLANE_COST = 50
 
 
+#: Products of few rows (`thin`): so many, and so many columns and values of K at the least (fewer
+#: take the time of a launch either way).
+CUDA_THIN_ROWS = 16
+CUDA_THIN_LEAST = 512
+#: Warps of a block; bytes of a slice of Y; slices that are on their way, or read.
+CUDA_THIN_WARPS = 8
+CUDA_THIN_SLICE = 16384
+CUDA_THIN_STAGES = 8
+
+
 @functools.lru_cache(maxsize=4096)
 def cuda_block(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,

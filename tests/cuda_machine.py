@@ -330,6 +330,8 @@ class Machine:
             return simple()
         if text.startswith("bar.sync"):
             return self._wait("barrier")
+        if text.startswith("bar.warp.sync"):
+            return self._wait("warp")
         if text.startswith("cp.async.commit_group"):
             thread.groups.append(thread.pending)
             thread.pending = []
@@ -358,6 +360,8 @@ class Machine:
         return None
 
     def _together(self, what: str, values: list[Any]) -> list[Any]:
+        if what == "warp":
+            return values
         if what.startswith("ldmatrix"):
             return self._matrices(values, what.endswith("trans"))
         if ".f64" in what:

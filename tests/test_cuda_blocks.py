@@ -10,7 +10,7 @@ from conftest import SIMULATED, unavailable
 try:
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda import joins, layouts, simt, tensor_core
+    from numfuse.backends.cuda import joins, layouts, simt, tensor_core, thin
     from numfuse.backends.cuda.product import DeviceInfo, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -80,9 +80,12 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
         bias=c.operand if bias else None, extra=extra.operand if epilogue != "activation" else None,
         pre=kept.operand if pre else None, sums=slope, free=parts > 1,
     )  # fmt: skip
-    part = k if parts == 1 else -(-k // parts // tile.block_k) * tile.block_k
+    part = k if parts == 1 or tile is None else -(-k // parts // tile.block_k) * tile.block_k
     module = simt if dtype == "float32" else tensor_core
-    plan = module.plan(product, info, tile, part, -(-k // part))
+    if tile is None:
+        plan = thin.plan(product, info)
+    else:
+        plan = module.plan(product, info, tile, part, -(-k // part))
     block_rows = -(-m // plan.block_m)
     sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
     work = np.full(plan.workspace + 16, 0xFF, np.uint8)
@@ -160,6 +163,19 @@ def test_float64_in_chunks_of_any_length(chunk):
 )
 def test_other_tiles_of_threads(tile):
     check("float32", tile, 40, 68, 28, epilogue="slope")
+
+
+@pytest.mark.parametrize("y", ["rows", "columns"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("m", [1, 5])
+def test_few_rows(dtype, y, m, monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192)
+    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3)
+    monkeypatch.setattr(tiling, "CUDA_THIN_WARPS", 4)  # 5 rows: two a warp, the last with one
+    check(
+        dtype, None, m, 40, 168, y=y, x="strided" if m > 1 else "rows", epilogue="slope", pre=True
+    )
+    check(dtype, None, m, 24, 8, y=y, x="columns", places=2, epilogue="residual", bias=False)
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])

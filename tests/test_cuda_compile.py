@@ -28,6 +28,7 @@ try:
     from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
     from numfuse.backends.cuda.simt import CORES
     from numfuse.backends.cuda.tensor_core import TENSOR_CORES
+    from numfuse.backends.cuda.thin import FEW_ROWS
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -120,6 +121,16 @@ CASES = [
           product(1023, 1025, 1027, "float16", function="silu", epilogue="slope", alignment=2),
           AMPERE, ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "st.shared.u16")),
     *[
+        taken(f"few rows, {dtype} {m} {turned:d}", FEW_ROWS,
+              product(m, 4096, 4096, dtype, y_turned=turned, function="gelu"), info,
+              ("cp.async.cg.shared.global", "fma.rn"))
+        for dtype, m, turned, info in (
+            ("float32", 1, False, AMPERE), ("float32", 16, True, HOPPER),
+            ("float64", 8, True, HOPPER), ("bfloat16", 16, False, HOPPER),
+            ("float16", 3, True, AMPERE),
+        )
+    ],
+    *[
         taken(f"{dtype} in layout {x:d}{y:d}", tier,
               product(4096, 4096, 4096, dtype, x_turned=x, y_turned=y, function="gelu"), HOPPER)
         for dtype, tier in (("float32", CORES), ("float64", TENSOR_CORES))
@@ -208,6 +219,38 @@ def _assemble(case, made, text, tmp_path):
     assert registers <= case.registers, f"{made.name}: {registers} registers"
     # The serialisation of wgmma is a note of the assembler, and costs half of the speed.
     assert "wgmma" not in done.stderr, f"{made.name}: {done.stderr}"
+
+
+@pytest.mark.parametrize("case", CASES[::4], ids=lambda case: case.name)
+def test_what_is_loaded_has_no_spills_either(case):
+    """nvJitLink assembles for linking, which is not what `ptxas` does by itself."""
+    nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
+    for launch in case.launches:
+        made = launch.kernel
+        text = made.ptx(case.info.capability)
+        code, _ = made.binary(case.info.capability)
+        if "setmaxnreg" in text:  # which nvJitLink ignores: the driver assembles these
+            assert code.endswith(b"\0") and b"\n.version 8.0\n" in code
+            continue
+        assert code.startswith(b"\x7fELF")
+        arch = "sm_" + "".join(map(str, made.architecture(case.info.capability)))
+        handle = nvjitlink.create(3, [f"-arch={arch}", "-O3", "-verbose"])
+        try:
+            nvjitlink.add_data(handle, nvjitlink.InputType.PTX, text.encode(), len(text), "test")
+            nvjitlink.complete(handle)
+            log = bytearray(nvjitlink.get_info_log_size(handle))
+            nvjitlink.get_info_log(handle, log)
+        finally:
+            nvjitlink.destroy(handle)
+        spilled = re.findall(rb"(\d+) bytes spill (?:stores|loads)", log)
+        assert spilled and not any(map(int, spilled)), f"{made.name}: {log.decode()}"
+
+
+def test_the_kernels_that_ask_for_registers_are_assembled_by_the_driver():
+    (launch,) = WGMMA.take(product(4096, 4096, 1024, "bfloat16"), HOPPER).launches
+    code, entry = launch.kernel.binary((9, 0))
+    assert code.startswith(b"//") and entry.encode() in code
+    assert launch.kernel.linked((9, 0)).startswith(b"\x7fELF")  # where it has no assembler
 
 
 def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):

@@ -170,12 +170,10 @@ class Device:
 
     def capture(self, stream: int) -> int:
         """The number of the CUDA graph that is being captured from this stream; 0: none is."""
+        if not stream:  # the legacy stream never is
+            return 0
         status, number = c_int(), c_uint64()
-        # an error is that of a legacy stream while another captures: that of a launch is clearer
-        with self.current():
-            self.cuda.cuStreamGetCaptureInfo_v2(
-                stream, byref(status), byref(number), None, None, None
-            )
+        self.cuda.cuStreamGetCaptureInfo_v2(stream, byref(status), byref(number), None, None, None)
         return number.value if status.value else 0
 
     def event(self, stream: int) -> int:
