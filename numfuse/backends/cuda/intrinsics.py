@@ -195,7 +195,7 @@ dynamic_shared = named("dynamic_shared", "", 0, _dynamic_shared)
 advance = instruction("add.s64 $0, $1, $2;", "l", "ll", "pure")
 #: 9.7.1.8, div: of two non-negative numbers, without Python's test for zero
 quotient = instruction("div.u32 $0, $1, $2;", "r", "rr", "pure")
-#: 9.7.1.5, mul.hi: the upper 32 bits of a product
+#: 9.7.1.3, mul.hi: the upper 32 bits of a product
 product_high = instruction("mul.hi.u32 $0, $1, $2;", "r", "rr", "pure")
 #: 9.7.1.12, min; 9.7.1.13, max
 least = instruction("min.s32 $0, $1, $2;", "r", "rr", "pure")
