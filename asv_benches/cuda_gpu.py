@@ -39,11 +39,12 @@ TABLES: dict[str, tuple[str, tuple[tuple[int, int, int], ...], str]] = {
     "bf16 odd": ("bf16", ODD, "ieee"),
     "bf16 small": ("bf16", SMALL + THIN, "ieee"),
     "f16": ("f16", BIG, "ieee"),
-    "f32": ("f32", BIG + ODD, "ieee"),
-    "f32 small": ("f32", SMALL + THIN, "ieee"),
+    "f64": ("f64", BIG, "ieee"),
+    "f64 small": ("f64", SMALL + THIN, "ieee"),
     "f32 bf16x6": ("f32", BIG, "bf16x6"),
     "f32 tf32": ("f32", BIG[:1], "tf32"),
-    "f64": ("f64", BIG, "ieee"),
+    "f32": ("f32", BIG + ODD, "ieee"),
+    "f32 small": ("f32", SMALL + THIN, "ieee"),
 }
 Contestants = dict[str, Callable[[], Any]]
 

@@ -167,11 +167,10 @@ def test_other_tiles_of_threads(tile):
 
 @pytest.mark.parametrize("y", ["rows", "columns"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.parametrize("m", [1, 2, 9])
 def test_few_rows(dtype, y, m, monkeypatch):
     monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192)
     monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3)
-    monkeypatch.setattr(tiling, "CUDA_THIN_WARPS", 4)  # 5 rows: two a warp, the last with one
     check(
         dtype, None, m, 40, 168, y=y, x="strided" if m > 1 else "rows", epilogue="slope", pre=True
     )

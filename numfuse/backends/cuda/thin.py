@@ -1,9 +1,9 @@
 """Products of few rows on CUDA cores: what matters is how fast Y comes through memory.
 
-A block has 32 columns of the result, one a lane, and all of K; each warp has one or two rows. Y
-comes by cp.async in slices through a long ring in shared memory, so that most of that is on its way
-at any time. Every sum is one chain over K in its order, as in `simt`, and so an element of float32
-has the bits that it has there.
+A block has 32 columns of the result, one a lane, all rows and all of K. Y comes by cp.async in
+slices through a long ring in shared memory, so that most of that is on its way at any time. Of each
+slice every warp has its share of K, for all rows: an element is the sum of eight chains, one a
+warp, added up in the order of the warps. That order depends on K and the dtype alone.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -26,7 +26,6 @@ from numfuse.backends.cuda.intrinsics import (
     least,
     most,
     shared_address,
-    warp_barrier,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.slices import runs_wide
@@ -46,11 +45,10 @@ def _product(
 ):  # fmt: skip
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
-    lane, row0 = i32(t & 31), i32((t >> 5) * ROWS)
+    lane, warp = i32(t & 31), i32(t >> 5)
     place = i64(cuda.blockIdx.y)
     column0 = i32(cuda.blockIdx.x * 32)
     slices = i32((k + (DEPTH - 1)) // DEPTH)
-    working = row0 < m
 
     # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
     # values of K where Y's columns are neighbours, else columns.
@@ -81,23 +79,35 @@ def _product(
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE)
 
-    # X: a warp's rows, a slice ahead in registers, then in its own part of shared memory
-    own = i32(memory + STAGES * SLICE + row0 * (DEPTH * ACC_BYTES))
-    put = i32(own + lane * ACC_BYTES)
-    ahead = cuda.local.array(ROWS * AHEAD, dtype=ACCUMULATOR)
-    x_at = x + place * x_place + i64(row0) * x_row + lane * x_column
-    x_left = i32(k - lane)
-    for r in unrolled(ROWS):
+    # X: a slice ahead in registers (neighbours along K a thread), then turned in shared memory
+    x_slices = i32(memory + STAGES * SLICE)
+    ahead = cuda.local.array(AHEAD, dtype=ACCUMULATOR)
+    x_k, x_row0 = i32(t & (DEPTH - 1)), i32(t // DEPTH)
+    put = i32((x_k * ROWS + x_row0) * ACC_BYTES)
+    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
+    x_left = i32(k - x_k)
+    turn = i32(0)
+    while turn < 2:
+        if turn == 1:
+            for i in unrolled(AHEAD):
+                if x_row0 + i * ROW_STEP < ROWS:
+                    PUT_X(i32(x_slices + put + i * ROW_STEP * ACC_BYTES), ahead[i])
         for i in unrolled(AHEAD):
-            ahead[r * AHEAD + i] = ACCUMULATOR(0)
-            if row0 + r < m and 32 * i < x_left:
-                ahead[r * AHEAD + i] = LOAD_X(x_at + r * x_row + 32 * i * x_column)
+            ahead[i] = ACCUMULATOR(0)
+            if x_row0 + i * ROW_STEP < m and x_left > 0:
+                ahead[i] = LOAD_X(x_at + i * ROW_STEP * x_row)
+        x_at, x_left = x_at + DEPTH * x_column, i32(x_left - DEPTH)
+        turn = i32(turn + 1)
 
     total = cuda.local.array(ROWS, dtype=ACCUMULATOR)
     for r in unrolled(ROWS):
         total[r] = ACCUMULATOR(0)
-    y_from = i32(memory + (lane * PITCH if ALONG_K else lane * SIZE))
-    read = i32(0)
+    # this warp's share of K begins here
+    y_from = i32(memory + (lane * PITCH + warp * (SHARE * SIZE)))
+    if not ALONG_K:
+        y_from = i32(memory + (lane * SIZE + warp * (SHARE * PITCH)))
+    x_from = i32(x_slices + warp * (SHARE * ROWS * ACC_BYTES))
+    read, x_turn = i32(0), i32(0)
     while slices > 0:
         WAIT()
         block_barrier()  # the slice is there, and the one before has been read by all
@@ -113,43 +123,55 @@ def _product(
         else:
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
-        if working:
-            for r in unrolled(ROWS):
-                for i in unrolled(AHEAD):
-                    PUT_X(i32(put + (r * DEPTH + 32 * i) * ACC_BYTES), ahead[r * AHEAD + i])
-            warp_barrier()
-            x_at, x_left = x_at + DEPTH * x_column, i32(x_left - DEPTH)
-            for r in unrolled(ROWS):
-                for i in unrolled(AHEAD):
-                    ahead[r * AHEAD + i] = ACCUMULATOR(0)
-                    if row0 + r < m and 32 * i < x_left:
-                        ahead[r * AHEAD + i] = LOAD_X(x_at + r * x_row + 32 * i * x_column)
-            x_from, y_now = own, i32(y_from + read)
-            q = i32(0)
-            while q < DEPTH:
-                if ALONG_K:
-                    for u in unrolled(STEP // FEW):
-                        some = TAKE_Y(i32(y_now + u * (FEW * SIZE)))
-                        for v in unrolled(FEW):
-                            for r in unrolled(ROWS):
-                                factor = TAKE_ONE(
-                                    i32(x_from + (r * DEPTH + u * FEW + v) * ACC_BYTES)
-                                )
-                                total[r] = FUSED(factor, some[v], total[r])
-                    y_now = i32(y_now + STEP * SIZE)
-                else:
-                    for u in unrolled(STEP):
-                        one = TAKE_Y(i32(y_now + u * PITCH))
-                        for r in unrolled(ROWS):
-                            factor = TAKE_ONE(i32(x_from + (r * DEPTH + u) * ACC_BYTES))
-                            total[r] = FUSED(factor, one, total[r])
-                    y_now = i32(y_now + STEP * PITCH)
-                x_from = i32(x_from + STEP * ACC_BYTES)
-                q = i32(q + STEP)
-            warp_barrier()  # before the next slice of X is put
+        x_next = i32(x_slices + put + (X_SLICE - x_turn))
+        for i in unrolled(AHEAD):
+            if x_row0 + i * ROW_STEP < ROWS:
+                PUT_X(i32(x_next + i * ROW_STEP * ACC_BYTES), ahead[i])
+        for i in unrolled(AHEAD):
+            ahead[i] = ACCUMULATOR(0)
+            if x_row0 + i * ROW_STEP < m and x_left > 0:
+                ahead[i] = LOAD_X(x_at + i * ROW_STEP * x_row)
+        x_at, x_left = x_at + DEPTH * x_column, i32(x_left - DEPTH)
+        x_now, y_now = i32(x_from + x_turn), i32(y_from + read)
+        q = i32(0)
+        while q < SHARE:
+            if ALONG_K:
+                for u in unrolled(STEP // FEW):
+                    some = TAKE_Y(i32(y_now + u * (FEW * SIZE)))
+                    for v in unrolled(FEW):
+                        for g in unrolled(ROWS // GROUP):
+                            factors = TAKE_X(
+                                i32(x_now + ((u * FEW + v) * ROWS + g * GROUP) * ACC_BYTES)
+                            )
+                            if GROUP == 1:
+                                total[0] = FUSED(factors, some[v], total[0])
+                            else:
+                                for r in unrolled(GROUP):
+                                    total[g * GROUP + r] = FUSED(
+                                        factors[r], some[v], total[g * GROUP + r]
+                                    )
+                y_now = i32(y_now + STEP * SIZE)
+            else:
+                for u in unrolled(STEP):
+                    one = TAKE_Y(i32(y_now + u * PITCH))
+                    for g in unrolled(ROWS // GROUP):
+                        factors = TAKE_X(i32(x_now + (u * ROWS + g * GROUP) * ACC_BYTES))
+                        if GROUP == 1:
+                            total[0] = FUSED(factors, one, total[0])
+                        else:
+                            for r in unrolled(GROUP):
+                                total[g * GROUP + r] = FUSED(factors[r], one, total[g * GROUP + r])
+                y_now = i32(y_now + STEP * PITCH)
+            x_now = i32(x_now + STEP * ROWS * ACC_BYTES)
+            q = i32(q + STEP)
+        x_turn = i32(X_SLICE - x_turn)
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         slices = i32(slices - 1)
     WAIT_ALL()
+    block_barrier()
+    for r in unrolled(ROWS):
+        PUT_X(i32(memory + ((warp * ROWS + r) * 32 + lane) * ACC_BYTES), total[r])
+    block_barrier()
 
     column = i64(column0 + lane)
     inside_n = column0 + lane < n
@@ -157,13 +179,17 @@ def _product(
     if BIAS:
         if inside_n:
             offset = LOAD_BIAS(bias + place * bias_place + column * bias_column)
-    if SUMS:
-        block_barrier()
-    for r in unrolled(ROWS):
-        row = i64(row0 + r)
+    # each warp finishes every WARPS-th row
+    row_here = i32(warp)
+    while row_here < ROWS:
+        row = i64(row_here)
         result = ACCUMULATOR(0)
-        if row0 + r < m and inside_n:
-            value = total[r] + offset
+        if row_here < m and inside_n:
+            at = i32(memory + (row_here * 32 + lane) * ACC_BYTES)
+            value = TAKE_ONE(at)
+            for w in unrolled(1, WARPS):
+                value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * ACC_BYTES)))
+            value = value + offset
             if PRE:
                 STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
             if EXTRA:
@@ -183,14 +209,18 @@ def _product(
                     result = added
             STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
         if SUMS:
-            PUT_X(i32(memory + ((row0 + r) * 32 + lane) * ACC_BYTES), result)
+            # behind the chains' sums, which other warps may still read
+            PUT_X(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * ACC_BYTES), result)
+        row_here = i32(row_here + WARPS)
     if SUMS:
         block_barrier()
         if t < 32 and inside_n:
             result_sum = ACCUMULATOR(0)
             at = i32(0)
             while at < m:
-                result_sum = result_sum + TAKE_ONE(i32(memory + (at * 32 + lane) * ACC_BYTES))
+                result_sum = result_sum + TAKE_ONE(
+                    i32(memory + ((WARPS * ROWS + at) * 32 + lane) * ACC_BYTES)
+                )
                 at = i32(at + 1)
             STORE_SUM(sums + (place * n + column) * ACC_BYTES, result_sum)
 
@@ -207,6 +237,7 @@ class Thin:
     accumulator: str
     #: Whether Y's neighbours lie along K.
     along_k: bool
+    #: A power of two.
     rows: int
     stages: int
 
@@ -236,10 +267,11 @@ class Thin:
 
     @property
     def shared_bytes(self) -> int:
+        # (of the ring, the end keeps the warps' sums)
         return self.stages * self.slice_bytes + self.x_bytes
 
     def __str__(self) -> str:
-        return f"{COLUMNS} columns, {self.rows} rows a warp, {self.stages} stages of {self.depth}"
+        return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages"
 
 
 @functools.lru_cache(maxsize=256)
@@ -254,8 +286,14 @@ def _kernel(
     reach = threads // pieces
     lines = COLUMNS if thin.along_k else thin.depth
     few = 16 // thin.size if thin.along_k else 1
+    group = min(thin.rows, 16 // one.itemsize(acc))
+    share = thin.depth // tiling.CUDA_THIN_WARPS
+    row_step = max(1, threads // thin.depth)
     bindings: dict[str, Any] = {
-        "ROWS": thin.rows, "DEPTH": thin.depth, "AHEAD": thin.depth // 32, "STEP": 16,
+        "ROWS": thin.rows, "GROUP": group, "DEPTH": thin.depth, "SHARE": share,
+        "STEP": min(share, 8 if thin.rows > 4 else 16), "WARPS": tiling.CUDA_THIN_WARPS,
+        "AHEAD": -(-thin.rows * thin.depth // threads), "ROW_STEP": row_step,
+        "X_SLICE": thin.x_bytes // 2, "TAKE_X": one.load(acc, group, acc, one.SHARED),
         "ALONG_K": thin.along_k, "SIZE": thin.size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
         "PIECES": pieces, "PIECE_BITS": pieces.bit_length() - 1, "REACH": reach,
         "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes, "FEW": few,
@@ -293,7 +331,7 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         or not (along_k or runs_wide(p.y, 2, 16 // size))
     ):
         return None
-    rows = 1 if p.m <= tiling.CUDA_THIN_WARPS else 2
+    rows = 1 << (p.m - 1).bit_length()
     made = Thin(p.y.dtype, p.accumulator, along_k, rows, 2)
     room = device.shared_per_block - made.x_bytes
     stages = min(tiling.CUDA_THIN_STAGES, room // made.slice_bytes)
