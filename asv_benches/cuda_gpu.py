@@ -121,10 +121,12 @@ def products(
         import cupy
 
         x, y, z = (cupy.from_dlpack(t) for t in (a, b, bias))
-        shape_of = cupy.fuse(
-            lambda t: 0.5 * t * (1 + cupy.tanh(0.7978845608028654 * (t + 0.044715 * t * t * t)))
-        )
-        forward["CuPy"] = lambda: shape_of(x @ y + z)
+
+        def shape_of(t: Any) -> Any:
+            return 0.5 * t * (1 + cupy.tanh(0.7978845608028654 * (t + 0.044715 * t * t * t)))
+
+        fused = cupy.fuse(shape_of)
+        forward["CuPy"] = lambda: fused(x @ y + z)
     if arguments.compile:
         for mode in (None, "max-autotune-no-cudagraphs") if arguments.autotune else (None,):
             name = "torch.compile" + (" autotune" if mode else "")

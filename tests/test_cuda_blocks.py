@@ -166,13 +166,13 @@ def test_other_tiles_of_threads(tile):
 
 
 @pytest.mark.parametrize("y", ["rows", "columns"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("m", [1, 2, 9])
 def test_few_rows(dtype, y, m, monkeypatch):
     monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192)
     monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3)
     check(
-        dtype, None, m, 40, 168, y=y, x="strided" if m > 1 else "rows", epilogue="slope", pre=True
+        dtype, None, m, 40, 168, y=y, x="strided" if m == 2 else "rows", epilogue="slope", pre=True
     )
     check(dtype, None, m, 24, 8, y=y, x="columns", places=2, epilogue="residual", bias=False)
 

@@ -126,8 +126,8 @@ CASES = [
               ("cp.async.cg.shared.global", "fma.rn"))
         for dtype, m, turned, info in (
             ("float32", 1, False, AMPERE), ("float32", 16, True, HOPPER),
-            ("float64", 8, True, HOPPER), ("bfloat16", 16, False, HOPPER),
-            ("float16", 3, True, AMPERE),
+            ("float64", 8, True, HOPPER), ("float32", 64, False, HOPPER),
+            ("float64", 1, False, AMPERE),
         )
     ],
     *[

@@ -39,7 +39,8 @@ def gate_backward(grad, a, b, d_a, d_b, size):
 def gates_wide(grad, a, b, out, d_b, size):
     """The same by 16 bytes, VECTORS of them in flight for a thread; `out`: d_a in the backward.
 
-    Nothing is read twice: the accesses ask the caches to keep none of it.
+    Nothing is read twice, and the loads ask the caches to keep none of it: what is stored stays in
+    them instead, for whoever reads it next.
     """
     first = cuda.blockIdx.x * (THREADS * VECTORS) + cuda.threadIdx.x
     vectors = size // PER_VECTOR
@@ -123,7 +124,7 @@ def wide_kernel(
         "PER_VECTOR": per_vector, "ITEMSIZE": intrinsics.itemsize(dtype),
         "REAL": getattr(types, accumulator), "BACKWARD": backward, "READS_B": d_a,
         "D_A": d_a, "D_B": d_b, "VALUE": value, "SLOPE": slope,
-        "LOAD_WORDS": intrinsics.load_streamed, "STORE_WORDS": intrinsics.store_streamed,
+        "LOAD_WORDS": intrinsics.load_streamed, "STORE_WORDS": intrinsics.store_words,
         "AS_VALUES": registers.words_as(dtype, accumulator),
         "AS_WORDS": registers.as_words(dtype, accumulator),
         "LOAD": intrinsics.load(dtype, 1, accumulator),

@@ -12,7 +12,7 @@ warp, added up in the order of the warps. That order depends on K and the dtype 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -64,113 +64,90 @@ def _product(
         lines_left = i32(k - line)
         bytes_left = i32(least(i32((n - column0) * SIZE), LINE_BYTES) - piece * 16)
         y_line, y_slice = y_row * REACH, y_row * DEPTH
+    # ... and of X's: the same K of every X_STEP-th row
+    x_k, x_row0 = i32((t & (X_PIECES - 1)) * X_VALUES), i32(t >> X_BITS)
+    x_to = i32(memory + Y_SLICE + (x_row0 * DEPTH + x_k) * SIZE)
+    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
+    x_left = i32(k - x_k)
+    x_line, x_slice = x_row * X_STEP, x_column * DEPTH
     write = i32(0)
-    while write < (STAGES - 1) * SLICE:
-        y_run = y_at
+    filled = i32(0)
+    while filled < STAGES - 1:
+        y_run, x_run = y_at, x_at
         for c in unrolled(COPIES):
             inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
             fetch16(i32(to + write + c * (REACH * PITCH)), y_run, inside)
             y_run = y_run + y_line
+        for c in unrolled(X_COPIES):
+            if x_row0 + c * X_STEP < ROWS:
+                inside = i32(least(most(x_left, 0), X_VALUES) * SIZE)
+                inside = inside if x_row0 + c * X_STEP < m else i32(0)
+                FETCH_X(i32(x_to + write + c * (X_STEP * DEPTH * SIZE)), x_run, inside)
+            x_run = x_run + x_line
         fetch_commit()
-        y_at = y_at + y_slice
+        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
             bytes_left = i32(bytes_left - DEPTH * SIZE)
         else:
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE)
-
-    # X: a slice ahead in registers (neighbours along K a thread), then turned in shared memory
-    x_slices = i32(memory + STAGES * SLICE)
-    ahead = cuda.local.array(AHEAD, dtype=ACCUMULATOR)
-    x_k, x_row0 = i32(t & (DEPTH - 1)), i32(t // DEPTH)
-    put = i32((x_k * ROWS + x_row0) * ACC_BYTES)
-    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
-    x_left = i32(k - x_k)
-    turn = i32(0)
-    while turn < 2:
-        if turn == 1:
-            for i in unrolled(AHEAD):
-                if x_row0 + i * ROW_STEP < ROWS:
-                    PUT_X(i32(x_slices + put + i * ROW_STEP * ACC_BYTES), ahead[i])
-        for i in unrolled(AHEAD):
-            ahead[i] = ACCUMULATOR(0)
-            if x_row0 + i * ROW_STEP < m and x_left > 0:
-                ahead[i] = LOAD_X(x_at + i * ROW_STEP * x_row)
-        x_at, x_left = x_at + DEPTH * x_column, i32(x_left - DEPTH)
-        turn = i32(turn + 1)
+        filled = i32(filled + 1)
 
     total = cuda.local.array(ROWS, dtype=ACCUMULATOR)
+    ys = cuda.local.array(FEW, dtype=ACCUMULATOR)
     for r in unrolled(ROWS):
         total[r] = ACCUMULATOR(0)
     # this warp's share of K begins here
     y_from = i32(memory + (lane * PITCH + warp * (SHARE * SIZE)))
     if not ALONG_K:
         y_from = i32(memory + (lane * SIZE + warp * (SHARE * PITCH)))
-    x_from = i32(x_slices + warp * (SHARE * ROWS * ACC_BYTES))
-    read, x_turn = i32(0), i32(0)
+    x_from = i32(memory + (Y_SLICE + warp * (SHARE * SIZE)))
+    read = i32(0)
     while slices > 0:
         WAIT()
         block_barrier()  # the slice is there, and the one before has been read by all
-        y_run = y_at
+        y_run, x_run = y_at, x_at
         for c in unrolled(COPIES):
             inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
             fetch16(i32(to + write + c * (REACH * PITCH)), y_run, inside)
             y_run = y_run + y_line
+        for c in unrolled(X_COPIES):
+            if x_row0 + c * X_STEP < ROWS:
+                inside = i32(least(most(x_left, 0), X_VALUES) * SIZE)
+                inside = inside if x_row0 + c * X_STEP < m else i32(0)
+                FETCH_X(i32(x_to + write + c * (X_STEP * DEPTH * SIZE)), x_run, inside)
+            x_run = x_run + x_line
         fetch_commit()
-        y_at = y_at + y_slice
+        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
             bytes_left = i32(bytes_left - DEPTH * SIZE)
         else:
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
-        x_next = i32(x_slices + put + (X_SLICE - x_turn))
-        for i in unrolled(AHEAD):
-            if x_row0 + i * ROW_STEP < ROWS:
-                PUT_X(i32(x_next + i * ROW_STEP * ACC_BYTES), ahead[i])
-        for i in unrolled(AHEAD):
-            ahead[i] = ACCUMULATOR(0)
-            if x_row0 + i * ROW_STEP < m and x_left > 0:
-                ahead[i] = LOAD_X(x_at + i * ROW_STEP * x_row)
-        x_at, x_left = x_at + DEPTH * x_column, i32(x_left - DEPTH)
-        x_now, y_now = i32(x_from + x_turn), i32(y_from + read)
+        x_now, y_now = i32(x_from + read), i32(y_from + read)
         q = i32(0)
         while q < SHARE:
-            if ALONG_K:
-                for u in unrolled(STEP // FEW):
-                    some = TAKE_Y(i32(y_now + u * (FEW * SIZE)))
+            for u in unrolled(STEP // FEW):
+                if ALONG_K:
+                    some = TAKE(i32(y_now + u * 16))
                     for v in unrolled(FEW):
-                        for g in unrolled(ROWS // GROUP):
-                            factors = TAKE_X(
-                                i32(x_now + ((u * FEW + v) * ROWS + g * GROUP) * ACC_BYTES)
-                            )
-                            if GROUP == 1:
-                                total[0] = FUSED(factors, some[v], total[0])
-                            else:
-                                for r in unrolled(GROUP):
-                                    total[g * GROUP + r] = FUSED(
-                                        factors[r], some[v], total[g * GROUP + r]
-                                    )
-                y_now = i32(y_now + STEP * SIZE)
-            else:
-                for u in unrolled(STEP):
-                    one = TAKE_Y(i32(y_now + u * PITCH))
-                    for g in unrolled(ROWS // GROUP):
-                        factors = TAKE_X(i32(x_now + (u * ROWS + g * GROUP) * ACC_BYTES))
-                        if GROUP == 1:
-                            total[0] = FUSED(factors, one, total[0])
-                        else:
-                            for r in unrolled(GROUP):
-                                total[g * GROUP + r] = FUSED(factors[r], one, total[g * GROUP + r])
-                y_now = i32(y_now + STEP * PITCH)
-            x_now = i32(x_now + STEP * ROWS * ACC_BYTES)
+                        ys[v] = some[v]
+                else:
+                    for v in unrolled(FEW):
+                        ys[v] = TAKE_ONE(i32(y_now + (u * FEW + v) * PITCH))
+                for r in unrolled(ROWS):
+                    factors = TAKE(i32(x_now + (r * (DEPTH * SIZE) + u * 16)))
+                    for v in unrolled(FEW):
+                        total[r] = FUSED(factors[v], ys[v], total[r])
+            y_now = i32(y_now + STEP * (SIZE if ALONG_K else PITCH))
+            x_now = i32(x_now + STEP * SIZE)
             q = i32(q + STEP)
-        x_turn = i32(X_SLICE - x_turn)
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         slices = i32(slices - 1)
     WAIT_ALL()
     block_barrier()
     for r in unrolled(ROWS):
-        PUT_X(i32(memory + ((warp * ROWS + r) * 32 + lane) * ACC_BYTES), total[r])
+        PUT(i32(memory + ((warp * ROWS + r) * 32 + lane) * ACC_BYTES), total[r])
     block_barrier()
 
     column = i64(column0 + lane)
@@ -210,7 +187,7 @@ def _product(
             STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
-            PUT_X(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * ACC_BYTES), result)
+            PUT(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * ACC_BYTES), result)
         row_here = i32(row_here + WARPS)
     if SUMS:
         block_barrier()
@@ -233,10 +210,12 @@ SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 3 + ["i64"] * 17)
 class Thin:
     """A kernel, and what `last_call` shows."""
 
+    #: "float32" or "float64": of X, Y and the sums.
     dtype: str
-    accumulator: str
     #: Whether Y's neighbours lie along K.
     along_k: bool
+    #: Whether X is copied by 16 bytes along K, or value by value.
+    x_wide: bool
     #: A power of two.
     rows: int
     stages: int
@@ -256,19 +235,12 @@ class Thin:
         return self.depth * self.size + 16 if self.along_k else COLUMNS * self.size
 
     @property
-    def slice_bytes(self) -> int:
+    def y_bytes(self) -> int:
         return self.pitch * (COLUMNS if self.along_k else self.depth)
 
     @property
-    def x_bytes(self) -> int:
-        return (
-            tiling.CUDA_THIN_WARPS * self.rows * self.depth * intrinsics.itemsize(self.accumulator)
-        )
-
-    @property
-    def shared_bytes(self) -> int:
-        # (of the ring, the end keeps the warps' sums)
-        return self.stages * self.slice_bytes + self.x_bytes
+    def slice_bytes(self) -> int:
+        return self.y_bytes + self.rows * self.depth * self.size
 
     def __str__(self) -> str:
         return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages"
@@ -276,31 +248,32 @@ class Thin:
 
 @functools.lru_cache(maxsize=256)
 def _kernel(
-    thin: Thin, x: str, out: str, bias: str | None, extra: str | None, pre: bool, epilogue: str,
+    thin: Thin, out: str, bias: str | None, extra: str | None, pre: bool, epilogue: str,
     sums: bool, function: Any,
 ) -> Kernel:  # fmt: skip
-    one, acc = intrinsics, thin.accumulator
+    one, acc, size = intrinsics, thin.dtype, thin.size
     threads = 32 * tiling.CUDA_THIN_WARPS
-    line_bytes = thin.depth * thin.size if thin.along_k else COLUMNS * thin.size
+    line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
     pieces = line_bytes // 16
     reach = threads // pieces
     lines = COLUMNS if thin.along_k else thin.depth
-    few = 16 // thin.size if thin.along_k else 1
-    group = min(thin.rows, 16 // one.itemsize(acc))
+    few = 16 // size
     share = thin.depth // tiling.CUDA_THIN_WARPS
-    row_step = max(1, threads // thin.depth)
+    x_values = few if thin.x_wide else 1
+    x_pieces = thin.depth // x_values
+    x_step = max(1, threads // x_pieces)
     bindings: dict[str, Any] = {
-        "ROWS": thin.rows, "GROUP": group, "DEPTH": thin.depth, "SHARE": share,
-        "STEP": min(share, 8 if thin.rows > 4 else 16), "WARPS": tiling.CUDA_THIN_WARPS,
-        "AHEAD": -(-thin.rows * thin.depth // threads), "ROW_STEP": row_step,
-        "X_SLICE": thin.x_bytes // 2, "TAKE_X": one.load(acc, group, acc, one.SHARED),
-        "ALONG_K": thin.along_k, "SIZE": thin.size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
+        "ROWS": thin.rows, "DEPTH": thin.depth, "SHARE": share, "FEW": few,
+        "STEP": few if thin.rows > 8 else share, "WARPS": tiling.CUDA_THIN_WARPS,
+        "ALONG_K": thin.along_k, "SIZE": size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
         "PIECES": pieces, "PIECE_BITS": pieces.bit_length() - 1, "REACH": reach,
-        "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes, "FEW": few,
-        "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
+        "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes,
+        "Y_SLICE": thin.y_bytes, "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
+        "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
+        "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
+        "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": size,
         "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
-        "LOAD_X": one.load(x, 1, acc), "PUT_X": one.store(acc, 1, acc, one.SHARED),
-        "TAKE_Y": one.load(thin.dtype, few, acc, one.SHARED),
+        "PUT": one.store(acc, 1, acc, one.SHARED), "TAKE": one.load(acc, few, acc, one.SHARED),
         "TAKE_ONE": one.load(acc, 1, acc, one.SHARED), "FUSED": scalars.fused,
         "BIAS": bias is not None, "EXTRA": extra is not None, "PRE": pre, "SUMS": sums,
         "RESIDUAL": epilogue == "residual", "SLOPE": epilogue == "slope",
@@ -323,21 +296,16 @@ def _kernel(
 def plan(product: Product, device: DeviceInfo) -> Plan | None:
     """How to run it, whatever its sizes; None where Y has no 16 bytes to copy, or few fit."""
     p = product
-    size = intrinsics.itemsize(p.y.dtype)
-    along_k = runs_wide(p.y, 1, 16 // size)
-    if (
-        p.m > tiling.CUDA_THIN_ROWS
-        or p.places > 65535
-        or not (along_k or runs_wide(p.y, 2, 16 // size))
-    ):
+    few = 16 // intrinsics.itemsize(p.y.dtype)
+    along_k = runs_wide(p.y, 1, few)
+    if p.places > 65535 or not (along_k or runs_wide(p.y, 2, few)):
         return None
     rows = 1 << (p.m - 1).bit_length()
-    made = Thin(p.y.dtype, p.accumulator, along_k, rows, 2)
-    room = device.shared_per_block - made.x_bytes
-    stages = min(tiling.CUDA_THIN_STAGES, room // made.slice_bytes)
+    made = Thin(p.y.dtype, along_k, runs_wide(p.x, 2, few), rows, 0)
+    stages = min(tiling.CUDA_THIN_STAGES, device.shared_per_block // made.slice_bytes)
     if stages < 3:
         return None
-    made = Thin(p.y.dtype, p.accumulator, along_k, rows, stages)
+    made = replace(made, stages=stages)
     function = None
     if p.function is not None:
         function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
@@ -356,11 +324,11 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         *steps(p.pre), *steps(p.out),
     )  # fmt: skip
     built = _kernel(
-        made, p.x.dtype, p.out.dtype, p.bias.dtype if p.bias else None,
-        p.extra.dtype if p.extra else None, p.pre is not None, p.epilogue, p.sums, function,
+        made, p.out.dtype, p.bias.dtype if p.bias else None, p.extra.dtype if p.extra else None,
+        p.pre is not None, p.epilogue, p.sums, function,
     )  # fmt: skip
     grid = (-(-p.n // COLUMNS), p.places, 1)
-    launch = Launch(built, grid, arguments, made.shared_bytes)
+    launch = Launch(built, grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)
 
 
@@ -374,9 +342,9 @@ class FewRows:
         p = product
         if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
             return None
-        if p.m > tiling.CUDA_THIN_ROWS or min(p.n, p.k) < tiling.CUDA_THIN_LEAST:
+        if p.m > tiling.CUDA_THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
             return None
-        if p.accumulator != ("float64" if p.y.dtype == "float64" else "float32"):
+        if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.CUDA_THIN_LEAST:
             return None
         return plan(p, device)
 
