@@ -11,7 +11,7 @@ Where grad or a result meets them there is one matrix of them all,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy import empty, ndarray
@@ -59,6 +59,8 @@ class GemmDoubleBackwardProblem(GemmBackwardProblem):
     d_a = Q @ b^T + S @ v^T, d_b = a^T @ Q + u^T @ S, d_bias = sum(Q). Where act'' is zero
     everywhere, so is Q, whatever T is. `z` is there with the activation "none" alone.
     """
+
+    BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "grad", "pre", "d_a", "u", "d_grad", "z")
 
     u: ndarray | None
     v: ndarray | None
@@ -260,7 +262,7 @@ def _double_backward(
         d_bias=None if d_bias is None else _row(d_bias),
         result=gradients, d_grad=None if d_grad is None else shape.full(d_grad), **x.moved,
     )  # fmt: skip
-    _fold(p, ("a", "grad", "pre", "d_a", "u", "d_grad", "z"))
+    problem._fold(p, p.BY_ROWS)
     return p
 
 
@@ -311,17 +313,8 @@ def _tangent(x: _Product, act: Activation, guard: bool) -> GemmTangentProblem:
         pre=None, result=Tangent(out, out_dot), guard=bool(guard), out_dot=shape.full(out_dot),
         **x.moved,
     )  # fmt: skip
-    _fold(p, ("a", "out", "out_dot", "residual", "u", "z"))
+    problem._fold(p, ("a", "out", "out_dot", "residual", "u", "z"))
     return p
-
-
-def _fold(p: GemmDoubleBackwardProblem | GemmTangentProblem, rows: tuple[str, ...]) -> None:
-    """As `problem._fold`; what moves with `b` and `bias` is folded as they are."""
-    batch = p.batch
-    problem._fold(p, rows)
-    if batch and not p.batch:
-        p.v = None if p.v is None else p.v.reshape(p.k, p.n)
-        p.w = None if p.w is None else p.w.reshape(1, p.n)
 
 
 def gated_double_backward(

@@ -22,6 +22,7 @@ from numfuse.backends.cpu import driver, higher_rows, kernels, library, microker
 from numfuse.backends.cpu.blocks import Launches, Schedule, Turn
 from numfuse.backends.cpu.driver import Operand, Slots, operand
 from numfuse.expr import SYMBOL
+from numfuse.layout import as_one
 
 if TYPE_CHECKING:
     from numfuse.backends.cpu import CpuBackend
@@ -137,6 +138,7 @@ def gated_jvp_row(
 # --- products -----------------------------------------------------------------------------------
 def double_backward(backend: CpuBackend, p: GemmDoubleBackwardProblem) -> None:
     """What nothing contributes to is zero; the rest is one schedule, or two of an identity."""
+    p = as_one(p)
     identity = p.activation.trace(0) is SYMBOL
     moved = not (p.u is None and p.v is None and p.w is None and p.z is None)
     bent = moved and not identity and not p.activation.second_derivative_is_zero()
@@ -216,7 +218,7 @@ def _identity_schedules(
         plans = partial(_moved_plans, p)
         found.append(backend._schedule(p, tuple(chosen), None, *_rows(p), plans))
     if arrays[D_A] is not None or arrays[D_B] is not None:
-        whole = max(1, p.m), max(1, math.prod(p.batch))
+        whole = backend.whole_rows(p, arrays), max(1, math.prod(p.batch))
         plans = partial(_double_backward_plans, p, None)
         found.append(backend._schedule(p, arrays, None, *whole, plans))
     return found
