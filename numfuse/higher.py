@@ -278,6 +278,23 @@ def gemm_tangent(
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_activation_jvp`; see there for what is accepted and raised."""
     act = get_activation(activation)
+    # The plain case on its own, for the same reason as in `problem.gemm`.
+    plain = problem._plain_product(a, b, bias)
+    if plain is not None:
+        m, n, k, dtype, acc_dtype = plain
+        if (
+            (a_dot is None or problem._is_plain(a_dot, (m, k), dtype))
+            and (b_dot is None or problem._is_plain(b_dot, (k, n), dtype))
+            and (
+                bias_dot is None or (bias is not None and problem._is_plain(bias_dot, (n,), dtype))
+            )
+        ):
+            out, out_dot = empty((m, n), dtype), empty((m, n), dtype)
+            return GemmTangentProblem(
+                m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
+                None, out, None, Tangent(out, out_dot), a_dot, b_dot,
+                None if bias_dot is None else bias_dot[None], None, bool(guard), out_dot,
+            )  # fmt: skip
     moved = {
         "u": ("a_dot", a_dot), "v": ("b_dot", b_dot), "w": ("bias_dot", bias_dot),
         "z": ("residual_dot", None),

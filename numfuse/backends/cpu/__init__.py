@@ -339,25 +339,32 @@ class CpuBackend:
             )  # fmt: skip
         self._run_kept(p, key, arrays, lambda x: self._backward_schedules(p, x, slope))
 
+    def threads_of(self, p: GemmProblem | GemmBackwardProblem) -> int:
+        """The threads of a product, as a part of the key of its calls."""
+        return launch.threads() if p.batch else _threads(p)
+
     def scheduled(
         self,
         p: GemmDoubleBackwardProblem | GemmTangentProblem,
         arrays: tuple[np.ndarray | None, ...],
         what: tuple[Any, ...],
         make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Run what `higher` has made of products, `what` names it beside the forms of the arrays.
 
-        `make` turns arrays into schedules, once for every form of call.
+        `make` turns arrays into schedules, once for every form of call. `key` stands for `what` and
+        the forms, where the caller has one.
         """
-        threads = launch.threads() if p.batch else _threads(p)
+        threads = self.threads_of(p)
         pre = arrays[PRE]
         if threads == 1 and pre is not None and pre.size < tiling.PARALLEL_ELEMENTS:
             pre = pre.astype(p.acc_dtype, copy=False)
             arrays = (*arrays[:PRE], pre, *arrays[PRE + 1 :])
         forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
         saved = None if pre is None else pre.dtype
-        self._run_kept(p, (what, forms, p.dtype, saved, p.batch, p.m, threads), arrays, make)
+        key = key or (what, forms, p.dtype, saved, p.batch, p.m, threads)
+        self._run_kept(p, key, arrays, make)
 
     def _run_kept(
         self,
