@@ -64,6 +64,7 @@ GATHERED = {
     for i, number in enumerate((A, GRAD, PRE, D_A, higher.U, higher.Z, higher.D_GRAD))
 }
 RESULTS_BY_ROWS = (D_A, higher.D_GRAD)
+NUMBERS = higher.S + 1 + len(GATHERED)
 
 
 def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
@@ -312,7 +313,10 @@ class CpuBackend:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
         rows where grad_pre is large.
         """
-        p = as_one(p)
+        apart = False
+        if p.batch:
+            given, p = p, as_one(p)
+            apart = p is not given  # (some rows are to be gathered)
         # Where the activation is the identity, grad_pre is grad itself and there is no slope.
         identity = p.activation.trace(0) is SYMBOL
         slope = None if identity else p.activation.trace(1)
@@ -323,7 +327,7 @@ class CpuBackend:
             pre = pre.astype(p.acc_dtype, copy=False)
         arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
         key: tuple[Any, ...]
-        if p.batch or _scattered(p, arrays):
+        if p.batch or apart:
             forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
             saved = None if pre is None else pre.dtype
             key = (forms, slope, p.dtype, saved, p.batch, p.guard, threads)
@@ -418,21 +422,26 @@ class CpuBackend:
         """A backward as many launches: where NumPy has to do something between them."""
         for schedule in schedules:
             whole = _with_totals(arrays, schedule.totals)
-            whole = (*whole, *(None,) * (max(GATHERED.values()) + 1 - len(whole)))
+            if not p.batch:  # some rows may have to be gathered
+                whole = (*whole, *(None,) * (NUMBERS - len(whole)))
             with launch.room(schedule.size) as memory:
                 for step in schedule.steps:
                     every = [*whole] if step.block is None else _parts(step.block, whole)
                     for number, shape, dtype, offset in step.held:
                         place = offset
                         if number == GRAD_PRE:
-                            grad = every[GATHERED[GRAD]] if every[GRAD] is None else every[GRAD]
+                            grad = every[GRAD]
+                            if grad is None:
+                                grad = every[GATHERED[GRAD]]
                             place += _beside(grad, memory.address + offset)
                         held = memory.array(place, shape, dtype)
                         if number == PRE:
                             held[...] = every[PRE]
                         every[number] = held
                     called = tuple(every)
-                    ends = (*whole[: higher.S + 1], *every[higher.S + 1 :])
+                    ends = called
+                    if step.before or step.after:
+                        ends = (*whole[: higher.S + 1], *every[higher.S + 1 :])
                     for move in step.before:
                         launch.launch_in(memory.address, move.alone, ends)
                     for plan in step.launches.plans:
@@ -778,9 +787,12 @@ class CpuBackend:
                 for pack in (library.pack_a, library.pack_b):
                     yield f"packing {source}", partial(pack, source, acc, kind)
             yield f"store {fmt}", partial(library.store_row, fmt)
+            yield f"copy {fmt}", partial(library.copy_row, fmt, fmt)
             yield f"add {acc}", partial(library.add_row, acc)
             if acc != fmt:
                 yield f"store {acc}", partial(library.store_row, acc)
+                yield f"copy {acc}", partial(library.copy_row, acc, acc)
+                yield f"copy {fmt} as {acc}", partial(library.copy_row, fmt, acc)
                 yield f"add and store {fmt}", partial(library.add_and_store_row, fmt)
             yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
             yield f"joined sums {fmt}", partial(library.join_cell, fmt)
