@@ -28,7 +28,7 @@ extensions = [
     "sphinx_gallery.gen_gallery",
     "mathml",
 ]
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "gallery"]
 templates_path = ["_templates"]
 
 # --- Markdown -------------------------------------------------------------------------------------
@@ -42,13 +42,13 @@ autodoc_typehints = "none"  # the docstrings tell types, in words
 numpydoc_show_class_members = False
 
 # --- gallery --------------------------------------------------------------------------------------
-# Every file of docs/examples is run, but the one that starts a cluster of processes: it is shown.
+# Every file of docs/gallery is run, but the one that starts a cluster of processes: it is shown.
 # One process, two threads: what the others need at most.
 os.environ.setdefault("MPLBACKEND", "agg")
 sphinx_gallery_conf = {
     "reset_argv": "example_arguments.of",
-    "examples_dirs": "examples",
-    "gallery_dirs": "gallery",
+    "examples_dirs": "gallery",
+    "gallery_dirs": "auto_gallery",
     "filename_pattern": r"/(?!train_on_dask)\w+\.py$",
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
@@ -83,14 +83,14 @@ html_sidebars = {"*": [], "api": ["sidebar-nav-bs"]}
 
 
 # --- links ----------------------------------------------------------------------------------------
-def examples_are_in_the_gallery(app, docname, source):
+def examples_are_as_they_were_run(app, docname, source):
     """A link to an example, which leads to its source in the repository, leads to its run here."""
     source[0] = re.sub(
-        r"\]\(((?:\.\./)?)examples/(\w+)\.(?:py|rst)\)",
-        lambda link: f"]({link[1]}gallery/{'index' if link[2] == 'README' else link[2]}.rst)",
+        r"\]\(((?:\.\./)?)gallery/(\w+)\.(?:py|rst)\)",
+        lambda link: f"]({link[1]}auto_gallery/{'index' if link[2] == 'README' else link[2]}.rst)",
         source[0],
     )
 
 
 def setup(app):
-    app.connect("source-read", examples_are_in_the_gallery)
+    app.connect("source-read", examples_are_as_they_were_run)

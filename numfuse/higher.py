@@ -11,7 +11,7 @@ Where grad or a result meets them there is one matrix of them all,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy import empty, ndarray
@@ -59,6 +59,8 @@ class GemmDoubleBackwardProblem(GemmBackwardProblem):
     d_a = Q @ b^T + S @ v^T, d_b = a^T @ Q + u^T @ S, d_bias = sum(Q). Where act'' is zero
     everywhere, so is Q, whatever T is. `z` is there with the activation "none" alone.
     """
+
+    BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "grad", "pre", "d_a", "u", "d_grad", "z")
 
     u: ndarray | None
     v: ndarray | None
@@ -260,7 +262,7 @@ def _double_backward(
         d_bias=None if d_bias is None else _row(d_bias),
         result=gradients, d_grad=None if d_grad is None else shape.full(d_grad), **x.moved,
     )  # fmt: skip
-    _fold(p, ("a", "grad", "pre", "d_a", "u", "d_grad", "z"))
+    problem._fold(p, p.BY_ROWS)
     return p
 
 
@@ -276,6 +278,23 @@ def gemm_tangent(
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_activation_jvp`; see there for what is accepted and raised."""
     act = get_activation(activation)
+    # The plain case on its own, for the same reason as in `problem.gemm`.
+    plain = problem._plain_product(a, b, bias)
+    if plain is not None:
+        m, n, k, dtype, acc_dtype = plain
+        if (
+            (a_dot is None or problem._is_plain(a_dot, (m, k), dtype))
+            and (b_dot is None or problem._is_plain(b_dot, (k, n), dtype))
+            and (
+                bias_dot is None or (bias is not None and problem._is_plain(bias_dot, (n,), dtype))
+            )
+        ):
+            out, out_dot = empty((m, n), dtype), empty((m, n), dtype)
+            return GemmTangentProblem(
+                m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
+                None, out, None, Tangent(out, out_dot), a_dot, b_dot,
+                None if bias_dot is None else bias_dot[None], None, bool(guard), out_dot,
+            )  # fmt: skip
     moved = {
         "u": ("a_dot", a_dot), "v": ("b_dot", b_dot), "w": ("bias_dot", bias_dot),
         "z": ("residual_dot", None),
@@ -311,17 +330,8 @@ def _tangent(x: _Product, act: Activation, guard: bool) -> GemmTangentProblem:
         pre=None, result=Tangent(out, out_dot), guard=bool(guard), out_dot=shape.full(out_dot),
         **x.moved,
     )  # fmt: skip
-    _fold(p, ("a", "out", "out_dot", "residual", "u", "z"))
+    problem._fold(p, ("a", "out", "out_dot", "residual", "u", "z"))
     return p
-
-
-def _fold(p: GemmDoubleBackwardProblem | GemmTangentProblem, rows: tuple[str, ...]) -> None:
-    """As `problem._fold`; what moves with `b` and `bias` is folded as they are."""
-    batch = p.batch
-    problem._fold(p, rows)
-    if batch and not p.batch:
-        p.v = None if p.v is None else p.v.reshape(p.k, p.n)
-        p.w = None if p.w is None else p.w.reshape(1, p.n)
 
 
 def gated_double_backward(

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
-__all__ = ["GemmShape", "gemm_shape", "merge_rows", "residual_view", "sum_to"]
+__all__ = [
+    "GemmShape",
+    "as_one",
+    "gemm_shape",
+    "merge_rows",
+    "residual_view",
+    "runs_of_rows",
+    "sum_to",
+]
 
 Shape = tuple[int, ...]
 
@@ -113,6 +123,83 @@ def merge_rows(x: ndarray) -> ndarray | None:
                 step = stride
             merged *= length
     return x.reshape(prod(lengths), x.shape[-1])
+
+
+def shares_weights(p: Any) -> bool:
+    """Whether one `b` and one `bias` serve the whole batch of a problem."""
+    return all(x is None or all(length == 1 for length in x.shape[:-2]) for x in (p.b, p.bias))
+
+
+def fold(p: Any, views: dict[str, ndarray | None]) -> None:
+    """Make a problem that `shares_weights` one product without batch axes.
+
+    `views` are its operands and results with rows; what else has batch axes loses them here.
+    """
+    for name, view in views.items():
+        setattr(p, name, view)
+    for length in p.batch:
+        p.m *= length
+    p.batch = ()
+    for name in ("b", "bias", "d_b", "d_bias", "v", "w"):
+        x = getattr(p, name, None)
+        if x is not None and x.ndim > 2:
+            setattr(p, name, x[(0,) * (x.ndim - 2)])  # (a view: d_b and d_bias are written to)
+
+
+def as_one(p: Any) -> Any:
+    """A backward or double backward whose sums over rows run over the whole batch as over one M.
+
+    A batch over one `b` that strides keep from being folded comes as it is; but `d_b` and `d_bias`
+    are to have the bits that copies give, in the order of a folded problem. This is that problem:
+    what does not merge without a copy keeps its batch axes, so an array of more than two axes,
+    where `batch` is (), is one whose rows have to be gathered. A problem without such a sum, or
+    with a batch of its own, is returned as it is.
+    """
+    if not p.batch or (p.d_b is None and p.d_bias is None) or not shares_weights(p):
+        return p
+    p = replace(p)
+    rows = (*p.batch, p.m)
+    views = {name: getattr(p, name) for name in p.BY_ROWS}
+    for name, x in views.items():
+        if x is None:
+            continue
+        if name == "z" and x.size == x.shape[-1]:
+            views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
+            continue
+        if name == "z":
+            x = views[name] = np.broadcast_to(x, (*rows, x.shape[-1]))
+        merged = merge_rows(x)
+        if merged is not None:
+            views[name] = merged
+    fold(p, views)
+    return p
+
+
+def runs_of_rows(
+    shape: Shape, first: int, last: int
+) -> Iterator[tuple[tuple[int | slice, ...], int, int]]:
+    """Rows [first, last) of (..., M, K) whose leading axes count as one M, in few pieces.
+
+    Each is an index into the array, which gives (..., rows, K), and the rows it stands for.
+    """
+    if first == last:
+        return
+    if len(shape) == 2:
+        yield (slice(first, last),), first, last
+        return
+    size = prod(shape[1:-1])
+    whole, end = -(-first // size), last // size
+    if whole > end:  # within one
+        whole = end = last // size + 1
+        edges = [(first // size, first, last)]
+    else:
+        edges = [(whole - 1, first, whole * size), (end, end * size, last)]
+    for index, start, stop in edges:
+        base = index * size
+        for part, low, high in runs_of_rows(shape[1:], start - base, stop - base):
+            yield (index, *part), base + low, base + high
+    if whole < end:
+        yield (slice(whole, end),), whole * size, end * size
 
 
 def sum_to(x: ndarray, shape: Shape, acc_dtype: np.dtype[Any]) -> ndarray:

@@ -17,7 +17,7 @@ An operand that is not needed, or not there, is None.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy import empty, may_share_memory, ndarray
@@ -35,7 +35,14 @@ from numfuse.gradients import (
     check_needs,
     check_outputs,
 )
-from numfuse.layout import GemmShape, gemm_shape, merge_rows, residual_view
+from numfuse.layout import (
+    GemmShape,
+    fold,
+    gemm_shape,
+    merge_rows,
+    residual_view,
+    shares_weights,
+)
 from numfuse.operands import ACCUMULATORS, as_plain, output, same_dtype
 
 if TYPE_CHECKING:
@@ -88,6 +95,9 @@ class GemmBackwardProblem:
     Every axis of `batch` that a gradient lacks, or has with length 1, is summed over: with
     sum_batch, `d_b` is simply (K, N) beside a batched `b`.
     """
+
+    #: What has a row for each of M.
+    BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "grad", "pre", "d_a")
 
     m: int
     n: int
@@ -422,7 +432,7 @@ def _general_backward(
         full_a, full_b, full_bias, shape.full(plain_grad), None if pre is None else shape.full(pre),
         bool(guard), d_a, d_b, d_bias, gradients(*result),
     )  # fmt: skip
-    _fold(problem, ("a", "grad", "pre", "d_a"))
+    _fold(problem, problem.BY_ROWS)
     if residual is None or grads[3] is None:
         return problem, None
     return problem, ResidualGradient(plain_grad, grads[3])
@@ -529,17 +539,12 @@ def _is_apart(x: ndarray, *others: ndarray | None) -> bool:
 
 def _fold(problem: GemmProblem | GemmBackwardProblem, rows: tuple[str, ...]) -> None:
     """Fold the batch into M where one `b` and one `bias` serve all of it: one product, not many."""
-    batch = problem.batch
-    if not batch:
+    if not problem.batch or not shares_weights(problem):
         return
-    b, bias = problem.b, problem.bias
-    for shared in (b, bias):
-        if shared is not None and any(length != 1 for length in shared.shape[:-2]):
-            return
     # Neither b nor bias has a batch of its own, so a has all of it (less leading axes of length 1).
     views: dict[str, ndarray | None] = {}
     m = problem.m
-    for length in batch:
+    for length in problem.batch:
         m *= length
     for name in rows:
         x = getattr(problem, name)
@@ -552,18 +557,7 @@ def _fold(problem: GemmProblem | GemmBackwardProblem, rows: tuple[str, ...]) -> 
         if merged is None or merged.shape[0] != m:
             return
         views[name] = merged
-    for name, view in views.items():
-        setattr(problem, name, view)
-    k, n = problem.k, problem.n
-    problem.b = b.reshape(k, n) if b.ndim > 2 else b
-    problem.bias = None if bias is None else (bias.reshape(1, n) if bias.ndim > 2 else bias)
-    if isinstance(problem, GemmBackwardProblem):
-        if problem.d_b is not None and problem.d_b.ndim > 2:
-            problem.d_b = problem.d_b[(0,) * (problem.d_b.ndim - 2)]
-        if problem.d_bias is not None and problem.d_bias.ndim > 2:
-            problem.d_bias = problem.d_bias[(0,) * (problem.d_bias.ndim - 2)]
-    problem.m = m
-    problem.batch = ()
+    fold(problem, views)
 
 
 def _shaped(x: ndarray, name: str, shape: tuple[int, ...], what: str = "the result's shape") -> Any:

@@ -149,6 +149,44 @@ def test_a_batch_in_blocks_gives_what_a_loop_gives(fmt, members, whole, monkeypa
             np.testing.assert_array_equal(bits(alone), bits(together[i].reshape(alone.shape)))
 
 
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("batch, m", [((3,), CHUNK + 7), ((2, 5), 31), ((5, 3, 2), 9)])
+def test_rows_that_lie_apart_are_gathered_block_by_block(tiny, batch, m, fmt):
+    """Blocks that begin and end within a member, of views that cannot be folded."""
+    rng = np.random.default_rng(6)
+    n, k = 19, 5
+    a, b, bias, grad = operands(rng, m, n, k, fmt, batch, b_batch=())
+    u, v, w = (normal(rng, x.shape, x.dtype) for x in (a, b, bias))
+    saved = normal(rng, grad.shape, a.dtype)
+    # The last of a longer member's rows, so that no member ends where the next one begins.
+    apart = [
+        np.concatenate([np.full_like(x[..., :1, :], np.nan), x], axis=-2)[..., 1:, :]
+        for x in (grad, a, u, saved)
+    ]
+    for activation in ("none", "silu"):
+        for pre, own in ((None, None), (saved, apart[3])):
+            out = np.full((*batch, m + 1, k), np.nan, a.dtype)
+            wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, activation, pre_activation=pre)
+            before = len(tiny)
+            got = nf.matmul_bias_activation_bwd(
+                apart[0], apart[1], b, bias, activation, pre_activation=own,
+                out=(out[..., 1:, :], None, None),
+            )  # fmt: skip
+            made = [step for schedule in tiny[before:] for step in schedule.steps]
+            if activation != "none" or pre is None:  # else it is kept
+                assert len(made) > 1
+                assert any(step.before for step in made) and any(step.after for step in made)
+            assert np.isnan(out[..., 0, :]).all()
+            second = [
+                nf.matmul_bias_activation_double_bwd(
+                    x, v, w, g, y, b, bias, activation, pre_activation=p
+                )
+                for x, g, y, p in ((u, grad, a, pre), (apart[2], *apart[:2], own))
+            ]
+            for x, y in (*zip(got, wanted, strict=True), *zip(*second, strict=True)):
+                assert (bits(x) == bits(y)).all()
+
+
 @pytest.mark.parametrize("rows", [1, 2 * CHUNK, 6 * CHUNK])
 @pytest.mark.parametrize("a_batch", [(3, 2), (1, 2), ()])
 @pytest.mark.parametrize("b_batch", [(3, 2), (3, 1), (2,), ()])

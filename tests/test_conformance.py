@@ -405,6 +405,56 @@ def test_a_view_gives_what_its_copy_gives(backend, case, activation, data):
         check_backward(backend, turned, *one, activation, x)
 
 
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("batch, m", [((3,), 17), ((2, 3), 7), ((4,), 1), ((2, 1, 2), 260)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_of_views_over_one_b_is_summed_as_its_copy(backend, dtype, batch, m, activation):
+    """Sums over the rows of a batch, d_b and d_bias, whether or not its axes merge to one."""
+    if dtype not in served(backend) or (SIMULATED and m > 17):
+        pytest.skip("not here")
+    dtype, rng = DTYPES[dtype], np.random.default_rng(19)
+    k, n = 13, 9
+    a, b = normal(rng, (*batch, m, k), dtype), normal(rng, (k, n), dtype, 0.3)
+    bias, grad = normal(rng, (n,), dtype), normal(rng, (*batch, m, n), dtype)
+    _, pre = nf.matmul_bias_activation(
+        a, b, bias, activation, return_pre_activation=True, backend=backend
+    )
+    every = (grad, a, pre)
+    for saved in (None, pre, pre.astype(dtype)):
+        given = (grad, a, b, bias, activation)
+        wanted = nf.matmul_bias_activation_bwd(*given, pre_activation=saved, backend=backend)
+        tier = nf.last_call().tier
+        for layout in ("sliced", "transposed", "reversed"):
+            views = [None if x is None else in_layout(x, layout) for x in (grad, a, saved)]
+            outs = [Fenced(x.shape, dtype, strided=True) for x in wanted]
+            room = np.full((*batch, m + 1, k), np.nan, dtype)
+            for chosen in ((0,), (1,), (2,), (0, 1, 2)):
+                g, x, y = (views[i] if i in chosen else every[i] for i in range(3))
+                y = None if saved is None else saved if 2 not in chosen else y
+                out = None
+                if chosen == (1,):
+                    out = (room[..., :m, :], outs[1].array, outs[2].array)
+                got = nf.matmul_bias_activation_bwd(
+                    g, x, b, bias, activation, pre_activation=y, out=out, backend=backend
+                )
+                if backend == "cuda" and nf.last_call().tier != tier:
+                    continue
+                for name, one, two in zip(wanted._fields, got, wanted, strict=True):
+                    if backend == "cuda" and name != "d_a":
+                        continue  # there it is summed over the members
+                    assert (bits(one) == bits(two)).all(), (name, layout, chosen)
+            assert np.isnan(room[..., m:, :]).all()
+            for out in outs[1:]:
+                out.assert_untouched()
+        for name in ("b", "bias"):
+            part = nf.matmul_bias_activation_bwd(
+                views[0], views[1], b, bias, activation, pre_activation=saved, needs=(name,),
+                backend=backend,
+            )  # fmt: skip
+            one, two = (getattr(x, f"d_{name}") for x in (part, wanted))
+            assert backend == "cuda" or (bits(one) == bits(two)).all(), name
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", ["b", "a", "neither"])
 @pytest.mark.parametrize("per_member", [False, True])

@@ -10,6 +10,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import bits, in_layout, normal, unwritten
+from conftest import SIMULATED, served
 from hypothesis import strategies as st
 from oracle import ACTIVATIONS
 from test_conformance import (
@@ -360,9 +361,8 @@ def test_a_view_gives_what_its_copy_gives_to_second_order(backend, case, activat
     copies = [np.array(x, order="C") for x in (*moves(rng, (a, b), (True, True)), grad, a, b)]
     kept = layouts.filter(lambda o: o != "zero_stride")
     views = [in_layout(x, data.draw(kept)) for x in copies]
-    # A batch over one b is one product where it lies in one piece, so that sums over all its rows
-    # are cut elsewhere: those of d_b and d_bias.
-    needs = ("grad", "a", "b", "bias") if a.ndim == 2 else ("grad", "a")
+    # On CUDA the sums over the rows of a batch depend on whether its axes merge to one.
+    needs = ("grad", "a") if backend == "cuda" and a.ndim > 2 else ("grad", "a", "b", "bias")
     results, tiers = [], []
 
     def tier():
@@ -380,6 +380,44 @@ def test_a_view_gives_what_its_copy_gives_to_second_order(backend, case, activat
         return  # strides decide on the tier, and that on the order within a product
     for left, right in zip(*results, strict=True):
         assert left is right is None or (bits(left) == bits(right)).all()
+
+
+@pytest.mark.parametrize("operation", ["none", "gelu", "residual"])
+@pytest.mark.parametrize("batch, m", [((3,), 17), ((2, 3), 7), ((2, 1, 2), 260)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_batch_of_views_over_one_b_is_summed_as_its_copy_to_second_order(
+    backend, dtype, batch, m, operation
+):
+    if dtype not in served(backend) or (SIMULATED and m > 17):
+        pytest.skip("not here")
+    dtype, rng = DTYPES[dtype], np.random.default_rng(37)
+    k, n = 13, 9
+    a, b, bias = (normal(rng, s, dtype, 0.3) for s in ((*batch, m, k), (k, n), (n,)))
+    u, v, w = (normal(rng, x.shape, dtype) for x in (a, b, bias))
+    grad = normal(rng, (*batch, m, n), dtype)
+    residual, z = (normal(rng, (*batch, 1, n), dtype) for _ in range(2))
+
+    def second(u, grad, a, z):
+        if operation == "residual":
+            return nf.matmul_bias_residual_double_bwd(
+                u, v, w, z, grad, a, b, bias, residual, backend=backend
+            )
+        return nf.matmul_bias_activation_double_bwd(
+            u, v, w, grad, a, b, bias, operation, backend=backend
+        )
+
+    every = (u, grad, a, z)
+    wanted, tier = second(*every), nf.last_call().tier
+    for layout in ("sliced", "transposed", "reversed"):
+        for chosen in ((0,), (1,), (2,), (3,), (0, 1, 2, 3)):
+            given = [in_layout(x, layout) if i in chosen else x for i, x in enumerate(every)]
+            got = second(*given)
+            if backend == "cuda" and nf.last_call().tier != tier:
+                continue
+            for name, one, two in zip(wanted._fields, got, wanted, strict=True):
+                if backend == "cuda" and name in ("d_b", "d_bias"):
+                    continue  # there they are summed over the members
+                assert (bits(one) == bits(two)).all(), (name, layout, chosen)
 
 
 @pytest.mark.parametrize("needs", [("grad",), ("a",), ("b",), ("a", "b"), ()])

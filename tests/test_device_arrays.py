@@ -289,6 +289,117 @@ def test_a_shared_operand_is_cut_too(small, shared):
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("pattern", [(1, 1, 1), (0, 1, 0), (0, 0, 1)])
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+@pytest.mark.parametrize("batch, m, n, k", CUT)
+def test_a_second_order_beyond_the_limits_is_cut(small, batch, m, n, k, activation, pattern, where):
+    grad, a, b, bias = operands(m, n, k, batch)
+    rng = np.random.default_rng(1)
+    directions = [
+        normal(rng, x.shape, F32) if there else None
+        for x, there in zip((a, b, bias), pattern, strict=True)
+    ]
+
+    def given(*arrays):
+        if where == "host":
+            return arrays
+        return [None if x is None else small.to_device(x) for x in arrays]
+
+    _, pre = nf.matmul_bias_activation(a, b, bias, activation, return_pre_activation=True)
+    for saved in (None, pre):
+        *rest, own_pre = given(*directions, grad, a, b, bias, saved)
+        second = nf.matmul_bias_activation_double_bwd(
+            *rest, activation, pre_activation=own_pre, backend=small
+        )
+        exact = tolerance.double_backward(
+            *directions, None, grad, a, b, bias, activation, F32,
+            pre=None if activation == "none" else saved, backend=WEBGPU,
+        )  # fmt: skip
+        for name, value in zip(second._fields, second, strict=True):
+            assert_within(name, nf.to_numpy(value), *exact[name])
+    moved = nf.matmul_bias_activation_jvp(
+        *given(a, b, bias, *directions), activation, backend=small
+    )
+    exact = tolerance.tangent(*directions, None, a, b, bias, activation, F32, backend=WEBGPU)
+    for name, value in zip(moved._fields, moved, strict=True):
+        assert_within(name, nf.to_numpy(value), *exact[name])
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("shape", [(2, 70, 60), (1, 1, 60), (2, 70, 1), ()])
+def test_a_residual_of_second_order_is_cut_too(small, shape, where):
+    grad, a, b, bias = operands(70, 60, 20, (2,))
+    rng = np.random.default_rng(2)
+    residual, z = (normal(rng, shape, F32) for _ in range(2))
+    u, v, w = (normal(rng, x.shape, F32) for x in (a, b, bias))
+    host = u, v, w, z, grad, a, b, bias, residual
+    given = [small.to_device(x) for x in host] if where == "device" else host
+    second = nf.matmul_bias_residual_double_bwd(*given, backend=small)
+    exact = tolerance.double_backward(u, v, w, z, grad, a, b, bias, "none", F32, backend=WEBGPU)
+    for name, value in zip(second._fields, second, strict=True):
+        if name == "d_residual":
+            assert value.shape == shape and not nf.to_numpy(value).any()
+        else:
+            assert_within(name, nf.to_numpy(value), *exact[name])
+    u, v, w, z, grad, a, b, bias, residual = given
+    moved = nf.matmul_bias_residual_jvp(a, b, bias, residual, u, v, w, z, backend=small)
+    u, v, w, z, _, a, b, bias, residual = host
+    exact = tolerance.tangent(u, v, w, z, a, b, bias, "none", F32, residual, backend=WEBGPU)
+    for name, value in zip(moved._fields, moved, strict=True):
+        assert_within(name, nf.to_numpy(value), *exact[name])
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
+def test_a_gate_of_second_order_is_cut(small, where):
+    rng = np.random.default_rng(3)
+    host = [normal(rng, (7, 33, 50), F32) for _ in range(5)]
+    given = [small.to_device(x) for x in host] if where == "device" else host
+    u, v, _, a, b = given
+    got = (
+        *nf.activation_mul_double_bwd(*given, "gelu", backend=small),
+        *nf.activation_mul_jvp(a, b, u, v, "gelu", backend=small),
+    )
+    u, v, _, a, b = host
+    wanted = (
+        *nf.activation_mul_double_bwd(*host, "gelu", backend=WEBGPU),
+        *nf.activation_mul_jvp(a, b, u, v, "gelu", backend=WEBGPU),
+    )
+    for x, y in zip(got, wanted, strict=True):
+        assert (bits(nf.to_numpy(x)) == bits(nf.to_numpy(y))).all()
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_a_batch_of_views_is_summed_as_its_copy(activation):
+    """Rows that lie apart are copied together on the device, and a result's brought back."""
+    _, _, b, bias = operands(18, 17, 29, (3,))
+    b = b[0]
+    rng = np.random.default_rng(4)
+    grad, a, u = (normal(rng, (3, 19, length), F32) for length in (17, 29, 29))
+    host = [x[:, 1:] for x in (grad, a, u)]
+    there = [nf.to_device(x, WEBGPU)[:, 1:] for x in (grad, a, u)]
+    weights = moved(b, bias, b, bias)
+    given = (there[0], there[1], *weights[:2], activation)
+    out = nf.to_device(np.full((3, 20, 29), np.nan, F32), WEBGPU)
+    for _ in range(2):  # the second time by what is kept of the first
+        first = nf.matmul_bias_activation_bwd(*given)
+        into = nf.matmul_bias_activation_bwd(*given, out=(out[:, 2:], None, None))
+        second = nf.matmul_bias_activation_double_bwd(there[2], *weights[2:], *given)
+        copies = [np.array(x) for x in host]
+        wanted = nf.matmul_bias_activation_bwd(
+            copies[0], copies[1], b, bias, activation, backend=WEBGPU
+        )
+        assert_all_same(first, wanted)
+        assert_all_same(into, wanted)
+        assert_all_same(
+            second,
+            nf.matmul_bias_activation_double_bwd(
+                copies[2], b, bias, copies[0], copies[1], b, bias, activation, backend=WEBGPU
+            ),
+        )
+    assert np.isnan(nf.to_numpy(out)[:, :2]).all()
+
+
+@pytest.mark.parametrize("where", ["host", "device"])
 def test_a_gate_beyond_the_limits_is_cut(small, where):
     rng = np.random.default_rng(0)
     host = [normal(rng, (7, 33, 50), F32) for _ in range(3)]

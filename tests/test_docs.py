@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 PAGES = [
     page
     for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
-    if not {"_build", "gallery", "generated"} & set(page.relative_to(ROOT).parts)
+    if not {"_build", "auto_gallery", "generated"} & set(page.relative_to(ROOT).parts)
 ]
 TEXTS = {page.relative_to(ROOT).as_posix(): page.read_text(encoding="utf-8") for page in PAGES}
 # A program between fences, and the comment that says why it is not run.

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+EXAMPLES = Path(__file__).parents[1] / "docs" / "gallery"
 # The Burgers equation is trained for a minute or more: it is run with the docs.
-QUICK = ("perceptron_and_gate", "hessian_vector_product", "newton_from_scipy")
+QUICK = ("perceptron_and_gate", "gated_network", "hessian_vector_product", "newton_from_scipy")
 
 
 @pytest.mark.parametrize("name", QUICK)

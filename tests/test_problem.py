@@ -8,6 +8,7 @@ import pytest
 from arrays import address
 
 from numfuse import problem
+from numfuse.layout import as_one, runs_of_rows
 from numfuse.problem import GemmProblem
 
 F32 = np.float32
@@ -220,3 +221,37 @@ def test_a_given_out_is_used_and_returned():
         ones(4, 5), ones(4, 3), ones(3, 5), None, "none", out=(None, d_b, None)
     )
     assert p.d_b is d_b and p.result.d_b is d_b
+
+
+@pytest.mark.parametrize("shape", [(7, 2), (3, 5, 2), (2, 3, 5, 2), (4, 1, 2), (2, 1, 3, 1, 2)])
+def test_runs_of_rows_are_those_rows(shape):
+    x = np.arange(np.prod(shape)).reshape(shape)
+    rows = x.reshape(-1, shape[-1])
+    for first in range(len(rows) + 1):
+        for last in range(first, len(rows) + 1):
+            found = np.full((last - first, shape[-1]), -1)
+            pieces = list(runs_of_rows(shape, first, last))
+            for index, start, stop in pieces:
+                target = found[start - first : stop - first]
+                assert (target == -1).all()
+                target[...] = x[index].reshape(target.shape)
+            assert (found == rows[first:last]).all()
+            assert len(pieces) <= 2 * len(shape) - 3
+
+
+def test_what_cannot_be_folded_is_one_problem_where_its_rows_are_summed():
+    a, grad, b = ones(2, 3, 4, 5)[:, :, 1:], ones(2, 3, 3, 6), ones(5, 6)
+    p = problem.gemm_backward(grad, a, b, None, "gelu")
+    assert (p.batch, p.m) == ((2, 3), 3)
+    whole = as_one(p)
+    assert (whole.batch, whole.m) == ((), 18)
+    assert whole.a is a  # its rows have to be gathered
+    assert whole.grad.shape == (18, 6) and np.shares_memory(whole.grad, grad)
+    assert whole.d_a.shape == (18, 5) and np.shares_memory(whole.d_a, p.d_a)
+    assert (p.batch, p.m) == ((2, 3), 3)
+    for other in (
+        problem.gemm_backward(grad, a, b, None, "gelu", needs=("a",)),
+        problem.gemm_backward(grad, a, ones(2, 3, 5, 6), None, "gelu"),
+        problem.gemm_backward(grad, a, b, ones(3, 1, 6), "gelu"),
+    ):
+        assert as_one(other) is other

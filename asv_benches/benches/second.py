@@ -42,22 +42,28 @@ def jax_functions():
         return jax.vjp(backward, grad, a, b, bias)[1]((u, v, w))
 
     def tangent(a, b, bias, u, v, w):
+        if u is None:
+            return jax.jvp(lambda bias: forward(a, b, bias), (bias,), (w,))
         return jax.jvp(forward, (a, b, bias), (u, v, w))
 
     return jax, jax.jit(double), jax.jit(tangent)
 
 
 class Second:
-    params = (["cpu", "JAX"], ["double_backward", "tangent"], WIDE, NAMES)
+    params = (["cpu", "JAX"], ["double_backward", "tangent", "bias_tangent"], WIDE, NAMES)
     param_names = ("contestant", "operation", "dtype", "shape")
     timeout = 300
 
     def setup(self, name, operation, dtype, shape):
         one_thread()
         a, b, bias, u, v, w, grad = operands(dtype, shape)
+        if operation == "bias_tangent":
+            u = v = None
         if name == "JAX":
             jax, double, tangent = jax_functions()
-            there = [jax.numpy.asarray(x) for x in (u, v, w, grad, a, b, bias)]
+            there = [
+                None if x is None else jax.numpy.asarray(x) for x in (u, v, w, grad, a, b, bias)
+            ]
             u, v, w, grad, a, b, bias = there
             call = (
                 (lambda: double(u, v, w, grad, a, b, bias))

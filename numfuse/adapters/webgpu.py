@@ -280,7 +280,7 @@ def matmul_bias_activation_double_bwd(
     u, v, w, grad, a, b, bias = map(_ghost, operands)
     pre = _ghost(pre_activation)
     p = higher.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
-    return call.run("double_backward", p, run_higher.double_backward, None)
+    return call.run("double_backward", p, split.double_backward, None)
 
 
 def matmul_bias_residual_double_bwd(
@@ -305,7 +305,7 @@ def matmul_bias_residual_double_bwd(
     p = higher.gemm_residual_double_backward(u, v, w, z, grad, a, b, bias, residual, needs, guard)
 
     def both(store: DeviceStore, p: Any) -> None:
-        run_higher.double_backward(store, p)
+        split.double_backward(store, p)
         if p.result.d_residual is not None:
             run_higher.zero(store, p.result.d_residual, p.acc_dtype)
 
@@ -329,7 +329,7 @@ def matmul_bias_activation_jvp(
     operands = (a, b, bias, a_dot, b_dot, bias_dot)
     a, b, bias, a_dot, b_dot, bias_dot = map(_ghost, operands)
     p = higher.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
-    return call.run("tangent", p, run_higher.tangent, None)
+    return call.run("tangent", p, split.tangent, None)
 
 
 def matmul_bias_residual_jvp(
@@ -351,7 +351,7 @@ def matmul_bias_residual_jvp(
     )  # fmt: skip
     operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
     p = higher.gemm_residual_tangent(*map(_ghost, operands))
-    return call.run("tangent", p, run_higher.tangent, None)
+    return call.run("tangent", p, split.tangent, None)
 
 
 def activation_mul_double_bwd(
@@ -370,7 +370,7 @@ def activation_mul_double_bwd(
     call = _Call(backend, u=u, v=v, grad=grad, a=a, b=b)
     u, v, grad, a, b = map(_ghost, (u, v, grad, a, b))
     p = higher.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
-    return call.run("gated_double_backward", p, run_higher.gated_double_backward, None)
+    return call.run("gated_double_backward", p, split.gated_double_backward, None)
 
 
 def activation_mul_jvp(
@@ -387,7 +387,7 @@ def activation_mul_jvp(
     call = _Call(backend, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
     a, b, a_dot, b_dot = map(_ghost, (a, b, a_dot, b_dot))
     p = higher.gated_tangent(a, b, a_dot, b_dot, activation, guard)
-    return call.run("gated_tangent", p, run_higher.gated_tangent, None)
+    return call.run("gated_tangent", p, split.gated_tangent, None)
 
 
 def to_numpy(x: DeviceArray) -> ndarray:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.layout import sum_to
+from numfuse.layout import as_one, sum_to
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -58,6 +58,7 @@ class Reference:
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre = grad * act'(pre), and from it the gradients."""
+        p, outs = _in_rows(p)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
             grad_pre = _wide(p.grad) * _slope(p.activation, pre, p.guard)
@@ -67,6 +68,8 @@ class Reference:
                 p.d_b[...] = sum_to(_product(p.a.swapaxes(-1, -2), grad_pre), p.d_b.shape, _LONG)
             if p.d_bias is not None:
                 p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _LONG)
+        for out, rows in outs:
+            out[...] = rows.reshape(out.shape)
         _record("backward", p.activation)
 
     def gated(self, p: GatedProblem) -> None:
@@ -87,6 +90,7 @@ class Reference:
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """T, Q and S, and from them the gradients of the backward's gradients."""
+        p, outs = _in_rows(p)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
             slope, grad = _slope(p.activation, pre, p.guard), _wide(p.grad)
@@ -106,6 +110,8 @@ class Reference:
                 )  # fmt: skip
             if p.d_bias is not None:
                 p.d_bias[...] = sum_to(q, p.d_bias.shape, _LONG)
+        for out, rows in outs:
+            out[...] = rows.reshape(out.shape)
         _record("double_backward", p.activation)
 
     def tangent(self, p: GemmTangentProblem) -> None:
@@ -166,6 +172,20 @@ class Reference:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """Nothing is compiled."""
+
+
+def _in_rows(p: Any) -> tuple[Any, list[tuple[ndarray, ndarray]]]:
+    """A batch over one b as one product, of copies where it takes copies; (result, its copy) of
+    each result that is to be written back."""
+    p, outs = as_one(p), []
+    if not p.batch:
+        for name in p.BY_ROWS:
+            x = getattr(p, name)
+            if x is not None and x.ndim > 2:
+                setattr(p, name, x.reshape(-1, x.shape[-1]))
+                if name in ("d_a", "d_grad"):
+                    outs.append((x, getattr(p, name)))
+    return p, outs
 
 
 def _wide(x: ndarray) -> ndarray:

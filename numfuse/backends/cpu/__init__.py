@@ -13,10 +13,21 @@ import numpy as np
 from numfuse import tiling
 from numfuse.backends import latest
 from numfuse.backends.cpu import driver, higher, host, launch, library, microkernel
-from numfuse.backends.cpu.blocks import Block, Held, Launches, Schedule, Step, Total, Turn, cut
+from numfuse.backends.cpu.blocks import (
+    Block,
+    Held,
+    Launches,
+    Move,
+    Schedule,
+    Step,
+    Total,
+    Turn,
+    cut,
+)
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
+from numfuse.layout import as_one, runs_of_rows
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -47,6 +58,13 @@ GRAD, D_A, D_B, D_BIAS, GRAD_PRE, SUMS = 3, 5, 6, 7, 8, 9  # of a backward; 0-2 
 TOTAL_A, TOTAL_B, TOTAL_BIAS = 10, 11, 12  # gradients that grow block by block
 # cut where a backward is cut by rows
 BY_ROWS = (A, GRAD, PRE, D_A, TOTAL_A, *higher.BY_ROWS)
+# The block's own array in which the rows of another are gathered, or results of rows made.
+GATHERED = {
+    number: higher.S + 1 + i
+    for i, number in enumerate((A, GRAD, PRE, D_A, higher.U, higher.Z, higher.D_GRAD))
+}
+RESULTS_BY_ROWS = (D_A, higher.D_GRAD)
+NUMBERS = higher.S + 1 + len(GATHERED)
 
 
 def _optional(number: int, x: np.ndarray | None) -> driver.Operand | None:
@@ -61,9 +79,57 @@ def _summed_axes(gradient: np.ndarray | driver.Operand, batch: tuple[int, ...]) 
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
 
 
+def _scattered(
+    p: GemmProblem | GemmBackwardProblem, arrays: Sequence[np.ndarray | None]
+) -> list[int]:
+    """The numbers of arrays of which a block gathers its rows; see `layout.as_one`."""
+    if p.batch:
+        return []
+    there = (number for number in GATHERED if number < len(arrays))
+    return [number for number in there if (x := arrays[number]) is not None and x.ndim > 2]
+
+
+def _moves(
+    p: GemmProblem | GemmBackwardProblem, arrays: Sequence[np.ndarray | None],
+    scattered: Sequence[int], rows: slice, own: Sequence[driver.Operand],
+) -> tuple[list[Move], list[Move]]:  # fmt: skip
+    """How these rows of arrays are gathered in a block's own, and those of results brought back."""
+    before: list[Move] = []
+    after: list[Move] = []
+    mine = {x.number for x in own}
+    for number in scattered:
+        x, held = arrays[number], GATHERED[number]
+        if x is None or held not in mine:
+            continue
+        back = number in RESULTS_BY_ROWS
+        dtype = p.acc_dtype if number == PRE else p.dtype
+        for index, start, _ in runs_of_rows(x.shape, rows.start, rows.stop):
+            part = x[index]
+            # (the first is never touched: it has the strides)
+            inside, outside = _merged((np.empty(part.shape, dtype), part))
+            ends = operand(held, inside), operand(number, outside)
+            formats = FORMATS[dtype], FORMATS[x.dtype]
+            if not back:
+                ends, formats = ends[::-1], formats[::-1]
+            *batch, m, n = inside.shape
+            row, slots = library.copy_row(*formats), Slots(extra=ends[0], out=ends[1])
+            plan = driver.elementwise(m, n, row, slots, tuple(batch))
+            if plan is None:
+                continue
+            at = (start - rows.start) * x.shape[-1] * dtype.itemsize
+            offsets = {number: _address(part) - _address(x), held: at}
+            alone = driver.sequence([[(plan, offsets)]], ())
+            (after if back else before).append(Move(plan, offsets, alone))
+    return before, after
+
+
 def _parts(block: Block, arrays: Sequence[np.ndarray | None]) -> list[np.ndarray | None]:
-    """A block's part of each array of a backward."""
-    return [None if x is None else block.of(x, i in BY_ROWS) for i, x in enumerate(arrays)]
+    """A block's part of each array of a backward; None of those whose rows it gathers."""
+    axes = len(block.batch) + 2
+    return [
+        None if x is None or x.ndim > axes else block.of(x, i in BY_ROWS)
+        for i, x in enumerate(arrays)
+    ]
 
 
 def _with_totals(
@@ -87,8 +153,10 @@ def _phases(
             for number, (part, x) in enumerate(zip(parts, arrays, strict=True))
             if part is not None and x is not None
         }
+        yield [(move.plan, move.offsets) for move in step.before]
         for phase in step.launches.phases:
             yield [(plan, offsets) for plan in phase]
+        yield [(move.plan, move.offsets) for move in step.after]
 
 
 def _address(x: np.ndarray) -> int:
@@ -245,6 +313,10 @@ class CpuBackend:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
         rows where grad_pre is large.
         """
+        apart = False
+        if p.batch:
+            given, p = p, as_one(p)
+            apart = p is not given  # (some rows are to be gathered)
         # Where the activation is the identity, grad_pre is grad itself and there is no slope.
         identity = p.activation.trace(0) is SYMBOL
         slope = None if identity else p.activation.trace(1)
@@ -255,7 +327,7 @@ class CpuBackend:
             pre = pre.astype(p.acc_dtype, copy=False)
         arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
         key: tuple[Any, ...]
-        if p.batch:
+        if p.batch or apart:
             forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
             saved = None if pre is None else pre.dtype
             key = (forms, slope, p.dtype, saved, p.batch, p.guard, threads)
@@ -271,25 +343,32 @@ class CpuBackend:
             )  # fmt: skip
         self._run_kept(p, key, arrays, lambda x: self._backward_schedules(p, x, slope))
 
+    def threads_of(self, p: GemmProblem | GemmBackwardProblem) -> int:
+        """The threads of a product, as a part of the key of its calls."""
+        return launch.threads() if p.batch else _threads(p)
+
     def scheduled(
         self,
         p: GemmDoubleBackwardProblem | GemmTangentProblem,
         arrays: tuple[np.ndarray | None, ...],
         what: tuple[Any, ...],
         make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
+        key: tuple[Any, ...] | None = None,
     ) -> None:
         """Run what `higher` has made of products, `what` names it beside the forms of the arrays.
 
-        `make` turns arrays into schedules, once for every form of call.
+        `make` turns arrays into schedules, once for every form of call. `key` stands for `what` and
+        the forms, where the caller has one.
         """
-        threads = launch.threads() if p.batch else _threads(p)
+        threads = self.threads_of(p)
         pre = arrays[PRE]
         if threads == 1 and pre is not None and pre.size < tiling.PARALLEL_ELEMENTS:
             pre = pre.astype(p.acc_dtype, copy=False)
             arrays = (*arrays[:PRE], pre, *arrays[PRE + 1 :])
         forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
         saved = None if pre is None else pre.dtype
-        self._run_kept(p, (what, forms, p.dtype, saved, p.batch, p.m, threads), arrays, make)
+        key = key or (what, forms, p.dtype, saved, p.batch, p.m, threads)
+        self._run_kept(p, key, arrays, make)
 
     def _run_kept(
         self,
@@ -327,9 +406,14 @@ class CpuBackend:
         phases = [phase for schedule in schedules for phase in _phases(schedule, arrays)]
         if not any(phases):
             return Kept(None, (), ())
-        own = [x for schedule in schedules for x in schedule.steps[0].launches.own]
+        own: dict[int, driver.Operand] = {}
+        for schedule in schedules:
+            for x in schedule.steps[0].launches.own:
+                # What several gather in one place has room for the largest.
+                if x.number not in own or math.prod(own[x.number].shape) < math.prod(x.shape):
+                    own[x.number] = x
         totals = [total for schedule in schedules for total in schedule.totals]
-        return Kept(driver.sequence(phases, own, (GRAD, GRAD_PRE)), totals, ())
+        return Kept(driver.sequence(phases, own.values(), (GRAD, GRAD_PRE)), totals, ())
 
     def _step_by_step(
         self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
@@ -338,20 +422,32 @@ class CpuBackend:
         """A backward as many launches: where NumPy has to do something between them."""
         for schedule in schedules:
             whole = _with_totals(arrays, schedule.totals)
+            if not p.batch:  # some rows may have to be gathered
+                whole = (*whole, *(None,) * (NUMBERS - len(whole)))
             with launch.room(schedule.size) as memory:
                 for step in schedule.steps:
                     every = [*whole] if step.block is None else _parts(step.block, whole)
                     for number, shape, dtype, offset in step.held:
                         place = offset
                         if number == GRAD_PRE:
-                            place += _beside(every[GRAD], memory.address + offset)
+                            grad = every[GRAD]
+                            if grad is None:
+                                grad = every[GATHERED[GRAD]]
+                            place += _beside(grad, memory.address + offset)
                         held = memory.array(place, shape, dtype)
                         if number == PRE:
                             held[...] = every[PRE]
                         every[number] = held
                     called = tuple(every)
+                    ends = called
+                    if step.before or step.after:
+                        ends = (*whole[: higher.S + 1], *every[higher.S + 1 :])
+                    for move in step.before:
+                        launch.launch_in(memory.address, move.alone, ends)
                     for plan in step.launches.plans:
                         driver.run(plan, called, memory.address)
+                    for move in step.after:
+                        launch.launch_in(memory.address, move.alone, ends)
                     sums, d_bias, total = every[SUMS], every[D_BIAS], every[TOTAL_BIAS]
                     if p.batch and sums is not None and d_bias is not None and total is not None:
                         _join_batch(sums, d_bias, total, step.turns[2])
@@ -372,14 +468,29 @@ class CpuBackend:
         schedules = []
         if d_a is not None or d_b is not None:
             products = (a, b, bias, grad, None, d_a, d_b, None, *rest)
-            rows, members = max(1, p.m), max(1, math.prod(p.batch))
+            rows, members = self.whole_rows(p, arrays), max(1, math.prod(p.batch))
             schedules.append(self._schedule(p, products, None, rows, members))
         if d_bias is not None:
             sums = (a, b, bias, grad, None, None, None, d_bias, *rest)
             sum_size = p.acc_dtype.itemsize
             rows, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, sum_size, 1)
-            schedules.append(self._schedule(p, sums, None, rows * chunk, members))
+            rows *= chunk
+            if _scattered(p, sums):  # here grad is held; whole chunks are joined in any blocks
+                rows, members = tiling.backward_block(p.m, p.n, 0, sum_size, chunk)
+            schedules.append(self._schedule(p, sums, None, rows, members))
         return schedules
+
+    def whole_rows(
+        self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...]
+    ) -> int:
+        """Rows of a block where none has to be held: all, but of what has to be gathered one block
+        of K of d_b's product. The sums are the same, where they begin with zero in each.
+        """
+        fmt = FORMATS[p.dtype]
+        kind = library.kind(fmt, fmt)
+        if kind == "amx" or not _scattered(p, arrays):
+            return max(1, p.m)
+        return tiling.k_block(p.m, p.acc_dtype.itemsize, kind)
 
     def _schedule(
         self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
@@ -399,6 +510,7 @@ class CpuBackend:
             (block, block.turns(summed, p.batch, p.m)) for block in cut(p.batch, p.m, rows, members)
         ]
         # d_bias grows in float64, half types in the accumulator's dtype, others where they are.
+        scattered = _scattered(p, arrays)
         totals: list[Total] = []
         for i, x in enumerate(gradients):
             grows = any(turns[i] != Turn() for _, turns in parts) or any(twice[i : i + 1])
@@ -407,8 +519,15 @@ class CpuBackend:
                 shape = (*x.shape[:-2], 2, x.shape[-1])
                 totals.append(Total(TOTAL_A + i, shape, np.dtype(np.float64)))
             elif x is not None and grows and x.dtype != p.acc_dtype:
-                totals.append(Total(TOTAL_A + i, x.shape, p.acc_dtype))
-        whole = [_optional(number, x) for number, x in enumerate(arrays)]
+                shape = (p.m, x.shape[-1]) if D_A + i in scattered else x.shape
+                totals.append(Total(TOTAL_A + i, shape, p.acc_dtype))
+        whole: list[driver.Operand | None] = []
+        for number, x in enumerate(arrays):
+            if x is not None and number in scattered:
+                dtype = p.acc_dtype if number == PRE else p.dtype
+                whole.append(driver.temporary(GATHERED[number], (p.m, x.shape[-1]), dtype))
+            else:
+                whole.append(_optional(number, x))
         for total in totals:
             whole[total.number] = driver.temporary(*total)
         made: dict[Any, Launches] = {}
@@ -418,15 +537,25 @@ class CpuBackend:
                     None if x is None else x._replace(shape=block.shape(x.shape, i in BY_ROWS))
                     for i, x in enumerate(whole)
                 )
-                made[block.sizes, turns] = plans_of(operands, block.sizes[:-1], turns)
+                launches = plans_of(operands, block.sizes[:-1], turns)
+                used = {number for plan in launches.plans for _, number in plan.places}
+                gathered = [op for i in scattered if (op := operands[i]) and op.number in used]
+                # Before the others: grad_pre is the last, and lies as grad does.
+                launches = launches._replace(own=[*gathered, *launches.own])
+                made[block.sizes, turns] = launches
+        moves = [
+            _moves(p, arrays, scattered, block.rows, made[block.sizes, turns].own)
+            for block, turns in parts
+        ]
         plans = [plan for x in made.values() for plan in x.plans]
         room = max((driver.alone(plan).size for plan in plans), default=0)
+        room = max([room, *(move.alone.size for pair in moves for way in pair for move in way)])
         # The first block is the largest.
         block, turns = parts[0]
         places, size = driver.places(made[block.sizes, turns].own, room)
         size += launch.PAGE if size > room else 0  # for grad_pre, the last, to be moved within
         steps = []
-        for block, turns in parts:
+        for (block, turns), (before, after) in zip(parts, moves, strict=True):
             launches = made[block.sizes, turns]
             held = [
                 Held(
@@ -434,7 +563,9 @@ class CpuBackend:
                 )
                 for x in launches.own
             ]
-            steps.append(Step(block if len(parts) > 1 else None, turns, launches, held))
+            steps.append(
+                Step(block if len(parts) > 1 else None, turns, launches, held, before, after)
+            )
         return Schedule(steps, size, totals)
 
     def _backward_plans(
@@ -656,9 +787,12 @@ class CpuBackend:
                 for pack in (library.pack_a, library.pack_b):
                     yield f"packing {source}", partial(pack, source, acc, kind)
             yield f"store {fmt}", partial(library.store_row, fmt)
+            yield f"copy {fmt}", partial(library.copy_row, fmt, fmt)
             yield f"add {acc}", partial(library.add_row, acc)
             if acc != fmt:
                 yield f"store {acc}", partial(library.store_row, acc)
+                yield f"copy {acc}", partial(library.copy_row, acc, acc)
+                yield f"copy {fmt} as {acc}", partial(library.copy_row, fmt, acc)
                 yield f"add and store {fmt}", partial(library.add_and_store_row, fmt)
             yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
             yield f"joined sums {fmt}", partial(library.join_cell, fmt)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from numfuse.backends.cpu import launch
 from numfuse.backends.cpu.driver import Operand, Plan
 
 
@@ -93,6 +94,16 @@ class Launches(NamedTuple):
         return [plan for phase in self.phases for plan in phase]
 
 
+class Move(NamedTuple):
+    """A pass that copies part of an array to an array of the block's own, or back."""
+
+    plan: Plan
+    #: How many bytes into each of the two, by number, it begins.
+    offsets: dict[int, int]
+    #: The same as a launch of its own.
+    alone: launch.Sequence
+
+
 class Step(NamedTuple):
     """What is run for one block; None: it is everything."""
 
@@ -101,6 +112,9 @@ class Step(NamedTuple):
     launches: Launches
     #: Where its own arrays lie where each plan is a launch of its own.
     held: list[Held]
+    #: Rows that are gathered before all this, and scattered afterwards.
+    before: list[Move]
+    after: list[Move]
 
 
 class Schedule(NamedTuple):

@@ -344,7 +344,7 @@ def places(temporaries: Iterable[Operand], start: int) -> tuple[dict[int, int], 
     return found, start
 
 
-#: A plan, and by number how many bytes behind the array's first element its operand begins.
+#: A plan, and by number how many bytes behind the array's beginning its operand begins.
 Step = tuple[Plan, Mapping[int, int]]
 
 
@@ -379,7 +379,7 @@ def sequence(
             words.extend(plan.descriptor)
             for word, number in plan.places:
                 temporary = number in own
-                offset = own[number] if temporary else offsets.get(number, 0)
+                offset = offsets.get(number, 0) + own.get(number, 0)
                 name = protocol.NUMBERS if temporary else number
                 words[start + word] = offset << protocol.NUMBER_BITS | name
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + len(words))

@@ -212,6 +212,16 @@ def store_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     FINISH_ROW(context, S_OUT, i, j, n, ITEM)
 
 
+def copy_row(context: int, acc: int, i: int, j: int, n: int) -> None:
+    """``out = extra``, which may be stored in another format of the same accumulator."""
+    WIDE_VECTORS()
+    x = SOURCE(SOURCE_ROW(context, S_EXTRA, i, j, n, SOURCE_SIZE))
+    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
+    for q in range(n):
+        out[q] = NARROW(WIDEN_SOURCE(x[q]))
+    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
+
+
 def add_row(context: int, acc: int, i: int, j: int, n: int) -> None:
     """``out += acc``, `out` in the accumulator's dtype: a product summed over blocks of rows."""
     WIDE_VECTORS()

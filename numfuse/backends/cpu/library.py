@@ -269,6 +269,15 @@ def store_row(fmt: str) -> specialise.Kernel:
 
 
 @functools.cache
+def copy_row(source: str, fmt: str) -> specialise.Kernel:
+    return _row(
+        kernels.copy_row, fmt, SOURCE=microkernel.make_elements(source),
+        SOURCE_SIZE=microkernel.itemsize(source),
+        WIDEN_SOURCE=microkernel.make_widen(source, accumulator(fmt)),
+    )  # fmt: skip
+
+
+@functools.cache
 def add_row(acc: str) -> specialise.Kernel:
     return _row(kernels.add_row, acc)
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.backends.webgpu import higher, run, split
+from numfuse.backends.webgpu import run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract import ContractBackend
 from numfuse.backends.webgpu.device import Device, adapters, again, choose
@@ -95,19 +95,19 @@ class WebGpuBackend:
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """The gradients of the backward's gradients."""
-        self._host(higher.double_backward, "double_backward", p)
+        self._host(split.double_backward, "double_backward", p)
 
     def tangent(self, p: GemmTangentProblem) -> None:
         """The forward and its derivative along tangents."""
-        self._host(higher.tangent, "tangent", p)
+        self._host(split.tangent, "tangent", p)
 
     def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
         """The gradients of the gate's gradients."""
-        self._host(higher.gated_double_backward, "gated_double_backward", p)
+        self._host(split.gated_double_backward, "gated_double_backward", p)
 
     def gated_tangent(self, p: GatedTangentProblem) -> None:
         """The gate and its derivative along tangents."""
-        self._host(higher.gated_tangent, "gated_tangent", p)
+        self._host(split.gated_tangent, "gated_tangent", p)
 
     def _host(self, operation: Callable[[Store, Any], None], kind: str, p: Any) -> None:
         device = self.device

@@ -137,25 +137,6 @@ def zero(store: Store, x: ndarray, accumulator: np.dtype[Any]) -> None:
     _pass(store, "zero", accumulator, {}, (), {"out": (store.target(x), "0")})
 
 
-def _check(store: Store, p: Any, names: Sequence[str]) -> None:
-    """Raise ValueError for a problem that the device cannot bind as a whole."""
-    limit = store.device.binding_limit - 2 * store.device.alignment
-    sizes = {
-        name: x.nbytes for name in names if (x := getattr(p, name)) is not None and prod(x.shape)
-    }
-    sizes["the pre-activation"] = prod(p.batch) * p.m * p.n * p.acc_dtype.itemsize
-    for name, nbytes in sizes.items():
-        if nbytes > limit:
-            raise ValueError(
-                f"{name} must have at most max-storage-buffer-binding-size = "
-                f"{store.device.binding_limit} bytes on {store.device.name} in a double backward "
-                f"or in forward mode, got {nbytes}"
-            )
-
-
-_NAMES = ("a", "b", "bias", "u", "v", "w", "z")
-
-
 def _moved(
     store: Store, p: GemmDoubleBackwardProblem | GemmTangentProblem, out: View, t: View | None
 ) -> None:
@@ -206,7 +187,6 @@ def _moves(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> bool:
 
 def tangent(store: Store, p: GemmTangentProblem) -> None:
     """out as in the forward, out_dot = act'(pre) * T."""
-    _check(store, p, (*_NAMES, "residual", "out", "out_dot"))
     value, slope = run.value_of(p.activation), run.slope_of(p.activation)
     if not _moves(p) or value is None:
         run.forward(store, p)
@@ -225,22 +205,26 @@ def tangent(store: Store, p: GemmTangentProblem) -> None:
     _pass(store, "tangent", p.acc_dtype, {"pre": pre, "t": t}, values, outs)
 
 
-def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
-    """T, Q and S, and from them the gradients of the backward's gradients."""
-    _check(store, p, (*_NAMES, "grad", "pre", "d_grad", "d_a", "d_b", "d_bias"))
+def double_backward(
+    store: Store, p: GemmDoubleBackwardProblem, outs: dict[str, tuple[View, bool]]
+) -> None:
+    """T, Q and S, and from them the gradients of the backward's gradients.
+
+    `outs` has the gradients that are wanted, "d_grad", "d_a", "d_b" and "d_bias": where to write
+    each, and whether it is added to what is there.
+    """
     acc, act = p.acc_dtype, p.activation
     identity, moved = run.value_of(act) is None, _moves(p)
     bent = moved and not identity and not act.second_derivative_is_zero()
-    wanted: dict[str, ndarray] = {}
+    wanted: dict[str, tuple[View, bool]] = {}
     for name, there in (
         ("d_grad", moved), ("d_a", bent or p.v is not None), ("d_b", bent or p.u is not None),
         ("d_bias", bent),
     ):  # fmt: skip
-        x = getattr(p, name)
-        if x is not None and there:
-            wanted[name] = x
-        elif x is not None:
-            zero(store, x, acc)
+        if name in outs and there:
+            wanted[name] = outs[name]
+        elif name in outs and not outs[name][1]:
+            _pass(store, "zero", acc, {}, (), {"out": (outs[name][0], "0")})
     if not wanted:
         return
     products = "d_a" in wanted or "d_b" in wanted
@@ -248,7 +232,7 @@ def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
     s: View | None = store.source(p.grad)
     if identity:
         if "d_grad" in wanted:
-            _moved(store, p, store.target(p.d_grad), _wide(store, p, "T"))  # type: ignore[arg-type]
+            _moved(store, p, wanted["d_grad"][0], _wide(store, p, "T"))
     else:
         bends = bent and (products or "d_bias" in wanted)
         q, s = _elementwise(store, p, wanted, bends, products)
@@ -263,13 +247,13 @@ def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
         pairs["d_b"].append((run._turned(store.source(p.u)), s))
     for name, factors in pairs.items():
         if name in wanted:
-            _sum_of_products(store, p, factors, wanted[name], name == "d_b")
+            _sum_of_products(store, p, factors, *wanted[name], name == "d_b")
     if "d_bias" in wanted and q is not None:
-        _column_sums(store, p, q, store.target(wanted["d_bias"]))
+        _column_sums(store, p, q, *wanted["d_bias"])
 
 
 def _elementwise(
-    store: Store, p: GemmDoubleBackwardProblem, wanted: dict[str, ndarray], bends: bool,
+    store: Store, p: GemmDoubleBackwardProblem, wanted: dict[str, tuple[View, bool]], bends: bool,
     products: bool,
 ) -> tuple[View | None, View | None]:  # fmt: skip
     """Record d_grad, and Q and S where they are needed, which are returned."""
@@ -285,7 +269,7 @@ def _elementwise(
         _moved(store, p, inputs["t"], None)
     if "d_grad" in wanted:
         text = "t_here" if slope is None else "slope * t_here"
-        outs["d_grad"] = store.target(wanted["d_grad"]), text
+        outs["d_grad"] = wanted["d_grad"][0], text
     q = s = None
     if bends:
         q = _wide(store, p, "Q")
@@ -303,20 +287,20 @@ def _elementwise(
 
 
 def _sum_of_products(
-    store: Store, p: GemmDoubleBackwardProblem, factors: list[tuple[View, View]], out: ndarray,
-    free: bool,
+    store: Store, p: GemmDoubleBackwardProblem, factors: list[tuple[View, View]], out: View,
+    add: bool, free: bool,
 ) -> None:  # fmt: skip
-    """Record out = the sum of products, rounded once."""
-    target = result = store.target(out)
-    if len(factors) > 1 and p.dtype != p.acc_dtype:
+    """Record out = the sum of products, rounded once; with `add` out += that sum."""
+    target = out
+    if len(factors) > 1 and out.dtype != p.acc_dtype.name:
         target = fresh(store.device, out.shape, p.acc_dtype, "a sum of products")
     for i, (x, y) in enumerate(factors):
-        run._product(store, x, y, p.batch, target, p.acc_dtype, free=free, add=i > 0)
-    if target is not result:
-        copy(store.commands, target, result)
+        run._product(store, x, y, p.batch, target, p.acc_dtype, free=free, add=add or i > 0)
+    if target is not out:
+        copy(store.commands, target, out)
 
 
-def _column_sums(store: Store, p: GemmDoubleBackwardProblem, x: View, out: View) -> None:
+def _column_sums(store: Store, p: GemmDoubleBackwardProblem, x: View, out: View, add: bool) -> None:
     """Record out = the sums of the columns of x, as the backward's of d_bias."""
     device, acc = store.device, p.acc_dtype
     by_bias = Places.of(p.batch, out.shape[:-2])
@@ -330,7 +314,7 @@ def _column_sums(store: Store, p: GemmDoubleBackwardProblem, x: View, out: View)
             tails={"extra": x, "out": None}, column_sums=sums, pre_is_read=False, function=None,
             slope=True, guard=False,
         )  # fmt: skip
-    run._join(store, sums, by_bias.count, by_bias.segments * rows, out)
+    run._join(store, sums, by_bias.count, by_bias.segments * rows, out, add)
 
 
 def _formulas(activation: Activation, names: Sequence[str], guard: bool) -> list[Any]:

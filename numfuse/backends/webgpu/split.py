@@ -2,13 +2,16 @@
 
 A piece is a range of the batch, of M and of N. A result that several pieces add to (d_b where M is
 cut, d_a where N is, whatever a cut axis of the batch is summed over) is kept on the device in the
-accumulator's dtype until the last of them, and rounded once.
+accumulator's dtype until the last of them, and rounded once. So it is to second order.
+
+Here too a batch over one b that strides keep from being one product becomes one, where sums run
+over its rows: by copies on the device, or of the caller's arrays on their way there.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -16,11 +19,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu import run
+from numfuse.backends.webgpu import higher, run
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
+from numfuse.layout import as_one
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device import Device
+    from numfuse.higher import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
     from numfuse.problem import (
         GatedBackwardProblem,
         GatedProblem,
@@ -28,7 +38,16 @@ if TYPE_CHECKING:
         GemmProblem,
     )
 
-__all__ = ["backward", "forward", "gated", "gated_backward"]
+__all__ = [
+    "backward",
+    "double_backward",
+    "forward",
+    "gated",
+    "gated_backward",
+    "gated_double_backward",
+    "gated_tangent",
+    "tangent",
+]
 
 #: The axes of M and N that the last two axes of an array are, by the array's name; None is K, or
 #: one row of a bias.
@@ -36,6 +55,8 @@ _AXES: dict[str, tuple[str | None, str | None]] = {
     "a": ("m", None), "b": (None, "n"), "bias": (None, "n"), "residual": ("m", "n"),
     "out": ("m", "n"), "pre": ("m", "n"), "grad": ("m", "n"), "grad_pre": ("m", "n"),
     "d_a": ("m", None), "d_b": (None, "n"), "d_bias": (None, "n"),
+    "u": ("m", None), "v": (None, "n"), "w": (None, "n"), "z": ("m", "n"),
+    "d_grad": ("m", "n"), "out_dot": ("m", "n"),
 }  # fmt: skip
 
 
@@ -79,8 +100,7 @@ class Piece:
 
 
 def _arrays(p: GemmProblem | GemmBackwardProblem) -> dict[str, ndarray]:
-    names = ("a", "b", "bias", "residual", "out", "pre", "grad", "d_a", "d_b", "d_bias")
-    found = {name: getattr(p, name, None) for name in names}
+    found = {name: getattr(p, name, None) for name in _AXES}
     return {name: x for name, x in found.items() if x is not None}
 
 
@@ -88,7 +108,7 @@ def _pieces(device: Device, p: GemmProblem | GemmBackwardProblem) -> list[Piece]
     """The pieces of a problem, in order; ValueError where an axis that has to be cut is K."""
     arrays = _arrays(p)
     sizes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
-    if "grad" in arrays:
+    if "grad" in arrays or "out_dot" in arrays:  # or T, Q, S and the pre-activation
         sizes["grad_pre"] = (*p.batch, p.m, p.n), p.acc_dtype.itemsize
     limit = device.binding_limit - 2 * device.alignment
 
@@ -112,7 +132,7 @@ def _pieces(device: Device, p: GemmProblem | GemmBackwardProblem) -> list[Piece]
             first_axis = next((axis for axis in _AXES[name] if axis is not None), "n")
             first, last = getattr(piece, first_axis)
             lengths = {first_axis: last - first}
-            if name in ("out", "pre", "grad", "grad_pre", "residual") and last - first == 1:
+            if _AXES[name] == ("m", "n") and last - first == 1:
                 lengths = {"n": piece.n[1] - piece.n[0]}
         axis = max(lengths, key=lambda a: lengths[a])
         if lengths[axis] <= 1:
@@ -140,26 +160,57 @@ def _part(p: Any, piece: Piece, arrays: dict[str, ndarray]) -> Any:
 
 def forward(store: Store, p: GemmProblem) -> None:
     """out = act(a @ b + bias) + residual."""
+    _apart(store, p, ("out", "pre"), run.forward)
+
+
+def tangent(store: Store, p: GemmTangentProblem) -> None:
+    """out as in the forward, out_dot = act'(pre) * T."""
+    _apart(store, p, ("out", "out_dot"), higher.tangent)
+
+
+def _apart(
+    store: Store, p: Any, results: Sequence[str], operation: Callable[[Store, Any], None]
+) -> None:
+    """Run an operation, each part of whose results is of one piece."""
     pieces = _pieces(store.device, p)
     if len(pieces) == 1:
-        run.forward(store, p)
+        operation(store, p)
         return
     arrays = _arrays(p)
-    for name in ("out", "pre"):
+    for name in results:
         if name in arrays:
             store.reserve(arrays[name])
     for piece in pieces:
-        run.forward(store, _part(p, piece, arrays))
+        operation(store, _part(p, piece, arrays))
         store.flush()
 
 
 def backward(store: Store, p: GemmBackwardProblem) -> None:
     """The gradients of the forward."""
+    _summed(store, p, ("d_a", "d_b", "d_bias"), run.backward)
+
+
+def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
+    """The gradients of the backward's gradients."""
+    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), higher.double_backward)
+
+
+def _summed(
+    store: Store, p: Any, names: Sequence[str],
+    operation: Callable[[Store, Any, dict[str, tuple[View, bool]]], None],
+) -> None:  # fmt: skip
+    """Run an operation, parts of whose results are sums over pieces."""
+    p = as_one(p)
+    if not p.batch:
+        for name in p.BY_ROWS:
+            x = getattr(p, name)
+            if x is not None and x.ndim > 2:
+                setattr(p, name, store.result_rows(x) if name in names else store.rows(x))
     pieces = _pieces(store.device, p)
     arrays = _arrays(p)
-    results = [name for name in ("d_a", "d_b", "d_bias") if name in arrays]
+    results = [name for name in names if name in arrays]
     if len(pieces) == 1:
-        run.backward(store, p, {name: (store.target(arrays[name]), False) for name in results})
+        operation(store, p, {name: (store.target(arrays[name]), False) for name in results})
         return
     for name in results:
         store.reserve(arrays[name])
@@ -183,7 +234,7 @@ def backward(store: Store, p: GemmBackwardProblem) -> None:
                 shape = getattr(part, name).shape
                 totals[mine] = fresh(store.device, shape, p.acc_dtype, f"a sum for {name}")
                 outs[name] = totals[mine], False
-        run.backward(store, part, outs)
+        operation(store, part, outs)
         for name in results:
             mine = key(piece, name)
             left[mine] -= 1
@@ -200,6 +251,17 @@ def gated(store: Store, p: GatedProblem) -> None:
 def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
     """d_a = grad * b * act'(a), d_b = grad * act(a)."""
     _gated(store, p, run.gated_backward, ("d_a", "d_b"), ("grad", "a", "b"))
+
+
+def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
+    """The gradients of the gate's gradients."""
+    names = ("grad", "a", "b", "u", "v")
+    _gated(store, p, higher.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
+
+
+def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
+    """The gate, and its derivative along tangents."""
+    _gated(store, p, higher.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
 
 
 def _gated(

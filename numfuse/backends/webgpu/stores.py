@@ -104,6 +104,14 @@ class Store:
     def reserve(self, x: ndarray) -> None:
         """Make room for a result of which parts will be targets."""
 
+    def rows(self, x: ndarray) -> ndarray:
+        """An operand (..., M, K) as one of (rows, K), copied."""
+        raise NotImplementedError
+
+    def result_rows(self, x: ndarray) -> ndarray:
+        """Another result in place of (..., M, K), of (rows, K), copied there at the end."""
+        raise NotImplementedError
+
     def flush(self) -> None:
         """Do what has been recorded so far."""
         raise NotImplementedError
@@ -124,6 +132,7 @@ class HostStore(Store):
         self._sources: dict[int, tuple[ndarray, View]] = {}
         self._targets: list[tuple[ndarray, View]] = []
         self._results: list[tuple[ndarray, ndarray]] = []
+        self._rows: list[tuple[ndarray, ndarray]] = []
 
     def source(self, x: ndarray) -> View:
         known = self._sources.get(id(x))
@@ -149,6 +158,14 @@ class HostStore(Store):
             self._targets.append((x, view))
         return view
 
+    def rows(self, x: ndarray) -> ndarray:
+        return x.reshape(-1, x.shape[-1])
+
+    def result_rows(self, x: ndarray) -> ndarray:
+        made = np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        self._rows.append((x, made))
+        return made
+
     def flush(self) -> None:
         targets, self._targets = self._targets, []
         found = self.commands.submit([(Binding(v.buffer, 0, x.nbytes), x) for x, v in targets])
@@ -159,6 +176,8 @@ class HostStore(Store):
         self.flush()
         for x, value in self._results:
             x[...] = value
+        for x, made in self._rows:
+            x[...] = made.reshape(x.shape)
 
 
 class DeviceStore(Store):
@@ -185,6 +204,7 @@ class DeviceStore(Store):
         # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
         self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
         self._copies: list[tuple[View, View]] = []
+        self._rows: list[tuple[View, View]] = []
 
     def _find(self, x: ndarray) -> View | None:
         at = address(x)
@@ -212,6 +232,25 @@ class DeviceStore(Store):
             view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
             self._known.append((*bounds(x), address(x), view.buffer))
 
+    def rows(self, x: ndarray) -> ndarray:
+        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        if view is not None:
+            copy(self.commands, view, self._as(made, x.shape))
+        return made
+
+    def result_rows(self, x: ndarray) -> ndarray:
+        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        if view is not None:
+            self._rows.append((self._as(made, x.shape), view))
+        return made
+
+    def _as(self, made: ndarray, shape: tuple[int, ...]) -> View:
+        """The whole of a new array of rows, in the shape of what it stands for."""
+        self.reserve(made)
+        found = self._find(made)
+        assert found is not None
+        return replace(found, shape=shape, strides=contiguous_strides(shape))
+
     def target(self, x: ndarray) -> View:
         self.reserve(x)
         view = self._find(x)
@@ -230,6 +269,9 @@ class DeviceStore(Store):
         self.commands.submit()
 
     def finish(self) -> None:
+        rows, self._rows = self._rows, []
+        for made, result in rows:
+            copy(self.commands, made, result)
         self.flush()
 
     @property

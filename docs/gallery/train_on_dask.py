@@ -7,8 +7,8 @@ processes that may use 400 MiB each. A step is one Dask graph: every block of sa
 and backward through numfuse's fused kernels on the worker that made or read it, the gradients of
 the weights are added in a tree, and the client applies them::
 
-    python docs/examples/train_on_dask.py
-    python docs/examples/train_on_dask.py --zarr samples.zarr     written once, then read from disk
+    python docs/gallery/train_on_dask.py
+    python docs/gallery/train_on_dask.py --zarr samples.zarr     written once, then read from disk
 
 (Where these pages show what it prints, it was run on 32 MiB, to have them built in a minute.)
 

@@ -139,16 +139,31 @@ except ImportError:
     print("PyTorch is not installed")
 else:
     torch.set_num_threads(1)  # its fastest for work of this size
-    model, batch = MLP(), train[:100]
+    gelu, silu, loss_of = (
+        torch.nn.functional.gelu, torch.nn.functional.silu, torch.nn.functional.cross_entropy,
+    )  # fmt: skip
+    batch = train[:100]
     x, y = torch.from_numpy(images[batch]), torch.from_numpy(labels[batch])
-    w1, b1, w2, b2 = (torch.from_numpy(p).requires_grad_() for p in model.parameters)
 
-    def theirs():
-        h = torch.nn.functional.gelu(torch.addmm(b1, x, w1), approximate="tanh")
-        loss = torch.nn.functional.cross_entropy(torch.addmm(b2, h, w2), y)
-        torch.autograd.grad(loss, (w1, b1, w2, b2))
+    def mlp(w1, b1, w2, b2):
+        h = gelu(torch.addmm(b1, x, w1), approximate="tanh")
+        return torch.addmm(b2, h, w2)
 
-    times = medians(numfuse=lambda: model.gradients(images[batch], labels[batch]), torch=theirs)
-    print("a step of the MLP:", ", ".join(f"{name} {t:.0f} us" for name, t in times.items()))
+    def gated(gate, up, down):
+        return (silu(x @ gate) * (x @ up)) @ down
+
+    for name, model, scores in (("MLP", MLP(), mlp), ("gated network", Gated(), gated)):
+        theirs = [torch.from_numpy(p).requires_grad_() for p in model.parameters]
+
+        def step(scores=scores, theirs=theirs):
+            return torch.autograd.grad(loss_of(scores(*theirs), y), theirs)
+
+        def ours(model=model):
+            return model.gradients(images[batch], labels[batch])[1]
+
+        for mine, other in zip(ours(), step(), strict=True):
+            np.testing.assert_allclose(mine, other.numpy(), rtol=1e-3, atol=1e-6)
+        times = medians(numfuse=ours, torch=step)
+        print(f"a step of the {name}:", ", ".join(f"{n} {t:.0f} us" for n, t in times.items()))
 
 plt.show()
