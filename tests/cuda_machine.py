@@ -349,9 +349,9 @@ class Machine:
             thread.pending.append((a[0], raw + bytes(size - used)))
         elif text.startswith("ldmatrix"):
             return self._wait("ldmatrix.trans" if ".trans" in text else "ldmatrix", a[0])
-        elif text.startswith("ld.global.cs"):
+        elif text.startswith("ld.global.nc.v4"):
             return from_bytes(self.read("global", a[0], 16), ir.VectorType(I32, 4))
-        elif text.startswith("st.global.cs"):
+        elif text.startswith("st.global.v4"):
             self.write("global", a[0], to_bytes(a[1:], ir.VectorType(I32, 4)))
         elif text.startswith("mma"):
             return self._wait(text.split()[0], a)

@@ -408,7 +408,7 @@ def store_array(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -
 
 
 #: 9.7.9.8, ld; 9.7.9.11, st; 9.7.9.1, cache operators: 16 bytes that are read, or written, once
-load_streamed = instruction("ld.global.cs.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l")
+load_words = instruction("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l")
 store_words = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr")
 
 # --- masked loads and stores ----------------------------------------------------------------------
