@@ -7,6 +7,7 @@ missing, the tests that need it fail instead of being skipped.
 from __future__ import annotations
 
 import os
+import sys
 from functools import cache
 from math import prod
 from typing import NoReturn
@@ -44,6 +45,13 @@ def unavailable(name: str, reason: str) -> NoReturn:
     if name in REQUIRED:
         pytest.fail(f"NUMFUSE_REQUIRE names {name!r}, but: {reason}", pytrace=False)
     pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture(autouse=True)
+def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of activations that are registered in a test vanish after it."""
+    # as an attribute of the package, `activations` is the function
+    monkeypatch.setattr(sys.modules["numfuse.activations"], "_TABLE", nf.activations())
 
 
 @pytest.fixture(scope="session", params=["reference", "cpu", "cuda", "webgpu"])

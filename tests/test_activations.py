@@ -524,14 +524,6 @@ def test_wgsl_refuses_what_it_cannot_write():
 # --- a user's own -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def own_table(monkeypatch):
-    """Names registered in a test vanish after it."""
-    # as an attribute of the package, `activations` is the function
-    module = sys.modules["numfuse.activations"]
-    monkeypatch.setattr(module, "_TABLE", nf.activations())
-
-
 OWN = {
     "mish": (
         lambda x: x * ex.tanh(ex.log1p(ex.exp(x))),
@@ -548,7 +540,7 @@ OWN = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", OWN)
-def test_left_out_derivatives_are_traced(name, dtype, own_table):
+def test_left_out_derivatives_are_traced(name, dtype):
     formula, textbook = OWN[name]
     act = nf.activation(formula, name=name, source="a test")
     assert get(name) is act and nf.activations()[name] is act and act.id is None
@@ -563,7 +555,7 @@ def test_left_out_derivatives_are_traced(name, dtype, own_table):
         np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
 
 
-def test_the_decorators_define_value_and_derivatives(own_table):
+def test_the_decorators_define_value_and_derivatives():
     @nf.activation(source="a test")
     def cube(x):
         return x**3
@@ -584,14 +576,14 @@ def test_the_decorators_define_value_and_derivatives(own_table):
     assert cube.second_derivative(1.0) == 7 and cube.third_derivative(1.0) == 0
 
 
-def test_an_activation_may_be_made_of_activations(own_table):
+def test_an_activation_may_be_made_of_activations():
     silu = get("silu")
     twice = nf.activation(lambda x: silu(silu(x)) + silu.derivative(x), name="twice")
     x = np.linspace(-3, 3, 13)
     np.testing.assert_allclose(twice(x), silu(silu(x)) + silu.derivative(x), rtol=1e-14)
 
 
-def test_redefinition_replaces_and_the_digest_follows_the_formula(own_table):
+def test_redefinition_replaces_and_the_digest_follows_the_formula():
     first = nf.activation(lambda x: x * 2, name="again")
     second = nf.activation(lambda x: x * 3, name="again")
     third = nf.activation(lambda y: 2 * y, name="again")
@@ -600,7 +592,7 @@ def test_redefinition_replaces_and_the_digest_follows_the_formula(own_table):
     assert (first(1.0), second(1.0), third(1.0)) == (2, 3, 2)
 
 
-def test_a_branch_is_refused_where_it_stands_and_nothing_is_registered(own_table):
+def test_a_branch_is_refused_where_it_stands_and_nothing_is_registered():
     with pytest.raises(TypeError, match=r"numfuse\.expr\.where\(condition, a, b\)"):
 
         @nf.activation
@@ -613,7 +605,7 @@ def test_a_branch_is_refused_where_it_stands_and_nothing_is_registered(own_table
     assert get("silu").derivative(0.0) == 0.5
 
 
-def test_pickles_by_its_graph_also_in_a_fresh_process(own_table, tmp_path):
+def test_pickles_by_its_graph_also_in_a_fresh_process(tmp_path):
     act = nf.activation(lambda x: x / (1 + abs(x)), name="soft", source="a test")
     x = [-2.0, 0.0, 3.0]
     path = tmp_path / "act.pickle"
@@ -680,7 +672,7 @@ def test_cuda_functions_say_what_is_missing():
         _ = get("silu").cuda
 
 
-def test_a_row_is_one_formula(own_table):
+def test_a_row_is_one_formula():
     # What the table's own decorator does, a user's does too, but for the number.
     row = _row(7, "a test")(lambda x: x + 1)
     assert row.id == 7 and row.trace(1) is ex.constant(1) and row.trace(2) is ex.constant(0)
