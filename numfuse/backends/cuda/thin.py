@@ -30,11 +30,29 @@ from numfuse.backends.cuda.intrinsics import (
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.slices import runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
-from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
+from numfuse.backends.cuda.unroll import expanded, inlined, names_of, unrolled
 
 i32, i64 = np.int32, np.int64
 #: Columns of a block, one a lane.
 COLUMNS = 32
+
+
+def _copy_y(to, at, step, bytes_left, lines_left):
+    """This thread's copies of a slice of Y; zeros for what is not there."""
+    for c in unrolled(COPIES):
+        inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
+        fetch16(i32(to + c * (REACH * PITCH)), at, inside)
+        at = at + step
+
+
+def _copy_x(to, at, step, left, row0, m):
+    """The same of X."""
+    for c in unrolled(X_COPIES):
+        if row0 + c * X_STEP < ROWS:
+            inside = i32(least(most(left, 0), X_VALUES) * SIZE)
+            inside = inside if row0 + c * X_STEP < m else i32(0)
+            FETCH_X(i32(to + c * (X_STEP * DEPTH * SIZE)), at, inside)
+        at = at + step
 
 
 def _product(
@@ -73,17 +91,8 @@ def _product(
     write = i32(0)
     filled = i32(0)
     while filled < STAGES - 1:
-        y_run, x_run = y_at, x_at
-        for c in unrolled(COPIES):
-            inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
-            fetch16(i32(to + write + c * (REACH * PITCH)), y_run, inside)
-            y_run = y_run + y_line
-        for c in unrolled(X_COPIES):
-            if x_row0 + c * X_STEP < ROWS:
-                inside = i32(least(most(x_left, 0), X_VALUES) * SIZE)
-                inside = inside if x_row0 + c * X_STEP < m else i32(0)
-                FETCH_X(i32(x_to + write + c * (X_STEP * DEPTH * SIZE)), x_run, inside)
-            x_run = x_run + x_line
+        COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+        COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
@@ -106,17 +115,8 @@ def _product(
     while slices > 0:
         WAIT()
         block_barrier()  # the slice is there, and the one before has been read by all
-        y_run, x_run = y_at, x_at
-        for c in unrolled(COPIES):
-            inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
-            fetch16(i32(to + write + c * (REACH * PITCH)), y_run, inside)
-            y_run = y_run + y_line
-        for c in unrolled(X_COPIES):
-            if x_row0 + c * X_STEP < ROWS:
-                inside = i32(least(most(x_left, 0), X_VALUES) * SIZE)
-                inside = inside if x_row0 + c * X_STEP < m else i32(0)
-                FETCH_X(i32(x_to + write + c * (X_STEP * DEPTH * SIZE)), x_run, inside)
-            x_run = x_run + x_line
+        COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+        COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
@@ -280,6 +280,8 @@ def _kernel(
         "HAS_FUNCTION": function is not None, "STORE_OUT": one.store(out, 1, acc),
         "STORE_PRE": one.store(acc, 1, acc), "STORE_SUM": one.store(acc, 1, acc),
     }  # fmt: skip
+    bindings["COPY_Y"] = inlined(_copy_y, **bindings)
+    bindings["COPY_X"] = inlined(_copy_x, **bindings)
     if function is not None:
         bindings["FUNCTION"] = function
     if bias is not None:
