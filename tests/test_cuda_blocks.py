@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from conftest import SIMULATED, unavailable
 try:
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda import joins, layouts, simt, tensor_core, thin
+    from numfuse.backends.cuda import gated, joins, layouts, simt, tensor_core, thin
     from numfuse.backends.cuda.product import DeviceInfo, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -198,6 +200,32 @@ def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
     monkeypatch.setattr(tiling, "CUDA_COPY_USES", 1)
     check("float32", THREADS, 37, 35, 21, offset=1, places=2, bias=False)
     check("float32", THREADS, 36, 40, 24, y="columns")
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_by_16_bytes(dtype, needs):
+    size = 2 * 256 * 16 // DTYPES[dtype].itemsize + 13  # whole blocks, a part of one, single values
+    acc = "float64" if dtype == "float64" else "float32"
+    value = importlib.import_module("numfuse.activations").get("silu").trace(0)
+    rng = np.random.default_rng(size)
+    a, b, grad = (rng.standard_normal(size + 8).astype(DTYPES[dtype])[:size] for _ in range(3))
+    out, d_a, d_b = (np.full(size + 8, np.nan, DTYPES[dtype])[:size] for _ in range(3))
+    machine = Machine([a, b, grad, out, d_a, d_b], VALUE=lambda x: x * x, SLOPE=lambda x: x + x)
+    at = {
+        name: x.ctypes.data
+        for name, x in dict(a=a, b=b, grad=grad, out=out, d_a=d_a, d_b=d_b).items()
+    }
+    machine.run(gated.forward(HOPPER, dtype, acc, value, size, 16), **at)
+    machine.run(gated.backward(HOPPER, dtype, acc, value, value, True, needs, size, 16), **at)
+    x, y, g = (v.astype(np.float64) for v in (a, b, grad))
+    results = ((True, out, x * x * y), (needs[0], d_a, g * y * 2 * x), (needs[1], d_b, g * x * x))
+    for wanted, found, exact in results:
+        if wanted:
+            error = abs(found.astype(np.float64) - exact)
+            assert (error <= 4 * UNITS[dtype] * abs(exact) + 6e-8 * (dtype == "float16")).all()
+        else:
+            assert np.isnan(found.astype(np.float64)).all()
 
 
 def test_columns_are_joined_in_lanes():
