@@ -34,7 +34,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
     print_blob=False,
-    max_examples=20,
+    max_examples=12,
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

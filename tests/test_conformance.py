@@ -97,8 +97,8 @@ def sampled(examples, **strategies):
                 for name, strategy in strategies.items()
             }
             how = settings(
-                # (a third of them: the whole suite has to fit a quarter of an hour)
-                max_examples=examples // (10 if SIMULATED else 3),
+                # (a sixth of them: the whole suite has to fit a quarter of an hour)
+                max_examples=examples // (10 if SIMULATED else 6),
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
             )
             how(given(**drawn)(test))(backend=backend)
