@@ -47,6 +47,9 @@ class Activation:
         Its number in the GPU kernels' contract (0 none, 1 relu, 2 gelu, 3 silu, 4 sigmoid, 5 tanh).
     """
 
+    #: How often any formula was defined: what is kept by a name is stale after the next.
+    definitions = 0
+
     def __init__(self, name: str, source: str, number: int | None = None) -> None:
         self.name = name
         self.source = source
@@ -69,6 +72,7 @@ class Activation:
         self._traces[order] = made
         self._digest = self.key = None
         self._made.clear()
+        Activation.definitions += 1
 
     def trace(self, order: int = 0) -> Expr:
         """The recorded graph of the value (0) or of a derivative (1, 2, 3).

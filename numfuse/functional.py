@@ -44,7 +44,7 @@ from numfuse.gradients import (
     GemmGradients,
     GemmResidualGradients,
 )
-from numfuse.kinds import PLAIN, adapter_of
+from numfuse.kinds import PLAIN, adapter_for
 
 __all__ = [
     "activation_mul",
@@ -155,7 +155,7 @@ def matmul_bias_activation(
     array([[2., 0.]])
     """
     if type(a) is not ndarray or type(b) is not ndarray or type(bias) not in PLAIN:
-        adapter = adapter_of(a=a, b=b, bias=bias)
+        adapter = adapter_for(a=a, b=b, bias=bias)
         if adapter is not None:
             return adapter.matmul_bias_activation(
                 a, b, bias, activation,
@@ -206,7 +206,7 @@ def matmul_bias_residual(
         or type(bias) not in PLAIN
         or type(residual) is not ndarray
     ):
-        adapter = adapter_of(a=a, b=b, bias=bias, residual=residual)
+        adapter = adapter_for(a=a, b=b, bias=bias, residual=residual)
         if adapter is not None:
             return adapter.matmul_bias_residual(a, b, bias, residual, out=out, backend=backend)
     p = problem.gemm_residual(a, b, bias, residual, out)
@@ -287,7 +287,7 @@ def matmul_bias_activation_bwd(
         or type(b) is not ndarray
         or type(bias) not in PLAIN
     ):
-        adapter = adapter_of(grad=grad, a=a, b=b, bias=bias)
+        adapter = adapter_for(grad=grad, a=a, b=b, bias=bias)
         if adapter is not None:
             return adapter.matmul_bias_activation_bwd(
                 grad, a, b, bias, activation, pre_activation=pre_activation, needs=needs,
@@ -356,7 +356,7 @@ def matmul_bias_residual_bwd(
         or type(bias) not in PLAIN
         or type(residual) is not ndarray
     ):
-        adapter = adapter_of(grad=grad, a=a, b=b, bias=bias, residual=residual)
+        adapter = adapter_for(grad=grad, a=a, b=b, bias=bias, residual=residual)
         if adapter is not None:
             return adapter.matmul_bias_residual_bwd(
                 grad, a, b, bias, residual, pre_activation=pre_activation, needs=needs,
@@ -413,7 +413,7 @@ def activation_mul(
     array([0., 6.])
     """
     if type(a) is not ndarray or type(b) is not ndarray:
-        adapter = adapter_of(a=a, b=b)
+        adapter = adapter_for(a=a, b=b)
         if adapter is not None:
             return adapter.activation_mul(a, b, activation, out=out, backend=backend)
     p = problem.gated(a, b, activation, out)
@@ -459,7 +459,7 @@ def activation_mul_bwd(
         As :func:`matmul_bias_activation_bwd`.
     """
     if type(grad) is not ndarray or type(a) is not ndarray or type(b) is not ndarray:
-        adapter = adapter_of(grad=grad, a=a, b=b)
+        adapter = adapter_for(grad=grad, a=a, b=b)
         if adapter is not None:
             return adapter.activation_mul_bwd(
                 grad, a, b, activation, needs=needs, guard=guard, out=out, backend=backend

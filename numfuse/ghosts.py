@@ -21,24 +21,19 @@ class GhostViews:
     __slots__ = ()
     __array_ufunc__ = None  # no arithmetic: NumPy would take it for an object
 
-    ghost: ndarray
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    #: In bytes, as NumPy's.
+    strides: tuple[int, ...]
+
+    @property
+    def ghost(self) -> ndarray:
+        """The NumPy array that has its shape and strides."""
+        raise NotImplementedError
 
     def _view(self, x: ndarray) -> Self:
         """An array over the same memory, with this view of the ghost."""
         raise NotImplementedError
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.ghost.shape
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.ghost.dtype
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """In bytes, as NumPy's."""
-        return self.ghost.strides
 
     @property
     def ndim(self) -> int:

@@ -41,11 +41,16 @@ _LOADED: dict[str, ModuleType] = {}
 
 
 def adapter_for(**operands: Any) -> Any:
-    """As :func:`adapter_of`, in one step where all are plain."""
+    """As :func:`adapter_of`, in one step where all are plain, or of classes met before."""
+    found = None
     for x in operands.values():
-        if type(x) not in PLAIN:
-            return adapter_of(**operands)
-    return None
+        kind = type(x)
+        if kind not in PLAIN:
+            module = _LOADED.get(_KNOWN.get(kind) or "")
+            if module is None or (found is not None and module is not found):
+                return adapter_of(**operands)
+            found = module
+    return found
 
 
 def adapter_of(**operands: Any) -> ModuleType | None:

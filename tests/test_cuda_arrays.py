@@ -69,6 +69,92 @@ def test_a_repeated_call_reads_its_own_arrays(operands):
     assert same(out, wanted) and not same(out[:1], wanted[1:])
 
 
+#: Calls by the names of their operands in the order of the signature, None left out here or there.
+CALLS = {
+    "forward": ("matmul_bias_activation", "a b bias", ("tanh",), {}),
+    "saved": ("matmul_bias_activation", "a b -", ("tanh",), {"return_pre_activation": True}),
+    "residual": ("matmul_bias_residual", "a b - grad", (), {}),
+    "backward": ("matmul_bias_activation_bwd", "grad a b bias", ("tanh",), {"guard": False}),
+    "from the saved": ("matmul_bias_activation_bwd", "grad a b bias", ("tanh",), {"pre": True}),
+    "some": ("matmul_bias_activation_bwd", "grad a b -", ("tanh",), {"needs": ("b",)}),
+    "a list": ("matmul_bias_activation_bwd", "grad a b bias", ("tanh",), {"needs": ["b", "a"]}),
+    "residual backward": ("matmul_bias_residual_bwd", "grad a b bias residual", (), {}),
+    "second": ("matmul_bias_activation_double_bwd", "u v w grad a b bias", ("tanh",), {}),
+    "second, some": ("matmul_bias_activation_double_bwd", "- v - grad a b bias", ("tanh",), {}),
+    "residual second": (
+        "matmul_bias_residual_double_bwd", "u v w z grad a b bias residual", (), {}
+    ),
+    "tangent": ("matmul_bias_activation_jvp", "a b bias u - w", ("tanh",), {}),
+    "residual tangent": ("matmul_bias_residual_jvp", "a b bias residual u v w z", (), {}),
+    "gate": ("silu_mul", "grad z", (), {}),
+    "gate backward": ("silu_mul_bwd", "grad z residual", (), {}),
+    "gate second": ("activation_mul_double_bwd", "grad - z residual z", ("tanh",), {}),
+    "gate tangent": ("activation_mul_jvp", "grad z - residual", ("tanh",), {}),
+}  # fmt: skip
+
+
+def test_a_call_that_comes_again_is_known_and_has_its_operands_in_place(operands):
+    from numfuse.backends.cuda import entry
+
+    for case, (name, words, rest, options) in CALLS.items():
+        entry._KNOWN.clear()
+        seen = []
+        for _ in range(3):
+            (grad, a, b, bias), (z, u, v, w) = operands(m=3, n=2, k=4), operands(m=3, n=2, k=4)
+            residual = operands(m=3, n=2, k=4)[0]
+            named = {
+                "grad": grad, "a": a, "b": b, "bias": bias, "residual": residual, "z": z, "u": u,
+                "v": v, "w": w, "-": None,
+            }  # fmt: skip
+            arrays = [named[word] for word in words.split()]
+            host = dict(options)
+            if host.pop("pre", False):
+                host["pre_activation"] = (a @ b + bias).astype(np.float32)
+            on = {key: there(x) if key == "pre_activation" else x for key, x in host.items()}
+            moved = (None if x is None else there(x) for x in arrays)
+            given = getattr(nf, name)(*moved, *rest, **on)
+            wanted = getattr(nf, name)(*arrays, *rest, **host, backend="cuda")
+            if not isinstance(wanted, tuple):
+                given, wanted = (given,), (wanted,)
+            assert type(given) is type(wanted) and same(given, wanted), case
+            seen.append(set(entry._KNOWN))
+        assert seen[0] == seen[1] == seen[2]
+        assert len(seen[0]) == (case != "a list"), case  # which cannot be looked up
+
+
+def test_arrays_by_keyword_are_in_place(operands):
+    from numfuse.adapters import cuda as functions
+
+    _, a, b, bias = operands(m=6, n=6, k=6)
+    for _ in range(3):
+        given = functions.matmul_bias_activation(there(a), bias=there(bias), b=there(b))
+        other = functions.matmul_bias_activation(there(b), bias=there(bias), b=there(a))
+        wanted = [
+            nf.matmul_bias_activation(x, y, bias, backend="cuda") for x, y in ((a, b), (b, a))
+        ]
+        assert same([given, other], wanted)
+
+
+def test_a_call_that_only_looks_like_a_known_one_is_not_taken_for_it(operands):
+    _, a, _, _ = operands(m=8, n=8, k=8)
+    whole = there(np.concatenate([a, a[:1]]))
+    views = whole[:8], whole[1:], whole[:8].T, whole[7::-1], whole[:8, 1:]
+    hosts = a, np.concatenate([a[1:], a[:1]]), a.T, a[::-1], a[:, 1:]
+    for _ in range(2):
+        for view, host in zip(views, hosts, strict=True):
+            for activation in ("silu", nf.activations()["tanh"]):
+                for guard in (True, False):
+                    given = nf.activation_mul_bwd(view, view, view, activation, guard=guard)
+                    wanted = nf.activation_mul_bwd(
+                        host, host, host, activation, guard=guard, backend="cuda"
+                    )
+                    assert same(given, wanted)
+        with nf.use_backend("cuda", precision="bf16x6"):
+            assert same([nf.silu_mul(views[0], views[2])], [nf.silu_mul(a, a.T, backend="cuda")])
+        with pytest.raises(ValueError, match="backend must be 'cuda'"):
+            nf.silu_mul(views[0], views[0], backend="cpu")
+
+
 def test_views_are_read_where_they_are(operands):
     _, a, b, bias = operands(m=8, k=6)
     on = there(a), there(b), there(bias)

@@ -32,20 +32,35 @@ class Driver:
     """Functions with the driver's signatures, and what they were called with."""
 
     def __init__(self, current=OUR, failing=None):
-        self.launched, self.graphs, self.contexts = [], [], []
+        self.launched, self.graphs, self.contexts, self.replaced = [], [], [], []
         self.current, self.failing = current, failing
         kinds = (
             ("launch", 4), ("get_current", 1), ("set_current", 1), (None, 0), ("graph", 2),
+            ("replace", 2),
         )  # fmt: skip
-        self._kept, values = [], []
+        self._kept, self.functions = [], []
         for name, count in kinds:
             if name is None:
-                values.append(OUR)
+                self.functions.append(OUR)
                 continue
             function = ctypes.CFUNCTYPE(ctypes.c_int, *[I64] * count)(getattr(self, name))
             self._kept.append(function)
-            values.append(ctypes.cast(function, ctypes.c_void_p).value)
-        self.functions = words(*values)
+            self.functions.append(ctypes.cast(function, ctypes.c_void_p).value)
+        config, self.first, self.second = words(*range(20)), words(0), words(0)
+        self.maps = words(31, 1, 16, 0, 0, 32, 0, 0, 1, 0)
+        tables = (
+            words(at(config), 3, at(self.first), at(config), 5, at(self.second)),
+            words(at(self.first), 1, 100, at(self.second), 0, 0), self.maps,
+        )  # fmt: skip
+        self.bases = words(10_000, 20_000)
+        self._kept += [config, *tables]
+        lengths = 2, 2, 2
+        plan = list(self.functions)
+        assert len(plan) == launcher.DRIVER_WORDS
+        for length, table in zip(lengths, tables, strict=True):
+            plan += [length, at(table)]
+        self.plan = words(*plan, at(self.bases), 0, 0, 0)
+        assert len(self.plan) == len(launcher.PLAN)
 
     def launch(self, config, handle, arguments, extra):
         stream = I64.from_address(config + launcher.STREAM_OFFSET).value
@@ -64,16 +79,14 @@ class Driver:
         self.graphs.append((graph, stream))
         return 9 if graph == self.failing else 0
 
-    def run(self, count=2, many=2):
-        config, first, second = words(*range(20)), words(0), words(0)
-        table = words(at(config), 3, at(first), at(config), 5, at(second))
-        updates = words(at(first), 1, 100, at(second), 0, 0)
-        bases, state = words(10_000, 20_000), words(0, 0, 0)
-        launches = at(table) if count else 77
-        launcher.launch_all()(
-            at(self.functions), count, launches, many, at(updates), at(bases), 55, at(state)
-        )
-        return list(state)[:2]
+    def replace(self, where, address):
+        self.replaced.append((where, address))
+        return 8 if where == self.failing else 0
+
+    def run(self, refresh=1, graph=0):
+        launcher.launch_all()(at(self.plan), 55, refresh, graph)
+        told = dict(zip(launcher.PLAN, self.plan, strict=True))
+        return told["FAILED"], told["STATUS"]
 
 
 def test_the_stream_is_where_the_driver_looks_for_it():
@@ -89,16 +102,37 @@ def test_every_launch_gets_its_addresses_and_the_stream():
 
 def test_addresses_are_left_alone_where_they_are_the_same():
     driver = Driver()
-    driver.run(many=0)
+    driver.run(refresh=0)
     assert [argument for _, argument, _, _ in driver.launched] == [0, 0]
+    assert driver.replaced == []
+
+
+def test_a_map_gets_an_address_where_that_is_another_one():
+    driver = Driver()
+    driver.run()
+    assert driver.replaced == [(31, 20_016), (32, 10_000)]
+    driver.run()
+    assert len(driver.replaced) == 2
+    driver.bases[0] = 30_000
+    driver.run()
+    assert driver.replaced[2:] == [(32, 30_000)]
 
 
 def test_a_failure_ends_the_launches_and_is_told():
     driver = Driver(failing=3)
-    assert driver.run() == [0, 7]
+    assert driver.run() == (0, 7)
     assert len(driver.launched) == 1
     driver = Driver(failing=5)
-    assert driver.run() == [1, 7]
+    assert driver.run() == (1, 7)
+
+
+def test_a_map_that_is_refused_is_tried_again():
+    driver = Driver(failing=32)
+    assert driver.run() == (1, 8)
+    assert driver.launched == []
+    driver.failing = None
+    assert driver.run()[0] == -1
+    assert driver.replaced == [(31, 20_016), (32, 10_000), (32, 10_000)]
 
 
 def test_the_context_of_the_thread_is_as_before_afterwards():
@@ -112,7 +146,7 @@ def test_the_context_of_the_thread_is_as_before_afterwards():
 
 def test_a_graph_is_one_launch():
     driver = Driver()
-    assert driver.run(count=0, many=0)[0] == -1
+    assert driver.run(graph=77)[0] == -1
     assert driver.graphs == [(77, 55)] and driver.launched == []
     driver = Driver(failing=77)
-    assert driver.run(count=0, many=0) == [0, 9]
+    assert driver.run(graph=77) == (0, 9)

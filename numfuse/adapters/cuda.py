@@ -39,7 +39,7 @@ from numfuse.backends.cuda import batches  # noqa: E402
 from numfuse.backends.cuda import higher as run_higher  # noqa: E402
 from numfuse.backends.cuda.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
 from numfuse.backends.cuda.driver import device  # noqa: E402
-from numfuse.backends.cuda.entry import DeviceCall, quick  # noqa: E402
+from numfuse.backends.cuda.entry import DeviceCall, again, remembered  # noqa: E402
 from numfuse.backends.cuda.foreign import kind_of  # noqa: E402
 from numfuse.backends.cuda.plans import Recorder  # noqa: E402
 
@@ -48,6 +48,7 @@ __all__ = [
     "activation_mul_bwd",
     "activation_mul_double_bwd",
     "activation_mul_jvp",
+    "again",
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
     "matmul_bias_activation_double_bwd",
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 
+@remembered
 def matmul_bias_activation(
     a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
     return_pre_activation: bool = False, out: Any = None, backend: Any = None,
@@ -69,11 +71,6 @@ def matmul_bias_activation(
     act = get_activation(activation)
     save = bool(return_pre_activation)
     options = act.name, act.digest, save
-    key = None
-    if out is None:
-        key, result = quick(("forward", *options), backend, (a, b, bias))
-        if result is not None:
-            return result
     made = DeviceCall(backend, a=a, b=b, bias=bias)
     made.out("out", out)
 
@@ -81,18 +78,14 @@ def matmul_bias_activation(
         p = problem.gemm(g["a"], g["b"], g.get("bias"), act, save, g.get("out"))
         return p, (("out", "pre") if save else ("out",)), None
 
-    return made.run("forward", options, make, key)
+    return made.run("forward", options, make)
 
 
+@remembered
 def matmul_bias_residual(
     a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
 ) -> Any:
     """As :func:`numfuse.matmul_bias_residual`."""
-    key = None
-    if out is None:
-        key, result = quick(("residual",), backend, (a, b, bias, residual))
-        if result is not None:
-            return result
     made = DeviceCall(backend, a=a, b=b, bias=bias, residual=residual)
     made.out("out", out)
 
@@ -100,9 +93,10 @@ def matmul_bias_residual(
         p = problem.gemm_residual(g["a"], g["b"], g.get("bias"), g["residual"], g.get("out"))
         return p, ("out",), None
 
-    return made.run("forward", ("residual",), make, key)
+    return made.run("forward", ("residual",), make)
 
 
+@remembered
 def matmul_bias_activation_bwd(
     grad: Any, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
     pre_activation: Any = None, needs: Iterable[str] = GEMM_NEEDS, sum_batch: bool = False,
@@ -112,11 +106,6 @@ def matmul_bias_activation_bwd(
     act = get_activation(activation)
     needs = check_needs(needs, GEMM_NEEDS)
     options = act.name, act.digest, needs, bool(sum_batch), bool(guard)
-    key = None
-    if out is None:
-        key, result = quick(("backward", *options), backend, (grad, a, b, bias, pre_activation))
-        if result is not None:
-            return result
     made = DeviceCall(backend, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
     outs = check_outputs(out, GEMM_NEEDS)
     names = tuple(f"d_{name}" for name in GEMM_NEEDS)
@@ -130,9 +119,10 @@ def matmul_bias_activation_bwd(
         )  # fmt: skip
         return p, names, None
 
-    return made.run("backward", options, make, key)
+    return made.run("backward", options, make)
 
 
+@remembered
 def matmul_bias_residual_bwd(
     grad: Any, a: Any, b: Any, bias: Any, residual: Any, *, pre_activation: Any = None,
     needs: Iterable[str] = RESIDUAL_NEEDS, sum_batch: bool = False, guard: bool = True,
@@ -164,24 +154,21 @@ def matmul_bias_residual_bwd(
     return made.run("backward", ("residual", needs, bool(sum_batch), bool(guard)), make)
 
 
+@remembered
 def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None) -> Any:
     """As :func:`numfuse.activation_mul`."""
     act = get_activation(activation)
     options = act.name, act.digest
-    key = None
-    if out is None:
-        key, result = quick(("gated", *options), backend, (a, b))
-        if result is not None:
-            return result
     made = DeviceCall(backend, a=a, b=b)
     made.out("out", out)
 
     def make(g: dict[str, ndarray]) -> Any:
         return problem.gated(g["a"], g["b"], act, g.get("out")), ("out",), None
 
-    return made.run("gated", options, make, key)
+    return made.run("gated", options, make)
 
 
+@remembered
 def activation_mul_bwd(
     grad: Any, a: Any, b: Any, activation: Any, *, needs: Iterable[str] = GATED_NEEDS,
     guard: bool = True, out: Any = None, backend: Any = None,
@@ -190,11 +177,6 @@ def activation_mul_bwd(
     act = get_activation(activation)
     needs = check_needs(needs, GATED_NEEDS)
     options = act.name, act.digest, needs, bool(guard)
-    key = None
-    if out is None:
-        key, result = quick(("gated_backward", *options), backend, (grad, a, b))
-        if result is not None:
-            return result
     made = DeviceCall(backend, grad=grad, a=a, b=b)
     outs = check_outputs(out, GATED_NEEDS)
     for name, x in zip(("d_a", "d_b"), outs, strict=True):
@@ -206,9 +188,10 @@ def activation_mul_bwd(
         )
         return p, ("d_a", "d_b"), None
 
-    return made.run("gated_backward", options, make, key)
+    return made.run("gated_backward", options, make)
 
 
+@remembered
 def matmul_bias_activation_double_bwd(
     u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any = None, activation: Any = "none",
     *, needs: Iterable[str] = GEMM_SECOND_NEEDS, pre_activation: Any = None, guard: bool = True,
@@ -216,7 +199,7 @@ def matmul_bias_activation_double_bwd(
 ) -> Any:  # fmt: skip
     """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
     act, needs = get_activation(activation), check_needs(needs, GEMM_SECOND_NEEDS)
-    made = DeviceCall(backend, grad=grad, a=a, b=b, bias=bias, u=u, v=v, w=w, pre=pre_activation)
+    made = DeviceCall(backend, u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
 
     def make(g: dict[str, ndarray]) -> Any:
         p = higher.gemm_double_backward(
@@ -228,6 +211,7 @@ def matmul_bias_activation_double_bwd(
     return made.run("double_backward", (act.name, act.digest, needs, bool(guard)), make)
 
 
+@remembered
 def matmul_bias_residual_double_bwd(
     u: Any, v: Any, w: Any, z: Any, grad: Any, a: Any, b: Any, bias: Any, residual: Any, *,
     needs: Iterable[str] = RESIDUAL_SECOND_NEEDS, guard: bool = True, backend: Any = None,
@@ -235,7 +219,7 @@ def matmul_bias_residual_double_bwd(
     """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
     needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
     made = DeviceCall(
-        backend, grad=grad, a=a, b=b, residual=residual, bias=bias, u=u, v=v, w=w, z=z
+        backend, u=u, v=v, w=w, z=z, grad=grad, a=a, b=b, bias=bias, residual=residual
     )
 
     def make(g: dict[str, ndarray]) -> Any:
@@ -254,6 +238,7 @@ def matmul_bias_residual_double_bwd(
     return made.run("double_backward", ("residual", needs, bool(guard)), make)
 
 
+@remembered
 def matmul_bias_activation_jvp(
     a: Any, b: Any, bias: Any, a_dot: Any, b_dot: Any, bias_dot: Any, activation: Any = "none", *,
     guard: bool = True, backend: Any = None,
@@ -271,13 +256,14 @@ def matmul_bias_activation_jvp(
     return made.run("tangent", (act.name, act.digest, bool(guard)), make)
 
 
+@remembered
 def matmul_bias_residual_jvp(
     a: Any, b: Any, bias: Any, residual: Any, a_dot: Any, b_dot: Any, bias_dot: Any,
     residual_dot: Any, *, backend: Any = None,
 ) -> Any:  # fmt: skip
     """As :func:`numfuse.matmul_bias_residual_jvp`."""
     made = DeviceCall(
-        backend, a=a, b=b, residual=residual, bias=bias, u=a_dot, v=b_dot, w=bias_dot,
+        backend, a=a, b=b, bias=bias, residual=residual, u=a_dot, v=b_dot, w=bias_dot,
         z=residual_dot,
     )  # fmt: skip
 
@@ -291,13 +277,14 @@ def matmul_bias_residual_jvp(
     return made.run("tangent", ("residual",), make)
 
 
+@remembered
 def activation_mul_double_bwd(
     u: Any, v: Any, grad: Any, a: Any, b: Any, activation: Any, *,
     needs: Iterable[str] = GATED_SECOND_NEEDS, guard: bool = True, backend: Any = None,
 ) -> Any:  # fmt: skip
     """As :func:`numfuse.activation_mul_double_bwd`."""
     act, needs = get_activation(activation), check_needs(needs, GATED_SECOND_NEEDS)
-    made = DeviceCall(backend, grad=grad, a=a, b=b, u=u, v=v)
+    made = DeviceCall(backend, u=u, v=v, grad=grad, a=a, b=b)
 
     def make(g: dict[str, ndarray]) -> Any:
         p = higher.gated_double_backward(
@@ -308,6 +295,7 @@ def activation_mul_double_bwd(
     return made.run("gated_double_backward", (act.name, act.digest, needs, bool(guard)), make)
 
 
+@remembered
 def activation_mul_jvp(
     a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, *, guard: bool = True,
     backend: Any = None,

@@ -29,7 +29,7 @@ from numfuse.gradients import (
     check_needs,
 )
 
-__all__ = ["NAMES", "Functions", "How", "chosen", "made", "served", "spread"]
+__all__ = ["NAMES", "Functions", "How", "chosen", "gate_of", "made", "served", "spread"]
 
 _GATES = ("silu", "gelu", "relu", "sigmoid")
 #: What an adapter's module offers.
@@ -51,16 +51,22 @@ class How(NamedTuple):
     backend: Any = None
 
 
+def gate_of(name: str) -> tuple[str, tuple[str, ...]]:
+    """The function that a gate's own function is, and its last operand: silu_mul's and "silu"."""
+    gate, found, rest = name.partition("_mul")
+    return (f"activation_mul{rest}", (gate,)) if found and gate in _GATES else (name, ())
+
+
 def served(library: Any, name: str) -> Callable[..., Any]:
     """A function of `NAMES`, of a module that may lack the gates' own names."""
     found: Callable[..., Any] | None = getattr(library, name, None)
     if found is not None:
         return found
-    gate, _, rest = name.partition("_mul")
-    function = getattr(library, f"activation_mul{rest}")
+    name, gate = gate_of(name)
+    function = getattr(library, name)
 
     def call(*operands: Any, **options: Any) -> Any:
-        return function(*operands, gate, **options)
+        return function(*operands, *gate, **options)
 
     return call
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
-from numfuse.adapters.surface import NAMES, Functions, How, served
+from numfuse.adapters.surface import NAMES, Functions, How, gate_of, served
 from numfuse.adapters.torch_operators import (
     CORE,
     Op,
@@ -160,19 +160,24 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
         flat.extend(x) if type(x) is tuple or type(x) is list else flat.append(x)
     for x in flat:
         if type(x) in _TENSORS:
-            if (grad and x.requires_grad) or x.layout != torch.strided:
+            if (grad and x.requires_grad) or x.layout != torch.strided or x.is_neg():
                 return None
             first = x if first is None else first
             if x.device != first.device:
                 return None
         elif isinstance(x, (Tensor, np.ndarray)):
             return None
-    if first is None or not (first.is_cpu or first.is_cuda) or transformed():
+    if first is None or not (first.is_cpu or first.is_cuda):
         return None
-    return None if torch.is_autocast_enabled(first.device.type) else first
+    return None if _watched(first.device.type) else first
 
 
-_TENSORS = (Tensor, nn.Parameter)
+def _watched(kind: str) -> bool:
+    """Whether something beside the call has a say: a transform, forward mode, autocast."""
+    return transformed() or torch.is_autocast_enabled(kind)
+
+
+_TENSORS = frozenset({Tensor, nn.Parameter})
 
 
 def _array(x: Any, known: dict[int, Tensor]) -> Any:
@@ -199,11 +204,18 @@ def _result(x: Any, known: dict[int, Tensor]) -> Any:
 def _public(name: str) -> Any:
     derived = getattr(FUNCTIONS, name)
 
+    base, gate = gate_of(name)
+
     @functools.wraps(derived)
     def call(*args: Any, **options: Any) -> Any:
         # An operator of PyTorch costs 50 us more than the call: it is for what is differentiated.
-        first = None
+        first: Any = None
         if not torch.compiler.is_compiling():
+            first = args[0] if args else None
+            if type(first) in _TENSORS and first.is_cuda and not _watched("cuda"):
+                made = on_cuda().again(base, args + gate, options)
+                if made is not None:
+                    return made
             first = _bare((*args, *options.values()))
         if first is None:
             return derived(*args, **options)

@@ -9,6 +9,7 @@ gradients that is asked for.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import SimpleNamespace
@@ -103,7 +104,7 @@ def _backend(key: str | None) -> Any:
 
 def on_cuda() -> Any:
     """The public functions over tensors of a GPU, without derivatives."""
-    return import_module("numfuse.adapters.cuda")
+    return sys.modules.get("numfuse.adapters.cuda") or import_module("numfuse.adapters.cuda")
 
 
 def transformed() -> bool:

@@ -19,7 +19,9 @@ from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.memory import Block, Pool
 from numfuse.ghosts import GhostViews
 
-__all__ = ["DeviceArray", "Memory", "address", "bounds", "dtype_of", "ghost", "pool_of"]
+__all__ = [
+    "DeviceArray", "Memory", "address", "bounds", "contiguous", "dtype_of", "ghost", "pool_of",
+]  # fmt: skip
 
 _POOLS: dict[int, Pool] = {}
 
@@ -47,6 +49,15 @@ def bounds(at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int)
         reach = (length - 1) * stride
         low, high = low + min(reach, 0), high + max(reach, 0)
     return low, high + itemsize
+
+
+def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """The strides of an array in C order: in elements, or in bytes with the bytes of one."""
+    strides, run = [], itemsize
+    for length in reversed(shape):
+        strides.append(run)
+        run *= max(1, length)
+    return tuple(strides[::-1])
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -98,37 +109,52 @@ class DeviceArray(GhostViews):
     back.
     """
 
-    __slots__ = ("__weakref__", "ghost", "memory", "stream")
+    __slots__ = (
+        "__weakref__", "_ghost", "address", "dtype", "layout", "memory", "shape", "stream",
+        "strides", "writable",
+    )  # fmt: skip
 
-    def __init__(self, memory: Memory, x: ndarray, stream: int) -> None:
-        self.memory, self.ghost = memory, x
+    def __init__(
+        self, memory: Memory, at: int, shape: tuple[int, ...], strides: tuple[int, ...],
+        dtype: np.dtype[Any], stream: int, writable: bool = True,
+    ) -> None:  # fmt: skip
+        self.memory = memory
+        #: Of the first element.
+        self.address = at
+        self.shape, self.strides, self.dtype, self.writable = shape, strides, dtype, writable
         #: The stream whose work makes it.
         self.stream = stream
+        #: All that a call depends on.
+        self.layout = shape, strides, dtype, at & 15
+        self._ghost: ndarray | None = None
 
     @classmethod
     def new(
         cls, owner: Device, shape: Sequence[int], dtype: np.dtype[Any], stream: int
     ) -> DeviceArray:
         """A C-contiguous array of any content."""
-        strides, run = [], dtype.itemsize
-        for length in reversed(shape):
-            strides.append(run)
-            run *= max(1, length)
-        memory = Memory(owner, run, stream, f"an array of shape {tuple(shape)}")
+        shape, size = tuple(shape), dtype.itemsize
+        strides = contiguous(shape, size)
+        nbytes = strides[0] * max(1, shape[0]) if shape else size
+        memory = Memory(owner, nbytes, stream, f"an array of shape {shape}")
         assert memory.block is not None
-        return cls(memory, ghost(memory.block.address, shape, strides[::-1], dtype, True), stream)
+        return cls(memory, memory.block.address, shape, strides, dtype, stream)
 
     @property
     def device(self) -> Device:
         return self.memory.device
 
     @property
-    def address(self) -> int:
-        """Of the first element."""
-        return address(self.ghost)
+    def ghost(self) -> ndarray:  # made when it is wanted: a call that comes again does not
+        if self._ghost is None:
+            self._ghost = ghost(self.address, self.shape, self.strides, self.dtype, self.writable)
+        return self._ghost
 
     def _view(self, x: ndarray) -> DeviceArray:
-        return DeviceArray(self.memory, x, self.stream)
+        return DeviceArray(
+            self.memory, address(x), x.shape, x.strides, x.dtype, self.stream,
+            bool(x.flags.writeable),
+        )  # fmt: skip
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """The same elements in another shape, where that takes no copy.
@@ -151,8 +177,7 @@ class DeviceArray(GhostViews):
                 f"without a copy, to {wanted}"
             )
         strides = [s * size for s in made.strides]
-        writable = bool(self.ghost.flags.writeable)
-        return self._view(ghost(self.address, made.shape, strides, self.dtype, writable))
+        return self._view(ghost(self.address, made.shape, strides, self.dtype, self.writable))
 
     def __array__(self, *_: Any, **__: Any) -> ndarray:
         raise TypeError(
@@ -170,7 +195,7 @@ class DeviceArray(GhostViews):
             )
         return {
             "shape": self.shape, "strides": self.strides, "typestr": self.dtype.str,
-            "data": (self.address, not self.ghost.flags.writeable), "version": 3,
+            "data": (self.address, not self.writable), "version": 3,
             # 0 is forbidden there; 1 is the default stream
             "stream": self.stream or 1,
         }  # fmt: skip

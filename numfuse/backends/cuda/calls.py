@@ -17,7 +17,7 @@ from numpy import ndarray
 from numfuse import problem, tiling
 from numfuse.backends import Call, latest
 from numfuse.backends.cuda import higher, run
-from numfuse.backends.cuda.arrays import address, bounds, dtype_of, ghost, pool_of
+from numfuse.backends.cuda.arrays import address, bounds, contiguous, dtype_of, ghost, pool_of
 from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.memory import Block
 from numfuse.backends.cuda.plans import Recorder, Steps, View, strides_of
@@ -242,7 +242,7 @@ def foresee(
     shapes = {"a": (m, k), "b": (k, n), "bias": (n,), "grad": (m, n)}
     # apart from one another, and aligned as a library's arrays are
     made = {
-        name: Argument((i + 1) << 44, shape, _contiguous(shape), dtype)
+        name: Argument((i + 1) << 44, shape, contiguous(shape), dtype)
         for i, (name, shape) in enumerate(shapes.items())
     }
     forward = {name: made[name] for name in ("a", "b", "bias")}
@@ -267,14 +267,6 @@ def foresee(
     )  # fmt: skip
     for kind, operands, make_problem in kinds:
         _record(device, precision, kind, operands, {}, make_problem)
-
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, run_length = [], 1
-    for length in reversed(shape):
-        strides.append(run_length)
-        run_length *= length
-    return tuple(strides[::-1])
 
 
 class Host:

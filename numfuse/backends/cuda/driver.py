@@ -52,6 +52,8 @@ _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
+#: What tensor maps are made for at first.
+_SOME_ADDRESS = 1 << 20
 #: A driver without a compiler, one that may not compile, text that is too new for it.
 _NOT_ASSEMBLED = (218, 221, 222, 223)
 
@@ -197,15 +199,17 @@ class Device:
         self.cuda.cuEventDestroy_v2(event)
 
     @cached_property
-    def entries(self) -> Any:
-        """The functions and the context that `launcher.launch_loop` calls and wants."""
-        names = ("cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", None, "cuGraphLaunch")
-        values: list[Any] = [
+    def entries(self) -> tuple[int, ...]:
+        """The first words of a plan of `launcher.launch_loop`."""
+        names = (
+            "cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", None, "cuGraphLaunch",
+            "cuTensorMapReplaceAddress",
+        )  # fmt: skip
+        return tuple(
             self.context if name is None
-            else ctypes.cast(getattr(self.cuda, name), c_void_p).value
+            else ctypes.cast(getattr(self.cuda, name), c_void_p).value or 0
             for name in names
-        ]  # fmt: skip
-        return (c_uint64 * len(values))(*values)
+        )  # fmt: skip
 
     @cached_property
     def recording_stream(self) -> int:
@@ -318,7 +322,7 @@ class Device:
 
 
 class Prepared:
-    """A launch whose arguments are packed: starting it writes addresses and makes one C call.
+    """A launch whose arguments are packed, but for addresses: `plans.Steps` writes these.
 
     Parameters
     ----------
@@ -327,14 +331,14 @@ class Prepared:
     """
 
     __slots__ = (
-        "_attributes", "_config", "_device", "_known", "_lock", "_pointers", "_words", "derived",
-        "handles", "name", "slots", "table",
+        "_attributes", "_config", "_pointers", "_words", "device", "handles", "maps", "name",
+        "slots", "table",
     )  # fmt: skip
 
     def __init__(self, device: Device, launch: Launch) -> None:
         kernel = launch.kernel
         self.name = kernel.name
-        self._device = device
+        self.device = device
         handle = device.function(kernel)
         if launch.shared_bytes > 48 << 10:
             device.allow_shared(handle, launch.shared_bytes, kernel.name)
@@ -363,17 +367,16 @@ class Prepared:
         )
         #: (where, number in the table, bytes to add) of each address among the arguments
         self.slots: list[tuple[int, int, int]] = []
-        #: (number, number in the table, bytes to add) of what is made of an address
-        self.derived: list[tuple[int, int, int]] = []
-        self._known: list[tuple[int, Derived, dict[int, bytes]]] = []
+        #: The same of each tensor map; the driver writes an address into one that is there.
+        self.maps: list[tuple[int, int, int]] = []
         for kind, start, value in zip(kernel.signature, starts, launch.arguments, strict=True):
             where = base + 8 * start
             if isinstance(value, Slot):
                 self.slots.append((where, self.table.index(value.name), value.offset))
             elif isinstance(value, Derived):
-                index = self.table.index(value.slot.name)
-                self.derived.append((len(self._known), index, value.slot.offset))
-                self._known.append((where, value, {}))
+                made = value.make(_SOME_ADDRESS)
+                ctypes.memmove(where, made, len(made))
+                self.maps.append((where, self.table.index(value.slot.name), value.slot.offset))
             else:
                 packed = np.array(value, _NUMPY[kind]).tobytes().ljust(8, b"\0")
                 words[start] = int.from_bytes(packed, "little")
@@ -393,32 +396,6 @@ class Prepared:
         self.handles = (
             ctypes.addressof(self._config), handle, ctypes.addressof(self._pointers),
         )  # fmt: skip
-        self._lock = threading.Lock()
-
-    def start(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Launch on a stream of the current context, with the addresses that `table` names.
-
-        `plans.Steps` does the same for all launches of a call in one piece of compiled code.
-        """
-        with self._lock:  # the driver copies the arguments before it returns
-            for where, index, offset in self.slots:
-                c_uint64.from_address(where).value = addresses[index] + offset
-            for number, index, offset in self.derived:
-                self.derive(number, addresses[index] + offset)
-            self._config.stream = stream
-            status = self._device.cuda.cuLaunchKernelEx(*self.handles, None)
-        self._device.note(self.name)
-        self._device.check(status, self.name)
-
-    def derive(self, number: int, address: int) -> None:
-        """Write what is made of an address among the arguments; kept for addresses met before."""
-        where, derived, known = self._known[number]
-        made = known.get(address)
-        if made is None:
-            if len(known) > 64:
-                known.clear()
-            made = known[address] = derived.make(address)
-        ctypes.memmove(where, made, len(made))
 
 
 _NUMPY = {

@@ -1,6 +1,6 @@
 """A call on arrays of a device, as it comes in: whose arrays they are, and where.
 
-One that was made before is known at a glance (`quick`), and repeated. Every other is a
+One that was made before is known at a glance (`again`), and repeated. Every other is a
 `DeviceCall`: each operand is read and checked, and `calls` does the rest.
 
 Lifetimes. PyTorch and CuPy give memory again in the order of the current stream, as their own
@@ -9,10 +9,15 @@ operations do. Of every other kind the operands are held until the work that rea
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections import deque
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, TypeVar, cast
 
 from numfuse import tiling
+from numfuse.activations import Activation
 from numfuse.backends import Backend, active, latest
 from numfuse.backends.cuda import CudaBackend
 from numfuse.backends.cuda.arrays import DeviceArray, pool_of
@@ -21,7 +26,9 @@ from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.foreign import KINDS, Kind, kind_of
 from numfuse.backends.cuda.memory import Pool
 
-__all__ = ["DeviceCall", "quick"]
+__all__ = ["DeviceCall", "again", "remembered"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Place(NamedTuple):
@@ -89,8 +96,8 @@ class DeviceCall:
         if x is not None:
             self.outs[name] = x, self._read(name, x)
 
-    def run(self, kind: str, options: tuple[Any, ...], make_problem: Any, key: Any = None) -> Any:
-        """Check, launch, and give the result back; `key` is that of `quick`."""
+    def run(self, kind: str, options: tuple[Any, ...], make_problem: Any) -> Any:
+        """Check, launch, and give the result back."""
         stream = self.kind.stream(self.ordinal)
         for x in self._own:
             self._follow(x, stream)
@@ -98,11 +105,7 @@ class DeviceCall:
             self.device, stream, self.precision, kind, self.operands, self.outs, options,
             make_problem, self.kind.maker(self.ordinal, stream), self.kind.capture(self.ordinal),
         )  # fmt: skip
-        if key is not None:
-            if len(_QUICK) >= tiling.CUDA_KEPT_PLANS:
-                _QUICK.clear()
-            make = self.kind.maker(self.ordinal, stream)
-            _QUICK[key] = kept, make, self.device, pool_of(self.device)
+        _LATEST.kept = kept
         if self._held:
             _hold(self.device, stream, self._held)
         return result
@@ -116,40 +119,124 @@ class DeviceCall:
             self.device.forget(event)
 
 
-#: Calls that were made before with no outputs of the caller's, by what is seen at a glance: their
-#: steps, what makes their results, their device and its pool.
-_QUICK: dict[Any, tuple[Kept, Maker, Device, Pool]] = {}
+class _Known(NamedTuple):
+    """A call that was made before, with no outputs of the caller's."""
+
+    kept: Kept
+    #: Of each result: the argument that it is like (-1: none), its shape and dtype; None of None.
+    results: tuple[tuple[int, tuple[int, ...], str] | None, ...]
+    make: Maker
+    device: Device
+    pool: Pool
 
 
-def quick(options: tuple[Any, ...], backend: Any, operands: tuple[Any, ...]) -> tuple[Any, Any]:
-    """(key, result) of a call that was made before; (key, None) of another; (None, None) of one
+#: They, by what is seen of them at a glance.
+_KNOWN: dict[tuple[Any, ...], _Known] = {}
+_LATEST = threading.local()  # .kept: of this thread's latest `DeviceCall`
+
+
+def _glance(
+    name: str, args: Sequence[Any], options: dict[str, Any]
+) -> tuple[Kind, tuple[Any, ...], list[int], int] | None:
+    """Of a call: whose arrays, all that it depends on, their addresses and device; None of one
     that has to be looked at closely.
     """
-    kind = KINDS.get(type(operands[0]))
-    if kind is None or kind.holds or backend is not None:
-        return None, None
-    chosen = active()
-    precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-    seen = kind.glance(operands)
+    for x in args:
+        kind = KINDS.get(type(x))
+        if kind is not None:
+            break
+    else:
+        return None
+    if kind.holds:
+        return None
+    made: list[Any] = [name, Activation.definitions, active()]
+    addresses: list[int] = []
+    ordinal = kind.glance(args, made, addresses, -1)
+    if ordinal < 0:
+        return None
+    for key, value in options.items():
+        if value is None:
+            continue
+        made.append(key)
+        if type(value) not in KINDS:
+            made.append(value)
+            if key == "out":
+                return None
+            continue
+        # of others, the place among the addresses is not known
+        if key != "pre_activation" or kind.glance((value,), made, addresses, ordinal) < 0:
+            return None
+    made.append(ordinal)
+    return kind, tuple(made), addresses, ordinal
+
+
+def again(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The result of a call that was made before; None of any other.
+
+    Parameters
+    ----------
+    name : str
+        Of the public function.
+    args : sequence
+        Arrays in the order of its signature, and what follows them.
+    options : dict
+        By keyword: no arrays but a pre-activation, which comes after those of `args`.
+    """
+    seen = _glance(name, args, options)
     if seen is None:
-        return None, None
-    made, addresses, ordinal = seen
-    key = options, kind, precision, made, ordinal
-    entry = _QUICK.get(key)
-    if entry is None:
-        return key, None
-    kept, make, owner, pool = entry
+        return None
+    kind, key, addresses, ordinal = seen
+    try:
+        known = _KNOWN.get(key)
+    except TypeError:  # something that cannot be hashed: a list, an array of another kind
+        return None
+    if known is None:
+        return None
+    kept, specs, make, owner, pool = known
     results: list[Any] = []
-    for spec in kept.results:
-        if type(spec) is tuple:
-            x, at = make(spec[1], spec[2])
-            addresses.append(at)
-            results.append(x)
-        else:
+    for spec in specs:
+        if spec is None:
             results.append(None)
+            continue
+        like, shape, dtype = spec
+        x, at = make(shape, dtype) if like < 0 else kind.like(args[like])
+        addresses.append(at)
+        results.append(x)
     kept.steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
     latest.call = kept.call
-    return key, (results[0] if kept.pack is None else kept.pack(results))
+    return results[0] if kept.pack is None else kept.pack(results)
+
+
+def remembered(function: _Function) -> _Function:
+    """A public function whose calls are known `again`; it makes one `DeviceCall`, with its
+    operands in the order of the signature.
+    """
+    name = function.__name__
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        result = again(name, args, options)
+        if result is not None:
+            return result
+        _LATEST.kept = None
+        result = function(*args, **options)
+        seen, kept = _glance(name, args, options), _LATEST.kept
+        if seen is None or kept is None:
+            return result
+        kind, key, _, ordinal = seen
+        specs = tuple(
+            (kind.model(args, spec[1], spec[2]), spec[1], spec[2]) if type(spec) is tuple else None
+            for spec in kept.results
+        )
+        if len(_KNOWN) >= tiling.CUDA_KEPT_PLANS:
+            _KNOWN.clear()
+        owner = device(ordinal)
+        make = kind.maker(ordinal, kind.stream(ordinal))
+        with suppress(TypeError):
+            _KNOWN[key] = _Known(kept, specs, make, owner, pool_of(owner))
+        return result
+
+    return cast(_Function, call)
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}

@@ -6,14 +6,14 @@ library's is added to `LIBRARIES` by its adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.cuda import dlpack
-from numfuse.backends.cuda.arrays import DeviceArray, dtype_of
+from numfuse.backends.cuda.arrays import DeviceArray, contiguous, dtype_of
 from numfuse.backends.cuda.calls import Argument, Maker
 from numfuse.backends.cuda.driver import device
 from numfuse.backends.cuda.libcuda import ordinal_of
@@ -53,25 +53,34 @@ class Kind:
         """0 where it is known that no graph is being captured; None: ask the driver."""
         return None
 
-    def glance(self, operands: tuple[Any, ...]) -> tuple[Any, list[int], int] | None:
-        """All that a call depends on, the addresses and the device; None: `read` each operand.
+    def like(self, x: Any) -> tuple[Any, int]:
+        """A new array like one of this kind that `model` found, and its address."""
+        raise NotImplementedError
 
-        An operand may be None; the first is not.
+    def model(self, values: Sequence[Any], shape: tuple[int, ...], dtype: str) -> int:
+        """Which of these is an array that a C-contiguous result is made like; -1: none."""
+        return -1
+
+    def glance(
+        self, values: Iterable[Any], made: list[Any], addresses: list[int], ordinal: int
+    ) -> int:
+        """Add to `made` all that a call depends on in arguments, and the addresses of arrays.
+
+        They are on the device `ordinal` (-1: on any one), which is returned; -1 of what has to be
+        looked at closely.
         """
-        made: list[Any] = []
-        addresses: list[int] = []
-        place = -1
-        for x in operands:
-            if x is None:
-                made.append(None)
+        for x in values:
+            kind = KINDS.get(type(x))
+            if kind is None:
+                made.append(x)
                 continue
-            seen = self.look(x) if KINDS.get(type(x)) is self else None
-            if seen is None or place not in (-1, seen[2]):
-                return None
-            one, at, place = seen
+            seen = self.look(x) if kind is self else None
+            if seen is None or ordinal not in (-1, seen[2]):
+                return -1
+            one, at, ordinal = seen
             made.append(one)
             addresses.append(at)
-        return tuple(made), addresses, place
+        return ordinal
 
     def look(self, x: Any) -> tuple[Any, int, int] | None:
         """Of one operand: all that a call depends on, its address and device."""
@@ -84,19 +93,19 @@ class Own(Kind):
     holds = False  # their memory knows the streams that used it
 
     def look(self, x: DeviceArray) -> tuple[Any, int, int] | None:
-        if x.stream:  # made by another stream than these calls run on
+        # another stream than that of these calls, or memory that was given back
+        if x.stream or x.memory.block is None:
             return None
-        return (x.shape, x.strides, x.dtype, x.address & 15), x.address, x.device.ordinal
+        return x.layout, x.address, x.device.ordinal
 
     def read(self, name: str, x: DeviceArray) -> tuple[Argument, int, Any]:
         if x.memory.block is None:
             raise ValueError(f"{name} has been given back")
         size = x.dtype.itemsize
         strides = tuple(s // size for s in x.strides)
-        argument = Argument(
-            x.address, x.shape, strides, x.dtype.name, bool(x.ghost.flags.writeable)
-        )
-        return argument, x.device.ordinal, None
+        return (
+            Argument(x.address, x.shape, strides, x.dtype.name, x.writable), x.device.ordinal, None
+        )  # fmt: skip
 
 
 class Interface(Kind):
@@ -111,17 +120,13 @@ class Interface(Kind):
         shape = tuple(made["shape"])
         steps = made.get("strides")
         if steps is None:
-            strides, run = [], 1
-            for length in reversed(shape):
-                strides.append(run)
-                run *= length
-            strides.reverse()
+            strides = contiguous(shape)
         else:
             if any(s % dtype.itemsize for s in steps):
                 raise ValueError(
                     f"{name} must have strides of whole elements, got {tuple(steps)} bytes"
                 )
-            strides = [s // dtype.itemsize for s in steps]
+            strides = tuple(s // dtype.itemsize for s in steps)
         ordinal = ordinal_of(at) if at else 0
         theirs = made.get("stream")
         if theirs not in (None, 0, 1):
@@ -129,7 +134,7 @@ class Interface(Kind):
             event = owner.event(theirs)
             owner.wait(0, event)
             owner.forget(event)
-        return Argument(at, shape, tuple(strides), dtype.name, not read_only), ordinal, None
+        return Argument(at, shape, strides, dtype.name, not read_only), ordinal, None
 
 
 class DLPack(Kind):

@@ -1,7 +1,7 @@
 """Tensor maps: how the copy engine is told of an array (CUDA driver API, Tensor Map Object).
 
-A map holds the array's address, so it is a `product.Derived` argument: made again only when the
-address changes.
+A map holds the array's address, so it is a `product.Derived` argument: made once, and given another
+address before a launch that wants it (`launcher`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """All launches of a call in one C call: a compiled loop around the driver's own launch.
 
-Python would take 2 us for each launch beside the driver's 4. The loop is compiled for the CPU by
-Numba and kept in its disk cache, as the kernels of the CPU backend are.
+Python would take 2 us for each launch beside the driver's 4, and 10 us to encode a tensor map for
+another address. The loop is compiled for the CPU by Numba and kept in its disk cache, as the
+kernels of the CPU backend are.
 """
 
 # A Numba function has no annotations, and a call of an intrinsic leaves out its first argument.
@@ -20,7 +21,7 @@ from numba.extending import intrinsic
 
 from numfuse import specialise
 
-__all__ = ["STREAM_OFFSET", "launch_all"]
+__all__ = ["DRIVER_WORDS", "PLAN", "STREAM_OFFSET", "launch_all"]
 
 #: Bytes from the beginning of a CUlaunchConfig to its stream.
 STREAM_OFFSET = 32
@@ -86,40 +87,57 @@ def call_two(typingctx, function, first, second):
     return types.int64(types.int64, types.int64, types.int64), codegen
 
 
-def launch_loop(functions, count, launches, many, updates, bases, stream, state):
-    """Write `many` addresses where arguments are, and make `count` launches.
+def launch_loop(plan, stream, refresh, graph):
+    """Launch all of a call on a stream; a `graph` that is not 0 is launched instead.
 
-    functions: cuLaunchKernelEx, cuCtxGetCurrent, cuCtxSetCurrent, the context, cuGraphLaunch.
-    launches: (config, handle, arguments) each; updates: (where, number of the base, offset) each.
-    A `count` of 0 launches the graph at `launches`. state: which launch failed, how, and the
-    context of the thread before; -1 where none did.
+    plan: the words that `PLAN` names. launches: (config, handle, arguments) each. updates: (where,
+    number of the base, offset) of each address among the arguments, written with `refresh`. maps:
+    (where, number of the base, offset, launch, address that it is made for) of each tensor map.
     """
-    context = LOAD(functions + 24)
-    CALL_ONE(LOAD(functions + 8), state + 16)
-    before = LOAD(state + 16)
+    context = LOAD(plan + CONTEXT)
+    CALL_ONE(LOAD(plan + GET_CURRENT), plan + BEFORE)
+    before = LOAD(plan + BEFORE)
     if before != context:
-        CALL_ONE(LOAD(functions + 16), context)
-    STORE(state, -1)
-    if count == 0:
-        result = CALL_TWO(LOAD(functions + 32), launches, stream)
-        if result != 0:
-            STORE(state, 0)
-            STORE(state + 8, result)
-    for i in range(many):
-        at = updates + 24 * i
-        STORE(LOAD(at), LOAD(bases + 8 * LOAD(at + 8)) + LOAD(at + 16))
-    function = LOAD(functions)
-    for i in range(count):
-        at = launches + 24 * i
-        config = LOAD(at)
-        STORE(config + STREAM_OFFSET, stream)
-        result = CALL(function, config, LOAD(at + 8), LOAD(at + 16))
-        if result != 0:
-            STORE(state, i)
-            STORE(state + 8, result)
-            break
+        CALL_ONE(LOAD(plan + SET_CURRENT), context)
+    failed = -1
+    if graph != 0:
+        status = CALL_TWO(LOAD(plan + LAUNCH_GRAPH), graph, stream)
+        if status != 0:
+            failed = 0
+            STORE(plan + STATUS, status)
+    else:
+        if refresh != 0:
+            bases = LOAD(plan + BASES)
+            updates = LOAD(plan + UPDATES)
+            for i in range(LOAD(plan + UPDATE_COUNT)):
+                at = updates + 24 * i
+                STORE(LOAD(at), LOAD(bases + 8 * LOAD(at + 8)) + LOAD(at + 16))
+            maps = LOAD(plan + MAPS)
+            for i in range(LOAD(plan + MAP_COUNT)):
+                at = maps + 40 * i
+                address = LOAD(bases + 8 * LOAD(at + 8)) + LOAD(at + 16)
+                if address != LOAD(at + 32):
+                    status = CALL_TWO(LOAD(plan + REPLACE_ADDRESS), LOAD(at), address)
+                    if status != 0:
+                        failed = LOAD(at + 24)
+                        STORE(plan + STATUS, status)
+                        break
+                    STORE(at + 32, address)
+        if failed < 0:
+            function = LOAD(plan + LAUNCH)
+            launches = LOAD(plan + LAUNCHES)
+            for i in range(LOAD(plan + LAUNCH_COUNT)):
+                at = launches + 24 * i
+                config = LOAD(at)
+                STORE(config + STREAM_OFFSET, stream)
+                status = CALL(function, config, LOAD(at + 8), LOAD(at + 16))
+                if status != 0:
+                    failed = i
+                    STORE(plan + STATUS, status)
+                    break
+    STORE(plan + FAILED, failed)
     if before != context and before != 0:
-        CALL_ONE(LOAD(functions + 16), before)
+        CALL_ONE(LOAD(plan + SET_CURRENT), before)
 
 
 # The text of an intrinsic is in the key by a number that a change of it raises.
@@ -128,9 +146,20 @@ call.numfuse_key = "launcher.call 1"
 call_one.numfuse_key, call_two.numfuse_key = "launcher.call_one 1", "launcher.call_two 1"
 
 
+#: The words of a plan: the driver's functions and the context, tables, and what came of a launch
+#: (the number of the one that failed, -1: none; its status; the context of the thread before).
+PLAN = (
+    "LAUNCH", "GET_CURRENT", "SET_CURRENT", "CONTEXT", "LAUNCH_GRAPH", "REPLACE_ADDRESS",
+    "LAUNCH_COUNT", "LAUNCHES", "UPDATE_COUNT", "UPDATES", "MAP_COUNT", "MAPS", "BASES",
+    "FAILED", "STATUS", "BEFORE",
+)  # fmt: skip
+#: How many of them are the device's, not the call's.
+DRIVER_WORDS = PLAN.index("LAUNCH_COUNT")
+
+
 @functools.cache
 def launch_all() -> Callable[..., Any]:
-    """The compiled loop, with eight integers as its arguments."""
+    """The compiled loop, with four integers as its arguments."""
     made = specialise.kernel(
         launch_loop,
         LOAD=load,
@@ -139,8 +168,9 @@ def launch_all() -> Callable[..., Any]:
         CALL_ONE=call_one,
         CALL_TWO=call_two,
         STREAM_OFFSET=STREAM_OFFSET,
+        **{name: 8 * i for i, name in enumerate(PLAN)},
     )
-    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 8)
+    signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
     function = signature(made.address)
     function.keeper = made
     return function

@@ -94,6 +94,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuEventElapsedTime": (POINTER(ctypes.c_float), c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
+    "cuTensorMapReplaceAddress": (c_void_p, c_void_p),
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),

@@ -11,14 +11,16 @@ import ctypes
 import struct
 import threading
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from numfuse import tiling
 from numfuse.backends.cuda import tiers
+from numfuse.backends.cuda.arrays import contiguous
 from numfuse.backends.cuda.driver import Device
-from numfuse.backends.cuda.launcher import launch_all
+from numfuse.backends.cuda.launcher import DRIVER_WORDS, PLAN, launch_all
 from numfuse.backends.cuda.memory import Pool
 from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product
 from numfuse.backends.cuda.toolchain import SIMULATED
@@ -28,6 +30,7 @@ __all__ = ["Recorder", "Steps", "View"]
 
 _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
+_FAILED, _STATUS = PLAN.index("FAILED"), PLAN.index("STATUS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +94,10 @@ class Recorder:
 
     def fresh(self, shape: tuple[int, ...], dtype: str) -> View:
         """A new C-contiguous view of the workspace, of any content."""
-        strides, run = [], 1
-        for length in reversed(shape):
-            strides.append(run)
-            run *= max(1, length)
         itemsize = ITEMSIZES[dtype]
         offset = self._work
-        self._work += -(-max(1, run) * itemsize // _ALIGNED) * _ALIGNED
-        return View(_WORK, offset, shape, tuple(strides[::-1]), dtype, itemsize, 16)
+        self._work += -(-max(1, prod(shape)) * itemsize // _ALIGNED) * _ALIGNED
+        return View(_WORK, offset, shape, contiguous(shape), dtype, itemsize, 16)
 
     def choose(self, product: Product) -> Plan:
         """How a tier runs a product; kept by the device."""
@@ -162,9 +161,8 @@ class Steps:
     """
 
     __slots__ = (
-        "_bases", "_bases_at", "_call", "_derived", "_device", "_graphs", "_last", "_launches",
-        "_lock", "_many", "_pack", "_room", "_seen", "_state", "_state_at", "_table", "_table_at",
-        "_updates", "_updates_at", "_work", "chief", "names", "nbytes", "tiers",
+        "_bases", "_call", "_device", "_graphs", "_last", "_launches", "_lock", "_pack", "_plan",
+        "_plan_at", "_room", "_seen", "_tables", "_work", "chief", "names", "nbytes", "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -191,41 +189,40 @@ class Steps:
 
     def _compile(self) -> None:
         """The tables of `launcher.launch_loop`."""
-        table: list[int] = []
+        launches: list[int] = []
         updates: list[int] = []
-        #: (prepared launch, where, its number, buffer, offset) of what is made of an address
-        self._derived: list[tuple[Any, int, int, int]] = []
+        maps: list[int] = []
         buffers = 2
-        for prepared, refs in self._launches:
-            table += prepared.handles
+        for launch, (prepared, refs) in enumerate(self._launches):
+            launches += prepared.handles
             for where, index, extra in prepared.slots:
                 buffer, offset = refs[index]
                 updates += (where, buffer, offset + extra)
-            for number, index, extra in prepared.derived:
+            for where, index, extra in prepared.maps:
                 buffer, offset = refs[index]
-                self._derived.append((prepared, number, buffer, offset + extra))
+                maps += (where, buffer, offset + extra, launch, 0)
             buffers = max(buffers, *(buffer + 1 for buffer, _ in refs), 2)
-
-        def words(values: list[int]) -> Any:
-            return (ctypes.c_int64 * max(1, len(values)))(*values)
-
-        self._table, self._updates = words(table), words(updates)
-        self._table_at = ctypes.addressof(self._table)
-        self._updates_at = ctypes.addressof(self._updates)
-        self._bases, self._state = words([0] * buffers), words([-1, 0, 0])
-        self._bases_at = ctypes.addressof(self._bases)
-        self._state_at = ctypes.addressof(self._state)
-        self._many, self._room = len(updates) // 3, buffers
-        self._pack = struct.Struct(f"{buffers}Q")
+        self._device: Device | None = self._launches[0][0].device if self._launches else None
+        self._bases = _words([0] * buffers)
+        self._room, self._pack = buffers, struct.Struct(f"{buffers}Q")
+        self._tables = _words(launches), _words(updates), _words(maps)
+        at = [ctypes.addressof(table) for table in self._tables]
+        entries = self._device.entries if self._device else (0,) * DRIVER_WORDS
+        self._plan = _words(
+            [
+                *entries, len(self._launches), at[0], len(updates) // 3, at[1], len(maps) // 5,
+                at[2], ctypes.addressof(self._bases), -1, 0, 0,
+            ]
+        )  # fmt: skip
+        self._plan_at = ctypes.addressof(self._plan)
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}
         self._graphs: dict[tuple[int, ...], int | None] = {}
-        self._device: Device | None = None
 
     def __del__(self) -> None:
         device = getattr(self, "_device", None)
         if device is not None and device.lost is None:
-            for graph in self._graphs.values():
+            for graph in getattr(self, "_graphs", {}).values():
                 if graph is not None:
                     device.drop(graph)
 
@@ -268,30 +265,24 @@ class Steps:
             if len(self._launches) > 1:
                 graph = self._graph(device, stream, bases, capture)
             if graph is not None:
-                self._call(
-                    ctypes.addressof(device.entries), 0, graph, 0, 0, 0, stream, self._state_at
-                )
+                self._call(self._plan_at, stream, 0, graph)
             else:
-                self._launch(device, stream, bases)
-            failed, status = self._state[0], self._state[1]
+                self._launch(stream, bases)
+            failed = self._plan[_FAILED]
+            status = self._plan[_STATUS]
         if failed >= 0:
             device.check(status, self._launches[failed][0].name)
 
-    def _launch(self, device: Device, stream: int, bases: tuple[int, ...]) -> None:
-        many = 0
-        if bases != self._last:
+    def _launch(self, stream: int, bases: tuple[int, ...]) -> None:
+        refresh = bases != self._last
+        if refresh:
             self._last = None  # until all is written
             missing = self._room - len(bases)
             given = bases[: self._room] if missing <= 0 else (*bases, *(0,) * missing)
             self._pack.pack_into(self._bases, 0, *given)
-            for prepared, number, buffer, offset in self._derived:
-                prepared.derive(number, bases[buffer] + offset)
-            many = self._many
-        self._call(
-            ctypes.addressof(device.entries), len(self._launches), self._table_at, many,
-            self._updates_at, self._bases_at, stream, self._state_at,
-        )  # fmt: skip
-        self._last = bases
+        self._call(self._plan_at, stream, refresh, 0)
+        if self._plan[_FAILED] < 0:
+            self._last = bases
 
     def _graph(
         self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
@@ -309,8 +300,7 @@ class Steps:
         if (device.capture(stream) if capture is None else capture) != 0:
             return None  # the caller captures a graph of its own
         if found is None:
-            self._device = device
-            found = device.record(lambda stream: self._launch(device, stream, bases))
+            found = device.record(lambda stream: self._launch(stream, bases))
             while len(self._graphs) >= tiling.CUDA_KEPT_GRAPHS:
                 old = self._graphs.pop(next(iter(self._graphs)))
                 if old is not None:
@@ -324,3 +314,8 @@ def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
     """In elements."""
     size = x.itemsize
     return tuple(s // size for s in x.strides)
+
+
+def _words(values: list[int]) -> Any:
+    """Integers that compiled code reads."""
+    return (ctypes.c_int64 * max(1, len(values)))(*values)

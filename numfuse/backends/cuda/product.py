@@ -105,7 +105,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Derived:
-    """An argument that is made of an address, again when that changes: a tensor map."""
+    """An argument that is made of an address: a tensor map.
+
+    `make` is called once; where the address changes, the driver replaces it within the map.
+    """
 
     slot: Slot
     make: Callable[[int], bytes]

@@ -43,12 +43,17 @@ class DeviceArray(GhostViews):
     needed). :func:`numfuse.to_numpy` brings it back.
     """
 
-    __slots__ = ("_base", "buffer", "device", "ghost")
+    __slots__ = ("_base", "_ghost", "buffer", "device", "dtype", "shape", "strides")
 
     def __init__(self, device: Device, buffer: Buffer, ghost: ndarray, base: int) -> None:
-        self.device, self.buffer, self.ghost = device, buffer, ghost
+        self.device, self.buffer, self._ghost = device, buffer, ghost
+        self.shape, self.strides, self.dtype = ghost.shape, ghost.strides, ghost.dtype
         #: The address in the ghost's memory that stands for the beginning of the buffer.
         self._base = base
+
+    @property
+    def ghost(self) -> ndarray:
+        return self._ghost
 
     @property
     def offset(self) -> int:
