@@ -97,3 +97,56 @@ def test_operands_on_two_devices_are_an_error():
     a, b = draw((3, 2), (2, 4))
     with pytest.raises(TypeError, match=r"on one device|must be on"):
         nf.matmul_bias_activation(a, b.detach().cpu())
+
+
+# --- calls that come again -----------------------------------------------------------------------
+
+
+def test_calls_that_come_again_are_known_and_right():
+    from numfuse.backends.cuda import entry
+
+    entry._KNOWN.clear()
+    a, b, bias = draw((33, 40), (40, 40), (40,), dtype=torch.float32, needs=False)
+    (grad,) = draw((33, 40), dtype=torch.float32, needs=False)
+    for _ in range(6):  # at other addresses, and at the same ones
+        x, y = a.clone(), torch.nn.Parameter(b.clone(), requires_grad=False)
+        out = nf.matmul_bias_activation(x, y, bias, "tanh")
+        torch.testing.assert_close(out, torch.tanh(x @ y + bias), rtol=1e-4, atol=1e-5)
+        given = nf.matmul_bias_activation_bwd(grad, x, y, bias, "tanh")
+        slope = grad * (1 - out * out)
+        torch.testing.assert_close(given.d_a, slope @ y.T, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(given.d_b, x.T @ slope, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(given.d_bias, slope.sum(0), rtol=1e-4, atol=1e-4)
+        assert all(g.is_contiguous() and not g.requires_grad for g in given)
+        torch.testing.assert_close(nf.silu_mul(x, x), torch.nn.functional.silu(x) * x)
+    assert len(entry._KNOWN) == 3
+
+
+def test_what_looks_like_a_known_call_is_looked_at_again():
+    a, b = draw((16, 16), (16, 16), dtype=torch.float32, needs=False)
+    wanted = nf.silu_mul(a, b)
+    torch.testing.assert_close(nf.silu_mul(a, b), wanted, rtol=0, atol=0)
+    leaf = a.clone().requires_grad_()
+    assert nf.silu_mul(leaf, b).requires_grad
+    with torch.no_grad():
+        assert not nf.silu_mul(leaf, b).requires_grad
+    with torch.autocast("cuda", torch.bfloat16):
+        assert nf.silu_mul(a, b).dtype == torch.bfloat16
+    torch.testing.assert_close(torch.vmap(nf.silu_mul)(a, b), wanted)
+    negative = torch.complex(b, -a).conj().imag  # a with a bit that says: the other sign
+    assert negative.is_neg()
+    torch.testing.assert_close(nf.silu_mul(negative, b), nf.silu_mul(a.clone(), b))
+    torch.testing.assert_close(nf.silu_mul(a.T, b), nf.silu_mul(a.T.contiguous(), b))
+    out = torch.empty_like(a)
+    assert nf.silu_mul(a, b, out=out) is out
+    with pytest.raises(TypeError, match="strided"):
+        nf.silu_mul(a.to_sparse(), b)
+    with pytest.raises(TypeError, match="one dtype|same dtype"):
+        nf.silu_mul(a, b.double())
+
+    class Own(torch.Tensor):
+        pass
+
+    assert type(nf.silu_mul(a, b)) is torch.Tensor
+    own = nf.silu_mul(a.as_subclass(Own), b)
+    torch.testing.assert_close(own.as_subclass(torch.Tensor), wanted)
