@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ __all__ = [
     "GemmShape",
     "as_one",
     "gemm_shape",
+    "merge_axes",
     "merge_rows",
     "residual_view",
     "runs_of_rows",
@@ -105,6 +106,30 @@ def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:
     if missing:
         residual = residual[(None,) * missing]
     return shape.full(residual)
+
+
+def merge_axes(lengths: Sequence[int], *strides: Sequence[int]) -> tuple[Shape, list[Shape]]:
+    """The axes with neighbours made one where every array steps through them as one.
+
+    `strides`: those of each array, in any unit. What is returned are the lengths and the strides of
+    each array; axes of length 1 are left out.
+    """
+    found: list[int] = []
+    steps: list[list[int]] = [[] for _ in strides]
+    for axis, length in enumerate(lengths):
+        if length == 1:
+            continue
+        if found and all(
+            mine[-1] == s[axis] * length for mine, s in zip(steps, strides, strict=True)
+        ):
+            found[-1] *= length
+            for mine, s in zip(steps, strides, strict=True):
+                mine[-1] = s[axis]
+        else:
+            found.append(length)
+            for mine, s in zip(steps, strides, strict=True):
+                mine.append(s[axis])
+    return tuple(found), [tuple(mine) for mine in steps]
 
 
 def merge_rows(x: ndarray) -> ndarray | None:

@@ -27,7 +27,7 @@ from numfuse.backends.cpu.blocks import (
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.expr import SYMBOL
-from numfuse.layout import as_one, runs_of_rows
+from numfuse.layout import as_one, merge_axes, runs_of_rows
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -196,28 +196,14 @@ def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
     if all(x.flags.c_contiguous for x in arrays):
         return [x.reshape(1, -1) for x in arrays]
     shape = arrays[0].shape
-    order = sorted(
-        (axis for axis, size in enumerate(shape) if size != 1),
-        key=lambda axis: -abs(arrays[0].strides[axis]),
+    order = sorted(range(len(shape)), key=lambda axis: -abs(arrays[0].strides[axis]))
+    sizes, strides = merge_axes(
+        [shape[axis] for axis in order], *([x.strides[axis] for axis in order] for x in arrays)
     )
-    sizes: list[int] = []
-    strides: list[tuple[int, ...]] = []
-    for axis in order:
-        here = tuple(x.strides[axis] for x in arrays)
-        size = shape[axis]
-        if sizes and strides[-1] == tuple(step * size for step in here):
-            sizes[-1] *= size
-            strides[-1] = here
-        else:
-            sizes.append(size)
-            strides.append(here)
-    while len(sizes) < 2:
-        sizes.insert(0, 1)
-        strides.insert(0, (0,) * len(arrays))
-    steps = zip(*strides, strict=True)
+    missing = 2 - len(sizes)
     return [
-        np.lib.stride_tricks.as_strided(x, sizes, step)
-        for x, step in zip(arrays, steps, strict=True)
+        np.lib.stride_tricks.as_strided(x, (1,) * missing + sizes, (0,) * missing + steps)
+        for x, steps in zip(arrays, strides, strict=True)
     ]
 
 

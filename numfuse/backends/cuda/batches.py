@@ -20,12 +20,13 @@ from numfuse import tiling
 from numfuse.backends.cuda import passes
 from numfuse.backends.cuda.plans import Recorder, View
 from numfuse.backends.cuda.product import Operand, Product, Slot
+from numfuse.layout import merge_axes
 
 if TYPE_CHECKING:
     from numfuse.expr import Expr
 
 __all__ = [
-    "Places", "alignment", "as_rows", "copy", "join", "launch", "matrix", "merged", "packed_rows",
+    "Places", "alignment", "as_rows", "copy", "join", "launch", "matrix", "packed_rows",
     "product", "split", "sum_to", "turned",
 ]  # fmt: skip
 
@@ -37,28 +38,6 @@ def _steps(view: View | None, axes: int) -> tuple[int, ...]:
         return (0,) * axes
     own = tuple(0 if n == 1 else s for n, s in zip(view.shape[:-2], view.strides[:-2], strict=True))
     return (0,) * (axes - len(own)) + own
-
-
-def merged(
-    lengths: Sequence[int], *strides: Sequence[int]
-) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The axes with neighbours made one where every array steps through them as one."""
-    found: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for axis, length in enumerate(lengths):
-        if length == 1:
-            continue
-        if found and all(
-            mine[-1] == s[axis] * length for mine, s in zip(steps, strides, strict=True)
-        ):
-            found[-1] *= length
-            for mine, s in zip(steps, strides, strict=True):
-                mine[-1] = s[axis]
-        else:
-            found.append(length)
-            for mine, s in zip(steps, strides, strict=True):
-                mine.append(s[axis])
-    return tuple(found), [tuple(mine) for mine in steps]
 
 
 def alignment(view: View, steps: Sequence[int]) -> int:
@@ -86,7 +65,7 @@ class Places:
     ) -> None:
         steps = [_steps(view, len(lengths)) for view in views.values()]
         number = _contiguous([lengths[i] for i in order])
-        found, made = merged(
+        found, made = merge_axes(
             [lengths[i] for i in order], *([s[i] for i in order] for s in steps), number
         )
         self.count = found[-1] if found else 1
@@ -237,7 +216,7 @@ def _along_k(
     """A view (..., K, N) whose axes `inner` and K are one step apart, and that step."""
     steps = _steps(view, len(batch))
     lengths = [*(batch[i] for i in inner), view.shape[-2]]
-    found, (k_steps,) = merged(lengths, [*(steps[i] for i in inner), view.strides[-2]])
+    found, (k_steps,) = merge_axes(lengths, [*(steps[i] for i in inner), view.strides[-2]])
     if len(found) <= 1:
         return view, k_steps[0] if k_steps else 0
     lead = len(batch) + 2 - len(view.shape)
@@ -338,7 +317,7 @@ def join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumul
     rows, columns = out.shape[-2:]
     if not prod(out.shape):
         return
-    lengths, (steps,) = merged(out.shape[:-2], out.strides[:-2])
+    lengths, (steps,) = merge_axes(out.shape[:-2], out.strides[:-2])
     many = lengths[-1] if lengths else 1
     step = steps[-1] if steps else 0
     size = depth * rows * columns * planes.itemsize
@@ -388,7 +367,7 @@ def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
 
 def copy(rec: Recorder, source: View, out: View) -> None:
     """Record out = source, converted."""
-    lengths, (steps, out_steps) = merged(out.shape, source.strides, out.strides)
+    lengths, (steps, out_steps) = merge_axes(out.shape, source.strides, out.strides)
     if not prod(lengths):
         return
     lead = max(0, len(lengths) - passes.COPY_AXES)
@@ -417,7 +396,7 @@ def turned(view: View) -> View:
 
 def as_rows(view: View) -> View | None:
     """(..., M, N) as one matrix of all rows; None where the strides do not allow it."""
-    lengths, (steps,) = merged(view.shape[:-1], view.strides[:-1])
+    lengths, (steps,) = merge_axes(view.shape[:-1], view.strides[:-1])
     if len(lengths) > 1:
         return None
     count, step = (lengths[0], steps[0]) if lengths else (1, 0)

@@ -18,6 +18,7 @@ from numpy import ndarray
 from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
 from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
 from numfuse.backends.webgpu.kernels import COPY_AXES, Copy, Operand
+from numfuse.layout import merge_axes
 
 __all__ = ["DeviceStore", "HostStore", "View"]
 
@@ -299,7 +300,7 @@ def copy(commands: Commands, source: View, out: View) -> None:
         for first, last in ((0, middle), (middle, out.shape[axis])):
             copy(commands, source.part(axis, first, last), out.part(axis, first, last))
         return
-    shape, from_strides, to_strides = merged(out.shape, source.strides, out.strides)
+    shape, (from_strides, to_strides) = merge_axes(out.shape, source.strides, out.strides)
     if not prod(shape):
         return
     lead = max(len(shape) - COPY_AXES, 0)
@@ -319,23 +320,3 @@ def copy(commands: Commands, source: View, out: View) -> None:
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
     return (missing,) * (COPY_AXES - len(values)) + values
-
-
-def merged(shape: tuple[int, ...], *strides: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """The shape with neighbouring axes made one where every array steps through them as one."""
-    lengths: list[int] = []
-    steps: list[list[int]] = [[] for _ in strides]
-    for axis, length in enumerate(shape):
-        if length == 1:
-            continue
-        if lengths and all(
-            mine[-1] == s[axis] * length for mine, s in zip(steps, strides, strict=True)
-        ):
-            lengths[-1] *= length
-            for mine, s in zip(steps, strides, strict=True):
-                mine[-1] = s[axis]
-        else:
-            lengths.append(length)
-            for mine, s in zip(steps, strides, strict=True):
-                mine.append(s[axis])
-    return tuple(lengths), *(tuple(mine) for mine in steps)
