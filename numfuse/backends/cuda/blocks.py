@@ -477,19 +477,12 @@ def plan(
     )  # fmt: skip
     made = build(block, engine, function, f"{name} {'slope' if slope else p.epilogue}")
     none = (0, 0, 0)
-
-    def steps(operand: Operand | None) -> tuple[int, int, int]:
-        if operand is None:
-            return none
-        place, row, column = (step * operand.itemsize for step in operand.strides)
-        return place, row, column
-
-    bias = steps(p.bias)
+    bias = p.bias.steps if p.bias else none
     arguments = (
         *slots, Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
         Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
-        p.m, p.n, p.k, part, parts, *steps(p.x), *steps(p.y), bias[0], bias[2], *steps(p.extra),
-        *steps(p.pre), *steps(out),
+        p.m, p.n, p.k, part, parts, *p.x.steps, *p.y.steps, bias[0], bias[2],
+        *(p.extra.steps if p.extra else none), *(p.pre.steps if p.pre else none), *out.steps,
     )  # fmt: skip
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (

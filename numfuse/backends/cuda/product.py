@@ -51,6 +51,12 @@ class Operand:
     def itemsize(self) -> int:
         return ITEMSIZES[self.dtype]
 
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """The strides in bytes."""
+        place, row, column = self.strides
+        return place * self.itemsize, row * self.itemsize, column * self.itemsize
+
 
 #: {storage dtype: bytes}
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

@@ -27,7 +27,7 @@ from numfuse.backends.cuda.intrinsics import (
     most,
     shared_address,
 )
-from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.product import DeviceInfo, Launch, Plan, Product, Slot
 from numfuse.backends.cuda.slices import runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, inlined, names_of, unrolled
@@ -311,19 +311,13 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     function = None
     if p.function is not None:
         function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
-
-    def steps(operand: Operand | None) -> tuple[int, int, int]:
-        if operand is None:
-            return 0, 0, 0
-        place, row, column = (step * operand.itemsize for step in operand.strides)
-        return place, row, column
-
-    bias = steps(p.bias)
+    none = (0, 0, 0)
+    bias = p.bias.steps if p.bias else none
     arguments = (
         Slot("x"), Slot("y"), Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
         Slot("pre") if p.pre else 0, Slot("out"), Slot("sums") if p.sums else 0,
-        p.m, p.n, p.k, *steps(p.x), *steps(p.y), bias[0], bias[2], *steps(p.extra),
-        *steps(p.pre), *steps(p.out),
+        p.m, p.n, p.k, *p.x.steps, *p.y.steps, bias[0], bias[2],
+        *(p.extra.steps if p.extra else none), *(p.pre.steps if p.pre else none), *p.out.steps,
     )  # fmt: skip
     built = _kernel(
         made, p.out.dtype, p.bias.dtype if p.bias else None, p.extra.dtype if p.extra else None,
