@@ -113,14 +113,12 @@ def wide_kernel(
     slope: Any = None,
     needs: tuple[bool, bool] = (True, False),
     backward: bool = False,
-    vectors: int = 0,
 ) -> Kernel:
     """The kernel of `gates_wide`; `needs`: whether it makes its first and its second result."""
     per_vector = 16 // intrinsics.itemsize(dtype)
     d_a, d_b = needs
-    vectors = vectors or vectors_of(dtype, backward)
     bindings: dict[str, Any] = {
-        "THREADS": tiling.CUDA_PASS_THREADS, "VECTORS": vectors,
+        "THREADS": tiling.CUDA_PASS_THREADS, "VECTORS": vectors_of(dtype, backward),
         "PER_VECTOR": per_vector, "ITEMSIZE": intrinsics.itemsize(dtype),
         "REAL": getattr(types, accumulator), "BACKWARD": backward, "READS_B": d_a,
         "D_A": d_a, "D_B": d_b, "VALUE": value, "SLOPE": slope,
@@ -183,20 +181,16 @@ def backward(
     d_a, d_b = needs
     function = elementwise.scalar(value, accumulator, dtype)
     derivative = elementwise.scalar(slope, accumulator, dtype, guard=guard, constant=slope is None)
+    arguments = (
+        Slot("grad"), Slot("a"), Slot("b") if d_a else 0, Slot("d_a") if d_a else 0,
+        Slot("d_b") if d_b else 0, size,
+    )  # fmt: skip
     if info.capability[0] and alignment >= 16:
         wide = wide_kernel(dtype, accumulator, function, derivative, needs, backward=True)
-        slots = (
-            Slot("grad"), Slot("a"), Slot("b") if d_a else 0, Slot("d_a") if d_a else 0,
-            Slot("d_b") if d_b else 0, size,
-        )  # fmt: skip
-        return Launch(wide, _wide_grid(dtype, size, backward=True), slots)
+        return Launch(wide, _wide_grid(dtype, size, backward=True), arguments)
     made = kernel(
         gate_backward, "u64 u64 u64 u64 u64 i64", threads=threads_of(info), name="gated backward",
         LOAD=scalars.loads(dtype), STORE=scalars.stores(dtype), D_A=d_a, D_B=d_b,
         VALUE=function if d_b else Scalar(None, accumulator), SLOPE=derivative,
-    )  # fmt: skip
-    arguments = (
-        Slot("grad"), Slot("a"), Slot("b") if d_a else 0, Slot("d_a") if d_a else 0,
-        Slot("d_b") if d_b else 0, size,
     )  # fmt: skip
     return Launch(made, grid_of(size, info), arguments)
