@@ -84,11 +84,11 @@ def scalar(
     constant: bool = False,
 ) -> Scalar:
     """The function of an epilogue whose result is stored as `storage`."""
-    short = accumulator == "float32" and storage in ("float16", "bfloat16") and expr is not None
-    if short and expr is not None:
-        expr = short_form(expr)
-    # f' of the identity is 1, and never needs the guard
-    return Scalar(expr, accumulator, short, guard and expr is not None, constant)
+    if expr is None:
+        # f' of the identity is 1, and never needs the guard
+        return Scalar(None, accumulator, constant=constant)
+    short = accumulator == "float32" and storage in ("float16", "bfloat16")
+    return Scalar(short_form(expr) if short else expr, accumulator, short, guard, constant)
 
 
 def _render(expr: Expr, dtype: str, short: bool) -> tuple[str, dict[str, Any]]:
