@@ -22,7 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda import elementwise, intrinsics, joins, passes
+from numfuse.backends.cuda import intrinsics, joins, passes
+from numfuse.backends.cuda.epilogue import Epilogue
 from numfuse.backends.cuda.intrinsics import (
     advance,
     block_barrier,
@@ -331,7 +332,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Block:
-    """Everything that is bound in one kernel but its engine and its function."""
+    """Everything that is bound in one kernel but its engine."""
 
     block_m: int
     block_n: int
@@ -342,15 +343,7 @@ class Block:
     group: int
     x: Fetch
     y: Fetch
-    accumulator: str
-    #: Storage dtypes, of what there is.
-    out: str
-    bias: str | None = None
-    extra: str | None = None
-    pre: bool = False
-    #: "activation", "residual" or "slope"
-    epilogue: str = "activation"
-    sums: bool = False
+    epilogue: Epilogue
     #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
     wide: bool = False
     #: Blocks that shall fit on a multiprocessor.
@@ -361,7 +354,7 @@ class Block:
     @property
     def values(self) -> int:
         """Columns of a thread in the epilogue."""
-        return 16 // intrinsics.itemsize(self.accumulator)
+        return 16 // intrinsics.itemsize(self.epilogue.accumulator)
 
     @property
     def stage(self) -> int:
@@ -370,7 +363,7 @@ class Block:
 
     def shared_bytes(self, engine: Engine) -> int:
         """Of the slices, or of what the epilogue keeps there."""
-        sums = self.threads * 16 if self.sums else 0
+        sums = self.threads * 16 if self.epilogue.sums else 0
         return max(self.stages * self.stage, engine.pass_rows * engine.put_pitch, sums)
 
 
@@ -378,23 +371,21 @@ class Block:
 SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 5 + ["i64"] * 17)
 
 
-def build(block: Block, engine: Engine, function: Any, name: str, feature: str = "") -> Kernel:
-    """The kernel; `function`: the device function of the epilogue, None for none."""
+def build(block: Block, engine: Engine, name: str) -> Kernel:
+    """The kernel."""
     one, made = intrinsics, engine.arithmetic
-    acc, values = block.accumulator, block.values
+    acc, values = block.epilogue.accumulator, block.values
     columns = block.block_n // values
     row_step = block.threads // columns
     rows = min(block.rows, engine.pass_rows // row_step)
     assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
     count = values if block.wide else 1
-    store = one.store_array if block.wide else one.store
     bindings: dict[str, Any] = {
         "BLOCK_M": block.block_m, "BLOCK_N": block.block_n, "BLOCK_K": block.block_k,
         "THREADS": block.threads, "STAGES": block.stages, "GROUP": block.group,
         "STAGE": block.stage, "X_BYTES": block.x.bytes,
         "TOTALS": made.totals, "FACTORS": made.factors, "FACTOR": engine.factor,
-        "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": one.itemsize(acc),
-        "CLEAR": clear(made.totals),
+        "ACC_BYTES": one.itemsize(acc), "CLEAR": clear(made.totals),
         "FIRST_FACTORS": made.first_factors, "MULTIPLY_SLICE": made.multiply_slice,
         "MULTIPLY_PART": made.multiply_part, "PARTS": made.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
@@ -406,26 +397,13 @@ def build(block: Block, engine: Engine, function: Any, name: str, feature: str =
         "COLUMN_THREADS": columns, "COLUMN_BITS": columns.bit_length() - 1,
         "COLUMN_FIRST": values if block.wide else 1,
         "COLUMN_STEP": 1 if block.wide else columns,
-        "BIAS": block.bias is not None, "EXTRA": block.extra is not None, "PRE": block.pre,
-        "RESIDUAL": block.epilogue == "residual", "SLOPE": block.epilogue == "slope",
-        "SUMS": block.sums, "HAS_FUNCTION": function is not None,
         "TAKE": one.load(acc, count, acc, one.SHARED),
-        "TAKE_ONE": one.load(acc, 1, acc, one.SHARED),
-        "PUT_ONE": one.store(acc, 1, acc, one.SHARED),
-        "STORE_SUM": one.store(acc, 1, acc),
-        "STORE_OUT": store(block.out, count, acc), "STORE_PRE": store(acc, count, acc),
     }  # fmt: skip
-    if function is not None:
-        bindings["FUNCTION"] = function
-    if block.bias is not None:
-        bindings["LOAD_BIAS"] = one.load(block.bias, 1, acc)
-    if block.extra is not None:
-        bindings["LOAD_EXTRA"] = one.load(block.extra, count, acc)
-    bindings |= mover("X", block.x) | mover("Y", block.y)
+    bindings |= block.epilogue.bindings(count) | mover("X", block.x) | mover("Y", block.y)
     template = expanded(_product, bindings)
     return kernel(
-        template, SIGNATURE, threads=block.threads, blocks=block.blocks, feature=feature,
-        name=name, **names_of(template, bindings),
+        template, SIGNATURE, threads=block.threads, blocks=block.blocks, name=name,
+        **names_of(template, bindings),
     )  # fmt: skip
 
 
@@ -463,19 +441,13 @@ def plan(
         target = Slot("work", workspace)
         workspace += -(-p.places * parts * p.m * p.n * size // 256) * 256
     rows = [o for o in (out, p.extra, p.pre) if o is not None]
-    slope = p.epilogue == "slope"
-    function = None
-    if p.function is not None:
-        function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
     block = Block(
         tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
-        p.accumulator, out.dtype,
-        bias=p.bias.dtype if p.bias else None, extra=p.extra.dtype if p.extra else None,
-        pre=p.pre is not None, epilogue=p.epilogue, sums=p.sums,
+        Epilogue.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
         blocks=tile.resident,
     )  # fmt: skip
-    made = build(block, engine, function, f"{name} {'slope' if slope else p.epilogue}")
+    made = build(block, engine, f"{name} {p.epilogue}")
     none = (0, 0, 0)
     bias = p.bias.steps if p.bias else none
     arguments = (

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from numfuse import tiling
-from numfuse.backends.cuda import elementwise, intrinsics, scalars
+from numfuse.backends.cuda import intrinsics, scalars
+from numfuse.backends.cuda.epilogue import Epilogue
 from numfuse.backends.cuda.intrinsics import (
     block_barrier,
     fetch16,
@@ -147,7 +148,7 @@ def _product(
     WAIT_ALL()
     block_barrier()
     for r in unrolled(ROWS):
-        PUT(i32(memory + ((warp * ROWS + r) * 32 + lane) * ACC_BYTES), total[r])
+        PUT_ONE(i32(memory + ((warp * ROWS + r) * 32 + lane) * ACC_BYTES), total[r])
     block_barrier()
 
     column = i64(column0 + lane)
@@ -187,7 +188,7 @@ def _product(
             STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
-            PUT(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * ACC_BYTES), result)
+            PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * ACC_BYTES), result)
         row_here = i32(row_here + WARPS)
     if SUMS:
         block_barrier()
@@ -247,10 +248,7 @@ class Thin:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(
-    thin: Thin, out: str, bias: str | None, extra: str | None, pre: bool, epilogue: str,
-    sums: bool, function: Any,
-) -> Kernel:  # fmt: skip
+def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
     one, acc, size = intrinsics, thin.dtype, thin.size
     threads = 32 * tiling.CUDA_THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -271,26 +269,15 @@ def _kernel(
         "Y_SLICE": thin.y_bytes, "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
         "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
-        "ACCUMULATOR": one.ACCUMULATORS[acc][1], "ACC_BYTES": size,
-        "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
-        "PUT": one.store(acc, 1, acc, one.SHARED), "TAKE": one.load(acc, few, acc, one.SHARED),
-        "TAKE_ONE": one.load(acc, 1, acc, one.SHARED), "FUSED": scalars.fused,
-        "BIAS": bias is not None, "EXTRA": extra is not None, "PRE": pre, "SUMS": sums,
-        "RESIDUAL": epilogue == "residual", "SLOPE": epilogue == "slope",
-        "HAS_FUNCTION": function is not None, "STORE_OUT": one.store(out, 1, acc),
-        "STORE_PRE": one.store(acc, 1, acc), "STORE_SUM": one.store(acc, 1, acc),
+        "ACC_BYTES": size, "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
+        "TAKE": one.load(acc, few, acc, one.SHARED), "FUSED": scalars.fused,
+        **epilogue.bindings(),
     }  # fmt: skip
     bindings["COPY_Y"] = inlined(_copy_y, **bindings)
     bindings["COPY_X"] = inlined(_copy_x, **bindings)
-    if function is not None:
-        bindings["FUNCTION"] = function
-    if bias is not None:
-        bindings["LOAD_BIAS"] = one.load(bias, 1, acc)
-    if extra is not None:
-        bindings["LOAD_EXTRA"] = one.load(extra, 1, acc)
     template = expanded(_product, bindings)
     return kernel(
-        template, SIGNATURE, threads=threads, blocks=1, name=f"few rows {epilogue}",
+        template, SIGNATURE, threads=threads, blocks=1, name=f"few rows {epilogue.kind}",
         **names_of(template, bindings),
     )  # fmt: skip
 
@@ -308,9 +295,6 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     if stages < 3:
         return None
     made = replace(made, stages=stages)
-    function = None
-    if p.function is not None:
-        function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
     none = (0, 0, 0)
     bias = p.bias.steps if p.bias else none
     arguments = (
@@ -319,10 +303,7 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         p.m, p.n, p.k, *p.x.steps, *p.y.steps, bias[0], bias[2],
         *(p.extra.steps if p.extra else none), *(p.pre.steps if p.pre else none), *p.out.steps,
     )  # fmt: skip
-    built = _kernel(
-        made, p.out.dtype, p.bias.dtype if p.bias else None, p.extra.dtype if p.extra else None,
-        p.pre is not None, p.epilogue, p.sums, function,
-    )  # fmt: skip
+    built = _kernel(made, Epilogue.of(p, p.out.dtype))
     grid = (-(-p.n // COLUMNS), p.places, 1)
     launch = Launch(built, grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)

@@ -1,0 +1,63 @@
+"""What a kernel does with a product's sums: the names that the templates of the tiers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from numfuse.backends.cuda import elementwise, intrinsics
+from numfuse.backends.cuda.elementwise import Scalar
+from numfuse.backends.cuda.product import Product
+
+__all__ = ["Epilogue"]
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What of a `Product` is bound where a kernel stores the result."""
+
+    accumulator: str
+    #: Storage dtypes, of what there is.
+    out: str
+    bias: str | None
+    extra: str | None
+    pre: bool
+    #: "activation", "residual" or "slope"
+    kind: str
+    sums: bool
+    function: Scalar | None
+
+    @classmethod
+    def of(cls, product: Product, out: str) -> Epilogue:
+        """That of a product; `out`: the dtype in which the kernel stores it."""
+        p = product
+        function = None
+        if p.function is not None:
+            function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
+        return cls(
+            p.accumulator, out, p.bias.dtype if p.bias else None,
+            p.extra.dtype if p.extra else None, p.pre is not None, p.epilogue, p.sums, function,
+        )  # fmt: skip
+
+    def bindings(self, count: int = 1) -> dict[str, Any]:
+        """The UPPER-case names; `count`: values of extra, pre and out in one access."""
+        one, acc = intrinsics, self.accumulator
+        store = one.store if count == 1 else one.store_array
+        found: dict[str, Any] = {
+            "ACCUMULATOR": one.ACCUMULATORS[acc][1],
+            "BIAS": self.bias is not None, "EXTRA": self.extra is not None, "PRE": self.pre,
+            "RESIDUAL": self.kind == "residual", "SLOPE": self.kind == "slope",
+            "SUMS": self.sums, "HAS_FUNCTION": self.function is not None,
+            "STORE_SUM": one.store(acc, 1, acc), "STORE_PRE": store(acc, count, acc),
+            "STORE_OUT": store(self.out, count, acc),
+            # sums on their way through shared memory
+            "TAKE_ONE": one.load(acc, 1, acc, one.SHARED),
+            "PUT_ONE": one.store(acc, 1, acc, one.SHARED),
+        }  # fmt: skip
+        if self.function is not None:
+            found["FUNCTION"] = self.function
+        if self.bias is not None:
+            found["LOAD_BIAS"] = one.load(self.bias, 1, acc)
+        if self.extra is not None:
+            found["LOAD_EXTRA"] = one.load(self.extra, count, acc)
+        return found
