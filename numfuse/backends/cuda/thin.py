@@ -148,7 +148,7 @@ def _product(
     WAIT_ALL()
     block_barrier()
     for r in unrolled(ROWS):
-        PUT_ONE(i32(memory + ((warp * ROWS + r) * 32 + lane) * ACC_BYTES), total[r])
+        PUT_ONE(i32(memory + ((warp * ROWS + r) * 32 + lane) * SIZE), total[r])
     block_barrier()
 
     column = i64(column0 + lane)
@@ -163,10 +163,10 @@ def _product(
         row = i64(row_here)
         result = ACCUMULATOR(0)
         if row_here < m and inside_n:
-            at = i32(memory + (row_here * 32 + lane) * ACC_BYTES)
+            at = i32(memory + (row_here * 32 + lane) * SIZE)
             value = TAKE_ONE(at)
             for w in unrolled(1, WARPS):
-                value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * ACC_BYTES)))
+                value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
             value = value + offset
             if PRE:
                 STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
@@ -188,7 +188,7 @@ def _product(
             STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
-            PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * ACC_BYTES), result)
+            PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)
         row_here = i32(row_here + WARPS)
     if SUMS:
         block_barrier()
@@ -197,10 +197,10 @@ def _product(
             at = i32(0)
             while at < m:
                 result_sum = result_sum + TAKE_ONE(
-                    i32(memory + ((WARPS * ROWS + at) * 32 + lane) * ACC_BYTES)
+                    i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE)
                 )
                 at = i32(at + 1)
-            STORE_SUM(sums + (place * n + column) * ACC_BYTES, result_sum)
+            STORE_SUM(sums + (place * n + column) * SIZE, result_sum)
 
 
 #: Addresses, sizes, strides in bytes.
@@ -269,7 +269,7 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "Y_SLICE": thin.y_bytes, "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
         "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
-        "ACC_BYTES": size, "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
+        "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
         "TAKE": one.load(acc, few, acc, one.SHARED), "FUSED": scalars.fused,
         **epilogue.bindings(),
     }  # fmt: skip
