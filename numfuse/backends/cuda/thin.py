@@ -90,8 +90,7 @@ def _product(
     x_left = i32(k - x_k)
     x_line, x_slice = x_row * X_STEP, x_column * DEPTH
     write = i32(0)
-    filled = i32(0)
-    while filled < STAGES - 1:
+    while write < (STAGES - 1) * SLICE:
         COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
         COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
@@ -101,7 +100,6 @@ def _product(
         else:
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE)
-        filled = i32(filled + 1)
 
     total = cuda.local.array(ROWS, dtype=ACCUMULATOR)
     ys = cuda.local.array(FEW, dtype=ACCUMULATOR)
