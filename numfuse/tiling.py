@@ -602,9 +602,6 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
 #: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
 #: `hopper_gemm`), or threads do ("vectors"): even within 1% in the forward.
 HOPPER_BY_MAP = True
-#: Pieces of 64 x 64 (or 32) of a result of a group that may wait in shared memory for the copy
-#: engine to store them. Four in "ping-pong" cost a stage of the ring: 0-2% slower at K = 4096.
-HOPPER_BUFFERS = 2
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
 #: groups of threads work on it; and where another group multiplies meanwhile (ping-pong): what is
 #: taken away from that.

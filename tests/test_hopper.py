@@ -124,7 +124,7 @@ class Block:
 
         silent = (
             "barrier_fence map_prefetch registers_few registers_many tensor_prefetch store_commit "
-            "store_wait_read0 store_wait_read1 store_wait_read3 store_wait_all copy_fence "
+            "store_wait_read0 store_wait_read1 copy_fence "
             "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
             "global_store16 global_store_f32 global_store2_f32 MULTIPLY_WAIT CLEAR ADD "
             "grid_wait grid_release fetch16 fetch_commit fetch_wait0 fetch_wait1 prefetch "
@@ -365,7 +365,6 @@ class Group:
             "fetch16": fetch, "fetch_commit": nothing, "fetch_wait0": nothing,
             "fetch_wait1": nothing, "tensor_store": tensor_store, "store_commit": nothing,
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
-            "store_wait_read3": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
             "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),

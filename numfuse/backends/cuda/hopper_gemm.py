@@ -73,7 +73,6 @@ from numfuse.backends.cuda.intrinsics import (
     store_commit,
     store_wait_read0,
     store_wait_read1,
-    store_wait_read3,
     tensor_load,
     tensor_prefetch,
     tensor_store,
@@ -269,7 +268,7 @@ def consume(
             # its first pieces arrive while the block is multiplied, the others come closer
             if leader:
                 store_wait_read0()
-                for c in unrolled(min(BUFFERS, CHUNKS)):
+                for c in unrolled(BUFFERS):
                     barrier_expect(arrived + 8 * c, BUFFER_BYTES)
                     tensor_load(
                         staging + BUFFER_BYTES * c, extra_map,
@@ -389,9 +388,7 @@ def finish(
         if ALONE:
             # the buffer is free once the store that was so many pieces ago has been read
             if lane == 0:
-                if BUFFERS == 4:
-                    store_wait_read3()
-                elif BUFFERS == 2:
+                if BUFFERS == 2:
                     store_wait_read1()
                 else:
                     store_wait_read0()

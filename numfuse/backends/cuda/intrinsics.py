@@ -550,13 +550,10 @@ tensor_prefetch = instruction(
 )
 #: 9.7.9.15, prefetch.tensormap: the map itself
 map_prefetch = instruction("prefetch.tensormap [$0];", "", "l")
-#: 9.7.9.27.2, groups of stores: close one; wait until at most 0, 1 or 3 are still read, or
-#: written
+#: 9.7.9.27.2, groups of stores: close one; wait until at most 0 or 1 are still read
 store_commit = instruction("cp.async.bulk.commit_group;")
 store_wait_read0 = instruction("cp.async.bulk.wait_group.read 0;")
 store_wait_read1 = instruction("cp.async.bulk.wait_group.read 1;")
-store_wait_read3 = instruction("cp.async.bulk.wait_group.read 3;")
-store_wait_all = instruction("cp.async.bulk.wait_group 0;")
 #: 9.7.13.4, fence.proxy: what this thread wrote to shared memory is visible to the copy engine
 copy_fence = instruction("fence.proxy.async.shared::cta;")
 
