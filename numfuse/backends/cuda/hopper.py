@@ -497,17 +497,18 @@ def plan_with(
     elif half and out.dtype != "float32":
         out_kind = "vectors" if _vectors(out, n) else "rows"
         if by_map or out_kind == "rows":
-            # by warps, or by groups where the residual or grad takes the same way
-            out_map = _boxed(out, product, width, 64 if extra is not None else 16)
-        if extra is not None:
-            extra_kind = "vectors" if _vectors(extra, n) else "rows"
-        if out_map is not None:
-            out_kind = "map"
             if extra is not None:
                 extra_map = _boxed(extra, product, width, 64)
-                extra_kind = "rows" if extra_map is None else "map"
-                if extra_map is None:
-                    out_map = _boxed(out, product, width, 16)
+            # by warps, or by groups where the residual or grad takes the same way
+            out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
+        if out_map is not None:
+            out_kind = "map"
+            if extra_map is not None:
+                extra_kind = "map"
+        elif extra is not None:
+            extra_map = None
+            if _vectors(extra, n):
+                extra_kind = "vectors"
     else:
         out_kind = "float32"
     bias = product.bias
