@@ -73,24 +73,8 @@ def torch_add_backward(grad: Any, a: Any, b: Any, bias: Any) -> Any:
     return grad_pre @ b.t(), a.t() @ grad_pre, grad_pre.sum(0)
 
 
-def graphed(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The same work as a CUDA graph: PyTorch without its own cost per operation."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
-
-
-def products(
-    arguments: argparse.Namespace, dtype: str, shape: tuple[int, int, int]
-) -> tuple[dict[str, Contestants], dict[str, Any]]:
-    """The contestants of the forward and of the backward, and their exact results."""
+def operands(dtype: str, shape: tuple[int, int, int]) -> tuple[Any, Any, Any, Any]:
+    """a, b, bias and grad of a product (M, K, N); the same numbers in every process."""
     m, k, n = shape
     kind = DTYPES[dtype]
     generator = torch.Generator("cuda").manual_seed(m + 3 * k + 7 * n)
@@ -99,7 +83,28 @@ def products(
         x = torch.randn(*lengths, device="cuda", dtype=torch.float32, generator=generator)
         return (x * scale).to(kind)
 
-    a, b, bias, grad = normal(m, k), normal(k, n, scale=k**-0.5), normal(n), normal(m, n)
+    return normal(m, k), normal(k, n, scale=k**-0.5), normal(n), normal(m, n)
+
+
+def graph_of(call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+    """The same work as a CUDA graph, without its own cost per operation; and its results."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = call()
+    return graph.replay, results
+
+
+def products(
+    arguments: argparse.Namespace, dtype: str, shape: tuple[int, int, int]
+) -> tuple[dict[str, Contestants], dict[str, Any]]:
+    """The contestants of the forward and of the backward, and their exact results."""
+    a, b, bias, grad = operands(dtype, shape)
     wide = [x.double() for x in (grad, a, b, bias)]
     exact = {"forward": (torch_forward(*wide[1:]),), "backward": torch_backward(*wide)}
     forward: Contestants = {
@@ -345,7 +350,7 @@ def main() -> None:
                     record = {"table": table, "case": what, "device": times, "errors": errors}
                     if arguments.wall and "small" in table:
                         extra = dict(kept)
-                        extra["torch graph"] = graphed(kept["torch"])
+                        extra["torch graph"] = graph_of(kept["torch"])[0]
                         record["wall"] = clock.wall(extra)
                         row(table, f"{what} wall", record["wall"], errors, tier)
                 everything.append(record)

@@ -17,7 +17,17 @@ from typing import Any
 from unittest import mock
 
 import torch
-from cuda_gpu import BIG, DTYPES, SMALL, THIN, Clock, Contestants, gelu
+from cuda_gpu import (
+    BIG,
+    SMALL,
+    THIN,
+    Clock,
+    Contestants,
+    graph_of,
+    operands,
+    torch_backward,
+    torch_forward,
+)
 
 import numfuse as nf
 from numfuse.tiling import HOPPER_TILES, HopperTile
@@ -42,19 +52,11 @@ def forced(tile: HopperTile | None) -> Any:
 
 def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Contestants]:
     """Ours, and the peers."""
-    m, k, n = shape
-    kind = DTYPES[dtype]
-    generator = torch.Generator("cuda").manual_seed(m + 3 * k + 7 * n)
-
-    def normal(*lengths: int, scale: float = 1.0) -> Any:
-        x = torch.randn(*lengths, device="cuda", dtype=torch.float32, generator=generator)
-        return (x * scale).to(kind)
-
-    a, b, bias, grad = normal(m, k), normal(k, n, scale=k**-0.5), normal(n), normal(m, n)
+    a, b, bias, grad = operands(dtype, shape)
     if case == "forward":
         return lambda: nf.matmul_bias_activation(a, b, bias, "gelu"), {
             "fused cuBLAS": lambda: torch._addmm_activation(bias, a, b, use_gelu=True),
-            "addmm, gelu": lambda: gelu(torch.addmm(bias, a, b)),
+            "addmm, gelu": lambda: torch_forward(a, b, bias),
         }
     if case == "bare":
         return lambda: nf.matmul_bias_activation(a, b), {"mm": lambda: torch.mm(a, b)}
@@ -64,13 +66,9 @@ def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Cont
         return lambda: nf.matmul_bias_activation_bwd(grad, a, b, needs=("b",)), {
             "mm": lambda: torch.mm(a.t(), grad)
         }
-
-    def peer() -> Any:
-        pre = torch.addmm(bias, a, b)
-        grad_pre = torch.ops.aten.gelu_backward(grad, pre, approximate="tanh")
-        return grad_pre @ b.t(), a.t() @ grad_pre, grad_pre.sum(0)
-
-    return lambda: nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"), {"torch": peer}
+    return lambda: nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"), {
+        "torch": lambda: torch_backward(grad, a, b, bias)
+    }
 
 
 def forget() -> None:
@@ -80,20 +78,6 @@ def forget() -> None:
 
     for kept in (device().kept_calls, device().kept_products, entry._QUICK):
         kept.clear()
-
-
-def graph_of(call: Any) -> tuple[Any, Any]:
-    """A graph of the call, and its results."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(2):
-            call()
-    torch.cuda.current_stream().wait_stream(side)
-    made = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(made):
-        results = call()
-    return made.replay, results
 
 
 def prepared(work: tuple[str, tuple[int, int, int], str, str]) -> str:
