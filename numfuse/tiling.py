@@ -772,7 +772,7 @@ CUDA_PLANE_COST = 50
 #: best of PyTorch, microseconds: float32, 1 row 27 / 70 / 26, 8 rows 29 / 70 / 52, 16 rows
 #: 38 / 72 / 94, 32 rows 57 / - / 54, 64 rows 103 / 102 / 67; float64, 1 row 44 / 54 / 45, 8 rows
 #: 47 / 55 / 58. 16-bit types by the same way took longer than tiles of wgmma.
-CUDA_THIN_ROWS = {"float32": 32, "float64": 8}
+CUDA_THIN_ROWS = {"float32": 64, "float64": 8}
 CUDA_THIN_LEAST = 512
 #: Warps of a block; bytes of a slice of Y; slices that are on their way, or read.
 CUDA_THIN_WARPS = 8

@@ -179,6 +179,17 @@ def test_few_rows(dtype, y, m, monkeypatch):
         check(dtype, None, 9, 20, 40, y=y, x="strided", epilogue="slope", pre=True)
 
 
+@pytest.mark.parametrize("y", ["rows", "columns"])
+@pytest.mark.parametrize("m", [18, 32, 33, 64])
+def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192)
+    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3)
+    if m % 32:
+        check("float32", None, m, 36, 72, y=y, x="strided", epilogue="slope", pre=True)
+    else:
+        check("float32", None, m, 20, 132, y=y, epilogue="residual")
+
+
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("inner", [1, 2])
 def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner):

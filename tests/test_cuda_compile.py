@@ -127,7 +127,7 @@ CASES = [
         for dtype, m, turned, info in (
             ("float32", 1, False, AMPERE), ("float32", 16, True, HOPPER),
             ("float64", 8, True, HOPPER), ("float32", 32, False, HOPPER),
-            ("float64", 1, False, AMPERE),
+            ("float32", 64, True, HOPPER), ("float64", 1, False, AMPERE),
         )
     ],
     *[

@@ -1,9 +1,12 @@
 """Products of few rows on CUDA cores: what matters is how fast Y comes through memory.
 
-A block has 32 columns of the result, one a lane, all rows and all of K. Y comes by cp.async in
-slices through a long ring in shared memory, so that most of that is on its way at any time. Of each
-slice every warp has its share of K, for all rows: an element is the sum of eight chains, one a
-warp, added up in the order of the warps. That order depends on K and the dtype alone.
+A block has 32 columns of the result, all rows and all of K. Y comes by cp.async in slices through a
+long ring in shared memory, so that most of that is on its way at any time. Of each slice every warp
+has its share of K, for all rows: an element is the sum of eight chains, one a warp, added up in the
+order of the warps. That order depends on K and the dtype alone.
+
+Up to 16 rows a lane has one column and all of them. Of more it has 8, and 4 or 8 columns: each of
+its values comes from shared memory once for 4 or 8 products.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -38,6 +41,16 @@ i32, i64 = np.int32, np.int64
 COLUMNS = 32
 
 
+def _of_eight(lane):
+    """A lane's number along the axis of 8 of a warp's 8 x 4 lanes; `simt` says why so."""
+    return i32((lane >> 1) & 7)
+
+
+def _of_four(lane):
+    """Its number along the axis of 4."""
+    return i32((lane & 1) | ((lane >> 3) & 2))
+
+
 def _copy_y(to, at, step, bytes_left, lines_left):
     """This thread's copies of a slice of Y; zeros for what is not there."""
     for c in unrolled(COPIES):
@@ -52,7 +65,7 @@ def _copy_x(to, at, step, left, row0, m):
         if row0 + c * X_STEP < ROWS:
             inside = i32(least(most(left, 0), X_VALUES) * SIZE)
             inside = inside if row0 + c * X_STEP < m else i32(0)
-            FETCH_X(i32(to + c * (X_STEP * DEPTH * SIZE)), at, inside)
+            FETCH_X(i32(to + c * (X_STEP * X_PITCH)), at, inside)
         at = at + step
 
 
@@ -85,7 +98,7 @@ def _product(
         y_line, y_slice = y_row * REACH, y_row * DEPTH
     # ... and of X's: the same K of every X_STEP-th row
     x_k, x_row0 = i32((t & (X_PIECES - 1)) * X_VALUES), i32(t >> X_BITS)
-    x_to = i32(memory + Y_SLICE + (x_row0 * DEPTH + x_k) * SIZE)
+    x_to = i32(memory + Y_SLICE + x_row0 * X_PITCH + x_k * SIZE)
     x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
     x_left = i32(k - x_k)
     x_line, x_slice = x_row * X_STEP, x_column * DEPTH
@@ -101,15 +114,18 @@ def _product(
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE)
 
-    total = cuda.local.array(ROWS, dtype=ACCUMULATOR)
-    ys = cuda.local.array(FEW, dtype=ACCUMULATOR)
-    for r in unrolled(ROWS):
+    total = cuda.local.array(PART_M * PART_N, dtype=ACCUMULATOR)
+    ys = cuda.local.array(FEW * PART_N, dtype=ACCUMULATOR)
+    for r in unrolled(PART_M * PART_N):
         total[r] = ACCUMULATOR(0)
-    # this warp's share of K begins here
-    y_from = i32(memory + (lane * PITCH + warp * (SHARE * SIZE)))
+    # a lane's first row and column; its share of K begins at that of the warp
+    own_row, own_column = i32(0), lane
+    if LANES_M > 1:
+        own_row, own_column = LANE_ROW(lane), i32(LANE_COLUMN(lane) * (1 if ALONG_K else FEW))
+    y_from = i32(memory + (own_column * PITCH + warp * (SHARE * SIZE)))
     if not ALONG_K:
-        y_from = i32(memory + (lane * SIZE + warp * (SHARE * PITCH)))
-    x_from = i32(memory + (Y_SLICE + warp * (SHARE * SIZE)))
+        y_from = i32(memory + (own_column * SIZE + warp * (SHARE * PITCH)))
+    x_from = i32(memory + (Y_SLICE + own_row * X_PITCH + warp * (SHARE * SIZE)))
     read = i32(0)
     while slices > 0:
         WAIT()
@@ -128,16 +144,27 @@ def _product(
         while q < SHARE:
             for u in unrolled(STEP // FEW):
                 if ALONG_K:
-                    some = TAKE(i32(y_now + u * 16))
+                    for j in unrolled(PART_N):
+                        some = TAKE(i32(y_now + (j * (LANES_N * PITCH) + u * 16)))
+                        for v in unrolled(FEW):
+                            ys[v * PART_N + j] = some[v]
+                if not ALONG_K:
                     for v in unrolled(FEW):
-                        ys[v] = some[v]
-                else:
+                        if PART_N == 1:
+                            ys[v] = TAKE_ONE(i32(y_now + (u * FEW + v) * PITCH))
+                        for j in unrolled(PART_N // FEW):
+                            some = TAKE(
+                                i32(y_now + ((u * FEW + v) * PITCH + j * (LANES_N * 16)))
+                            )
+                            for w in unrolled(FEW):
+                                ys[v * PART_N + j * FEW + w] = some[w]
+                for r in unrolled(PART_M):
+                    factors = TAKE(i32(x_now + (r * (LANES_M * X_PITCH) + u * 16)))
                     for v in unrolled(FEW):
-                        ys[v] = TAKE_ONE(i32(y_now + (u * FEW + v) * PITCH))
-                for r in unrolled(ROWS):
-                    factors = TAKE(i32(x_now + (r * (DEPTH * SIZE) + u * 16)))
-                    for v in unrolled(FEW):
-                        total[r] = FUSED(factors[v], ys[v], total[r])
+                        for j in unrolled(PART_N):
+                            total[r * PART_N + j] = FUSED(
+                                factors[v], ys[v * PART_N + j], total[r * PART_N + j]
+                            )
             y_now = i32(y_now + STEP * (SIZE if ALONG_K else PITCH))
             x_now = i32(x_now + STEP * SIZE)
             q = i32(q + STEP)
@@ -145,8 +172,14 @@ def _product(
         slices = i32(slices - 1)
     WAIT_ALL()
     block_barrier()
-    for r in unrolled(ROWS):
-        PUT_ONE(i32(memory + ((warp * ROWS + r) * 32 + lane) * SIZE), total[r])
+    put_at = i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE)
+    for r in unrolled(PART_M):
+        for j in unrolled(PART_N):
+            if ALONG_K:
+                away = i32((r * (LANES_M * 32) + j * LANES_N) * SIZE)
+            else:
+                away = i32((r * (LANES_M * 32) + j // FEW * (FEW * LANES_N) + j % FEW) * SIZE)
+            PUT_ONE(i32(put_at + away), total[r * PART_N + j])
     block_barrier()
 
     column = i64(column0 + lane)
@@ -238,8 +271,23 @@ class Thin:
         return self.pitch * (COLUMNS if self.along_k else self.depth)
 
     @property
+    def part_m(self) -> int:
+        """Rows of a lane; it has `lanes_m` columns."""
+        return self.rows if self.rows <= 16 else 8
+
+    @property
+    def lanes_m(self) -> int:
+        """Lanes along M."""
+        return self.rows // self.part_m
+
+    @property
+    def x_pitch(self) -> int:
+        """Bytes from a row of X to the next: 16 more where lanes read rows of their own."""
+        return self.depth * self.size + (16 if self.lanes_m > 1 else 0)
+
+    @property
     def slice_bytes(self) -> int:
-        return self.y_bytes + self.rows * self.depth * self.size
+        return self.y_bytes + self.rows * self.x_pitch
 
     def __str__(self) -> str:
         return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages"
@@ -264,7 +312,10 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "ALONG_K": thin.along_k, "SIZE": size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
         "PIECES": pieces, "PIECE_BITS": pieces.bit_length() - 1, "REACH": reach,
         "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes,
-        "Y_SLICE": thin.y_bytes, "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
+        "Y_SLICE": thin.y_bytes, "PART_M": thin.part_m, "PART_N": thin.lanes_m,
+        "LANES_M": thin.lanes_m, "LANES_N": 32 // thin.lanes_m, "X_PITCH": thin.x_pitch,
+        "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
+        "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight), "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
         "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
         "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
