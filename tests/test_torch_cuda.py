@@ -141,7 +141,7 @@ def test_what_looks_like_a_known_call_is_looked_at_again():
     assert nf.silu_mul(a, b, out=out) is out
     with pytest.raises(TypeError, match="strided"):
         nf.silu_mul(a.to_sparse(), b)
-    with pytest.raises(TypeError, match="one dtype|same dtype"):
+    with pytest.raises(TypeError, match="same dtype"):
         nf.silu_mul(a, b.double())
 
     class Own(torch.Tensor):

@@ -153,9 +153,7 @@ def _product(
                         if PART_N == 1:
                             ys[v] = TAKE_ONE(i32(y_now + (u * FEW + v) * PITCH))
                         for j in unrolled(PART_N // FEW):
-                            some = TAKE(
-                                i32(y_now + ((u * FEW + v) * PITCH + j * (LANES_N * 16)))
-                            )
+                            some = TAKE(i32(y_now + ((u * FEW + v) * PITCH + j * (LANES_N * 16))))
                             for w in unrolled(FEW):
                                 ys[v * PART_N + j * FEW + w] = some[w]
                 for r in unrolled(PART_M):
@@ -315,7 +313,8 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "Y_SLICE": thin.y_bytes, "PART_M": thin.part_m, "PART_N": thin.lanes_m,
         "LANES_M": thin.lanes_m, "LANES_N": 32 // thin.lanes_m, "X_PITCH": thin.x_pitch,
         "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
-        "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight), "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
+        "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),
+        "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
         "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
         "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
