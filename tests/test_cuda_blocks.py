@@ -187,7 +187,7 @@ def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
     if m % 32:
         check("float32", None, m, 36, 72, y=y, x="strided", epilogue="slope", pre=True)
     else:
-        check("float32", None, m, 20, 132, y=y, epilogue="residual")
+        check("float32", None, m, 36, 132, y=y, epilogue="residual")
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])

@@ -5,8 +5,8 @@ long ring in shared memory, so that most of that is on its way at any time. Of e
 has its share of K, for all rows: an element is the sum of eight chains, one a warp, added up in the
 order of the warps. That order depends on K and the dtype alone.
 
-Up to 16 rows a lane has one column and all of them. Of more it has 8, and 4 or 8 columns: each of
-its values comes from shared memory once for 4 or 8 products.
+Up to 16 rows a lane has one column and all of them. Of more it has a quarter or an eighth of them,
+and 4 or 8 columns: a value comes from shared memory once for 4 to 8 products.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -21,17 +21,27 @@ from typing import Any
 import numpy as np
 
 from numfuse import tiling
-from numfuse.backends.cuda import intrinsics, scalars
+from numfuse.backends.cuda import intrinsics
 from numfuse.backends.cuda.epilogue import Epilogue
 from numfuse.backends.cuda.intrinsics import (
+    FORMATS,
+    I32,
+    array_pointer,
     block_barrier,
     fetch16,
     fetch_commit,
+    fused,
     least,
     most,
+    named,
+    put_shared_vector,
+    read_registers,
     shared_address,
+    shared_vector,
+    write_registers,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Plan, Product, Slot
+from numfuse.backends.cuda.registers import clear
 from numfuse.backends.cuda.slices import runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, inlined, names_of, unrolled
@@ -69,6 +79,23 @@ def _copy_x(to, at, step, left, row0, m):
         at = at + step
 
 
+def _copy_whole_y(to, at, step):
+    """The copies of a slice of Y of which all is there."""
+    for c in unrolled(COPIES):
+        FETCH_16(i32(to + c * (REACH * PITCH)), at)
+        at = at + step
+
+
+def _copy_whole_x(to, at, step, row0):
+    """The same of X."""
+    for c in unrolled(X_COPIES):
+        if (c + 1) * X_STEP <= ROWS:
+            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
+        elif row0 + c * X_STEP < ROWS:
+            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
+        at = at + step
+
+
 def _product(
     x, y, bias, extra, pre, out, sums, m, n, k,
     x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
@@ -102,10 +129,15 @@ def _product(
     x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
     x_left = i32(k - x_k)
     x_line, x_slice = x_row * X_STEP, x_column * DEPTH
+    whole = m == ROWS and column0 + 32 <= n
     write = i32(0)
     while write < (STAGES - 1) * SLICE:
-        COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
-        COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+        if whole and x_left + x_k >= DEPTH:
+            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+        else:
+            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
@@ -114,10 +146,8 @@ def _product(
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE)
 
-    total = cuda.local.array(PART_M * PART_N, dtype=ACCUMULATOR)
-    ys = cuda.local.array(FEW * PART_N, dtype=ACCUMULATOR)
-    for r in unrolled(PART_M * PART_N):
-        total[r] = ACCUMULATOR(0)
+    total = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(total)
     # a lane's first row and column; its share of K begins at that of the warp
     own_row, own_column = i32(0), lane
     if LANES_M > 1:
@@ -130,8 +160,12 @@ def _product(
     while slices > 0:
         WAIT()
         block_barrier()  # the slice is there, and the one before has been read by all
-        COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
-        COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+        if whole and x_left + x_k >= DEPTH:
+            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+        else:
+            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
@@ -139,45 +173,12 @@ def _product(
         else:
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
-        x_now, y_now = i32(x_from + read), i32(y_from + read)
-        q = i32(0)
-        while q < SHARE:
-            for u in unrolled(STEP // FEW):
-                if ALONG_K:
-                    for j in unrolled(PART_N):
-                        some = TAKE(i32(y_now + (j * (LANES_N * PITCH) + u * 16)))
-                        for v in unrolled(FEW):
-                            ys[v * PART_N + j] = some[v]
-                if not ALONG_K:
-                    for v in unrolled(FEW):
-                        if PART_N == 1:
-                            ys[v] = TAKE_ONE(i32(y_now + (u * FEW + v) * PITCH))
-                        for j in unrolled(PART_N // FEW):
-                            some = TAKE(i32(y_now + ((u * FEW + v) * PITCH + j * (LANES_N * 16))))
-                            for w in unrolled(FEW):
-                                ys[v * PART_N + j * FEW + w] = some[w]
-                for r in unrolled(PART_M):
-                    factors = TAKE(i32(x_now + (r * (LANES_M * X_PITCH) + u * 16)))
-                    for v in unrolled(FEW):
-                        for j in unrolled(PART_N):
-                            total[r * PART_N + j] = FUSED(
-                                factors[v], ys[v * PART_N + j], total[r * PART_N + j]
-                            )
-            y_now = i32(y_now + STEP * (SIZE if ALONG_K else PITCH))
-            x_now = i32(x_now + STEP * SIZE)
-            q = i32(q + STEP)
+        MULTIPLY(total, i32(x_from + read), i32(y_from + read))
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         slices = i32(slices - 1)
     WAIT_ALL()
     block_barrier()
-    put_at = i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE)
-    for r in unrolled(PART_M):
-        for j in unrolled(PART_N):
-            if ALONG_K:
-                away = i32((r * (LANES_M * 32) + j * LANES_N) * SIZE)
-            else:
-                away = i32((r * (LANES_M * 32) + j // FEW * (FEW * LANES_N) + j % FEW) * SIZE)
-            PUT_ONE(i32(put_at + away), total[r * PART_N + j])
+    PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
     block_barrier()
 
     column = i64(column0 + lane)
@@ -246,7 +247,7 @@ class Thin:
     along_k: bool
     #: Whether X is copied by 16 bytes along K, or value by value.
     x_wide: bool
-    #: A power of two.
+    #: A power of two up to 16, a multiple of 4 up to 32, of 8 up to 64.
     rows: int
     stages: int
 
@@ -260,6 +261,11 @@ class Thin:
         return tiling.CUDA_THIN_SLICE // (COLUMNS * self.size)
 
     @property
+    def share(self) -> int:
+        """Those of a warp."""
+        return self.depth // tiling.CUDA_THIN_WARPS
+
+    @property
     def pitch(self) -> int:
         """Bytes from a line of a slice to the next: 16 more where lanes read lines of their own."""
         return self.depth * self.size + 16 if self.along_k else COLUMNS * self.size
@@ -269,14 +275,14 @@ class Thin:
         return self.pitch * (COLUMNS if self.along_k else self.depth)
 
     @property
-    def part_m(self) -> int:
-        """Rows of a lane; it has `lanes_m` columns."""
-        return self.rows if self.rows <= 16 else 8
+    def lanes_m(self) -> int:
+        """Lanes along M, and the columns of each."""
+        return 1 if self.rows <= 16 else 4 if self.rows <= 32 else 8
 
     @property
-    def lanes_m(self) -> int:
-        """Lanes along M."""
-        return self.rows // self.part_m
+    def part_m(self) -> int:
+        """Rows of a lane."""
+        return self.rows // self.lanes_m
 
     @property
     def x_pitch(self) -> int:
@@ -287,42 +293,121 @@ class Thin:
     def slice_bytes(self) -> int:
         return self.y_bytes + self.rows * self.x_pitch
 
+    @property
+    def key(self) -> str:
+        """All that the intrinsics depend on."""
+        return f"{self.dtype},{self.along_k},{self.rows},{self.depth}"
+
     def __str__(self) -> str:
         return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages"
 
 
+@functools.cache
+def _multiply(thin: Thin) -> Any:
+    """``multiply(total, x, y)``: a lane's sums go on by a warp's share of a slice, whose rows of X
+    and columns of Y begin at these addresses.
+    """
+    kind, size = FORMATS[thin.dtype]
+    few, columns = 16 // size, thin.lanes_m
+    lanes_n = 32 // columns
+
+    def factors(builder: Any, x: Any, y: Any, u: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Of `few` values of K: those of each row, and those of each column."""
+
+        def taken(at: Any, offset: int, count: int) -> list[Any]:
+            return shared_vector(builder, builder.add(at, I32(offset)), kind, count)
+
+        rows = [taken(x, r * columns * thin.x_pitch + 16 * u, few) for r in range(thin.part_m)]
+        if thin.along_k:
+            return rows, [taken(y, j * lanes_n * thin.pitch + 16 * u, few) for j in range(columns)]
+        count = min(few, columns)
+        lines = [
+            [
+                value
+                for j in range(0, columns, count)
+                for value in taken(y, (few * u + v) * thin.pitch + j * lanes_n * size, count)
+            ]
+            for v in range(few)
+        ]
+        return rows, [[line[j] for line in lines] for j in range(columns)]
+
+    def typing(typingctx: Any, total: Any, x: Any, y: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at = array_pointer(context, builder, signature.args[0], args[0])
+            sums = read_registers(builder, at, 0, thin.part_m * columns)
+            for u in range(thin.share // few):
+                rows, ys = factors(builder, args[1], args[2], u)
+                for v in range(few):
+                    for r, row in enumerate(rows):
+                        # back and forth: the turn shares a factor of Y
+                        for j in range(columns) if r % 2 == 0 else reversed(range(columns)):
+                            i = r * columns + j
+                            sums[i] = fused(builder, row[v], ys[j][v], sums[i])
+            write_registers(builder, at, 0, sums)
+            return context.get_dummy_value()
+
+        return types.void(total, types.int32, types.int32), codegen
+
+    return named("multiply", thin.key, 3, typing)
+
+
+@functools.cache
+def _put_part(thin: Thin) -> Any:
+    """``put(total, at)``: a lane's sums to rows of 32 values in shared memory."""
+    columns, size = thin.lanes_m, thin.size
+    lanes_n = 32 // columns
+    count = 1 if thin.along_k else min(16 // size, columns)
+
+    def typing(typingctx: Any, total: Any, to: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at = array_pointer(context, builder, signature.args[0], args[0])
+            for r in range(thin.part_m):
+                for j in range(0, columns, count):
+                    offset = (r * columns * 32 + j * lanes_n) * size
+                    values = read_registers(builder, at, r * columns + j, count)
+                    put_shared_vector(builder, builder.add(args[1], I32(offset)), values)
+            return context.get_dummy_value()
+
+        return types.void(total, types.int32), codegen
+
+    return named("put_part", thin.key, 2, typing)
+
+
 @functools.lru_cache(maxsize=256)
 def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
-    one, acc, size = intrinsics, thin.dtype, thin.size
+    one, size = intrinsics, thin.size
     threads = 32 * tiling.CUDA_THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
     pieces = line_bytes // 16
     reach = threads // pieces
     lines = COLUMNS if thin.along_k else thin.depth
     few = 16 // size
-    share = thin.depth // tiling.CUDA_THIN_WARPS
     x_values = few if thin.x_wide else 1
     x_pieces = thin.depth // x_values
     x_step = max(1, threads // x_pieces)
     bindings: dict[str, Any] = {
-        "ROWS": thin.rows, "DEPTH": thin.depth, "SHARE": share, "FEW": few,
-        "STEP": few if thin.rows > 8 else share, "WARPS": tiling.CUDA_THIN_WARPS,
+        "ROWS": thin.rows, "DEPTH": thin.depth, "SHARE": thin.share, "FEW": few,
+        "WARPS": tiling.CUDA_THIN_WARPS,
         "ALONG_K": thin.along_k, "SIZE": size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
         "PIECES": pieces, "PIECE_BITS": pieces.bit_length() - 1, "REACH": reach,
         "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes,
-        "Y_SLICE": thin.y_bytes, "PART_M": thin.part_m, "PART_N": thin.lanes_m,
-        "LANES_M": thin.lanes_m, "LANES_N": 32 // thin.lanes_m, "X_PITCH": thin.x_pitch,
+        "Y_SLICE": thin.y_bytes, "PART": thin.part_m * thin.lanes_m, "LANES_M": thin.lanes_m,
+        "X_PITCH": thin.x_pitch,
         "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
         "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),
         "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
         "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
+        "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""), "FETCH_16": one.fetch(16, ahead=""),
         "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
-        "TAKE": one.load(acc, few, acc, one.SHARED), "FUSED": scalars.fused,
+        "CLEAR": clear(thin.part_m * thin.lanes_m), "MULTIPLY": _multiply(thin),
+        "PUT_PART": _put_part(thin),
         **epilogue.bindings(),
     }  # fmt: skip
     bindings["COPY_Y"] = inlined(_copy_y, **bindings)
     bindings["COPY_X"] = inlined(_copy_x, **bindings)
+    bindings["COPY_WHOLE_Y"] = inlined(_copy_whole_y, **bindings)
+    bindings["COPY_WHOLE_X"] = inlined(_copy_whole_x, **bindings)
     template = expanded(_product, bindings)
     return kernel(
         template, SIGNATURE, threads=threads, blocks=1, name=f"few rows {epilogue.kind}",
@@ -337,7 +422,7 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     along_k = runs_wide(p.y, 1, few)
     if p.places > 65535 or not (along_k or runs_wide(p.y, 2, few)):
         return None
-    rows = 1 << (p.m - 1).bit_length()
+    rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
     made = Thin(p.y.dtype, along_k, runs_wide(p.x, 2, few), rows, 0)
     stages = min(tiling.CUDA_THIN_STAGES, device.shared_per_block // made.slice_bytes)
     if stages < 3:
