@@ -99,7 +99,8 @@ class Torch(Kind):
         return Argument(x.data_ptr(), x.shape, x.stride(), dtype), x.get_device(), None
 
     def stream(self, ordinal: int) -> int:
-        return int(self._stream(ordinal))
+        found: int = self._stream(ordinal)
+        return found
 
     def maker(self, ordinal: int, stream: int) -> Maker:
         empty, dtypes = self._torch.empty, self._dtypes

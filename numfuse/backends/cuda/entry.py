@@ -202,7 +202,10 @@ def again(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         x, at = make(shape, dtype) if like < 0 else kind.like(args[like])
         addresses.append(at)
         results.append(x)
-    kept.steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
+    steps = kept.steps
+    # one launch without workspace is the same in a capture
+    capture = 0 if steps.simple else kind.capture(ordinal)
+    steps.run(owner, pool, kind.stream(ordinal), addresses, capture)
     latest.call = kept.call
     return results[0] if kept.pack is None else kept.pack(results)
 

@@ -162,7 +162,8 @@ class Steps:
 
     __slots__ = (
         "_bases", "_call", "_device", "_graphs", "_last", "_launches", "_lock", "_pack", "_plan",
-        "_plan_at", "_room", "_seen", "_tables", "_work", "chief", "names", "nbytes", "tiers",
+        "_plan_at", "_room", "_seen", "_tables", "_work", "chief", "names", "nbytes", "simple",
+        "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -176,6 +177,8 @@ class Steps:
         self._launches, self._work = launches, work
         self.nbytes = work + scratch
         self.tiers, self.chief = tiers, chief
+        #: Whether it is one launch without workspace.
+        self.simple = len(launches) == 1 and not self.nbytes
         self.names = ", ".join(prepared.name for prepared, _ in launches)
         self._lock = threading.Lock()
         self._last: tuple[int, ...] | None = None
@@ -240,26 +243,26 @@ class Steps:
         """
         if device.lost is not None:
             raise DeviceLost(device.lost)
-        block = None
-        base = 0
-        if self.nbytes:
-            block = pool.take(self.nbytes, stream, "workspace", capture)
-            base = block.address
+        device.note(self.names)
+        if not self.nbytes:
+            self._start(device, stream, (0, 0, *addresses), capture)
+            return
+        block = pool.take(self.nbytes, stream, "workspace", capture)
         try:
-            device.note(self.names)
-            bases = (base, base + self._work, *addresses)
-            if SIMULATED:
-                for prepared, refs in self._launches:
-                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
-            elif self._launches:
-                self._start(device, stream, bases, capture)
+            base = block.address
+            self._start(device, stream, (base, base + self._work, *addresses), capture)
         finally:
-            if block is not None:
-                pool.give(block)
+            pool.give(block)
 
     def _start(
         self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
     ) -> None:
+        if SIMULATED:
+            for prepared, refs in self._launches:
+                prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
+            return
+        if not self._launches:
+            return
         with self._lock:  # the driver copies the arguments before it returns
             graph = None
             if len(self._launches) > 1:
