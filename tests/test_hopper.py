@@ -187,7 +187,7 @@ class Block:
                 kernel(
                     "x", "y", "out", "extra", 0, 0, 0, 0, 0, s["m"], s["n"], s["slices"],
                     s["row_blocks"], s["column_blocks"], s["places"], s["units"],
-                    s["part_slices"], self.kernel.stage_bytes, 1, 0, 0, 0, *strides,
+                    s["part_slices"], self.kernel.stage_bytes, 1, 0, *s["planes"], *strides,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -212,7 +212,7 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
     sizes = {
         "m": m, "n": n, "slices": slices, "row_blocks": row_blocks, "places": places,
         "column_blocks": column_blocks, "units": row_blocks * column_blocks * places * parts,
-        "part_slices": part_slices,
+        "part_slices": part_slices, "planes": (0, 0),
     }  # fmt: skip
     stored, loaded = [], []
     blocks = min(blocks, sizes["units"])
@@ -254,16 +254,16 @@ def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
         assert seen == sorted(once * sizes["column_blocks"])
 
 
-def test_a_split_product_takes_each_pass_after_the_other():
+def test_a_split_product_loads_every_plane_of_a_slice_once():
     tile = next(t for t in TILES if not t.ping_pong and t.block_n == 64 and t.consumers == 1)
     kernel = hopper.Gemm("bf16x6", False, False, tile, "float32")
     block = Block(
         kernel, 0, 1,
         {"m": 64, "n": 64, "slices": 3, "row_blocks": 1, "column_blocks": 1, "places": 1,
-         "units": 1, "part_slices": 3},
+         "units": 1, "part_slices": 3, "planes": (1, 2)},
     )  # fmt: skip
     block.run()
-    assert len(block.loaded) == 2 * 6 * 3
+    assert len(block.loaded) == len(set(block.loaded)) == 2 * 3 * 3
 
 
 # --- where an epilogue puts what ------------------------------------------------------------------

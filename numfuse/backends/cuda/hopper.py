@@ -37,10 +37,6 @@ from numfuse.tiling import (
     hopper_tile,
 )
 
-#: Planes of X and of Y in each of the passes of a split product, the smallest products first: of
-#: x = x0 + x1 + x2 and y alike those that are below 2^-24 of x y are left out
-#: (x1 y2, x2 y1 and x2 y2).
-X_PARTS, Y_PARTS = (0, 2, 1, 0, 1, 0), (2, 0, 1, 1, 0, 0)
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
 #: Bytes behind the stages: mbarriers.
@@ -155,9 +151,7 @@ class Gemm:
             "Y_BOX": y_box,
             "X_DESCRIPTOR": _descriptor(self.x_turned, 64),
             "Y_DESCRIPTOR": _descriptor(self.y_turned, y_box),
-            "PASSES": 6 if split else 1, "PROMOTE": PROMOTE if split else 0,
-            "X_PLANES": sum(p << 2 * i for i, p in enumerate(X_PARTS)) if split else 0,
-            "Y_PLANES": sum(p << 2 * i for i, p in enumerate(Y_PARTS)) if split else 0,
+            "PLANES": 3 if split else 1, "PROMOTE": PROMOTE,
             "STAGING_AT": self.stages * self.stage_bytes,
             "BIAS_AT": self.stages * self.stage_bytes + self.staging_bytes,
             "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes + self._biases,
@@ -193,7 +187,7 @@ class Gemm:
         b["PAST"] = Inlined(part.past, b)
         b["PRODUCE"] = Inlined(part.produce, b)
         b["MULTIPLY_SLICES"] = Inlined(part.multiply_slices, b)
-        b["MULTIPLY_ALL"] = Inlined(part.multiply_slices, {**b, "PROMOTE": 0})
+        b["MULTIPLY_SPLIT"] = Inlined(part.multiply_split, b)
         b["SUM_COLUMNS"] = Inlined(part.sum_columns, b)
         b["FINISH"] = Inlined(part.finish, b)
         b["CONSUME"] = Inlined(part.consume, b)

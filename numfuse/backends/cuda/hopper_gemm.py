@@ -120,13 +120,11 @@ def produce(
         part, place, row0, column0 = UNIT_AT(unit, row_blocks, column_blocks, places)
         first = part * part_slices
         end = min(slices, first + part_slices)
-        turn = 0
-        while turn < PASSES:
-            # planes 0, 1, 2 of a split operand lie behind one another, two bits of a pass name one
-            x_place = place * x_places + ((X_PLANES >> (2 * turn)) & 3) * x_plane
-            y_place = place * y_places + ((Y_PLANES >> (2 * turn)) & 3) * y_plane
-            at = first
-            while at < end:
+        at = first
+        while at < end:
+            # the planes of a slice of split operands are neighbours in the ring
+            x_place, y_place = place * x_places, place * y_places
+            for _plane in unrolled(PLANES):
                 barrier = full + 8 * stage
                 barrier_wait(barrier + 8 * STAGES, parity)
                 barrier_expect(barrier, slice_bytes)
@@ -147,26 +145,25 @@ def produce(
                         )  # fmt: skip
                 else:
                     tensor_load(y_at, y_map, at * DEPTH, column0, y_place, barrier)
-                at += 1
+                x_place += x_plane
+                y_place += y_plane
                 stage += 1
                 if stage == STAGES:
                     stage = 0
                     parity ^= 1
-            turn += 1
+            at += 1
         unit += block_count()
 
 
 def multiply_slices(
-    acc: Any, total: Any, shared: int, x_offset: int, stage: int, parity: int, count: int,
-    next_turn: int, leader: bool,
+    acc: Any, shared: int, x_offset: int, stage: int, parity: int, count: int, next_turn: int,
+    leader: bool,
 ) -> tuple[int, int]:  # fmt: skip
     """acc = the sum of `count` slices' products, from `stage` on; the stage behind them.
 
     In "ping-pong" the other group's turn begins (at the barrier `next_turn`) when this one's last
     products are on their way: the tensor cores never wait.  One slice's products are in flight
-    while the next one's are issued.  With PROMOTE, acc holds no more than so many slices at a time
-    and is added to `total` (which must hold a sum already): the tensor cores add with fewer bits
-    than float32 has, a float32 addition does not.
+    while the next one's are issued.
     """
     full = shared + FULL_AT
     empty = full + 8 * STAGES
@@ -177,17 +174,10 @@ def multiply_slices(
         x_at = shared + stage * STAGE_BYTES
         x = X_DESCRIPTOR | (((x_at + x_offset) & 0x3FFFF) >> 4)
         y = Y_DESCRIPTOR | (((x_at + X_BYTES) & 0x3FFFF) >> 4)
-        if PROMOTE:
-            MULTIPLY(acc, x, y, (done & (PROMOTE - 1)) != 0)
-        else:
-            MULTIPLY(acc, x, y, done != 0)
+        MULTIPLY(acc, x, y, done != 0)
         if done > 0:
             multiply_wait1()
             barrier_arrive(empty + 8 * before, leader)
-        if PROMOTE:
-            if (done & (PROMOTE - 1)) == PROMOTE - 1:
-                MULTIPLY_WAIT(acc)
-                ADD(total, acc)
         before = stage
         done += 1
         stage += 1
@@ -198,9 +188,85 @@ def multiply_slices(
         barrier_arrive(next_turn, leader)
     MULTIPLY_WAIT(acc)
     barrier_arrive(empty + 8 * before, leader)
-    if PROMOTE:
-        if (count & (PROMOTE - 1)) != 0:
-            ADD(total, acc)
+    return stage, parity
+
+
+def multiply_split(
+    low: Any, high: Any, total: Any, shared: int, x_offset: int, stage: int, parity: int,
+    count: int, leader: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """total = the sum of the six products of each of `count` slices, of which the planes are in
+    three stages each, from `stage` on; the stage behind them.
+
+    A plane that is in shared memory is used two or three times: one product after the other, each
+    over all of K, would take twice as much from the second-level cache, which is then the limit.
+    The five products with a low part have sums of their own, which are small and go on to the end.
+    That of the high parts holds no more than PROMOTE slices at a time and is added to `total`: the
+    tensor cores add with fewer bits than float32 has, a float32 addition does not.
+    """
+    full = shared + FULL_AT
+    empty = full + 8 * STAGES
+    before0, before1, before2 = stage, stage, stage
+    CLEAR(total)
+    done = 0
+    while done < count:
+        stage0 = stage
+        barrier_wait(full + 8 * stage, parity)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            parity ^= 1
+        stage1 = stage
+        barrier_wait(full + 8 * stage, parity)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            parity ^= 1
+        stage2 = stage
+        barrier_wait(full + 8 * stage, parity)
+        stage += 1
+        if stage == STAGES:
+            stage = 0
+            parity ^= 1
+        at0 = shared + stage0 * STAGE_BYTES
+        at1 = shared + stage1 * STAGE_BYTES
+        at2 = shared + stage2 * STAGE_BYTES
+        x0 = X_DESCRIPTOR | (((at0 + x_offset) & 0x3FFFF) >> 4)
+        x1 = X_DESCRIPTOR | (((at1 + x_offset) & 0x3FFFF) >> 4)
+        x2 = X_DESCRIPTOR | (((at2 + x_offset) & 0x3FFFF) >> 4)
+        y0 = Y_DESCRIPTOR | (((at0 + X_BYTES) & 0x3FFFF) >> 4)
+        y1 = Y_DESCRIPTOR | (((at1 + X_BYTES) & 0x3FFFF) >> 4)
+        y2 = Y_DESCRIPTOR | (((at2 + X_BYTES) & 0x3FFFF) >> 4)
+        MULTIPLY(low, x0, y2, done != 0)
+        if done > 0:
+            # with that one on its way, those of the slice before are done
+            multiply_wait1()
+            barrier_arrive(empty + 8 * before0, leader)
+            barrier_arrive(empty + 8 * before1, leader)
+            barrier_arrive(empty + 8 * before2, leader)
+        MULTIPLY(low, x2, y0, True)
+        MULTIPLY(low, x1, y1, True)
+        MULTIPLY(low, x0, y1, True)
+        MULTIPLY(low, x1, y0, True)
+        MULTIPLY(high, x0, y0, (done & (PROMOTE - 1)) != 0)
+        if (done & (PROMOTE - 1)) == PROMOTE - 1:
+            # (the compiler lets nothing read a sum while another one is on its way)
+            MULTIPLY_WAIT(low)
+            MULTIPLY_WAIT(high)
+            ADD(total, high)
+        before0, before1, before2 = stage0, stage1, stage2
+        done += 1
+    MULTIPLY_WAIT(low)
+    MULTIPLY_WAIT(high)
+    barrier_arrive(empty + 8 * before0, leader)
+    barrier_arrive(empty + 8 * before1, leader)
+    barrier_arrive(empty + 8 * before2, leader)
+    if (count & (PROMOTE - 1)) != 0:
+        ADD(total, high)
+    # where a low part is no number (of an infinity) or its product overflows, the high parts'
+    # product alone has IEEE's infinity or NaN
+    for i in unrolled(VALUES):
+        total[i] = total[i] + FINITE(low[i])
     return stage, parity
 
 
@@ -215,7 +281,7 @@ def slices_of(unit: int, units: int, slices: int, part_slices: int) -> int:
     if part_slices < slices:
         part = quotient(unit, units)
         count = min(slices - part * part_slices, part_slices)
-    return count * PASSES
+    return count * PLANES
 
 
 def past(stage: int, parity: int, count: int) -> tuple[int, int]:
@@ -239,10 +305,11 @@ def consume(
     leader = thread == 0
     acc = cuda.local.array(VALUES, types.float32)
     CLEAR(acc)
-    if PASSES > 1:
+    total = acc
+    if PLANES > 1:
         total = cuda.local.array(VALUES, types.float32)
-    else:
-        total = acc
+        low = cuda.local.array(VALUES, types.float32)
+        CLEAR(low)
     staging = shared + STAGING_AT + consumer * BUFFERS * BUFFER_BYTES
     biases = shared + BIAS_AT
     if PING_PONG:
@@ -304,18 +371,14 @@ def consume(
         x_offset = 0
         if not PING_PONG:
             x_offset = 8192 * consumer
-        if PASSES > 1:
-            # the products of low parts first; they are small, and need no promotion
-            stage, parity = MULTIPLY_ALL(
-                total, total, shared, x_offset, stage, parity, count * (PASSES - 1), turn, leader
+        if PLANES > 1:
+            stage, parity = MULTIPLY_SPLIT(
+                low, acc, total, shared, x_offset, stage, parity, count, leader
             )
-            # where a low part is no number (of an infinity) or its product overflows, the high
-            # parts' product alone has IEEE's infinity or NaN
-            for i in unrolled(VALUES):
-                total[i] = FINITE(total[i])
-        stage, parity = MULTIPLY_SLICES(
-            acc, total, shared, x_offset, stage, parity, count, turn + 8 - 8 * consumer, leader
-        )
+        else:
+            stage, parity = MULTIPLY_SLICES(
+                acc, shared, x_offset, stage, parity, count, turn + 8 - 8 * consumer, leader
+            )
         if BIAS != "":
             # two places by turns: no warp is still reading the block's before the last
             for i in unrolled(BIASES):
