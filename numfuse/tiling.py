@@ -545,6 +545,9 @@ CUDA_KEPT_GRAPHS = 8
 #: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
 #: training with 8192 x 8192 in float32 is six of 256 MiB.
 CUDA_POOL_BYTES = 2 << 30
+#: Copies of factors that a call keeps for its later products (grad_pre's and the operands' parts
+#: are wanted by two each of a backward); beyond that each product makes its own.
+CUDA_COPIES_BYTES = 4 << 30
 
 
 def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:

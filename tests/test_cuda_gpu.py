@@ -174,6 +174,94 @@ def test_operands_live_until_the_work_is_done():
         del junk
 
 
+# --- float32 on tensor cores ----------------------------------------------------------------------
+
+
+@pytest.fixture(params=["bf16x6", "tf32"])
+def precision(request, monkeypatch):
+    """On a GPU whose tensor cores take float32, for small products too."""
+    if device(0).capability != (9, 0):
+        pytest.skip("the tensor cores of this GPU are not used for float32")
+    from numfuse.backends.cuda import entry, hopper
+
+    def forget():
+        device(0).kept_products.clear()
+        device(0).kept_calls.clear()
+        entry._KNOWN.clear()
+
+    monkeypatch.setattr(hopper, "hopper_splits", lambda *_: True)
+    forget()
+    with nf.use_backend("cuda", precision=request.param):
+        yield request.param
+    forget()
+
+
+def rounded(x, precision):
+    """What the tensor cores multiply, and the share of a product that they leave out."""
+    if precision == "bf16x6":
+        return x.astype(np.float64), 2.0**-23
+    bits = x.view(np.uint32).astype(np.uint64)
+    return ((bits + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32).astype(float), 0.0
+
+
+def product_bound(x, y, precision):
+    """x @ y, and what its error may be: 256 terms in sums that are cut off at 2^-22 of them, and
+    additions in float32 of these."""
+    (a, lost), (b, _) = rounded(x, precision), rounded(y, precision)
+    terms = min(x.shape[1], 256) / 8 + 4 if precision == "bf16x6" else x.shape[1] / 8 + 4
+    share = lost + terms * 2.0**-22 + x.shape[1] / 256 * 2.0**-23
+    return a @ b, share * (abs(a) @ abs(b)) + 2.0**-126
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [(128, 64, 128), (130, 600, 72), (260, 1030, 132), (1, 256, 8), (72, 2048, 520)],
+)
+def test_products_on_tensor_cores_are_within_their_bound(precision, m, k, n):
+    a, b, bias, grad = numbers(m=m, k=k, n=n)
+    out = nf.matmul_bias_activation(a, b, bias)
+    assert nf.last_call().tier == "wgmma"
+    exact, bound = product_bound(a, b, precision)
+    bias = bias.astype(np.float64)
+    assert (abs(out - (exact + bias)) <= bound + 2.0**-23 * (abs(exact) + abs(bias))).all()
+    every = nf.matmul_bias_activation_bwd(grad, a, b)
+    for x, y, given in ((grad, b.T, every.d_a), (a.T, grad, every.d_b)):
+        exact, bound = product_bound(np.ascontiguousarray(x), np.ascontiguousarray(y), precision)
+        assert (abs(given - exact) <= bound).all()
+
+
+def test_a_copy_of_a_factor_serves_two_products_and_gives_the_bits_of_its_own(precision):
+    a, b, bias, grad = numbers(m=200, k=136, n=264)
+    every = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+    for i, name in enumerate(("a", "b", "bias")):
+        one = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=(name,))
+        assert (one[i] == every[i]).all()
+    batch = np.stack([a, a[::-1]])
+    out = nf.matmul_bias_activation(batch, b, bias, "gelu")
+    assert (out[0] == nf.matmul_bias_activation(a, b, bias, "gelu")).all()
+
+
+def test_infinities_and_numbers_far_apart_on_tensor_cores(precision):
+    a, b, _, _ = numbers(m=70, k=130, n=64)
+    a[3, 5], a[9, 2], b[100, 7] = np.inf, np.nan, -np.inf
+    b[40, 11] = 0
+    a[20, 40] = np.inf  # times that zero: no number
+    with np.errstate(invalid="ignore"):
+        wanted = a.astype(np.float64) @ b.astype(np.float64)
+    given = nf.matmul_bias_activation(a, b)
+    assert nf.last_call().tier == "wgmma"
+    assert (np.isnan(given) == np.isnan(wanted)).all()
+    infinite = np.isinf(wanted)
+    assert (given[infinite] == wanted[infinite]).all()
+    assert np.isfinite(given[np.isfinite(wanted)]).all()
+    rng = np.random.default_rng(2)
+    a, b, _, _ = numbers(m=64, k=64, n=64)
+    a *= 2.0 ** rng.integers(-40, 60, (64, 1))
+    b *= 2.0 ** rng.integers(-40, 60, (1, 64))
+    exact, bound = product_bound(a, b, precision)
+    assert (abs(nf.matmul_bias_activation(a, b) - exact) <= bound).all()
+
+
 def test_every_device_of_the_machine():
     torch = torch_cuda()
     if count() < 2:

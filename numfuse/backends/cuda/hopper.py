@@ -246,7 +246,7 @@ class _Factor:
     plane: int
     launches: tuple[Launch, ...] = ()
     #: Bytes of the copy.
-    workspace: int = 0
+    copied: int = 0
 
 
 def _fit(operand: Operand, outer: int, inner: int, outer_stride: int, inner_stride: int,
@@ -265,8 +265,8 @@ def _fit(operand: Operand, outer: int, inner: int, outer_stride: int, inner_stri
     return outer_stride, place
 
 
-def _factor(product: Product, name: str, kind: str, at: int, block: int) -> _Factor | None:
-    """How the kernel gets X ("x") or Y ("y"); `at`: where in the workspace a copy may lie."""
+def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | None:
+    """How the kernel gets X ("x") or Y ("y")."""
     operand = product.x if name == "x" else product.y
     long = product.m if name == "x" else product.n
     place, row, column = operand.strides
@@ -296,7 +296,7 @@ def _factor(product: Product, name: str, kind: str, at: int, block: int) -> _Fac
     exchanged = kind == "tf32" and inner_stride != 1 and outer_stride == 1
     launch = _copy(
         operand, kind, exchanged, outer, inner, pitch, places, plane, outer_stride, inner_stride,
-        Slot(name), Slot("work", at),
+        name,
     )  # fmt: skip
     if launch is None:
         return None
@@ -306,7 +306,13 @@ def _factor(product: Product, name: str, kind: str, at: int, block: int) -> _Fac
     )
     size = parts * plane * (4 if kind == "tf32" else 2)
     return _Factor(
-        turned, Slot("work", at), made, int(places > 1), places if parts > 1 else 0, (launch,), size
+        turned,
+        Slot(f"{name} copy"),
+        made,
+        int(places > 1),
+        places if parts > 1 else 0,
+        (launch,),
+        size,
     )
 
 
@@ -327,8 +333,8 @@ def _map(dtype: str, inner: int, outer: int, places: int, outer_stride: int, pla
 
 
 def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, pitch: int,
-          places: int, plane: int, outer_stride: int, inner_stride: int, source: Slot,
-          to: Slot) -> Launch | None:  # fmt: skip
+          places: int, plane: int, outer_stride: int, inner_stride: int,
+          name: str) -> Launch | None:  # fmt: skip
     """The launch that copies an operand into rows that the copy engine takes."""
     place = operand.strides[0] if places > 1 else 0
     numbers = (outer, inner, pitch, plane, place, outer_stride, inner_stride)
@@ -346,7 +352,11 @@ def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, 
         shared = 0
     if grid[1] > 65535 or grid[2] > 65535:
         return None
-    return Launch(made, grid, (source, to, *numbers), shared_bytes=shared, overlaps=True)
+    copy = f"{name} copy"
+    return Launch(
+        made, grid, (Slot(name), Slot(copy), *numbers), shared_bytes=shared, overlaps=True,
+        makes=copy,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
@@ -466,26 +476,25 @@ def plan_with(
     slices = -(-k // (32 if kind == "tf32" else 64))
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
-    x = _factor(product, "x", kind, 0, tile.block_m)
+    x = _factor(product, "x", kind, tile.block_m)
     if x is None:
         return None
-    workspace = -(-x.workspace // 256) * 256
-    y = _factor(product, "y", kind, workspace, tile.block_n)
+    y = _factor(product, "y", kind, tile.block_n)
     if y is None:
         return None
-    workspace += -(-y.workspace // 256) * 256
     half = kind in _HALF
     width = min(64, tile.block_n)
     out, extra = product.out, product.extra
     joined: tuple[Launch, ...] = ()
+    workspace = 0
     out_slot, out_part, out_map, extra_map = Slot("out"), 0, None, None
     extra_kind = "" if extra is None else "rows" if half else "float32"
     if parts > 1:
         pitch = -(-n // 4) * 4
-        out_kind, out_slot = "float32", Slot("work", workspace)
+        out_kind, out_slot = "float32", Slot("work")
         planes = Operand("float32", (m * pitch, pitch, 1), 16)
         out_part = places * m * pitch
-        workspace += parts * out_part * 4
+        workspace = parts * out_part * 4
         joined = (_join(product, pitch, out_part, parts, out_slot),)
         out = planes
     elif half and out.dtype != "float32":
@@ -554,6 +563,7 @@ def plan_with(
     return Plan(
         (*x.launches, *y.launches, launch, *joined), tiling=HopperTiling(tile, gemm.stages, parts),
         workspace=workspace, block_m=64 * tile.halves,
+        copies=tuple((f.slot.name, f.copied) for f in (x, y) if f.launches),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from numfuse.backends.cuda.arrays import contiguous
 from numfuse.backends.cuda.driver import Device
 from numfuse.backends.cuda.launcher import DRIVER_WORDS, PLAN, launch_all
 from numfuse.backends.cuda.memory import Pool
-from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product
+from numfuse.backends.cuda.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.backends.cuda.toolchain import SIMULATED
 from numfuse.errors import DeviceLost
 
@@ -30,6 +30,8 @@ __all__ = ["Recorder", "Steps", "View"]
 
 _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
+#: Slots that launches of products and passes read and never write.
+_READ = frozenset("x,y,a,b,bias,extra,grad,planes,x copy,y copy".split(","))
 _FAILED, _STATUS = PLAN.index("FAILED"), PLAN.index("STATUS")
 
 
@@ -87,6 +89,9 @@ class Recorder:
         #: Of the product with the most arithmetic: that, its kernel and tiling.
         self._chief: tuple[int, str, Any] | None = None
         self._tiers: dict[str, None] = {}
+        #: Where there is a copy of a factor, by what it was made of; and their bytes.
+        self._copies: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._copied = 0
 
     def number(self, name: str) -> int:
         """The number of the buffer of an array."""
@@ -95,9 +100,13 @@ class Recorder:
     def fresh(self, shape: tuple[int, ...], dtype: str) -> View:
         """A new C-contiguous view of the workspace, of any content."""
         itemsize = ITEMSIZES[dtype]
-        offset = self._work
-        self._work += -(-max(1, prod(shape)) * itemsize // _ALIGNED) * _ALIGNED
+        offset = self._room(max(1, prod(shape)) * itemsize)
         return View(_WORK, offset, shape, contiguous(shape), dtype, itemsize, 16)
+
+    def _room(self, nbytes: int) -> int:
+        offset = self._work
+        self._work += _aligned(nbytes)
+        return offset
 
     def choose(self, product: Product) -> Plan:
         """How a tier runs a product; kept by the device."""
@@ -114,8 +123,34 @@ class Recorder:
         return plan
 
     def plan(self, plan: Plan, at: dict[str, tuple[int, int]]) -> None:
-        """Record a tier's launches; `at` has (buffer, offset) of its slots."""
-        self.launches(plan.launches, at, plan.workspace)
+        """Record a tier's launches; `at` has (buffer, offset) of its slots.
+
+        A copy of a factor that an earlier product made is not made again.
+        """
+        found = dict(at)
+        workspace = plan.workspace
+        there = set()
+        for launch in plan.launches:
+            if not launch.makes:
+                continue
+            (source,) = (
+                at[a.name] for a in launch.arguments if isinstance(a, Slot) and a.name in at
+            )
+            numbers = tuple(a for a in launch.arguments if not isinstance(a, Slot))
+            key = source, launch.kernel, launch.grid, numbers
+            nbytes = dict(plan.copies)[launch.makes]
+            if key in self._copies:
+                there.add(launch.makes)
+            elif self._copied + nbytes > tiling.CUDA_COPIES_BYTES:  # room that others take too
+                found[launch.makes] = _SCRATCH, _aligned(workspace)
+                workspace = _aligned(workspace) + nbytes
+                continue
+            else:
+                self._copies[key] = _WORK, self._room(nbytes)
+                self._copied += nbytes
+            found[launch.makes] = self._copies[key]
+        wanted = tuple(launch for launch in plan.launches if launch.makes not in there)
+        self.launches(wanted, found, workspace)
 
     def launches(
         self, launches: tuple[Launch, ...], at: dict[str, tuple[int, int]], workspace: int = 0
@@ -126,6 +161,10 @@ class Recorder:
         for launch in launches:
             prepared = self.device.prepare(launch)
             self._steps.append((prepared, tuple(known[name] for name in prepared.table)))
+            if not launch.makes:
+                # of what is written, no copy is one any more
+                written = {known[name][0] for name in prepared.table if name not in _READ}
+                self._copies = {k: v for k, v in self._copies.items() if k[0][0] not in written}
             if self._chief is None:
                 self._chief = 0, launch.kernel.name, None
 
@@ -311,6 +350,10 @@ class Steps:
             self._graphs[bases] = found
             self._seen.clear()
         return found
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
