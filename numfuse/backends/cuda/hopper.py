@@ -289,8 +289,7 @@ def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | Non
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
     outer, inner = (product.k, long) if turned else (long, product.k)
     outer_stride, inner_stride = (deep, own) if turned else (own, deep)
-    unit = 4 if kind == "tf32" else 8
-    pitch = -(-inner // unit) * unit
+    pitch = -(-inner // 8) * 8  # what a thread of `convert` writes
     parts = 3 if kind == "bf16x6" else 1
     plane = places * outer * pitch
     exchanged = kind == "tf32" and inner_stride != 1 and outer_stride == 1
