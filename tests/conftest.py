@@ -12,6 +12,7 @@ from functools import cache
 from math import prod
 from typing import NoReturn
 
+import ahead
 import hypothesis
 import numpy as np
 import pytest
@@ -38,6 +39,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(ahead.Plugin())
 
 
 def unavailable(name: str, reason: str) -> NoReturn:

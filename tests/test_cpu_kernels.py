@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ahead
 import ml_dtypes
 import numpy as np
 import pytest
@@ -444,11 +445,11 @@ def test_the_context_has_room_for_what_is_in_it():
     assert 8 * (protocol.STREAM_TABLE + 2 * protocol.STREAM_COUNT) <= protocol.CONTEXT_BYTES
 
 
-@pytest.mark.skipif("NUMFUSE_TEST_VECTORS" in os.environ, reason="this is the inner run")
-@pytest.mark.parametrize(("width", "lanes"), [(32, False), (16, False), (16, True)])
-def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width, lanes):
+@functools.cache
+def narrower(width: int, lanes: bool) -> ahead.Process | None:
+    """All of this file, and whole products, as on a host with such vectors; None for our own."""
     if width >= host.vector_bytes():
-        pytest.skip(f"the host's own vectors have {host.vector_bytes()} bytes")
+        return None
     here = Path(__file__)
     code = f"""
 import sys
@@ -465,10 +466,17 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
     chosen = " and not ".join(
         ("cpu", "reference", "cuda", "webgpu", "tile_the_output", "vector_code")
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *tests, "-k", chosen],
-        capture_output=True, text=True, timeout=300, check=False,
-        cwd=here.parent.parent, env=os.environ | {"NUMFUSE_TEST_VECTORS": str(width)},
-    )  # fmt: skip
+    words = [sys.executable, "-c", code, *tests, "-k", chosen]
+    return ahead.Process(lambda _: words, {"NUMFUSE_TEST_VECTORS": str(width)})
+
+
+@pytest.mark.skipif("NUMFUSE_TEST_VECTORS" in os.environ, reason="this is the inner run")
+@pytest.mark.ahead(process=narrower)
+@pytest.mark.parametrize(("width", "lanes"), [(32, False), (16, False), (16, True)])
+def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width, lanes):
+    process = narrower(width, lanes)
+    if process is None:
+        pytest.skip(f"the host's own vectors have {host.vector_bytes()} bytes")
+    done = process.result()
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert re.search(r"^\d\d+ passed", done.stdout, re.MULTILINE), done.stdout[-500:]

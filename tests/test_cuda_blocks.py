@@ -182,12 +182,12 @@ def test_few_rows(dtype, y, m, monkeypatch):
 @pytest.mark.parametrize("y", ["rows", "columns"])
 @pytest.mark.parametrize("m", [18, 32, 33, 64])
 def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192)
-    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3)
+    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 4096)
+    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 6)
     if m % 32:
-        check("float32", None, m, 36, 72, y=y, x="strided", epilogue="slope", pre=True)
+        check("float32", None, m, 20, 40, y=y, x="strided", epilogue="slope", pre=True)
     else:
-        check("float32", None, m, 36, 132, y=y, epilogue="residual")
+        check("float32", None, m, 36, 68, y=y, epilogue="residual")
 
 
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])

@@ -14,7 +14,9 @@ import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
+import ahead
 import pytest
 from conftest import SIMULATED, unavailable
 
@@ -174,17 +176,35 @@ CASES = [
 ]  # fmt: skip
 
 
+def _compile_all(directory: Path) -> None:
+    for number, case in enumerate(CASES):
+        for i, launch in enumerate(case.launches):
+            text = launch.kernel.ptx(case.info.capability)
+            (directory / f"{number} {i}").write_text(text)
+
+
+COMPILED = ahead.Process(lambda directory: [sys.executable, __file__, str(directory)])
+
+
+def _ptx(case: Case, number: int) -> str:
+    """Of a launch; all are compiled in a process that begins with the tests."""
+    done = COMPILED.result()
+    assert done.returncode == 0, done.stderr[-5000:]
+    return (COMPILED.directory / f"{CASES.index(case)} {number}").read_text()
+
+
 def test_numba_cuda_is_the_package_and_not_numbas_own_module():
     import numba_cuda
 
     assert str(toolchain.cuda.__file__).startswith(str(numba_cuda.__path__[0]))
 
 
+@pytest.mark.ahead(process=COMPILED)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_kernel_compiles_to_the_expected_instructions(case, tmp_path):
     for number, launch in enumerate(case.launches):
         made = launch.kernel
-        text = made.ptx(case.info.capability)
+        text = _ptx(case, number)
         assert len(launch.arguments) == len(made.signature)
         if not number:
             for instruction in case.instructions:
@@ -221,13 +241,14 @@ def _assemble(case, made, text, tmp_path):
     assert "wgmma" not in done.stderr, f"{made.name}: {done.stderr}"
 
 
+@pytest.mark.ahead(process=COMPILED)
 @pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.name)
 def test_what_is_loaded_has_no_spills_either(case):
     """nvJitLink assembles for linking, which is not what `ptxas` does by itself."""
     nvjitlink = pytest.importorskip("cuda.bindings.nvjitlink")
-    for launch in case.launches:
+    for number, launch in enumerate(case.launches):
         made = launch.kernel
-        text = made.ptx(case.info.capability)
+        text = _ptx(case, number)
         code, _ = made.binary(case.info.capability)
         if "setmaxnreg" in text:  # which nvJitLink ignores: the driver assembles these
             assert code.endswith(b"\0") and b"\n.version 8.0\n" in code
@@ -325,3 +346,7 @@ def test_an_activation_is_a_function_of_kernels_of_your_own():
         width = real.bitwidth
         assert f"div.rn.f{width}" in text and f"fma.rn.f{width}" in text
         assert "f64" not in text or width == 64, "float32 arithmetic became float64"
+
+
+if __name__ == "__main__":
+    _compile_all(Path(sys.argv[1]))

@@ -13,6 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import ahead
 import pytest
 from conftest import SIMULATED, unavailable
 
@@ -30,14 +31,26 @@ FILES = {
 }
 
 
+ENVIRONMENT = {"NUMBA_ENABLE_CUDASIM": "1", "NUMFUSE_REQUIRE": "cuda", "PYTHONHASHSEED": "0"}
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = {
-        **os.environ, "NUMBA_ENABLE_CUDASIM": "1", "NUMFUSE_REQUIRE": "cuda", "PYTHONHASHSEED": "0",
-    }  # fmt: skip
     return subprocess.run(
         [sys.executable, *arguments], capture_output=True, text=True, timeout=900,
-        env=environment, cwd=TESTS.parent,
+        env={**os.environ, **ENVIRONMENT}, cwd=TESTS.parent,
     )  # fmt: skip
+
+
+def suite(file: str, *options: str) -> ahead.Process:
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"]
+    return ahead.Process(lambda _: [*words, *options], ENVIRONMENT)
+
+
+RUNS = {
+    file: suite(file, "-k", " and ".join(filter(None, ("cuda", chosen))))
+    for file, chosen in FILES.items()
+}
+ARRAYS = suite("test_cuda_arrays.py")
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
@@ -63,16 +76,17 @@ def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
     assert done.stdout.strip() == "cuda:0 (CUDA simulator) mirror"
 
 
+@pytest.mark.ahead(process=lambda file: RUNS[file])
 @pytest.mark.parametrize("file", FILES)
 def test_the_suite_passes_in_the_simulator(file):
-    chosen = " and ".join(filter(None, ("cuda", FILES[file])))
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}", "-k", chosen)
+    done = RUNS[file].result()
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed and int(passed[1]) > 5, done.stdout[-1000:]
 
 
+@pytest.mark.ahead(process=ARRAYS)
 def test_arrays_of_a_device_stay_there_in_the_simulator():
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_cuda_arrays.py")
+    done = ARRAYS.result()
     assert done.returncode == 0, done.stdout[-6000:]
     assert re.search(r"\d+ passed", done.stdout), done.stdout[-1000:]

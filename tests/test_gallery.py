@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
+import ahead
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "docs" / "gallery"
@@ -14,12 +13,18 @@ EXAMPLES = Path(__file__).parents[1] / "docs" / "gallery"
 QUICK = ("perceptron_and_gate", "gated_network", "hessian_vector_product", "newton_from_scipy")
 
 
+RUNS = {
+    name: ahead.Process(
+        lambda _, name=name: [sys.executable, str(EXAMPLES / f"{name}.py")], {"MPLBACKEND": "agg"}
+    )
+    for name in QUICK
+}
+
+
+@pytest.mark.ahead(process=lambda name: RUNS[name])
 @pytest.mark.parametrize("name", QUICK)
 def test_an_example_runs(name):
     for package in ("autograd", "matplotlib", "sklearn"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / f"{name}.py")], capture_output=True, text=True, timeout=600,
-        env={**os.environ, "MPLBACKEND": "agg"},
-    )  # fmt: skip
+    done = RUNS[name].result()
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,11 +9,11 @@ from __future__ import annotations
 import functools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import ahead
 import numba
 import numpy as np
 import pytest
@@ -301,12 +301,13 @@ def test_the_permission_for_tiles_may_be_asked_for_twice():
     assert host.tiles_permitted.__wrapped__() == granted
 
 
-@pytest.mark.skipif(INNER is not None, reason="this is the inner run")
-@pytest.mark.parametrize("kind", ["amx", "dot", "fma"])
-def test_all_of_this_and_whole_products_with_each_kind(kind):
-    native(kind)
-    if kind == host.product("bfloat16"):
-        pytest.skip("this is what the other tests run")
+@functools.cache
+def whole(kind: str) -> ahead.Process | None:
+    """All of this file, and whole products, with this kind; None of one that is not there or is
+    what the other tests run.
+    """
+    if not HAS[kind] or kind == host.product("bfloat16"):
+        return None
     here = Path(__file__)
     code = f"""
 import sys
@@ -323,10 +324,18 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
     )  # fmt: skip
     tests = [str(here), *(f"{suite}::test_{name}" for name in names)]
     chosen = "(cpu and bfloat16) or (test_half_products and not packed_halves)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *tests, "-k", chosen],
-        capture_output=True, text=True, timeout=300, check=False,
-        cwd=here.parent.parent, env=os.environ | {"NUMFUSE_TEST_PRODUCT": kind},
-    )  # fmt: skip
+    words = [sys.executable, "-c", code, *tests, "-k", chosen]
+    return ahead.Process(lambda _: words, {"NUMFUSE_TEST_PRODUCT": kind})
+
+
+@pytest.mark.skipif(INNER is not None, reason="this is the inner run")
+@pytest.mark.ahead(process=whole)
+@pytest.mark.parametrize("kind", ["amx", "dot", "fma"])
+def test_all_of_this_and_whole_products_with_each_kind(kind):
+    native(kind)
+    process = whole(kind)
+    if process is None:
+        pytest.skip("this is what the other tests run")
+    done = process.result()
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert re.search(r"^\d\d+ passed", done.stdout, re.MULTILINE), done.stdout[-500:]
