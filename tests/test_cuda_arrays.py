@@ -122,6 +122,19 @@ def test_a_call_that_comes_again_is_known_and_has_its_operands_in_place(operands
         assert len(seen[0]) == (case != "a list"), case  # which cannot be looked up
 
 
+def test_a_block_with_a_backend_of_its_own_is_one_more_call_and_no_more(operands):
+    from numfuse.backends.cuda import entry
+
+    x = there(operands()[1])
+    entry._KNOWN.clear()
+    for _ in range(3):
+        nf.silu_mul(x, x)
+        for precision in ("ieee", "tf32"):
+            with nf.use_backend("cuda", precision=precision):
+                nf.silu_mul(x, x)
+    assert len(entry._KNOWN) == 2
+
+
 def test_arrays_by_keyword_are_in_place(operands):
     from numfuse.adapters import cuda as functions
 

@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 from conftest import SIMULATED, unavailable
 
+from numfuse import tiling
 from numfuse.tiling import HOPPER_TILES, HopperTile, hopper_tile
 
 try:
-    from numfuse.backends.cuda.product import DeviceInfo, Operand, Product
+    from numfuse.backends.cuda import batches
+    from numfuse.backends.cuda.plans import Recorder, View
+    from numfuse.backends.cuda.product import Derived, DeviceInfo, Operand, Product, Slot
     from numfuse.backends.cuda.unroll import Template, text, unrolled
 
     hopper = importlib.import_module("numfuse.backends.cuda.hopper")
@@ -580,3 +583,68 @@ def test_accumulators_fit_registers():
     for tile in TILES:
         assert isinstance(tile, HopperTile)
         assert tile.halves * tile.block_n // 2 <= 128
+
+
+# --- copies of factors that several products want -------------------------------------------------
+
+
+class Recording:
+    """A device on which calls are recorded and never run."""
+
+    info = HOPPER
+
+    def __init__(self):
+        self.kept_products = {}
+
+    def prepare(self, launch):
+        slots = [a for a in launch.arguments if isinstance(a, Slot)]
+        slots += [a.slot for a in launch.arguments if isinstance(a, Derived)]
+        table = tuple(dict.fromkeys(slot.name for slot in slots))
+        return types.SimpleNamespace(name=launch.kernel.name, table=table)
+
+
+def matrix(number, rows, columns):
+    return View(number, 0, (rows, columns), (columns, 1), "float32", 4, 16)
+
+
+def backward_products(overwrite=False):
+    """The recorder of a @ b, grad @ b^T and a^T @ grad; between the last two, a is written to."""
+    rec = Recorder(Recording(), "bf16x6")
+    a, b, grad = matrix(2, 2048, 1536), matrix(3, 1536, 2560), matrix(4, 2048, 2560)
+    batches.product(rec, a, b, (), matrix(5, 2048, 2560), "float32")
+    batches.product(rec, grad, batches.turned(b), (), matrix(6, 2048, 1536), "float32")
+    if overwrite:
+        batches.product(rec, grad, batches.turned(b), (), a, "float32")
+    batches.product(rec, batches.turned(a), grad, (), matrix(7, 1536, 2560), "float32", free=True)
+    return rec
+
+
+def copied(rec):
+    """(buffer of the source, where the copy lies) of each launch that makes one."""
+    return [(refs[0][0], refs[1]) for made, refs in rec._steps if made.name.startswith("convert")]
+
+
+def test_a_copy_of_a_factor_serves_every_product_of_a_call():
+    rec = backward_products()
+    made = copied(rec)
+    assert [source for source, _ in made] == [2, 3, 4]
+    at = dict(made)
+    assert len(set(at.values())) == 3
+    products = [
+        dict(zip(step.table, refs, strict=True))
+        for step, refs in rec._steps
+        if step.name.startswith("wgmma")
+    ]
+    found = [(p["x copy"], p["y copy"]) for p in products]
+    assert found == [(at[2], at[3]), (at[4], at[3]), (at[2], at[4])]
+
+
+def test_a_copy_of_what_was_written_since_is_made_again():
+    assert [source for source, _ in copied(backward_products(overwrite=True))] == [2, 3, 4, 2]
+
+
+def test_copies_beyond_the_limit_take_room_that_the_next_product_takes_too(monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_COPIES_BYTES", 0)
+    made = copied(backward_products())
+    assert [source for source, _ in made] == [2, 3, 4, 3, 2, 4]
+    assert {place[0] for _, place in made} == {1} and len({place for _, place in made}) < 6

@@ -149,7 +149,9 @@ def _glance(
         return None
     if kind.holds:
         return None
-    made: list[Any] = [name, Activation.definitions, active()]
+    chosen = active()
+    precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+    made: list[Any] = [name, Activation.definitions, precision]
     addresses: list[int] = []
     ordinal = kind.glance(args, made, addresses, -1)
     if ordinal < 0:
