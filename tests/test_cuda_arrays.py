@@ -135,6 +135,31 @@ def test_a_block_with_a_backend_of_its_own_is_one_more_call_and_no_more(operands
     assert len(entry._KNOWN) == 2
 
 
+def test_arrays_of_two_libraries_that_look_alike_are_two_calls(operands, monkeypatch):
+    from numfuse.adapters import cuda as functions
+    from numfuse.backends.cuda import foreign
+
+    class Theirs:
+        def __init__(self, x):
+            self.x = x
+
+    class Kind(foreign.Own):
+        def look(self, x):
+            return super().look(x.x)
+
+        def read(self, name, x):
+            return super().read(name, x.x)
+
+        def wrap(self, made):
+            return Theirs(made)
+
+    monkeypatch.setitem(foreign.KINDS, Theirs, Kind())
+    x = there(operands()[1])
+    for _ in range(3):
+        assert type(functions.activation_mul(Theirs(x), Theirs(x), "silu")) is Theirs
+        assert type(functions.activation_mul(x, x, "silu")) is DeviceArray
+
+
 def test_arrays_by_keyword_are_in_place(operands):
     from numfuse.adapters import cuda as functions
 

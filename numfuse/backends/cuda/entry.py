@@ -151,7 +151,7 @@ def _glance(
         return None
     chosen = active()
     precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-    made: list[Any] = [name, Activation.definitions, precision]
+    made: list[Any] = [name, kind, Activation.definitions, precision]
     addresses: list[int] = []
     ordinal = kind.glance(args, made, addresses, -1)
     if ordinal < 0:
