@@ -2,6 +2,7 @@
 
     python asv_benches/dask_gpu.py                    as many workers as there are GPUs, at most two
     python asv_benches/dask_gpu.py --blocks 32 --rows 65536
+    python asv_benches/dask_gpu.py --check float32   the times, and the results of this dtype alone
 
 It says why and ends with 0 where there is no GPU or no CuPy. What is printed:
 
@@ -186,6 +187,8 @@ def main() -> None:
     parser.add_argument("-n", type=int, default=1024)
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "float16"])
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--check", nargs="+", default=["float64", "float32", "float16"],
+                        metavar="DTYPE", help="whose results are checked")  # fmt: skip
     arguments = parser.parse_args()
     reason = why_not()
     if reason:
@@ -197,32 +200,33 @@ def main() -> None:
     most = min(2, cupy.cuda.runtime.getDeviceCount())
     rows, k, n, blocks = arguments.rows, arguments.k, arguments.n, arguments.blocks
     flops = 4.0 * rows * k * n * blocks
-    bits, seconds = {}, {}
-    dtypes = ("float64", "float32", "float16")
+    bits = {}
+    dtypes = arguments.check
     # a kernel takes seconds to compile: all dtypes at once, and not by each worker again
     with ProcessPoolExecutor(len(dtypes), mp_context=get_context("spawn")) as pool:
         print("compiled for", sum(pool.map(prepared, dtypes)), "results", flush=True)
+    kernels = alone(rows, k, n, blocks, arguments.dtype)
+    print(f"{blocks} blocks of {rows} x {k} x {n}, {arguments.dtype}, d_b and d_bias:")
+    print(f"  kernels alone  {kernels:.3f} s  {flops / kernels / 1e12:6.1f} TFLOP/s", flush=True)
     for gpus in sorted({1, most}):
         print(f"{gpus} of {most} GPUs")
         with cluster_of(gpus) as cluster, distributed.Client(cluster) as client:
             client.wait_for_workers(gpus)
-            bits[gpus] = [check(client, dtype) for dtype in dtypes]
             dtype = arguments.dtype
             x, grad = made(3, rows, k, blocks, dtype), made(4, rows, n, blocks, dtype)
             x, grad = client.persist([x, grad])
             distributed.wait([x, grad])
             _, (w, bias) = weights(k, n, dtype)
-            seconds[gpus] = timed(client, x, grad, w, bias, arguments.rounds)
-    kernels = alone(rows, k, n, blocks, arguments.dtype)
+            spent = timed(client, x, grad, w, bias, arguments.rounds)
+            share = kernels / gpus / spent
+            print(
+                f"  {gpus} worker(s)    {spent:.3f} s  {flops / spent / 1e12:6.1f} TFLOP/s  "
+                f"{share:.0%} of the kernels alone on as many GPUs",
+                flush=True,
+            )
+            del x, grad
+            bits[gpus] = [check(client, dtype) for dtype in dtypes]
     print(f"one GPU and {most} GPUs give the same bits: {bits[1] == bits[most]}")
-    print(f"{blocks} blocks of {rows} x {k} x {n}, {arguments.dtype}, d_b and d_bias:")
-    print(f"  kernels alone  {kernels:.3f} s  {flops / kernels / 1e12:6.1f} TFLOP/s")
-    for gpus, spent in seconds.items():
-        share = kernels / gpus / spent
-        print(
-            f"  {gpus} worker(s)    {spent:.3f} s  {flops / spent / 1e12:6.1f} TFLOP/s  "
-            f"{share:.0%} of the kernels alone on as many GPUs"
-        )
     if bits[1] != bits[most]:
         sys.exit("the bits depend on the number of workers")
 
