@@ -49,7 +49,7 @@ def _copied(node: Any) -> Any:
         return [_copied(item) for item in node]
     if not isinstance(node, ast.AST):
         return node
-    made = type(node)()
+    made = type(node).__new__(type(node))  # (a call wants its fields)
     for name in node._fields:
         setattr(made, name, _copied(getattr(node, name, None)))
     return made
