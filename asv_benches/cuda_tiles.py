@@ -76,8 +76,7 @@ def forget() -> None:
     from numfuse.backends.cuda import entry
     from numfuse.backends.cuda.driver import device
 
-    for kept in (device().kept_calls, device().kept_products, entry._QUICK):
-        kept.clear()
+    entry.forget(device())
 
 
 def prepared(work: tuple[str, tuple[int, int, int], str, str]) -> str:

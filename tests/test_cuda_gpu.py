@@ -184,16 +184,11 @@ def precision(request, monkeypatch):
         pytest.skip("the tensor cores of this GPU are not used for float32")
     from numfuse.backends.cuda import entry, hopper
 
-    def forget():
-        device(0).kept_products.clear()
-        device(0).kept_calls.clear()
-        entry._KNOWN.clear()
-
     monkeypatch.setattr(hopper, "hopper_splits", lambda *_: True)
-    forget()
+    entry.forget(device(0))
     with nf.use_backend("cuda", precision=request.param):
         yield request.param
-    forget()
+    entry.forget(device(0))
 
 
 def rounded(x, precision):

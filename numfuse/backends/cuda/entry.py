@@ -26,7 +26,7 @@ from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.foreign import KINDS, Kind, kind_of
 from numfuse.backends.cuda.memory import Pool
 
-__all__ = ["DeviceCall", "again", "remembered"]
+__all__ = ["DeviceCall", "again", "forget", "remembered"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -242,6 +242,13 @@ def remembered(function: _Function) -> _Function:
         return result
 
     return cast(_Function, call)
+
+
+def forget(owner: Device) -> None:
+    """Let every choice that was made for a call of a device be made again."""
+    owner.kept_calls.clear()
+    owner.kept_products.clear()
+    _KNOWN.clear()
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}
