@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
@@ -27,6 +26,7 @@ from numfuse.adapters.torch_operators import (
     through,
     to_numpy,
     to_tensor,
+    transformed,
     wanted,
 )
 from numfuse.gradients import (
@@ -174,11 +174,10 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
 
 def _watched(kind: str) -> bool:
     """Whether something beside the call has a say: a transform, forward mode, autocast."""
-    return _transforms() or forward_ad._current_level >= 0 or torch.is_autocast_enabled(kind)
+    return transformed() or torch.is_autocast_enabled(kind)
 
 
 _TENSORS = frozenset({Tensor, nn.Parameter})
-_transforms = torch._C._are_functorch_transforms_active
 
 
 def _array(x: Any, known: dict[int, Tensor]) -> Any:

@@ -147,7 +147,7 @@ def _glance(
             break
     else:
         return None
-    if kind.holds:
+    if kind.holds or options.get("out") is not None:
         return None
     chosen = active()
     precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
@@ -162,8 +162,6 @@ def _glance(
         made.append(key)
         if type(value) not in KINDS:
             made.append(value)
-            if key == "out":
-                return None
             continue
         # of others, the place among the addresses is not known
         if key != "pre_activation" or kind.glance((value,), made, addresses, ordinal) < 0:

@@ -47,7 +47,7 @@ from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, inlined, names_of, unrolled
 
 i32, i64 = np.int32, np.int64
-#: Columns of a block, one a lane.
+#: Columns of a block.
 COLUMNS = 32
 
 
