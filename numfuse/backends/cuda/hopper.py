@@ -245,8 +245,6 @@ class _Factor:
     places: int
     plane: int
     launches: tuple[Launch, ...] = ()
-    #: Bytes of the copy.
-    copied: int = 0
 
 
 def _fit(operand: Operand, outer: int, inner: int, outer_stride: int, inner_stride: int,
@@ -293,9 +291,10 @@ def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | Non
     parts = 3 if kind == "bf16x6" else 1
     plane = places * outer * pitch
     exchanged = kind == "tf32" and inner_stride != 1 and outer_stride == 1
+    copy = f"{name} copy"
     launch = _copy(
         operand, kind, exchanged, outer, inner, pitch, places, plane, outer_stride, inner_stride,
-        name,
+        Slot(name), (copy, parts * plane * (4 if kind == "tf32" else 2)),
     )  # fmt: skip
     if launch is None:
         return None
@@ -303,16 +302,7 @@ def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | Non
     made = _map(
         dtype, inner, outer, places * parts, pitch, outer * pitch, _box(turned, block, long, kind)
     )
-    size = parts * plane * (4 if kind == "tf32" else 2)
-    return _Factor(
-        turned,
-        Slot(f"{name} copy"),
-        made,
-        int(places > 1),
-        places if parts > 1 else 0,
-        (launch,),
-        size,
-    )
+    return _Factor(turned, Slot(copy), made, int(places > 1), places if parts > 1 else 0, (launch,))
 
 
 def _box(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
@@ -332,8 +322,8 @@ def _map(dtype: str, inner: int, outer: int, places: int, outer_stride: int, pla
 
 
 def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, pitch: int,
-          places: int, plane: int, outer_stride: int, inner_stride: int,
-          name: str) -> Launch | None:  # fmt: skip
+          places: int, plane: int, outer_stride: int, inner_stride: int, source: Slot,
+          makes: tuple[str, int]) -> Launch | None:  # fmt: skip
     """The launch that copies an operand into rows that the copy engine takes."""
     place = operand.strides[0] if places > 1 else 0
     numbers = (outer, inner, pitch, plane, place, outer_stride, inner_stride)
@@ -351,10 +341,9 @@ def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, 
         shared = 0
     if grid[1] > 65535 or grid[2] > 65535:
         return None
-    copy = f"{name} copy"
     return Launch(
-        made, grid, (Slot(name), Slot(copy), *numbers), shared_bytes=shared, overlaps=True,
-        makes=copy,
+        made, grid, (source, Slot(makes[0]), *numbers), shared_bytes=shared, overlaps=True,
+        makes=makes,
     )  # fmt: skip
 
 
@@ -562,7 +551,6 @@ def plan_with(
     return Plan(
         (*x.launches, *y.launches, launch, *joined), tiling=HopperTiling(tile, gemm.stages, parts),
         workspace=workspace, block_m=64 * tile.halves,
-        copies=tuple((f.slot.name, f.copied) for f in (x, y) if f.launches),
     )  # fmt: skip
 
 

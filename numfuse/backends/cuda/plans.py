@@ -131,25 +131,25 @@ class Recorder:
         workspace = plan.workspace
         there = set()
         for launch in plan.launches:
-            if not launch.makes:
+            if launch.makes is None:
                 continue
+            copy, nbytes = launch.makes
             (source,) = (
                 at[a.name] for a in launch.arguments if isinstance(a, Slot) and a.name in at
             )
             numbers = tuple(a for a in launch.arguments if not isinstance(a, Slot))
             key = source, launch.kernel, launch.grid, numbers
-            nbytes = dict(plan.copies)[launch.makes]
             if key in self._copies:
-                there.add(launch.makes)
+                there.add(copy)
             elif self._copied + nbytes > tiling.CUDA_COPIES_BYTES:  # room that others take too
-                found[launch.makes] = _SCRATCH, _aligned(workspace)
+                found[copy] = _SCRATCH, _aligned(workspace)
                 workspace = _aligned(workspace) + nbytes
                 continue
             else:
                 self._copies[key] = _WORK, self._room(nbytes)
                 self._copied += nbytes
-            found[launch.makes] = self._copies[key]
-        wanted = tuple(launch for launch in plan.launches if launch.makes not in there)
+            found[copy] = self._copies[key]
+        wanted = tuple(x for x in plan.launches if x.makes is None or x.makes[0] not in there)
         self.launches(wanted, found, workspace)
 
     def launches(
@@ -161,7 +161,7 @@ class Recorder:
         for launch in launches:
             prepared = self.device.prepare(launch)
             self._steps.append((prepared, tuple(known[name] for name in prepared.table)))
-            if not launch.makes:
+            if launch.makes is None:
                 # of what is written, no copy is one any more
                 written = {known[name][0] for name in prepared.table if name not in _READ}
                 self._copies = {k: v for k, v in self._copies.items() if k[0][0] not in written}

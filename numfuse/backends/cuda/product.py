@@ -135,8 +135,9 @@ class Launch:
     #: Whether it may start while the launch before it ends (programmatic dependent launch: the
     #: kernel itself waits with griddepcontrol.wait).
     overlaps: bool = False
-    #: "x copy" or "y copy": the slot that it fills, with what depends on x or y alone.
-    makes: str = ""
+    #: The slot that it fills ("x copy" or "y copy") with what depends on x or y alone, and its
+    #: bytes: another product of the same factor may find it there.
+    makes: tuple[str, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -150,9 +151,6 @@ class Plan:
     workspace: int = 0
     #: Rows of one row of blocks of the column sums.
     block_m: int = 0
-    #: The slots that launches fill with copies of a factor, and their bytes: another product of the
-    #: same factor may find them there.
-    copies: tuple[tuple[str, int], ...] = ()
 
 
 class Tier(Protocol):
