@@ -448,13 +448,9 @@ def plan(
         blocks=tile.resident,
     )  # fmt: skip
     made = build(block, engine, f"{name} {p.epilogue}")
-    none = (0, 0, 0)
-    bias = p.bias.steps if p.bias else none
     arguments = (
-        *slots, Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
-        Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
-        p.m, p.n, p.k, part, parts, *p.x.steps, *p.y.steps, bias[0], bias[2],
-        *(p.extra.steps if p.extra else none), *(p.pre.steps if p.pre else none), *out.steps,
+        *slots, *Epilogue.slots(p, target), p.m, p.n, p.k, part, parts, *p.x.steps, *p.y.steps,
+        *Epilogue.steps(p, out),
     )  # fmt: skip
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (

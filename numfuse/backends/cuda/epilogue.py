@@ -7,7 +7,7 @@ from typing import Any
 
 from numfuse.backends.cuda import elementwise, intrinsics
 from numfuse.backends.cuda.elementwise import Scalar
-from numfuse.backends.cuda.product import Product
+from numfuse.backends.cuda.product import Operand, Product, Slot
 
 __all__ = ["Epilogue"]
 
@@ -38,6 +38,23 @@ class Epilogue:
             p.accumulator, out, p.bias.dtype if p.bias else None,
             p.extra.dtype if p.extra else None, p.pre is not None, p.epilogue, p.sums, function,
         )  # fmt: skip
+
+    @staticmethod
+    def slots(product: Product, out: Slot) -> tuple[int | Slot, ...]:
+        """Its arrays as arguments: bias, extra, pre, the result's (at `out`) and the sums."""
+        p = product
+        return (
+            Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
+            Slot("pre") if p.pre else 0, out, Slot("sums") if p.sums else 0,
+        )  # fmt: skip
+
+    @staticmethod
+    def steps(product: Product, out: Operand) -> tuple[int, ...]:
+        """Their strides in bytes: two of bias (place, column), three of extra, pre and `out`."""
+        bias, extra, pre = (
+            (0, 0, 0) if x is None else x.steps for x in (product.bias, product.extra, product.pre)
+        )
+        return (bias[0], bias[2], *extra, *pre, *out.steps)
 
     def bindings(self, count: int = 1) -> dict[str, Any]:
         """The UPPER-case names; `count`: values of extra, pre and out in one access."""

@@ -428,13 +428,9 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     if stages < 3:
         return None
     made = replace(made, stages=stages)
-    none = (0, 0, 0)
-    bias = p.bias.steps if p.bias else none
     arguments = (
-        Slot("x"), Slot("y"), Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
-        Slot("pre") if p.pre else 0, Slot("out"), Slot("sums") if p.sums else 0,
-        p.m, p.n, p.k, *p.x.steps, *p.y.steps, bias[0], bias[2],
-        *(p.extra.steps if p.extra else none), *(p.pre.steps if p.pre else none), *p.out.steps,
+        Slot("x"), Slot("y"), *Epilogue.slots(p, Slot("out")), p.m, p.n, p.k, *p.x.steps,
+        *p.y.steps, *Epilogue.steps(p, p.out),
     )  # fmt: skip
     built = _kernel(made, Epilogue.of(p, p.out.dtype))
     grid = (-(-p.n // COLUMNS), p.places, 1)
