@@ -185,6 +185,7 @@ class Gemm:
         b["UNIT_AT"] = Inlined(part.unit_at, b)
         b["COUNT"] = Inlined(part.slices_of, b)
         b["PAST"] = Inlined(part.past, b)
+        b["NEXT"] = Inlined(part.next_stage, b)
         b["PRODUCE"] = Inlined(part.produce, b)
         b["MULTIPLY_SLICES"] = Inlined(part.multiply_slices, b)
         b["MULTIPLY_SPLIT"] = Inlined(part.multiply_split, b)

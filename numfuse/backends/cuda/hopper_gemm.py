@@ -108,6 +108,15 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
     return part, place, row * BLOCK_M, column * BLOCK_N
 
 
+def next_stage(stage: int, parity: int) -> tuple[int, int]:
+    """The stage behind one, and the parity of its barriers."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        parity ^= 1
+    return stage, parity
+
+
 def produce(
     x_map: int, y_map: int, shared: int, slices: int, units: int, row_blocks: int,
     column_blocks: int, places: int, x_places: int, y_places: int, x_plane: int, y_plane: int,
@@ -147,10 +156,7 @@ def produce(
                     tensor_load(y_at, y_map, at * DEPTH, column0, y_place, barrier)
                 x_place += x_plane
                 y_place += y_plane
-                stage += 1
-                if stage == STAGES:
-                    stage = 0
-                    parity ^= 1
+                stage, parity = NEXT(stage, parity)
             at += 1
         unit += block_count()
 
@@ -180,10 +186,7 @@ def multiply_slices(
             barrier_arrive(empty + 8 * before, leader)
         before = stage
         done += 1
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            parity ^= 1
+        stage, parity = NEXT(stage, parity)
     if PING_PONG:
         barrier_arrive(next_turn, leader)
     MULTIPLY_WAIT(acc)
@@ -212,22 +215,13 @@ def multiply_split(
     while done < count:
         stage0 = stage
         barrier_wait(full + 8 * stage, parity)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            parity ^= 1
+        stage, parity = NEXT(stage, parity)
         stage1 = stage
         barrier_wait(full + 8 * stage, parity)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            parity ^= 1
+        stage, parity = NEXT(stage, parity)
         stage2 = stage
         barrier_wait(full + 8 * stage, parity)
-        stage += 1
-        if stage == STAGES:
-            stage = 0
-            parity ^= 1
+        stage, parity = NEXT(stage, parity)
         at0 = shared + stage0 * STAGE_BYTES
         at1 = shared + stage1 * STAGE_BYTES
         at2 = shared + stage2 * STAGE_BYTES
