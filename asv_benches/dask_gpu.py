@@ -1,7 +1,7 @@
 """Dask with one worker process a GPU and CuPy blocks: is it right, and how does it scale?
 
     python asv_benches/dask_gpu.py                    as many workers as there are GPUs, at most two
-    python asv_benches/dask_gpu.py --blocks 32 --rows 65536
+    python asv_benches/dask_gpu.py --blocks 32 --rows 65536 262144
     python asv_benches/dask_gpu.py --check float32   the times, and the results of this dtype alone
 
 It says why and ends with 0 where there is no GPU or no CuPy. What is printed:
@@ -43,8 +43,14 @@ def why_not() -> str:
 
 
 def cluster_of(gpus: int):
-    """A scheduler and one process for each GPU, which sees no other."""
+    """A scheduler and one process for each GPU, which sees no other.
+
+    Work stays where its blocks are: a block that is stolen goes through the memory of the host.
+    """
+    import dask
     import distributed
+
+    dask.config.set({"distributed.scheduler.work-stealing": False})
 
     workers = {
         gpu: {
@@ -73,6 +79,29 @@ def made(seed: int, rows: int, columns: int, blocks: int, dtype: str):
 
     chunks = (rows,) * blocks, (columns,)
     return da.map_blocks(make, chunks=chunks, meta=cupy.empty((0, 0), dtype))
+
+
+def placed(client, x, gpus: int):
+    """The blocks of rows in the memory of the workers, a run of them on each.
+
+    So what a task needs of several operands is on one worker, and so is what is added first.
+    """
+    import cupy
+    import dask.array as da
+    import distributed
+
+    parts = x.to_delayed().ravel()
+    futures = [
+        client.compute(part, workers=[i * gpus // len(parts)]) for i, part in enumerate(parts)
+    ]
+    distributed.wait(futures)
+    meta = cupy.empty((0, 0), x.dtype)
+    return da.concatenate(
+        [
+            da.from_delayed(future, (rows, x.shape[1]), meta=meta)
+            for future, rows in zip(futures, x.chunks[0], strict=True)
+        ]
+    )
 
 
 def on_host(x):
@@ -149,8 +178,16 @@ def prepared(dtype: str) -> int:
     return len(check(Here(), dtype))
 
 
-def timed(client, x, grad, w, bias, rounds: int) -> float:
+def timed(client, rows: int, k: int, n: int, blocks: int, dtype: str, rounds: int) -> float:
     """Median seconds of d_b and d_bias over persisted blocks."""
+    import distributed
+
+    gpus = len(client.scheduler_info()["workers"])
+    operands = made(3, rows, k, blocks, dtype), made(4, rows, n, blocks, dtype)
+    operands = [placed(client, operand, gpus) for operand in operands]
+    x, grad, w, bias = client.persist([*operands, *weights(k, n, dtype)[1]])
+    distributed.wait([x, grad, w, bias])
+    client.replicate(distributed.futures_of([w, bias]))
     seconds = []
     for _ in range(rounds + 1):
         found = nf.matmul_bias_activation_bwd(grad, x, w, bias, "gelu", needs=("b", "bias"))
@@ -182,7 +219,7 @@ def alone(rows: int, k: int, n: int, blocks: int, dtype: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--blocks", type=int, default=32)
-    parser.add_argument("--rows", type=int, default=65536, help="of a block")
+    parser.add_argument("--rows", type=int, nargs="+", default=[65536], help="of a block")
     parser.add_argument("-k", type=int, default=1024)
     parser.add_argument("-n", type=int, default=1024)
     parser.add_argument("--dtype", default="float32", choices=["float64", "float32", "float16"])
@@ -198,33 +235,30 @@ def main() -> None:
     import distributed
 
     most = min(2, cupy.cuda.runtime.getDeviceCount())
-    rows, k, n, blocks = arguments.rows, arguments.k, arguments.n, arguments.blocks
-    flops = 4.0 * rows * k * n * blocks
+    k, n, blocks, dtype = arguments.k, arguments.n, arguments.blocks, arguments.dtype
     bits = {}
     dtypes = arguments.check
     # a kernel takes seconds to compile: all dtypes at once, and not by each worker again
     with ProcessPoolExecutor(len(dtypes), mp_context=get_context("spawn")) as pool:
         print("compiled for", sum(pool.map(prepared, dtypes)), "results", flush=True)
-    kernels = alone(rows, k, n, blocks, arguments.dtype)
-    print(f"{blocks} blocks of {rows} x {k} x {n}, {arguments.dtype}, d_b and d_bias:")
-    print(f"  kernels alone  {kernels:.3f} s  {flops / kernels / 1e12:6.1f} TFLOP/s", flush=True)
+    kernels, one = {}, {}
+    for rows in arguments.rows:
+        kernels[rows] = alone(rows, k, n, blocks, dtype)
+        rate = 4.0 * rows * k * n * blocks / kernels[rows] / 1e12
+        print(f"{blocks} blocks of {rows} x {k} x {n}, {dtype}, d_b and d_bias:")
+        print(f"  kernels alone {kernels[rows]:7.3f} s  {rate:6.1f} TFLOP/s", flush=True)
     for gpus in sorted({1, most}):
         print(f"{gpus} of {most} GPUs")
         with cluster_of(gpus) as cluster, distributed.Client(cluster) as client:
             client.wait_for_workers(gpus)
-            dtype = arguments.dtype
-            x, grad = made(3, rows, k, blocks, dtype), made(4, rows, n, blocks, dtype)
-            x, grad = client.persist([x, grad])
-            distributed.wait([x, grad])
-            _, (w, bias) = weights(k, n, dtype)
-            spent = timed(client, x, grad, w, bias, arguments.rounds)
-            share = kernels / gpus / spent
-            print(
-                f"  {gpus} worker(s)    {spent:.3f} s  {flops / spent / 1e12:6.1f} TFLOP/s  "
-                f"{share:.0%} of the kernels alone on as many GPUs",
-                flush=True,
-            )
-            del x, grad
+            for rows in arguments.rows:
+                spent = timed(client, rows, k, n, blocks, dtype, arguments.rounds)
+                one.setdefault(rows, spent)
+                print(
+                    f"  {rows:7} rows  {spent:7.3f} s: {kernels[rows] / gpus / spent:.0%} of the "
+                    f"kernels alone on as many GPUs, {one[rows] / spent:.2f} times one worker",
+                    flush=True,
+                )
             bits[gpus] = [check(client, dtype) for dtype in dtypes]
     print(f"one GPU and {most} GPUs give the same bits: {bits[1] == bits[most]}")
     if bits[1] != bits[most]:

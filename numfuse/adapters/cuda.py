@@ -332,3 +332,11 @@ def synchronize(x: Any) -> None:
     if kind is None:
         raise TypeError(f"x must be an array on a CUDA device, got {type(x).__qualname__}")
     device(kind.read("x", x)[1]).synchronize()
+
+
+def pace(x: Any) -> None:
+    """The end of a task that made something of `x`: one task runs ahead of the device, not all."""
+    kind = kind_of(x)
+    if kind is not None:
+        ordinal = kind.read("x", x)[1]
+        device(ordinal).pace(x.stream if isinstance(x, DeviceArray) else kind.stream(ordinal))

@@ -19,6 +19,7 @@ from numfuse import differentials, functional
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.expr import SYMBOL
+from numfuse.kinds import adapter_of
 from numfuse.layout import sum_to
 from numfuse.operands import accumulator
 from numfuse.share import at_most
@@ -66,13 +67,30 @@ def is_identity(activation: Activation) -> bool:
 
 
 @contextmanager
-def _block(task: Task, index: tuple[int, ...]) -> Iterator[None]:
+def _block(task: Task, index: tuple[int, ...], block: Any) -> Iterator[None]:
+    """Around what a task does with `block` (and others): its threads, and whose error it is."""
     try:
         with at_most(_share(task.threads)):
             yield
+        if type(block) is not np.ndarray:
+            _pace(block)
     except Exception as error:
         error.add_note(f"in block {index} of numfuse.{task.operation}")
         raise
+
+
+def _pace(block: Any) -> None:
+    """Let a task last about as long as its kernels do, where a device runs them later.
+
+    Dask would take tasks that return at once for free: all blocks would be given to one worker, and
+    a part that another worker waits for be copied behind all kernels that are queued.
+    """
+    try:
+        pace = getattr(adapter_of(block=block), "pace", None)
+    except TypeError:  # of a kind that has none
+        return
+    if pace is not None:
+        pace(block)
 
 
 def _share(threads: int) -> int:
@@ -117,7 +135,7 @@ def forward(
 ) -> Any:
     """A block of the result, or the pair of it and of the pre-activation."""
     x = dict(zip(names, map(single, blocks), strict=True))
-    with _block(task, index):
+    with _block(task, index, x["a"]):
         if "residual" in x:
             return functional.matmul_bias_residual(
                 x["a"], x["b"], x.get("bias"), x["residual"], backend=task.backend
@@ -130,7 +148,7 @@ def forward(
 
 def product(index: tuple[int, ...], a: Any, b: Any, *, task: Task) -> Any:
     """A block's part of a @ b from one chunk of K, with an axis of length 1 in front."""
-    with _block(task, index):
+    with _block(task, index, single(a)):
         return _accumulated(single(a), single(b), task.backend)[None]
 
 
@@ -140,7 +158,7 @@ def epilogue(
 ) -> Any:  # fmt: skip
     """What `forward` returns, of the complete sum over K."""
     x = dict(zip(names, map(single, blocks), strict=True))
-    with _block(task, index):
+    with _block(task, index, x["sum"]):
         pre = _pre_of_sum(x)
         act = _unpickled(task.activation)
         if "residual" in x:
@@ -170,7 +188,7 @@ def backward(
     Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
     """
     x = dict(zip(names, map(single, blocks), strict=True))
-    with _block(task, index):
+    with _block(task, index, x["grad"]):
         found = _gradients(x, needs, exact, task)
     return found[0] if len(needs) == 1 else found
 
@@ -260,7 +278,7 @@ def grad_pre(
 ) -> Any:
     """A block of grad_pre, of the complete sum over K or a saved pre-activation."""
     x = dict(zip(names, map(single, blocks), strict=True))
-    with _block(task, index):
+    with _block(task, index, x["grad"]):
         pre = x["pre_activation"] if "pre_activation" in x else _pre_of_sum(x)
         grad = x["grad"].astype(acc_dtype, copy=False)
         pre = pre.astype(acc_dtype, copy=False)
@@ -269,7 +287,7 @@ def grad_pre(
 
 def column_sums(index: tuple[int, ...], grad: Any, bias: Any, *, task: Task, acc_dtype: Any) -> Any:
     """A block's part of d_bias, of grad_pre."""
-    with _block(task, index):
+    with _block(task, index, single(grad)):
         return _column_sums(single(grad).astype(acc_dtype, copy=False), single(bias), task)
 
 
@@ -277,7 +295,7 @@ def residual_sums(
     index: tuple[int, ...], grad: Any, *, kept: tuple[bool, ...], task: Task, acc_dtype: Any
 ) -> Any:
     """A block's part of d_residual: grad summed over all axes but those that `kept` says."""
-    with _block(task, index):
+    with _block(task, index, single(grad)):
         grad = single(grad)
         lengths = grad.shape[grad.ndim - len(kept) :]
         shape = tuple(n if keep else 1 for n, keep in zip(lengths, kept, strict=True))
@@ -293,7 +311,7 @@ def double_backward(
 ) -> Any:  # fmt: skip
     """As `backward`, of the double backward."""
     x = dict(zip(names, map(single, blocks), strict=True))
-    with _block(task, index):
+    with _block(task, index, x["a"]):
         dtype = x["a"].dtype
         acc_dtype = accumulator("a", dtype)
         if exact:  # a sum over blocks is not rounded to a half: nor is what they add
@@ -320,7 +338,7 @@ def tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: 
     """The pair of a block of the result and of its derivative."""
     x = dict(zip(names, map(single, blocks), strict=True))
     a_dot, b_dot, bias_dot = (x.get(f"{name}_dot") for name in ("a", "b", "bias"))
-    with _block(task, index):
+    with _block(task, index, x["a"]):
         if "residual" in x:
             return differentials.matmul_bias_residual_jvp(
                 x["a"], x["b"], x.get("bias"), x["residual"], a_dot, b_dot, bias_dot,
@@ -336,7 +354,7 @@ def tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: 
 
 
 def gated(index: tuple[int, ...], a: Any, b: Any, *, task: Task) -> Any:
-    with _block(task, index):
+    with _block(task, index, a):
         act = _unpickled(task.activation)
         return functional.activation_mul(a, b, act, backend=task.backend)
 
@@ -344,7 +362,7 @@ def gated(index: tuple[int, ...], a: Any, b: Any, *, task: Task) -> Any:
 def gated_backward(
     index: tuple[int, ...], grad: Any, a: Any, b: Any, *, needs: tuple[str, ...], task: Task
 ) -> Any:
-    with _block(task, index):
+    with _block(task, index, a):
         found = functional.activation_mul_bwd(
             grad, a, b, _unpickled(task.activation), needs=needs, guard=task.guard,
             backend=task.backend,
@@ -356,7 +374,7 @@ def gated_double_backward(
     index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], needs: tuple[str, ...], task: Task
 ) -> Any:
     x = dict(zip(names, blocks, strict=True))
-    with _block(task, index):
+    with _block(task, index, x["a"]):
         found = differentials.activation_mul_double_bwd(
             x.get("u"), x.get("v"), x["grad"], x["a"], x["b"], _unpickled(task.activation),
             needs=needs, guard=task.guard, backend=task.backend,
@@ -367,7 +385,7 @@ def gated_double_backward(
 
 def gated_tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task) -> Any:
     x = dict(zip(names, blocks, strict=True))
-    with _block(task, index):
+    with _block(task, index, x["a"]):
         return differentials.activation_mul_jvp(
             x["a"], x["b"], x.get("a_dot"), x.get("b_dot"), _unpickled(task.activation),
             guard=task.guard, backend=task.backend,

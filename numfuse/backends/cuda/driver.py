@@ -86,6 +86,8 @@ class Device:
         self._many = 0
         self._functions: dict[Kernel, int] = {}
         self._lock = threading.RLock()
+        #: The event of the latest `pace`; 0: none.
+        self._piece = 0
 
     def __str__(self) -> str:
         return f"cuda:{self.ordinal} ({self.info.name})"
@@ -194,6 +196,22 @@ class Device:
         self.check(status, "an event")
         return True
 
+    def pace(self, stream: int) -> None:
+        """The end of a piece of work on a stream: wait until the piece before it is done.
+
+        So one piece is queued behind the one that runs: the device never idles between them, and
+        nothing else (a copy to the host, another's memory) waits for more than these two.
+        """
+        if self.capture(stream):
+            return
+        event = self.event(stream)
+        with self._lock:
+            event, self._piece = self._piece, event
+        if event:
+            with self.current():
+                self.check(self.cuda.cuEventSynchronize(event), "the end of a piece of work")
+            self.forget(event)
+
     def forget(self, event: int) -> None:
         """The end of an event."""
         self.cuda.cuEventDestroy_v2(event)
@@ -219,7 +237,7 @@ class Device:
             self.check(self.cuda.cuStreamCreate(byref(found), 1), "a stream")
         return found.value or 0
 
-    def record(self, launch: Callable[[int], None]) -> int | None:
+    def record(self, launch: Callable[[int], object]) -> int | None:
         """What `launch` launches on the stream that it gets, as a graph; None where that fails."""
         graph, made = c_void_p(), c_void_p()
         with self._lock, self.current():
