@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing import get_context
 from typing import Any
 from unittest import mock
@@ -79,16 +81,37 @@ def forget() -> None:
     entry.forget(device())
 
 
-def prepared(work: tuple[str, tuple[int, int, int], str, str]) -> str:
-    """Compile a contestant into the disk cache; what went wrong."""
-    case, shape, dtype, tile = work
+Work = tuple[str, tuple[int, int, int], str, str]
+
+
+def prepare(work: list[Work], make: Callable[[Work], None], processes: int) -> None:
+    """Let `make` compile all work into the disk cache, and print what went wrong."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        for one, done in [(one, pool.submit(make, one)) for one in work]:
+            if error := done.exception():
+                print(f"{one}: {type(error).__name__}: {str(error)[:300]}")
+
+
+def recorded(name: str, forcing: AbstractContextManager[Any], call: Any) -> Any:
+    """A call that is forced to something as a graph, and its results; None, and why is printed."""
+    forget()
     try:
-        with forced(TILES[tile]):
-            calls(case, shape, dtype)[0]()
+        with forcing:
+            replay, results = graph_of(call)
+        replay()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{work}: {type(error).__name__}: {str(error)[:300]}"
-    return ""
+        print(f"  {name}: {type(error).__name__}: {str(error)[:200]}")
+        return None
+    return replay, results
+
+
+def compiled(work: Work) -> None:
+    """Compile a contestant."""
+    case, shape, dtype, tile = work
+    with forced(TILES[tile]):
+        calls(case, shape, dtype)[0]()
+    torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -112,9 +135,7 @@ def main() -> None:
             for shape in ((512, 512, 512), *(s for s in shapes if s[0] < 8192))
             for tile in (arguments.tiles or (LARGE if case != "backward" else ("chosen",)))
         ]
-        with ProcessPoolExecutor(arguments.prepare, mp_context=get_context("spawn")) as pool:
-            for failed in filter(None, pool.map(prepared, work)):
-                print(failed)
+        prepare(work, compiled, arguments.prepare)
     clock, everything = Clock(arguments.rounds), []
     print(torch.cuda.get_device_name(), "microseconds")
     for shape in shapes:
@@ -131,15 +152,10 @@ def main() -> None:
                 tiles = ("chosen", "128x64x64 cooperative", "64x128x64 cooperative",
                          "64x64x64 cooperative", "64x32x64 cooperative")  # fmt: skip
             for tile in tiles:
-                forget()
-                try:
-                    with forced(TILES[tile]):
-                        replay, results = graph_of(ours)
-                    replay()
-                    torch.cuda.synchronize()
-                except Exception as error:
-                    print(f"  {tile}: {type(error).__name__}: {str(error)[:200]}")
+                made = recorded(tile, forced(TILES[tile]), ours)
+                if made is None:
                     continue
+                replay, results = made
                 parts = results if isinstance(results, tuple) else (results,)
                 if known is None:
                     known = parts

@@ -38,16 +38,17 @@ PLAIN = frozenset({ndarray, type(None)})
 
 #: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
 _LOADED: dict[str, ModuleType] = {}
+#: By class, of those that were met: the adapter, None of what needs none.
+_SERVED: dict[type, ModuleType | None] = {ndarray: None, type(None): None}
 
 
 def adapter_for(**operands: Any) -> Any:
     """As :func:`adapter_of`, in one step where all are plain, or of classes met before."""
     found = None
     for x in operands.values():
-        kind = type(x)
-        if kind not in PLAIN:
-            module = _LOADED.get(_KNOWN.get(kind) or "")
-            if module is None or (found is not None and module is not found):
+        module = _SERVED.get(type(x), False)
+        if module is not found and module is not None:
+            if found is not None or module is False:
                 return adapter_of(**operands)
             found = module
     return found
@@ -68,7 +69,7 @@ def adapter_of(**operands: Any) -> ModuleType | None:
         module = _KNOWN.get(kind)
         if module is None and kind not in PLAIN:
             module = _adapter_name(kind) or _protocol_name(x)
-            if kind.__module__.partition(".")[0] in ADAPTERS:
+            if _root(kind) in ADAPTERS:
                 _KNOWN[kind] = module
         if module is not None:
             found.setdefault(module, name)
@@ -84,6 +85,9 @@ def adapter_of(**operands: Any) -> ModuleType | None:
         raise TypeError(f"the operands must be arrays of one kind, got {kinds}")
     loaded = _LOADED.get(module)
     if loaded is not None:
+        for x in operands.values():
+            if type(x) in _KNOWN:
+                _SERVED[type(x)] = loaded
         return loaded
     try:
         return _LOADED.setdefault(module, import_module(module))
@@ -100,13 +104,15 @@ def adapter_of(**operands: Any) -> ModuleType | None:
 _KNOWN: dict[type, str | None] = {}
 
 
+def _root(kind: type) -> str:
+    root, _, rest = kind.__module__.partition(".")
+    return ".".join((root, *rest.split(".")[:2])) if root == "numfuse" else root
+
+
 def _adapter_name(kind: type) -> str | None:
     # The bases count: a user's subclass of torch.Tensor is defined in the user's own module.
     for base in kind.__mro__:
-        root, _, rest = base.__module__.partition(".")
-        if root == "numfuse":
-            root = ".".join((root, *rest.split(".")[:2]))
-        module = ADAPTERS.get(root)
+        module = ADAPTERS.get(_root(base))
         if module is not None:
             return module
     return None

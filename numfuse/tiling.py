@@ -611,8 +611,8 @@ HOPPER_BY_MAP = True
 HOPPER_FINISH = (0.24, 0.15)
 HOPPER_HIDDEN = (0.10, 0.05)
 #: And of a result whose rows are not aligned to 16 bytes, and so stored value by value; nothing
-#: hides that: (4095,4097,4099) takes 303 and 327 microseconds of 128 x 256 and ping-pong, a
-#: multiple of 8 beside it 239 and 193.
+#: hides that. (By way of an array with aligned rows and a launch that copies (4095,4097,4099) takes
+#: 315 microseconds forward and 796 backward, not 288 and 736.)
 HOPPER_ROWS = 0.65
 #: Cycles from a launch to its first product, and from its last to the end.
 HOPPER_START = 2500
@@ -773,7 +773,7 @@ CUDA_PLANE_COST = 50
 #: Products of few rows (`thin`): so many, and so many columns and values of K at the least (fewer
 #: take the time of a launch either way). On an H200, K = N = 4096, beside the tiles below and the
 #: best of PyTorch, microseconds: float32, 1 row 27 / 70 / 26, 8 rows 29 / 70 / 52, 16 rows
-#: 38 / 72 / 94, 32 rows 57 / - / 54, 64 rows 103 / 102 / 67; float64, 1 row 44 / 54 / 45, 8 rows
+#: 35 / 72 / 94, 32 rows 39 / - / 55, 64 rows 60 / 102 / 66; float64, 1 row 44 / 54 / 45, 8 rows
 #: 47 / 55 / 58. 16-bit types by the same way took longer than tiles of wgmma.
 CUDA_THIN_ROWS = {"float32": 64, "float64": 8}
 CUDA_THIN_LEAST = 512
@@ -781,6 +781,57 @@ CUDA_THIN_LEAST = 512
 CUDA_THIN_WARPS = 8
 CUDA_THIN_SLICE = 16384
 CUDA_THIN_STAGES = 8
+
+
+#: d_b of few rows (`outer`): K up to which, elements of the result from which on, threads of a
+#: block and their rows. On an H200 the tiles above write d_b of 4096 x 4096 in float64 at 2.6 TB/s,
+#: cuBLAS's kernel for K = 1 at 4.5.
+CUDA_OUTER_K = 8
+CUDA_OUTER_LEAST = 1 << 16
+CUDA_OUTER_THREADS = 128
+CUDA_OUTER_ROWS = 32
+#: Bytes at whose multiples the rows of a copy begin, where they have so many times that: a run of
+#: 128 bytes is then one line of the second-level cache and not two.
+CUDA_LINE = 128
+CUDA_LINES = 8
+
+
+def cuda_pitch(length: int, itemsize: int) -> int:
+    """Elements from a row to the next of a copy with rows of so many: whole 16 bytes at least."""
+    long = length * itemsize >= CUDA_LINES * CUDA_LINE
+    return round_up(length, (CUDA_LINE if long else 16) // itemsize)
+
+
+#: float64 of few rows on Hopper: one block on each multiprocessor, with most of its shared memory
+#: full of slices on their way, and a cluster of them that shares K. On an H200 at K = N = 4096,
+#: microseconds beside the tiles above and the best of PyTorch: 16 rows 47 / 73 / 56, 32 rows
+#: 50 / 73 / 58, 64 rows 57 / 74 / 62; with half of the slices 64 rows take 75, with twice the
+#: blocks in clusters of 4 71, with 64 x 128 91, with four warps 63.
+CUDA_DOUBLE_FEW = (
+    CudaBlock(16, 64, 32, 16, 16, 4, 1, 8),
+    CudaBlock(32, 64, 16, 32, 16, 8, 1, 8),
+    CudaBlock(64, 64, 16, 32, 16, 6, 1, 8),
+)
+#: Columns and values of K from which on; values of K of a block and blocks of a cluster, at most.
+CUDA_FEW_LEAST = 1024
+CUDA_CLUSTER_K = 256
+CUDA_CLUSTER = 8
+
+
+def cuda_few(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, multiprocessors: int
+) -> tuple[CudaBlock, int, int] | None:
+    """The tile of a product of few rows, and (length, number) of the parts of K in a cluster.
+
+    None for more rows, and for less than that pays for. They depend on the sizes of one place, as
+    in :func:`cuda_block`.
+    """
+    if min(n, k) < CUDA_FEW_LEAST or m > tiles[-1].block_m:
+        return None
+    tile = next(tile for tile in tiles if m <= tile.block_m)
+    most = min(CUDA_CLUSTER, k // CUDA_CLUSTER_K, multiprocessors // -(-n // tile.block_n))
+    part = round_up(-(-k // max(1, most)), tile.block_k)
+    return tile, part, -(-k // part)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -127,6 +127,9 @@ class Builder:
     def add(self, a: Any, b: Any) -> Value:
         return Value(signed(plain(a) + plain(b), a.type.width), a.type)
 
+    def fadd(self, a: Any, b: Any) -> Value:
+        return Value(REALS[str(a.type)](plain(a) + plain(b)), a.type)
+
     def shl(self, a: Any, b: Any) -> Value:
         return Value(signed(int(plain(a)) << plain(b), a.type.width), a.type)
 
@@ -191,11 +194,20 @@ class Context:
         return tuple(plain(p) for p in parts)
 
 
-class Thread:
-    """A thread of the block: its Python thread, its copies on the way, and what it waits for."""
+class Block:
+    """A block of threads, and its shared memory."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, index: tuple[int, int, int], nbytes: int) -> None:
+        self.index = index
+        self.shared = bytearray(b"\xff" * nbytes)
+        self.static: list[Any] = []
+
+
+class Thread:
+    """A thread of a block: its Python thread, its copies on the way, and what it waits for."""
+
+    def __init__(self, number: int, block: Block) -> None:
+        self.number, self.block = number, block
         self.turn = threading.Semaphore(0)
         self.pending: list[tuple[int, bytes]] = []
         self.groups: list[list[tuple[int, bytes]]] = []
@@ -223,9 +235,8 @@ class Machine:
         self.builder, self.context = Builder(self), Context()
         self.made: dict[Any, Any] = {}
         self.hub = threading.Semaphore(0)
-        self.current: Thread = Thread(0)
-        self.shared = bytearray()
-        self.block = (0, 0, 0)
+        self.cluster: list[Block] = [Block((0, 0, 0), 0)]
+        self.current: Thread = Thread(0, self.cluster[0])
 
     # --- launches -----------------------------------------------------------------------------
     def run(self, launch: Launch, **addresses: int) -> None:
@@ -237,14 +248,17 @@ class Machine:
                 value = addresses[value.name] + value.offset
             arguments.append(Int32(value) if kind == "i32" else int(value))  # type: ignore[arg-type]
         kernel = self.emulated(launch.kernel.text())
-        for z, y, x in np.ndindex(*launch.grid[::-1]):
-            self.block = (x, y, z)
-            self.shared = bytearray(b"\xff" * launch.shared_bytes)
-            self.static: list[Any] = []
-            self._run_block(kernel, arguments, launch.kernel.block[0])
+        columns, rows, layers = launch.grid
+        assert columns % launch.cluster == 0
+        for z, y, x in np.ndindex(layers, rows, columns // launch.cluster):
+            self.cluster = [
+                Block((x * launch.cluster + rank, y, z), launch.shared_bytes)
+                for rank in range(launch.cluster)
+            ]
+            self._run_cluster(kernel, arguments, launch.kernel.block[0])
 
-    def _run_block(self, kernel: Any, arguments: list[Any], count: int) -> None:
-        threads = [Thread(i) for i in range(count)]
+    def _run_cluster(self, kernel: Any, arguments: list[Any], count: int) -> None:
+        threads = [Thread(i, block) for block in self.cluster for i in range(count)]
 
         def body(thread: Thread) -> None:
             thread.turn.acquire()
@@ -269,19 +283,26 @@ class Machine:
             ready = self._ready(threads)
 
     def _ready(self, threads: list[Thread]) -> list[Thread]:
-        """Who may go on: warps whose threads have met, else all at a barrier."""
+        """Who may go on: warps whose threads have met, else a block, else the cluster."""
         found = []
         for first in range(0, len(threads), 32):
             warp = threads[first : first + 32]
             whats = {t.waits[0] if t.waits else None for t in warp}
-            if len(whats) == 1 and not whats & {None, "barrier"}:
+            if len(whats) == 1 and not whats & {None, "barrier", "cluster"}:
+                self.current = warp[0]  # whose block's memory it is
                 results = self._together(warp[0].waits[0], [t.waits[1] for t in warp])
                 for thread, result in zip(warp, results, strict=True):
                     thread.result = result
                 found += warp
         if found or all(t.done for t in threads):
             return found
-        assert all(t.waits and t.waits[0] == "barrier" for t in threads), "threads wait for ever"
+        for block in self.cluster:
+            own = [t for t in threads if t.block is block]
+            if all(t.waits and t.waits[0] == "barrier" for t in own):
+                found += own
+        if found:
+            return found
+        assert all(t.waits and t.waits[0] == "cluster" for t in threads), "threads wait for ever"
         return threads
 
     def _wait(self, what: str, value: Any = None) -> Any:
@@ -292,6 +313,11 @@ class Machine:
         return thread.result
 
     # --- memory -------------------------------------------------------------------------------
+    @property
+    def shared(self) -> bytearray:
+        """The current block's."""
+        return self.current.block.shared
+
     def _check(self, space: str, address: int, size: int) -> None:
         assert address % size == 0, f"{size} bytes of {space} memory at {address:#x}"
         if space == "shared":
@@ -332,6 +358,13 @@ class Machine:
             return self._wait("barrier")
         if text.startswith("bar.warp.sync"):
             return self._wait("warp")
+        if text.startswith("barrier.cluster.arrive"):
+            assert "barrier.cluster.wait" in text
+            return self._wait("cluster")
+        if text.startswith("mapa"):
+            return a[1] << 24 | a[0]  # the window of a rank
+        if text.startswith("ld.shared::cluster"):
+            return self._of_cluster(text, a[0])
         if text.startswith("cp.async.commit_group"):
             thread.groups.append(thread.pending)
             thread.pending = []
@@ -358,6 +391,16 @@ class Machine:
         else:
             raise NotImplementedError(text)
         return None
+
+    def _of_cluster(self, text: str, address: int) -> Any:
+        kind = ir.DoubleType() if ".f64" in text else ir.FloatType()
+        lanes = re.findall(r"\.v(\d)", text)
+        count = int(lanes[0]) if lanes else 1
+        rank, at = address >> 24, address & 0xFFFFFF
+        memory, size = self.cluster[rank].shared, count * size_of(kind)
+        assert at % size == 0 and at <= len(memory) - size, f"shared memory of {rank} at {at}"
+        raw = bytes(memory[at : at + size])
+        return from_bytes(raw, kind if count == 1 else ir.VectorType(kind, count))
 
     def _together(self, what: str, values: list[Any]) -> list[Any]:
         if what == "warp":
@@ -447,12 +490,13 @@ class _Cuda:
         if shape == 0:
             return None  # dynamic: by its address
         thread = self.machine.current
+        static = thread.block.static
         thread.arrays += 1
-        if len(self.machine.static) < thread.arrays:
-            self.machine.static.append(
+        if len(static) < thread.arrays:
+            static.append(
                 np.full(shape, np.nan, getattr(dtype, "convert", None) or _Real(dtype).convert)
             )
-        return self.machine.static[thread.arrays - 1]
+        return static[thread.arrays - 1]
 
     def syncthreads(self) -> None:
         self.machine._wait("barrier")
@@ -463,7 +507,7 @@ class _Cuda:
 
     @property
     def blockIdx(self) -> Any:
-        x, y, z = self.machine.block
+        x, y, z = self.machine.current.block.index
         return SimpleNamespace(x=x, y=y, z=z)
 
 

@@ -17,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 import numfuse as nf
+from numfuse import tiling
 
 #: (dtype, M, K, N): aligned for the fast tiers, odd for their masks, deep for sums in parts, few
 #: rows of the kernels for these.
@@ -25,7 +26,8 @@ CASES = (
     ("float64", 136, 72, 72), ("float64", 37, 29, 41), ("bfloat16", 264, 136, 264),
     ("bfloat16", 37, 29, 41), ("bfloat16", 4096, 64, 64), ("float16", 136, 72, 136),
     ("float32", 3, 516, 520), ("float32", 19, 512, 516), ("float32", 40, 520, 544),
-    ("float64", 5, 512, 520),
+    ("float64", 5, 512, 520), ("float64", 13, 1030, 1031), ("float64", 50, 1024, 1032),
+    ("bfloat16", 65, 71, 69), ("float32", 65, 67, 129),
 )  # fmt: skip
 #: The same for float32 on tensor cores: (precision, tolerance).
 PRECISIONS = (("bf16x6", 2e-5), ("tf32", 1e-2))
@@ -35,7 +37,11 @@ def main() -> None:
     """Run them all; an AssertionError where a result is off."""
     from numfuse.backends.cuda import hopper
 
-    hopper.hopper_splits = lambda *_: True  # small products of float32 on tensor cores too
+    # what large products do, for small ones: tensor cores for float32, copies of factors whose
+    # rows are not aligned, or lie the other way
+    hopper.hopper_splits = lambda *_: True
+    hopper.HOPPER_COPY = 1
+    tiling.CUDA_TURN_USES, tiling.CUDA_COPY_USES = (64, 64), 64
     rng = np.random.default_rng(0)
     tolerances = {"float64": 1e-12, "float32": 1e-4}
     tiers: set[str] = set()

@@ -14,6 +14,7 @@ from arrays import bits
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
+from numfuse import kinds
 
 status = nf.backends()["cuda"]
 if not status:
@@ -60,6 +61,7 @@ def test_a_call_on_the_device_gives_what_it_gives_for_numpy_arrays(operands, dty
         assert same([out], [wanted])
         wanted = nf.matmul_bias_activation_bwd(*arrays, "tanh", backend="cuda")
         assert type(gradients) is type(wanted) and same(gradients, wanted)
+    assert kinds._SERVED[DeviceArray] is not None  # its adapter is looked for once
 
 
 def test_a_repeated_call_reads_its_own_arrays(operands):

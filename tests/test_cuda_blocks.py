@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -12,7 +13,7 @@ from conftest import SIMULATED, unavailable
 try:
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda import gated, joins, layouts, simt, tensor_core, thin
+    from numfuse.backends.cuda import gated, joins, layouts, outer, simt, tensor_core, thin
     from numfuse.backends.cuda.product import DeviceInfo, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -64,7 +65,7 @@ class Array:
 
 
 def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", places=1, parts=1,
-          offset=0, pad=0, info=HOPPER, bias=True, pre=False):  # fmt: skip
+          offset=0, pad=0, info=HOPPER, bias=True, pre=False, cluster=1):  # fmt: skip
     """A plan of one product against float64."""
     rng = np.random.default_rng(m * n + k)
     acc = "float64" if dtype == "float64" else "float32"
@@ -82,7 +83,9 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
         bias=c.operand if bias else None, extra=extra.operand if epilogue != "activation" else None,
         pre=kept.operand if pre else None, sums=slope, free=parts > 1,
     )  # fmt: skip
-    part = k if parts == 1 or tile is None else -(-k // parts // tile.block_k) * tile.block_k
+    part = k
+    if parts * cluster > 1 and tile is not None:
+        part = tiling.round_up(-(-k // (parts * cluster)), tile.block_k)
     module = simt if dtype == "float32" else tensor_core
     if tile is None:
         plan = thin.plan(product, info)
@@ -135,6 +138,40 @@ def test_a_product_in_every_layout_by_16_bytes(dtype, x, y):
 def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
     tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
     check(dtype, tile, 37, 35, 21, x=x, y=y, offset=1, epilogue="slope")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "cluster", "sizes", "options"),
+    [
+        ("float64", 3, (18, 34, 40), {"epilogue": "slope", "x": "columns"}),
+        ("float64", 2, (21, 35, 18), {"y": "columns", "offset": 1, "pre": True, "places": 2}),
+        ("float32", 3, (40, 20, 19), {"epilogue": "residual"}),
+        ("float32", 2, (21, 35, 10), {"epilogue": "slope", "offset": 1}),
+        ("bfloat16", 2, (18, 40, 40), {"epilogue": "residual", "pre": True}),
+    ],
+)
+def test_the_blocks_of_a_cluster_share_a_sum_over_k(dtype, cluster, sizes, options):
+    tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
+    check(dtype, tile, *sizes, cluster=cluster, **options)
+
+
+def test_few_rows_of_float64_are_shared_by_clusters_where_these_fit():
+    def launches(m, info, **features):
+        made = Product(
+            m, 4096, 4096, 1, Operand("float64", (0, 4096, 1), 16),
+            Operand("float64", (0, 4096, 1), 16), Operand("float64", (0, 4096, 1), 16), "float64",
+            **features,
+        )  # fmt: skip
+        (launch,) = tensor_core.TENSOR_CORES.take(made, info).launches
+        return launch
+
+    for m in (9, 32, 64):
+        launch = launches(m, HOPPER)
+        assert (launch.cluster, launch.grid) == (2, (128, 1, 1))  # one for each multiprocessor
+    assert launches(65, HOPPER).cluster == launches(64, AMPERE).cluster == 1
+    small = replace(HOPPER, capability=(12, 0), shared_per_block=99 << 10)
+    assert launches(64, small).cluster == 1 and launches(64, small).shared_bytes <= 99 << 10
+    assert launches(16, small).cluster == 2
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -190,19 +227,39 @@ def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
         check("float32", None, m, 36, 68, y=y, epilogue="residual")
 
 
+@pytest.mark.parametrize("x", ["rows", "columns", "strided"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_short_sum_is_written_by_16_bytes(dtype, x, monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_OUTER_LEAST", 1)
+    acc = "float64" if dtype == "float64" else "float32"
+    rng = np.random.default_rng(3)
+    for m, k, n in ((37, 3, 40), (5, 1, 516)):
+        a = Array(rng.standard_normal((2, m, k)), dtype, x, offset=x == "strided")
+        b = Array(rng.standard_normal((2, k, n)), dtype)
+        out = Array(np.full((2, m, n), np.nan), dtype)
+        made = Product(m, n, k, 2, a.operand, b.operand, out.operand, acc, free=True)
+        (launch,) = outer.SHORT_K.take(made, AMPERE).launches
+        Machine([v.memory for v in (a, b, out)]).run(
+            launch, x=a.address, y=b.address, out=out.address
+        )
+        left, right = (v.view.astype(np.float64) for v in (a, b))
+        bound = UNITS[acc] * k * (abs(left) @ abs(right)) + UNITS[dtype] * abs(left @ right)
+        assert (abs(out.view.astype(np.float64) - left @ right) <= bound + 3e-8).all()
+    assert outer.SHORT_K.take(replace(made, free=False), AMPERE) is None
+    assert outer.SHORT_K.take(replace(made, k=9), AMPERE) is None
+
+
+@pytest.mark.parametrize("shape", [(70, 37), (72, 68)])
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("inner", [1, 2])
-def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner):
-    source = Array(
-        np.random.default_rng(0).standard_normal((2, 70, 37)), "float32", layout, offset=1
-    )
-    launch, made, size = layouts.laid_out(
-        source.operand, (70, 37), 2, inner, Slot("x"), Slot("work")
-    )
+def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner, shape):
+    rng = np.random.default_rng(0)
+    source = Array(rng.standard_normal((2, *shape)), "float32", layout, offset=shape[1] % 2)
+    launch, made, size = layouts.laid_out(source.operand, shape, 2, inner, Slot("x"), Slot("work"))
     work = np.full(size // 4, np.nan, np.float32)
     Machine([source.memory, work]).run(launch, x=source.address, work=work.ctypes.data)
     steps = tuple(4 * step for step in made.strides)
-    assert (np.ndarray((2, 70, 37), np.float32, work, 0, steps) == source.view).all()
+    assert (np.ndarray((2, *shape), np.float32, work, 0, steps) == source.view).all()
     assert made.strides[inner] == 1 and all(s % 4 == 0 for s in made.strides if s != 1)
 
 

@@ -27,6 +27,7 @@ try:
     from numfuse.backends.cuda import gated, joins, passes, scalars, toolchain
     from numfuse.backends.cuda.hopper import WGMMA, plan_with
     from numfuse.backends.cuda.mirror import MIRROR
+    from numfuse.backends.cuda.outer import SHORT_K
     from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
     from numfuse.backends.cuda.simt import CORES
     from numfuse.backends.cuda.tensor_core import TENSOR_CORES
@@ -104,7 +105,7 @@ CASES = [
           HOPPER, ("fma.rn.f32", "ld.global.v4.f32")),
     taken("cores, factors copied before", CORES,
           product(4095, 4097, 4099, "float32", y_turned=True, alignment=4), HOPPER,
-          ("ld.global.f32", "st.shared.f32")),
+          ("st.shared.v4.f32", "st.global.v4.f32")),
     taken("cores, value by value", CORES,
           product(31, 33, 35, "float32", function="relu", alignment=4), AMPERE,
           ("cp.async.ca.shared.global.L2::128B",)),
@@ -116,6 +117,19 @@ CASES = [
     taken("tensor cores f64 of Ampere", TENSOR_CORES,
           product(1000, 1000, 1000, "float64", x_turned=True, alignment=8), AMPERE,
           ("mma.sync.aligned.m8n8k4.row.col.f64", "cp.async.ca.shared.global")),
+    *[
+        taken(f"tensor cores f64, {m} rows in clusters", TENSOR_CORES,
+              product(m, 4096, 4096, "float64", y_turned=m == 32, function="gelu",
+                      epilogue="slope"), HOPPER,
+              ("mma.sync.aligned.m16n8k8.row.col.f64", "barrier.cluster.arrive",
+               "ld.shared::cluster.v2.f64"))
+        for m in (16, 32, 64)
+    ],
+    *[
+        taken(f"short K, {dtype}", SHORT_K,
+              product(4096, 4096, 3, dtype, x_turned=True, free=True), HOPPER, ("fma.rn", "st."))
+        for dtype in ("float64", "float32", "bfloat16")
+    ],
     taken("tensor cores bf16", TENSOR_CORES,
           product(4096, 4096, 4096, "bfloat16", y_turned=True, function="gelu"), AMPERE,
           ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync", "cvt.rn.bf16")),

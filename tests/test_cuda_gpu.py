@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tolerance
 from conftest import SIMULATED, unavailable
+from tolerance import assert_within
 
 import numfuse as nf
 
@@ -130,6 +133,30 @@ def test_arrays_of_cupy_on_another_stream():
     assert float(abs(nf.relu_mul(turned, turned) - cupy.maximum(turned, 0) * turned).max()) == 0
 
 
+def test_tasks_of_dask_run_one_ahead_of_the_device(monkeypatch):
+    cupy = pytest.importorskip("cupy")
+    da = pytest.importorskip("dask.array")
+    pace, ends = type(device(0)).pace, []
+
+    def watched(owner, stream):
+        ends.append(owner.event(stream))
+        pace(owner, stream)
+        assert all(owner.passed(end) for end in ends[:-1])
+
+    monkeypatch.setattr(type(device(0)), "pace", watched)
+    a = cupy.random.standard_normal((16 * 2048, 1024)).astype(np.float32)
+    b = a[:1024]
+    found = nf.matmul_bias_activation_bwd(
+        da.from_array(a, (2048, -1), asarray=False), da.from_array(a, (2048, -1), asarray=False),
+        da.from_array(b, -1, asarray=False), None, "gelu", needs=("b",),
+    ).d_b.compute(scheduler="synchronous")  # fmt: skip
+    assert len(ends) == 16
+    for end in ends:
+        device(0).forget(end)
+    exact = nf.matmul_bias_activation_bwd(a, a, b, None, "gelu", needs=("b",)).d_b
+    assert float(abs(found - exact).max()) < 1e-5 * float(abs(exact).max())
+
+
 def test_arrays_of_numba():
     cuda = pytest.importorskip("numba.cuda")
     arrays = [cuda.to_device(x) for x in numbers()]
@@ -172,6 +199,105 @@ def test_operands_live_until_the_work_is_done():
         junk = [torch.full(x.shape, torch.nan, device="cuda") for x in (a, b, bias)]
         assert (nf.to_numpy(out) == exact).all()
         del junk
+
+
+# --- sizes that few other tests have --------------------------------------------------------------
+
+
+def gemm_bound(a, b, bias, unit):
+    """a @ b + bias in float64, and what its error may be in sums of any order."""
+    a, b = (x.astype(np.float64) for x in (a, b))
+    size = abs(a) @ abs(b) + (0 if bias is None else abs(bias.astype(np.float64)))
+    exact = a @ b + (0 if bias is None else bias.astype(np.float64))
+    # our own product of float64 has such an error too
+    return exact, (a.shape[-1] + 4) * (unit + 2.0**-53) * size
+
+
+def check_within(name, given, exact, bound):
+    """Every element within its bound, the rounding of the store included."""
+    given = nf.to_numpy(given)
+    assert_within(name, given, exact, tolerance.stored(exact, bound, given.dtype))
+
+
+def checked_in_full(a, b, bias, grad, unit):
+    """Forward, residual and backward of relu: values and slopes that no rounding changes much."""
+    exact, bound = gemm_bound(a, b, bias, unit)
+    out, pre = nf.matmul_bias_activation(
+        a, b, bias, "relu", backend="cuda", return_pre_activation=True
+    )
+    tier, tiling = nf.last_call().tier, str(nf.last_call().tiling)
+    check_within("pre", pre, exact, bound)
+    check_within("out", out, np.maximum(exact, 0), bound)
+    added = nf.matmul_bias_residual(a, b, bias, grad, backend="cuda")
+    total = exact + grad.astype(np.float64)
+    check_within("residual", added, total, bound + unit * abs(total))
+    found = nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu", backend="cuda")
+    safe = abs(exact) > bound
+    grad_pre = np.where(exact > 0, grad, 0).astype(np.float64)
+    slack = np.where(safe, 0, abs(grad.astype(np.float64)))  # where the sign may be either
+    wide = [x.astype(np.float64) for x in (a, b)]
+    for name, given, x, y, lax in (
+        ("d_a", found.d_a, grad_pre, wide[1].T, slack @ abs(wide[1].T)),
+        ("d_b", found.d_b, wide[0].T, grad_pre, abs(wide[0].T) @ slack),
+    ):
+        product, error = gemm_bound(x, y, None, unit)
+        check_within(name, given, product, error + lax)
+    error = (len(a) + 4) * unit * abs(grad_pre).sum(0) + slack.sum(0)
+    check_within("d_bias", found.d_bias, grad_pre.sum(0), error)
+    return tier, tiling
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n"),
+    [(9, 1024, 1088), (16, 2049, 1031), (17, 1031, 2050), (33, 1025, 1024), (64, 4096, 1500)],
+)
+def test_few_rows_of_float64_with_k_in_clusters(m, k, n):
+    if device(0).capability < (9, 0):
+        pytest.skip("this GPU has no clusters")
+    tier, tiling = checked_in_full(*numbers(np.float64, m, k, n), 2.0**-53)
+    assert tier == "tensor cores" and "clusters" in tiling
+    a, b, bias, _ = numbers(np.float64, m, k, n)
+    batch = np.stack([a, -a]), np.stack([b, b[::-1]])
+    out = nf.matmul_bias_activation(*batch, bias, "gelu", backend="cuda")
+    assert (out[0] == nf.matmul_bias_activation(a, b, bias, "gelu", backend="cuda")).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+@pytest.mark.parametrize("m", [1, 3, 8])
+def test_d_b_of_few_rows(m, dtype):
+    a, b, bias, grad = numbers(dtype, m, 516, 260)
+    given = nf.matmul_bias_activation_bwd(grad, a, b, bias, "none", needs=("b",), backend="cuda")
+    unit = tolerance.roundoff(tolerance.accumulator(np.dtype(dtype)))
+    exact, bound = gemm_bound(a.T, grad, None, unit)
+    check_within("d_b", given.d_b, exact, bound)
+    stack = [np.stack([x, -x]) for x in (grad, a, b)]
+    both = nf.matmul_bias_activation_bwd(*stack, None, "none", needs=("b",), backend="cuda")
+    assert (both.d_b[0] == given.d_b).all() and (both.d_b[1] == given.d_b).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_large_odd_sizes_of_16_bits(dtype):
+    dtype = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    operands = [x.astype(dtype) for x in numbers(np.float32, 1027, 1025, 1029)]
+    operands[0] = (operands[0].astype(np.float32) / 32).astype(dtype)
+    tier, _ = checked_in_full(*operands, 2.0**-22)
+    assert tier == ("wgmma" if device(0).capability[0] == 9 else "tensor cores")
+
+
+@pytest.mark.parametrize(("m", "k", "n"), [(600, 516, 3100), (515, 523, 3101), (1100, 260, 1040)])
+def test_large_float32_whose_factors_are_laid_out_first(m, k, n):
+    assert checked_in_full(*numbers(np.float32, m, k, n), 2.0**-24)[0] == "cores"
+
+
+def test_an_odd_result_leaves_its_surroundings_alone():
+    torch = torch_cuda()
+    a, b = (torch.randn(s, device="cuda").to(torch.bfloat16) for s in ((1027, 1025), (1025, 1029)))
+    for first in range(4):
+        room = torch.full((1029 * 1029 + 16,), torch.nan, device="cuda", dtype=torch.bfloat16)
+        place = room[first + 1029 : first + 1029 + 1027 * 1029]
+        nf.matmul_bias_activation(a, b, None, "none", out=place.view(1027, 1029))
+        assert bool(torch.isfinite(place).all())
+        assert int(torch.isnan(room).sum()) == room.numel() - place.numel()
 
 
 # --- float32 on tensor cores ----------------------------------------------------------------------

@@ -547,7 +547,11 @@ def test_a_tall_result_of_few_blocks_is_cut_into_parts():
 
 def test_rows_that_are_not_whole_16_bytes_are_copied_where_it_pays():
     plan = hopper.WGMMA.take(product(4095, 4097, 4099, alignment=2), HOPPER)
-    assert [launch.kernel.name for launch in plan.launches[:2]] == ["convert copy"] * 2
+    *copied, made = plan.launches
+    assert [launch.kernel.name for launch in copied] == ["convert copy"] * 2
+    assert made.kernel.name.endswith("-> rows")
+    # rows of whole lines of the cache: 4160 values
+    assert [launch.makes[1] for launch in copied] == [4095 * 4160 * 2, 4099 * 4160 * 2]
     assert hopper.WGMMA.take(product(95, 97, 99, alignment=2), HOPPER) is None
 
 

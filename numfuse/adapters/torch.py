@@ -36,7 +36,7 @@ from numfuse.gradients import (
     GEMM_SECOND_NEEDS,
     RESIDUAL_NEEDS,
 )
-from numfuse.kinds import _LOADED
+from numfuse.kinds import _LOADED, _SERVED
 
 __all__ = [*NAMES, "GatedLinear", "Linear", "synchronize", "to_numpy"]
 
@@ -433,3 +433,4 @@ class GatedLinear(nn.Module):
 
 # Imported in advance, the adapter is found where torch.compile follows a call.
 _LOADED[__name__] = sys.modules[__name__]
+_SERVED.update(dict.fromkeys(_TENSORS, sys.modules[__name__]))

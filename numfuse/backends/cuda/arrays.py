@@ -8,7 +8,8 @@ same shape and strides, that is never read or written.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -133,12 +134,22 @@ class DeviceArray(GhostViews):
         cls, owner: Device, shape: Sequence[int], dtype: np.dtype[Any], stream: int
     ) -> DeviceArray:
         """A C-contiguous array of any content."""
-        shape, size = tuple(shape), dtype.itemsize
-        strides = contiguous(shape, size)
-        nbytes = strides[0] * max(1, shape[0]) if shape else size
-        memory = Memory(owner, nbytes, stream, f"an array of shape {shape}")
-        assert memory.block is not None
-        return cls(memory, memory.block.address, shape, strides, dtype, stream)
+        return cls.maker(owner, tuple(shape), dtype, stream)()
+
+    @classmethod
+    def maker(
+        cls, owner: Device, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int
+    ) -> Callable[[], DeviceArray]:
+        """What makes such an array, whenever it is called."""
+        strides, nbytes = contiguous(shape, dtype.itemsize), prod(shape) * dtype.itemsize
+        what = f"an array of shape {shape}"
+
+        def make() -> DeviceArray:
+            memory = Memory(owner, nbytes, stream, what)
+            assert memory.block is not None
+            return cls(memory, memory.block.address, shape, strides, dtype, stream)
+
+        return make
 
     @property
     def device(self) -> Device:

@@ -56,6 +56,11 @@ def _product(
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
     block_columns = i32(quotient(n + (BLOCK_N - 1), BLOCK_N))
     number = i32(cuda.blockIdx.x)
+    rank = i32(0)
+    if CLUSTER > 1:
+        cluster = i32(quotient(number, CLUSTER))
+        rank = i32(number - cluster * CLUSTER)
+        number = cluster
     blocks = i32(block_rows * block_columns)
     plane = i32(quotient(number, blocks))
     number = i32(number - plane * blocks)
@@ -67,7 +72,7 @@ def _product(
     row0 = i32(block_row * BLOCK_M)
     column0 = i32(block_column * BLOCK_N)
     place = i32(quotient(plane, parts))
-    k0 = i32((plane - place * parts) * part)
+    k0 = i32(rank * part) if CLUSTER > 1 else i32((plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))
     slices = i32(quotient(i32(k_left + (BLOCK_K - 1)), BLOCK_K))
 
@@ -207,12 +212,13 @@ def _product(
 
     turn = i32(0)
     while turn < PASSES:
-        block_barrier()
+        BARRIER()
         for q in unrolled(PASSES):
             if turn == q:
                 PUT_TOTALS(total, q, put_to)
-        block_barrier()
-        r = i32(r0)
+        BARRIER()
+        # a block of a cluster finishes its share of the rows: TAKE adds up what all blocks have
+        r = i32(r0 + rank * (ROWS * ROW_STEP))
         while r < PASS_ROWS:
             # row of the block: runs of RUN rows are JUMP apart
             if EXTRA:
@@ -287,27 +293,29 @@ def _product(
                     if SUMS:
                         for v in unrolled(VALUES):
                             summed[v] = summed[v] + result[v]
-            r = i32(r + ROWS * ROW_STEP)
+            r = i32(r + CLUSTER * (ROWS * ROW_STEP))
         turn = i32(turn + 1)
 
     if SUMS:
         # thread (c, r) has sums of its rows: in the order of r
-        block_barrier()
+        BARRIER()
         for v in unrolled(VALUES):
             PUT_ONE(
                 i32(memory + (r0 * BLOCK_N + c * COLUMN_FIRST + v * COLUMN_STEP) * ACC_BYTES),
                 summed[v],
             )
-        block_barrier()
+        BARRIER()
         at = i32(t)
         while at < BLOCK_N:
-            if column0 + at < n:
+            if rank == 0 and column0 + at < n:
                 result_sum = ACCUMULATOR(0)
                 for q in unrolled(ROW_STEP):
                     result_sum = result_sum + TAKE_ONE(i32(memory + (q * BLOCK_N + at) * ACC_BYTES))
                 row_of_sums = i64(place) * block_rows + block_row
                 STORE_SUM(sums + (row_of_sums * n + column0 + at) * ACC_BYTES, result_sum)
             at = i32(at + THREADS)
+    if CLUSTER > 1:
+        BARRIER()  # a block's shared memory is there until all have read it
 
 
 # --- what is bound --------------------------------------------------------------------------------
@@ -350,6 +358,8 @@ class Block:
     blocks: int = 1
     #: Rows of the epilogue whose loads are on their way together.
     rows: int = 2
+    #: Blocks that have a part of K each, of one block of the result.
+    cluster: int = 1
 
     @property
     def values(self) -> int:
@@ -377,7 +387,7 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
     acc, values = block.epilogue.accumulator, block.values
     columns = block.block_n // values
     row_step = block.threads // columns
-    rows = min(block.rows, engine.pass_rows // row_step)
+    rows = max(1, min(block.rows, engine.pass_rows // (row_step * block.cluster)))
     assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
     count = values if block.wide else 1
     bindings: dict[str, Any] = {
@@ -397,9 +407,15 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         "COLUMN_THREADS": columns, "COLUMN_BITS": columns.bit_length() - 1,
         "COLUMN_FIRST": values if block.wide else 1,
         "COLUMN_STEP": 1 if block.wide else columns,
-        "TAKE": one.load(acc, count, acc, one.SHARED),
+        "CLUSTER": block.cluster,
+        "BARRIER": one.block_barrier if block.cluster == 1 else one.cluster_barrier,
     }  # fmt: skip
     bindings |= block.epilogue.bindings(count) | mover("X", block.x) | mover("Y", block.y)
+    if block.cluster == 1:
+        bindings["TAKE"] = one.load(acc, count, acc, one.SHARED)
+    else:
+        bindings["TAKE"] = one.load_cluster(count, acc, block.cluster)
+        bindings["TAKE_ONE"] = one.load_cluster(1, acc, block.cluster)
     template = expanded(_product, bindings)
     return kernel(
         template, SIGNATURE, threads=block.threads, blocks=block.blocks, name=name,
@@ -429,6 +445,7 @@ def plan(
 ) -> Plan:
     """The launches: what comes before, the product, and the join of the parts of its sum.
 
+    The parts are planes in memory where `product.free`, else those of the blocks of a cluster.
     `before` uses so many bytes of the workspace, where x and y may be (`slots`).
     """
     p = product
@@ -436,6 +453,8 @@ def plan(
     values = 16 // size
     out = p.out
     target = Slot("out")
+    cluster = 1 if p.free else parts
+    parts //= cluster
     if parts > 1:
         out = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
         target = Slot("work", workspace)
@@ -445,7 +464,7 @@ def plan(
         tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
         Epilogue.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident,
+        blocks=tile.resident, cluster=cluster,
     )  # fmt: skip
     made = build(block, engine, f"{name} {p.epilogue}")
     arguments = (
@@ -455,7 +474,13 @@ def plan(
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (
         *before,
-        Launch(made, (blocks * p.places * parts, 1, 1), arguments, block.shared_bytes(engine)),
+        Launch(
+            made,
+            (blocks * p.places * parts * cluster, 1, 1),
+            arguments,
+            block.shared_bytes(engine),
+            cluster,
+        ),
     )
     if parts > 1:
         if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
@@ -469,4 +494,5 @@ def plan(
             p.out.strides, Slot("work", workspace),
         )  # fmt: skip
         launches, workspace = launches + more, workspace + staged
-    return Plan(launches, tile, workspace, tile.block_m)
+    shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
+    return Plan(launches, shown, workspace, tile.block_m)

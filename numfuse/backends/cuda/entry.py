@@ -21,7 +21,7 @@ from numfuse.activations import Activation
 from numfuse.backends import Backend, active, latest
 from numfuse.backends.cuda import CudaBackend
 from numfuse.backends.cuda.arrays import DeviceArray, pool_of
-from numfuse.backends.cuda.calls import Argument, Kept, Maker, call
+from numfuse.backends.cuda.calls import Argument, Kept, call
 from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.foreign import KINDS, Kind, kind_of
 from numfuse.backends.cuda.memory import Pool
@@ -123,9 +123,8 @@ class _Known(NamedTuple):
     """A call that was made before, with no outputs of the caller's."""
 
     kept: Kept
-    #: Of each result: the argument that it is like (-1: none), its shape and dtype; None of None.
-    results: tuple[tuple[int, tuple[int, ...], str] | None, ...]
-    make: Maker
+    #: What makes each result, with its address; None of None.
+    results: tuple[Callable[[], tuple[Any, int]] | None, ...]
     device: Device
     pool: Pool
 
@@ -192,14 +191,13 @@ def again(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         return None
     if known is None:
         return None
-    kept, specs, make, owner, pool = known
+    kept, makers, owner, pool = known
     results: list[Any] = []
-    for spec in specs:
-        if spec is None:
+    for make in makers:
+        if make is None:
             results.append(None)
             continue
-        like, shape, dtype = spec
-        x, at = make(shape, dtype) if like < 0 else kind.like(args[like])
+        x, at = make()
         addresses.append(at)
         results.append(x)
     steps = kept.steps
@@ -227,16 +225,16 @@ def remembered(function: _Function) -> _Function:
         if seen is None or kept is None:
             return result
         kind, key, _, ordinal = seen
-        specs = tuple(
-            (kind.model(args, spec[1], spec[2]), spec[1], spec[2]) if type(spec) is tuple else None
+        stream = kind.stream(ordinal)
+        makers = tuple(
+            kind.maker_of(spec[1], spec[2], ordinal, stream) if type(spec) is tuple else None
             for spec in kept.results
         )
         if len(_KNOWN) >= tiling.CUDA_KEPT_PLANS:
             _KNOWN.clear()
         owner = device(ordinal)
-        make = kind.maker(ordinal, kind.stream(ordinal))
         with suppress(TypeError):
-            _KNOWN[key] = _Known(kept, specs, make, owner, pool_of(owner))
+            _KNOWN[key] = _Known(kept, makers, owner, pool_of(owner))
         return result
 
     return cast(_Function, call)

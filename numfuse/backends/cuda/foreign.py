@@ -6,7 +6,8 @@ library's is added to `LIBRARIES` by its adapter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -53,13 +54,11 @@ class Kind:
         """0 where it is known that no graph is being captured; None: ask the driver."""
         return None
 
-    def like(self, x: Any) -> tuple[Any, int]:
-        """A new array like one of this kind that `model` found, and its address."""
-        raise NotImplementedError
-
-    def model(self, values: Sequence[Any], shape: tuple[int, ...], dtype: str) -> int:
-        """Which of these is an array that a C-contiguous result is made like; -1: none."""
-        return -1
+    def maker_of(
+        self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int
+    ) -> Callable[[], tuple[Any, int]]:
+        """What makes one result of `maker`, whenever it is called."""
+        return functools.partial(self.maker(ordinal, stream), shape, dtype)
 
     def glance(
         self, values: Iterable[Any], made: list[Any], addresses: list[int], ordinal: int
@@ -97,6 +96,17 @@ class Own(Kind):
         if x.stream or x.memory.block is None:
             return None
         return x.layout, x.address, x.device.ordinal
+
+    def maker_of(
+        self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int
+    ) -> Callable[[], tuple[Any, int]]:
+        new = DeviceArray.maker(device(ordinal), shape, dtype_of(dtype), stream)
+
+        def make() -> tuple[Any, int]:
+            made = new()
+            return self.wrap(made), made.address
+
+        return make
 
     def read(self, name: str, x: DeviceArray) -> tuple[Argument, int, Any]:
         if x.memory.block is None:

@@ -33,6 +33,7 @@ from numfuse.tiling import (
     HOPPER_BY_MAP,
     HOPPER_COPY,
     HopperTile,
+    cuda_pitch,
     hopper_splits,
     hopper_tile,
 )
@@ -288,7 +289,7 @@ def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | Non
     turned = kind != "tf32" and (own == 1 or (deep != 1 and abs(own) < abs(deep)))
     outer, inner = (product.k, long) if turned else (long, product.k)
     outer_stride, inner_stride = (deep, own) if turned else (own, deep)
-    pitch = -(-inner // 8) * 8  # what a thread of `convert` writes
+    pitch = cuda_pitch(inner, 2)  # at least what a thread of `convert` writes, 8 values
     parts = 3 if kind == "bf16x6" else 1
     plane = places * outer * pitch
     exchanged = kind == "tf32" and inner_stride != 1 and outer_stride == 1

@@ -407,6 +407,43 @@ def store_array(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -
     return named("store_array", _key(dtype, count, accumulator, space), 2, typing)
 
 
+@functools.cache
+def load_cluster(count: int, accumulator: str, blocks: int) -> Any:
+    """``load(address)``: `count` neighbours in shared memory, each the sum over the cluster.
+
+    Those of all blocks of a cluster, in the order of their ranks: mapa (9.7.9.23) and
+    ld.shared::cluster (9.7.9.8).
+    """
+    llvm, numba = ACCUMULATORS[accumulator]
+    letter, size = ("d", 64) if llvm == F64 else ("f", 32)
+    names = ", ".join(f"${i}" for i in range(count))
+    vector = f".v{count}" if count > 1 else ""
+    results = f"{{{names}}}" if count > 1 else names
+    text = f"ld.shared::cluster{vector}.f{size} {results}, [${count}];"
+
+    def typing(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            own = builder.trunc(args[0], I32) if args[0].type.width > 32 else args[0]
+            found = []
+            for rank in range(blocks):
+                at = emit(
+                    builder, "mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [own, I32(rank)]
+                )
+                values = emit(builder, text, letter * count, "r", [at], "memory")
+                found.append([values] if count == 1 else values)
+            total = found[0]
+            for values in found[1:]:
+                total = [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
+            if count == 1:
+                return total[0]
+            return context.make_tuple(builder, signature.return_type, total)
+
+        returned = numba if count == 1 else types.UniTuple(numba, count)
+        return returned(types.int64), codegen
+
+    return named("load_cluster", _key(count, accumulator, blocks), 1, typing)
+
+
 #: 9.7.9.8, ld; 9.7.9.11, st; 9.7.9.1, cache operators: 16 bytes that are read, or written, once
 load_words = instruction("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l")
 store_words = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr")
@@ -500,6 +537,11 @@ fetch_wait0, fetch_wait1 = fetch_wait(0), fetch_wait(1)
 #: 9.7.13.1, bar.sync: all threads of the block; `count` threads at barrier number `which`
 block_barrier = instruction("bar.sync 0;", kind="convergent")
 group_barrier = instruction("bar.sync $0, $1;", "", "rr", "convergent")
+#: 9.7.13.3, barrier.cluster: all threads of all blocks of the cluster, whose shared memory is then
+#: seen by all of them
+cluster_barrier = instruction(
+    "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;", kind="convergent"
+)
 #: 9.7.13.2, bar.warp.sync
 warp_barrier = instruction("bar.warp.sync 0xffffffff;", kind="convergent")
 #: 9.7.13.15, mbarrier: (address, arrivals of a phase)

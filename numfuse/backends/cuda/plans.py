@@ -8,7 +8,6 @@ tiers' own, then the arrays by name. A call that looks like an earlier one repea
 from __future__ import annotations
 
 import ctypes
-import struct
 import threading
 from dataclasses import dataclass, replace
 from math import prod
@@ -32,7 +31,7 @@ _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
 #: Slots that launches of products and passes read and never write.
 _READ = frozenset("x,y,a,b,bias,extra,grad,planes,x copy,y copy".split(","))
-_FAILED, _STATUS = PLAN.index("FAILED"), PLAN.index("STATUS")
+_STATUS = PLAN.index("STATUS")
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +180,7 @@ class Recorder:
             self._scratch,
             " + ".join(self._tiers) or "pass",
             self._chief,
+            len(names),
         )
 
 
@@ -197,12 +197,13 @@ class Steps:
         The names of the tiers of its products.
     chief : tuple or None
         Of its largest product: its work, kernel and tiling.
+    arrays : int
+        How many addresses a run takes.
     """
 
     __slots__ = (
-        "_bases", "_call", "_device", "_graphs", "_last", "_launches", "_lock", "_pack", "_plan",
-        "_plan_at", "_room", "_seen", "_tables", "_work", "chief", "names", "nbytes", "simple",
-        "tiers",
+        "_bases", "_call", "_device", "_graphs", "_launches", "_lock", "_plan", "_plan_at",
+        "_seen", "_tables", "_work", "chief", "names", "nbytes", "simple", "tiers",
     )  # fmt: skip
 
     def __init__(
@@ -212,6 +213,7 @@ class Steps:
         scratch: int,
         tiers: str,
         chief: tuple[int, str, Any] | None,
+        arrays: int,
     ) -> None:
         self._launches, self._work = launches, work
         self.nbytes = work + scratch
@@ -220,21 +222,19 @@ class Steps:
         self.simple = len(launches) == 1 and not self.nbytes
         self.names = ", ".join(prepared.name for prepared, _ in launches)
         self._lock = threading.Lock()
-        self._last: tuple[int, ...] | None = None
         if not SIMULATED:
-            self._compile()
+            self._compile(2 + arrays)
 
     @property
     def count(self) -> int:
         """How many launches."""
         return len(self._launches)
 
-    def _compile(self) -> None:
+    def _compile(self, buffers: int) -> None:
         """The tables of `launcher.launch_loop`."""
         launches: list[int] = []
         updates: list[int] = []
         maps: list[int] = []
-        buffers = 2
         for launch, (prepared, refs) in enumerate(self._launches):
             launches += prepared.handles
             for where, index, extra in prepared.slots:
@@ -243,17 +243,15 @@ class Steps:
             for where, index, extra in prepared.maps:
                 buffer, offset = refs[index]
                 maps += (where, buffer, offset + extra, launch, 0)
-            buffers = max(buffers, *(buffer + 1 for buffer, _ in refs), 2)
         self._device: Device | None = self._launches[0][0].device if self._launches else None
         self._bases = _words([0] * buffers)
-        self._room, self._pack = buffers, struct.Struct(f"{buffers}Q")
         self._tables = _words(launches), _words(updates), _words(maps)
         at = [ctypes.addressof(table) for table in self._tables]
         entries = self._device.entries if self._device else (0,) * DRIVER_WORDS
         self._plan = _words(
             [
                 *entries, len(self._launches), at[0], len(updates) // 3, at[1], len(maps) // 5,
-                at[2], ctypes.addressof(self._bases), -1, 0, 0,
+                at[2], ctypes.addressof(self._bases), 0, 0,
             ]
         )  # fmt: skip
         self._plan_at = ctypes.addressof(self._plan)
@@ -283,73 +281,58 @@ class Steps:
         if device.lost is not None:
             raise DeviceLost(device.lost)
         device.note(self.names)
-        if not self.nbytes:
-            self._start(device, stream, (0, 0, *addresses), capture)
-            return
-        block = pool.take(self.nbytes, stream, "workspace", capture)
+        block = pool.take(self.nbytes, stream, "workspace", capture) if self.nbytes else None
+        base = 0 if block is None else block.address
+        bases = (base, base + self._work, *addresses)
         try:
-            base = block.address
-            self._start(device, stream, (base, base + self._work, *addresses), capture)
+            if SIMULATED:
+                for prepared, refs in self._launches:
+                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
+            elif self._launches:
+                self._start(device, stream, bases, capture)
         finally:
-            pool.give(block)
+            if block is not None:
+                pool.give(block)
 
     def _start(
         self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
     ) -> None:
-        if SIMULATED:
-            for prepared, refs in self._launches:
-                prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
-            return
-        if not self._launches:
-            return
         with self._lock:  # the driver copies the arguments before it returns
-            graph = None
+            graph = 0
             if len(self._launches) > 1:
                 graph = self._graph(device, stream, bases, capture)
-            if graph is not None:
-                self._call(self._plan_at, stream, 0, graph)
-            else:
-                self._launch(stream, bases)
-            failed = self._plan[_FAILED]
-            status = self._plan[_STATUS]
+            if not graph:
+                self._bases[:] = bases
+            failed = self._call(self._plan_at, stream, graph)
+            status = self._plan[_STATUS] if failed >= 0 else 0
         if failed >= 0:
             device.check(status, self._launches[failed][0].name)
 
-    def _launch(self, stream: int, bases: tuple[int, ...]) -> None:
-        refresh = bases != self._last
-        if refresh:
-            self._last = None  # until all is written
-            missing = self._room - len(bases)
-            given = bases[: self._room] if missing <= 0 else (*bases, *(0,) * missing)
-            self._pack.pack_into(self._bases, 0, *given)
-        self._call(self._plan_at, stream, refresh, 0)
-        if self._plan[_FAILED] < 0:
-            self._last = bases
-
     def _graph(
         self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
-    ) -> int | None:
-        """The launches with these addresses as a graph, where they came often enough."""
+    ) -> int:
+        """The launches with these addresses as a graph, where they came often enough; else 0."""
         found = self._graphs.get(bases)
         if found is None:
             if bases in self._graphs:
-                return None  # it could not be recorded
+                return 0  # it could not be recorded
             seen = self._seen[bases] = self._seen.get(bases, 0) + 1
             if seen < tiling.CUDA_GRAPH_AFTER:
                 if len(self._seen) > 8 * tiling.CUDA_KEPT_GRAPHS:
                     self._seen.clear()
-                return None
+                return 0
         if (device.capture(stream) if capture is None else capture) != 0:
-            return None  # the caller captures a graph of its own
+            return 0  # the caller captures a graph of its own
         if found is None:
-            found = device.record(lambda stream: self._launch(stream, bases))
+            self._bases[:] = bases
+            found = device.record(lambda stream: self._call(self._plan_at, stream, 0))
             while len(self._graphs) >= tiling.CUDA_KEPT_GRAPHS:
                 old = self._graphs.pop(next(iter(self._graphs)))
                 if old is not None:
                     device.drop(old)
             self._graphs[bases] = found
             self._seen.clear()
-        return found
+        return found or 0
 
 
 def _aligned(nbytes: int) -> int:

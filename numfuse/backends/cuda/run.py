@@ -126,8 +126,8 @@ def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     v = Backward.of(rec, p, bind, slope is not None and p.pre is None)
     grad_pre = v.grad
     if slope is not None:
-        # rows of whole 16 bytes, as the fast loads want them
-        pitch = tiling.round_up(p.n, max(1, 16 // p.dtype.itemsize))
+        # rows as the fast loads want them
+        pitch = tiling.cuda_pitch(p.n, p.dtype.itemsize)
         whole = rec.fresh((*v.batch, v.m, pitch), p.dtype.name)
         grad_pre = replace(whole, shape=(*v.batch, v.m, p.n))
         slopes(rec, v, p.n, p.k, acc, slope, p.guard, grad_pre)

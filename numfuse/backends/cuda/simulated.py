@@ -36,6 +36,9 @@ class SimulatedDevice(Device):
         self._launched.clear()
         self._many = 0
 
+    def pace(self, stream: int) -> None:
+        pass
+
     def capture(self, stream: int) -> int:
         return 0
 

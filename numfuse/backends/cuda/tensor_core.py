@@ -249,10 +249,17 @@ class TensorCores:
             return None
         if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
             return None
+        few = None
         tiles: tuple[CudaBlock, ...] = tiling.CUDA_DOUBLE_BLOCKS
         if p.x.dtype != "float64":
             held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
             tiles = tiling.CUDA_HALF_BLOCKS_HELD if held else tiling.CUDA_HALF_BLOCKS
+        elif device.capability >= (9, 0) and not p.free:
+            few = tiling.cuda_few(tiling.CUDA_DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
+        if few is not None:
+            made = plan(p, device, *few)
+            if made.launches[-1].shared_bytes <= device.shared_per_block:
+                return made
         tile, part, parts = tiling.cuda_block(
             tiles, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
         )

@@ -161,11 +161,29 @@ def _product(
         WAIT()
         block_barrier()  # the slice is there, and the one before has been read by all
         if whole and x_left + x_k >= DEPTH:
-            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
-            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+            if PARTS == 1:
+                COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+                COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+                MULTIPLY(total, 0, i32(x_from + read), i32(y_from + read))
+            else:
+                # copies and reads of shared memory share a queue: the copies go between the parts
+                y_run, x_run = y_at, x_at
+                for u in unrolled(PARTS):
+                    MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
+                    for c in unrolled(u * COPIES // PARTS, (u + 1) * COPIES // PARTS):
+                        FETCH_16(i32(to + write + c * (REACH * PITCH)), y_run)
+                        y_run = y_run + y_line
+                    for c in unrolled(u * X_COPIES // PARTS, (u + 1) * X_COPIES // PARTS):
+                        if (c + 1) * X_STEP <= ROWS:
+                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        elif x_row0 + c * X_STEP < ROWS:
+                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        x_run = x_run + x_line
         else:
             COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
             COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+            for u in unrolled(PARTS):
+                MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
@@ -173,7 +191,6 @@ def _product(
         else:
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
-        MULTIPLY(total, i32(x_from + read), i32(y_from + read))
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         slices = i32(slices - 1)
     WAIT_ALL()
@@ -290,6 +307,11 @@ class Thin:
         return self.depth * self.size + (16 if self.lanes_m > 1 else 0)
 
     @property
+    def parts(self) -> int:
+        """Of a warp's share: where arithmetic takes the most of the time, copies go between."""
+        return self.share * self.size // 16 if self.lanes_m > 1 else 1
+
+    @property
     def slice_bytes(self) -> int:
         return self.y_bytes + self.rows * self.x_pitch
 
@@ -304,8 +326,8 @@ class Thin:
 
 @functools.cache
 def _multiply(thin: Thin) -> Any:
-    """``multiply(total, x, y)``: a lane's sums go on by a warp's share of a slice, whose rows of X
-    and columns of Y begin at these addresses.
+    """``multiply(total, part, x, y)``: a lane's sums go on by a part of a warp's share of a slice,
+    whose rows of X and columns of Y begin at these addresses.
     """
     kind, size = FORMATS[thin.dtype]
     few, columns = 16 // size, thin.lanes_m
@@ -331,12 +353,16 @@ def _multiply(thin: Thin) -> Any:
         ]
         return rows, [[line[j] for line in lines] for j in range(columns)]
 
-    def typing(typingctx: Any, total: Any, x: Any, y: Any) -> Any:
+    def typing(typingctx: Any, total: Any, part: Any, x: Any, y: Any) -> Any:
+        if not isinstance(part, types.IntegerLiteral):
+            return None
+
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             at = array_pointer(context, builder, signature.args[0], args[0])
             sums = read_registers(builder, at, 0, thin.part_m * columns)
-            for u in range(thin.share // few):
-                rows, ys = factors(builder, args[1], args[2], u)
+            steps = thin.share // few // thin.parts
+            for u in range(steps * part.literal_value, steps * (part.literal_value + 1)):
+                rows, ys = factors(builder, args[2], args[3], u)
                 for v in range(few):
                     for r, row in enumerate(rows):
                         # back and forth: the turn shares a factor of Y
@@ -346,9 +372,9 @@ def _multiply(thin: Thin) -> Any:
             write_registers(builder, at, 0, sums)
             return context.get_dummy_value()
 
-        return types.void(total, types.int32, types.int32), codegen
+        return types.void(total, part, types.int32, types.int32), codegen
 
-    return named("multiply", thin.key, 3, typing)
+    return named("multiply", thin.key, 4, typing)
 
 
 @functools.cache
@@ -388,6 +414,7 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
     bindings: dict[str, Any] = {
         "ROWS": thin.rows, "DEPTH": thin.depth, "SHARE": thin.share, "FEW": few,
         "WARPS": tiling.CUDA_THIN_WARPS,
+        "PARTS": thin.parts,
         "ALONG_K": thin.along_k, "SIZE": size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
         "PIECES": pieces, "PIECE_BITS": pieces.bit_length() - 1, "REACH": reach,
         "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from numfuse.backends.cuda.hopper import WGMMA
 from numfuse.backends.cuda.mirror import MIRROR
+from numfuse.backends.cuda.outer import SHORT_K
 from numfuse.backends.cuda.product import DeviceInfo, Plan, Product, Tier
 from numfuse.backends.cuda.simt import CORES
 from numfuse.backends.cuda.tensor_core import TENSOR_CORES
@@ -12,7 +13,7 @@ from numfuse.backends.cuda.thin import FEW_ROWS
 __all__ = ["TIERS", "choose"]
 
 #: The last takes every product.
-TIERS: tuple[Tier, ...] = (FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
+TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:
