@@ -83,7 +83,7 @@ def first(cache: Path) -> dict[str, dict[str, int]]:
 def test_the_first_process_compiles_everything_and_the_second_nothing(first, cache):
     assert len(first["kernels"]) > 8
     assert set(first["kernels"].values()) == {0}
-    assert first["entries"] == {"run_here": 0, "open_sequence": 0, "work": 0}
+    assert first["entries"] == {"run_here": 0, "run_with_helpers": 0, "help_with": 0}
     before = sorted(cache.rglob("*.nb?"))
     second = json.loads(run(EVERYTHING, cache))
     assert second["kernels"] == dict.fromkeys(first["kernels"], 1)

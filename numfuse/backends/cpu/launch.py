@@ -18,17 +18,17 @@ processes made by fork are usually one worker among many.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import functools
 import mmap
 import os
 import sys
-import threading
 import time
 from array import array
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import numba
@@ -51,6 +51,11 @@ HUGE_PAGE = 2 << 20
 KEPT_WORKSPACES = 4
 #: Looks at the counter before a waiting thread lets others run: some microseconds.
 SPINS = 100
+#: Looks at the gate of a launch that has not begun before a helper leaves: about a millisecond.
+#: (The launch never begins if its caller was interrupted.)
+PATIENCE = 200 * SPINS
+#: What the gate of a launch gains when it is opened, and when it is closed.
+GATE = 1 << 32
 #: Seconds: a launch that takes no longer has no late threads; and how long Numba's pool is left
 #: alone at first when there were some: the fourth time it is eight times as long, more than
 #: OpenBLAS spins for (0.13 s at 2 GHz).  Threads of our own may be woken on the core of the thread
@@ -148,9 +153,9 @@ def work(table: int, workspace: int, pause: int) -> None:
     cells = t[T_CELLS]
     entry = table + 8 * T_ENTRIES
     begin = 0
-    cell = FETCH_ADD(table + 8 * T_NEXT)
+    cell = FETCH_ADD(table + 8 * T_NEXT, 1)
     if cell >= cells:
-        FETCH_ADD(table + 8 * T_LATE)
+        FETCH_ADD(table + 8 * T_LATE, 1)
     while cell < cells:
         e = WORDS(entry)
         while cell >= e[1]:
@@ -164,8 +169,8 @@ def work(table: int, workspace: int, pause: int) -> None:
             if spins % SPINS == 0 and pause != 0:
                 CALL_PAUSE(pause)
         CALL(e[0], e[3], cell - begin, workspace)
-        FETCH_ADD(table + 8 * T_FINISHED)
-        cell = FETCH_ADD(table + 8 * T_NEXT)
+        FETCH_ADD(table + 8 * T_FINISHED, 1)
+        cell = FETCH_ADD(table + 8 * T_NEXT, 1)
 
 
 def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) -> None:
@@ -182,6 +187,43 @@ def run_parallel(
     OPEN(steps, count, arrays, workspace, workspace + table)
     for t in prange(threads):
         WORK(workspace + table, workspace + t * stride, pause)
+
+
+def run_with_helpers(
+    steps: int, count: int, arrays: int, workspace: int, table: int, gate: int, pause: int
+) -> None:  # fmt: skip
+    """A sequence in the calling thread and in those that `help_with` brings.
+
+    The word at `gate` counts who is inside, above that it says whether the launch has begun (GATE)
+    and is over (2 * GATE).  Operands and workspace may be gone after the return, so the gate is
+    closed before, and who is inside is waited for: here, where nothing interrupts.
+    """
+    table += workspace
+    OPEN(steps, count, arrays, workspace, table)
+    FETCH_ADD(gate, GATE)
+    WORK(table, workspace, pause)
+    FETCH_ADD(gate, GATE)
+    spins = 0
+    while LOAD(gate) != 2 * GATE:
+        PAUSE()
+        spins += 1
+        if spins % SPINS == 0 and pause != 0:
+            CALL_PAUSE(pause)
+
+
+def help_with(gate: int, table: int, workspace: int, pause: int) -> None:
+    """Take part in a launch of `run_with_helpers`, unless it is over."""
+    begun = FETCH_ADD(gate, 1) // GATE
+    looks = 0
+    while begun == 0 and looks < PATIENCE:
+        PAUSE()
+        looks += 1
+        if looks % SPINS == 0 and pause != 0:
+            CALL_PAUSE(pause)
+        begun = LOAD(gate) // GATE
+    if begun == 1:
+        WORK(table, workspace, pause)
+    FETCH_ADD(gate, -1)
 
 
 _I = types.int64
@@ -230,19 +272,23 @@ def _entry(name: str) -> Any:
     data = data_of_array if OBJECTS_CAN_BE_READ else data_of_address
     names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     names["RESOLVE"] = specialise.device(resolve, **names)
-    if name == "open":
-        return specialise.entry(open_sequence, types.void(*[_I] * 5), **names)
-    working = names | {
-        "CALL": microkernel.make_call(3), "FETCH_ADD": microkernel.make_fetch_add(),
-        "LOAD": microkernel.make_atomic_load(), "PAUSE": microkernel.make_pause(),
-        "CALL_PAUSE": microkernel.make_call(0), "SPINS": SPINS,
+    waiting = {
+        "FETCH_ADD": microkernel.make_fetch_add(), "LOAD": microkernel.make_atomic_load(),
+        "PAUSE": microkernel.make_pause(), "CALL_PAUSE": microkernel.make_call(0), "SPINS": SPINS,
     }  # fmt: skip
-    if name == "work":
-        return specialise.entry(work, types.void(*[_I] * 3), **working)
     parts = {
         "OPEN": specialise.device(open_sequence, **names),
-        "WORK": specialise.device(work, **working),
+        "WORK": specialise.device(work, CALL=microkernel.make_call(3), **names, **waiting),
     }
+    if name == "helped":
+        return specialise.entry(
+            run_with_helpers, types.void(*[_I] * 7), GATE=GATE, **parts, **waiting
+        )
+    if name == "help":
+        return specialise.entry(
+            help_with, types.void(*[_I] * 4), GATE=GATE, PATIENCE=PATIENCE,
+            WORK=parts["WORK"], **waiting,
+        )  # fmt: skip
     if name == "here":
         return specialise.entry(run_here, types.void(*[_I] * 5), **parts)
     return specialise.entry(
@@ -295,15 +341,17 @@ def _give_back(workspace: Workspace) -> None:
 
 
 _forked = False
-_executor: ThreadPoolExecutor | None = None
-_executor_lock = threading.Lock()
+#: Threads of our own, and what they are asked for: the entry "help", its arguments, and the gate
+#: among them, which this keeps alive.
+_helpers: list[int] = []
+_wanted: SimpleQueue[tuple[Any, tuple[int, ...], array[int]]] = SimpleQueue()
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _executor, _executor_lock
+    global _forked, _wanted
     _forked = True
-    _executor = None  # its threads did not survive the fork
-    _executor_lock = threading.Lock()
+    _helpers.clear()  # they did not survive the fork
+    _wanted = SimpleQueue()
 
 
 if hasattr(os, "register_at_fork"):
@@ -326,13 +374,12 @@ def threading_layer() -> str:
     return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 
-def _own_threads() -> ThreadPoolExecutor:
-    global _executor
-    with _executor_lock:
-        if _executor is None:
-            most = int(numba.config.NUMBA_NUM_THREADS)  # type: ignore[attr-defined]
-            _executor = ThreadPoolExecutor(max(1, most - 1), thread_name_prefix="numfuse")
-        return _executor
+def _help() -> None:
+    """What a thread of our own does, to the end of the process."""
+    wanted = _wanted
+    while True:
+        run, arguments, _gate = wanted.get()
+        run(*arguments)
 
 
 _here: Any = None
@@ -405,44 +452,6 @@ def room(size: int) -> Iterator[Workspace]:
     _give_back(workspace)
 
 
-class _Crew:
-    """The threads at work on one launch; its end waits for those that have begun only."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._open = True
-        self._inside = 0
-
-    def share(self, run: Callable[..., None], *arguments: int) -> None:
-        """Take part in the launch, unless it is over: what the arguments point to is then gone."""
-        with self._changed:
-            if not self._open:
-                return
-            self._inside += 1
-        try:
-            run(*arguments)
-        finally:
-            with self._changed:
-                self._inside -= 1
-                self._changed.notify_all()
-
-    def dismiss(self) -> None:
-        """Let nobody in any more, and wait for the others, whatever interrupts the caller:
-        operands and workspace have to stay alive until the last one is done."""
-        interrupt: BaseException | None = None
-        while True:
-            try:
-                with self._changed:
-                    self._open = False
-                    while self._inside:
-                        self._changed.wait()
-                break
-            except BaseException as error:
-                interrupt = error
-        if interrupt is not None:
-            raise interrupt
-
-
 #: Until when (time.monotonic) Numba's pool is left alone; how many of its launches in a row had
 #: late threads.  Races between threads that launch at once only make them try again.
 _crowded_until = 0.0
@@ -472,20 +481,25 @@ def _note_late_threads(table: int, seconds: float) -> None:
 
 
 def _launch_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> None:
-    *steps, workspace, table = how
-    table += workspace
-    _entry("open")(*steps, workspace, table)
-    run = _entry("work")
-    crew = _Crew()
+    """A launch with the help of threads of our own.
+
+    An interrupt (Ctrl-C) can come between any two of these steps, also inside what the standard
+    library writes in Python: an executor or a condition would then be left locked, and the next
+    call, or the end of the process, wait for ever.  So there is nothing here that has to be undone:
+    what has to be is inside one native call, and the queue is a single step of the interpreter.
+    """
+    *_, workspace, table = how
+    gate = array("q", [0])
+    address = gate.buffer_info()[0]
+    run = _entry("help")
     try:
-        try:
-            for t in range(1, threads):
-                _own_threads().submit(crew.share, run, table, workspace + t * stride, YIELD)
-        except RuntimeError:
-            pass  # no thread can be started (the interpreter ends): the caller does every cell
-        run(table, workspace, YIELD)
-    finally:
-        crew.dismiss()
+        while len(_helpers) < threads - 1:  # (calls at the same time may start one too many)
+            _helpers.append(_thread.start_new_thread(_help, ()))
+    except RuntimeError:
+        pass  # no thread can be started (the interpreter ends): the caller does every cell
+    for t in range(1, threads):
+        _wanted.put((run, (address, workspace + table, workspace + t * stride, YIELD), gate))
+    _entry("helped")(*how, address, YIELD)
 
 
 def warmup() -> None:
@@ -495,5 +509,5 @@ def warmup() -> None:
         return
     if threading_layer() != "workqueue":
         _entry("parallel")
-    for name in ("open", "work"):
+    for name in ("helped", "help"):
         _entry(name)

@@ -618,18 +618,18 @@ def make_nothing() -> Any:
 
 @functools.cache
 def make_fetch_add() -> Any:
-    """``fetch_add(address) -> int64``: the counter's value before one is added, atomically."""
+    """``fetch_add(address, number) -> int64``: adds atomically, and tells the value before."""
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
         pointer = builder.inttoptr(args[0], I64.as_pointer())
         # What was written before is seen by whoever sees the new value.
-        return builder.atomic_rmw("add", pointer, I64(1), "acq_rel")
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
 
-    def fetch_add(typingctx: Any, address: Any) -> Any:
-        return types.int64(types.int64), codegen
+    def fetch_add(typingctx: Any, address: Any, number: Any) -> Any:
+        return types.int64(types.int64, types.int64), codegen
 
     made: Any = intrinsic(fetch_add)
-    made.numfuse_key = "fetch_add"
+    made.numfuse_key = "fetch_add 2"
     return made
 
 
