@@ -491,7 +491,7 @@ def _launch_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> N
     *_, workspace, table = how
     gate = array("q", [0])
     address = gate.buffer_info()[0]
-    run = _entry("help")
+    run, run_helped = _entry("help"), _entry("helped")
     try:
         while len(_helpers) < threads - 1:  # (calls at the same time may start one too many)
             _helpers.append(_thread.start_new_thread(_help, ()))
@@ -499,7 +499,7 @@ def _launch_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> N
         pass  # no thread can be started (the interpreter ends): the caller does every cell
     for t in range(1, threads):
         _wanted.put((run, (address, workspace + table, workspace + t * stride, YIELD), gate))
-    _entry("helped")(*how, address, YIELD)
+    run_helped(*how, address, YIELD)
 
 
 def warmup() -> None:
