@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from types import SimpleNamespace
 
 import pytest
 from conftest import SIMULATED, unavailable
@@ -10,6 +11,8 @@ from conftest import SIMULATED, unavailable
 try:
     from numfuse.backends.cuda import launcher
     from numfuse.backends.cuda.libcuda import Config
+    from numfuse.backends.cuda.plans import Steps
+    from numfuse.errors import DeviceError, DeviceLost
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -165,3 +168,63 @@ def test_a_graph_is_one_launch():
     assert driver.graphs == [(77, 55)] and driver.launched == []
     driver = Driver(failing=77)
     assert driver.run(graph=77) == (0, 9)
+
+
+class Owner:
+    """What `Steps` asks of a device."""
+
+    def __init__(self, driver):
+        self.entries, self.lost, self.noted = tuple(driver.functions), None, []
+
+    def note(self, names):
+        self.noted.append(names)
+
+    def check(self, status, what):
+        if status:
+            raise DeviceError(f"{what}: {status}")
+
+
+@pytest.mark.parametrize("failing", [None, 3])
+def test_a_single_launch_is_repeated_at_once_as_through_a_run(failing):
+    driver = Driver(failing=failing)
+    owner = Owner(driver)
+    config, first, second = words(*range(20)), words(0), words(0)
+    table = words(at(first), at(second))
+    prepared = SimpleNamespace(
+        name="one kernel", device=owner, handles=(at(config), 3, at(table)),
+        slots=((at(first), 0, 0), (at(second), 1, 64)), maps=(),
+    )  # fmt: skip
+    steps = Steps(((prepared, ((2, 16), (3, 0))),), 0, 0, "tier", None, 2)
+    assert steps.simple
+    for call in (
+        lambda *addresses: steps.once(owner, 55, list(addresses)),
+        lambda *addresses: steps.run(owner, None, 55, list(addresses), 0),
+    ):
+        for addresses in ((10_000, 20_000), (30_000, 40_000)):
+            driver.launched.clear()
+            if failing is None:
+                call(*addresses)
+            else:
+                with pytest.raises(DeviceError, match="one kernel: 7"):
+                    call(*addresses)
+            assert driver.launched == [(3, at(first), 55, 0)]
+            assert (first[0], second[0]) == (addresses[0] + 16, addresses[1] + 64)
+        owner.lost = "why"
+        with pytest.raises(DeviceLost, match="why"):
+            call(1, 2)
+        owner.lost = None
+        assert (first[0], second[0]) == (30_016, 40_064)
+    assert owner.noted == ["one kernel"] * 4
+
+
+def test_pytorch_tells_of_cudas_autocast_where_no_device_is_named():
+    torch = pytest.importorskip("torch")
+    before = torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    try:
+        for cuda in (True, False):
+            torch.set_autocast_enabled("cuda", cuda)
+            torch.set_autocast_enabled("cpu", not cuda)
+            assert torch.is_autocast_enabled() is cuda
+    finally:
+        torch.set_autocast_enabled("cuda", before[0])
+        torch.set_autocast_enabled("cpu", before[1])

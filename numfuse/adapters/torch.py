@@ -212,7 +212,11 @@ def _public(name: str) -> Any:
         first: Any = None
         if not torch.compiler.is_compiling():
             first = args[0] if args else None
-            if type(first) in _TENSORS and first.is_cuda and not _watched("cuda"):
+            # (of autocast: CUDA's is asked for, in half the time that its name takes)
+            if (
+                type(first) in _TENSORS and first.is_cuda
+                and not (transformed() or torch.is_autocast_enabled())
+            ):  # fmt: skip
                 made = on_cuda().again(base, args + gate, options)
                 if made is not None:
                     return made

@@ -201,9 +201,10 @@ def again(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         addresses.append(at)
         results.append(x)
     steps = kept.steps
-    # one launch without workspace is the same in a capture
-    capture = 0 if steps.simple else kind.capture(ordinal)
-    steps.run(owner, pool, kind.stream(ordinal), addresses, capture)
+    if steps.simple:
+        steps.once(owner, kind.stream(ordinal), addresses)
+    else:
+        steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
     latest.call = kept.call
     return results[0] if kept.pack is None else kept.pack(results)
 

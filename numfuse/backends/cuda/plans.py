@@ -294,6 +294,17 @@ class Steps:
             if block is not None:
                 pool.give(block)
 
+    def once(self, device: Device, stream: int, addresses: list[int]) -> None:
+        """As `run`, of one launch without workspace: the same in a capture."""
+        if device.lost is not None:
+            raise DeviceLost(device.lost)
+        device.note(self.names)
+        with self._lock:
+            self._bases[2:] = addresses
+            status = self._plan[_STATUS] if self._call(self._plan_at, stream, 0) >= 0 else 0
+        if status:
+            device.check(status, self.names)
+
     def _start(
         self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
     ) -> None:
