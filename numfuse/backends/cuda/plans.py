@@ -218,8 +218,8 @@ class Steps:
         self._launches, self._work = launches, work
         self.nbytes = work + scratch
         self.tiers, self.chief = tiers, chief
-        #: Whether it is one launch without workspace.
-        self.simple = len(launches) == 1 and not self.nbytes
+        #: Whether it is one launch without workspace (the simulator has no `launch_loop`).
+        self.simple = len(launches) == 1 and not self.nbytes and not SIMULATED
         self.names = ", ".join(prepared.name for prepared, _ in launches)
         self._lock = threading.Lock()
         if not SIMULATED:
