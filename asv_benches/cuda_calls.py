@@ -1,7 +1,7 @@
 """The host's time of a repeated CUDA call, and what of it is the driver's and the new results'.
 
     python asv_benches/cuda_calls.py
-    python asv_benches/cuda_calls.py --rounds 15 --json calls.json
+    python asv_benches/cuda_calls.py --calls 2000 --json calls.json
 
 Products of 64 cubed in bfloat16: the device needs less than the host, so a loop of calls takes
 what the host does. The driver: the same launches in one native call, with the arguments of the
@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import torch
-from cuda_gpu import gelu, operands
+from cuda_gpu import Clock, Contestants, gelu, operands
 
 import numfuse as nf
 from numfuse.backends.cuda import entry
@@ -42,10 +39,10 @@ def launches(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     return lambda: steps._call(steps._plan_at, stream, 0), steps.count
 
 
-def contestants() -> dict[str, Callable[[], Any]]:
+def contestants() -> Contestants:
     a, b, bias, grad = operands("bf16", SHAPE)
     other = torch.randn_like(a)
-    found: dict[str, Callable[[], Any]] = {
+    found: Contestants = {
         "forward": lambda: nf.matmul_bias_activation(a, b, bias, "gelu"),
         "backward": lambda: nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"),
         "gate": lambda: nf.silu_mul(a, other),
@@ -72,7 +69,6 @@ def contestants() -> dict[str, Callable[[], Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--json", help="write the medians, in microseconds, to this file")
     arguments = parser.parse_args()
@@ -80,23 +76,10 @@ def main() -> None:
     parts = {name: launches(calls[name]) for name in ("forward", "backward", "gate")}
     for name, (again, _) in parts.items():
         calls[f"{name}: driver"] = again
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    order = list(calls)
-    for call in calls.values():
-        for _ in range(20):
-            call()
-    for _ in range(arguments.rounds):
-        random.shuffle(order)
-        for name in order:
-            call = calls[name]
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(arguments.calls):
-                call()
-            times[name].append((time.perf_counter() - start) / arguments.calls * 1e6)
-    found = {name: statistics.median(values) for name, values in times.items()}
-    for name, values in times.items():
-        print(f"| {name} | {found[name]:.2f} | {min(values):.2f} |")
+    times = Clock(0).wall(calls, arguments.calls)
+    found = {name: seconds * 1e6 for name, seconds in times.items()}
+    for name, us in found.items():
+        print(f"| {name} | {us:.2f} |")
     results = {"forward": 1, "backward": 3, "gate": 1}
     print("| call | us | driver | new results | Python, of a launch |")
     for name, (_, count) in parts.items():

@@ -141,6 +141,15 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
         descriptor += 8 * words
 
 
+def look_again(looks: int, pause: int) -> int:
+    """Between two looks at a counter: how many there have been; now and then it lets others run."""
+    PAUSE()
+    looks += 1
+    if looks % SPINS == 0 and pause != 0:
+        CALL_PAUSE(pause)
+    return looks
+
+
 def work(table: int, workspace: int, pause: int) -> None:
     """Cells of an open sequence, until none are left: what each of its threads does.
 
@@ -162,12 +171,9 @@ def work(table: int, workspace: int, pause: int) -> None:
             begin = e[1]
             entry += 8 * ENTRY_WORDS
             e = WORDS(entry)
-        spins = 0
+        looks = 0
         while LOAD(table + 8 * T_FINISHED) < e[2]:
-            PAUSE()
-            spins += 1
-            if spins % SPINS == 0 and pause != 0:
-                CALL_PAUSE(pause)
+            looks = LOOK_AGAIN(looks, pause)
         CALL(e[0], e[3], cell - begin, workspace)
         FETCH_ADD(table + 8 * T_FINISHED, 1)
         cell = FETCH_ADD(table + 8 * T_NEXT, 1)
@@ -203,12 +209,9 @@ def run_with_helpers(
     FETCH_ADD(gate, GATE)
     WORK(table, workspace, pause)
     FETCH_ADD(gate, GATE)
-    spins = 0
+    looks = 0
     while LOAD(gate) != 2 * GATE:
-        PAUSE()
-        spins += 1
-        if spins % SPINS == 0 and pause != 0:
-            CALL_PAUSE(pause)
+        looks = LOOK_AGAIN(looks, pause)
 
 
 def help_with(gate: int, table: int, workspace: int, pause: int) -> None:
@@ -216,10 +219,7 @@ def help_with(gate: int, table: int, workspace: int, pause: int) -> None:
     begun = FETCH_ADD(gate, 1) // GATE
     looks = 0
     while begun == 0 and looks < PATIENCE:
-        PAUSE()
-        looks += 1
-        if looks % SPINS == 0 and pause != 0:
-            CALL_PAUSE(pause)
+        looks = LOOK_AGAIN(looks, pause)
         begun = LOAD(gate) // GATE
     if begun == 1:
         WORK(table, workspace, pause)
@@ -273,9 +273,15 @@ def _entry(name: str) -> Any:
     names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     names["RESOLVE"] = specialise.device(resolve, **names)
     waiting = {
-        "FETCH_ADD": microkernel.make_fetch_add(), "LOAD": microkernel.make_atomic_load(),
-        "PAUSE": microkernel.make_pause(), "CALL_PAUSE": microkernel.make_call(0), "SPINS": SPINS,
-    }  # fmt: skip
+        "FETCH_ADD": microkernel.make_fetch_add(),
+        "LOAD": microkernel.make_atomic_load(),
+        "LOOK_AGAIN": specialise.device(
+            look_again,
+            PAUSE=microkernel.make_pause(),
+            CALL_PAUSE=microkernel.make_call(0),
+            SPINS=SPINS,
+        ),
+    }
     parts = {
         "OPEN": specialise.device(open_sequence, **names),
         "WORK": specialise.device(work, CALL=microkernel.make_call(3), **names, **waiting),
