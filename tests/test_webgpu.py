@@ -341,7 +341,7 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
     def held():
         gc.collect()
         return (
-            device._free_bytes, sum(map(len, device._free.values())), len(device._live),
+            device._free.nbytes, len(device._free), len(device._live),
             len(device._staging), device.pipelines, len(device._constants._entries),
             len(device._groups._entries), len(device.plans),
         )  # fmt: skip
@@ -377,7 +377,7 @@ def test_giving_the_pool_back_is_harmless(device):
     case = operands(37, 29, 31)
     first = layer(*case)
     device.trim()
-    assert device._free_bytes == 0
+    assert device._free.nbytes == len(device._free) == 0
     assert same(layer(*case), first)
 
 

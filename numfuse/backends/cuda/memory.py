@@ -10,12 +10,12 @@ be launched at any later time: it goes round within the capture, and is never gi
 
 from __future__ import annotations
 
-import threading
-from collections import defaultdict
+from collections import deque
 from collections.abc import Iterable
 
 from numfuse import tiling
 from numfuse.backends.cuda.driver import Device
+from numfuse.pool import FreeBlocks
 
 __all__ = ["Block", "Pool"]
 
@@ -49,13 +49,24 @@ class Pool:
     """
 
     def __init__(self, device: Device, limit: int = tiling.CUDA_POOL_BYTES) -> None:
-        self._device, self._limit = device, limit
-        self._free: dict[tuple[int, int], dict[int, list[Block]]] = defaultdict(dict)
+        self._device = device
+        self._free: FreeBlocks[Block] = FreeBlocks(self._drop, limit)
+        #: Of captured graphs: as long as the process.
+        self._captured: FreeBlocks[Block] = FreeBlocks(self._drop)
         #: Blocks that other streams may still use, with the events to wait for.
-        self._late: list[tuple[Block, list[int]]] = []
-        self._lock = threading.Lock()
-        #: Bytes of free blocks, and all that were ever asked of the device and not given back.
-        self.kept = self.held = 0
+        self._late: deque[tuple[Block, list[int]]] = deque()
+        #: {address: bytes} of what was ever asked of the device and not given back.
+        self._allocated: dict[int, int] = {}
+
+    @property
+    def kept(self) -> int:
+        """Bytes of free blocks."""
+        return self._free.nbytes + self._captured.nbytes
+
+    @property
+    def held(self) -> int:
+        """Bytes that were ever asked of the device and not given back."""
+        return sum(self._allocated.copy().values())
 
     def take(
         self, nbytes: int, stream: int, what: str = "workspace", capture: int | None = None
@@ -63,64 +74,52 @@ class Pool:
         """A block for work of this stream; its content is undefined."""
         nbytes = size_class(nbytes)
         owner = stream, self._device.capture(stream) if capture is None else capture
-        with self._lock:
-            if self._late:
-                self._collect()
-            lists = self._free[owner]
-            found = lists.get(nbytes)
-            if not found:
-                # a larger one that is not wasted on it
-                near = [n for n, blocks in lists.items() if blocks and nbytes < n <= 2 * nbytes]
-                found = lists[min(near)] if near else None
-            if found:
-                block = found.pop()
-                self.kept -= block.nbytes
-                return block
+        if self._late:
+            self._collect()
+        # or a larger one that is not wasted on it
+        block = self._blocks(owner).take(owner, nbytes, 2 * nbytes)
+        if block is not None:
+            return block
         try:
             address = self._device.allocate(nbytes, what)
         except MemoryError:
             self.release()
             address = self._device.allocate(nbytes, what)
-        with self._lock:
-            self.held += nbytes
+        self._allocated[address] = nbytes
         return Block(address, nbytes, owner)
 
     def give(self, block: Block, others: Iterable[int] = ()) -> None:
         """Take a block back. All its work is in its own stream, and in `others` of the device."""
         events = [self._device.event(stream) for stream in others if stream != block.owner[0]]
-        with self._lock:
-            if events:
-                self._late.append((block, events))
-            else:
-                self._keep(block)
+        if events:
+            self._late.append((block, events))
+        else:
+            self._keep(block)
+
+    def release(self) -> None:
+        """Give all free blocks back to the device, but those of captured graphs."""
+        self._free.clear()
+
+    def _blocks(self, owner: tuple[int, int]) -> FreeBlocks[Block]:
+        return self._captured if owner[1] else self._free
 
     def _keep(self, block: Block) -> None:
-        if block.owner[1] == 0 and self.kept + block.nbytes > self._limit:
-            self._device.free(block.address)
-            self.held -= block.nbytes
-            return
-        self._free[block.owner].setdefault(block.nbytes, []).append(block)
-        self.kept += block.nbytes
+        self._blocks(block.owner).keep(block.owner, block.nbytes, block)
+
+    def _drop(self, block: Block) -> None:
+        # known no longer before it is free, and so may be another's
+        self._allocated.pop(block.address, None)
+        self._device.free(block.address)
 
     def _collect(self) -> None:
-        late, self._late = self._late, []
-        for block, events in late:
+        for _ in range(len(self._late)):
+            try:
+                block, events = self._late.popleft()
+            except IndexError:  # another thread looks, too
+                return
             if all(self._device.passed(event) for event in events):
                 for event in events:
                     self._device.forget(event)
                 self._keep(block)
             else:
                 self._late.append((block, events))
-
-    def release(self) -> None:
-        """Give all free blocks back to the device, but those of captured graphs."""
-        with self._lock:
-            for owner, lists in self._free.items():
-                if owner[1]:
-                    continue
-                for blocks in lists.values():
-                    for block in blocks:
-                        self._device.free(block.address)
-                        self.kept -= block.nbytes
-                        self.held -= block.nbytes
-                    blocks.clear()

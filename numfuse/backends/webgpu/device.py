@@ -23,6 +23,7 @@ from numpy import ndarray
 from numfuse import tiling
 from numfuse.backends.webgpu.kernels import Kernel, Rounding
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.pool import FreeBlocks
 
 __all__ = ["Adapter", "Binding", "Buffer", "Commands", "Device", "adapters", "again", "choose"]
 
@@ -255,8 +256,7 @@ class Device:
         self._live: set[Any] = set()
         #: Of calls on arrays of the device, by what they depend on (see `plans`).
         self.plans: OrderedDict[Any, Any] = OrderedDict()
-        self._free: dict[int, list[Any]] = {}
-        self._free_bytes = 0
+        self._free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.WEBGPU_POOL_BYTES)
         self._staging: list[Any] = []
 
     @functools.cached_property
@@ -326,11 +326,9 @@ class Device:
                 f"{self.name}, got {size}"
             )
         size = self._capacity(size)
-        with self._lock:
-            free = self._free.get(size)
-            if free:
-                self._free_bytes -= size
-                return Buffer(self, free.pop(), size)
+        free = self._free.take(None, size, size)
+        if free is not None:
+            return Buffer(self, free, size)
         if self.lost:
             raise DeviceLost(f"{self.name} is lost")
         with self.reported(f"buffer of {size} bytes"):
@@ -342,25 +340,21 @@ class Device:
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
         # What reads it has been submitted, and what the next owner does comes later in the queue.
-        with self._lock:
-            if not self.lost and self._free_bytes + size <= tiling.WEBGPU_POOL_BYTES:
-                self._free.setdefault(size, []).append(handle)
-                self._free_bytes += size
-                return
-            self._live.discard(handle)
+        if self.lost:
+            self._destroy(handle)
+        else:
+            self._free.keep(None, size, handle)
+
+    def _destroy(self, handle: Any) -> None:
+        self._live.discard(handle)
         handle.destroy()
 
     def trim(self) -> None:
         """Give the memory of the pool back to the driver."""
         with self._lock:
-            free, self._free, self._free_bytes = self._free, {}, 0
             self._groups.clear()
             staging, self._staging = self._staging, []
-            for handles in free.values():
-                self._live.difference_update(handles)
-        for handles in free.values():
-            for handle in handles:
-                handle.destroy()
+        self._free.clear()
         for handle, _ in staging:
             handle.destroy()
 
