@@ -32,12 +32,12 @@ from cuda_gpu import (
 )
 
 import numfuse as nf
-from numfuse.tiling import HOPPER_TILES, HopperTile
+from numfuse.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES, HopperTile
 
 #: By name: tiles of the table, and those that did not make it there.
 TILES: dict[str, HopperTile | None] = {
     "chosen": None,
-    **{str(tile): tile for tile, _ in HOPPER_TILES},
+    **{str(tile): tile for tile, _ in HOPPER_TILES + HOPPER_SPLIT_TILES},
     "64x256x64 ping-pong": HopperTile(64, 256, 2, True),
 }
 LARGE = ("chosen", "128x256x64 cooperative", "128x128x64 ping-pong")
@@ -81,7 +81,8 @@ def forget() -> None:
     entry.forget(device())
 
 
-Work = tuple[str, tuple[int, int, int], str, str]
+#: A case, its sizes and dtype, and what else tells a contestant.
+Work = tuple[Any, ...]
 
 
 def prepare(work: list[Work], make: Callable[[Work], None], processes: int) -> None:
@@ -108,8 +109,8 @@ def recorded(name: str, forcing: AbstractContextManager[Any], call: Any) -> Any:
 
 def compiled(work: Work) -> None:
     """Compile a contestant."""
-    case, shape, dtype, tile = work
-    with forced(TILES[tile]):
+    case, shape, dtype, precision, tile = work
+    with forced(TILES[tile]), nf.use_backend("cuda", precision=precision):
         calls(case, shape, dtype)[0]()
     torch.cuda.synchronize()
 
@@ -120,6 +121,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="*", default=[], help="MxKxN")
     parser.add_argument("--tiles", nargs="*", default=[], help="names, as printed")
     parser.add_argument("--dtype", default="bf16")
+    parser.add_argument("--precision", default="ieee", help="of f32: bf16x6 or tf32")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument(
         "--prepare", type=int, default=0, metavar="N", help="compile in N processes"
@@ -130,7 +132,7 @@ def main() -> None:
     shapes: Any = given or (*BIG, (2048, 2048, 2048), *SMALL, *THIN)
     if arguments.prepare:
         work = [
-            (case, shape, arguments.dtype, tile)
+            (case, shape, arguments.dtype, arguments.precision, tile)
             for case in arguments.cases
             for shape in ((512, 512, 512), *(s for s in shapes if s[0] < 8192))
             for tile in (arguments.tiles or (LARGE if case != "backward" else ("chosen",)))
@@ -152,7 +154,8 @@ def main() -> None:
                 tiles = ("chosen", "128x64x64 cooperative", "64x128x64 cooperative",
                          "64x64x64 cooperative", "64x32x64 cooperative")  # fmt: skip
             for tile in tiles:
-                made = recorded(tile, forced(TILES[tile]), ours)
+                with nf.use_backend("cuda", precision=arguments.precision):
+                    made = recorded(tile, forced(TILES[tile]), ours)
                 if made is None:
                     continue
                 replay, results = made

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +70,9 @@ class Target:
     exponent_parts: Any
     #: the first argument, its sign turned where the second is negative
     toward: Any
+    #: {dtype: 1 / g, rounded correctly, of a normal g with a normal inverse}; by a division where
+    #: there is none
+    inverses: Mapping[str, Any] | None = None
 
 
 # --- primitives ---------------------------------------------------------------------------------
@@ -285,6 +288,23 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
         q = factor * inverse
         return fused(fused(-q, g, factor), inverse, q)
 
+    inverse = (target.inverses or {}).get(dtype)
+    if inverse is not None:
+
+        @jit
+        def ratio(a, g):
+            return quotient(a, inverse(g), g)
+
+    else:
+
+        @jit
+        def inverse(g):
+            return one / g
+
+        @jit
+        def ratio(a, g):
+            return a / g
+
     @jit
     def unscaled(q):
         return q * sigma
@@ -317,7 +337,7 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
         # Where both are near 1 in size, it takes up all of what the denominator lost: 1.9 ULP, and
         # 2.4 without it.  Near 0 that would add more error than it takes.
         d_low = select(y > one, fused(s, p, (one + s) - d), zero)
-        return copy_sign((em + d_low) / d, x)
+        return copy_sign(ratio(em + d_low, d), x)
 
     @jit
     def log_of(f, k, correction):
@@ -379,8 +399,8 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
         scaled_bell=scaled_bell, scaled_normal_cdf=scaled_normal_cdf, plain_exp=plain_exp,
         plain_sigmoid=plain_sigmoid, plain_bell=plain_bell, plain_complement=plain_complement,
         scaled_complement=scaled_complement, growth=growth, plain_growth=plain_growth,
-        quotient=quotient, unscaled=unscaled, less_unscaled=less_unscaled,
-        toward=target.toward,
+        quotient=quotient, inverse=inverse, ratio=ratio, unscaled=unscaled,
+        less_unscaled=less_unscaled, toward=target.toward,
     )  # fmt: skip
 
 
@@ -433,7 +453,7 @@ def _shared(op: str, args: list[Expr], high: Range) -> Expr:
     else:
         size, low = node("abs", hi), node("toward", lo, hi)
     g = node("plain_growth", size) if plain else node("growth", size, low)
-    inverse = node("div", 1, g)
+    inverse = node("inverse", g)
     if op == "scaled_bell":
         rise = node("less_unscaled", 1, inverse)
         return node("unscaled", node("mul", node("mul", factor, rise), inverse))
@@ -445,7 +465,7 @@ def _shared(op: str, args: list[Expr], high: Range) -> Expr:
 
 
 def _divided(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
-    """The graphs with a division for each quotient that is the only use of its inverse.
+    """The graphs with a ratio for each quotient that is the only use of its inverse.
 
     The bits are the same (see `quotient`); a lone division has three instructions less.
     """
@@ -455,7 +475,7 @@ def _divided(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
     for e in order:
         args = [made[a] for a in e.args]
         if e.op == "quotient" and uses[e.args[1]] == 1:
-            made[e] = node("div", args[0], args[2])
+            made[e] = node("ratio", args[0], args[2])
         else:
             made[e] = node(e.op, *args) if args else e
     return tuple(made[e] for e in exprs)

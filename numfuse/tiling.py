@@ -595,12 +595,22 @@ class HopperTile:
 #: each slice of Y (a cluster, each fetching half of it for both) changed nothing: 0.97-1.00.
 HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 256, 2, False), 1080),
-    (HopperTile(128, 128, 2, True), 610),
+    (HopperTile(128, 128, 2, True), 570),
     (HopperTile(128, 128, 2, False), 580),
     (HopperTile(128, 64, 2, False), 400),
     (HopperTile(64, 128, 1, False), 330),
     (HopperTile(64, 64, 1, False), 200),
     (HopperTile(64, 32, 1, False), 220),
+)
+#: The same for six products of bfloat16 parts, of which a thread has three sets of accumulators:
+#: cycles of all six.
+HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
+    (HopperTile(128, 128, 2, False), 3480),
+    (HopperTile(64, 128, 2, True), 1880),
+    (HopperTile(128, 64, 2, False), 2400),
+    (HopperTile(64, 128, 1, False), 1980),
+    (HopperTile(64, 64, 1, False), 1200),
+    (HopperTile(64, 32, 1, False), 1320),
 )
 #: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
 #: `hopper_gemm`), or threads do ("vectors"): even within 1% in the forward.
@@ -641,18 +651,16 @@ def hopper_splits(
 
 @functools.lru_cache(maxsize=4096)
 def hopper_tile(
-    m: int, n: int, slices: int, places: int, multiprocessors: int, *, depth: int = 1,
-    heavy: bool = False, rows: bool = False, free: bool = False, registers: int = 128,
+    m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: bool = False,
+    heavy: bool = False, rows: bool = False, free: bool = False,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
-    `depth`: passes over K.  `heavy`: an epilogue that computes an activation.  `rows`: a result of
-    unaligned rows.  `free`: K may be cut.  `registers`: accumulators that a thread has room for.
+    `split`: of operands in three parts.  `heavy`: an epilogue that computes an activation.
+    `rows`: a result of unaligned rows.  `free`: K may be cut.
     """
     best: tuple[float, HopperTile, int] | None = None
-    for tile, cycles in HOPPER_TILES:
-        if tile.halves * tile.block_n // 2 > registers or (tile.ping_pong and depth > 1):
-            continue
+    for tile, cycles in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
         elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
         finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
@@ -664,7 +672,7 @@ def hopper_tile(
             taken = -(-slices // length)
             if taken != parts:
                 continue
-            work = length * depth * cycles
+            work = length * cycles
             units = -(-blocks * parts // multiprocessors)
             if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
                 cost = units * (work + elements * HOPPER_HIDDEN[kind]) + finish

@@ -4,14 +4,15 @@
     compute-sanitizer --tool racecheck --error-exitcode 1 python tests/sanitize_cuda.py
 
 Arrays are NumPy's, so each operand is a block of the pool, and results are compared with those of
-the reference backend. Numbers behind it are those of the cases to run; without the sanitizer, a run
-compiles what they need into the disk cache.
+the reference backend. Numbers behind it are those of the cases to run, the blocks that are forced
+after the others; without the sanitizer, a run compiles what they need into the disk cache.
 """
 
 from __future__ import annotations
 
 import sys
 from typing import Any
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -31,6 +32,11 @@ CASES = (
 )  # fmt: skip
 #: The same for float32 on tensor cores: (precision, tolerance).
 PRECISIONS = (("bf16x6", 2e-5), ("tf32", 1e-2))
+#: Blocks of Hopper's that only larger sizes choose: each is made to take a forward and a backward.
+FORCED = (
+    *((tile, "ieee", "bfloat16", 392, 200, 520) for tile, _ in tiling.HOPPER_TILES),
+    *((tile, "bf16x6", "float32", 392, 200, 264) for tile, _ in tiling.HOPPER_SPLIT_TILES),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -45,11 +51,13 @@ def main() -> None:
     rng = np.random.default_rng(0)
     tolerances = {"float64": 1e-12, "float32": 1e-4}
     tiers: set[str] = set()
-    chosen = [int(word) for word in sys.argv[1:]] or range(len(CASES))
-    for name, m, k, n in (CASES[i] for i in chosen):
-        dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
-        shapes = (m, k), (k, n), (n,), (m, n)
-        operands = [(rng.standard_normal(s) * s[0] ** -0.5).astype(dtype) for s in shapes]
+    chosen = [int(word) for word in sys.argv[1:]] or range(len(CASES) + len(FORCED))
+    for number in chosen:
+        if number >= len(CASES):
+            forced(*FORCED[number - len(CASES)], rng)
+            continue
+        name, m, k, n = CASES[number]
+        operands = random_operands(rng, name, m, k, n)
         wanted = results("reference", *operands, set())
         compare(results("cuda", *operands, tiers), wanted, tolerances.get(name, 3e-2))
         if name == "float32":
@@ -58,6 +66,35 @@ def main() -> None:
                     compare(results(None, *operands, tiers), wanted, tolerance)
         print(name, m, k, n, "done", flush=True)
     print("tiers:", ", ".join(sorted(tiers)))
+
+
+def random_operands(rng: Any, name: str, m: int, k: int, n: int) -> list[np.ndarray]:
+    """a, b, bias and grad."""
+    dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+    shapes = (m, k), (k, n), (n,), (m, n)
+    return [(rng.standard_normal(s) * s[0] ** -0.5).astype(dtype) for s in shapes]
+
+
+def forced(
+    tile: tiling.HopperTile, precision: Any, name: str, m: int, k: int, n: int, rng: Any
+) -> None:
+    """A forward and a backward with every product in blocks of one tile."""
+    from numfuse.backends.cuda import entry, hopper
+    from numfuse.backends.cuda.driver import device
+
+    a, b, bias, grad = random_operands(rng, name, m, k, n)
+    found = []
+    entry.forget(device())
+    with mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1)):
+        for backend in ("reference", "cuda"):
+            asked = {} if backend == "reference" else {"precision": precision}
+            with nf.use_backend(backend, **asked):
+                results = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+                found.append([nf.matmul_bias_activation(a, b, bias, "gelu"), *results])
+        assert str(tile) in str(nf.last_call().tiling), nf.last_call()
+    entry.forget(device())
+    compare(found[1], found[0], 3e-2 if name == "bfloat16" else 2e-5)
+    print(tile, precision, name, m, k, n, "done", flush=True)
 
 
 def results(

@@ -21,7 +21,7 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
-from numfuse.tiling import HOPPER_TILES
+from numfuse.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 
 try:
     from numfuse.backends.cuda import gated, joins, passes, scalars, toolchain
@@ -177,6 +177,13 @@ CASES = [
     taken("wgmma bf16x6", WGMMA,
           product(2048, 2048, 2048, "float32", function="gelu", precision="bf16x6"), HOPPER,
           ("cvt.rn.bf16x2.f32",)),
+    *[
+        Case(f"wgmma bf16x6 slope, {tile}", plan_with(
+                 product(1024, 1024, 1024, "float32", function="gelu", epilogue="slope",
+                         alignment=alignment, precision="bf16x6"), "bf16x6", HOPPER, tile, 1
+             ).launches, HOPPER, ("cvt.rn.bf16x2.f32",))
+        for (tile, _), alignment in zip(HOPPER_SPLIT_TILES[:2], (4, 16), strict=True)
+    ],
     taken("wgmma tf32", WGMMA, product(2048, 2048, 2048, "float32", precision="tf32"), HOPPER,
           ("cvt.rna.tf32.f32",)),
     Case("slopes", (passes.slopes(AMPERE, "float32", None, None, ("float32", (1, 1, 1)), None,
@@ -358,7 +365,9 @@ def test_an_activation_is_a_function_of_kernels_of_your_own():
                 kernel, toolchain.types.void(real[::1], real[::1]), cc=(8, 0)
             )
         width = real.bitwidth
-        assert f"div.rn.f{width}" in text and f"fma.rn.f{width}" in text
+        divided = {32: "rcp.approx.ftz.f32", 64: "div.rn.f64"}[width]
+        assert divided in text and f"fma.rn.f{width}" in text
+        assert "div.rn.f32" not in text, "a division branches"
         assert "f64" not in text or width == 64, "float32 arithmetic became float64"
 
 

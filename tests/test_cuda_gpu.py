@@ -22,6 +22,7 @@ if SIMULATED:
 
 from numfuse.backends.cuda.driver import device  # noqa: E402
 from numfuse.backends.cuda.libcuda import count  # noqa: E402
+from numfuse.tiling import HOPPER_SPLIT_TILES  # noqa: E402
 
 
 def numbers(dtype=np.float32, m=33, k=21, n=19):
@@ -300,6 +301,47 @@ def test_an_odd_result_leaves_its_surroundings_alone():
         assert int(torch.isnan(room).sum()) == room.numel() - place.numel()
 
 
+# --- arithmetic -----------------------------------------------------------------------------------
+
+
+def test_the_inverse_without_a_branch_is_rounded_correctly():
+    cuda = pytest.importorskip("numba.cuda")
+    from numfuse.backends.cuda.scalars import inverse
+
+    @cuda.jit
+    def kernel(x, out):
+        i = cuda.grid(1)
+        if i < x.size:
+            out[i] = inverse(x[i])
+
+    every = (np.arange(1 << 23, dtype=np.uint32) | 0x3F800000).view(np.float32)  # from 1 to 2
+    scales = np.random.default_rng(3).integers(-125, 126, every.size).astype(np.int32)
+    for x in (every, np.ldexp(every, scales)[np.abs(scales) < 125]):
+        out = cuda.device_array_like(x)
+        kernel[-(-x.size // 256), 256](cuda.to_device(x), out)
+        np.testing.assert_array_equal(out.copy_to_host(), np.float32(1) / x)
+
+
+@pytest.mark.parametrize("name", sorted(nf.activations()))
+def test_float32_activations_have_the_bits_that_the_cpu_gives(name):
+    words = np.random.default_rng(5).integers(0, 1 << 32, 1 << 19, dtype=np.uint32)
+    x = np.concatenate([words.view(np.float32), np.linspace(-20, 20, 1 << 19, dtype=np.float32)])
+    x = x[np.isfinite(x)][:, None]
+    one = np.ones((1, 1), np.float32)
+    grad = np.ones_like(x)
+    found, wanted = (
+        (
+            nf.matmul_bias_activation(x, one, None, name, backend=backend),
+            nf.matmul_bias_activation_bwd(
+                grad, x, one, None, name, needs=("a",), backend=backend
+            ).d_a,
+        )
+        for backend in ("cuda", "cpu")
+    )
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 # --- float32 on tensor cores ----------------------------------------------------------------------
 
 
@@ -349,6 +391,24 @@ def test_products_on_tensor_cores_are_within_their_bound(precision, m, k, n):
     for x, y, given in ((grad, b.T, every.d_a), (a.T, grad, every.d_b)):
         exact, bound = product_bound(np.ascontiguousarray(x), np.ascontiguousarray(y), precision)
         assert (abs(given - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("tile", [tile for tile, _ in HOPPER_SPLIT_TILES], ids=str)
+@pytest.mark.parametrize("precision", ["bf16x6"], indirect=True)
+def test_products_in_any_blocks_are_within_their_bound(precision, tile, monkeypatch):
+    from numfuse.backends.cuda import hopper
+
+    monkeypatch.setattr(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1))
+    # several blocks for each multiprocessor, and sums that go on in float32 in the midst
+    a, b, bias, grad = numbers(m=20000, k=330, n=264)
+    out = nf.matmul_bias_activation(a, b, bias)
+    assert str(tile) in str(nf.last_call().tiling)
+    exact, bound = product_bound(a, b, precision)
+    bias = bias.astype(np.float64)
+    assert (abs(out - (exact + bias)) <= bound + 2.0**-23 * (abs(exact) + abs(bias))).all()
+    d_a = nf.matmul_bias_activation_bwd(grad, a, b, needs=("a",)).d_a
+    exact, bound = product_bound(grad, np.ascontiguousarray(b.T), precision)
+    assert (abs(d_a - exact) <= bound).all()
 
 
 def test_a_copy_of_a_factor_serves_two_products_and_gives_the_bits_of_its_own(precision):

@@ -17,7 +17,7 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 from numfuse import tiling
-from numfuse.tiling import HOPPER_TILES, HopperTile, hopper_tile
+from numfuse.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES, HopperTile, hopper_tile
 
 try:
     from numfuse.backends.cuda import batches
@@ -35,7 +35,7 @@ if SIMULATED:
     pytest.skip("the simulator has no tensor cores", allow_module_level=True)
 
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
-TILES = [tile for tile, _ in HOPPER_TILES]
+TILES = list(dict.fromkeys(tile for tile, _ in HOPPER_TILES + HOPPER_SPLIT_TILES))
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -155,6 +155,7 @@ class Block:
                 (place, row, column)
             ),
             "fresh": lambda x: x,
+            "same": lambda x: x,
             "select": lambda a, b, condition: a if condition else b,
             "shuffle_xor": lambda x, mask: x,
             "matrix_load": lambda at: (0, 0, 0, 0),
@@ -206,7 +207,7 @@ class Block:
             raise self.errors[0]
 
 
-def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
+def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):
     """Run a launch; what was stored, and how often each slice of X was loaded."""
     t = kernel.tile
     part_slices = -(-slices // parts)
@@ -215,7 +216,7 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3):
     sizes = {
         "m": m, "n": n, "slices": slices, "row_blocks": row_blocks, "places": places,
         "column_blocks": column_blocks, "units": row_blocks * column_blocks * places * parts,
-        "part_slices": part_slices, "planes": (0, 0),
+        "part_slices": part_slices, "planes": planes,
     }  # fmt: skip
     stored, loaded = [], []
     blocks = min(blocks, sizes["units"])
@@ -257,16 +258,18 @@ def test_every_slice_of_k_is_loaded_once_for_each_block(tile):
         assert seen == sorted(once * sizes["column_blocks"])
 
 
-def test_a_split_product_loads_every_plane_of_a_slice_once():
-    tile = next(t for t in TILES if not t.ping_pong and t.block_n == 64 and t.consumers == 1)
-    kernel = hopper.Gemm("bf16x6", False, False, tile, "float32")
-    block = Block(
-        kernel, 0, 1,
-        {"m": 64, "n": 64, "slices": 3, "row_blocks": 1, "column_blocks": 1, "places": 1,
-         "units": 1, "part_slices": 3, "planes": (1, 2)},
-    )  # fmt: skip
-    block.run()
-    assert len(block.loaded) == len(set(block.loaded)) == 2 * 3 * 3
+@pytest.mark.parametrize("tile", [tile for tile, _ in HOPPER_SPLIT_TILES], ids=str)
+def test_a_split_product_loads_every_plane_of_a_slice_once_for_each_block(tile):
+    for slices in (1, 9):  # sums that are never added to the total before the end, and are
+        kernel = hopper.Gemm("bf16x6", False, False, tile, "float32", extra="float32", sums=True)
+        sizes, _, loaded = run_all(kernel, 200, 330, slices, planes=(1, 2))
+        for name, other, length, first in (("x", "column", tile.block_m, 0),
+                                           ("y", "row", tile.block_n, 0)):  # fmt: skip
+            own = sizes["row_blocks" if name == "x" else "column_blocks"]
+            planes = [(64 * s, first + length * i, (1 if name == "x" else 2) * p)
+                      for i in range(own) for s in range(slices) for p in range(3)]  # fmt: skip
+            seen = sorted(item[1:] for item in loaded if item[0] == name)
+            assert seen == sorted(planes * sizes[f"{other}_blocks"])
 
 
 # --- where an epilogue puts what ------------------------------------------------------------------
@@ -361,6 +364,7 @@ class Group:
         return {
             "matrix_store": self.matrix_store, "matrix_load": self.matrix_load,
             "warp_barrier": self.barrier, "fresh": lambda x: x,
+            "same": lambda x: x,
             "shared_load16": lambda a: self.shared[a], "shared_load4_b32": load,
             "shared_store32": shared_store, "global_store4_b32": store_words,
             "global_store16": lambda at, v, inside: self.put(at, v) if inside else None,
@@ -449,19 +453,22 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
     assert group.stored == expected
 
 
+@pytest.mark.parametrize("kind", ["bfloat16", "bf16x6"])
 @pytest.mark.parametrize(("m", "n"), [(5, 40), (64, 30), (200, 300)])
-def test_a_slice_has_as_many_bytes_as_its_boxes(m, n):
-    for tile in TILES:
+def test_a_slice_has_as_many_bytes_as_its_boxes(m, n, kind):
+    dtype, planes = ("float32", 3) if kind == "bf16x6" else (kind, 1)
+    for tile in (tile for tile, _ in (HOPPER_SPLIT_TILES if planes > 1 else HOPPER_TILES)):
         for x_row, y_row in ((False, True), (True, False)):
-            x = Operand("bfloat16", (0, 1, 200) if x_row else (0, 200, 1), 16)
-            y = Operand("bfloat16", (0, 304, 1) if y_row else (0, 1, 304), 16)
-            made = replace(product(m, n, 200, alignment=16), x=x, y=y)
-            plan = hopper.plan_with(made, "bfloat16", HOPPER, tile, 1)
+            x = Operand(dtype, (0, 1, 200) if x_row else (0, 200, 1), 16)
+            y = Operand(dtype, (0, 304, 1) if y_row else (0, 1, 304), 16)
+            made = replace(product(m, n, 200, dtype, alignment=16), x=x, y=y)
+            plan = hopper.plan_with(made, kind, HOPPER, tile, 1)
             launch = plan.launches[-1]
             maps = [argument.make for argument in launch.arguments[:2]]
             boxes = [made.box[0] * made.box[1] * 2 for made in maps]
             times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
-            assert launch.arguments[17] == sum(b * t for b, t in zip(boxes, times, strict=True))
+            found = sum(b * t for b, t in zip(boxes, times, strict=True))
+            assert launch.arguments[17] == planes * found
 
 
 # --- the parts of a float32 -----------------------------------------------------------------------
@@ -584,9 +591,10 @@ def test_another_capability_is_handed_down():
 
 
 def test_accumulators_fit_registers():
-    for tile in TILES:
-        assert isinstance(tile, HopperTile)
-        assert tile.halves * tile.block_n // 2 <= 128
+    for tiles, sets in ((HOPPER_TILES, 1), (HOPPER_SPLIT_TILES, 3)):
+        for tile, _ in tiles:
+            assert isinstance(tile, HopperTile)
+            assert sets * tile.halves * tile.block_n // 2 <= 192
 
 
 # --- copies of factors that several products want -------------------------------------------------

@@ -82,12 +82,14 @@ def scalar(
     *,
     guard: bool = False,
     constant: bool = False,
+    short: bool = False,
 ) -> Scalar:
-    """The function of an epilogue whose result is stored as `storage`."""
+    """The function of an epilogue whose result is stored as `storage`; `short`: of a value that is
+    itself good to some units in the last place."""
     if expr is None:
         # f' of the identity is 1, and never needs the guard
         return Scalar(None, accumulator, constant=constant)
-    short = accumulator == "float32" and storage in ("float16", "bfloat16")
+    short |= accumulator == "float32" and storage in ("float16", "bfloat16")
     return Scalar(short_form(expr) if short else expr, accumulator, short, guard, constant)
 
 

@@ -73,8 +73,18 @@ class Gemm:
         return f"wgmma {self.operands} {layout} {self.tile} -> {self.out}"
 
     @property
-    def stage_bytes(self) -> int:
+    def planes(self) -> int:
+        """Parts of an operand."""
+        return 3 if self.operands == "bf16x6" else 1
+
+    @property
+    def plane_bytes(self) -> int:
+        """Of a slice of K in both operands."""
         return (self.tile.block_m + self.tile.block_n) * 128
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.planes * self.plane_bytes
 
     @property
     def staged(self) -> bool:
@@ -130,17 +140,21 @@ class Gemm:
     def bindings(self) -> dict[str, Any]:
         """All UPPER-case names of the templates."""
         t = self.tile
-        split = self.operands == "bf16x6"
-        half = "bfloat16" if split else self.operands
+        half = "bfloat16" if self.planes > 1 else self.operands
         kind = {"bfloat16": "bf16", "float16": "f16", "tf32": "tf32"}[half]
         values = t.halves * t.block_n // 2
         y_box = min(64, t.block_n)
         # bytes of K (or of 16 rows of K) from one instruction to the next
         steps = (2048 if self.x_turned else 32, 32 * y_box if self.y_turned else 32)
         wait = multiply_wait(values)
-        step = multiply(
-            t.block_n, t.halves, kind, (int(self.x_turned), int(self.y_turned)), steps, 8192
+        (x_low, x_high), (y_low, y_high) = (
+            divmod(_descriptor(turned, box), 1 << 32)[::-1]
+            for turned, box in ((self.x_turned, 64), (self.y_turned, y_box))
         )
+        step = multiply(
+            t.block_n, t.halves, kind, (int(self.x_turned), int(self.y_turned)), steps, 8192,
+            (x_high, y_high),
+        )  # fmt: skip
         b: dict[str, Any] = {
             "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "DEPTH": 32 if kind == "tf32" else 64,
             "GROUP": t.group, "HALVES": t.halves, "PING_PONG": t.ping_pong,
@@ -150,9 +164,8 @@ class Gemm:
             "PER_STAGE": -(-(1 << 32) // self.stages), "STAGE_BYTES": self.stage_bytes,
             "X_BYTES": t.block_m * 128, "X_TURNED": self.x_turned, "Y_TURNED": self.y_turned,
             "Y_BOX": y_box,
-            "X_DESCRIPTOR": _descriptor(self.x_turned, 64),
-            "Y_DESCRIPTOR": _descriptor(self.y_turned, y_box),
-            "PLANES": 3 if split else 1, "PROMOTE": PROMOTE,
+            "X_DESCRIPTOR": x_low, "Y_DESCRIPTOR": y_low,
+            "PLANES": self.planes, "PLANE_BYTES": self.plane_bytes, "PROMOTE": PROMOTE,
             "STAGING_AT": self.stages * self.stage_bytes,
             "BIAS_AT": self.stages * self.stage_bytes + self.staging_bytes,
             "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes + self._biases,
@@ -205,7 +218,7 @@ MOST_STAGES = 12
 
 
 def _descriptor(turned: bool, box: int) -> int:
-    """The constant part of a wgmma matrix descriptor (PTX ISA 9.7.15.5.1.2.2), as an int64.
+    """The constant part of a wgmma matrix descriptor (PTX ISA 9.7.15.5.1.2.2).
 
     Bits 62-63: 1 for rows of 128 bytes that are swizzled, 2 of 64.  Bits 32-45: from 8 rows to the
     next 8; bits 16-29: from one box along the contiguous axis to the next, which only operands
@@ -215,8 +228,7 @@ def _descriptor(turned: bool, box: int) -> int:
     swizzle = 1 if row == 128 else 2
     if not turned:
         row, swizzle = 128, 1
-    word = swizzle << 62 | (8 * row >> 4) << 32 | ((64 * row >> 4) if turned else 1) << 16
-    return word - (1 << 64) if word >> 63 else word
+    return swizzle << 62 | (8 * row >> 4) << 32 | ((64 * row >> 4) if turned else 1) << 16
 
 
 @functools.lru_cache(maxsize=1024)
@@ -446,10 +458,9 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
     _, row, column = product.out.strides
     whole = _fit(product.out, m, n, row, column, places) is not None
     tile, parts = hopper_tile(
-        m, n, slices, places, device.multiprocessors, depth=6 if split else 1,
+        m, n, slices, places, device.multiprocessors, split=split,
         heavy=product.function is not None, free=product.free,
         rows=kind in _HALF and not whole,
-        registers=64 if split else 128,
     )  # fmt: skip
     return plan_with(product, kind, device, tile, parts)
 
@@ -517,7 +528,7 @@ def plan_with(
         extra_pairs=extra_kind == "float32" and extra is not None and _pairs(extra, n),
         pre="" if pre is None else "pairs" if _pairs(pre, n) else "single",
         function=None if product.function is None else scalar(
-            product.function, "float32", product.out.dtype, guard=product.guard
+            product.function, "float32", product.out.dtype, guard=product.guard, short=True
         ),
     )  # fmt: skip
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
@@ -533,7 +544,7 @@ def plan_with(
         Slot("bias") if bias else 0, Slot("extra") if extra else 0, Slot("pre") if pre else 0,
         out_slot, Slot("sums") if product.sums else 0,
     ]  # fmt: skip
-    slice_bytes = sum(
+    slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
         for f, b in ((x, tile.block_m), (y, tile.block_n))
     )

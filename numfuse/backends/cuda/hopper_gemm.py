@@ -4,7 +4,8 @@ One block per multiprocessor stays for the whole launch and takes one unit of wo
 result, or a part of its K) after the other.  Its threads have two roles:
 
 - group 0, of which one thread acts, is the producer: it asks the copy engine (TMA) for slices of X
-  and Y, 128 bytes of K at a time, into a ring of stages in shared memory;
+  and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
+  parts, a stage has a slice of each);
 - one or two consumer groups of 128 threads multiply slices as they arrive (wgmma, accumulators in
   registers) and finish the block: bias, function, residual or slope, column sums, store.
 
@@ -62,6 +63,7 @@ from numfuse.backends.cuda.intrinsics import (
     quotient,
     registers_few,
     registers_many,
+    same,
     select,
     shared_load2_f32,
     shared_load4_b32,
@@ -99,7 +101,7 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
         block = unit - outer * blocks
         part = quotient(outer, places)
         place = outer - part * places
-    strip = quotient(block, GROUP * column_blocks)
+    strip = quotient(block, GROUP * fresh(column_blocks))
     first = strip * GROUP
     height = min(GROUP, row_blocks - first)
     rest = block - first * column_blocks
@@ -131,13 +133,12 @@ def produce(
         end = min(slices, first + part_slices)
         at = first
         while at < end:
-            # the planes of a slice of split operands are neighbours in the ring
+            barrier = full + 8 * stage
+            barrier_wait(barrier + 8 * STAGES, parity)
+            barrier_expect(barrier, slice_bytes)
+            x_at = shared + stage * STAGE_BYTES
             x_place, y_place = place * x_places, place * y_places
             for _plane in unrolled(PLANES):
-                barrier = full + 8 * stage
-                barrier_wait(barrier + 8 * STAGES, parity)
-                barrier_expect(barrier, slice_bytes)
-                x_at = shared + stage * STAGE_BYTES
                 y_at = x_at + X_BYTES
                 if X_TURNED:
                     for i in unrolled(BLOCK_M // 64):
@@ -154,9 +155,10 @@ def produce(
                         )  # fmt: skip
                 else:
                     tensor_load(y_at, y_map, at * DEPTH, column0, y_place, barrier)
+                x_at += PLANE_BYTES
                 x_place += x_plane
                 y_place += y_plane
-                stage, parity = NEXT(stage, parity)
+            stage, parity = NEXT(stage, parity)
             at += 1
         unit += block_count()
 
@@ -196,10 +198,10 @@ def multiply_slices(
 
 def multiply_split(
     low: Any, high: Any, total: Any, shared: int, x_offset: int, stage: int, parity: int,
-    count: int, leader: bool,
+    count: int, next_turn: int, leader: bool,
 ) -> tuple[int, int]:  # fmt: skip
-    """total = the sum of the six products of each of `count` slices, of which the planes are in
-    three stages each, from `stage` on; the stage behind them.
+    """total = the sum of the six products of each of `count` slices, of which a stage has all
+    planes, from `stage` on; the stage behind them.  Turns as in `multiply_slices`.
 
     A plane that is in shared memory is used two or three times: one product after the other, each
     over all of K, would take twice as much from the second-level cache, which is then the limit.
@@ -209,54 +211,39 @@ def multiply_split(
     """
     full = shared + FULL_AT
     empty = full + 8 * STAGES
-    before0, before1, before2 = stage, stage, stage
+    before = stage
+    NEXT_PLANE = PLANE_BYTES >> 4
     CLEAR(total)
     done = 0
     while done < count:
-        stage0 = stage
         barrier_wait(full + 8 * stage, parity)
-        stage, parity = NEXT(stage, parity)
-        stage1 = stage
-        barrier_wait(full + 8 * stage, parity)
-        stage, parity = NEXT(stage, parity)
-        stage2 = stage
-        barrier_wait(full + 8 * stage, parity)
-        stage, parity = NEXT(stage, parity)
-        at0 = shared + stage0 * STAGE_BYTES
-        at1 = shared + stage1 * STAGE_BYTES
-        at2 = shared + stage2 * STAGE_BYTES
-        x0 = X_DESCRIPTOR | (((at0 + x_offset) & 0x3FFFF) >> 4)
-        x1 = X_DESCRIPTOR | (((at1 + x_offset) & 0x3FFFF) >> 4)
-        x2 = X_DESCRIPTOR | (((at2 + x_offset) & 0x3FFFF) >> 4)
-        y0 = Y_DESCRIPTOR | (((at0 + X_BYTES) & 0x3FFFF) >> 4)
-        y1 = Y_DESCRIPTOR | (((at1 + X_BYTES) & 0x3FFFF) >> 4)
-        y2 = Y_DESCRIPTOR | (((at2 + X_BYTES) & 0x3FFFF) >> 4)
-        MULTIPLY(low, x0, y2, done != 0)
+        x_at = shared + stage * STAGE_BYTES
+        x = X_DESCRIPTOR | (((x_at + x_offset) & 0x3FFFF) >> 4)
+        y = Y_DESCRIPTOR | (((x_at + X_BYTES) & 0x3FFFF) >> 4)
+        MULTIPLY(low, x, y + 2 * NEXT_PLANE, True)
         if done > 0:
             # with that one on its way, those of the slice before are done
             multiply_wait1()
-            barrier_arrive(empty + 8 * before0, leader)
-            barrier_arrive(empty + 8 * before1, leader)
-            barrier_arrive(empty + 8 * before2, leader)
-        MULTIPLY(low, x2, y0, True)
-        MULTIPLY(low, x1, y1, True)
-        MULTIPLY(low, x0, y1, True)
-        MULTIPLY(low, x1, y0, True)
-        MULTIPLY(high, x0, y0, (done & (PROMOTE - 1)) != 0)
-        if (done & (PROMOTE - 1)) == PROMOTE - 1:
+            barrier_arrive(empty + 8 * before, leader)
+        MULTIPLY(low, x + 2 * NEXT_PLANE, y, True)
+        MULTIPLY(low, x + NEXT_PLANE, y + NEXT_PLANE, True)
+        MULTIPLY(low, x, y + NEXT_PLANE, True)
+        MULTIPLY(low, x + NEXT_PLANE, y, True)
+        MULTIPLY(high, x, y, (done & (PROMOTE - 1)) != 0)
+        before = stage
+        done += 1
+        stage, parity = NEXT(stage, parity)
+        if (done & (PROMOTE - 1)) == 0 and done < count:
             # (the compiler lets nothing read a sum while another one is on its way)
             MULTIPLY_WAIT(low)
             MULTIPLY_WAIT(high)
             ADD(total, high)
-        before0, before1, before2 = stage0, stage1, stage2
-        done += 1
+    if PING_PONG:
+        barrier_arrive(next_turn, leader)
     MULTIPLY_WAIT(low)
     MULTIPLY_WAIT(high)
-    barrier_arrive(empty + 8 * before0, leader)
-    barrier_arrive(empty + 8 * before1, leader)
-    barrier_arrive(empty + 8 * before2, leader)
-    if (count & (PROMOTE - 1)) != 0:
-        ADD(total, high)
+    barrier_arrive(empty + 8 * before, leader)
+    ADD(total, high)
     # where a low part is no number (of an infinity) or its product overflows, the high parts'
     # product alone has IEEE's infinity or NaN
     for i in unrolled(VALUES):
@@ -275,7 +262,7 @@ def slices_of(unit: int, units: int, slices: int, part_slices: int) -> int:
     if part_slices < slices:
         part = quotient(unit, units)
         count = min(slices - part * part_slices, part_slices)
-    return count * PLANES
+    return count
 
 
 def past(stage: int, parity: int, count: int) -> tuple[int, int]:
@@ -294,7 +281,7 @@ def consume(
 ) -> None:  # fmt: skip
     """A consumer's thread: its blocks, or its 64 rows of every block."""
     thread = thread_index() - 128
-    consumer = thread >> 7
+    consumer = same(thread >> 7)
     thread = thread & 127
     leader = thread == 0
     acc = cuda.local.array(VALUES, types.float32)
@@ -303,7 +290,6 @@ def consume(
     if PLANES > 1:
         total = cuda.local.array(VALUES, types.float32)
         low = cuda.local.array(VALUES, types.float32)
-        CLEAR(low)
     staging = shared + STAGING_AT + consumer * BUFFERS * BUFFER_BYTES
     biases = shared + BIAS_AT
     if PING_PONG:
@@ -313,13 +299,12 @@ def consume(
     turn = shared + FULL_AT + 16 * STAGES + 16 * BUFFERS
     stage, parity, extra_parity, turned = 0, 0, 0, 0
     unit = block_index() + 0
-    step = block_count() + 0
     if PING_PONG:
         turn_parity = 1 - consumer
         if consumer == 1 and unit < units:
             count = COUNT(unit, row_blocks * column_blocks * places, slices, part_slices)
             stage, parity = PAST(stage, parity, count)
-        unit += consumer * step
+        unit += consumer * block_count()
     while unit < units:
         part, place, row0, column0 = UNIT_AT(unit, row_blocks, column_blocks, places)
         count = min(slices - part * part_slices, part_slices)
@@ -359,19 +344,27 @@ def consume(
                 row = row0 + c // ROW_CHUNKS * 64 + thread
                 at = grad + (row * extra_row + column0 + c % ROW_CHUNKS * WIDTH) * 2
                 prefetch(at, (thread < 64) & (row < m) & (column0 + c % ROW_CHUNKS * WIDTH < n))
+        if PLANES > 1:
+            # nothing of the block before, so its epilogue has these registers; the waits, for
+            # nothing, keep the compiler from setting them among the products
+            CLEAR(low)
+            CLEAR(acc)
+            MULTIPLY_WAIT(low)
+            MULTIPLY_WAIT(acc)
         if PING_PONG:
             barrier_wait(turn + 8 * consumer, turn_parity)
             turn_parity ^= 1
         x_offset = 0
         if not PING_PONG:
             x_offset = 8192 * consumer
+        next_turn = turn + 8 - 8 * consumer
         if PLANES > 1:
             stage, parity = MULTIPLY_SPLIT(
-                low, acc, total, shared, x_offset, stage, parity, count, leader
+                low, acc, total, shared, x_offset, stage, parity, count, next_turn, leader
             )
         else:
             stage, parity = MULTIPLY_SLICES(
-                acc, shared, x_offset, stage, parity, count, turn + 8 - 8 * consumer, leader
+                acc, shared, x_offset, stage, parity, count, next_turn, leader
             )
         if BIAS != "":
             # two places by turns: no warp is still reading the block's before the last
@@ -392,12 +385,12 @@ def consume(
             extra_parity ^= 1
         if SUMS:
             SUM_COLUMNS(total, sums, staging, consumer, thread, place, row0, column0, m, n)
-        unit += step
+        unit += block_count()
         if PING_PONG:
             if unit < units:
                 count = COUNT(unit, row_blocks * column_blocks * places, slices, part_slices)
                 stage, parity = PAST(stage, parity, count)
-            unit += step
+            unit += block_count()
     if OUT == "map":
         if ALONE:
             if (thread & 31) == 0:
@@ -420,7 +413,8 @@ def finish(
     of the PTX ISA); a warp has 16 rows.
     """
     leader = thread == 0
-    thread = fresh(thread)
+    # computed here, and not kept while the block is multiplied
+    thread, part, place = fresh(thread), fresh(part), fresh(place)
     lane, warp = thread & 31, thread >> 5
     # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
     # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one

@@ -159,7 +159,8 @@ thread_index = instruction("mov.u32 $0, %tid.x;", "r", kind="pure")
 block_index = instruction("mov.u32 $0, %ctaid.x;", "r", kind="pure")
 block_index_y = instruction("mov.u32 $0, %ctaid.y;", "r", kind="pure")
 block_index_z = instruction("mov.u32 $0, %ctaid.z;", "r", kind="pure")
-block_count = instruction("mov.u32 $0, %nctaid.x;", "r", kind="pure")
+#: (asked again each time: a register to keep it is one too many)
+block_count = instruction("mov.u32 $0, %nctaid.x;", "r")
 
 
 def _shared_address(typingctx: Any, array: Any) -> Any:
@@ -237,6 +238,19 @@ def approximate(builder: Any, name: str, x: Any) -> Any:
     return emit(builder, f"{name}.approx.ftz.f32 $0, $1;", "f", "f", [x])
 
 
+def inverse(builder: Any, x: Any) -> Any:
+    """1 / x of float32 by rcp.approx (9.7.3.13) and fma, without a branch; x and 1 / x normal.
+
+    A division (9.7.3.8) is as many instructions and a branch for all other numbers, and a compiler
+    mixes nothing across a branch: each division of a block's epilogue waits for the one before.
+    The start is right to a unit in the last place, so what the step gives is rounded correctly, but
+    for a significand of ones alone (Markstein 1990), which wants a start that is not below 1 / x.
+    """
+    one, minus = ir.Constant(F32, 1.0), builder.fsub(ir.Constant(F32, -0.0), x)
+    start = approximate(builder, "rcp", x)
+    return fused(builder, start, fused(builder, minus, start, one), start)
+
+
 def from_half(builder: Any, x: Any) -> Any:
     """cvt.f32.f16 (9.7.9.21): exact."""
     return emit(builder, "cvt.f32.f16 $0, $1;", "f", "h", [x])
@@ -275,6 +289,9 @@ round_tf32 = instruction(
 shuffle_xor = instruction(
     "shfl.sync.bfly.b32 $0, $1, $2, 0x1f, 0xffffffff;", "f", "fr", "convergent"
 )
+#: 9.7.9.6, shfl.sync.idx: lane 0's value for all of a warp, of which the compiler then knows that
+#: they have one: what is computed of it is computed once, in registers of a warp
+same = instruction("shfl.sync.idx.b32 $0, $1, 0, 0x1f, 0xffffffff;", "r", "r", "warp")
 #: 9.7.6.3, selp: one of two values, without a branch
 select = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; selp.f32 $0, $1, $2, p; }", "f", "ffp", "pure"
@@ -680,30 +697,34 @@ def _tied(text: str, count: int, extra: list[ir.Type], letters: list[str]) -> An
 
 
 def multiply(columns: int, halves: int, kind: str, turned: tuple[int, int],
-             steps: tuple[int, int], half: int) -> Any:  # fmt: skip
+             steps: tuple[int, int], half: int, high: tuple[int, int]) -> Any:  # fmt: skip
     """acc (+)= X Y of one slice of 128 bytes of K: one group of wgmma.mma_async (9.7.15.5).
 
-    The intrinsic takes (acc, descriptor of X, of Y, whether to add to acc): acc is a local array
-    of `halves` tiles of 64 x `columns`, of which a thread holds columns / 2 values each.
+    The intrinsic takes (acc, lower words of the descriptors of X and Y, whether to add to acc):
+    acc is a local array of `halves` tiles of 64 x `columns`, of which a thread holds columns / 2
+    values each.
     `kind`: "bf16", "f16" or "tf32". `turned`: 1 for an operand whose K is not the contiguous axis
     (the transpose bits; 16-bit kinds only). `steps`: bytes from one instruction's K (32 bytes
-    of it) to the next; `half`: bytes between two tiles of 64 rows.
+    of it) to the next; `half`: bytes between two tiles of 64 rows; `high`: the upper words of the
+    descriptors.
     """
     each = columns // 2
     count = each * halves
     depth = 8 if kind == "tf32" else 16
     lines = [
-        f"{{ .reg .pred p; .reg .b64 dx, dy; setp.ne.b32 p, ${2 * count + 2}, 0;",
+        f"{{ .reg .pred p; .reg .b32 w; .reg .b64 dx, dy; setp.ne.b32 p, ${2 * count + 2}, 0;",
         # 9.7.15.7.1: orders the registers' last use before the tensor cores'
         "wgmma.fence.sync.aligned;",
     ]
     for step in range(4):
         if step == 1:
             lines.append("setp.eq.b32 p, 0, 0;")
-        lines.append(f"add.s64 dy, ${2 * count + 1}, {step * steps[1] >> 4};")
+        lines.append(f"add.s32 w, ${2 * count + 1}, {step * steps[1] >> 4};")
+        lines.append(f"mov.b64 dy, {{w, {high[1]}}};")
         for h in range(halves):
             values = ", ".join(f"${i}" for i in range(h * each, (h + 1) * each))
-            lines.append(f"add.s64 dx, ${2 * count}, {step * steps[0] + h * half >> 4};")
+            lines.append(f"add.s32 w, ${2 * count}, {step * steps[0] + h * half >> 4};")
+            lines.append(f"mov.b64 dx, {{w, {high[0]}}};")
             bits = "" if kind == "tf32" else f", {turned[0]}, {turned[1]}"
             lines.append(
                 f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind}"
@@ -712,11 +733,12 @@ def multiply(columns: int, halves: int, kind: str, turned: tuple[int, int],
     # 9.7.15.7.2
     lines.append("wgmma.commit_group.sync.aligned; }")
     text = "\n".join(lines)
-    issue = _tied(text, count, [I64, I64, I32], ["l", "l", "r"])
+    issue = _tied(text, count, [I32] * 3, ["r"] * 3)
 
     def typing(typingctx: Any, acc: Any, x: Any, y: Any, add: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            more = [arguments[1], arguments[2], builder.zext(arguments[3], I32)]
+            words = [builder.trunc(argument, I32) for argument in arguments[1:3]]
+            more = [*words, builder.zext(arguments[3], I32)]
             return issue(context, builder, signature.args[0], arguments[0], more)
 
         return types.void(acc, types.int64, types.int64, types.boolean), codegen

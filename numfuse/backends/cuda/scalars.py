@@ -123,6 +123,16 @@ def square_root(typingctx, x):
     return x(x), codegen
 
 
+@_either_text(lambda x: np.float32(1) / x)
+def inverse(typingctx, x):
+    """1 / x of float32, rounded correctly; x and 1 / x normal."""
+
+    def codegen(context, builder, signature, args):
+        return intrinsics.inverse(builder, *args)
+
+    return types.float32(types.float32), codegen
+
+
 def _on_bits(function: Any) -> Any:
     """The code of an operation on the bits of floats."""
 
@@ -300,6 +310,8 @@ TARGET = Target(
     fused=fused, rounded_product=rounded_product, select=select, both=both, either=either,
     negation=negation, power_of_two=power_of_two, raised_exponent=raised_exponent,
     two_powers_of_two=two_powers_of_two, exponent_parts=exponent_parts, toward=toward,
+    # (with float64's own, a gradient's kernel has no registers left, and is no faster)
+    inverses={"float32": inverse},
 )  # fmt: skip
 
 
