@@ -587,8 +587,8 @@ class HopperTile:
 #: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that
 #: order the choices as an H200 does (the arithmetic alone is block_m * block_n / 32). Measured in
 #: bfloat16, microseconds, 128 x 256 cooperative / 128 x 128 ping-pong: bare products
-#: (8192,4096,4096) 361 / 367, (65536,512,512) 61 / 57, (4096,1024,4096) 54 / 50, 4096 cubed
-#: 182 / 185; forward with gelu 363 / 373, 78 / 71, 65 / 58, 188 / 192. 64 x 256 ping-pong 5-10%
+#: (8192,4096,4096) 369 / 367, (65536,512,512) 61 / 55, (4096,1024,4096) 53 / 50, 4096 cubed
+#: 182 / 183; forward with gelu 369 / 371, 77 / 68, 61 / 55, 188 / 188. 64 x 256 ping-pong 2-14%
 #: slower than 128 x 128, 128 x 128 cooperative 2-5%. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4,
 #: 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0, 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4,
 #: 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64 21.7, 64 x 32 23.3. Two multiprocessors that share
@@ -603,10 +603,12 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 32, 1, False), 220),
 )
 #: The same for six products of bfloat16 parts, of which a thread has three sets of accumulators:
-#: cycles of all six.
+#: cycles of all six. Measured with their splits, 128 x 128 cooperative / 64 x 128 ping-pong, forward
+#: with gelu: (65536,512,512) 386 / 384 (backward 1121 / 1090), (4096,1024,4096) 301 / 320, 4096
+#: cubed 1116 / 1203, 1024 cubed 48 / 36.
 HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 128, 2, False), 3480),
-    (HopperTile(64, 128, 2, True), 1880),
+    (HopperTile(64, 128, 2, True), 1840),
     (HopperTile(128, 64, 2, False), 2400),
     (HopperTile(64, 128, 1, False), 1980),
     (HopperTile(64, 64, 1, False), 1200),

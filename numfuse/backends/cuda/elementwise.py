@@ -1,12 +1,12 @@
 """Formulas as CUDA device functions: a recorded graph becomes the text of a function.
 
 The arithmetic is that of `numfuse.scalar`, the same as on the CPU (errors below 2.1 units in the
-last place for the table's activations, docs/numerics.md). For 16-bit results in float32 there is a
-short form: exponential and reciprocal by the special function unit (ex2.approx and rcp.approx, PTX
+last place for the table's activations, docs/numerics.md). For 16-bit results in float32, and for
+float32 products of tensor cores, there is a short form: exponential and reciprocal by the special function unit (ex2.approx and rcp.approx, PTX
 ISA 9.7.3, relative errors of 2^-22 and 2^-23), without low words, and for gelu and silu in fewer
 operations (`numfuse.activations.short_form`). Its relative error, below
 2^-18 + |x| 2^-22 for an argument x of the exponential, is far below the half unit (2^-9, 2^-12)
-that the store rounds away.
+that the store of 16 bits rounds away.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Scalar(Keyed):
     dtype : str
         "float32" or "float64": of the argument, every operation and the result.
     short : bool
-        The short form, for results that are rounded to 16 bits.
+        The short form.
     guard : bool
         A result that is not finite is 0.
     constant : bool
