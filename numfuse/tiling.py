@@ -603,9 +603,9 @@ HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 32, 1, False), 220),
 )
 #: The same for six products of bfloat16 parts, of which a thread has three sets of accumulators:
-#: cycles of all six. Measured with their splits, 128 x 128 cooperative / 64 x 128 ping-pong, forward
-#: with gelu: (65536,512,512) 386 / 384 (backward 1121 / 1090), (4096,1024,4096) 301 / 320, 4096
-#: cubed 1116 / 1203, 1024 cubed 48 / 36.
+#: cycles of all six. Measured with their splits, in microseconds, 128 x 128 cooperative / 64 x 128
+#: ping-pong, forward with gelu: (65536,512,512) 386 / 384 (backward 1121 / 1090),
+#: (4096,1024,4096) 301 / 320, 4096 cubed 1116 / 1203, 1024 cubed 48 / 36.
 HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(128, 128, 2, False), 3480),
     (HopperTile(64, 128, 2, True), 1840),
