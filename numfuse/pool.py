@@ -6,9 +6,8 @@ each call would then ask the device for memory, and wait for the device to give 
 
 from __future__ import annotations
 
-import bisect
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Hashable
 from typing import Generic, TypeVar
 
@@ -36,11 +35,9 @@ class FreeBlocks(Generic[T]):
         self._lock = threading.Lock()
         self._arrived: deque[tuple[Hashable, int, T]] = deque()
         #: By age, the oldest first.
-        self._blocks: dict[int, tuple[Hashable, int, T]] = {}
-        #: {owner: (sizes of which there are blocks, in order; {size: ages, in order})}
-        self._owners: dict[Hashable, tuple[list[int], dict[int, list[int]]]] = defaultdict(
-            lambda: ([], {})
-        )
+        self._blocks: dict[int, tuple[list[int], int, T]] = {}
+        #: {owner: {size: ages, in order}}
+        self._owners: dict[Hashable, dict[int, list[int]]] = {}
         self._age = 0
         self.nbytes = 0
 
@@ -50,57 +47,81 @@ class FreeBlocks(Generic[T]):
     def take(self, owner: Hashable, nbytes: int, most: int) -> T | None:
         """The latest block of the smallest size from `nbytes` to `most`; None: there is none."""
         with self._lock:
-            self._put_away()
-            if owner not in self._owners:
+            if self._arrived:
+                self._put_away()
+            sizes = self._owners.get(owner)
+            if sizes is None:
                 return None
-            sizes, ages = self._owners[owner]
-            at = bisect.bisect_left(sizes, nbytes)
-            if at == len(sizes) or sizes[at] > most:
-                return None
-            return self._remove(ages[sizes[at]][-1])
+            ages = sizes.get(nbytes)
+            if ages:  # which is nearly every call's
+                found = self._blocks.pop(ages.pop(), None)
+                if found is not None:
+                    self.nbytes -= nbytes
+                    return found[2]
+            for size in sorted(size for size in sizes if nbytes <= size <= most):
+                block = self._latest(sizes[size])
+                if block is not None:
+                    return block
+            return None
 
     def keep(self, owner: Hashable, nbytes: int, block: T) -> None:
         """Keep a block, or drop it if it is larger than the limit."""
-        self._arrived.append((owner, nbytes, block))
         if self._lock.acquire(blocking=False):
             try:
-                self._put_away()
+                self._add(owner, nbytes, block)
+                if self._arrived:
+                    self._put_away()
             finally:
                 self._lock.release()
+        else:
+            self._arrived.append((owner, nbytes, block))
 
     def clear(self) -> None:
         """Drop all blocks."""
         with self._lock:
             self._put_away()
             while self._blocks:
-                self._drop(self._remove(next(iter(self._blocks))))
+                self._drop(self._oldest())
+            self._owners.clear()
 
     def _put_away(self) -> None:
         while self._arrived:
-            owner, nbytes, block = self._arrived.popleft()
-            if self._limit is not None:
-                if nbytes > self._limit:
-                    self._drop(block)
-                    continue
-                while self.nbytes + nbytes > self._limit:
-                    self._drop(self._remove(next(iter(self._blocks))))
-            self._age += 1
-            self._blocks[self._age] = owner, nbytes, block
-            sizes, ages = self._owners[owner]
-            if nbytes not in ages:
-                bisect.insort(sizes, nbytes)
-                ages[nbytes] = []
-            ages[nbytes].append(self._age)
-            self.nbytes += nbytes
+            self._add(*self._arrived.popleft())
 
-    def _remove(self, age: int) -> T:
-        owner, nbytes, block = self._blocks.pop(age)
-        sizes, ages = self._owners[owner]
-        ages[nbytes].remove(age)
-        if not ages[nbytes]:
-            del ages[nbytes]
-            sizes.remove(nbytes)
-            if not sizes:
-                del self._owners[owner]
+    def _add(self, owner: Hashable, nbytes: int, block: T) -> None:
+        if self._limit is not None and self.nbytes + nbytes > self._limit:
+            if nbytes > self._limit:
+                self._drop(block)
+                return
+            while self._blocks and self.nbytes + nbytes > self._limit:
+                self._drop(self._oldest())
+        sizes = self._owners.get(owner)
+        if sizes is None:
+            sizes = self._owners[owner] = {}
+        ages = sizes.get(nbytes)
+        if ages is None:
+            ages = sizes[nbytes] = []
+        self._age = age = self._age + 1
+        self._blocks[age] = ages, nbytes, block
+        ages.append(age)
+        self.nbytes += nbytes
+
+    # What an interrupt left half done above is passed over here.
+
+    def _latest(self, ages: list[int]) -> T | None:
+        """Take the latest block of a size."""
+        while ages:
+            found = self._blocks.pop(ages.pop(), None)
+            if found is not None:
+                self.nbytes -= found[1]
+                return found[2]
+        return None
+
+    def _oldest(self) -> T:
+        """Take the oldest block."""
+        age = next(iter(self._blocks))
+        ages, nbytes, block = self._blocks.pop(age)
+        if age in ages:
+            ages.remove(age)
         self.nbytes -= nbytes
         return block

@@ -9,6 +9,9 @@ one after the other in the order of the tests that want it::
     def test_it():
         assert NARROW.result().returncode == 0
 
+Tests with the mark `apart` take minutes on one core: all of them run in one process of their own
+beside the others, which come first; what it reports is their outcome.
+
 Only what a test of this run wants is begun. Not within a worker of pytest-xdist, nor in a process
 that was begun so: there it runs when it is asked for.
 """
@@ -17,11 +20,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import threading
+import xml.etree.ElementTree as xml
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,11 +99,74 @@ class Plugin:
     def __init__(self) -> None:
         self._wanted: list[Process] = []
         self._over = False
+        self._apart: Process | None = None
+        #: What the tests with the mark `apart` came to: {their file and name: (how, text)}.
+        self._outcomes: dict[tuple[str, str], tuple[str, str]] | None = None
+
+    @staticmethod
+    def _alone(config: pytest.Config) -> bool:
+        """Whether nothing is begun."""
+        return (
+            config.option.collectonly or os.environ.get(_SET) == "0"
+            or "PYTEST_XDIST_WORKER" in os.environ
+        )  # fmt: skip
+
+    def pytest_collection_modifyitems(
+        self, config: pytest.Config, items: list[pytest.Item]
+    ) -> None:
+        """Tests with the mark `apart` to the end, where others run meanwhile."""
+        apart = [item for item in items if item.get_closest_marker("apart")]
+        if self._alone(config) or not 0 < 2 * len(apart) < len(items):
+            return
+        items.sort(key=lambda item: item.get_closest_marker("apart") is not None)
+        words = [
+            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
+            *(item.nodeid for item in apart),
+        ]  # fmt: skip
+        self._apart = Process(
+            lambda directory: [*words, f"--junitxml={directory / 'report.xml'}"], timeout=1800
+        )
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """In place of a test with the mark `apart`: what it came to in its process."""
+        if self._apart is None or item.get_closest_marker("apart") is None:
+            return None
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        if self._outcomes is None:
+            self._outcomes = self._read(self._apart)
+        how, text = self._outcomes.get((item.path.stem, item.name), ("", ""))
+        if not how:
+            done = self._apart.result()
+            text = f"no outcome: {(done.stdout + done.stderr)[-5000:]}"
+        where: Any = (str(item.path), item.location[1] or 0, text)
+        for when in ("setup", "call", "teardown"):
+            outcome: Any = "passed"
+            if when == "call" and how != "passed":
+                outcome = "skipped" if how == "skipped" else "failed"
+            longrepr = {"passed": None, "skipped": where, "failed": text}[outcome]
+            report = pytest.TestReport(
+                item.nodeid, item.location, dict.fromkeys(item.keywords, 1), outcome, longrepr,
+                when,  # type: ignore[arg-type]
+            )  # fmt: skip
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    @staticmethod
+    def _read(process: Process) -> dict[tuple[str, str], tuple[str, str]]:
+        process.result()
+        path = process.directory / "report.xml"
+        found = {}
+        for case in xml.parse(path).iter("testcase") if path.exists() else ():
+            bad = [child for child in case if child.tag in ("failure", "error", "skipped")]
+            how = bad[0].tag if bad else "passed"
+            text = "".join(child.text or child.get("message", "") for child in bad)
+            found[case.get("classname", "").rpartition(".")[2], case.get("name", "")] = how, text
+        return found
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if session.config.option.collectonly or os.environ.get(_SET) == "0":
-            return
-        if "PYTEST_XDIST_WORKER" in os.environ:
+        if self._alone(session.config):
             return
         for item in session.items:
             mark = item.get_closest_marker("ahead")
@@ -110,6 +179,8 @@ class Plugin:
                 made = made(**item.callspec.params)
             if made is not None and made not in self._wanted:
                 self._wanted.append(made)
+        if self._apart is not None:
+            self._wanted.append(self._apart)
         if self._wanted:
             threading.Thread(target=self._run, daemon=True).start()
 

@@ -19,6 +19,8 @@ import pytest
 from numfuse import tiling
 from numfuse.backends.cpu import protocol
 
+#: It compiles for a minute.
+pytestmark = pytest.mark.apart
 TRIPLE = "aarch64-unknown-linux-gnu"
 #: NEON alone, and with 256-bit SVE beside it, which LLVM takes for the loops of row functions.
 PROCESSORS = ("neoverse-n1", "neoverse-v1")

@@ -18,6 +18,8 @@ import pytest
 
 import numfuse
 
+#: Minutes of compiling, in processes of their own.
+pytestmark = pytest.mark.apart
 PACKAGE = Path(numfuse.__file__).parent
 
 
