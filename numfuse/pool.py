@@ -66,7 +66,7 @@ class FreeBlocks(Generic[T]):
 
     def keep(self, owner: Hashable, nbytes: int, block: T) -> None:
         """Keep a block, or drop it if it is larger than the limit."""
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire(False):
             try:
                 self._add(owner, nbytes, block)
                 if self._arrived:

@@ -77,7 +77,8 @@ class Pool:
         if self._late:
             self._collect()
         # or a larger one that is not wasted on it
-        block = self._blocks(owner).take(owner, nbytes, 2 * nbytes)
+        free = self._captured if owner[1] else self._free
+        block = free.take(owner, nbytes, 2 * nbytes)
         if block is not None:
             return block
         try:
@@ -90,7 +91,10 @@ class Pool:
 
     def give(self, block: Block, others: Iterable[int] = ()) -> None:
         """Take a block back. All its work is in its own stream, and in `others` of the device."""
-        events = [self._device.event(stream) for stream in others if stream != block.owner[0]]
+        events = []
+        for stream in others:
+            if stream != block.owner[0]:
+                events.append(self._device.event(stream))
         if events:
             self._late.append((block, events))
         else:
@@ -100,11 +104,9 @@ class Pool:
         """Give all free blocks back to the device, but those of captured graphs."""
         self._free.clear()
 
-    def _blocks(self, owner: tuple[int, int]) -> FreeBlocks[Block]:
-        return self._captured if owner[1] else self._free
-
     def _keep(self, block: Block) -> None:
-        self._blocks(block.owner).keep(block.owner, block.nbytes, block)
+        free = self._captured if block.owner[1] else self._free
+        free.keep(block.owner, block.nbytes, block)
 
     def _drop(self, block: Block) -> None:
         # known no longer before it is free, and so may be another's
