@@ -52,13 +52,10 @@ class FreeBlocks(Generic[T]):
             sizes = self._owners.get(owner)
             if sizes is None:
                 return None
-            ages = sizes.get(nbytes)
-            if ages:  # which is nearly every call's
-                found = self._blocks.pop(ages.pop(), None)
-                if found is not None:
-                    self.nbytes -= nbytes
-                    return found[2]
-            for size in sorted(size for size in sizes if nbytes <= size <= most):
+            block = self._latest(sizes.get(nbytes))  # nearly every call's
+            if block is not None:
+                return block
+            for size in sorted(size for size in sizes if nbytes < size <= most):
                 block = self._latest(sizes[size])
                 if block is not None:
                     return block
@@ -108,8 +105,8 @@ class FreeBlocks(Generic[T]):
 
     # What an interrupt left half done above is passed over here.
 
-    def _latest(self, ages: list[int]) -> T | None:
-        """Take the latest block of a size."""
+    def _latest(self, ages: list[int] | None) -> T | None:
+        """Take the latest block of a size; None: there is none."""
         while ages:
             found = self._blocks.pop(ages.pop(), None)
             if found is not None:

@@ -75,7 +75,7 @@ class Gemm:
     @property
     def planes(self) -> int:
         """Parts of an operand."""
-        return 3 if self.operands == "bf16x6" else 1
+        return _planes(self.operands)
 
     @property
     def plane_bytes(self) -> int:
@@ -217,6 +217,11 @@ SHARED_BYTES = 232448
 MOST_STAGES = 12
 
 
+def _planes(kind: str) -> int:
+    """Parts of an operand of the kind `Gemm.operands`."""
+    return 3 if kind == "bf16x6" else 1
+
+
 def _descriptor(turned: bool, box: int) -> int:
     """The constant part of a wgmma matrix descriptor (PTX ISA 9.7.15.5.1.2.2).
 
@@ -302,7 +307,7 @@ def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | Non
     outer, inner = (product.k, long) if turned else (long, product.k)
     outer_stride, inner_stride = (deep, own) if turned else (own, deep)
     pitch = cuda_pitch(inner, 2)  # at least what a thread of `convert` writes, 8 values
-    parts = 3 if kind == "bf16x6" else 1
+    parts = _planes(kind)
     plane = places * outer * pitch
     exchanged = kind == "tf32" and inner_stride != 1 and outer_stride == 1
     copy = f"{name} copy"

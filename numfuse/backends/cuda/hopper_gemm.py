@@ -101,7 +101,7 @@ def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tupl
         block = unit - outer * blocks
         part = quotient(outer, places)
         place = outer - part * places
-    strip = quotient(block, GROUP * fresh(column_blocks))
+    strip = quotient(block, GROUP * fresh(column_blocks))  # computed here: no register keeps it
     first = strip * GROUP
     height = min(GROUP, row_blocks - first)
     rest = block - first * column_blocks
