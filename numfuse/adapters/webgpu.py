@@ -27,6 +27,7 @@ from numfuse.gradients import (
     RESIDUAL_NEEDS,
     RESIDUAL_SECOND_NEEDS,
 )
+from numfuse.operands import required
 
 __all__ = [
     "activation_mul",
@@ -59,6 +60,8 @@ class _Call:
                 if type(x) is not DeviceArray or x.device is not device or device.lost:
                     self._own(name, x)
                 self._operands.append(x)
+            else:
+                required({name: x})
 
     @staticmethod
     def _place(operands: dict[str, Any]) -> Device:

@@ -19,6 +19,7 @@ from numfuse import tiling
 from numfuse.backends.webgpu.device import Binding, Device
 from numfuse.backends.webgpu.kernels import Gated, Gemm, Join, Operand
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
+from numfuse.layout import equal
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -316,6 +317,7 @@ def _join(store: Store, planes: View, count: int, depth: int, out: View, add: bo
     size = prod(out.shape) // count if count else 0
     if not size:
         return
+    equal("planes and their sums", prod(planes.shape), depth * prod(out.shape))
     while depth > tiling.WEBGPU_JOINED:
         stages = -(-depth // tiling.WEBGPU_JOINED)
         stage = fresh(device, (count, stages, size), np.dtype(planes.dtype), "joined planes")
@@ -450,8 +452,11 @@ def _slopes(
 def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
     """out = x summed over the axes along which out was broadcast to the shape of x."""
     source, target = store.source(x), store.target(out)
-    own = (1,) * (x.ndim - out.ndim) + out.shape
-    summed = [i for i, length in enumerate(own) if length != x.shape[i]]
+    missing = x.ndim - out.ndim
+    target = replace(
+        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
+    )
+    summed = [i for i, length in enumerate(target.shape) if length != x.shape[i]]
     if not summed:
         copy(store.commands, source, target)
         return
@@ -503,6 +508,9 @@ def _elementwise(
     outs: dict[str, View],
 ) -> None:
     """Record a gated kernel; what is not one run in memory is copied to one first."""
+    equal(
+        "the arrays of a gate", shape, *(x.shape for x in (*arrays.values(), *outs.values()))
+    )
     size = prod(shape)
     if not size:
         return

@@ -18,7 +18,7 @@ from numpy import ndarray
 from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
 from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
 from numfuse.backends.webgpu.kernels import COPY_AXES, Copy, Operand
-from numfuse.layout import merge_axes
+from numfuse.layout import equal, merge_axes
 
 __all__ = ["DeviceStore", "HostStore", "View"]
 
@@ -290,7 +290,8 @@ class DeviceStore(Store):
 
 
 def copy(commands: Commands, source: View, out: View) -> None:
-    """Record `out` = `source`, converted; any strides."""
+    """Record `out` = `source`, converted; one shape, any strides."""
+    equal("the source and the target of a copy", source.shape, out.shape)
     device = commands.device
     room = device.binding_limit - 2 * device.alignment
     wide = source if source.span >= out.span else out
