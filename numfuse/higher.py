@@ -132,7 +132,8 @@ class _Product:
         moved: dict[str, tuple[str, Any]],
         grad: tuple[Any] | None = None,
     ) -> None:
-        """`known`: a, b, bias and maybe residual, by name; `moved`: for each of u, v, w, z the name of what it moves."""
+        """`known`: a, b, bias and maybe residual, by name; `moved`: for each of u, v, w, z the name
+        of what it moves."""
         operands: dict[str, ndarray] = {}
         if grad is not None:
             operands["grad"] = as_plain("grad", _array(grad[0]))

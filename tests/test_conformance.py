@@ -12,9 +12,10 @@ import oracle
 import pytest
 import tolerance
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
-from conftest import SIMULATED, device_of, served
+from conftest import ARRAYS, SIMULATED, device_of, served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_device import OnDevice, poisoned
 from oracle import ACTIVATIONS
 from tolerance import DTYPES, assert_within
 
@@ -35,11 +36,25 @@ sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 2**32 - 1)
 
 
+@pytest.fixture(params=ARRAYS)
+def arrays(request):
+    """The kind of array that the calls of a test are given, in turn."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def on_its_own_backend(request):
-    """What a test calls runs on its own backend, and on the device that was asked for."""
+def on_its_own_backend(request, arrays, monkeypatch):
+    """What a test calls runs on its own backend, and on the device that was asked for.
+
+    With arrays of the kind asked for; and memory that a device gives holds NaN.
+    """
     backend = request.getfixturevalue("backend")
     device = device_of(backend)
+    if arrays != "host":
+        monkeypatch.setattr(
+            request.module, "nf", OnDevice(backend, arrays, request.node.originalname)
+        )
+    poisoned(monkeypatch, backend)
     latest.call = None
     yield
     call = nf.last_call()
@@ -352,6 +367,7 @@ def test_half_types_are_accumulated_in_float32_and_rounded_once(backend, activat
     assert (out == wanted.out.astype(dtype)).mean() > 0.98
 
 
+@pytest.mark.host
 def test_a_dtype_that_is_not_served_is_a_type_error(backend, unrecorded):
     known = ", ".join(sorted(served(backend)))
     for name in set(DTYPES) - set(served(backend)):
@@ -707,6 +723,7 @@ def test_a_batch_in_out_is_written_in_place(backend):
     assert np.isnan(base[:, :2]).all() and np.isnan(base[:, 7:]).all()
 
 
+@pytest.mark.host
 @pytest.mark.skipif(sys.platform == "win32", reason="guard pages are set up with mprotect")
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_no_operand_is_read_or_written_past_its_pages(backend, how, unrecorded):

@@ -24,8 +24,8 @@ from numfuse.backends.cuda.arrays import DeviceArray, pool_of
 from numfuse.backends.cuda.calls import Argument, Kept, call
 from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.foreign import KINDS, Kind, kind_of
-from numfuse.operands import required
 from numfuse.backends.cuda.memory import Pool
+from numfuse.operands import required
 
 __all__ = ["DeviceCall", "again", "forget", "remembered"]
 

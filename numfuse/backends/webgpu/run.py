@@ -508,9 +508,7 @@ def _elementwise(
     outs: dict[str, View],
 ) -> None:
     """Record a gated kernel; what is not one run in memory is copied to one first."""
-    equal(
-        "the arrays of a gate", shape, *(x.shape for x in (*arrays.values(), *outs.values()))
-    )
+    equal("the arrays of a gate", shape, *(x.shape for x in (*arrays.values(), *outs.values())))
     size = prod(shape)
     if not size:
         return
