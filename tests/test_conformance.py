@@ -195,15 +195,48 @@ def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, dat
     grad = normal(rng, shape, a.dtype)
     result = nf.matmul_bias_residual_bwd(grad, a, b, bias, residual, backend=backend)
     check_backward(backend, grad, a, b, bias, "none", result)
-    exact = oracle.sum_to(oracle.wide(grad), residual.shape)
-    terms = max(1, grad.size // max(1, exact.size))
-    error = tolerance.gamma(terms, a.dtype) * oracle.sum_to(
-        np.abs(oracle.wide(grad)), residual.shape
-    )
-    assert_within(
-        "d_residual", result.d_residual, exact, tolerance.stored(exact, error, a.dtype, backend)
-    )
+    wanted = tolerance.residual_gradient(grad, residual.shape, a.dtype, backend)
+    assert_within("d_residual", result.d_residual, *wanted)
     assert not np.may_share_memory(result.d_residual, grad)
+
+
+@st.composite
+def broadcasts(draw):
+    """Shapes of `a`, `b`, which may be 1-D, and their product, and one that broadcasts to that."""
+    lengths = st.sampled_from((0, 1, 1, 2, 3, 5))
+    batch = draw(st.sampled_from(((), (1,), (2,), (1, 1), (2, 1), (1, 3), (0,))))
+    m, n, k = draw(lengths), draw(lengths), 2
+    a, b = draw(
+        st.sampled_from(
+            (((*batch, m, k), (k, n)), ((*batch, m, k), (k,)), ((k,), (*batch, k, n)), ((k,), (k,)))
+        )
+    )
+    shape = np.matmul(np.empty(a), np.empty(b)).shape
+    own = tuple(length if draw(st.booleans()) else 1 for length in shape)
+    return a, b, shape, own[draw(st.integers(0, len(own))) :]
+
+
+@pytest.mark.usefixtures("unrecorded")
+@sampled(240, case=broadcasts(), dtype=dtypes, layout=layouts, given_out=st.booleans(), seed=seeds)
+def test_a_residual_has_its_gradient_whatever_axes_it_lacks(
+    backend, case, dtype, layout, given_out, seed
+):
+    """Alone, with no products beside it; d_residual may be written to an array of the caller's."""
+    dtype, rng = DTYPES[dtype], np.random.default_rng(seed)
+    a, b, grad, residual = (normal(rng, shape, dtype) for shape in case)
+    grad = in_layout(grad, layout) if grad.ndim else grad
+    fenced = Fenced(residual.shape, dtype, strided=True)
+    out = (None, None, None, fenced.array) if given_out else None
+    for _ in range(2):
+        got = nf.matmul_bias_residual_bwd(
+            grad, a, b, None, residual, needs=("residual",), out=out, backend=backend
+        )
+        assert got[:3] == (None, None, None)
+        wanted = tolerance.residual_gradient(grad, residual.shape, dtype, backend)
+        assert_within("d_residual", got.d_residual, *wanted)
+        if given_out:
+            assert got.d_residual is fenced.array
+            fenced.assert_untouched()
 
 
 @sampled(

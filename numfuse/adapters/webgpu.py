@@ -122,12 +122,12 @@ class _Call:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
             operation(store, p)
-            steps = list(store.commands.steps)
             store.finish()
             self.backend.record(device, kind, p)
             for ghost in new:
                 known[id(ghost)] = store.result(ghost)
-            if key is not None and store.plain and all(ghost.size for ghost in new):
+            steps = store.steps
+            if key is not None and steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
                 device.keep_plan(key, Plan.of(steps, arrays, made, latest.call))
         if result is results:
