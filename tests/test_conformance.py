@@ -200,6 +200,22 @@ def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, dat
     assert not np.may_share_memory(result.d_residual, grad)
 
 
+@pytest.mark.dtype("float32")
+@pytest.mark.parametrize("layout", ["c", "inner_sliced"])
+@pytest.mark.parametrize(
+    "shape, own", [((1, 8), (8,)), ((1, 2, 8), (2, 8)), ((1, 5, 1), (5, 1)), ((1, 1, 8), (8,))],
+    ids=str,
+)  # fmt: skip
+def test_a_residual_that_lacks_axes_of_length_one_has_its_gradient(backend, shape, own, layout):
+    """Nothing is summed, yet the residual has fewer axes than the result."""
+    grad = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    given = np.ones((*shape[:-1], 3), np.float32), np.ones((3, shape[-1]), np.float32)
+    got = nf.matmul_bias_residual_bwd(
+        in_layout(grad, layout), *given, None, np.ones(own, np.float32), backend=backend
+    )
+    assert (got.d_residual == grad.reshape(own)).all()
+
+
 @st.composite
 def broadcasts(draw):
     """Shapes of `a`, `b`, which may be 1-D, and their product, and one that broadcasts to that."""
@@ -211,9 +227,10 @@ def broadcasts(draw):
             (((*batch, m, k), (k, n)), ((*batch, m, k), (k,)), ((k,), (*batch, k, n)), ((k,), (k,)))
         )
     )
-    shape = np.matmul(np.empty(a), np.empty(b)).shape
-    own = tuple(length if draw(st.booleans()) else 1 for length in shape)
-    return a, b, shape, own[draw(st.integers(0, len(own))) :]
+    shape = np.matmul(np.zeros(a), np.zeros(b)).shape
+    ones = next((i for i, length in enumerate(shape) if length != 1), len(shape))
+    own = [length if draw(st.booleans()) else 1 for length in shape]
+    return a, b, shape, draw(st.sampled_from((shape[ones:], tuple(own[ones:]), tuple(own))))
 
 
 @pytest.mark.usefixtures("unrecorded")
