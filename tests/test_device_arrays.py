@@ -248,6 +248,19 @@ def test_a_kept_call_reads_a_pre_activation_in_its_own_dtype():
         )
 
 
+def test_a_copy_of_another_shape_is_refused():
+    """It would be read with another's strides, past its buffer."""
+    from numfuse.backends.webgpu.device import Commands
+    from numfuse.backends.webgpu.stores import copy, fresh
+
+    device = nf.to_device(np.ones(1, F32), WEBGPU).device
+    for source, out in (((1, 8), (8,)), ((8,), (1, 8)), ((4, 2), (2, 4)), ((8,), (7,))):
+        commands = Commands(device)
+        with pytest.raises(AssertionError, match="equal sizes"):
+            copy(commands, *(fresh(device, shape, F32, "a test's") for shape in (source, out)))
+        assert not commands.steps
+
+
 # --- limits ---------------------------------------------------------------------------------------
 
 
