@@ -28,6 +28,7 @@ from numfuse.gradients import (
     Tangent,
     check_needs,
 )
+from numfuse.operands import required
 
 __all__ = ["NAMES", "Functions", "How", "chosen", "gate_of", "made", "served", "spread"]
 
@@ -146,6 +147,7 @@ class Functions:
 
         With `return_pre_activation`, that is differentiable too, and costs a product of its own.
         """
+        required({"a": a, "b": b})
         self._no_out(out)
         result = self.product(a, b, bias, How(get(activation), backend=backend))
         if not return_pre_activation:
@@ -156,6 +158,7 @@ class Functions:
         self, a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
     ) -> Any:
         """As :func:`numfuse.matmul_bias_residual`."""
+        required({"a": a, "b": b, "residual": residual})
         self._no_out(out)
         return self.residual(a, b, bias, residual, How(get("none"), backend=backend))
 
@@ -165,6 +168,7 @@ class Functions:
         guard: bool = True, out: Any = None, backend: Any = None,
     ) -> GemmGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_activation_bwd`; a saved pre-activation is made again."""
+        required({"grad": grad, "a": a, "b": b})
         self._no_out(out)
         needs = _there(check_needs(needs, GEMM_NEEDS), bias)
         found = self.product_bwd(grad, a, b, bias, How(get(activation), needs, guard, backend))
@@ -179,6 +183,7 @@ class Functions:
         out: Any = None, backend: Any = None,
     ) -> GemmResidualGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_residual_bwd`."""
+        required({"grad": grad, "a": a, "b": b, "residual": residual})
         needs = check_needs(needs, RESIDUAL_NEEDS)
         found = self.matmul_bias_activation_bwd(
             grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
@@ -191,6 +196,7 @@ class Functions:
         self, a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None
     ) -> Any:
         """As :func:`numfuse.activation_mul`."""
+        required({"a": a, "b": b})
         self._no_out(out)
         return self.gate(a, b, How(get(activation), backend=backend))
 
@@ -199,6 +205,7 @@ class Functions:
         guard: bool = True, out: Any = None, backend: Any = None,
     ) -> GatedGradients:  # fmt: skip
         """As :func:`numfuse.activation_mul_bwd`."""
+        required({"grad": grad, "a": a, "b": b})
         self._no_out(out)
         needs = check_needs(needs, GATED_NEEDS)
         found = self.gate_bwd(grad, a, b, How(get(activation), needs, guard, backend))
@@ -210,6 +217,7 @@ class Functions:
         pre_activation: Any = None, guard: bool = True, backend: Any = None,
     ) -> GemmSecondGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
+        required({"grad": grad, "a": a, "b": b})
         needs = _there(check_needs(needs, GEMM_SECOND_NEEDS), bias)
         how = How(get(activation), needs, guard, backend)
         found = self.product_double(u, v, w, grad, a, b, bias, how)
@@ -221,6 +229,7 @@ class Functions:
         backend: Any = None,
     ) -> GemmResidualSecondGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
+        required({"grad": grad, "a": a, "b": b, "residual": residual})
         needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
         found = self.matmul_bias_activation_double_bwd(
             u, v, w, grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
@@ -237,6 +246,7 @@ class Functions:
         needs: Iterable[str] = GATED_SECOND_NEEDS, guard: bool = True, backend: Any = None,
     ) -> GatedSecondGradients:  # fmt: skip
         """As :func:`numfuse.activation_mul_double_bwd`."""
+        required({"grad": grad, "a": a, "b": b})
         needs = check_needs(needs, GATED_SECOND_NEEDS)
         found = self.gate_double(u, v, grad, a, b, How(get(activation), needs, guard, backend))
         return GatedSecondGradients(*spread(found, GATED_SECOND_NEEDS, needs))
@@ -246,6 +256,7 @@ class Functions:
         activation: Any = "none", *, guard: bool = True, backend: Any = None,
     ) -> Tangent:  # fmt: skip
         """As :func:`numfuse.matmul_bias_activation_jvp`."""
+        required({"a": a, "b": b})
         how = How(get(activation), (), guard, backend)
         out = self.product(a, b, bias, how)
         return Tangent(out, self.product_tangent(a, b, bias, a_dot, b_dot, bias_dot, how))
@@ -255,6 +266,7 @@ class Functions:
         residual_dot: Any, *, backend: Any = None,
     ) -> Tangent:  # fmt: skip
         """As :func:`numfuse.matmul_bias_residual_jvp`."""
+        required({"a": a, "b": b, "residual": residual})
         out = self.residual(a, b, bias, residual, How(get("none"), backend=backend))
         dot = pieces.moved(self, a_dot, b_dot, bias_dot, a, b, bias, backend)
         # The residual has no part in T, and may enlarge nothing.
@@ -266,6 +278,7 @@ class Functions:
         backend: Any = None,
     ) -> Tangent:  # fmt: skip
         """As :func:`numfuse.activation_mul_jvp`."""
+        required({"a": a, "b": b})
         how = How(get(activation), (), guard, backend)
         return Tangent(self.gate(a, b, how), self.gate_tangent(a, b, a_dot, b_dot, how))
 

@@ -23,6 +23,7 @@ from numfuse.backends.webgpu.run import Cut, Places
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
 from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr, Keyed
+from numfuse.layout import equal
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -107,6 +108,7 @@ def _pass(
         if not view.contiguous:
             found[name] = fresh(device, view.shape, np.dtype(view.dtype), "a contiguous result")
             late.append((found[name], view))
+    equal("the arrays of a pass", *(view.shape for view in found.values()))
     size = prod(next(iter(found.values())).shape)
     kernel = Pointwise(
         accumulator.name, what, tuple((name, view.dtype) for name, view in inputs.items()),

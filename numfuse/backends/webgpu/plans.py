@@ -131,7 +131,8 @@ def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     parts: list[Any] = [kind, p.dtype, act.name, act.trace(0), act.trace(1), guard, outs]
     for name in _FIELDS[kind]:
         ghost: ndarray | None = getattr(p, name)
-        parts.append(None if ghost is None else (ghost.shape, ghost.strides))
+        # (of its own dtype: a saved pre-activation may have the accumulator's)
+        parts.append(None if ghost is None else (ghost.shape, ghost.strides, ghost.dtype))
     order: dict[int, int] = {}
     for x in given:
         # which arrays share a buffer, and where each begins in it
