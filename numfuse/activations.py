@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
+from numfuse.kinds import adapter_for
 
 __all__ = ["Activation", "activation", "activations", "get"]
 
@@ -35,8 +36,10 @@ _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 class Activation:
     """One row of the table: a scalar function with three derivatives, for every target.
 
-    Called with an array it evaluates its traced formula in float64 and rounds once to the array's
-    dtype: that is the reference for the kernels. Made by :func:`activation`.
+    Called with a NumPy array it evaluates its traced formula in float64 and rounds once to the
+    array's dtype: that is the reference for the kernels. A tensor or array of another library that
+    an adapter serves stays one, on its device, with its derivatives: kernels compute it. Made by
+    :func:`activation`.
 
     Attributes
     ----------
@@ -114,10 +117,13 @@ class Activation:
         return self._at(0, x)
 
     def _at(self, order: int, x: Any) -> Any:
-        from numfuse import elementary
-
         if isinstance(x, Expr):
             return ex.substitute(self.trace(order), x)
+        adapter = adapter_for(x=x)
+        if adapter is not None:
+            return _by_adapter(adapter, x, self.derived(order))
+        from numfuse import elementary
+
         return elementary.evaluate(self.trace(order), x)
 
     def _either(self, order: int, argument: Any) -> Any:
@@ -207,6 +213,18 @@ class Activation:
     def __reduce__(self) -> tuple[Any, ...]:
         text = ex.dumps([self.trace(order) for order in range(4)])
         return _from_text, (self.name, self.source, self.id, text)
+
+
+def _by_adapter(adapter: Any, x: Any, activation: Activation) -> Any:
+    """The values at an array of another library."""
+    function = getattr(adapter, "activation", None)
+    if function is None:
+        raise TypeError(
+            f"x must be an array whose adapter evaluates activations, got "
+            f"{type(x).__module__}.{type(x).__qualname__}: numfuse.activation_mul(x, ones, name) "
+            f"does that on its device, numfuse.to_numpy(x) copies it"
+        )
+    return function(x, activation)
 
 
 class _Derived(Activation):

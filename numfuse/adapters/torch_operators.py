@@ -30,7 +30,11 @@ __all__ = [
     "CORE",
     "Op",
     "fused",
+    "in_functorch",
+    "is_lazy",
+    "moves",
     "on_cuda",
+    "own_values",
     "placed",
     "sets",
     "through",
@@ -352,12 +356,20 @@ def fused(names: tuple[str, ...], backward: Callable[..., Any]) -> Callable[...,
     return pull
 
 
-def through(composite: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The backward and the forward mode of an operator through what it is made of."""
+def through(
+    composite: Callable[..., Any], saved: int | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The backward and the forward mode of an operator through what it is made of.
+
+    `saved` is the place of a pre-activation. Where no derivative goes through that, it is made
+    again: it stands for what it was made of.
+    """
 
     def replaced(operands: Any, how: How, at: Sequence[int]) -> Callable[..., tuple[Any, ...]]:
         def call(*values: Any) -> tuple[Any, ...]:
             every = list(operands)
+            if saved is not None:
+                every[saved] = None
             for i, value in zip(at, values, strict=True):
                 every[i] = value
             outs = composite(*every, how)
