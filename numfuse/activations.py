@@ -63,6 +63,11 @@ class Activation:
         #: A string that stands for it in what is compiled (``name digest``), once one was needed.
         self.key: str | None = None
         self._made: dict[tuple[str, int], Any] = {}
+        # Made once, so that a tracer that follows a call to one finds an object of the caller's.
+        self._derivatives = self._derive()
+
+    def _derive(self) -> tuple[Activation, ...]:
+        return tuple(_Derived(self, order) for order in (1, 2, 3))
 
     # --- how it is written ------------------------------------------------------------------
     def _define(self, order: int, formula: Formula) -> None:
@@ -75,6 +80,8 @@ class Activation:
         self._traces[order] = made
         self._digest = self.key = None
         self._made.clear()
+        for derived in self._derivatives:
+            derived.key = None
         Activation.definitions += 1
 
     def trace(self, order: int = 0) -> Expr:
@@ -96,7 +103,9 @@ class Activation:
         ``derived(k + 1)``. Beyond the third order there is only what is zero everywhere; any other
         raises ValueError when its trace is asked for.
         """
-        return _Derived(self, order) if order else self
+        if order == 0:
+            return self
+        return self._derivatives[order - 1] if 0 < order < 4 else _Derived(self, order)
 
     @property
     def digest(self) -> str:
@@ -233,6 +242,9 @@ class _Derived(Activation):
     def __init__(self, base: Activation, order: int) -> None:
         super().__init__(f"{base.name}^({order})", f"derivative of {base.name}: {base.source}")
         self._base, self._order = base, order
+
+    def _derive(self) -> tuple[Activation, ...]:
+        return ()
 
     def _define(self, order: int, formula: Formula) -> None:
         raise TypeError(f"{self.name} is derived: define the derivatives of {self._base.name!r}")

@@ -129,7 +129,8 @@ class _Autograd(Functions):
 
 
 FUNCTIONS = _Autograd()
-globals().update({name: getattr(FUNCTIONS, name) for name in (*NAMES, "activation")})
+globals().update({name: getattr(FUNCTIONS, name) for name in NAMES})
+activation = FUNCTIONS.activation
 
 
 # --- their derivatives --------------------------------------------------------------------------

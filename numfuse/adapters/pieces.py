@@ -115,9 +115,7 @@ def linear_backward_tangent(
                 found[name] = part[i] if name not in found else found[name] + part[i]
     like = {"a": a, "b": b, "bias": bias}
     names = [name for name in like if name in how.needs]
-    return tuple(
-        found[name] if name in found else ops.zeros_like(like[name]) for name in names
-    )
+    return tuple(found[name] if name in found else ops.zeros_like(like[name]) for name in names)
 
 
 def double_backward(

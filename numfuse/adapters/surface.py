@@ -158,7 +158,7 @@ class Functions:
 
     def saved_dtypes(self, like: Any) -> tuple[Any, ...]:
         """The dtypes that a saved pre-activation of such operands may have."""
-        return like.dtype, accumulator("grad", np.dtype(like.dtype))
+        return accumulator("grad", np.dtype(like.dtype)), like.dtype
 
     def product_bwd_saved(self, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How) -> Any:
         """As `product_bwd`, with a saved pre-activation through which a derivative goes."""
@@ -181,11 +181,12 @@ class Functions:
         """
         if pre is None:
             return None
-        self.checked(pre_activation=pre)
+        self.checked(grad=grad, pre_activation=pre)
         dtypes = self.saved_dtypes(grad)
         if pre.dtype not in dtypes:
-            wanted = " or ".join(dict.fromkeys(str(dtype) for dtype in dtypes))
-            raise TypeError(f"pre_activation must have dtype {wanted}, got {pre.dtype}")
+            *names, found = (str(x).removeprefix("torch.") for x in (*dtypes, pre.dtype))
+            wanted = " or ".join(dict.fromkeys(names))
+            raise TypeError(f"pre_activation must have dtype {wanted}, got {found}")
         _same_shape("pre_activation", pre, "the result's shape", grad)
         return pre if self.moves(pre) else None
 
@@ -348,9 +349,7 @@ class Functions:
     def product_bwd_pieces(
         self, grad: Any, a: Any, b: Any, bias: Any, how: How, pre: Any = None
     ) -> tuple[Any, ...]:
-        found = pieces.backward(
-            self, grad, a, b, bias, how.activation, how.needs, how.backend, pre
-        )
+        found = pieces.backward(self, grad, a, b, bias, how.activation, how.needs, how.backend, pre)
         return tuple(found[name] for name in GEMM_NEEDS if name in how.needs)
 
     def product_double_pieces(

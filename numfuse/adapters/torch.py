@@ -404,13 +404,13 @@ def _product_double_pieces(
 def _product_bwd_backward(ctx: Any, x: Any, how: How, *gs: Any) -> Any:
     """Gradients of the backward: fused, or beside that of a saved pre-activation."""
     u, v, w = placed(gs, GEMM_NEEDS, how.needs)
-    *operands, pre = x
+    grad, a, b, bias, pre = x
     needs = wanted(ctx, (*GEMM_SECOND_NEEDS, "pre"))
     if "pre" not in needs:
-        found = FUNCTIONS.product_double(u, v, w, *operands, how._replace(needs=needs))
+        found = FUNCTIONS.product_double(u, v, w, grad, a, b, bias, how._replace(needs=needs))
         return placed(found, GEMM_SECOND_NEEDS, needs)
     parts = pieces.double_backward(
-        FUNCTIONS, u, v, w, *operands, how.activation, needs, how.backend, pre
+        FUNCTIONS, u, v, w, grad, a, b, bias, how.activation, needs, how.backend, pre
     )
     return [parts.get(name) for name in (*GEMM_SECOND_NEEDS, "pre")]
 

@@ -87,7 +87,7 @@ _OBJECTS: dict[str, Any] = {}
 
 
 # torch.compile runs it, where it cannot follow the hashing of a formula, and keeps the string.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def key_of(activation: Any) -> str:
     """A string that stands for an activation: equal for equal formulas, in any process."""
     act = get(activation)
