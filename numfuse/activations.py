@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
+from numfuse.kinds import adapter_for
 
 __all__ = ["Activation", "activation", "activations", "get"]
 
@@ -35,8 +36,10 @@ _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 class Activation:
     """One row of the table: a scalar function with three derivatives, for every target.
 
-    Called with an array it evaluates its traced formula in float64 and rounds once to the array's
-    dtype: that is the reference for the kernels. Made by :func:`activation`.
+    Called with a NumPy array it evaluates its traced formula in float64 and rounds once to the
+    array's dtype: that is the reference for the kernels. A tensor or array of another library that
+    an adapter serves stays one, on its device, with its derivatives: kernels compute it. Made by
+    :func:`activation`.
 
     Attributes
     ----------
@@ -60,6 +63,11 @@ class Activation:
         #: A string that stands for it in what is compiled (``name digest``), once one was needed.
         self.key: str | None = None
         self._made: dict[tuple[str, int], Any] = {}
+        # Made once, so that a tracer that follows a call to one finds an object of the caller's.
+        self._derivatives = self._derive()
+
+    def _derive(self) -> tuple[Activation, ...]:
+        return tuple(_Derived(self, order) for order in (1, 2, 3))
 
     # --- how it is written ------------------------------------------------------------------
     def _define(self, order: int, formula: Formula) -> None:
@@ -72,6 +80,8 @@ class Activation:
         self._traces[order] = made
         self._digest = self.key = None
         self._made.clear()
+        for derived in self._derivatives:
+            derived.key = None
         Activation.definitions += 1
 
     def trace(self, order: int = 0) -> Expr:
@@ -93,7 +103,9 @@ class Activation:
         ``derived(k + 1)``. Beyond the third order there is only what is zero everywhere; any other
         raises ValueError when its trace is asked for.
         """
-        return _Derived(self, order) if order else self
+        if order == 0:
+            return self
+        return self._derivatives[order - 1] if 0 < order < 4 else _Derived(self, order)
 
     @property
     def digest(self) -> str:
@@ -114,10 +126,13 @@ class Activation:
         return self._at(0, x)
 
     def _at(self, order: int, x: Any) -> Any:
-        from numfuse import elementary
-
         if isinstance(x, Expr):
             return ex.substitute(self.trace(order), x)
+        adapter = adapter_for(x=x)
+        if adapter is not None:
+            return _by_adapter(adapter, x, self.derived(order))
+        from numfuse import elementary
+
         return elementary.evaluate(self.trace(order), x)
 
     def _either(self, order: int, argument: Any) -> Any:
@@ -209,12 +224,27 @@ class Activation:
         return _from_text, (self.name, self.source, self.id, text)
 
 
+def _by_adapter(adapter: Any, x: Any, activation: Activation) -> Any:
+    """The values at an array of another library."""
+    function = getattr(adapter, "activation", None)
+    if function is None:
+        raise TypeError(
+            f"x must be an array whose adapter evaluates activations, got "
+            f"{type(x).__module__}.{type(x).__qualname__}: numfuse.activation_mul(x, ones, name) "
+            f"does that on its device, numfuse.to_numpy(x) copies it"
+        )
+    return function(x, activation)
+
+
 class _Derived(Activation):
     """The derivatives of another activation from an order on."""
 
     def __init__(self, base: Activation, order: int) -> None:
         super().__init__(f"{base.name}^({order})", f"derivative of {base.name}: {base.source}")
         self._base, self._order = base, order
+
+    def _derive(self) -> tuple[Activation, ...]:
+        return ()
 
     def _define(self, order: int, formula: Formula) -> None:
         raise TypeError(f"{self.name} is derived: define the derivatives of {self._base.name!r}")

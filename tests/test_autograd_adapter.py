@@ -187,6 +187,46 @@ def test_sum_batch_and_the_pre_activation_are_differentiable():
     check_grads(both, modes=["rev"], order=3)(a, b)
 
 
+def test_a_saved_pre_activation_that_is_differentiated_is_an_operand():
+    a, b, bias, grad = draw(((3, 2), (2, 4), (4,), (3, 4)), seed=70)
+    u, v, w = draw(((3, 2), (2, 4), (4,)), seed=71)
+    pre = a @ b + bias
+
+    def total(found):
+        return sum(anp.sum(x) for x in found)
+
+    for function, operands in (
+        (nf.matmul_bias_activation_bwd, (grad, a, b, bias)),
+        (nf.matmul_bias_activation_double_bwd, (u, v, w, grad, a, b, bias)),
+    ):
+        check_grads(
+            lambda pre, f=function, x=operands: total(f(*x, "tanh", pre_activation=pre)),
+            modes=["rev"],
+            order=1,
+        )(pre)
+        with pytest.raises(ValueError, match="pre_activation must have the result's shape"):
+            autograd.grad(
+                lambda a, f=function, x=operands: total(
+                    f(*x[:-3], a, b, bias, pre_activation=pre[:1])
+                )
+            )(a)
+
+
+def test_an_activation_of_a_box_has_derivatives():
+    (x,) = draw(((5,),), seed=72)
+    check_grads(nf.activations()["gelu"], modes=["rev", "fwd"], order=2)(x)
+
+
+def test_zero_is_zero_beside_infinities():
+    a, b, residual = draw(((3, 2), (2, 4), (4,)), seed=73)
+    residual[0] = np.inf
+    given = (np.ones((3, 4)), a, b, None, residual)
+    found = adapter.matmul_bias_residual_double_bwd(None, None, None, None, *given)
+    assert not np.any(found.d_residual) and not np.any(found.d_grad)
+    dots = adapter.matmul_bias_residual_jvp(*given[1:], None, None, None, None)
+    assert not np.any(dots.out_dot)
+
+
 def test_results_are_those_of_the_core():
     grad, a, b, bias = draw(((3, 4), (3, 2), (2, 4), (4,)), 11)
     wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")

@@ -171,6 +171,19 @@ def test_vmap_is_a_loop(shape):
                 np.testing.assert_allclose(left[i], right, rtol=1e-12, atol=1e-13)
 
 
+def test_zero_is_zero_beside_infinities():
+    a, b, grad = jnp.ones((3, 2)), jnp.ones((2, 4)), jnp.ones((3, 4))
+    residual = jnp.array([jnp.inf, 0.0, 1.0, 2.0])
+    found = nf.matmul_bias_residual_double_bwd(
+        None, None, None, None, grad, a, b, None, residual
+    )  # fmt: skip
+    assert not found.d_residual.any() and not found.d_grad.any()
+    dots = nf.matmul_bias_residual_jvp(a, b, None, residual, None, None, None, None)
+    assert not dots.out_dot.any()
+    with pytest.raises(ValueError, match="pre_activation must have the result's shape"):
+        nf.matmul_bias_activation_bwd(grad, a, b, None, "gelu", pre_activation=grad[:1])
+
+
 def test_a_third_derivative_is_that_of_jax():
     """The weight gradient of a loss that holds a second derivative: a physics-informed network."""
     x, w1, b1, w2 = draw((7, 1), (1, 5), (5,), (5, 1), seed=9)

@@ -30,7 +30,7 @@ from numfuse.gradients import (
     RESIDUAL_NEEDS,
 )
 
-__all__ = [*NAMES, "synchronize", "to_numpy"]
+__all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
 
 
 def _like(g: Any, x: Any) -> Any:
@@ -104,6 +104,9 @@ def _residual(a: Any, b: Any, bias: Any, residual: Any, how: How) -> Any:
 class _Autograd(Functions):
     """The public functions over the primitives above."""
 
+    arrays = anp
+    moves = staticmethod(isbox)
+
     product = staticmethod(_product)
     product_bwd = staticmethod(_product_bwd)
     product_double = staticmethod(_product_double)
@@ -127,6 +130,7 @@ class _Autograd(Functions):
 
 FUNCTIONS = _Autograd()
 globals().update({name: getattr(FUNCTIONS, name) for name in NAMES})
+activation = FUNCTIONS.activation
 
 
 # --- their derivatives --------------------------------------------------------------------------

@@ -332,6 +332,7 @@ class _Jax(Functions):
     """The public functions over the callbacks above."""
 
     what = "JAX, the arrays of which are never written to"
+    arrays = jnp
 
     def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
         return _product(how, (a, b, bias))[0]
