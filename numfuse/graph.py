@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,15 @@ TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 _NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 # Reentrant: a garbage collection inside may run code that makes nodes.
 _LOCK = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # a thread that held it did not survive the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _refuse(done: str, remedy: str) -> NoReturn:

@@ -12,7 +12,7 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends import latest
-from numfuse.backends.cpu import driver, higher, host, launch, library, microkernel
+from numfuse.backends.cpu import driver, gemm, higher, host, launch, library, microkernel
 from numfuse.backends.cpu.blocks import (
     Block,
     Held,
@@ -744,7 +744,7 @@ class CpuBackend:
             "level-2 cache": f"{tiling.level2_bytes() >> 10} KiB",
             "threads": launch.threads(),
             "threading layer": launch.threading_layer(),
-            "kernel cache": specialise.cache_directory(),
+            "kernel cache": specialise.cache_directory(gemm.gemm_cell),
         }
 
     def warmup(
