@@ -17,6 +17,7 @@ from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, TypeVar
 
+import numpy as np
 from llvmlite.binding import ffi
 from numba.core.compiler_lock import global_compiler_lock
 
@@ -59,7 +60,8 @@ def compiled(work: Callable[[], _T]) -> _T:
         )
 
     def alone() -> _T:
-        with global_compiler_lock:
+        # (what NumPy is to do with an overflow is the caller's, not that of the constants here)
+        with global_compiler_lock, np.errstate(all="ignore"):
             return work()
 
     result = alone() if _LOCKS[0]._is_owned() else deferred(alone)

@@ -324,13 +324,14 @@ def rounded(e: Expr, dtype: str) -> Any:
     Through float64 a float32 could be rounded twice.
     """
     value = e.payload
-    if dtype == "float64" or not isinstance(value, Fraction):
-        return np.dtype(dtype).type(value)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
+        if dtype == "float64" or not isinstance(value, Fraction):
+            return np.dtype(dtype).type(value)
         near = np.float32(float(value))
-    if not np.isfinite(near):
-        return near
-    around = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
+        if not np.isfinite(near):
+            return near
+        infinity = np.float32(np.inf)
+        around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
     return min(
         (c for c in around if np.isfinite(c)),
         key=lambda c: (abs(Fraction(float(c)) - value), int(c.view(np.int32)) & 1),

@@ -406,11 +406,12 @@ class CpuBackend:
         schedules: Sequence[Schedule],
     ) -> None:  # fmt: skip
         """A backward as many launches: where NumPy has to do something between them."""
-        for schedule in schedules:
-            whole = _with_totals(arrays, schedule.totals)
-            if not p.batch:  # some rows may have to be gathered
-                whole = (*whole, *(None,) * (NUMBERS - len(whole)))
-            with launch.room(schedule.size) as memory:
+        # All memory before anything is written.
+        every_whole = [_with_totals(arrays, schedule.totals) for schedule in schedules]
+        with launch.room(max(schedule.size for schedule in schedules)) as memory:
+            for schedule, whole in zip(schedules, every_whole, strict=True):
+                if not p.batch:  # some rows may have to be gathered
+                    whole = (*whole, *(None,) * (NUMBERS - len(whole)))
                 for step in schedule.steps:
                     every = [*whole] if step.block is None else _parts(step.block, whole)
                     for number, shape, dtype, offset in step.held:
