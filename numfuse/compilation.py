@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import _thread
 import os
+import sys
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from operator import methodcaller
+from types import FrameType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -52,7 +54,7 @@ def compiled(work: Callable[[], _T]) -> _T:
     """
     if _refusal is not None:
         raise RuntimeError(_refusal)
-    if _LOCKS[1]._is_owned():
+    if _inside_llvm():
         raise RuntimeError(
             "a kernel must be compiled when no compilation of this thread is interrupted in its "
             "middle, got a call from a signal's handler that came within one: call numfuse after "
@@ -68,6 +70,25 @@ def compiled(work: Callable[[], _T]) -> _T:
     for text in binaries.unsaid():
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return result
+
+
+def _inside_llvm() -> bool:
+    """Whether a call of LLVM is under way in this thread.
+
+    Its lock is not enough to tell: llvmlite takes it in Python, and an interrupt in the right place
+    has left it taken. Then it is given back here.
+    """
+    lock = _LOCKS[1]
+    if not lock._is_owned():
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == ffi.__file__:
+            return True
+        frame = frame.f_back
+    while lock._is_owned():
+        lock.release()
+    return False
 
 
 # --- forks --------------------------------------------------------------------------------------

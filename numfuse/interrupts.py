@@ -32,7 +32,9 @@ class _Job(Generic[_T]):
         self.work = work
         self.result: list[_T] = []
         self.error: BaseException | None = None
-        #: Locked until the thread is done, or does not exist: it does not survive a fork.
+        #: The thread is done, or does not exist: it does not survive a fork. Until then the lock is
+        #: taken.
+        self.over = False
         self.unfinished = _thread.allocate_lock()
         self.unfinished.acquire()
 
@@ -42,8 +44,12 @@ class _Job(Generic[_T]):
         except BaseException as error:
             self.error = error
         finally:
-            _JOBS.discard(self)
-            self.unfinished.release()
+            self.leave()
+
+    def leave(self) -> None:
+        self.over = True
+        _JOBS.discard(self)
+        self.unfinished.release()
 
 
 _JOBS: set[_Job[Any]] = set()
@@ -54,7 +60,8 @@ def _wait(job: _Job[Any]) -> BaseException | None:
     interrupt = None
     while True:
         try:
-            job.unfinished.acquire()
+            while not job.over:  # (an interrupt may come just when the lock has been taken)
+                job.unfinished.acquire()
             return interrupt
         except BaseException as error:
             interrupt = error
@@ -71,8 +78,8 @@ atexit.register(_at_exit)
 
 def _after_fork_in_child() -> None:
     """Wake the main thread where it was waiting (a handler of a signal has forked)."""
-    while _JOBS:
-        _JOBS.pop().unfinished.release()
+    for job in tuple(_JOBS):
+        job.leave()
 
 
 if hasattr(os, "register_at_fork"):
