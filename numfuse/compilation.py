@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import os
+import signal
 import sys
 import threading
 import time
@@ -31,11 +32,16 @@ __all__ = ["compiled"]
 _T = TypeVar("_T")
 
 #: Seconds that a fork waits for the compilations of other threads.  A kernel of numfuse takes up to
-#: three, and twice that where cores are short; a function of the user's may take minutes.
-FORK_PATIENCE = 10.0
+#: three, some times as long where cores are short; a function of the user's may take minutes.
+FORK_PATIENCE = 30.0
 
-#: The locks themselves, in the order in which a compilation takes them.
-_LOCKS: tuple[Any, Any] = global_compiler_lock._lock, ffi.lib._lock._lock
+#: Passed before each compilation.  A fork keeps it while it waits, or threads that compile one
+#: kernel after another would overtake it (measured: for more than ten seconds).
+_TURNSTILE = threading.RLock()
+_NUMBA: Any = global_compiler_lock._lock
+_LLVM: Any = ffi.lib._lock._lock
+#: In the order in which a compilation takes them.
+_LOCKS: tuple[Any, ...] = _TURNSTILE, _NUMBA, _LLVM
 #: Why this process cannot compile, if it cannot.
 _refusal: str | None = None
 
@@ -62,11 +68,14 @@ def compiled(work: Callable[[], _T]) -> _T:
         )
 
     def alone() -> _T:
+        if not _NUMBA._is_owned():  # else a fork waits for this thread
+            with _TURNSTILE:
+                pass
         # (what NumPy is to do with an overflow is the caller's, not that of the constants here)
         with global_compiler_lock, np.errstate(all="ignore"):
             return work()
 
-    result = alone() if _LOCKS[0]._is_owned() else deferred(alone)
+    result = alone() if _NUMBA._is_owned() else deferred(alone)
     for text in binaries.unsaid():
         warnings.warn(text, RuntimeWarning, stacklevel=3)
     return result
@@ -78,16 +87,15 @@ def _inside_llvm() -> bool:
     Its lock is not enough to tell: llvmlite takes it in Python, and an interrupt in the right place
     has left it taken. Then it is given back here.
     """
-    lock = _LOCKS[1]
-    if not lock._is_owned():
+    if not _LLVM._is_owned():
         return False
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_filename == ffi.__file__:
             return True
         frame = frame.f_back
-    while lock._is_owned():
-        lock.release()
+    while _LLVM._is_owned():
+        _LLVM.release()
     return False
 
 
@@ -122,11 +130,17 @@ def _release() -> None:
     any(map(methodcaller("release"), iter(_fork.held.pop, None)))
 
 
+def _interrupt_again() -> None:
+    """Send the signal of Ctrl-C to the thread that handles signals, when the fork is over."""
+    time.sleep(0.05)  # for what is called after a fork, in which Python would drop it
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
 def _after_fork_in_parent() -> None:
     _release()
     if _fork.interrupted:
         _fork.interrupted = False
-        _thread.start_new_thread(_thread.interrupt_main, ())  # raised after the fork
+        _thread.start_new_thread(_interrupt_again, ())
 
 
 def _after_fork_in_child() -> None:
