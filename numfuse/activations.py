@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
+from numfuse.interrupts import import_module
 from numfuse.kinds import adapter_for
 
 __all__ = ["Activation", "activation", "activations", "get"]
@@ -161,7 +161,7 @@ class Activation:
             module = f"numfuse.backends.{target}"
             own = f"{module}.{_COMPILERS[target]}"
             try:
-                primitives = importlib.import_module(own)
+                primitives: Any = import_module(own)
             except ModuleNotFoundError as error:
                 from numfuse.errors import BackendUnavailable
 

@@ -106,7 +106,8 @@ class ResidualGradient(NamedTuple):
     def write(self) -> None:
         """Sum in the accumulator's dtype; one rounding at the store."""
         acc_dtype = ACCUMULATORS[self.grad.dtype]
-        self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
+        with np.errstate(all="ignore"):  # as silent as the kernels, whatever the caller has set
+            self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
 
 
 def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:

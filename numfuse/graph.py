@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -49,6 +50,15 @@ TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 _NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 # Reentrant: a garbage collection inside may run code that makes nodes.
 _LOCK = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # a thread that held it did not survive the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _refuse(done: str, remedy: str) -> NoReturn:
@@ -314,13 +324,14 @@ def rounded(e: Expr, dtype: str) -> Any:
     Through float64 a float32 could be rounded twice.
     """
     value = e.payload
-    if dtype == "float64" or not isinstance(value, Fraction):
-        return np.dtype(dtype).type(value)
-    with np.errstate(over="ignore"):
+    with np.errstate(all="ignore"):
+        if dtype == "float64" or not isinstance(value, Fraction):
+            return np.dtype(dtype).type(value)
         near = np.float32(float(value))
-    if not np.isfinite(near):
-        return near
-    around = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
+        if not np.isfinite(near):
+            return near
+        infinity = np.float32(np.inf)
+        around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
     return min(
         (c for c in around if np.isfinite(c)),
         key=lambda c: (abs(Fraction(float(c)) - value), int(c.view(np.int32)) & 1),

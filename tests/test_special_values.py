@@ -154,3 +154,38 @@ def test_subnormal_results_are_not_flushed(at, name, dtype):
     below = (got > 0) & (got < info.tiny)
     assert below.sum() > 100
     assert (got == 0).any() and got[got > 0].min() <= 8 * info.smallest_subnormal
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_numpy_is_to_do_with_an_overflow_changes_nothing(backend, dtype, monkeypatch):
+    """Errors of NumPy's are not the kernels', and a call that raises would have written a part; in
+    the first call of a formula too, when its constants are rounded."""
+    monkeypatch.setattr(
+        sys.modules["numfuse.activations"],
+        "_TABLE",
+        dict(sys.modules["numfuse.activations"]._TABLE),
+    )
+    large, small = (float(f(ml_dtypes.finfo(dtype))) for f in (lambda i: i.max, lambda i: i.tiny))
+    a = np.full((4, 3), large, dtype)
+    a[0] = 0, small, -large
+    b, bias, residual = a[:3].copy(), a[0].copy(), a[:1].copy()
+
+    def results():
+        # (a constant that is subnormal in float32: a new formula each time)
+        constant = 1e-45 * (2 + len(found))
+        act = nf.activation(lambda x: x * x + constant, name=f"squared {constant}")
+        out = np.empty_like(residual)
+        yield from nf.matmul_bias_residual_bwd(
+            a, a, b, bias, residual, out=(None, None, None, out), backend=backend
+        )
+        yield nf.matmul_bias_residual(a, b, bias, residual, backend=backend)
+        yield from nf.activation_mul_bwd(a, a, a, act, backend=backend)
+        yield from nf.activation_mul_jvp(a, a, a, a, "silu", backend=backend)
+
+    found = []
+    for how in ("raise", "ignore"):
+        with np.errstate(all=how):
+            found.append(list(results()))
+    for raising, ignoring in zip(*found, strict=True):
+        np.testing.assert_array_equal(raising, ignoring)
+    assert any(np.isinf(x).any() for x in found[0])

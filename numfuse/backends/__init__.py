@@ -10,10 +10,10 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from numfuse.errors import BackendUnavailable
+from numfuse.interrupts import import_module
 
 if TYPE_CHECKING:
     import numpy as np

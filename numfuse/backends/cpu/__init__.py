@@ -12,7 +12,7 @@ import numpy as np
 
 from numfuse import tiling
 from numfuse.backends import latest
-from numfuse.backends.cpu import driver, higher, host, launch, library, microkernel
+from numfuse.backends.cpu import driver, gemm, higher, host, launch, library, microkernel
 from numfuse.backends.cpu.blocks import (
     Block,
     Held,
@@ -406,11 +406,12 @@ class CpuBackend:
         schedules: Sequence[Schedule],
     ) -> None:  # fmt: skip
         """A backward as many launches: where NumPy has to do something between them."""
-        for schedule in schedules:
-            whole = _with_totals(arrays, schedule.totals)
-            if not p.batch:  # some rows may have to be gathered
-                whole = (*whole, *(None,) * (NUMBERS - len(whole)))
-            with launch.room(schedule.size) as memory:
+        # All memory before anything is written.
+        every_whole = [_with_totals(arrays, schedule.totals) for schedule in schedules]
+        with launch.room(max(schedule.size for schedule in schedules)) as memory:
+            for schedule, whole in zip(schedules, every_whole, strict=True):
+                if not p.batch:  # some rows may have to be gathered
+                    whole = (*whole, *(None,) * (NUMBERS - len(whole)))
                 for step in schedule.steps:
                     every = [*whole] if step.block is None else _parts(step.block, whole)
                     for number, shape, dtype, offset in step.held:
@@ -744,7 +745,7 @@ class CpuBackend:
             "level-2 cache": f"{tiling.level2_bytes() >> 10} KiB",
             "threads": launch.threads(),
             "threading layer": launch.threading_layer(),
-            "kernel cache": specialise.cache_directory(),
+            "kernel cache": specialise.cache_directory(gemm.gemm_cell),
         }
 
     def warmup(

@@ -27,7 +27,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -307,14 +307,20 @@ class Workspace:
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // HUGE_PAGE) * HUGE_PAGE
+        how = {}
         if hasattr(mmap, "MAP_PRIVATE"):
             # Python's default is a map that a forked child shares: both would work in one place.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._map = mmap.mmap(-1, self.size + HUGE_PAGE, flags=flags)
-        else:
-            self._map = mmap.mmap(-1, self.size + HUGE_PAGE)
+            how["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._map = mmap.mmap(-1, self.size + HUGE_PAGE, **how)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(
+                f"the workspace of a call takes {self.size + HUGE_PAGE} bytes, and the system "
+                f"gives none: {error}"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
         self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
         self._start = self.address - address
@@ -333,7 +339,14 @@ def _borrow(size: int) -> Workspace:
         workspace = _pool.pop()
     except IndexError:
         return Workspace(size)
-    return workspace if workspace.size >= size else Workspace(size)
+    if workspace.size >= size:
+        return workspace
+    del workspace  # its memory may be what the larger one lacks
+    try:
+        return Workspace(size)
+    except MemoryError:
+        _pool.clear()
+    return Workspace(size)
 
 
 def _give_back(workspace: Workspace) -> None:
