@@ -18,7 +18,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.adapters.jax_operations import call, through
-from numfuse.adapters.surface import NAMES, Functions, How, made, served
+from numfuse.adapters.surface import NAMES, Functions, How, served
 
 __all__ = [*NAMES, "apply_activation", "synchronize", "to_numpy"]
 

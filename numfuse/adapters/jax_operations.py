@@ -194,8 +194,9 @@ def _backward_tangent(
         grad_dot, *dots = operands[n:]
         found: Sequence[Any] = [None] * len(names)
         if grad_dot is not None:
-            found = spread(made(backward(how, [*kept, grad_dot]), names, how.needs), names,
-                           how.needs)  # fmt: skip
+            found = spread(
+                made(backward(how, [*kept, grad_dot]), names, how.needs), names, how.needs
+            )
         if any(x is not None for x in dots):
             second = double(how, [grad, *kept, *dots])
             parts = [getattr(second, f"d_{name}") for name in names]
@@ -260,7 +261,11 @@ OPERATIONS = {
         Operation("product_tangent", "abc", "abc", "o", None, _product_tangent),
         Operation("product_bwd", "abc", "o", "abc", GEMM_NEEDS, _product_bwd),
         Operation(
-            "product_bwd_tangent", "oabc", "oabc", "abc", GEMM_NEEDS,
+            "product_bwd_tangent",
+            "oabc",
+            "oabc",
+            "abc",
+            GEMM_NEEDS,
             _backward_tangent(_product_bwd, _product_double, GEMM_NEEDS),
         ),
         Operation("product_double", "oabc", "abc", "oabc", GEMM_SECOND_NEEDS, _product_double),
@@ -269,18 +274,26 @@ OPERATIONS = {
         Operation("gate_tangent", "ee", "ee", "e", None, _gate_tangent),
         Operation("gate_bwd", "ee", "e", "ee", GATED_NEEDS, _gate_bwd),
         Operation(
-            "gate_bwd_tangent", "eee", "eee", "ee", GATED_NEEDS,
+            "gate_bwd_tangent",
+            "eee",
+            "eee",
+            "ee",
+            GATED_NEEDS,
             _backward_tangent(_gate_bwd, _gate_double, GATED_NEEDS),
         ),
         Operation("gate_double", "eee", "ee", "eee", GATED_SECOND_NEEDS, _gate_double),
     )
-}  # fmt: skip
+}
 _TRANSPOSES = {
-    "product_tangent": "product_bwd", "product_bwd": "product_tangent",
-    "product_bwd_tangent": "product_double", "product_double": "product_bwd_tangent",
-    "gate_tangent": "gate_bwd", "gate_bwd": "gate_tangent",
-    "gate_bwd_tangent": "gate_double", "gate_double": "gate_bwd_tangent",
-}  # fmt: skip
+    "product_tangent": "product_bwd",
+    "product_bwd": "product_tangent",
+    "product_bwd_tangent": "product_double",
+    "product_double": "product_bwd_tangent",
+    "gate_tangent": "gate_bwd",
+    "gate_bwd": "gate_tangent",
+    "gate_bwd_tangent": "gate_double",
+    "gate_double": "gate_bwd_tangent",
+}
 
 
 def _order(operation: Operation, how: How, operands: Operands) -> int:
@@ -452,9 +465,10 @@ def _pooling(partner: Operation, form: _Form, operands: Operands, undefined: Ope
     kinds = zip(partner.results, undefined, strict=True)
     if all(
         shapes.full(kind)[i] == x.aval.shape[i] or x.aval.shape[i] == 1
-        for kind, x in kinds if ad.is_undefined_primal(x) and kind in "abc"
+        for kind, x in kinds
+        if ad.is_undefined_primal(x) and kind in "abc"
         for i in range(form.lead)
-    ):  # fmt: skip
+    ):
         return form
     return form._replace(pooled=0)
 
@@ -525,9 +539,7 @@ def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> 
             return [_fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
 
         _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
-        return found if operation.names is None else spread(
-            found, operation.names, form.how.needs
-        )  # fmt: skip
+        return found if operation.names is None else spread(found, operation.names, form.how.needs)
 
     _DERIVATIVES[name] = derivative
 
