@@ -410,3 +410,14 @@ def test_a_gradient_of_what_a_vmap_shares_is_summed_as_it_is_made():
 
     made = jax.make_jaxpr(jax.grad(loss))(w)
     assert "numfuse_product_bwd" in str(made) and "[50,3,4]" not in str(made)
+
+
+def test_an_infinite_residual_has_a_zero_second_derivative():
+    x, v = jnp.ones((2, 2)), jnp.full((2, 2), 2.0)
+    residual = jnp.asarray([[np.inf, 1.0], [np.nan, -np.inf]])
+    found = nf.matmul_bias_residual_double_bwd(x, None, None, v, x, x, x, None, residual)
+    assert (found.d_residual == 0).all() and (found.d_grad == 4).all()
+    assert (nf.matmul_bias_residual_jvp(x, x, None, residual, *[None] * 3, v).out_dot == 2).all()
+    f = lambda r: nf.matmul_bias_residual(x, x, None, r)  # noqa: E731
+    assert (jax.jvp(f, (residual,), (v,))[1] == 2).all()
+    assert (jax.hessian(lambda r: jnp.sum(f(r)))(residual) == 0).all()

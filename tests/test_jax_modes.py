@@ -169,11 +169,15 @@ def test_the_functions_of_jax_that_are_made_of_them():
     def of(layer, gate):
         f = lambda w: jnp.sum(gate(layer(x, w, c), layer(x, w, c)) ** 2)  # noqa: E731
         return (
-            jax.hessian(f)(w), jax.jacfwd(jax.jacfwd(f))(w), jax.jacrev(jax.jacfwd(f))(w),
-            jax.jvp(jax.grad(f), (w,), (w,))[1], jax.jit(jax.jacfwd(f))(w),
-            jax.linearize(jax.grad(f), w)[1](w), jax.grad(jax.checkpoint(f))(w),
+            jax.hessian(f)(w),
+            jax.jacfwd(jax.jacfwd(f))(w),
+            jax.jacrev(jax.jacfwd(f))(w),
+            jax.jvp(jax.grad(f), (w,), (w,))[1],
+            jax.jit(jax.jacfwd(f))(w),
+            jax.linearize(jax.grad(f), w)[1](w),
+            jax.grad(jax.checkpoint(f))(w),
             jax.lax.scan(lambda s, _: (s - 0.1 * jax.grad(f)(s), f(s)), w, length=3)[1],
-        )  # fmt: skip
+        )
 
     mine = of(ours("matmul_bias_activation", "", "tanh"), ours("activation_mul", "", "tanh"))
     theirs = of(plain("matmul_bias_activation", "", "tanh"), plain("activation_mul", "", "tanh"))
@@ -205,7 +209,7 @@ def test_what_the_guard_counts_as_zero_is_zero_in_every_mode():
 def test_an_activation_of_an_array_is_an_array_with_derivatives():
     (x,) = draw(((2, 3),), 0)
     act = nf.activations()["gelu"]
-    own = lambda x: adapter.apply_activation(x, act)  # noqa: E731
+    own = lambda x: adapter.activation(x, act)  # noqa: E731
     theirs = jax.nn.gelu
     out = own(x)
     assert isinstance(out, jax.Array) and out.dtype == x.dtype
@@ -221,5 +225,5 @@ def test_an_activation_of_an_array_is_an_array_with_derivatives():
     half = jnp.ones(3, jnp.bfloat16)
     assert own(half).dtype == half.dtype and own(jnp.asarray(0.5)).shape == ()
     np.testing.assert_allclose(
-        adapter.apply_activation(x, act.derived(1)), act.derivative(np.asarray(x)), rtol=1e-12
+        adapter.activation(x, act.derived(1)), act.derivative(np.asarray(x)), rtol=1e-12
     )

@@ -20,7 +20,7 @@ from numpy import ndarray
 from numfuse.adapters.jax_operations import call, through
 from numfuse.adapters.surface import NAMES, Functions, How, served
 
-__all__ = [*NAMES, "apply_activation", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
 
 
 def to_numpy(x: Any) -> ndarray:
@@ -33,16 +33,12 @@ def synchronize(x: Any) -> None:
     x.block_until_ready()
 
 
-def apply_activation(x: Any, activation: Any) -> Any:
-    """The activation of every element, as a JAX array."""
-    return FUNCTIONS.activation_mul(x, jnp.ones_like(x), activation)
-
-
 # --- the public functions -----------------------------------------------------------------------
 class _Jax(Functions):
     """The public functions over JAX's primitives."""
 
     what = "JAX, the arrays of which are never written to"
+    arrays = jnp
 
     def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
         return call("product", how, (a, b, bias))[0]
@@ -90,6 +86,7 @@ def _needed(name: str, how: How, operands: Sequence[Any]) -> tuple[Any, ...]:
 
 
 FUNCTIONS = _Jax()
+activation = FUNCTIONS.activation
 
 
 # --- what is differentiated through its pieces --------------------------------------------------
