@@ -1,6 +1,6 @@
 """numfuse's functions for JAX arrays and tracers on the CPU: jit, grad, jvp, vmap, in any order.
 
-The operations and their rules are in `numfuse.adapters.jax_operations`; here are the public
+The operations and their rules are in `numfuse.adapters.jax_primitives`; here are the public
 functions over them.
 """
 
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
 
-from numfuse.adapters.jax_operations import call, through
+from numfuse.adapters.jax_primitives import call, through
 from numfuse.adapters.surface import NAMES, Functions, How, served
 
 __all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
@@ -106,12 +106,32 @@ def _bwd_tangent(prefix: str, how: How, x: list[Any]) -> Sequence[Any]:
     ]
 
 
-through("product_tangent", lambda how, x: (FUNCTIONS.product_tangent_pieces(*x, how),))
+def _product_tangent(how: How, x: list[Any]) -> Sequence[Any]:
+    a, b, bias, u, v, w = x
+    return (FUNCTIONS.product_tangent_pieces(a, b, bias, u, v, w, how),)
+
+
+def _product_double(how: How, x: list[Any]) -> Sequence[Any]:
+    grad, a, b, bias, u, v, w = x
+    return FUNCTIONS.product_double_pieces(u, v, w, grad, a, b, bias, how)
+
+
+def _gate_tangent(how: How, x: list[Any]) -> Sequence[Any]:
+    a, b, u, v = x
+    return (FUNCTIONS.gate_tangent_pieces(a, b, u, v, how),)
+
+
+def _gate_double(how: How, x: list[Any]) -> Sequence[Any]:
+    grad, a, b, u, v = x
+    return FUNCTIONS.gate_double_pieces(u, v, grad, a, b, how)
+
+
+through("product_tangent", _product_tangent)
 through("product_bwd_tangent", functools.partial(_bwd_tangent, "product"))
-through("product_double", lambda how, x: FUNCTIONS.product_double_pieces(*x[4:], *x[:4], how))
-through("gate_tangent", lambda how, x: (FUNCTIONS.gate_tangent_pieces(*x, how),))
+through("product_double", _product_double)
+through("gate_tangent", _gate_tangent)
 through("gate_bwd_tangent", functools.partial(_bwd_tangent, "gate"))
-through("gate_double", lambda how, x: FUNCTIONS.gate_double_pieces(*x[3:], *x[:3], how))
+through("gate_double", _gate_double)
 
 
 # --- where they are served ----------------------------------------------------------------------

@@ -31,7 +31,7 @@ _GATES = ("silu", "gelu", "relu", "sigmoid")
 
 # An option that is left out would be the caller's: with fast-math flags a NaN counts as impossible,
 # and the guard that looks for it as needless.
-_OPTIONS = {"fastmath": False}
+_OPTIONS: Any = {"fastmath": False}
 _jitable = register_jitable(**_OPTIONS)
 _overload = functools.partial(overload, jit_options=_OPTIONS)
 
