@@ -7,6 +7,7 @@ plain tuples: autograd cannot differentiate through a named one.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.builtins import tuple as traced_tuple
 from autograd.core import make_jvp, make_vjp
-from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
+from autograd.extend import defjvp_argnums, defvjp_argnums
+from autograd.extend import primitive as autograd_primitive
 from autograd.tracer import getval, isbox
 
 from numfuse import differentials, functional
@@ -39,6 +41,16 @@ def _like(g: Any, x: Any) -> Any:
 
 
 # --- primitives ---------------------------------------------------------------------------------
+def primitive(function: Callable[..., Any]) -> Any:
+    """autograd's, of a function of arrays: NumPy's arithmetic makes scalars of 0-d arrays."""
+
+    @functools.wraps(function)
+    def call(*operands: Any) -> Any:
+        return function(*(np.asarray(x) if isinstance(x, np.generic) else x for x in operands))
+
+    return autograd_primitive(call)
+
+
 @primitive
 def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
     return functional.matmul_bias_activation(a, b, bias, how.activation, backend=how.backend)
@@ -294,7 +306,7 @@ def _residual_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -
     u, v, w, z = _tangents(argnums, gs, args)
     t = pieces.moved(FUNCTIONS, u, v, w, a, b, bias, how.backend)
     if z is not None:
-        t = (0 * ans if t is None else t) + z
+        t = (anp.zeros_like(ans) if t is None else t) + z
     return t
 
 
