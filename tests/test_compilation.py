@@ -98,42 +98,6 @@ def test_a_first_call_interrupted_again_and_again_is_right_in_the_end():
     assert compiling >= 3 and reading >= 1, (compiling, reading)
 
 
-KILLED = process(
-    """
-from numba.core import config
-import numfuse.backends.cpu
-statuses, late = [], 0
-for i in range(5):
-    ready, tell = os.pipe()
-    child = os.fork()
-    if child == 0: break
-    os.read(ready, 1)
-    time.sleep(0.05 + 0.15 * i)
-    os.kill(child, signal.SIGINT)
-    statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-else:
-    print(statuses)
-    sys.exit()
-config.CACHE_DIR = f"{os.environ['NUMBA_CACHE_DIR']}/{i}"
-signal.signal(signal.SIGINT, signal.default_int_handler)
-try:
-    os.write(tell, b".")
-    gate()
-    time.sleep(60)
-except KeyboardInterrupt:
-    if i % 2: sys.exit(7)
-    assert right(gate())
-    sys.exit(7)
-"""
-)
-
-
-@needs_fork
-@pytest.mark.ahead(process=KILLED)
-def test_a_process_interrupted_while_it_compiles_ends_by_itself():
-    assert lines(KILLED) == [str([7] * 5)]
-
-
 def interrupt_soon(seconds: float) -> None:
     """Ctrl-C, from another thread."""
 
