@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -536,3 +537,35 @@ def test_the_order_of_the_sums_is_the_same_every_time(webgpu):
     case = operands(1500, 20, 24)  # d_b in parts, and d_bias in two stages
     first = layer(*case)
     assert all(same(layer(*case), first) for _ in range(5))
+
+
+def test_no_compiler_chooses_whether_a_product_and_its_sum_are_one(webgpu, monkeypatch):
+    """WGSL leaves it open, and NVIDIA's compiler chooses by what else needs the product.
+
+    So the bits of a gradient would depend on which others are asked for. Those of this device may
+    not: what is looked at is the text of the kernels.
+    """
+    from numfuse.backends.webgpu.device import Commands
+
+    met, dispatch = set(), Commands.dispatch
+
+    def spied(self, kernel, *rest):
+        met.add(kernel)
+        dispatch(self, kernel, *rest)
+
+    monkeypatch.setattr(Commands, "dispatch", spied)
+    grad, a, b, bias = operands(5, 4, 3)
+    for needs in (("bias",), ("a", "b", "bias")):
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=needs, backend="webgpu")
+    for needs in (("grad",), ("grad", "a", "b")):
+        nf.activation_mul_double_bwd(a, a, a, a, a, "silu", needs=needs, backend="webgpu")
+    assert {kernel.label.split()[0] for kernel in met} >= {"gemm", "join", "double"}
+    for kernel in met:
+        text = kernel.text()
+        main = text[text.index("@compute") :]
+        main = re.sub(r"\[[^][]*\]", "[]", main)  # what is between brackets is an index
+        for name in re.findall(r"(\w+) \*= ", main):  # what is multiplied last is in no sum
+            after = main[main.rindex(f"{name} *= ") :]
+            assert not re.search(rf"\+=? {name}\b|\b{name} \+", after), (kernel.label, name)
+        for value in re.findall(r"\[\] = \w+\((.*)\);", main):
+            assert not (" * " in value and " + " in value), (kernel.label, value)
