@@ -21,6 +21,7 @@ import wgpu
 from numpy import ndarray
 
 from numfuse import tiling
+from numfuse.backends.webgpu import forks
 from numfuse.backends.webgpu.kernels import Kernel, Operand, Rounding, Subnormals
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
 from numfuse.pool import FreeBlocks
@@ -84,8 +85,10 @@ def adapters() -> list[Adapter]:
     Raises
     ------
     BackendUnavailable
-        wgpu cannot look for adapters here (its library does not load).
+        wgpu cannot look for adapters here: its library does not load, or this process was forked
+        from one that had looked.
     """
+    forks.begin()
     try:
         found = wgpu.gpu.enumerate_adapters_sync()
     except Exception as error:
@@ -218,6 +221,7 @@ class Device:
     """
 
     def __init__(self, adapter: Adapter, limits: dict[str, int] | None = None) -> None:
+        forks.refuse()
         self.adapter = adapter
         self.name = adapter.name
         handle = adapter.handle
@@ -258,6 +262,7 @@ class Device:
         self.plans: OrderedDict[Any, Any] = OrderedDict()
         self._free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.WEBGPU_POOL_BYTES)
         self._staging: list[Any] = []
+        forks.remember(self)
 
     @functools.cached_property
     def one_rounding(self) -> dict[str, bool]:
@@ -355,6 +360,7 @@ class Device:
         if free is not None:
             return Buffer(self, free, size)
         if self.lost:
+            forks.refuse()
             raise DeviceLost(f"{self.name} is lost")
         with self.reported(f"buffer of {size} bytes"):
             handle = self.handle.create_buffer(size=size, usage=_USAGE)
@@ -365,6 +371,8 @@ class Device:
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
         # What reads it has been submitted, and what the next owner does comes later in the queue.
+        if forks.forked():
+            return
         if self.lost:
             self._destroy(handle)
         else:
