@@ -94,6 +94,12 @@ def served(backend: str) -> tuple[str, ...]:
     return tuple(name for name in DTYPES if name in known)
 
 
+@cache
+def flushes(backend: str) -> tuple[str, ...]:
+    """The names of the dtypes of which a backend says that subnormal numbers may count as zero."""
+    return tuple(resolve(backend).describe().get("flushes subnormals", ()))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a backend's device has no dtype for, named by a parameter or by a mark.
 

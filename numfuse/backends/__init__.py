@@ -38,6 +38,7 @@ __all__ = [
     "Call",
     "active",
     "backends",
+    "end",
     "last_call",
     "latest",
     "load",
@@ -89,6 +90,8 @@ _SOURCES = {
 _DEFAULT = "cpu"
 
 _loaded: dict[str, Backend] = {}
+#: Why a backend that was loaded can run no more.
+_ended: dict[str, str] = {}
 _active: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
 
 
@@ -105,6 +108,8 @@ def load(name: str) -> Backend:
     backend = _loaded.get(name)
     if backend is not None:
         return backend
+    if name in _ended:
+        raise BackendUnavailable(name, _ended[name])
     source = _SOURCES.get(name)
     if source is None:
         known = ", ".join(repr(known) for known in _SOURCES)
@@ -120,6 +125,12 @@ def load(name: str) -> Backend:
     except ImportError as error:
         raise BackendUnavailable(name, f"its import failed with {error!r}", source.extra) from error
     return _loaded.setdefault(name, backend)
+
+
+def end(name: str, reason: str) -> None:
+    """Let a backend be unavailable from now on, as in a process that was forked after its use."""
+    _ended[name] = reason
+    _loaded.pop(name, None)
 
 
 def resolve(backend: str | Backend | None = None) -> Backend:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.backends.webgpu import run, split
+from numfuse.backends.webgpu import forks, run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract import ContractBackend
 from numfuse.backends.webgpu.device import Device, adapters, again, choose
@@ -69,6 +69,7 @@ class WebGpuBackend:
         """The device, made at its first use, and anew after it was lost."""
         device = self._device
         if device is None or device.lost:
+            forks.refuse()  # before the lock, which a thread that is gone may hold
             with self._lock:
                 device = self._device
                 if device is None or device.lost:

@@ -293,16 +293,19 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     value = vec4<$ACC>($FUNCTION(value[0]), $FUNCTION(value[1]), $FUNCTION(value[2]), $FUNCTION(value[3]));
                     //$ end
                     //$ if SLOPE:
-                    value *= load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
+                    let grad = load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
+                    //$ if COLUMN_SUMS:
+                    // Written as one: a compiler may make an fma of a product and a sum, and does or does
+                    // not by what else needs the product.
+                    sum = fma(value, grad, sum);
+                    //$ end
+                    value *= grad;
                     //$ end
                     //$ if RESIDUAL:
                     value += load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
                     //$ end
                     //$ if OUT:
                     store_out(place.out + $OUT_AT * p.out_row + column * p.out_column, column, value);
-                    //$ end
-                    //$ if COLUMN_SUMS:
-                    sum += value;
                     //$ end
                 }
             }

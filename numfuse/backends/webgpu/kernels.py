@@ -15,7 +15,17 @@ from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr, Keyed
 from numfuse.tiling import WebGpuTile
 
-__all__ = ["COPY_AXES", "TYPES", "Copy", "Gated", "Gemm", "Join", "Operand", "Rounding"]
+__all__ = [
+    "COPY_AXES",
+    "TYPES",
+    "Copy",
+    "Gated",
+    "Gemm",
+    "Join",
+    "Operand",
+    "Rounding",
+    "Subnormals",
+]
 
 #: {storage dtype: its WGSL type}.
 TYPES = {"float32": "f32", "float64": "f64", "float16": "f16"}
@@ -345,6 +355,39 @@ class Rounding(Kernel):
             f"    if (i < p[0]) {{\n"
             f"        let f = factors[i];\n"
             f"        rest[i] = fma(f[0], f[1], -(f[0] * f[1]));\n"
+            f"    }}\n"
+            f"}}\n"
+        )
+
+
+@dataclass(frozen=True)
+class Subnormals(Kernel):
+    """Products of positive numbers: 0 where a subnormal operand or result counts as one."""
+
+    operand: Operand
+    accumulator: str
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"subnormal numbers of {self.operand}"
+
+    @property
+    def buffers(self) -> tuple[tuple[str, str, str], ...]:  # type: ignore[override]
+        kind = self.operand.element
+        return ("factors", f"vec2<{kind}>", "read"), ("products", kind, "read_write")
+
+    def text(self) -> str:
+        kind, acc = self.operand.element, TYPES[self.accumulator]
+        return (
+            f"{_enable([kind])}\n"
+            f"@group(0) @binding(0) var<uniform> p: vec4<u32>;\n"
+            f"@group(0) @binding(1) var<storage, read> factors: array<vec2<{kind}>>;\n"
+            f"@group(0) @binding(2) var<storage, read_write> products: array<{kind}>;\n"
+            f"@compute @workgroup_size(64)\n"
+            f"fn main(@builtin(local_invocation_index) i: u32) {{\n"
+            f"    if (i < p[0]) {{\n"
+            f"        let f = vec2<{acc}>(factors[i]);\n"
+            f"        products[i] = {kind}(select({acc}(), f[0] * f[1], f[0] > {acc}()));\n"
             f"    }}\n"
             f"}}\n"
         )
