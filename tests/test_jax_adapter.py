@@ -434,3 +434,36 @@ def test_an_infinite_residual_has_a_zero_second_derivative():
     f = lambda r: nf.matmul_bias_residual(x, x, None, r)  # noqa: E731
     assert (jax.jvp(f, (residual,), (v,))[1] == 2).all()
     assert (jax.hessian(lambda r: jnp.sum(f(r)))(residual) == 0).all()
+
+
+@pytest.mark.parametrize("activation", ["tanh", "none"])
+def test_a_saved_pre_activation_has_its_gradient(activation):
+    rng = np.random.default_rng(5)
+    grad, a, b, bias, pre = (
+        jnp.asarray(rng.normal(size=shape)) for shape in ((5, 3), (5, 4), (4, 3), (3,), (5, 3))
+    )
+
+    def ours(pre):
+        found = nf.matmul_bias_activation_bwd(grad, a, b, bias, activation, pre_activation=pre)
+        return sum((x**2).sum() for x in found)
+
+    def plain(pre):
+        s = grad * (1 - jnp.tanh(pre) ** 2) if activation == "tanh" else grad + 0 * pre
+        return sum((x**2).sum() for x in (s @ b.T, a.T @ s, s.sum(0)))
+
+    wanted = jax.grad(plain)(pre)
+    for found in (jax.grad(ours)(pre), jax.jit(jax.grad(ours))(pre)):
+        np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+def test_a_traced_pre_activation_keeps_the_guard():
+    a, b, grad = jnp.ones((2, 3)), jnp.ones((3, 2)), jnp.ones((2, 2))
+    pre = jnp.ones((2, 2)).at[0, 0].set(jnp.nan)
+
+    def d_a(pre, guard):
+        how = {"pre_activation": pre, "guard": guard}
+        return nf.matmul_bias_activation_bwd(grad, a, b, None, "tanh", **how).d_a
+
+    guarded, bare = (jax.jit(d_a, static_argnums=1)(pre, guard) for guard in (True, False))
+    assert np.isfinite(guarded).all()
+    assert np.isnan(bare[0]).all() and np.isfinite(bare[1]).all()

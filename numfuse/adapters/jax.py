@@ -76,6 +76,10 @@ class _Jax(Functions):
         )
         return jnp.sum(x, axis=axes, keepdims=True).reshape(shape) if axes else x
 
+    def moves(self, x: Any) -> bool:
+        """Whether a derivative may go through an array: through any that is traced."""
+        return isinstance(x, jax.core.Tracer)
+
     def widened(self, x: Any) -> Any:
         return x if x.dtype == np.float64 else x.astype(np.float32)
 

@@ -70,6 +70,21 @@ def _zeros(ops: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
     return ops.matmul_bias_activation(zeros(a), zeros(b), bias, NONE, backend=backend)
 
 
+def _sloped(
+    ops: Any, pre: Any, y: Any, activation: Activation, order: int, guard: bool, backend: Any
+) -> Any:
+    """activation^(order)(pre) * y; with the guard, a derivative that is not finite counts as 0."""
+    if not guard:
+        return _gate(ops, pre, y, activation.derived(order), backend)
+    # (of a gate's backward alone there is a guard: its factor is 1 here)
+    wide = y if pre.dtype == y.dtype else ops.widened(y)
+    found = ops.activation_mul_bwd(
+        wide, pre, ops.zeros_like(pre) + 1, activation.derived(order - 1), needs=("a",),
+        backend=backend,
+    )  # fmt: skip
+    return found.d_a if pre.dtype == y.dtype else ops.narrowed(found.d_a, y)
+
+
 def _gate(ops: Any, pre: Any, y: Any, activation: Activation, backend: Any) -> Any:
     """activation(pre) * y in y's dtype; a saved `pre` may have the accumulator's."""
     if pre.dtype == y.dtype:
@@ -88,11 +103,12 @@ def backward(
     needs: Sequence[str],
     backend: Any,
     pre: Any = None,
+    guard: bool = False,
 ) -> dict[str, Any]:
     """{operand: gradient} of act(a @ b + bias); with a saved `pre`, that in its place."""
     if pre is None:
         pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-    s = _gate(ops, pre, grad, activation.derived(1), backend)
+    s = _sloped(ops, pre, grad, activation, 1, guard, backend)
     found = ops.matmul_bias_activation_bwd(s, a, b, bias, NONE, needs=needs, backend=backend)
     return dict(zip(("a", "b", "bias"), found, strict=True))
 
@@ -131,6 +147,7 @@ def double_backward(
     needs: Sequence[str],
     backend: Any,
     pre: Any = None,
+    guard: bool = False,
 ) -> dict[str, Any]:
     """{operand: gradient} of the backward's gradients, weighted with u, v and w.
 
@@ -144,9 +161,9 @@ def double_backward(
     if not linear:
         if pre is None:
             pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-        s = _gate(ops, pre, grad, activation.derived(1), backend)
+        s = _sloped(ops, pre, grad, activation, 1, guard, backend)
         if t is not None and not activation.second_derivative_is_zero():
-            q = _gate(ops, pre, grad * t, activation.derived(2), backend)
+            q = _sloped(ops, pre, grad * t, activation, 2, guard, backend)
 
     def gradient(name: str, g: Any, x: Any, y: Any, beside: Any) -> Any:
         found = ops.matmul_bias_activation_bwd(
@@ -159,7 +176,7 @@ def double_backward(
         if t is None:
             found["grad"] = ops.zeros_like(grad)
         else:
-            found["grad"] = t if linear else _gate(ops, pre, t, activation.derived(1), backend)
+            found["grad"] = t if linear else _sloped(ops, pre, t, activation, 1, guard, backend)
     if "pre" in needs:
         found["pre"] = ops.zeros_like(pre) if q is None else ops.narrowed(q, pre)
         q = None

@@ -162,13 +162,13 @@ class Functions:
 
     def product_bwd_saved(self, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How) -> Any:
         """As `product_bwd`, with a saved pre-activation through which a derivative goes."""
-        return self.product_bwd_pieces(grad, a, b, bias, how, pre)
+        return self.product_bwd_pieces(grad, a, b, bias, how, pre, how.guard)
 
     def product_double_saved(
         self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How
     ) -> Any:  # fmt: skip
         """As `product_double`, with a saved pre-activation through which a derivative goes."""
-        return self.product_double_pieces(u, v, w, grad, a, b, bias, how, pre)
+        return self.product_double_pieces(u, v, w, grad, a, b, bias, how, pre, how.guard)
 
     # --- the public functions -------------------------------------------------------------------
     def _no_out(self, out: Any) -> None:
@@ -359,17 +359,19 @@ class Functions:
 
     # --- the primitives' pieces -----------------------------------------------------------------
     def product_bwd_pieces(
-        self, grad: Any, a: Any, b: Any, bias: Any, how: How, pre: Any = None
+        self, grad: Any, a: Any, b: Any, bias: Any, how: How, pre: Any = None, guard: bool = False
     ) -> tuple[Any, ...]:
-        found = pieces.backward(self, grad, a, b, bias, how.activation, how.needs, how.backend, pre)
+        found = pieces.backward(
+            self, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
+        )
         return tuple(found[name] for name in GEMM_NEEDS if name in how.needs)
 
     def product_double_pieces(
         self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How,
-        pre: Any = None,
+        pre: Any = None, guard: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         found = pieces.double_backward(
-            self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend, pre
+            self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
         )
         return tuple(found[name] for name in GEMM_SECOND_NEEDS if name in how.needs)
 
