@@ -320,6 +320,8 @@ def activation(
     ------
     TypeError
         If the formula branches on its argument, or calls what a symbol cannot serve.
+    ValueError
+        If it has more than 1000 operations.
 
     Examples
     --------

@@ -47,6 +47,10 @@ ARITY = {
 #: Operations whose result is a truth value.
 TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 
+#: Characters of a graph's text. What is used twice stands there twice, so that the text of a small
+#: graph can be longer than any memory.
+_SHOWN = 2000
+
 _NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
 # Reentrant: a garbage collection inside may run code that makes nodes.
 _LOCK = threading.RLock()
@@ -226,11 +230,15 @@ class Expr:
 
     # --- identity ---------------------------------------------------------------------------
     def __repr__(self) -> str:
-        if self.op == "x":
-            return "x"
-        if self.op == "const":
-            return repr(float(self.payload))  # type: ignore[arg-type]
-        return f"{self.op}({', '.join(map(repr, self.args))})"
+        texts: dict[Expr, str] = {}
+        for e in topological((self,)):
+            if e.op == "const":
+                texts[e] = repr(float(e.payload))  # type: ignore[arg-type]
+            else:
+                texts[e] = f"{e.op}({', '.join(texts[a] for a in e.args)})" if e.args else e.op
+            if len(texts[e]) > _SHOWN:
+                texts[e] = f"{e.op}(...)"
+        return texts[self]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_one, (dumps((self,)),)
