@@ -33,7 +33,7 @@ from numfuse.backends.cuda.intrinsics import (
     shared_address,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
-from numfuse.backends.cuda.registers import Arithmetic, clear
+from numfuse.backends.cuda.registers import Arithmetic, add_kept, clear, keep
 from numfuse.backends.cuda.slices import Fetch, mover, runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
@@ -74,7 +74,6 @@ def _product(
     place = i32(quotient(plane, parts))
     k0 = i32(rank * part) if CLUSTER > 1 else i32((plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))
-    slices = i32(quotient(i32(k_left + (BLOCK_K - 1)), BLOCK_K))
 
     x_own, x_along = X_OWN(t), X_ALONG(t)
     y_own, y_along = Y_OWN(t), Y_ALONG(t)
@@ -123,12 +122,15 @@ def _product(
     total = cuda.local.array(TOTALS, dtype=ACCUMULATOR)
     now = cuda.local.array(FACTORS, dtype=FACTOR)
     CLEAR(total)
+    if CHAIN:
+        kept = cuda.local.array(TOTALS, ACCUMULATOR, 16)
+        CLEAR(kept)
     x_from, y_from = X_FROM(t, memory), Y_FROM(t, i32(memory + X_BYTES))
     WAIT_FIRST()
     block_barrier()
     FIRST_FACTORS(now, x_from, y_from)
     stage = i32(0)
-    while slices > 0:
+    while k_left + STAGES * BLOCK_K > 0:
         MULTIPLY_SLICE(total, now, i32(x_from + stage), i32(y_from + stage))
         # Every thread has read this slice, but for what it has in registers, and the next one is
         # there: its first factors, and the copies of the slice that takes this one's place, come
@@ -181,7 +183,16 @@ def _product(
         fetch_commit()
         x_at, y_at = x_at + x_slice, y_at + y_slice
         k_left = i32(k_left - BLOCK_K)
-        slices = i32(slices - 1)
+        if CHAIN:
+            # Chains are counted from the end of K, for which `k_left` is all that it takes, in 32s,
+            # the longest slice of a tile, so that they are the same in all. The last has 32 fewer,
+            # and so none begins at the end itself.
+            if ((k_left + ((-k & 31) + STAGES * BLOCK_K)) & (CHAIN - BLOCK_K)) == CHAIN - 32:
+                ADD_KEPT(total, kept, i32(n >> 30))
+                KEEP(kept, total, i32(n >> 30))
+    if CHAIN:
+        if k > CHAIN - 32:
+            ADD_KEPT(total, kept, i32(n >> 30))
     WAIT_ALL()
 
     # The epilogue: thread (c, r) has VALUES columns of every ROW_STEP-th row.
@@ -327,6 +338,8 @@ class Engine:
     #: Numba type of a register of factors.
     factor: Any
     arithmetic: Arithmetic
+    #: Values of K that are summed up behind one another, a power of two; 0: all of them.
+    chain: int
     #: (t, memory) -> address of a thread's first factor in a slice.
     x_from: Any
     y_from: Any
@@ -396,6 +409,8 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         "STAGE": block.stage, "X_BYTES": block.x.bytes,
         "TOTALS": made.totals, "FACTORS": made.factors, "FACTOR": engine.factor,
         "ACC_BYTES": one.itemsize(acc), "CLEAR": clear(made.totals),
+        "CHAIN": engine.chain, "KEEP": keep(made.totals),
+        "ADD_KEPT": add_kept(made.totals),
         "FIRST_FACTORS": made.first_factors, "MULTIPLY_SLICE": made.multiply_slice,
         "MULTIPLY_PART": made.multiply_part, "PARTS": made.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,

@@ -37,8 +37,9 @@ def product(
     """
     shared = cuda.shared.array(SHARED, REAL)
     acc = cuda.local.array(SUMS_OF_A_THREAD, REAL)
+    totals = cuda.local.array(SUMS_OF_A_THREAD, REAL)
     for i in range(SUMS_OF_A_THREAD):
-        acc[i] = ZERO
+        totals[i] = ZERO
 
     t = cuda.threadIdx.x
     tx, ty = t % (BLOCK_N // NR), t // (BLOCK_N // NR)
@@ -57,32 +58,40 @@ def product(
     x_at, y_at = place * x_place + row0 * x_row, place * y_place + column0 * y_column
     begin = plane % parts * part
     end = min(begin + part, k)
-    for k0 in range(begin, end, BLOCK_K):
-        for i in range(t, BLOCK_M * BLOCK_K, THREADS):
-            row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
-            value = ZERO
-            if row0 + row < m and k0 + kk < end:
-                value = LOAD_X(x, x_at + row * x_row + (k0 + kk) * x_column)
-            shared[kk * X_PITCH + row] = value
-        for i in range(t, BLOCK_N * BLOCK_K, THREADS):
-            column, kk = (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
-            value = ZERO
-            if column0 + column < n and k0 + kk < end:
-                value = LOAD_Y(y, y_at + (k0 + kk) * y_row + column * y_column)
-            shared[Y_AT + kk * Y_PITCH + column] = value
-        cuda.syncthreads()
-        for kk in range(BLOCK_K):
-            for i in range(MR):
-                left = shared[kk * X_PITCH + ty + i * (BLOCK_M // MR)]
-                for j in range(NR):
-                    right = shared[Y_AT + kk * Y_PITCH + tx + j * (BLOCK_N // NR)]
-                    acc[i * NR + j] = fused(left, right, acc[i * NR + j])
-        cuda.syncthreads()
+    # a chain of sums begins at 0, and is added to those before
+    for chain in range(begin, end, CHAIN):
+        for i in range(SUMS_OF_A_THREAD):
+            acc[i] = ZERO
+        for k0 in range(chain, min(chain + CHAIN, end), BLOCK_K):
+            for i in range(t, BLOCK_M * BLOCK_K, THREADS):
+                row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
+                value = ZERO
+                if row0 + row < m and k0 + kk < end:
+                    value = LOAD_X(x, x_at + row * x_row + (k0 + kk) * x_column)
+                shared[kk * X_PITCH + row] = value
+            for i in range(t, BLOCK_N * BLOCK_K, THREADS):
+                column, kk = (
+                    (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
+                )
+                value = ZERO
+                if column0 + column < n and k0 + kk < end:
+                    value = LOAD_Y(y, y_at + (k0 + kk) * y_row + column * y_column)
+                shared[Y_AT + kk * Y_PITCH + column] = value
+            cuda.syncthreads()
+            for kk in range(BLOCK_K):
+                for i in range(MR):
+                    left = shared[kk * X_PITCH + ty + i * (BLOCK_M // MR)]
+                    for j in range(NR):
+                        right = shared[Y_AT + kk * Y_PITCH + tx + j * (BLOCK_N // NR)]
+                        acc[i * NR + j] = fused(left, right, acc[i * NR + j])
+            cuda.syncthreads()
+        for i in range(SUMS_OF_A_THREAD):
+            totals[i] = totals[i] + acc[i]
 
     for i in range(MR):
         for j in range(NR):
             at = (ty + i * (BLOCK_M // MR)) * BLOCK_N + tx + j * (BLOCK_N // NR)
-            shared[at] = acc[i * NR + j]
+            shared[at] = totals[i * NR + j]
     cuda.syncthreads()
     for i in range(t, BLOCK_M * BLOCK_N, THREADS):
         row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
@@ -103,8 +112,11 @@ def product(
         height = min(BLOCK_M, m - row0)
         for i in range(t, min(BLOCK_N, n - column0), THREADS):
             total = ZERO
-            for row in range(height):
-                total = total + shared[row * BLOCK_N + i]
+            for first in range(0, height, RUN):
+                run = ZERO
+                for row in range(first, min(first + RUN, height)):
+                    run = run + shared[row * BLOCK_N + i]
+                total = total + run
             STORE_PRE(sums, (place * rows + block_row) * n + column0 + i, total)
 
 
@@ -133,11 +145,12 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
 
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
-        product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads,
+        product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads, blocks=2,
         name=f"mirror {p.epilogue}",
         REAL=getattr(types, p.accumulator), ZERO=real(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MR=tile.mr, NR=tile.nr,
         GROUP=tile.group, THREADS=tile.threads, SUMS_OF_A_THREAD=tile.mr * tile.nr,
+        CHAIN=tiling.CUDA_CHAIN, RUN=tiling.RUN,
         # one more than a power of two: a transposed slice is stored without bank conflicts
         X_PITCH=tile.block_m + 1, Y_PITCH=tile.block_n + 1, Y_AT=tile.block_k * (tile.block_m + 1),
         SHARED=max(slices, tile.block_m * tile.block_n),

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 
 from numfuse.backends.cuda.intrinsics import (
     ACCUMULATORS,
+    F64,
     FORMATS,
     I32,
     array_pointer,
+    element,
     named,
     narrowed,
     put_shared_vector,
@@ -63,6 +65,63 @@ def add(count: int) -> Any:
         return types.void(total, registers), codegen
 
     return named("add", str(count), 2, typing)
+
+
+# --- long sums ------------------------------------------------------------------------------------
+# A chain of sums of a thread ends after `tiling.CUDA_CHAIN` values of K, and is added to those
+# before. What these make waits in an array of local memory: second sums in registers would leave no
+# room for the factors. Its elements are found from an index of which no compiler knows that it is 0
+# (n >> 30, where n is less than that): at constant indices they would become registers, or spills.
+def _waiting(builder: Any, kept: Any, zero: Any, count: int) -> list[tuple[Any, int]]:
+    """The elements of an array in local memory, and their alignments: four words are an access."""
+    first = builder.gep(kept, [zero])
+    size = 8 if kept.type.pointee == F64 else 4
+    places = [element(builder, first, i) for i in range(count)]
+    return [(at, size if i * size % 16 else 16) for i, at in enumerate(places)]
+
+
+@functools.cache
+def keep(count: int) -> Any:
+    """``keep(kept, total, zero)``: kept[i] = total[i] and total[i] = 0 for each i below `count`."""
+
+    def typing(typingctx: Any, kept: Any, total: Any, zero: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            to, of = (
+                array_pointer(context, builder, kind, array)
+                for kind, array in zip(signature.args[:2], args[:2], strict=True)
+            )
+            sums = read_registers(builder, of, 0, count)
+            for value, (at, align) in zip(sums, _waiting(builder, to, args[2], count), strict=True):
+                builder.store(value, at).align = align
+            write_registers(builder, of, 0, [ir.Constant(of.type.pointee, 0.0)] * count)
+            return context.get_dummy_value()
+
+        return types.void(kept, total, types.int32), codegen
+
+    return named("keep", str(count), 3, typing)
+
+
+@functools.cache
+def add_kept(count: int) -> Any:
+    """``add_kept(total, kept, zero)``: total[i] += kept[i] for each i below `count`."""
+
+    def typing(typingctx: Any, total: Any, kept: Any, zero: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            to, of = (
+                array_pointer(context, builder, kind, array)
+                for kind, array in zip(signature.args[:2], args[:2], strict=True)
+            )
+            sums = read_registers(builder, to, 0, count)
+            for i, (at, align) in enumerate(_waiting(builder, of, args[2], count)):
+                value = builder.load(at)
+                value.align = align
+                sums[i] = builder.fadd(value, sums[i])
+            write_registers(builder, to, 0, sums)
+            return context.get_dummy_value()
+
+        return types.void(total, kept, types.int32), codegen
+
+    return named("add_kept", str(count), 3, typing)
 
 
 @functools.cache
