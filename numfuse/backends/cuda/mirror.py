@@ -39,6 +39,7 @@ def product(
     acc = cuda.local.array(SUMS_OF_A_THREAD, REAL)
     totals = cuda.local.array(SUMS_OF_A_THREAD, REAL)
     for i in range(SUMS_OF_A_THREAD):
+        acc[i] = ZERO
         totals[i] = ZERO
 
     t = cuda.threadIdx.x
@@ -58,35 +59,34 @@ def product(
     x_at, y_at = place * x_place + row0 * x_row, place * y_place + column0 * y_column
     begin = plane % parts * part
     end = min(begin + part, k)
-    # a chain of sums begins at 0, and is added to those before
-    for chain in range(begin, end, CHAIN):
-        for i in range(SUMS_OF_A_THREAD):
-            acc[i] = ZERO
-        for k0 in range(chain, min(chain + CHAIN, end), BLOCK_K):
-            for i in range(t, BLOCK_M * BLOCK_K, THREADS):
-                row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
-                value = ZERO
-                if row0 + row < m and k0 + kk < end:
-                    value = LOAD_X(x, x_at + row * x_row + (k0 + kk) * x_column)
-                shared[kk * X_PITCH + row] = value
-            for i in range(t, BLOCK_N * BLOCK_K, THREADS):
-                column, kk = (
-                    (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
-                )
-                value = ZERO
-                if column0 + column < n and k0 + kk < end:
-                    value = LOAD_Y(y, y_at + (k0 + kk) * y_row + column * y_column)
-                shared[Y_AT + kk * Y_PITCH + column] = value
-            cuda.syncthreads()
-            for kk in range(BLOCK_K):
-                for i in range(MR):
-                    left = shared[kk * X_PITCH + ty + i * (BLOCK_M // MR)]
-                    for j in range(NR):
-                        right = shared[Y_AT + kk * Y_PITCH + tx + j * (BLOCK_N // NR)]
-                        acc[i * NR + j] = fused(left, right, acc[i * NR + j])
-            cuda.syncthreads()
-        for i in range(SUMS_OF_A_THREAD):
-            totals[i] = totals[i] + acc[i]
+    for k0 in range(begin, end, BLOCK_K):
+        for i in range(t, BLOCK_M * BLOCK_K, THREADS):
+            row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
+            value = ZERO
+            if row0 + row < m and k0 + kk < end:
+                value = LOAD_X(x, x_at + row * x_row + (k0 + kk) * x_column)
+            shared[kk * X_PITCH + row] = value
+        for i in range(t, BLOCK_N * BLOCK_K, THREADS):
+            column, kk = (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
+            value = ZERO
+            if column0 + column < n and k0 + kk < end:
+                value = LOAD_Y(y, y_at + (k0 + kk) * y_row + column * y_column)
+            shared[Y_AT + kk * Y_PITCH + column] = value
+        cuda.syncthreads()
+        for kk in range(BLOCK_K):
+            for i in range(MR):
+                left = shared[kk * X_PITCH + ty + i * (BLOCK_M // MR)]
+                for j in range(NR):
+                    right = shared[Y_AT + kk * Y_PITCH + tx + j * (BLOCK_N // NR)]
+                    acc[i * NR + j] = fused(left, right, acc[i * NR + j])
+        cuda.syncthreads()
+        # a chain of sums is added to those before, and the next one begins at 0
+        if (k0 + BLOCK_K - begin) % CHAIN == 0:
+            for i in range(SUMS_OF_A_THREAD):
+                totals[i] = totals[i] + acc[i]
+                acc[i] = ZERO
+    for i in range(SUMS_OF_A_THREAD):
+        totals[i] = totals[i] + acc[i]
 
     for i in range(MR):
         for j in range(NR):
@@ -145,7 +145,9 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
 
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
-        product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads, blocks=2,
+        product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads,
+        # two sets of 16 sums leave registers for two blocks; those of float64 would spill
+        blocks=2 if p.accumulator == "float32" else 1,
         name=f"mirror {p.epilogue}",
         REAL=getattr(types, p.accumulator), ZERO=real(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MR=tile.mr, NR=tile.nr,
