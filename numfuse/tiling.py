@@ -431,6 +431,9 @@ WEBGPU_TILES = (
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
+#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
+#: tile's slices.
+WEBGPU_CHAIN = 256
 #: Blocks that keep a large device busy: two on each of 132 multiprocessors.
 WEBGPU_BLOCKS = 264
 #: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way

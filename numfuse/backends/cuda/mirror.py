@@ -147,7 +147,7 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
     return kernel(
         product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads,
         # two sets of 16 sums leave registers for two blocks; those of float64 would spill
-        blocks=2 if p.accumulator == "float32" else 1,
+        blocks=2 if p.accumulator == "float32" else 0,
         name=f"mirror {p.epilogue}",
         REAL=getattr(types, p.accumulator), ZERO=real(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MR=tile.mr, NR=tile.nr,
