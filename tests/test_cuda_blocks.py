@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -124,6 +125,7 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
             size = abs(exact[:, rows]).sum(1)
             error = abs(sums[:, r] - exact[:, rows].sum(1))
             assert (error <= (bound[:, rows].sum(1) + unit * plan.block_m * size)).all()
+    return a.view, b.view, out.view
 
 
 LAYOUTS = [("rows", "rows"), ("rows", "columns"), ("columns", "rows"), ("columns", "columns")]
@@ -186,6 +188,58 @@ def test_halves_are_copied_in_pairs_where_strides_are_even(dtype):
 def test_parts_of_a_long_sum_are_joined(dtype):
     tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
     check(dtype, tile, 20, 24, 150, x="columns", parts=3, places=2, bias=False)
+
+
+@pytest.fixture
+def short_chains(monkeypatch):
+    """Chains of sums of 64 values of K, for sums of a few hundred."""
+    monkeypatch.setattr(tiling, "CUDA_CHAIN", 64)
+    made = simt.engine, tensor_core.engine, thin._kernel
+    for cached in made:
+        cached.cache_clear()
+    yield 64
+    for cached in made:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("k", [65, 201])
+def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains):
+    """To the bit: the last chain has 32 values of K fewer, and the first what is left."""
+    results = []
+    for depth in (16, 32):
+        tile = CudaBlock(32, 16, depth, 4, 4, 3, 1)
+        a, b, out = check("float32", tile, 3, 4, k, bias=False)
+        results.append(out[0])
+    total = np.zeros((3, 4), np.float32)
+    ends = range(tiling.round_up(k, 32) - (short_chains - 32), 0, -short_chains)
+    for first, last in itertools.pairwise([0, *reversed(ends), k]):
+        chain = np.zeros((3, 4), np.float32)
+        for i in range(first, last):
+            product = a[0, :, i : i + 1].astype(np.float64) * b[0, i : i + 1]
+            chain = (product + chain).astype(np.float32)  # as a fused multiply-add
+        total += chain
+    for result in results:
+        np.testing.assert_array_equal(result, total)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "k", "options"),
+    [
+        ("float64", 131, {}), ("float32", 300, {"cluster": 2}),
+        ("float32", 230, {"parts": 2, "x": "columns", "bias": False}),
+    ],
+)  # fmt: skip
+def test_long_sums_of_chains(dtype, k, options, short_chains):
+    tile = CudaBlock(32, 16, 32, 4, 4, 3, 1) if dtype == "float32" else WARPS
+    check(dtype, tile, 5, 8, k, **options)
+
+
+@pytest.mark.parametrize(("dtype", "m"), [("float64", 2), ("float32", 18)])
+def test_few_rows_of_long_sums(dtype, m, short_chains, monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192 if m == 2 else 4096)
+    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3 if m == 2 else 6)
+    monkeypatch.setattr(tiling, "CUDA_CHAIN", 16)  # of each warp's share
+    check(dtype, None, m, 20, 400, epilogue="residual")
 
 
 def test_places_and_padded_rows():
@@ -299,11 +353,22 @@ def test_gates_by_16_bytes(dtype, needs):
             assert np.isnan(found.astype(np.float64)).all()
 
 
-def test_columns_are_joined_in_lanes():
-    planes = np.random.default_rng(0).standard_normal((2, 100, 37)).astype(np.float32)
-    out = np.full((2, 37), np.nan, np.float64)
-    launch = joins.columns("float32", Slot("work"), Slot("out"), "float32", 2, 100, 37, (37, 1))
-    out = out.astype(np.float32)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's, of a scalar
+@pytest.mark.parametrize("wide", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("depth", [5, 600])
+def test_a_join_is_rounded_once(depth, wide):
+    planes = np.random.default_rng(0).uniform(0, 1, (2, depth, 36)).astype(np.float32)
+    planes[0, depth // 2, 3], planes[1, 3, 5] = np.inf, np.nan
+    planes[1, :2, 7] = 3e38
+    out = np.full((2, 36), np.nan, np.float32)
+    slots = Slot("work"), Slot("out"), "float32", 2, depth
+    if wide:
+        launch = joins.rows("float32", *slots, (3, 12), (36, 12, 1))
+    else:
+        launch = joins.columns("float32", *slots, 36, (36, 1))
     Machine([planes, out]).run(launch, work=planes.ctypes.data, out=out.ctypes.data)
     exact = planes.astype(np.float64).sum(1)
-    assert (abs(out - exact) <= 2.0**-24 * 20 * abs(planes.astype(np.float64)).sum(1)).all()
+    known = abs(exact) < 3e38
+    assert (abs(out - exact)[known] <= 2.0**-24 * (1 + 1e-6) * exact[known]).all()
+    assert out[0, 3] == np.inf and out[1, 7] == np.inf and np.isnan(out[1, 5])
+    assert known.sum() == 72 - 3
