@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -38,7 +37,7 @@ DTYPES = {
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 THREADS = CudaBlock(64, 64, 8, 8, 16, 3, 1)
 WARPS = CudaBlock(32, 32, 16, 32, 16, 3, 1, 8)
-HALF_WARPS = CudaBlock(32, 32, 32, 32, 16, 3, 1, 16)
+HALF_WARPS = CudaBlock(32, 32, 32, 32, 16, 3, 1, 16, kept="")
 
 
 class Array:
@@ -194,27 +193,24 @@ def test_parts_of_a_long_sum_are_joined(dtype):
 def short_chains(monkeypatch):
     """Chains of sums of 64 values of K, for sums of a few hundred."""
     monkeypatch.setattr(tiling, "CUDA_CHAIN", 64)
-    made = simt.engine, tensor_core.engine, thin._kernel
-    for cached in made:
-        cached.cache_clear()
-    yield 64
-    for cached in made:
-        cached.cache_clear()
+    thin._kernel.cache_clear()
+    yield
+    thin._kernel.cache_clear()
 
 
-@pytest.mark.parametrize("k", [65, 201])
+@pytest.mark.parametrize("k", [64, 65, 201])
 def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains):
-    """To the bit: the last chain has 32 values of K fewer, and the first what is left."""
+    """To the bit, wherever the sum of chains waits."""
     results = []
-    for depth in (16, 32):
-        tile = CudaBlock(32, 16, depth, 4, 4, 3, 1)
+    for depth, kept in ((16, "registers"), (32, "shared")):
+        tile = CudaBlock(32, 16, depth, 4, 4, 3, 1, kept=kept)
         a, b, out = check("float32", tile, 3, 4, k, bias=False)
         results.append(out[0])
+    length = {64: 64, 65: 64, 201: 64}[k]
     total = np.zeros((3, 4), np.float32)
-    ends = range(tiling.round_up(k, 32) - (short_chains - 32), 0, -short_chains)
-    for first, last in itertools.pairwise([0, *reversed(ends), k]):
+    for first in range(0, k, length):
         chain = np.zeros((3, 4), np.float32)
-        for i in range(first, last):
+        for i in range(first, min(first + length, k)):
             product = a[0, :, i : i + 1].astype(np.float64) * b[0, i : i + 1]
             chain = (product + chain).astype(np.float32)  # as a fused multiply-add
         total += chain
@@ -222,16 +218,25 @@ def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains
         np.testing.assert_array_equal(result, total)
 
 
+def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths():
+    for k in (1, 31, 255, 256, 257, 500, 600, 1000, 7000, 100_000):
+        length = tiling.cuda_chain(k)
+        count = -(-k // length)
+        assert length <= tiling.CUDA_CHAIN and count == max(1, -(-k // tiling.CUDA_CHAIN))
+        assert length % 32 == 0 and (count - 1) * length < k <= count * length
+
+
 @pytest.mark.parametrize(
-    ("dtype", "k", "options"),
+    ("dtype", "kept", "k", "options"),
     [
-        ("float64", 131, {}), ("float32", 300, {"cluster": 2}),
-        ("float32", 230, {"parts": 2, "x": "columns", "bias": False}),
+        ("float64", "shared", 131, {}), ("float64", "registers", 131, {"x": "columns"}),
+        ("float32", "shared", 300, {"cluster": 2}),
+        ("float32", "shared", 230, {"parts": 2, "x": "columns", "bias": False}),
     ],
 )  # fmt: skip
-def test_long_sums_of_chains(dtype, k, options, short_chains):
+def test_long_sums_of_chains(dtype, kept, k, options, short_chains):
     tile = CudaBlock(32, 16, 32, 4, 4, 3, 1) if dtype == "float32" else WARPS
-    check(dtype, tile, 5, 8, k, **options)
+    check(dtype, replace(tile, kept=kept), 5, 8, k, **options)
 
 
 @pytest.mark.parametrize(("dtype", "m"), [("float64", 2), ("float32", 18)])

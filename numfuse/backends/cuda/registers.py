@@ -16,11 +16,11 @@ from numfuse.backends.cuda.intrinsics import (
     FORMATS,
     I32,
     array_pointer,
-    element,
     named,
     narrowed,
     put_shared_vector,
     read_registers,
+    shared_vector,
     widened,
     write_registers,
 )
@@ -68,60 +68,52 @@ def add(count: int) -> Any:
 
 
 # --- long sums ------------------------------------------------------------------------------------
-# A chain of sums of a thread ends after `tiling.CUDA_CHAIN` values of K, and is added to those
-# before. What these make waits in an array of local memory: second sums in registers would leave no
-# room for the factors. Its elements are found from an index of which no compiler knows that it is 0
-# (n >> 30, where n is less than that): at constant indices they would become registers, or spills.
-def _waiting(builder: Any, kept: Any, zero: Any, count: int) -> list[tuple[Any, int]]:
-    """The elements of an array in local memory, and their alignments: four words are an access."""
-    first = builder.gep(kept, [zero])
-    size = 8 if kept.type.pointee == F64 else 4
-    places = [element(builder, first, i) for i in range(count)]
-    return [(at, size if i * size % 16 else 16) for i, at in enumerate(places)]
+# A chain of sums ends after `tiling.CUDA_CHAIN` values of K and is added to those before. Where
+# there are no registers for what these make, it waits in shared memory: a thread has 16 bytes there
+# after those of the thread before, and again behind those of all.
+def _waiting(count: int, size: int, threads: int) -> list[tuple[int, int, int]]:
+    """(first register, registers, bytes from a thread's first) of each access."""
+    few = 16 // size
+    return [(i, min(few, count - i), i // few * threads * 16) for i in range(0, count, few)]
 
 
 @functools.cache
-def keep(count: int) -> Any:
-    """``keep(kept, total, zero)``: kept[i] = total[i] and total[i] = 0 for each i below `count`."""
+def keep(count: int, threads: int) -> Any:
+    """``keep(total, at)``: the first `count` registers to shared memory, and they become 0."""
 
-    def typing(typingctx: Any, kept: Any, total: Any, zero: Any) -> Any:
+    def typing(typingctx: Any, total: Any, at: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to, of = (
-                array_pointer(context, builder, kind, array)
-                for kind, array in zip(signature.args[:2], args[:2], strict=True)
-            )
-            sums = read_registers(builder, of, 0, count)
-            for value, (at, align) in zip(sums, _waiting(builder, to, args[2], count), strict=True):
-                builder.store(value, at).align = align
-            write_registers(builder, of, 0, [ir.Constant(of.type.pointee, 0.0)] * count)
+            sums = array_pointer(context, builder, signature.args[0], args[0])
+            kind = sums.type.pointee
+            for first, few, offset in _waiting(count, 8 if kind == F64 else 4, threads):
+                values = read_registers(builder, sums, first, few)
+                put_shared_vector(builder, builder.add(args[1], I32(offset)), values)
+            write_registers(builder, sums, 0, [ir.Constant(kind, 0.0)] * count)
             return context.get_dummy_value()
 
-        return types.void(kept, total, types.int32), codegen
+        return types.void(total, types.int32), codegen
 
-    return named("keep", str(count), 3, typing)
+    return named("keep", f"{count},{threads}", 2, typing)
 
 
 @functools.cache
-def add_kept(count: int) -> Any:
-    """``add_kept(total, kept, zero)``: total[i] += kept[i] for each i below `count`."""
+def add_kept(count: int, threads: int) -> Any:
+    """``add_kept(total, at)``: what `keep` put there is added to the registers."""
 
-    def typing(typingctx: Any, total: Any, kept: Any, zero: Any) -> Any:
+    def typing(typingctx: Any, total: Any, at: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to, of = (
-                array_pointer(context, builder, kind, array)
-                for kind, array in zip(signature.args[:2], args[:2], strict=True)
-            )
-            sums = read_registers(builder, to, 0, count)
-            for i, (at, align) in enumerate(_waiting(builder, of, args[2], count)):
-                value = builder.load(at)
-                value.align = align
-                sums[i] = builder.fadd(value, sums[i])
-            write_registers(builder, to, 0, sums)
+            sums = array_pointer(context, builder, signature.args[0], args[0])
+            kind = sums.type.pointee
+            for first, few, offset in _waiting(count, 8 if kind == F64 else 4, threads):
+                kept = shared_vector(builder, builder.add(args[1], I32(offset)), kind, few)
+                values = read_registers(builder, sums, first, few)
+                values = [builder.fadd(x, y) for x, y in zip(kept, values, strict=True)]
+                write_registers(builder, sums, first, values)
             return context.get_dummy_value()
 
-        return types.void(total, kept, types.int32), codegen
+        return types.void(total, types.int32), codegen
 
-    return named("add_kept", str(count), 3, typing)
+    return named("add_kept", f"{count},{threads}", 2, typing)
 
 
 @functools.cache

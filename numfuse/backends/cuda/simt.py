@@ -152,7 +152,6 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         accumulator="float32",
         factor=types.float32,
         arithmetic=made,
-        chain=tiling.CUDA_CHAIN,
         x_from=inlined(_from, NUMBER=row),
         y_from=inlined(_from, NUMBER=column),
         put_to=inlined(

@@ -195,10 +195,6 @@ def engine(
         accumulator=accumulator,
         factor=ACCUMULATORS["float64"][1] if dtype == "float64" else types.int32,
         arithmetic=made,
-        # The unit adds 16 products of halves at a time and cuts the sum off at float32's last bit,
-        # far below that of the result; an end of its chains would take registers that 64 x 64 sums
-        # a warp leave none of.
-        chain=tiling.CUDA_CHAIN if dtype == "float64" else 0,
         x_from=starts(x, True),
         y_from=starts(y, False),
         put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),

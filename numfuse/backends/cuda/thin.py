@@ -42,7 +42,7 @@ from numfuse.backends.cuda.intrinsics import (
     write_registers,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Plan, Product, Slot
-from numfuse.backends.cuda.registers import add_kept, clear, keep
+from numfuse.backends.cuda.registers import add, clear
 from numfuse.backends.cuda.slices import runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, inlined, names_of, unrolled
@@ -157,7 +157,8 @@ def _product(
     if not ALONG_K:
         y_from = i32(memory + (own_column * SIZE + warp * (SHARE * PITCH)))
     x_from = i32(memory + (Y_SLICE + own_row * X_PITCH + warp * (SHARE * SIZE)))
-    kept = cuda.local.array(PART, ACCUMULATOR, 16)
+    kept = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(kept)
     read, done = i32(0), i32(0)
     while done < slices:
         WAIT()
@@ -195,13 +196,10 @@ def _product(
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         done = i32(done + 1)
-        if (done & (CHAIN - 1)) == 0 and done < slices:
-            # a chain of sums ends here: the sum so far waits in local memory
-            if done > CHAIN:
-                ADD_KEPT(total, kept, i32(n >> 30))
-            KEEP(kept, total, i32(n >> 30))
-    if done > CHAIN:
-        ADD_KEPT(total, kept, i32(n >> 30))
+        if (done & (CHAIN - 1)) == 0:  # a chain of sums ends
+            ADD(kept, total)
+            CLEAR(total)
+    ADD(total, kept)
     WAIT_ALL()
     block_barrier()
     PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
@@ -438,8 +436,8 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""), "FETCH_16": one.fetch(16, ahead=""),
         "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
         "CLEAR": clear(thin.part_m * thin.lanes_m), "MULTIPLY": _multiply(thin),
-        "CHAIN": tiling.CUDA_CHAIN // thin.share, "KEEP": keep(thin.part_m * thin.lanes_m),
-        "ADD_KEPT": add_kept(thin.part_m * thin.lanes_m), "RUN": tiling.RUN,
+        "CHAIN": tiling.CUDA_CHAIN // thin.share, "ADD": add(thin.part_m * thin.lanes_m),
+        "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
         **epilogue.bindings(),
     }  # fmt: skip
