@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -144,6 +145,27 @@ def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
     check(dtype, tile, 37, 35, 21, x=x, y=y, offset=1, epilogue="slope")
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile_fetches_every_layout(dtype):
+    """Any product may be given to any of its tiles, by its sizes alone."""
+    tables = {
+        "float32": tiling.CUDA_CORE_BLOCKS,
+        "float64": tiling.CUDA_DOUBLE_BLOCKS + tiling.CUDA_DOUBLE_FEW,
+    }
+    halves = tiling.CUDA_HALF_BLOCKS + tiling.CUDA_HALF_BLOCKS_HELD
+    module = simt if dtype == "float32" else tensor_core
+    acc = "float64" if dtype == "float64" else "float32"
+    for tile in tables.get(dtype, halves):
+        for x, y in itertools.product([(64, 1), (1, 128)], repeat=2):
+            for alignment in (16, DTYPES[dtype].itemsize):
+                a, b = (Operand(dtype, (0, *steps), alignment) for steps in (x, y))
+                held = alignment < 4
+                if dtype in tables or held == (tile in tiling.CUDA_HALF_BLOCKS_HELD):
+                    out = Operand(dtype, (0, 64, 1), alignment)
+                    made = Product(128, 64, 64, 1, a, b, out, acc)
+                    module.plan(made, HOPPER, tile, 64, 1)
+
+
 @pytest.mark.parametrize(
     ("dtype", "cluster", "sizes", "options"),
     [
@@ -264,6 +286,10 @@ def test_float64_in_chunks_of_any_length(chunk):
 )
 def test_other_tiles_of_threads(tile):
     check("float32", tile, 40, 68, 28, epilogue="slope")
+
+
+def test_a_factor_of_few_columns_is_turned_by_all_threads():
+    check("float32", CudaBlock(64, 32, 32, 4, 4, 2, 1), 40, 32, 36, y="columns")
 
 
 @pytest.mark.parametrize("y", ["rows", "columns"])
