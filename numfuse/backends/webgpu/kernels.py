@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from numfuse import wgsl
+from numfuse import tiling, wgsl
 from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr, Keyed
 from numfuse.tiling import WebGpuTile
@@ -91,12 +91,13 @@ def _functions(graph: Expr | None, name: str, dtype: str, one_rounding: bool) ->
     return f"{wgsl.prelude(text, dtype, one_rounding)}\n\n{text}\n"
 
 
+#: The bits of the exponent, all of which an infinity and a NaN have, and the type of a word.
+_EXPONENTS = {"f32": ("0x7f800000u", "u32"), "f64": ("0x7ff0000000000000lu", "u64")}
+
+
 def _guarded(name: str, accumulator: str) -> str:
     """A derivative that is not finite counts as 0; found on the bits, as no comparison may."""
-    if accumulator == "f32":
-        mask, word = "0x7f800000u", "u32"
-    else:
-        mask, word = "0x7ff0000000000000lu", "u64"
+    mask, word = _EXPONENTS[accumulator]
     return (
         f"fn {name}_guarded(x: {accumulator}) -> {accumulator} {{\n"
         f"    let value = {name}(x);\n"
@@ -208,6 +209,7 @@ class Gemm(Keyed, Kernel):
                 "X_PITCH": t.block_m // 4 + (self.x is not None and self.x.turned),
                 "Y_PITCH": t.block_n // 4 + (self.y is not None and self.y.turned),
                 "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "BLOCK_K": t.block_k,
+                "CHAIN": tiling.WEBGPU_CHAIN,
                 "MR": t.mr, "NR": t.nr, "GROUP": t.group, "STAGES": t.stages, "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
                 "TX": tx, "TY": ty,
@@ -247,16 +249,19 @@ class Join(Kernel):
 
     def text(self) -> str:
         acc = TYPES[self.accumulator]
+        mask, word = _EXPONENTS[acc]
         return expand(
             "join.wgsl",
             {
                 "ENABLE": _enable(b[1] for b in self.buffers),
                 "BUFFERS": self._buffers(),
+                "REAL": acc, "EXPONENT": mask, "WORD": word, "WIDE": self.out.wide,
+                "EACH": "each_" if self.out.wide else "",
                 "ACC": f"vec4<{acc}>" if self.out.wide else acc,
                 "OUT_TYPE": self.out.binding,
                 "ADD": self.add,
             },
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
