@@ -26,6 +26,7 @@ from numfuse.backends.cpu.blocks import (
 )
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
+from numfuse.errors import BackendUnavailable
 from numfuse.expr import SYMBOL
 from numfuse.layout import as_one, merge_axes, runs_of_rows
 
@@ -811,4 +812,6 @@ def _join_batch(sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, turn: T
         driver.run(plan, (sums, out, carried))
 
 
+if (_refused := host.refused_setting()) is not None:
+    raise BackendUnavailable("cpu", _refused)
 BACKEND = CpuBackend()
