@@ -29,6 +29,7 @@ __all__ = [
     "allocate",
     "check_needs",
     "check_outputs",
+    "settled",
 ]
 
 GEMM_NEEDS = ("a", "b", "bias")
@@ -107,6 +108,21 @@ class ResidualGradient(NamedTuple):
         """Sum in the accumulator's dtype; one rounding at the store."""
         acc_dtype = ACCUMULATORS[self.grad.dtype]
         self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
+
+
+def settled(over: ndarray, *results: ndarray | None) -> bool:
+    """Whether nothing is left to compute of these results.
+
+    `over` is grad, or a result. Where it has no element, no sum has a term: what results there are
+    become zero here, whatever lengths the other axes have. Where no result has an element, none is
+    written.
+    """
+    if over.size:
+        return all(x is None or not x.size for x in results)
+    for x in results:
+        if x is not None:
+            x[...] = 0
+    return True
 
 
 def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
 from numfuse.errors import BackendUnavailable
 from numfuse.expr import SYMBOL
+from numfuse.gradients import settled
 from numfuse.layout import as_one, merge_axes, runs_of_rows
 
 if TYPE_CHECKING:
@@ -226,6 +227,13 @@ class Kept(NamedTuple):
     schedules: Sequence[Schedule]
 
 
+def _settled(p: Any) -> bool:
+    """`gradients.settled` of a backward, a double backward or a tangent."""
+    names = ("out", "out_dot") if hasattr(p, "out") else ("d_grad", "d_a", "d_b", "d_bias")
+    over = p.out if hasattr(p, "out") else p.grad
+    return settled(over, *(getattr(p, name, None) for name in names))
+
+
 def _streams(results: Sequence[np.ndarray]) -> bool:
     """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
     return (
@@ -281,6 +289,8 @@ class CpuBackend:
             )  # fmt: skip
             if self._ran(key, arrays):
                 return
+        if not out.size:
+            return
         fmt = FORMATS[p.dtype]
         row = library.forward_row(
             value, fmt, bias is not None, residual is not None, pre is not None
@@ -366,6 +376,8 @@ class CpuBackend:
     ) -> None:
         known = self._kept.get(key)
         if known is None:
+            if _settled(p):
+                return
             known = self._keep(key, self._kept_schedules(p, arrays, make))
         sequence, totals, schedules = known
         if sequence is not None:
@@ -647,6 +659,8 @@ class CpuBackend:
             key = value, dtype, form
             if self._ran(key, arrays):
                 return
+        if not size:
+            return
         # Views that number the same elements in another way: the addresses are those of the arrays.
         flat_out, flat_a, flat_b = _merged((out, a, b))
         fmt = FORMATS[dtype]
@@ -674,6 +688,8 @@ class CpuBackend:
             key = value, slope, p.dtype, p.guard, form
             if self._ran(key, arrays):
                 return
+        if not a.size:
+            return
         fmt = FORMATS[p.dtype]
         flat_d_b = stream = None
         if d_b is None:

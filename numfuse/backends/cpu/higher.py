@@ -455,7 +455,7 @@ def gated_double_backward(backend: CpuBackend, p: GatedDoubleBackwardProblem) ->
         if x is not None and not there:
             x[...] = 0
         wanted.append(x if there else None)
-    if all(x is None for x in wanted):
+    if not p.a.size or all(x is None for x in wanted):
         return
     # An operand that no result needs would be read for nothing: its place is taken by `a`.
     graphs = p.activation.trace(0), p.activation.trace(1), p.activation.trace(2)
@@ -476,6 +476,8 @@ _TANGENT_SLOTS = ("a", "b", "grad", "pre", "out", "extra")
 
 def gated_tangent(backend: CpuBackend, p: GatedTangentProblem) -> None:
     """One pass; of large results past the caches."""
+    if not p.a.size:
+        return
     if p.u is None and p.v is None:
         p.out_dot[...] = 0
         backend._gated(p.activation.trace(0), p.dtype, (p.a, p.b, p.out), False)
