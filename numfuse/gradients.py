@@ -110,18 +110,20 @@ class ResidualGradient(NamedTuple):
         self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
 
 
-def settled(over: ndarray, *results: ndarray | None) -> bool:
-    """Whether nothing is left to compute of these results.
+def settled(p: Any) -> bool:
+    """Whether nothing is left to compute of a problem's results.
 
-    `over` is grad, or a result. Where it has no element, no sum has a term: what results there are
-    become zero here, whatever lengths the other axes have. Where no result has an element, none is
-    written.
+    Where grad, or the result of a forward, has no element, no sum has a term: what gradients there
+    are become zero here, whatever lengths the other axes have. Where no result has an element, none
+    is written.
     """
-    if over.size:
-        return all(x is None or not x.size for x in results)
+    forward = hasattr(p, "out")
+    names = ("out", "out_dot", "pre") if forward else ("d_grad", "d_a", "d_b", "d_bias")
+    results = [x for name in names if (x := getattr(p, name, None)) is not None]
+    if (p.out if forward else p.grad).size:
+        return not any(x.size for x in results)
     for x in results:
-        if x is not None:
-            x[...] = 0
+        x[...] = 0
     return True
 
 

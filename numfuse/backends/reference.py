@@ -47,7 +47,7 @@ class Reference:
 
     def forward(self, p: GemmProblem) -> None:
         """out = act(a @ b + bias) + residual."""
-        if settled(p.out, p.out, p.pre):
+        if settled(p):
             return _record("forward", p.activation)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p)
@@ -61,7 +61,7 @@ class Reference:
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre = grad * act'(pre), and from it the gradients."""
-        if settled(p.grad, p.d_a, p.d_b, p.d_bias):
+        if settled(p):
             return _record("backward", p.activation)
         p, outs = _in_rows(p)
         with np.errstate(all="ignore"):
@@ -79,7 +79,7 @@ class Reference:
 
     def gated(self, p: GatedProblem) -> None:
         """out = act(a) * b; `out` may be `a` or `b`, so it is written last."""
-        if settled(p.out, p.out):
+        if settled(p):
             return _record("gated", p.activation)
         with np.errstate(all="ignore"):
             p.out[...] = p.activation(_wide(p.a)) * _wide(p.b)
@@ -87,7 +87,7 @@ class Reference:
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-        if settled(p.grad, p.d_a, p.d_b):
+        if settled(p):
             return _record("gated_backward", p.activation)
         with np.errstate(all="ignore"):
             a, grad = _wide(p.a), _wide(p.grad)
@@ -99,7 +99,7 @@ class Reference:
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """T, Q and S, and from them the gradients of the backward's gradients."""
-        if settled(p.grad, p.d_grad, p.d_a, p.d_b, p.d_bias):
+        if settled(p):
             return _record("double_backward", p.activation)
         p, outs = _in_rows(p)
         with np.errstate(all="ignore"):
@@ -127,7 +127,7 @@ class Reference:
 
     def tangent(self, p: GemmTangentProblem) -> None:
         """out as in the forward, out_dot = act'(pre) * T."""
-        if settled(p.out, p.out, p.out_dot):
+        if settled(p):
             return _record("tangent", p.activation)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p)
@@ -140,7 +140,7 @@ class Reference:
 
     def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
         """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
-        if settled(p.grad, p.d_grad, p.d_a, p.d_b):
+        if settled(p):
             return _record("gated_double_backward", p.activation)
         with np.errstate(all="ignore"):
             a, b, grad = _wide(p.a), _wide(p.b), _wide(p.grad)
@@ -161,7 +161,7 @@ class Reference:
 
     def gated_tangent(self, p: GatedTangentProblem) -> None:
         """out = act(a) * b, and its derivative along u and v."""
-        if settled(p.out, p.out, p.out_dot):
+        if settled(p):
             return _record("gated_tangent", p.activation)
         with np.errstate(all="ignore"):
             a, b = _wide(p.a), _wide(p.b)

@@ -227,13 +227,6 @@ class Kept(NamedTuple):
     schedules: Sequence[Schedule]
 
 
-def _settled(p: Any) -> bool:
-    """`gradients.settled` of a backward, a double backward or a tangent."""
-    names = ("out", "out_dot") if hasattr(p, "out") else ("d_grad", "d_a", "d_b", "d_bias")
-    over = p.out if hasattr(p, "out") else p.grad
-    return settled(over, *(getattr(p, name, None) for name in names))
-
-
 def _streams(results: Sequence[np.ndarray]) -> bool:
     """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
     return (
@@ -376,7 +369,7 @@ class CpuBackend:
     ) -> None:
         known = self._kept.get(key)
         if known is None:
-            if _settled(p):
+            if settled(p):
                 return
             known = self._keep(key, self._kept_schedules(p, arrays, make))
         sequence, totals, schedules = known
