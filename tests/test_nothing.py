@@ -13,6 +13,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from conftest import unavailable
 from hypothesis import example, given
 from hypothesis import settings as of
 
@@ -158,7 +159,7 @@ def test_gradients_that_have_no_element_cost_nothing_beside_long_sums(backend):
 @pytest.mark.parametrize("name", ["webgpu", "cuda"])
 def test_devices_return_at_once_too(name):
     if not nf.backends()[name]:
-        pytest.skip(str(nf.backends()[name]))
+        unavailable(name, str(nf.backends()[name]))
     products((), 0, 0, 0, (), "gelu", name)
     gates((0,), name)
     products((), 1 << 20, 0, 3, (), "gelu", name)

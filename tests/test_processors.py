@@ -14,6 +14,7 @@ import ahead
 import numpy as np
 import pytest
 from arrays import bits
+from conftest import unavailable
 from numba import types
 from numba.core import config
 from tolerance import DTYPES
@@ -268,7 +269,7 @@ def test_a_cuda_device_is_named_by_its_number(value, device, monkeypatch):
 def test_an_adapter_that_is_none_makes_webgpu_unavailable(value, monkeypatch):
     pytest.importorskip("wgpu")
     if not nf.backends()["webgpu"]:
-        pytest.skip(str(nf.backends()["webgpu"]))
+        unavailable("webgpu", str(nf.backends()["webgpu"]))
     monkeypatch.setenv("NUMFUSE_WEBGPU_ADAPTER", value)
     monkeypatch.delitem(LOADED, "webgpu", raising=False)
     monkeypatch.delitem(sys.modules, "numfuse.backends.webgpu", raising=False)
