@@ -8,6 +8,7 @@ cannot do fails with a sentence that says what to write instead.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import re
 import reprlib
@@ -49,6 +50,7 @@ ARITY = {
 TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 
 _NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_SERIALS = itertools.count()
 # Reentrant: a garbage collection inside may run code that makes nodes.
 _LOCK = threading.RLock()
 
@@ -71,12 +73,15 @@ class Expr:
         The operands.
     payload : Fraction or float or None
         The exact value of a constant (a float only for infinities, NaN and -0.0).
+    serial : int
+        A number that no other node of this process ever has.
     """
 
-    __slots__ = ("__weakref__", "args", "op", "payload")
+    __slots__ = ("__weakref__", "args", "op", "payload", "serial")
     op: str
     args: tuple[Expr, ...]
     payload: Payload
+    serial: int
 
     def __init__(self) -> None:
         _refuse("be made by hand", "call the formula through numfuse.expr.trace")
@@ -282,6 +287,7 @@ def _intern(op: str, args: tuple[Expr, ...], payload: Payload) -> Expr:
         if known is None:
             known = object.__new__(Expr)
             known.op, known.args, known.payload = op, args, payload
+            known.serial = next(_SERIALS)
             _NODES[key] = known
         return known
 

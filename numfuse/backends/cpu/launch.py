@@ -428,6 +428,8 @@ class Sequence(NamedTuple):
     size: int
     #: What `last_call` tells of it.
     call: Call
+    #: Those whose addresses are in the steps.
+    kernels: tuple[specialise.Kernel, ...]
 
 
 def launch(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
