@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
+import reprlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -171,7 +173,8 @@ class Activation:
                 extra = None if target == "cpu" else target
                 raise BackendUnavailable(target, reason, extra) from error
             made = self._made[target, order] = primitives.device_function(
-                self.trace(order), f"{self.name}_{_ORDER_NAMES[order]}"
+                self.trace(order),
+                re.sub(r"\W", "_", f"{self.name}_{_ORDER_NAMES[order]}", flags=re.A),
             )
         return made
 
@@ -294,6 +297,35 @@ def _register(formula: Formula, name: str, source: str, number: int | None = Non
     return made
 
 
+#: Printable ASCII without quotes and the backslash, which have a meaning in the texts that name a
+#: kernel; 100 of them are more than a message has room for.
+_NAME = re.compile(r"[ !#-&(-\[\]-_a-~]{1,100}")
+
+
+def _checked_name(formula: Any, name: Any) -> str:
+    """The name to register a formula by: the one given, else the function's own."""
+    if not callable(formula):
+        raise TypeError(
+            f"formula must be a function of one argument, got {type(formula).__qualname__}"
+        )
+    if name is None:
+        name = getattr(formula, "__name__", None)
+        if name is None:
+            raise TypeError(
+                f"name must be given for a formula without a __name__, "
+                f"got a {type(formula).__qualname__}"
+            )
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__qualname__}")
+    # Python's own names of functions may have letters of every alphabet.
+    if not _NAME.fullmatch(name) and not (name.isidentifier() and len(name) <= 100):
+        raise ValueError(
+            f"name must be 1 to 100 characters of printable ASCII without quotes and backslash, or "
+            f"a Python identifier of that length, got {reprlib.repr(name)}"
+        )
+    return name
+
+
 def activation(
     formula: Formula | None = None, /, *, source: str = "", name: str | None = None
 ) -> Any:
@@ -307,7 +339,8 @@ def activation(
     source : str, optional
         Where the formula comes from.
     name : str, optional
-        Default: the function's name. A name that exists is redefined.
+        Default: the function's name. A name that exists is redefined. 1 to 100 characters of
+        printable ASCII without quotes and backslash, or a Python identifier of that length.
 
     Returns
     -------
@@ -319,9 +352,10 @@ def activation(
     Raises
     ------
     TypeError
-        If the formula branches on its argument, or calls what a symbol cannot serve.
+        If the formula branches on its argument, or calls what a symbol cannot serve; if `formula`
+        is no function, or `name` or `source` no str.
     ValueError
-        If it has more than 1000 operations.
+        For another name, and for a formula of more than 1000 operations.
 
     Examples
     --------
@@ -332,8 +366,11 @@ def activation(
     ...     return x * tanh(log1p(exp(x)))
     """
 
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a str, got {type(source).__qualname__}")
+
     def decorate(made: Formula) -> Activation:
-        return _register(made, name or made.__name__, source or "user-defined")
+        return _register(made, _checked_name(made, name), source or "user-defined")
 
     return decorate if formula is None else decorate(formula)
 
@@ -357,9 +394,11 @@ def get(which: str | Activation) -> Activation:
         found = _TABLE.get(which)
         if found is not None:
             return found
-        close = difflib.get_close_matches(which.lower(), _TABLE, n=1)
+        # (a search in a text of any length would take any time)
+        close = difflib.get_close_matches(which[:200].lower(), _TABLE, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"activation must be one of {', '.join(_TABLE)}, got {which!r}{hint}")
+        got = repr(which) if len(which) <= 200 else reprlib.repr(which)
+        raise ValueError(f"activation must be one of {', '.join(_TABLE)}, got {got}{hint}")
     if isinstance(which, Activation):
         return which
     raise TypeError(

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.graph import Expr, topological
+from numfuse.graph import Expr, rounded, topological
 
 __all__ = ["apply", "evaluate"]
 
@@ -143,7 +143,7 @@ def evaluate(expr: Expr, x: Any) -> Any:
             if e.op == "x":
                 value[e] = wide
             elif e.op == "const":
-                value[e] = np.float64(float(e.payload))  # type: ignore[arg-type]
+                value[e] = rounded(e, "float64")
             else:
                 value[e] = _OPERATIONS[e.op](*(value[a] for a in e.args))
         out = np.broadcast_to(value[expr], wide.shape).astype(dtype)

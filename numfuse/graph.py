@@ -8,8 +8,11 @@ cannot do fails with a sentence that says what to write instead.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
+import re
+import reprlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -52,6 +55,7 @@ TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 _SHOWN = 2000
 
 _NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_SERIALS = itertools.count()
 # Reentrant: a garbage collection inside may run code that makes nodes.
 _LOCK = threading.RLock()
 
@@ -83,12 +87,15 @@ class Expr:
         The operands.
     payload : Fraction or float or None
         The exact value of a constant (a float only for infinities, NaN and -0.0).
+    serial : int
+        A number that no other node of this process ever has.
     """
 
-    __slots__ = ("__weakref__", "args", "op", "payload")
+    __slots__ = ("__weakref__", "args", "op", "payload", "serial")
     op: str
     args: tuple[Expr, ...]
     payload: Payload
+    serial: int
 
     def __init__(self) -> None:
         _refuse("be made by hand", "call the formula through numfuse.expr.trace")
@@ -131,7 +138,7 @@ class Expr:
         value = power.payload if isinstance(power, Expr) else power
         if value == 0.5:
             return node("sqrt", self)
-        if isinstance(value, (int, float, Fraction)) and value == int(value) and -64 <= value <= 64:
+        if isinstance(value, (int, float, Fraction)) and -64 <= value <= 64 and value == int(value):
             raised = _power(self, abs(int(value)))
             return raised if value >= 0 else 1 / raised
         _refuse(
@@ -233,7 +240,7 @@ class Expr:
         texts: dict[Expr, str] = {}
         for e in topological((self,)):
             if e.op == "const":
-                texts[e] = repr(float(e.payload))  # type: ignore[arg-type]
+                texts[e] = repr(float(rounded(e, "float64")))
             else:
                 texts[e] = f"{e.op}({', '.join(texts[a] for a in e.args)})" if e.args else e.op
             if len(texts[e]) > _SHOWN:
@@ -298,6 +305,7 @@ def _intern(op: str, args: tuple[Expr, ...], payload: Payload) -> Expr:
         if known is None:
             known = object.__new__(Expr)
             known.op, known.args, known.payload = op, args, payload
+            known.serial = next(_SERIALS)
             _NODES[key] = known
         return known
 
@@ -309,6 +317,13 @@ def constant(value: Any) -> Expr:
     ----------
     value : int, float, Fraction or str
         A string is read as a decimal number of any length, "0.044715" is not a binary fraction.
+
+    Raises
+    ------
+    TypeError
+        No real number.
+    ValueError
+        A string that is no number, or a number of more digits than any dtype could tell apart.
     """
     if isinstance(value, Expr):
         return value
@@ -317,25 +332,75 @@ def constant(value: Any) -> Expr:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
     if isinstance(value, (int, float, np.integer, np.floating)):
-        number = float(value) if not isinstance(value, int) else value
-        if not math.isfinite(number) or (number == 0 and math.copysign(1.0, number) < 0):
-            return _intern("const", (), float(number))
-        return _intern("const", (), Fraction(number))
-    if isinstance(value, (str, Fraction)):
-        return _intern("const", (), Fraction(value))
+        number = float(value) if not isinstance(value, (int, np.integer)) else int(value)
+        if isinstance(number, float) and (
+            not math.isfinite(number) or (number == 0 and math.copysign(1.0, number) < 0)
+        ):
+            return _intern("const", (), number)
+        return _exact(Fraction(number))
+    if isinstance(value, str):
+        return _exact(_read(value))
+    if isinstance(value, Fraction):
+        return _exact(value)
     raise TypeError(f"expected a symbol or a real number in a formula, got {type(value).__name__}")
+
+
+#: Bits of the numerator and the denominator of a constant: the smallest float64 is 2^-1074, its 53
+#: bits in decimals have 767 digits (2548 bits), and products of two such are still exact.  A text
+#: of more than 4300 digits is one that Python does not read back.
+_CONSTANT_BITS = 1 << 13
+#: Characters of a constant's text that are read, and the largest exponent there, for as many bits.
+_CONSTANT_DIGITS = 2400
+
+
+def _fits(value: Fraction) -> bool:
+    return max(value.numerator.bit_length(), value.denominator.bit_length()) <= _CONSTANT_BITS
+
+
+def _exact(value: Fraction) -> Expr:
+    if not _fits(value):
+        raise ValueError(
+            f"a constant in a formula must be a fraction of numbers of up to {_CONSTANT_BITS} "
+            f"bits, got one of {value.numerator.bit_length()} over "
+            f"{value.denominator.bit_length()} bits"
+        )
+    return _intern("const", (), value)
+
+
+def _read(text: str) -> Fraction:
+    """The number that a text is, before anything is computed of one that is too long."""
+    exponent = re.search(r"[eE][+-]?([0-9_]+)", text)
+    far = exponent is not None and (
+        len(exponent[1]) > 8 or int(exponent[1].replace("_", "") or 0) > _CONSTANT_DIGITS
+    )
+    try:
+        if far or len(text) > _CONSTANT_DIGITS:
+            raise ValueError
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"a constant in a formula must be a number of up to {_CONSTANT_DIGITS} digits, such "
+            f"as '0.044715', got {reprlib.repr(text)}"
+        ) from None
 
 
 def rounded(e: Expr, dtype: str) -> Any:
     """The value of a constant as a NumPy scalar of "float32" or "float64", rounded once, to even.
 
-    Through float64 a float32 could be rounded twice.
+    Through float64 a float32 could be rounded twice. A number beyond the dtype is infinite.
     """
     value = e.payload
-    with np.errstate(all="ignore"):
-        if dtype == "float64" or not isinstance(value, Fraction):
+    if not isinstance(value, Fraction):
+        with np.errstate(all="ignore"):
             return np.dtype(dtype).type(value)
-        near = np.float32(float(value))
+    try:
+        wide = float(value)
+    except OverflowError:
+        wide = math.inf if value > 0 else -math.inf
+    if dtype == "float64":
+        return np.float64(wide)
+    with np.errstate(all="ignore"):
+        near = np.float32(wide)
         if not np.isfinite(near):
             return near
         infinity = np.float32(np.inf)
@@ -376,9 +441,9 @@ def node(op: str, *operands: Any) -> Expr:
     elif op in ("add", "sub", "mul", "div"):
         a, b = v
         if a is not None and b is not None and not (op == "div" and b == 0):
-            return constant(
-                {"add": a + b, "sub": a - b, "mul": a * b}[op] if op != "div" else a / b
-            )
+            exact = {"add": a + b, "sub": a - b, "mul": a * b}[op] if op != "div" else a / b
+            if _fits(exact):  # else it is computed in the dtype
+                return constant(exact)
         # Only what holds for every float, signed zeros, infinities and NaN included.
         if (op == "mul" and b == 1) or (op == "div" and b == 1) or (op == "sub" and b == 0):
             return args[0]

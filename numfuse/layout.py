@@ -243,6 +243,8 @@ def sum_to(x: ndarray, shape: Shape, acc_dtype: np.dtype[Any]) -> ndarray:
 
     The transpose of broadcasting: axes that `shape` lacks, or has with length 1, are summed over.
     """
+    if not x.size:  # NumPy would walk the axes of any length beside the empty one
+        return np.zeros(shape, acc_dtype)
     lead = x.ndim - len(shape)
     axes = tuple(range(lead)) + tuple(
         lead + i for i, length in enumerate(shape) if length == 1 and x.shape[lead + i] != 1

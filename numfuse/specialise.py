@@ -18,6 +18,7 @@ import pathlib
 import pickle
 import re
 import types as pytypes
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -29,9 +30,9 @@ from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
 
-from numfuse import binaries
+from numfuse import binaries, machine_code
 from numfuse.compilation import compiled
-from numfuse.expr import FASTMATH
+from numfuse.expr import FASTMATH, Expr
 
 #: Compiler options of every kernel: division by zero gives inf (an exception would need the
 #: interpreter lock), and products may be contracted to fma.  Never `nnan` or `ninf`.
@@ -43,7 +44,11 @@ def source_digest() -> str:
     """Digest of every source text from which kernel code is made, and of how it is compiled."""
     here = pathlib.Path(__file__).resolve().parent
     digest = hashlib.sha256(repr(sorted(FASTMATH)).encode())
-    kernel_texts = [here / "specialise.py", *(here / "backends" / "cpu").glob("*.py")]
+    kernel_texts = [
+        here / "specialise.py",
+        here / "machine_code.py",
+        *(here / "backends" / "cpu").glob("*.py"),
+    ]
     for path in sorted(kernel_texts):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -81,7 +86,7 @@ def bound(template: Callable[..., Any], bindings: dict[str, Any]) -> Callable[..
 def device(template: Callable[..., Any], **bindings: Any) -> Any:
     """`template` as a function that is inlined into kernels (never compiled on its own)."""
     clone = bound(template, bindings)
-    made = njit(forceinline=True, **OPTIONS)(clone)
+    made = machine_code.inlined(clone, forceinline=True, **OPTIONS)
     made.numfuse_key = clone.numfuse_key  # type: ignore[attr-defined]
     return made
 
@@ -134,14 +139,22 @@ def _with_cache(made: Any, clone: Callable[..., Any]) -> Any:
 
 
 class Kernel:
-    """A specialised kernel: its address, and what Numba's cache did for it."""
+    """A specialised kernel: its address, and what Numba's cache did for it.
 
-    __slots__ = ("_cfunc", "address", "name")
+    Its machine code goes with it: who calls the address holds the kernel.
+    """
+
+    __slots__ = ("__weakref__", "_cfunc", "_code", "address", "formulas", "name")
 
     def __init__(self, name: str, compiled: CFunc) -> None:
         self.name = name
-        self._cfunc = compiled  # owns the machine code behind the address
-        self.address: int = compiled.address  # type: ignore[assignment]
+        self._cfunc = compiled
+        library: Any = compiled._library  # type: ignore[attr-defined]
+        image, symbol = library._get_compiled_object(), str(compiled.native_name)
+        self._code = machine_code.Code(image, symbol)  # owns what is behind the address
+        self.address = self._code.address
+        #: The formulas that are compiled into it, as long as they live.
+        self.formulas: tuple[weakref.ref[Expr], ...] = ()
 
     @property
     def cache_hits(self) -> int:
@@ -154,7 +167,8 @@ class Kernel:
         return str(library.get_asm_str())
 
 
-_KERNELS: dict[str, Kernel] = {}
+#: Those that somebody has: a formula's go with it (`lifetimes`).
+_KERNELS: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
 
 def kernel(template: Callable[..., Any], **bindings: Any) -> Kernel:
@@ -164,8 +178,8 @@ def kernel(template: Callable[..., Any], **bindings: Any) -> Kernel:
     def make() -> Kernel:
         known = _KERNELS.get(clone.__name__)
         if known is None:  # (another thread may have made it)
-            arguments = (types.int64,) * len(inspect.signature(template).parameters)
-            made = _with_cache(CFunc(clone, (arguments, types.void), {}, dict(OPTIONS)), clone)
+            signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
+            made = _with_cache(machine_code.function(clone, signature, **OPTIONS), clone)
             made.compile()
             known = _KERNELS[clone.__name__] = Kernel(clone.__name__, made)
         return known

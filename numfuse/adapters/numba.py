@@ -80,6 +80,10 @@ def _is_none(x: Any) -> bool:
     )
 
 
+#: Kernels whose addresses are in compiled functions of the user's, which Numba keeps for good.
+_HELD: list[Any] = []
+
+
 # --- products -----------------------------------------------------------------------------------
 @functools.cache
 def _product(fmt: str, act: Any, bias: bool) -> Any:
@@ -93,6 +97,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
     layout, size = driver._layout(t, r, 1)
     row = library.forward_row(act.trace(0), fmt, bias, False, False)
+    _HELD.append(row)
     words = {
         **dict.fromkeys(protocol.DESCRIPTOR, 0), **layout,
         "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n, "D_SUM_SIZE": 1,

@@ -6,6 +6,7 @@ their first use, so that importing numfuse imports neither a compiler nor a devi
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
@@ -122,8 +123,15 @@ def load(name: str) -> Backend:
         else:
             reason = f"the module {error.name} is not installed"
         raise BackendUnavailable(name, reason, source.extra) from error
+    except BackendUnavailable:
+        raise
     except ImportError as error:
         raise BackendUnavailable(name, f"its import failed with {error!r}", source.extra) from error
+    except Exception as error:
+        # A package that it needs refuses to be imported: as a rule over a variable of its own.
+        told = ", ".join(f"{k}={v!r}" for k, v in os.environ.items() if k.startswith("NUMBA_"))
+        reason = f"its import failed with {error!r}" + (f" ({told})" if told else "")
+        raise BackendUnavailable(name, reason, source.extra) from error
     return _loaded.setdefault(name, backend)
 
 

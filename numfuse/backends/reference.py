@@ -16,6 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
+from numfuse.gradients import settled
 from numfuse.layout import as_one, sum_to
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ class Reference:
 
     def forward(self, p: GemmProblem) -> None:
         """out = act(a @ b + bias) + residual."""
+        if settled(p):
+            return _record("forward", p.activation)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p)
             out = p.activation(pre)
@@ -58,6 +61,8 @@ class Reference:
 
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre = grad * act'(pre), and from it the gradients."""
+        if settled(p):
+            return _record("backward", p.activation)
         p, outs = _in_rows(p)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
@@ -74,12 +79,16 @@ class Reference:
 
     def gated(self, p: GatedProblem) -> None:
         """out = act(a) * b; `out` may be `a` or `b`, so it is written last."""
+        if settled(p):
+            return _record("gated", p.activation)
         with np.errstate(all="ignore"):
             p.out[...] = p.activation(_wide(p.a)) * _wide(p.b)
         _record("gated", p.activation)
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """d_a = grad * b * act'(a), d_b = grad * act(a)."""
+        if settled(p):
+            return _record("gated_backward", p.activation)
         with np.errstate(all="ignore"):
             a, grad = _wide(p.a), _wide(p.grad)
             if p.d_a is not None:
@@ -90,6 +99,8 @@ class Reference:
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """T, Q and S, and from them the gradients of the backward's gradients."""
+        if settled(p):
+            return _record("double_backward", p.activation)
         p, outs = _in_rows(p)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
@@ -116,6 +127,8 @@ class Reference:
 
     def tangent(self, p: GemmTangentProblem) -> None:
         """out as in the forward, out_dot = act'(pre) * T."""
+        if settled(p):
+            return _record("tangent", p.activation)
         with np.errstate(all="ignore"):
             pre = _pre_activation(p)
             out = p.activation(pre)
@@ -127,6 +140,8 @@ class Reference:
 
     def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
         """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
+        if settled(p):
+            return _record("gated_double_backward", p.activation)
         with np.errstate(all="ignore"):
             a, b, grad = _wide(p.a), _wide(p.b), _wide(p.grad)
             slope = _slope(p.activation, a, p.guard)
@@ -146,6 +161,8 @@ class Reference:
 
     def gated_tangent(self, p: GatedTangentProblem) -> None:
         """out = act(a) * b, and its derivative along u and v."""
+        if settled(p):
+            return _record("gated_tangent", p.activation)
         with np.errstate(all="ignore"):
             a, b = _wide(p.a), _wide(p.b)
             value = p.activation(a)

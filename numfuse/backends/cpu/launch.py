@@ -38,6 +38,7 @@ from numba import prange, types
 from numfuse import specialise, tiling
 from numfuse.backends import Call
 from numfuse.backends.cpu import microkernel, protocol
+from numfuse.errors import BackendUnavailable
 from numfuse.share import share
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
@@ -383,13 +384,28 @@ def threads() -> int:
     most = share.threads
     if _forked or most == 1:
         return 1  # without asking Numba, which would start a pool that is not used
-    own = int(numba.get_num_threads())
+    try:
+        own = int(numba.get_num_threads())
+    except ValueError as error:
+        raise _no_threads(error) from error
     return own if most is None else min(own, most)
+
+
+def _no_threads(error: ValueError) -> BackendUnavailable:
+    """What to raise where Numba cannot start its threads, such as a layer that is not installed."""
+    layer: Any = numba.config.THREADING_LAYER  # type: ignore[attr-defined]
+    reason = " ".join(str(error).split())
+    return BackendUnavailable(
+        "cpu", f"Numba has no threads, NUMBA_THREADING_LAYER is {layer!r}: {reason}"
+    )
 
 
 def threading_layer() -> str:
     """Numba's layer: "tbb", "omp" or "workqueue" (under which numfuse uses its own threads)."""
-    numba.get_num_threads()  # starts the layer; its name is unknown before
+    try:
+        numba.get_num_threads()  # starts the layer; its name is unknown before
+    except ValueError as error:
+        raise _no_threads(error) from error
     return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 
@@ -425,6 +441,8 @@ class Sequence(NamedTuple):
     size: int
     #: What `last_call` tells of it.
     call: Call
+    #: Those whose addresses are in the steps.
+    kernels: tuple[specialise.Kernel, ...]
 
 
 def launch(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:

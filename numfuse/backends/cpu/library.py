@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numfuse import specialise, tiling
+from numfuse import lifetimes, specialise, tiling
 from numfuse.backends.cpu import (
     amx,
     gemm,
@@ -287,9 +288,26 @@ def add_and_store_row(fmt: str) -> specialise.Kernel:
     return _row(kernels.add_and_store_row, fmt)
 
 
-# Keyed by traced formulas (equal ones are one object): a redefined activation is another key.
-# Bounded, so that a notebook that redefines its activation all day does not grow without end.
-_by_formula = functools.lru_cache(maxsize=1024)
+def _by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., specialise.Kernel]:
+    """Keep what a function of formulas compiles, as long as they live.
+
+    A redefined activation is another formula, and the kernels of the one before go.
+    """
+    table = lifetimes.Table(1024)
+
+    @functools.wraps(make)
+    def found(*args: Any, **options: Any) -> specialise.Kernel:
+        key = lifetimes.named((*args, *sorted(options.items())))
+        kernel: specialise.Kernel | None = table.get(key)
+        if kernel is None:
+            formulas = lifetimes.formulas_of(args)
+            kernel = make(*args, **options)
+            kernel.formulas = tuple(map(weakref.ref, formulas))
+            kernel = table.keep(key, kernel, formulas)
+        assert kernel is not None
+        return kernel
+
+    return found
 
 
 @_by_formula

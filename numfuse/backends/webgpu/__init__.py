@@ -23,6 +23,7 @@ from numfuse.backends.webgpu.contract import ContractBackend
 from numfuse.backends.webgpu.device import Device, adapters, again, choose
 from numfuse.backends.webgpu.entry_points import reference_source
 from numfuse.backends.webgpu.stores import HostStore, Store
+from numfuse.gradients import settled
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -113,9 +114,10 @@ class WebGpuBackend:
     def _host(self, operation: Callable[[Store, Any], None], kind: str, p: Any) -> None:
         device = self.device
         self.check(device, p.dtype, kind)
-        store = HostStore(device)
-        operation(store, p)
-        store.finish()
+        if not settled(p):
+            store = HostStore(device)
+            operation(store, p)
+            store.finish()
         self.record(device, kind, p)
 
     def check(self, device: Device, dtype: np.dtype[Any], kind: str) -> None:

@@ -23,6 +23,7 @@ from numfuse.backends.webgpu.device import Device, Pipeline
 from numfuse.backends.webgpu.entry_points import ACTIVATIONS, ENTRY_POINTS, Interface
 from numfuse.backends.webgpu.source import Variable, parse
 from numfuse.errors import DeviceError, DeviceLost
+from numfuse.gradients import settled
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -262,7 +263,7 @@ class ContractBackend:
                 f"guard must be True for {act.name!r} by the shader contract: a derivative that is "
                 f"not finite counts as 0 there, got False"
             )
-        names = operation(self, p)
+        names = [] if settled(p) else operation(self, p)
         latest.call = Call(
             "webgpu", self.device.name, "contract", " ".join(names) or f"{kind}/nothing", None
         )

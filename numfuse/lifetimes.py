@@ -1,0 +1,99 @@
+"""What is kept of a formula goes when the formula goes.
+
+A formula's graph lives as long as an activation, or another graph, has it. What a backend keeps of
+it (kernels, and how calls with them are run) must not keep it alive: so keys name a formula by its
+serial number, which no other formula ever gets, and an entry is taken out of its table when one of
+the formulas in its key is gone. Who runs an entry holds it, so nothing goes under a running call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from numfuse.graph import Expr
+
+__all__ = ["Table", "Ties", "named"]
+
+
+def named(value: Any) -> Any:
+    """A key, or a part of one, with formulas by their serial numbers, inside tuples too."""
+    if isinstance(value, Expr):
+        return "formula", value.serial
+    return tuple(map(named, value)) if type(value) is tuple else value
+
+
+def formulas_of(value: Any) -> list[Expr]:
+    """The formulas in what is to be a key."""
+    if isinstance(value, Expr):
+        return [value]
+    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []
+
+
+class Ties:
+    """Which keys name a formula; `forget` is called with each of them when that is gone.
+
+    Every step is one of a dict or a set, which no other thread can come between. A formula that is
+    tied is alive, as the caller has it, so none goes meanwhile.
+    """
+
+    def __init__(self, forget: Callable[[Any], object]) -> None:
+        self._forget = forget
+        self._keys: dict[int, set[Any]] = {}
+        self._watched: dict[int, weakref.ref[Expr]] = {}
+
+    def tie(self, key: Any, formulas: Iterable[Expr]) -> None:
+        """Forget `key` when one of the formulas is gone."""
+        for formula in formulas:
+            number = formula.serial
+            self._keys.setdefault(number, set()).add(key)
+            if number not in self._watched:
+                self._watched[number] = weakref.ref(formula, partial(self._gone, number))
+
+    def untie(self, key: Any, numbers: Iterable[int]) -> None:
+        """The key is gone already."""
+        for number in numbers:
+            self._keys.get(number, set()).discard(key)
+
+    def clear(self) -> None:
+        """No key is left."""
+        self._keys.clear()
+
+    def _gone(self, number: int, _: object) -> None:
+        self._watched.pop(number, None)
+        for key in self._keys.pop(number, ()):
+            self._forget(key)
+
+
+class Table:
+    """Values by keys that name formulas (:func:`named`); beyond `length` the oldest goes."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._entries: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self._ties = Ties(lambda key: self._entries.pop(key, None))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def get(self, key: Any) -> Any:
+        """The value of a key; None where there is none."""
+        found = self._entries.get(key)
+        return None if found is None else found[0]
+
+    def keep(self, key: Any, value: Any, formulas: Iterable[Expr]) -> Any:
+        """Keep a value, as long as all of these formulas live; the one that is kept."""
+        formulas = tuple(formulas)
+        found, _ = self._entries.setdefault(key, (value, tuple(e.serial for e in formulas)))
+        self._ties.tie(key, formulas)
+        while len(self._entries) > self._length:
+            try:
+                oldest = next(iter(self._entries))
+            except (RuntimeError, StopIteration):  # another thread was here
+                continue
+            gone = self._entries.pop(oldest, None)
+            if gone is not None:
+                self._ties.untie(oldest, gone[1])
+        return found
