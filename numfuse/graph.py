@@ -29,6 +29,7 @@ __all__ = [
     "Keyed",
     "constant",
     "dumps",
+    "formulas_of",
     "loads",
     "node",
     "rounded",
@@ -555,6 +556,15 @@ class Keyed:
         fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
         return tuple(_plain(getattr(self, name)) for name in fields)
 
+    def named(self) -> tuple[Any, ...]:
+        """A key that stands for it and holds no formula."""
+        return type(self), *self._key()
+
+    def formulas(self) -> list[Expr]:
+        """The formulas in its fields, and in tuples there."""
+        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return formulas_of(tuple(getattr(self, name) for name in fields))
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._key() == other._key()
 
@@ -564,5 +574,12 @@ class Keyed:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Expr):
-        return id(value)
+        return value.serial
     return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+def formulas_of(value: Any) -> list[Expr]:
+    """The formulas in a key, and in tuples there."""
+    if isinstance(value, Expr):
+        return [value]
+    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []

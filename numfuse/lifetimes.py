@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from numfuse.graph import Expr
+from numfuse.graph import Expr, formulas_of
 
-__all__ = ["Table", "Ties", "named"]
+__all__ = ["Table", "Ties", "formulas_of", "named"]
 
 
 def named(value: Any) -> Any:
@@ -23,13 +23,6 @@ def named(value: Any) -> Any:
     if isinstance(value, Expr):
         return "formula", value.serial
     return tuple(map(named, value)) if type(value) is tuple else value
-
-
-def formulas_of(value: Any) -> list[Expr]:
-    """The formulas in what is to be a key."""
-    if isinstance(value, Expr):
-        return [value]
-    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []
 
 
 class Ties:
@@ -52,10 +45,10 @@ class Ties:
             if number not in self._watched:
                 self._watched[number] = weakref.ref(formula, partial(self._gone, number))
 
-    def untie(self, key: Any, numbers: Iterable[int]) -> None:
+    def untie(self, key: Any) -> None:
         """The key is gone already."""
-        for number in numbers:
-            self._keys.get(number, set()).discard(key)
+        for keys in list(self._keys.values()):
+            keys.discard(key)
 
     def clear(self) -> None:
         """No key is left."""
@@ -72,7 +65,7 @@ class Table:
 
     def __init__(self, length: int) -> None:
         self._length = length
-        self._entries: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self._entries: dict[Any, Any] = {}
         self._ties = Ties(lambda key: self._entries.pop(key, None))
 
     def __len__(self) -> int:
@@ -80,20 +73,17 @@ class Table:
 
     def get(self, key: Any) -> Any:
         """The value of a key; None where there is none."""
-        found = self._entries.get(key)
-        return None if found is None else found[0]
+        return self._entries.get(key)
 
     def keep(self, key: Any, value: Any, formulas: Iterable[Expr]) -> Any:
         """Keep a value, as long as all of these formulas live; the one that is kept."""
-        formulas = tuple(formulas)
-        found, _ = self._entries.setdefault(key, (value, tuple(e.serial for e in formulas)))
+        found = self._entries.setdefault(key, value)
         self._ties.tie(key, formulas)
         while len(self._entries) > self._length:
             try:
                 oldest = next(iter(self._entries))
             except (RuntimeError, StopIteration):  # another thread was here
                 continue
-            gone = self._entries.pop(oldest, None)
-            if gone is not None:
-                self._ties.untie(oldest, gone[1])
+            self._entries.pop(oldest, None)
+            self._ties.untie(oldest)
         return found

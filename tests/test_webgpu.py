@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import ahead
 import numpy as np
@@ -255,7 +256,12 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
             for factors in (columns, (a, b))
         )
         assert same(turned, straight)
-    made = [kernel for kernel in device._pipelines if getattr(kernel, "x", None) is not None]
+    from numfuse.backends.webgpu import kernels
+
+    names = list(kernels.Gemm.__dataclass_fields__)
+    keys = [key[1:] for key in device._pipelines if type(key) is tuple and key[0] is kernels.Gemm]
+    made = [SimpleNamespace(**dict(zip(names, key, strict=True))) for key in keys]
+    made = [kernel for kernel in made if kernel.x is not None]
     assert {kernel.tile for kernel in made} == {tile}
     orders = {(k.x.turned, k.y.turned, k.x.wide, k.y.wide) for k in made}
     assert orders >= {

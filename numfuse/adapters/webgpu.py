@@ -17,7 +17,7 @@ from numfuse.backends.webgpu import WebGpuBackend, run, split
 from numfuse.backends.webgpu import higher as run_higher
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device import Device
-from numfuse.backends.webgpu.plans import Plan, key_of
+from numfuse.backends.webgpu.plans import Plan, formulas_of_call, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.gradients import (
     GATED_NEEDS,
@@ -129,7 +129,8 @@ class _Call:
             steps = store.steps
             if key is not None and steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
-                device.keep_plan(key, Plan.of(steps, arrays, made, latest.call))
+                plan = Plan.of(steps, arrays, made, latest.call)
+                device.keep_plan(key, plan, formulas_of_call(p))
         if result is results:
             found = [None if ghost is None else known[id(ghost)] for ghost in results]
             return getattr(result, "_make", tuple)(found)

@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from numfuse import tiling
 from numfuse.backends.webgpu import forks
 from numfuse.backends.webgpu.kernels import Kernel, Operand, Rounding, Subnormals
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.expr import Expr, Keyed
+from numfuse.lifetimes import Ties
 from numfuse.pool import FreeBlocks
 
 __all__ = ["Adapter", "Binding", "Buffer", "Commands", "Device", "adapters", "again", "choose"]
@@ -251,7 +253,9 @@ class Device:
         #: Submits so far, of all threads.
         self.submits = 0
         self._lock = threading.RLock()
+        #: By kernels, those with a formula by what names it: they go with the formula.
         self._pipelines: dict[Any, Pipeline] = {}
+        self._ties = Ties(lambda key: self._pipelines.pop(key, None))
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._constants = _Cache(tiling.WEBGPU_KEPT_CONSTANTS)
         self._groups = _Cache(tiling.WEBGPU_KEPT_GROUPS)
@@ -260,6 +264,7 @@ class Device:
         self._live: set[Any] = set()
         #: Of calls on arrays of the device, by what they depend on (see `plans`).
         self.plans: OrderedDict[Any, Any] = OrderedDict()
+        self._plan_ties = Ties(lambda key: self.plans.pop(key, None))
         self._free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.WEBGPU_POOL_BYTES)
         self._staging: list[Any] = []
         forks.remember(self)
@@ -465,7 +470,8 @@ class Device:
 
     def pipeline(self, kernel: Kernel) -> Pipeline:
         """The kernel, compiled at its first use on this device."""
-        found = self._pipelines.get(kernel)
+        key = kernel.named() if isinstance(kernel, Keyed) else kernel
+        found = self._pipelines.get(key)
         if found is not None:
             return found
         with self.reported(kernel.label):
@@ -474,16 +480,23 @@ class Device:
             made = self.handle.create_compute_pipeline(
                 label=kernel.label, layout=layout, compute={"module": module, "entry_point": "main"}
             )
-        return self._pipelines.setdefault(kernel, Pipeline(kernel.label, made, group))
+        found = self._pipelines.setdefault(key, Pipeline(kernel.label, made, group))
+        if isinstance(kernel, Keyed):
+            self._ties.tie(key, kernel.formulas())
+        return found
 
-    def keep_plan(self, key: Any, plan: Any) -> None:
-        """Keep the plan of a call, in place of the oldest where there are many."""
+    def keep_plan(self, key: Any, plan: Any, formulas: Iterable[Expr]) -> None:
+        """Keep the plan of a call as long as its formulas live, in place of the oldest where there
+        are many."""
         if plan is None:
             return
+        formulas = tuple(formulas)
         with self._lock:
             self.plans[key] = plan
+            self._plan_ties.tie(key, formulas)
             if len(self.plans) > tiling.WEBGPU_KEPT_PLANS:
-                self.plans.popitem(last=False)
+                oldest, _ = self.plans.popitem(last=False)
+                self._plan_ties.untie(oldest)
 
     @property
     def pipelines(self) -> int:
