@@ -2,7 +2,7 @@
 
     python asv_benches/cuda_chains.py --prepare 12
 
-What `tiling.CUDA_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu and a bias as CUDA
+What `tiling.CUDA_BLOCK_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu and a bias as CUDA
 graphs, by turns, as in `cuda_blocks`.
 """
 
@@ -69,7 +69,7 @@ def forced(choice: tuple[CudaBlock, int] | None) -> Iterator[None]:
 
     with (
         mock.patch.object(tiling, "cuda_block", block),
-        mock.patch.object(tiling, "CUDA_CHAIN", chain),
+        mock.patch.object(tiling, "CUDA_BLOCK_CHAIN", chain),
     ):
         yield
 
