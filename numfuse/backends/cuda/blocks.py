@@ -499,7 +499,7 @@ def plan(
     p = product
     size = intrinsics.itemsize(p.accumulator)
     values = 16 // size
-    chain = tiling.cuda_chain(min(part, p.k))
+    chain = tiling.cuda_chain(min(part, p.k), p.accumulator)
     out = p.out
     target = Slot("out")
     cluster = 1 if p.free else parts

@@ -251,7 +251,7 @@ class TensorCores:
             return None
         few = None
         tiles: tuple[CudaBlock, ...] = tiling.CUDA_DOUBLE_BLOCKS
-        if p.k > tiling.CUDA_BLOCK_CHAIN:
+        if p.k > tiling.CUDA_ONE_CHAIN["float64"]:
             tiles = tiling.CUDA_DOUBLE_LONG
         if p.x.dtype != "float64":
             held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
