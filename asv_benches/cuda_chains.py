@@ -2,8 +2,8 @@
 
     python asv_benches/cuda_chains.py --prepare 12
 
-What `tiling.CUDA_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu and a bias as CUDA
-graphs, by turns, as in `cuda_blocks`.
+What `tiling.CUDA_CHAIN`, `CUDA_ONE_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu
+and a bias as CUDA graphs, by turns, as in `cuda_blocks`.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def forced(choice: tuple[CudaBlock, int] | None) -> Iterator[None]:
     with (
         mock.patch.object(tiling, "cuda_block", block),
         mock.patch.object(tiling, "CUDA_CHAIN", chain),
+        mock.patch.object(tiling, "CUDA_ONE_CHAIN", dict.fromkeys(tiling.CUDA_ONE_CHAIN, chain)),
     ):
         yield
 

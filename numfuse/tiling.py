@@ -513,11 +513,17 @@ class CudaTile:
 CUDA_MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
 #: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
 CUDA_SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
-#: Values of K that a thread adds up behind one another before the sum is added to that of those
-#: before, in every kernel: the errors of a chain grow with the root of its length. A power of two,
-#: and a multiple of every tile's slices; 256 is half of what `KC` and `CHAIN` make of it on the
-#: CPU. What 64 sums do at the end of a chain of 256 is 0.8% of their fused multiply-adds.
+#: Values of K that a thread adds up behind one another before that is added to the sum of those
+#: before, as on the CPU (`CHAIN`): errors grow with the root of a chain's length. With 512 those
+#: of positive operands were up to 2.1 times the CPU's, with 1024 they would be four times. The end
+#: of a chain costs time in the tiles of `blocks`: measured on an H200 at 4096 cubed,
+#: (4096,1024,4096), (65536,512,512) and 1024 cubed, by the time of one chain, float32 1.013, 1.010,
+#: 1.008 and 1.016 (384: 1.009, 1.007, 1.008, 1.015; 512: 1.006, 1.003, 1.000, 1.010), float64
+#: 0.999, 1.014, 1.058 and 0.958.
 CUDA_CHAIN = 256
+#: Sums of so many values are one chain in these tiles: in float64, where the ends of two chains
+#: cost 6%, one of 512 (expected errors 1.4 times the CPU's, of positive operands twice).
+CUDA_ONE_CHAIN = {"float32": 256, "float64": 512}
 #: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
 #: these are cut into parts.
 CUDA_BLOCKS_PER_MULTIPROCESSOR = 2
@@ -558,9 +564,10 @@ CUDA_POOL_BYTES = 2 << 30
 CUDA_COPIES_BYTES = 4 << 30
 
 
-def cuda_chain(k: int) -> int:
+def cuda_chain(k: int, dtype: str) -> int:
     """The length of the chains of a sum over `k`: equal ones, of whole slices of 32."""
-    return round_up(-(-k // max(1, -(-k // CUDA_CHAIN))), 32)
+    chains = 1 if k <= CUDA_ONE_CHAIN[dtype] else -(-k // CUDA_CHAIN)
+    return round_up(-(-k // chains), 32)
 
 
 def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
@@ -726,7 +733,7 @@ class CudaBlock:
     group: int = 8
     #: Speed of a full device, in relation to the largest tile.
     speed: float = 1.0
-    #: Where the chains of a long sum add up, "registers" or "shared" memory; "": it has one chain.
+    #: Where the chains of a long sum add up, "registers" or "shared" memory; "": all is one chain.
     kept: str = "registers"
 
     @property
@@ -754,7 +761,9 @@ CUDA_TURN_USES = (3072, 1024)
 #: 64 x 128 with 8 x 8 sums a thread and three blocks on a multiprocessor 51.4, 49.0 and 48.8;
 #: 128 x 256 with 8 x 16, one block, 50.5, 46.9 and 47.0; 128 x 128 with 8 x 16, two blocks, 49.1,
 #: 45.7 and 46.4; 64 x 64 with 8 x 8, X turned, 45. Slices of 8 and four stages are no better. The
-#: small ones are for results of few blocks.
+#: small ones are for results of few blocks. The sum of chains that have ended waits in shared
+#: memory (4096 cubed 2766 us; in registers, with two blocks on a multiprocessor, 2896), where that
+#: holds it of three blocks beside the slices.
 CUDA_CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
     CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
@@ -771,8 +780,20 @@ CUDA_DOUBLE_BLOCKS = (
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
 )
+#: The same where the sum has several chains, which registers add up. Measured at 4096 cubed,
+#: (4096,1024,4096) and 1024 cubed, microseconds, beside one chain in the tiles above 2530, 711, 53:
+#: 64 x 128 with one block 2528, 721, 51; 128 x 64 2635, 745, 52; 64 x 64 with two blocks and four
+#: stages 2656, 753, 53, three stages 2684, 762, 53; slices of 32 2688, 755, 54.
+CUDA_DOUBLE_LONG = (
+    CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
+    CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
+)
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
-#: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337.
+#: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337. Sums are
+#: one chain, as wgmma's: what the unit cuts off is below the rounding of a 16-bit result, and 128
+#: sums a thread leave no registers for a second set.
 CUDA_HALF_BLOCKS = (
     CudaBlock(128, 256, 32, 64, 64, 4, 1, 16, kept=""),
     CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9, kept=""),

@@ -150,7 +150,7 @@ def test_every_tile_fetches_every_layout(dtype):
     """Any product may be given to any of its tiles, by its sizes alone."""
     tables = {
         "float32": tiling.CUDA_CORE_BLOCKS,
-        "float64": tiling.CUDA_DOUBLE_BLOCKS + tiling.CUDA_DOUBLE_FEW,
+        "float64": tiling.CUDA_DOUBLE_BLOCKS + tiling.CUDA_DOUBLE_LONG + tiling.CUDA_DOUBLE_FEW,
     }
     halves = tiling.CUDA_HALF_BLOCKS + tiling.CUDA_HALF_BLOCKS_HELD
     module = simt if dtype == "float32" else tensor_core
@@ -215,6 +215,7 @@ def test_parts_of_a_long_sum_are_joined(dtype):
 def short_chains(monkeypatch):
     """Chains of sums of 64 values of K, for sums of a few hundred."""
     monkeypatch.setattr(tiling, "CUDA_CHAIN", 64)
+    monkeypatch.setattr(tiling, "CUDA_ONE_CHAIN", {"float32": 64, "float64": 64})
     thin._kernel.cache_clear()
     yield
     thin._kernel.cache_clear()
@@ -240,12 +241,13 @@ def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains
         np.testing.assert_array_equal(result, total)
 
 
-def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths():
-    for k in (1, 31, 255, 256, 257, 500, 600, 1000, 7000, 100_000):
-        length = tiling.cuda_chain(k)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths(dtype):
+    for k in (1, 31, 255, 256, 257, 500, 512, 513, 600, 1000, 7000, 100_000):
+        length, one = tiling.cuda_chain(k, dtype), k <= tiling.CUDA_ONE_CHAIN[dtype]
+        assert length % 32 == 0 and length <= (512 if one else tiling.CUDA_CHAIN)
         count = -(-k // length)
-        assert length <= tiling.CUDA_CHAIN and count == max(1, -(-k // tiling.CUDA_CHAIN))
-        assert length % 32 == 0 and (count - 1) * length < k <= count * length
+        assert count == (1 if one else -(-k // tiling.CUDA_CHAIN)), k
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,7 @@ class Case:
     #: Of the first launch.
     instructions: tuple[str, ...] = ()
     registers: int = 255
-    #: Bytes of stack that a kernel may have, of an array in local memory; 0: everything is in
-    #: registers. (What the assembler spills is another count, and none may have any.)
+    #: Bytes of stack that a kernel may have (0: everything is in registers).
     stack: int = 0
 
 
@@ -87,8 +86,6 @@ def taken(name, tier, made, info, instructions=(), **limits):
     """A row: what a tier launches for a product."""
     plan = tier.take(made, info)
     assert plan is not None, f"{tier.name} does not take {made}"
-    if tier in (CORES, FEW_ROWS) or made.x.dtype == "float64":
-        limits.setdefault("stack", 256)  # 64 sums of a thread, or 32 of float64, of chains before
     return Case(name, plan.launches, info, instructions, **limits)
 
 

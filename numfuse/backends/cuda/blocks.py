@@ -17,7 +17,7 @@ are stored, never between.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -421,6 +421,8 @@ class Block:
         return max(self.stages * self.stage + kept, engine.pass_rows * engine.put_pitch, sums)
 
 
+#: Shared memory that the system takes of each block.
+RESERVED_BYTES = 1024
 #: Of `_product`: addresses, sizes, strides in bytes.
 SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 6 + ["i64"] * 17)
 
@@ -497,7 +499,7 @@ def plan(
     p = product
     size = intrinsics.itemsize(p.accumulator)
     values = 16 // size
-    chain = tiling.cuda_chain(min(part, p.k))
+    chain = tiling.cuda_chain(min(part, p.k), p.accumulator)
     out = p.out
     target = Slot("out")
     cluster = 1 if p.free else parts
@@ -511,8 +513,12 @@ def plan(
         tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
         Epilogue.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident, cluster=cluster, kept=tile.kept if chain < part else "",
+        blocks=tile.resident, cluster=cluster, kept=tile.kept if chain < min(part, p.k) else "",
     )  # fmt: skip
+    taken = block.shared_bytes(engine) + RESERVED_BYTES
+    if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
+        # fewer blocks have registers for it
+        block = replace(block, kept="registers", blocks=2)
     made = build(block, engine, f"{name} {p.epilogue}")
     arguments = (
         *slots, *Epilogue.slots(p, target), p.m, p.n, p.k, part, parts, chain, *p.x.steps,

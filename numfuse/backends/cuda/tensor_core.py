@@ -251,6 +251,8 @@ class TensorCores:
             return None
         few = None
         tiles: tuple[CudaBlock, ...] = tiling.CUDA_DOUBLE_BLOCKS
+        if p.k > tiling.CUDA_ONE_CHAIN["float64"]:
+            tiles = tiling.CUDA_DOUBLE_LONG
         if p.x.dtype != "float64":
             held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
             tiles = tiling.CUDA_HALF_BLOCKS_HELD if held else tiling.CUDA_HALF_BLOCKS
@@ -260,10 +262,14 @@ class TensorCores:
             made = plan(p, device, *few)
             if made.launches[-1].shared_bytes <= device.shared_per_block:
                 return made
-        tile, part, parts = tiling.cuda_block(
-            tiles, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
-        )
-        return plan(p, device, tile, part, parts)
+        for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
+            tile, part, parts = tiling.cuda_block(
+                fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+            )
+            made = plan(p, device, tile, part, parts)
+            if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
+                break
+        return made
 
 
 TENSOR_CORES = TensorCores()
