@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
+from numfuse.graph import Curve
 
 __all__ = ["Activation", "activation", "activations", "get"]
 
@@ -59,6 +60,7 @@ class Activation:
         self._digest: str | None = None
         #: A string that stands for it in what is compiled (``name digest``), once one was needed.
         self.key: str | None = None
+        self._curve: Curve | None = None
         self._made: dict[tuple[str, int], Any] = {}
 
     # --- how it is written ------------------------------------------------------------------
@@ -70,7 +72,7 @@ class Activation:
             if later == order or later not in self._formulas:
                 self._traces.pop(later, None)
         self._traces[order] = made
-        self._digest = self.key = None
+        self._digest = self.key = self._curve = None
         self._made.clear()
         Activation.definitions += 1
 
@@ -102,6 +104,13 @@ class Activation:
             text = ex.dumps([self.trace(order) for order in range(4)])
             self._digest = hashlib.sha256(text.encode()).hexdigest()
         return self._digest
+
+    @property
+    def curve(self) -> Curve:
+        """The activation as formulas of several variables call it (`numfuse.epilogues`)."""
+        if self._curve is None:
+            self._curve = Curve(self.name, tuple(self.trace(order) for order in range(4)))
+        return self._curve
 
     def second_derivative_is_zero(self) -> bool:
         """Whether the second derivative is 0 everywhere: what it multiplies is then left out."""
@@ -233,6 +242,14 @@ class _Derived(Activation):
     def derived(self, order: int) -> Activation:
         """The base's derivative of a higher order."""
         return self._base.derived(self._order + order)
+
+    @property
+    def curve(self) -> Curve:
+        """The base's curve, so many orders higher."""
+        curve = self._base.curve
+        for _ in range(self._order):
+            curve = curve.derivative()
+        return curve
 
     @property
     def digest(self) -> str:

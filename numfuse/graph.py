@@ -1,5 +1,10 @@
 """The graph that a formula is recorded as: nodes, constants, text.
 
+The leaves are constants, the symbol `x` of a formula of one argument and the named inputs of an
+epilogue. A `call` is a function of one argument with derivatives of its own (a :class:`Curve`: an
+activation), kept whole while a formula is differentiated, so that its hand-written derivatives are
+used, and expanded before a target prints it (:func:`expand`).
+
 Nodes are hash-consed, so equal expressions are one object (common subexpressions are shared by
 construction), and constants are exact rationals, rounded once, to the target's dtype. What a symbol
 cannot do fails with a sentence that says what to write instead.
@@ -8,10 +13,11 @@ cannot do fails with a sentence that says what to write instead.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias
 
@@ -21,27 +27,33 @@ __all__ = [
     "ARITY",
     "SYMBOL",
     "TRUTH",
+    "Curve",
     "Expr",
     "Keyed",
+    "call",
     "constant",
     "dumps",
+    "expand",
+    "inputs",
     "loads",
+    "named",
     "node",
+    "replace_leaves",
     "rounded",
     "substitute",
     "topological",
 ]
 
-Payload: TypeAlias = Fraction | float | str | None
+Payload: TypeAlias = "Fraction | float | str | Curve | None"
 
-#: Number of operands of every operation but the leaves `x` and `const`.
+#: Number of operands of every operation but the leaves `x`, `input` and `const`, and of `call`.
 ARITY = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "abs": 1, "sqrt": 1,
     "lt": 2, "le": 2, "eq": 2, "ne": 2, "both": 2, "either": 2, "negation": 1,
     "where": 3, "maximum": 2, "minimum": 2, "copysign": 2,
     "fma": 3, "product": 2, "product_low": 2,
     "exp": 1, "log": 1, "log1p": 1, "tanh": 1, "sigmoid": 1, "erf": 1, "scaled_normal_cdf": 2,
-    "scaled_exp": 3, "scaled_sigmoid": 3, "scaled_bell": 3,
+    "scaled_exp": 3, "scaled_sigmoid": 3, "scaled_bell": 3, "finite": 1,
 }  # fmt: skip
 #: Operations whose result is a truth value.
 TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
@@ -64,11 +76,12 @@ class Expr:
     Attributes
     ----------
     op : str
-        A key of `ARITY`, or "x" (the symbol) or "const".
+        A key of `ARITY`, or "x" (the symbol), "input", "const" or "call".
     args : tuple of Expr
         The operands.
-    payload : Fraction or float or None
-        The exact value of a constant (a float only for infinities, NaN and -0.0).
+    payload : Fraction or float or str or Curve or None
+        The exact value of a constant (a float only for infinities, NaN and -0.0), the name of an
+        input, the function of a call.
     """
 
     __slots__ = ("__weakref__", "args", "op", "payload")
@@ -216,11 +229,12 @@ class Expr:
 
     # --- identity ---------------------------------------------------------------------------
     def __repr__(self) -> str:
-        if self.op == "x":
-            return "x"
+        if self.op in ("x", "input"):
+            return str(self.payload or "x")
         if self.op == "const":
             return repr(float(self.payload))  # type: ignore[arg-type]
-        return f"{self.op}({', '.join(map(repr, self.args))})"
+        name = self.payload if self.op == "call" else self.op
+        return f"{name}({', '.join(map(repr, self.args))})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_one, (dumps((self,)),)
@@ -331,6 +345,92 @@ def rounded(e: Expr, dtype: str) -> Any:
 SYMBOL: Expr = _intern("x", (), None)
 
 
+class Curve:
+    """A function of one variable that a formula calls, with the derivatives that it brings.
+
+    Parameters
+    ----------
+    name : str
+    traces : tuple of Expr
+        The graphs, in the symbol, of the value and of its first derivatives.
+    order : int, default 0
+        Which of them this curve is the value of.
+    """
+
+    __slots__ = ("_key", "name", "order", "traces")
+
+    def __init__(self, name: str, traces: tuple[Expr, ...], order: int = 0) -> None:
+        self.name, self.traces, self.order = name, traces, order
+        self._key = f"{hashlib.sha256(dumps(traces).encode()).hexdigest()} {order}"
+
+    @property
+    def trace(self) -> Expr:
+        """The graph of the value, in the symbol."""
+        return self.traces[self.order]
+
+    def derivative(self) -> Curve:
+        """Return the derivative, again with what is left of the derivatives.
+
+        Raises
+        ------
+        ValueError
+            The curve brings none, and is not constant.
+        """
+        if self.order + 1 < len(self.traces):
+            return Curve(self.name, self.traces, self.order + 1)
+        if self.trace.op == "const":
+            return Curve(self.name, (*self.traces, constant(0)), self.order + 1)
+        raise ValueError(
+            f"the table of activations ends with derivatives of order {len(self.traces) - 1}, "
+            f"got order {self.order + 1} of {self.name!r}"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Curve) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __repr__(self) -> str:
+        # (what a node is interned by: equal for equal graphs, whatever their name)
+        return f"curve {self._key}"
+
+    def __str__(self) -> str:
+        return self.name + "'" * self.order
+
+
+def named(name: str) -> Expr:
+    """Return the input of an epilogue that has this name."""
+    return _intern("input", (), name)
+
+
+def call(curve: Curve, argument: Any) -> Expr:
+    """Return a curve at `argument`; folded where it is the identity or constant."""
+    if curve.trace is SYMBOL:
+        return constant(argument)
+    if curve.trace.op == "const":
+        return curve.trace
+    return _intern("call", (constant(argument),), curve)
+
+
+def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
+    """Return the graphs with every call replaced by what it calls."""
+    exprs = tuple(exprs)
+    made: dict[Expr, Expr] = {}
+    for e in topological(exprs):
+        args = [made[a] for a in e.args]
+        if isinstance(e.payload, Curve):
+            made[e] = substitute(e.payload.trace, args[0])
+        else:
+            made[e] = node(e.op, *args) if args else e
+    return tuple(made[e] for e in exprs)
+
+
+def inputs(exprs: Iterable[Expr]) -> tuple[str, ...]:
+    """Return the names of the inputs that the graphs depend on, sorted."""
+    return tuple(sorted(str(e.payload) for e in topological(exprs) if e.op == "input"))
+
+
 def _value(e: Expr) -> Fraction | None:
     return e.payload if isinstance(e.payload, Fraction) else None
 
@@ -399,12 +499,20 @@ def _power(x: Expr, n: int) -> Expr:
 
 def substitute(expr: Expr, argument: Expr) -> Expr:
     """The graph with `argument` in the place of the symbol."""
+    return replace_leaves((expr,), {SYMBOL: argument})[0]
+
+
+def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[Expr, ...]:
+    """Return the graphs with other expressions in the place of some leaves."""
+    exprs = tuple(exprs)
     made: dict[Expr, Expr] = {}
-    for e in topological((expr,)):
-        made[e] = (
-            argument if e.op == "x" else node(e.op, *(made[a] for a in e.args)) if e.args else e
-        )
-    return made[expr]
+    for e in topological(exprs):
+        args = [made[a] for a in e.args]
+        if isinstance(e.payload, Curve):
+            made[e] = call(e.payload, args[0])
+        else:
+            made[e] = node(e.op, *args) if args else leaves.get(e, e)
+    return tuple(made[e] for e in exprs)
 
 
 def topological(exprs: Iterable[Expr]) -> list[Expr]:
@@ -427,13 +535,24 @@ def dumps(exprs: Sequence[Expr]) -> str:
     """The graphs as text, one node a line, then the line numbers of the results."""
     order = topological(exprs)
     at = {e: i for i, e in enumerate(order)}
-    lines = [
-        " ".join(
-            [e.op, *(str(at[a]) for a in e.args)] + ([str(e.payload)] if e.op == "const" else [])
-        )
-        for e in order
-    ]
+    lines = [" ".join([e.op, *(str(at[a]) for a in e.args), *_word(e.payload)]) for e in order]
     return "\n".join([*lines, " ".join(["=", *(str(at[e]) for e in exprs)])])
+
+
+def _word(payload: Payload) -> list[str]:
+    """The payload in the text of a graph: one word, or none."""
+    if payload is None:
+        return []
+    if isinstance(payload, Curve):
+        held = [payload.name, payload.order, dumps(payload.traces)]
+        inner = json.dumps(held, separators=(",", ":"))
+        return [inner.replace(" ", "\\u0020")]  # (spaces are within strings; a word has none)
+    return [str(payload)]
+
+
+def _curve(word: str) -> Curve:
+    name, order, text = json.loads(word)
+    return Curve(name, loads(text), order)
 
 
 def loads(text: str) -> tuple[Expr, ...]:
@@ -448,6 +567,10 @@ def loads(text: str) -> tuple[Expr, ...]:
             made.append(_intern(op, (), float(rest[0]) if special else Fraction(rest[0])))
         elif op == "x":
             made.append(SYMBOL)
+        elif op == "input":
+            made.append(named(rest[0]))
+        elif op == "call":
+            made.append(_intern(op, (made[int(rest[0])],), _curve(rest[1])))
         elif ARITY.get(op) == len(rest):
             # not `node`: the text was folded when it was recorded
             made.append(_intern(op, tuple(made[int(i)] for i in rest), None))
