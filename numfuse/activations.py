@@ -112,6 +112,11 @@ class Activation:
             self._curve = Curve(self.name, tuple(self.trace(order) for order in range(4)))
         return self._curve
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether the value is the argument itself: there is no pre-activation beside it."""
+        return self.trace(0) is ex.SYMBOL
+
     def second_derivative_is_zero(self) -> bool:
         """Whether the second derivative is 0 everywhere: what it multiplies is then left out."""
         second = self.trace(2)

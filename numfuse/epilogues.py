@@ -25,7 +25,7 @@ import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any
 
 from numfuse.derivatives import forward, reverse, second_order
@@ -39,10 +39,23 @@ from numfuse.graph import (
     inputs,
     named,
     node,
+    rebuilt,
+    replace_leaves,
     topological,
 )
 
-__all__ = ["Epilogue", "gate", "gated_layer", "layer", "record", "residual_layer"]
+__all__ = [
+    "Epilogue",
+    "gate",
+    "gate_double_backward",
+    "gated_layer",
+    "layer",
+    "layer_double_backward",
+    "layer_tangent",
+    "record",
+    "residual_layer",
+    "sum_of_terms",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,6 +95,9 @@ class Epilogue(Keyed):
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]
 
+    def __contains__(self, name: str) -> bool:
+        return any(name == result for result, _ in self.results)
+
     def select(self, *names: str) -> Epilogue:
         """Return the epilogue with these results alone, and the inputs that they depend on."""
         results = tuple((name, self[name]) for name in names)
@@ -93,16 +109,32 @@ class Epilogue(Keyed):
             results,
         )
 
+    def without(self, *absent: str) -> Epilogue:
+        """Return the epilogue in which these inputs are zero, and what they multiply is left out.
+
+        A result of which nothing is left is no result any more. (A sum with an absent operand is
+        the other operand itself: not that plus 0, which would turn -0 to 0.)
+        """
+        made: dict[Expr, Expr | None] = {}
+        for e in topological(self.formulas):
+            if e.op == "input":
+                made[e] = None if e.payload in absent else e
+            else:
+                made[e] = _present(e, [made[a] for a in e.args])
+        return Epilogue(
+            self.name,
+            tuple(name for name in self.accumulators if name not in absent),
+            tuple(name for name in self.operands if name not in absent),
+            tuple((name, kept) for name, expr in self.results if (kept := made[expr]) is not None),
+        )
+
     def guarded(self) -> Epilogue:
         """Return the epilogue with 0 for every derivative of a curve that is not finite."""
         made: dict[Expr, Expr] = {}
         for e in topological(self.formulas):
-            args = [made[a] for a in e.args]
-            if isinstance(e.payload, Curve):
-                value = call(e.payload, args[0])
-                made[e] = node("finite", value) if e.payload.order else value
-            else:
-                made[e] = node(e.op, *args) if args else e
+            made[e] = rebuilt(e, [made[a] for a in e.args])
+            if isinstance(e.payload, Curve) and e.payload.order:
+                made[e] = node("finite", made[e])
         results = tuple((name, made[expr]) for name, expr in self.results)
         return Epilogue(self.name, self.accumulators, self.operands, results)
 
@@ -181,6 +213,27 @@ class Epilogue(Keyed):
         return Epilogue(f"{self.name} jet", self.accumulators, self.operands, tuple(results))
 
 
+def _present(e: Expr, args: list[Expr | None]) -> Expr | None:
+    """The node over operands of which some are absent (None); None: it is absent itself."""
+    if not args or all(a is not None for a in args):
+        kept = [a for a in args if a is not None]
+        return rebuilt(e, kept)
+    match e.op:
+        case "add":
+            return args[0] if args[1] is None else args[1]
+        case "sub":
+            return args[0] if args[1] is None else -args[1]
+        case "neg" | "mul" | "product" | "product_low":
+            return None
+        case "div" if args[0] is None:
+            return None
+        case "fma":
+            if args[0] is not None and args[1] is not None:
+                return args[0] * args[1]
+            return args[2]
+    return rebuilt(e, [constant(0) if a is None else a for a in args])
+
+
 def record(
     formula: Callable[..., Any], accumulators: int, name: str | None = None, out: str = "out"
 ) -> Epilogue:
@@ -209,7 +262,11 @@ def record(
 # One function per operation: the formula of its forward. Everything else is derived from it.
 
 
-@cache
+#: An activation that is redefined makes other curves: those that nothing uses go.
+_by_curve = lru_cache(maxsize=256)
+
+
+@_by_curve
 def layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b + bias), with the pre-activation as ``pre``."""
 
@@ -222,19 +279,53 @@ def layer(f: Curve) -> Epilogue:
     return replace(made, results=(("out", out), ("pre", pre)))
 
 
+@_by_curve
+def layer_double_backward(f: Curve) -> Epilogue:
+    """Return what the double backward of a layer does element by element.
+
+    With P = z + bias and T = t + w, z being a sum of a @ b and t one of u @ b + a @ v, the results
+    are ``d_grad`` = f'(P) T, ``q`` = grad f''(P) T and ``s`` = grad f'(P), the gradient by P that
+    the backward itself makes.
+    """
+    backward = layer(f).select("out").backward().select("d_z")
+    twice = backward.pulled_back({"d_z": "t"}, {"grad": "d_grad", "z": "q"})
+    formulas = replace_leaves(
+        (*twice.formulas, backward["d_z"]), {named("t"): named("t") + named("w")}
+    )
+    names = (*(name for name, _ in twice.results), "s")
+    results = tuple(zip(names, formulas, strict=True))
+    return Epilogue("layer double backward", ("z", "t"), ("bias", "w", "grad"), results)
+
+
+@_by_curve
+def layer_tangent(f: Curve) -> Epilogue:
+    """Return a layer's value ``out`` and its derivative ``out_dot`` along a moving ``z_dot``."""
+    return layer(f).select("out").tangent(("z",))
+
+
+@_by_curve
+def gate_double_backward(f: Curve) -> Epilogue:
+    """Return the gradients of a gate's ``d_a`` and ``d_b``, weighted with ``u`` and ``v``."""
+    return (
+        gate(f)
+        .backward()
+        .pulled_back({"d_a": "u", "d_b": "v"}, {"grad": "d_grad", "a": "d_a", "b": "d_b"})
+    )
+
+
 @cache
 def residual_layer() -> Epilogue:
     """Return the epilogue of a @ b + bias + residual."""
     return record(lambda z, bias, residual: z + bias + residual, 1, "residual layer")
 
 
-@cache
+@_by_curve
 def gate(f: Curve) -> Epilogue:
     """Return the formula of activation(a) * b, which has no product."""
     return record(lambda a, b: call(f, a) * b, 0, "gate")
 
 
-@cache
+@_by_curve
 def gated_layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b_gate + bias_gate) * (a @ b_up + bias_up)."""
 
@@ -242,3 +333,13 @@ def gated_layer(f: Curve) -> Epilogue:
         return call(f, z_gate + bias_gate) * (z_up + bias_up)
 
     return record(formula, 2, "gated layer")
+
+
+@cache
+def sum_of_terms(terms: int) -> Epilogue:
+    """Return the sum of a product's sum and of `terms` operands: what a matrix grows by."""
+    names = tuple(f"term_{i}" for i in range(terms))
+    total = named("z")
+    for name in names:
+        total = total + named(name)
+    return Epilogue("sum", ("z",), names, (("out", total),))

@@ -38,6 +38,7 @@ __all__ = [
     "loads",
     "named",
     "node",
+    "rebuilt",
     "replace_leaves",
     "rounded",
     "substitute",
@@ -413,6 +414,13 @@ def call(curve: Curve, argument: Any) -> Expr:
     return _intern("call", (constant(argument),), curve)
 
 
+def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
+    """Return the node over other operands; a leaf is returned as it is."""
+    if isinstance(e.payload, Curve):
+        return call(e.payload, args[0])
+    return node(e.op, *args) if args else e
+
+
 def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
     """Return the graphs with every call replaced by what it calls."""
     exprs = tuple(exprs)
@@ -422,7 +430,7 @@ def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
         if isinstance(e.payload, Curve):
             made[e] = substitute(e.payload.trace, args[0])
         else:
-            made[e] = node(e.op, *args) if args else e
+            made[e] = rebuilt(e, args)
     return tuple(made[e] for e in exprs)
 
 
@@ -507,11 +515,7 @@ def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[
     exprs = tuple(exprs)
     made: dict[Expr, Expr] = {}
     for e in topological(exprs):
-        args = [made[a] for a in e.args]
-        if isinstance(e.payload, Curve):
-            made[e] = call(e.payload, args[0])
-        else:
-            made[e] = node(e.op, *args) if args else leaves.get(e, e)
+        made[e] = rebuilt(e, [made[a] for a in e.args]) if e.args else leaves.get(e, e)
     return tuple(made[e] for e in exprs)
 
 

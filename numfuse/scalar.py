@@ -131,6 +131,10 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
     erf_polynomial, mills_polynomial = horner(ERF[dtype]), horner(MILLS[dtype])
 
     @jit
+    def finite(x):
+        return select(absolute(x) < infinity, x, zero)
+
+    @jit
     def product(a, b):
         return rounded_product(a, b)
 
@@ -401,7 +405,7 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
         plain_sigmoid=plain_sigmoid, plain_bell=plain_bell, plain_complement=plain_complement,
         scaled_complement=scaled_complement, growth=growth, plain_growth=plain_growth,
         quotient=quotient, inverse=inverse, ratio=ratio, unscaled=unscaled,
-        less_unscaled=less_unscaled, toward=target.toward,
+        less_unscaled=less_unscaled, toward=target.toward, finite=finite,
     )  # fmt: skip
 
 

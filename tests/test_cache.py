@@ -212,7 +212,7 @@ def test_formats_activations_and_options_have_kernels_of_their_own(first):
     code = """
 from numfuse import specialise
 from numfuse.activations import get
-from numfuse.backends.cpu import library, primitives, microkernel, kernels
+from numfuse.backends.cpu import library, rows
 names = []
 plain = specialise.bound
 def bound(template, bindings):
@@ -222,20 +222,20 @@ def bound(template, bindings):
 class Uncompiled:
     def __init__(self, name): self.name = name
 specialise.kernel = lambda template, **bindings: Uncompiled(bound(template, bindings).__name__)
-rows = []
+made = []
 for fmt in library.FORMATS:
     for act in ("relu", "gelu", "silu", "tanh"):
-        f, df = get(act).trace(0), get(act).trace(1)
+        f = get(act).curve
         for flag in (False, True):
-            rows += [library.forward_row(f, fmt, flag, False, not flag)]
-            rows += [library.forward_row(f, fmt, flag, True, True)]
-            rows += [library.grad_pre_row(df, fmt, True, False, True, True, flag)]
-            rows += [library.gated_backward_row(f, df, fmt, flag, x) for x in (False, True)]
-        rows += [library.gated_row(f, fmt), library.gated_row(f, fmt, True)]
-    rows += [library.store_row(fmt), library.column_sums_row(fmt)]
+            made += [rows.forward(f, fmt, flag, False, not flag)]
+            made += [rows.grad_pre(f, fmt, True, False, True, True, flag)]
+            made += [rows.gate_backward(f, fmt, flag, True, x) for x in (False, True)]
+        made += [rows.gate(f, fmt), rows.gate(f, fmt, True)]
+    made += [rows.forward(get("none").curve, fmt, x, True, False) for x in (False, True)]
+    made += [rows.store(fmt), rows.column_sums(fmt)]
     acc = library.accumulator(fmt)
-    rows += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]
-assert len({row.name for row in rows}) == len(rows)
+    made += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]
+assert len({kernel.name for kernel in made}) == len(made)
 """
     run(code, None)
 
@@ -247,13 +247,13 @@ import sys
 sys.path.insert(0, {str(package.parent)!r})
 from numfuse import specialise
 from numfuse.activations import get
-from numfuse.backends.cpu import library
+from numfuse.backends.cpu import library, rows
 assert specialise.__file__.startswith({str(package)!r})
 class Uncompiled: pass
 specialise.kernel = lambda template, **bindings: specialise.bound(template, bindings).__name__
 gelu = get("gelu")
 print(library.gemm_cell("float32"), library.pack_a("float32", "float32"),
-      library.forward_row(gelu.trace(0), "float32", True, False, False))
+      rows.forward(gelu.curve, "float32", True, False, False))
 """
     return set(run(code, None).split())
 
