@@ -145,7 +145,7 @@ def check(factor):
     assert np.allclose(nf.activation_mul(x, x, "mine"), factor * x**3, 1e-5), factor
 
 def hits():
-    rows = ("forward_row", "grad_pre_row", "gated_row")
+    rows = ("layer_row", "layer_backward_row", "gate_row")
     kernels = specialise.kernels()
     return {
         row: [k.cache_hits for k in kernels if specialise.readable_name(k.name) == row]
@@ -173,7 +173,7 @@ def test_another_process_with_another_formula_of_that_name_compiles_its_own(firs
         found: dict[str, list[int]] = json.loads(run(code, cache))
         return found
 
-    rows = ("forward_row", "grad_pre_row", "gated_row")
+    rows = ("layer_row", "layer_backward_row", "gate_row")
     assert hits(7.0) == {row: [0] for row in rows}
     assert hits(11.0) == {row: [0] for row in rows}
     assert hits(7.0) == {row: [1] for row in rows}
@@ -284,7 +284,7 @@ def test_a_changed_source_text_makes_other_kernels(tmp_path):
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n# another line\n", encoding="utf-8")
         changed = kernel_names(package) - before
-        assert {name.rpartition("_")[0] for name in changed} >= {"forward_row"}
+        assert {name.rpartition("_")[0] for name in changed} >= {"layer_row"}
         path.write_text(text, encoding="utf-8")
 
 
