@@ -99,8 +99,12 @@ class Epilogue(Keyed):
         return any(name == result for result, _ in self.results)
 
     def select(self, *names: str) -> Epilogue:
-        """Return the epilogue with these results alone, and the inputs that they depend on."""
-        results = tuple((name, self[name]) for name in names)
+        """Return the epilogue with these results alone, and the inputs that they depend on.
+
+        One that was left out, as it is zero everywhere, is the constant 0.
+        """
+        known = dict(self.results)
+        results = tuple((name, known.get(name, constant(0))) for name in names)
         used = set(inputs(expr for _, expr in results))
         return Epilogue(
             self.name,

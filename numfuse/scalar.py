@@ -509,7 +509,7 @@ def render(
     dtype: str,
     name: str = "formula",
     growth: bool = True,
-    arguments: tuple[str, ...] = (),
+    arguments: tuple[str, ...] | None = None,
 ) -> tuple[str, dict[str, Any]]:
     """Return the graphs as the text of one Python function, and the constants that it names.
 
@@ -522,8 +522,8 @@ def render(
         Of the function.
     growth : bool
         False: no sigmoid is made of a growing exponential, for targets whose own is short.
-    arguments : tuple of str
-        The names of the graphs' inputs in the order of the function's arguments; without any, the
+    arguments : tuple of str, optional
+        The names of the graphs' inputs in the order of the function's arguments. By default the
         function has one argument, the symbol.
     """
     constants: dict[str, Any] = {}
@@ -550,5 +550,5 @@ def render(
             names[e] = f"t{len(lines)}"
             lines.append(f"    {names[e]} = {text}")
     result = ", ".join(names[e] for e in exprs)
-    given = ", ".join(f"in_{argument}" for argument in arguments) or "x"
+    given = "x" if arguments is None else ", ".join(f"in_{name}" for name in arguments)
     return "\n".join([f"def {name}({given}):", *lines, f"    return {result}", ""]), constants

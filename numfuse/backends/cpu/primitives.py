@@ -209,10 +209,12 @@ def _own_text() -> bytes:
     )
 
 
-_FUNCTIONS: dict[tuple[str, str, tuple[str, ...]], Any] = {}
+_FUNCTIONS: dict[tuple[Any, ...], Any] = {}
 
 
-def scalar_function(exprs: tuple[Expr, ...], dtype: str, arguments: tuple[str, ...] = ()) -> Any:
+def scalar_function(
+    exprs: tuple[Expr, ...], dtype: str, arguments: tuple[str, ...] | None = None
+) -> Any:
     """The graphs as one Numba function of scalars, inlined wherever it is called.
 
     Parameters
@@ -221,9 +223,9 @@ def scalar_function(exprs: tuple[Expr, ...], dtype: str, arguments: tuple[str, .
         One for a scalar result, several for a tuple of results that share what they can.
     dtype : {"float32", "float64"}
         The type of the arguments, of every operation and of the results.
-    arguments : tuple of str
-        The graphs' inputs in the order of the function's arguments; without any it has one, the
-        symbol.
+    arguments : tuple of str, optional
+        The graphs' inputs in the order of the function's arguments. By default it has one argument,
+        the symbol.
 
     Returns
     -------

@@ -264,9 +264,9 @@ def double_backward(
     saved : bool
         The pre-activation is read; else it is the accumulator and, where it is there, the bias.
     last : bool
-        The accumulator is T less what is `added`.
+        The accumulator is a part of T: the rest is what is read, or what is `added`.
     added : bool
-        Whether the slot of the bias is there: the bias, or what is added to T.
+        Whether the slot of the bias is there: the bias, or w where the accumulator is T's.
     results : tuple of str
         Of ``d_grad``, ``q`` and ``s``.
     sums : bool
@@ -274,17 +274,17 @@ def double_backward(
     """
     acc, held = library.accumulator(fmt), library.grad_pre_format(fmt)
     made = epilogues.layer_double_backward(f)
-    absent = {"bias", "w"}
-    if added:
-        absent.remove("w" if last else "bias")
-    if not last and t is None:
-        absent.add("t")
-    made = made.without(*absent)
-    sources = (
-        Source("z", "pre" if saved else None, acc),
-        Source("t", None if last else "extra", acc if last else t or acc),
-        Source("bias", "bias", fmt), Source("w", "bias", fmt), Source("grad", "grad", fmt),
-    )  # fmt: skip
+    # T is what is read, or the accumulator and beside it what is read or (from w's place) added
+    read = Source("w" if last else "t", "extra", t or acc)
+    summed = Source("t" if last else "z", None, acc)
+    beside = Source("w" if last else "bias", "bias", fmt)
+    kept = Source("z", "pre", acc)
+    there = [summed, Source("grad", "grad", fmt)]
+    there += [x for x, is_there in ((read, t), (beside, added), (kept, saved)) if is_there]
+    if saved and not last:
+        there.remove(summed)
+    sources = tuple(there)
+    made = made.without(*{"z", "t", "bias", "w", "grad"} - {x.name for x in sources})
     every = {
         "d_grad": Result("d_grad", "out", fmt), "q": Result("q", "a", held),
         "s": Result("s", "b", held),
