@@ -4,7 +4,6 @@ The names below are the whole interface; ``help(numfuse.<name>)`` explains each.
 package imports neither a compiler nor a device library: a backend is loaded at its first use.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 # `activations` and `backends` share their names with the modules they live in. Importing a module
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from numfuse.activations import activation, activations
 from numfuse.backends import backends, last_call, use_backend
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.interrupts import import_module
 
 if TYPE_CHECKING:
     from numfuse import webgpu

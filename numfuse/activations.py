@@ -17,13 +17,16 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
+import re
+import reprlib
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
 from numfuse.graph import Curve
+from numfuse.interrupts import import_module
+from numfuse.kinds import adapter_for
 
 __all__ = ["Activation", "activation", "activations", "get"]
 
@@ -36,8 +39,10 @@ _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 class Activation:
     """One row of the table: a scalar function with three derivatives, for every target.
 
-    Called with an array it evaluates its traced formula in float64 and rounds once to the array's
-    dtype: that is the reference for the kernels. Made by :func:`activation`.
+    Called with a NumPy array it evaluates its traced formula in float64 and rounds once to the
+    array's dtype: that is the reference for the kernels. A tensor or array of another library that
+    an adapter serves stays one, on its device, with its derivatives: kernels compute it. Made by
+    :func:`activation`.
 
     Attributes
     ----------
@@ -62,6 +67,11 @@ class Activation:
         self.key: str | None = None
         self._curve: Curve | None = None
         self._made: dict[tuple[str, int], Any] = {}
+        # Made once, so that a tracer that follows a call to one finds an object of the caller's.
+        self._derivatives = self._derive()
+
+    def _derive(self) -> tuple[Activation, ...]:
+        return tuple(_Derived(self, order) for order in (1, 2, 3))
 
     # --- how it is written ------------------------------------------------------------------
     def _define(self, order: int, formula: Formula) -> None:
@@ -74,6 +84,8 @@ class Activation:
         self._traces[order] = made
         self._digest = self.key = self._curve = None
         self._made.clear()
+        for derived in self._derivatives:
+            derived.key = None
         Activation.definitions += 1
 
     def trace(self, order: int = 0) -> Expr:
@@ -95,7 +107,9 @@ class Activation:
         ``derived(k + 1)``. Beyond the third order there is only what is zero everywhere; any other
         raises ValueError when its trace is asked for.
         """
-        return _Derived(self, order) if order else self
+        if order == 0:
+            return self
+        return self._derivatives[order - 1] if 0 < order < 4 else _Derived(self, order)
 
     @property
     def digest(self) -> str:
@@ -105,11 +119,15 @@ class Activation:
             self._digest = hashlib.sha256(text.encode()).hexdigest()
         return self._digest
 
+    def _order_of(self, order: int) -> Expr:
+        """The graph of a derivative, or of what is zero beyond the table (else ValueError)."""
+        return self.trace(order) if order < 4 else self.derived(order).trace(0)
+
     @property
     def curve(self) -> Curve:
         """The activation as formulas of several variables call it (`numfuse.epilogues`)."""
         if self._curve is None:
-            self._curve = Curve(self.name, tuple(self.trace(order) for order in range(4)))
+            self._curve = Curve(self.name, self._order_of)
         return self._curve
 
     @property
@@ -128,10 +146,13 @@ class Activation:
         return self._at(0, x)
 
     def _at(self, order: int, x: Any) -> Any:
-        from numfuse import elementary
-
         if isinstance(x, Expr):
             return ex.substitute(self.trace(order), x)
+        adapter = adapter_for(x=x)
+        if adapter is not None:
+            return _by_adapter(adapter, x, self.derived(order))
+        from numfuse import elementary
+
         return elementary.evaluate(self.trace(order), x)
 
     def _either(self, order: int, argument: Any) -> Any:
@@ -160,7 +181,7 @@ class Activation:
             module = f"numfuse.backends.{target}"
             own = f"{module}.{_COMPILERS[target]}"
             try:
-                primitives = importlib.import_module(own)
+                primitives: Any = import_module(own)
             except ModuleNotFoundError as error:
                 from numfuse.errors import BackendUnavailable
 
@@ -170,7 +191,8 @@ class Activation:
                 extra = None if target == "cpu" else target
                 raise BackendUnavailable(target, reason, extra) from error
             made = self._made[target, order] = primitives.device_function(
-                self.trace(order), f"{self.name}_{_ORDER_NAMES[order]}"
+                self.trace(order),
+                re.sub(r"\W", "_", f"{self.name}_{_ORDER_NAMES[order]}", flags=re.A),
             )
         return made
 
@@ -223,12 +245,27 @@ class Activation:
         return _from_text, (self.name, self.source, self.id, text)
 
 
+def _by_adapter(adapter: Any, x: Any, activation: Activation) -> Any:
+    """The values at an array of another library."""
+    function = getattr(adapter, "activation", None)
+    if function is None:
+        raise TypeError(
+            f"x must be an array whose adapter evaluates activations, got "
+            f"{type(x).__module__}.{type(x).__qualname__}: numfuse.activation_mul(x, ones, name) "
+            f"does that on its device, numfuse.to_numpy(x) copies it"
+        )
+    return function(x, activation)
+
+
 class _Derived(Activation):
     """The derivatives of another activation from an order on."""
 
     def __init__(self, base: Activation, order: int) -> None:
         super().__init__(f"{base.name}^({order})", f"derivative of {base.name}: {base.source}")
         self._base, self._order = base, order
+
+    def _derive(self) -> tuple[Activation, ...]:
+        return ()
 
     def _define(self, order: int, formula: Formula) -> None:
         raise TypeError(f"{self.name} is derived: define the derivatives of {self._base.name!r}")
@@ -286,6 +323,35 @@ def _register(formula: Formula, name: str, source: str, number: int | None = Non
     return made
 
 
+#: Printable ASCII without quotes and the backslash, which have a meaning in the texts that name a
+#: kernel; 100 of them are more than a message has room for.
+_NAME = re.compile(r"[ !#-&(-\[\]-_a-~]{1,100}")
+
+
+def _checked_name(formula: Any, name: Any) -> str:
+    """The name to register a formula by: the one given, else the function's own."""
+    if not callable(formula):
+        raise TypeError(
+            f"formula must be a function of one argument, got {type(formula).__qualname__}"
+        )
+    if name is None:
+        name = getattr(formula, "__name__", None)
+        if name is None:
+            raise TypeError(
+                f"name must be given for a formula without a __name__, "
+                f"got a {type(formula).__qualname__}"
+            )
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__qualname__}")
+    # Python's own names of functions may have letters of every alphabet.
+    if not _NAME.fullmatch(name) and not (name.isidentifier() and len(name) <= 100):
+        raise ValueError(
+            f"name must be 1 to 100 characters of printable ASCII without quotes and backslash, or "
+            f"a Python identifier of that length, got {reprlib.repr(name)}"
+        )
+    return name
+
+
 def activation(
     formula: Formula | None = None, /, *, source: str = "", name: str | None = None
 ) -> Any:
@@ -299,7 +365,8 @@ def activation(
     source : str, optional
         Where the formula comes from.
     name : str, optional
-        Default: the function's name. A name that exists is redefined.
+        Default: the function's name. A name that exists is redefined. 1 to 100 characters of
+        printable ASCII without quotes and backslash, or a Python identifier of that length.
 
     Returns
     -------
@@ -311,7 +378,10 @@ def activation(
     Raises
     ------
     TypeError
-        If the formula branches on its argument, or calls what a symbol cannot serve.
+        If the formula branches on its argument, or calls what a symbol cannot serve; if `formula`
+        is no function, or `name` or `source` no str.
+    ValueError
+        For another name, and for a formula of more than 1000 operations.
 
     Examples
     --------
@@ -322,8 +392,11 @@ def activation(
     ...     return x * tanh(log1p(exp(x)))
     """
 
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a str, got {type(source).__qualname__}")
+
     def decorate(made: Formula) -> Activation:
-        return _register(made, name or made.__name__, source or "user-defined")
+        return _register(made, _checked_name(made, name), source or "user-defined")
 
     return decorate if formula is None else decorate(formula)
 
@@ -347,9 +420,11 @@ def get(which: str | Activation) -> Activation:
         found = _TABLE.get(which)
         if found is not None:
             return found
-        close = difflib.get_close_matches(which.lower(), _TABLE, n=1)
+        # (a search in a text of any length would take any time)
+        close = difflib.get_close_matches(which[:200].lower(), _TABLE, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"activation must be one of {', '.join(_TABLE)}, got {which!r}{hint}")
+        got = repr(which) if len(which) <= 200 else reprlib.repr(which)
+        raise ValueError(f"activation must be one of {', '.join(_TABLE)}, got {got}{hint}")
     if isinstance(which, Activation):
         return which
     raise TypeError(

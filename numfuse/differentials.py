@@ -108,7 +108,9 @@ def matmul_bias_activation_double_bwd(
     >>> float(r.d_grad[0, 0]), float(r.d_a[0, 0]), float(r.d_b[0, 0])
     (1.0, 0.0, 1.0)
     """
-    adapter = adapter_for(u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias)
+    adapter = adapter_for(
+        u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation
+    )
     if adapter is not None:
         return adapter.matmul_bias_activation_double_bwd(
             u, v, w, grad, a, b, bias, activation, needs=needs, pre_activation=pre_activation,

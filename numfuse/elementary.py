@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.graph import SYMBOL, Expr, expand, topological
+from numfuse.graph import SYMBOL, Expr, expand, rounded, topological
 
 __all__ = ["apply", "evaluate", "values"]
 
@@ -155,7 +155,7 @@ def values(exprs: Iterable[Expr], leaves: Mapping[Expr, Any]) -> tuple[Any, ...]
     with np.errstate(all="ignore"):
         for e in topological(exprs):
             if e.op == "const":
-                value[e] = np.float64(float(e.payload))  # type: ignore[arg-type]
+                value[e] = rounded(e, "float64")
             elif not e.args:
                 value[e] = leaves[e]
             else:

@@ -21,11 +21,10 @@ tangent, ``x_ddot`` a second derivative along a curve, ``grad`` the cotangent of
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache
 from typing import Any
 
 from numfuse.derivatives import forward, reverse, second_order
@@ -35,7 +34,6 @@ from numfuse.graph import (
     Keyed,
     call,
     constant,
-    dumps,
     inputs,
     named,
     node,
@@ -82,15 +80,9 @@ class Epilogue(Keyed):
         return self.accumulators + self.operands
 
     @property
-    def formulas(self) -> tuple[Expr, ...]:
+    def graphs(self) -> tuple[Expr, ...]:
         """The graphs of the results."""
         return tuple(expr for _, expr in self.results)
-
-    @cached_property
-    def digest(self) -> str:
-        """SHA-256 of inputs, results and graphs: equal for equal epilogues, in any process."""
-        names = [self.inputs, len(self.accumulators), [name for name, _ in self.results]]
-        return hashlib.sha256(f"{names}\n{dumps(self.formulas)}".encode()).hexdigest()
 
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]
@@ -120,7 +112,7 @@ class Epilogue(Keyed):
         the other operand itself: not that plus 0, which would turn -0 to 0.)
         """
         made: dict[Expr, Expr | None] = {}
-        for e in topological(self.formulas):
+        for e in topological(self.graphs):
             if e.op == "input":
                 made[e] = None if e.payload in absent else e
             else:
@@ -135,7 +127,7 @@ class Epilogue(Keyed):
     def guarded(self) -> Epilogue:
         """Return the epilogue with 0 for every derivative of a curve that is not finite."""
         made: dict[Expr, Expr] = {}
-        for e in topological(self.formulas):
+        for e in topological(self.graphs):
             made[e] = rebuilt(e, [made[a] for a in e.args])
             if isinstance(e.payload, Curve) and e.payload.order:
                 made[e] = node("finite", made[e])
@@ -167,7 +159,7 @@ class Epilogue(Keyed):
         weights = [
             named(cotangents[name]) if name in cotangents else None for name, _ in self.results
         ]
-        found = reverse(self.formulas, weights, [named(name) for name in gradients])
+        found = reverse(self.graphs, weights, [named(name) for name in gradients])
         results = tuple(
             (name, expr)
             for name, expr in zip(gradients.values(), found, strict=True)
@@ -184,7 +176,7 @@ class Epilogue(Keyed):
         """
         moving = self.inputs if moving is None else moving
         dots = {named(name): named(f"{name}_dot") for name in moving}
-        moved = forward(self.formulas, dots)
+        moved = forward(self.graphs, dots)
         results: list[tuple[str, Expr]] = []
         for (name, expr), dot in zip(self.results, moved, strict=True):
             results += [(name, expr), (f"{name}_dot", constant(0) if dot is None else dot)]
@@ -266,11 +258,6 @@ def record(
 # One function per operation: the formula of its forward. Everything else is derived from it.
 
 
-#: An activation that is redefined makes other curves: those that nothing uses go.
-_by_curve = lru_cache(maxsize=256)
-
-
-@_by_curve
 def layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b + bias), with the pre-activation as ``pre``."""
 
@@ -283,7 +270,6 @@ def layer(f: Curve) -> Epilogue:
     return replace(made, results=(("out", out), ("pre", pre)))
 
 
-@_by_curve
 def layer_double_backward(f: Curve) -> Epilogue:
     """Return what the double backward of a layer does element by element.
 
@@ -293,21 +279,17 @@ def layer_double_backward(f: Curve) -> Epilogue:
     """
     backward = layer(f).select("out").backward().select("d_z")
     twice = backward.pulled_back({"d_z": "t"}, {"grad": "d_grad", "z": "q"})
-    formulas = replace_leaves(
-        (*twice.formulas, backward["d_z"]), {named("t"): named("t") + named("w")}
-    )
+    graphs = replace_leaves((*twice.graphs, backward["d_z"]), {named("t"): named("t") + named("w")})
     names = (*(name for name, _ in twice.results), "s")
-    results = tuple(zip(names, formulas, strict=True))
+    results = tuple(zip(names, graphs, strict=True))
     return Epilogue("layer double backward", ("z", "t"), ("bias", "w", "grad"), results)
 
 
-@_by_curve
 def layer_tangent(f: Curve) -> Epilogue:
     """Return a layer's value ``out`` and its derivative ``out_dot`` along a moving ``z_dot``."""
     return layer(f).select("out").tangent(("z",))
 
 
-@_by_curve
 def gate_double_backward(f: Curve) -> Epilogue:
     """Return the gradients of a gate's ``d_a`` and ``d_b``, weighted with ``u`` and ``v``."""
     return (
@@ -323,13 +305,11 @@ def residual_layer() -> Epilogue:
     return record(lambda z, bias, residual: z + bias + residual, 1, "residual layer")
 
 
-@_by_curve
 def gate(f: Curve) -> Epilogue:
     """Return the formula of activation(a) * b, which has no product."""
     return record(lambda a, b: call(f, a) * b, 0, "gate")
 
 
-@_by_curve
 def gated_layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b_gate + bias_gate) * (a @ b_up + bias_up)."""
 

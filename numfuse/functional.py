@@ -286,8 +286,9 @@ def matmul_bias_activation_bwd(
         or type(a) is not ndarray
         or type(b) is not ndarray
         or type(bias) not in PLAIN
+        or type(pre_activation) not in PLAIN
     ):
-        adapter = adapter_for(grad=grad, a=a, b=b, bias=bias)
+        adapter = adapter_for(grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
         if adapter is not None:
             return adapter.matmul_bias_activation_bwd(
                 grad, a, b, bias, activation, pre_activation=pre_activation, needs=needs,
@@ -355,8 +356,11 @@ def matmul_bias_residual_bwd(
         or type(b) is not ndarray
         or type(bias) not in PLAIN
         or type(residual) is not ndarray
+        or type(pre_activation) not in PLAIN
     ):
-        adapter = adapter_for(grad=grad, a=a, b=b, bias=bias, residual=residual)
+        adapter = adapter_for(
+            grad=grad, a=a, b=b, bias=bias, residual=residual, pre_activation=pre_activation
+        )
         if adapter is not None:
             return adapter.matmul_bias_residual_bwd(
                 grad, a, b, bias, residual, pre_activation=pre_activation, needs=needs,

@@ -29,6 +29,7 @@ __all__ = [
     "allocate",
     "check_needs",
     "check_outputs",
+    "settled",
 ]
 
 GEMM_NEEDS = ("a", "b", "bias")
@@ -106,7 +107,25 @@ class ResidualGradient(NamedTuple):
     def write(self) -> None:
         """Sum in the accumulator's dtype; one rounding at the store."""
         acc_dtype = ACCUMULATORS[self.grad.dtype]
-        self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
+        with np.errstate(all="ignore"):  # as silent as the kernels, whatever the caller has set
+            self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
+
+
+def settled(p: Any) -> bool:
+    """Whether nothing is left to compute of a problem's results.
+
+    Where grad, or the result of a forward, has no element, no sum has a term: what gradients there
+    are become zero here, whatever lengths the other axes have. Where no result has an element, none
+    is written.
+    """
+    forward = hasattr(p, "out")
+    names = ("out", "out_dot", "pre") if forward else ("d_grad", "d_a", "d_b", "d_bias")
+    results = [x for name in names if (x := getattr(p, name, None)) is not None]
+    if (p.out if forward else p.grad).size:
+        return not any(x.size for x in results)
+    for x in results:
+        x[...] = 0
+    return True
 
 
 def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -12,9 +12,14 @@ cannot do fails with a sentence that says what to write instead.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import itertools
 import json
 import math
+import os
+import re
+import reprlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -34,6 +39,7 @@ __all__ = [
     "constant",
     "dumps",
     "expand",
+    "formulas_of",
     "inputs",
     "loads",
     "named",
@@ -59,9 +65,23 @@ ARITY = {
 #: Operations whose result is a truth value.
 TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 
+#: Characters of a graph's text. What is used twice stands there twice, so that the text of a small
+#: graph can be longer than any memory.
+_SHOWN = 2000
+
 _NODES: weakref.WeakValueDictionary[tuple[Any, ...], Expr] = weakref.WeakValueDictionary()
+_SERIALS = itertools.count()
 # Reentrant: a garbage collection inside may run code that makes nodes.
 _LOCK = threading.RLock()
+
+
+def _after_fork_in_child() -> None:
+    global _LOCK
+    _LOCK = threading.RLock()  # a thread that held it did not survive the fork
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _refuse(done: str, remedy: str) -> NoReturn:
@@ -83,12 +103,15 @@ class Expr:
     payload : Fraction or float or str or Curve or None
         The exact value of a constant (a float only for infinities, NaN and -0.0), the name of an
         input, the function of a call.
+    serial : int
+        A number that no other node of this process ever has.
     """
 
-    __slots__ = ("__weakref__", "args", "op", "payload")
+    __slots__ = ("__weakref__", "args", "op", "payload", "serial")
     op: str
     args: tuple[Expr, ...]
     payload: Payload
+    serial: int
 
     def __init__(self) -> None:
         _refuse("be made by hand", "call the formula through numfuse.expr.trace")
@@ -131,7 +154,7 @@ class Expr:
         value = power.payload if isinstance(power, Expr) else power
         if value == 0.5:
             return node("sqrt", self)
-        if isinstance(value, (int, float, Fraction)) and value == int(value) and -64 <= value <= 64:
+        if isinstance(value, (int, float, Fraction)) and -64 <= value <= 64 and value == int(value):
             raised = _power(self, abs(int(value)))
             return raised if value >= 0 else 1 / raised
         _refuse(
@@ -230,12 +253,18 @@ class Expr:
 
     # --- identity ---------------------------------------------------------------------------
     def __repr__(self) -> str:
-        if self.op in ("x", "input"):
-            return str(self.payload or "x")
-        if self.op == "const":
-            return repr(float(self.payload))  # type: ignore[arg-type]
-        name = self.payload if self.op == "call" else self.op
-        return f"{name}({', '.join(map(repr, self.args))})"
+        texts: dict[Expr, str] = {}
+        for e in topological((self,)):
+            name = str(e.payload) if isinstance(e.payload, Curve) else e.op
+            if e.op == "const":
+                texts[e] = repr(float(rounded(e, "float64")))
+            elif not e.args:
+                texts[e] = str(e.payload or e.op)
+            else:
+                texts[e] = f"{name}({', '.join(texts[a] for a in e.args)})"
+            if len(texts[e]) > _SHOWN:
+                texts[e] = f"{name}(...)"
+        return texts[self]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _load_one, (dumps((self,)),)
@@ -295,6 +324,7 @@ def _intern(op: str, args: tuple[Expr, ...], payload: Payload) -> Expr:
         if known is None:
             known = object.__new__(Expr)
             known.op, known.args, known.payload = op, args, payload
+            known.serial = next(_SERIALS)
             _NODES[key] = known
         return known
 
@@ -306,6 +336,13 @@ def constant(value: Any) -> Expr:
     ----------
     value : int, float, Fraction or str
         A string is read as a decimal number of any length, "0.044715" is not a binary fraction.
+
+    Raises
+    ------
+    TypeError
+        No real number.
+    ValueError
+        A string that is no number, or a number of more digits than any dtype could tell apart.
     """
     if isinstance(value, Expr):
         return value
@@ -314,28 +351,79 @@ def constant(value: Any) -> Expr:
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
     if isinstance(value, (int, float, np.integer, np.floating)):
-        number = float(value) if not isinstance(value, int) else value
-        if not math.isfinite(number) or (number == 0 and math.copysign(1.0, number) < 0):
-            return _intern("const", (), float(number))
-        return _intern("const", (), Fraction(number))
-    if isinstance(value, (str, Fraction)):
-        return _intern("const", (), Fraction(value))
+        number = float(value) if not isinstance(value, (int, np.integer)) else int(value)
+        if isinstance(number, float) and (
+            not math.isfinite(number) or (number == 0 and math.copysign(1.0, number) < 0)
+        ):
+            return _intern("const", (), number)
+        return _exact(Fraction(number))
+    if isinstance(value, str):
+        return _exact(_read(value))
+    if isinstance(value, Fraction):
+        return _exact(value)
     raise TypeError(f"expected a symbol or a real number in a formula, got {type(value).__name__}")
+
+
+#: Bits of the numerator and the denominator of a constant: the smallest float64 is 2^-1074, its 53
+#: bits in decimals have 767 digits (2548 bits), and products of two such are still exact.  A text
+#: of more than 4300 digits is one that Python does not read back.
+_CONSTANT_BITS = 1 << 13
+#: Characters of a constant's text that are read, and the largest exponent there, for as many bits.
+_CONSTANT_DIGITS = 2400
+
+
+def _fits(value: Fraction) -> bool:
+    return max(value.numerator.bit_length(), value.denominator.bit_length()) <= _CONSTANT_BITS
+
+
+def _exact(value: Fraction) -> Expr:
+    if not _fits(value):
+        raise ValueError(
+            f"a constant in a formula must be a fraction of numbers of up to {_CONSTANT_BITS} "
+            f"bits, got one of {value.numerator.bit_length()} over "
+            f"{value.denominator.bit_length()} bits"
+        )
+    return _intern("const", (), value)
+
+
+def _read(text: str) -> Fraction:
+    """The number that a text is, before anything is computed of one that is too long."""
+    exponent = re.search(r"[eE][+-]?([0-9_]+)", text)
+    far = exponent is not None and (
+        len(exponent[1]) > 8 or int(exponent[1].replace("_", "") or 0) > _CONSTANT_DIGITS
+    )
+    try:
+        if far or len(text) > _CONSTANT_DIGITS:
+            raise ValueError
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise ValueError(
+            f"a constant in a formula must be a number of up to {_CONSTANT_DIGITS} digits, such "
+            f"as '0.044715', got {reprlib.repr(text)}"
+        ) from None
 
 
 def rounded(e: Expr, dtype: str) -> Any:
     """The value of a constant as a NumPy scalar of "float32" or "float64", rounded once, to even.
 
-    Through float64 a float32 could be rounded twice.
+    Through float64 a float32 could be rounded twice. A number beyond the dtype is infinite.
     """
     value = e.payload
-    if dtype == "float64" or not isinstance(value, Fraction):
-        return np.dtype(dtype).type(value)
-    with np.errstate(over="ignore"):
-        near = np.float32(float(value))
-    if not np.isfinite(near):
-        return near
-    around = (np.nextafter(near, np.float32(-np.inf)), near, np.nextafter(near, np.float32(np.inf)))
+    if not isinstance(value, Fraction):
+        with np.errstate(all="ignore"):
+            return np.dtype(dtype).type(value)
+    try:
+        wide = float(value)
+    except OverflowError:
+        wide = math.inf if value > 0 else -math.inf
+    if dtype == "float64":
+        return np.float64(wide)
+    with np.errstate(all="ignore"):
+        near = np.float32(wide)
+        if not np.isfinite(near):
+            return near
+        infinity = np.float32(np.inf)
+        around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
     return min(
         (c for c in around if np.isfinite(c)),
         key=lambda c: (abs(Fraction(float(c)) - value), int(c.view(np.int32)) & 1),
@@ -352,52 +440,55 @@ class Curve:
     Parameters
     ----------
     name : str
-    traces : tuple of Expr
-        The graphs, in the symbol, of the value and of its first derivatives.
+    trace : callable
+        From an order to the graph, in the symbol, of that derivative; ValueError where there is
+        none. It is asked for what a formula needs, and for no more.
     order : int, default 0
-        Which of them this curve is the value of.
+        Which derivative this curve is the value of.
+
+    Attributes
+    ----------
+    serial : int
+        A number that no other curve of this process ever has.
     """
 
-    __slots__ = ("_key", "name", "order", "traces")
+    __slots__ = ("__weakref__", "_made", "_trace", "name", "order", "serial")
 
-    def __init__(self, name: str, traces: tuple[Expr, ...], order: int = 0) -> None:
-        self.name, self.traces, self.order = name, traces, order
-        self._key = f"{hashlib.sha256(dumps(traces).encode()).hexdigest()} {order}"
+    def __init__(
+        self,
+        name: str,
+        trace: Callable[[int], Expr],
+        order: int = 0,
+        made: dict[int, Curve] | None = None,
+    ) -> None:
+        self.name, self.order, self.serial = name, order, next(_SERIALS)
+        self._trace = trace
+        self._made = {} if made is None else made
+        self._made[order] = self
 
     @property
     def trace(self) -> Expr:
         """The graph of the value, in the symbol."""
-        return self.traces[self.order]
+        return self._trace(self.order)
 
     def derivative(self) -> Curve:
-        """Return the derivative, again with what is left of the derivatives.
+        """Return the derivative."""
+        known = self._made.get(self.order + 1)
+        return known or Curve(self.name, self._trace, self.order + 1, self._made)
 
-        Raises
-        ------
-        ValueError
-            The curve brings none, and is not constant.
-        """
-        if self.order + 1 < len(self.traces):
-            return Curve(self.name, self.traces, self.order + 1)
-        if self.trace.op == "const":
-            return Curve(self.name, (*self.traces, constant(0)), self.order + 1)
-        raise ValueError(
-            f"the table of activations ends with derivatives of order {len(self.traces) - 1}, "
-            f"got order {self.order + 1} of {self.name!r}"
-        )
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Curve) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return hash(self._key)
+    def formulas(self) -> list[Expr]:
+        """Return the graphs of the curve and of its derivatives, as far as they were asked for."""
+        return [curve.trace for order, curve in list(self._made.items()) if order >= self.order]
 
     def __repr__(self) -> str:
-        # (what a node is interned by: equal for equal graphs, whatever their name)
-        return f"curve {self._key}"
+        return f"curve {self.serial}"  # what a node is interned by
 
     def __str__(self) -> str:
         return self.name + "'" * self.order
+
+
+#: Curves by their text: what is read again is the same curve, as long as that lives.
+_CURVES: weakref.WeakValueDictionary[str, Curve] = weakref.WeakValueDictionary()
 
 
 def named(name: str) -> Expr:
@@ -465,9 +556,9 @@ def node(op: str, *operands: Any) -> Expr:
     elif op in ("add", "sub", "mul", "div"):
         a, b = v
         if a is not None and b is not None and not (op == "div" and b == 0):
-            return constant(
-                {"add": a + b, "sub": a - b, "mul": a * b}[op] if op != "div" else a / b
-            )
+            exact = {"add": a + b, "sub": a - b, "mul": a * b}[op] if op != "div" else a / b
+            if _fits(exact):  # else it is computed in the dtype
+                return constant(exact)
         # Only what holds for every float, signed zeros, infinities and NaN included.
         if (op == "mul" and b == 1) or (op == "div" and b == 1) or (op == "sub" and b == 0):
             return args[0]
@@ -547,16 +638,37 @@ def _word(payload: Payload) -> list[str]:
     """The payload in the text of a graph: one word, or none."""
     if payload is None:
         return []
-    if isinstance(payload, Curve):
-        held = [payload.name, payload.order, dumps(payload.traces)]
-        inner = json.dumps(held, separators=(",", ":"))
-        return [inner.replace(" ", "\\u0020")]  # (spaces are within strings; a word has none)
-    return [str(payload)]
+    if not isinstance(payload, Curve):
+        return [str(payload)]
+    traces = []
+    with contextlib.suppress(ValueError):  # (where they end)
+        for order in range(4):
+            traces.append(payload._trace(order))
+    word = json.dumps([payload.name, payload.order, dumps(traces)], separators=(",", ":"))
+    word = word.replace(" ", "\\u0020")  # (spaces are within strings; a word has none)
+    _CURVES[word] = payload
+    return [word]
 
 
 def _curve(word: str) -> Curve:
+    known = _CURVES.get(word)
+    if known is not None:
+        return known
     name, order, text = json.loads(word)
-    return Curve(name, loads(text), order)
+    traces = loads(text)
+
+    def trace(order: int) -> Expr:
+        if order < len(traces):
+            return traces[order]
+        if traces[-1].op == "const":
+            return constant(0)
+        raise ValueError(
+            f"the table of activations ends with derivatives of order {len(traces) - 1}, "
+            f"got order {order} of {name!r}"
+        )
+
+    made = _CURVES[word] = Curve(name, trace, order)
+    return made
 
 
 def loads(text: str) -> tuple[Expr, ...]:
@@ -598,6 +710,15 @@ class Keyed:
         fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
         return tuple(_plain(getattr(self, name)) for name in fields)
 
+    def named(self) -> tuple[Any, ...]:
+        """A key that stands for it and holds no formula."""
+        return type(self), *self._key()
+
+    def formulas(self) -> list[Expr]:
+        """The formulas in its fields, and in tuples there."""
+        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return formulas_of(tuple(getattr(self, name) for name in fields))
+
     def __eq__(self, other: object) -> bool:
         return type(self) is type(other) and self._key() == other._key()
 
@@ -607,5 +728,12 @@ class Keyed:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Expr):
-        return id(value)
+        return value.serial
     return tuple(map(_plain, value)) if type(value) is tuple else value
+
+
+def formulas_of(value: Any) -> list[Expr]:
+    """The formulas in a key, and in tuples there."""
+    if isinstance(value, Expr):
+        return [value]
+    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []

@@ -132,13 +132,14 @@ class _Product:
         moved: dict[str, tuple[str, Any]],
         grad: tuple[Any] | None = None,
     ) -> None:
-        """`known`: operands by name; `moved`: for each of u, v, w, z the name of what it moves."""
+        """`known`: a, b, bias and maybe residual, by name; `moved`: for each of u, v, w, z the name
+        of what it moves."""
         operands: dict[str, ndarray] = {}
         if grad is not None:
             operands["grad"] = as_plain("grad", _array(grad[0]))
-        for name in ("a", "b", "bias", "residual"):
-            if known.get(name) is not None:
-                operands[name] = as_plain(name, _array(known[name]))
+        for name, x in known.items():
+            if x is not None or name != "bias":
+                operands[name] = as_plain(name, _array(x))
         self.given = operands
         everything = dict(operands)
         for name, x in moved.values():
@@ -224,15 +225,9 @@ def gemm_residual_double_backward(
     """The problem of `matmul_bias_residual_double_bwd`; see there for what is accepted."""
     needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
     moved = {"u": ("u", u), "v": ("v", v), "w": ("w", w), "z": ("z", z)}
-    known = {"a": a, "b": b, "bias": bias, "residual": _present(residual)}
+    known = {"a": a, "b": b, "bias": bias, "residual": residual}
     product = _Product(known, moved, (grad,))
     return _double_backward(product, get_activation("none"), None, needs, guard)
-
-
-def _present(residual: Any) -> Any:
-    if residual is None:
-        raise TypeError("residual must be a NumPy array, got NoneType")
-    return residual
 
 
 def _double_backward(
@@ -317,7 +312,7 @@ def gemm_residual_tangent(
         "u": ("a_dot", a_dot), "v": ("b_dot", b_dot), "w": ("bias_dot", bias_dot),
         "z": ("residual_dot", residual_dot),
     }  # fmt: skip
-    known = {"a": a, "b": b, "bias": bias, "residual": _present(residual)}
+    known = {"a": a, "b": b, "bias": bias, "residual": residual}
     return _tangent(_Product(known, moved), get_activation("none"), True)
 
 

@@ -13,6 +13,7 @@ from numpy import ndarray
 __all__ = [
     "GemmShape",
     "as_one",
+    "equal",
     "gemm_shape",
     "merge_axes",
     "merge_rows",
@@ -106,6 +107,16 @@ def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:
     if missing:
         residual = residual[(None,) * missing]
     return shape.full(residual)
+
+
+def equal(what: str, *sizes: Any) -> None:
+    """Raise AssertionError unless all of these shapes, or counts of elements, are one and the same.
+
+    For kernels that walk several arrays by the shape of one: with another shape they would read or
+    write memory that is not the array's. (No assert statement, which ``python -O`` leaves out.)
+    """
+    if any(size != sizes[0] for size in sizes):
+        raise AssertionError(f"{what} must have equal sizes, got {', '.join(map(str, sizes))}")
 
 
 def merge_axes(lengths: Sequence[int], *strides: Sequence[int]) -> tuple[Shape, list[Shape]]:
@@ -232,6 +243,8 @@ def sum_to(x: ndarray, shape: Shape, acc_dtype: np.dtype[Any]) -> ndarray:
 
     The transpose of broadcasting: axes that `shape` lacks, or has with length 1, are summed over.
     """
+    if not x.size:  # NumPy would walk the axes of any length beside the empty one
+        return np.zeros(shape, acc_dtype)
     lead = x.ndim - len(shape)
     axes = tuple(range(lead)) + tuple(
         lead + i for i, length in enumerate(shape) if length == 1 and x.shape[lead + i] != 1

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-__all__ = ["ACCUMULATORS", "accumulator", "as_plain", "output", "same_dtype"]
+__all__ = ["ACCUMULATORS", "accumulator", "as_plain", "output", "required", "same_dtype"]
 
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
@@ -52,6 +52,20 @@ def accumulator(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     )
 
 
+#: Operands that no function does without; any other may be None.
+_REQUIRED = frozenset(("grad", "a", "b", "residual"))
+
+
+def required(operands: Mapping[str, Any]) -> None:
+    """Raise TypeError where one of these operands, by name, has to be there and is None.
+
+    Every way in asks before anything is computed: NumPy's by :func:`as_plain`, an adapter here.
+    """
+    for name, x in operands.items():
+        if x is None and name in _REQUIRED:
+            raise TypeError(f"{name} must be an array, got None")
+
+
 def as_plain(name: str, x: Any) -> ndarray:
     """`x` as a plain, aligned ndarray over the same memory, or TypeError.
 
@@ -60,6 +74,8 @@ def as_plain(name: str, x: Any) -> ndarray:
     silently drop, so it is refused.
     """
     if type(x) is not ndarray:
+        if x is None:
+            raise TypeError(f"{name} must be an array, got None")
         kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         if not isinstance(x, ndarray):
             raise TypeError(

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
-from numfuse.graph import Expr, topological
+from numfuse.graph import Expr, rounded, topological
 
 __all__ = ["ANY", "Range", "ranges"]
 
@@ -71,7 +71,7 @@ def ranges(exprs: Iterable[Expr]) -> dict[Expr, Range]:
     for e in topological(exprs):
         rule = _RULES.get(e.op)
         if e.op == "const":
-            value = float(e.payload)  # type: ignore[arg-type]
+            value = float(rounded(e, "float64"))
             found[e] = _hull((value, value))
         elif rule is None:
             found[e] = ANY

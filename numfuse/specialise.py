@@ -3,9 +3,10 @@
 A template is an ordinary function of an ordinary file whose UPPER-case names are bound to
 nothing.  `kernel` clones it with those names as globals, under a name that carries a digest of
 everything bound, and compiles it to a C function that is called by its address.  The clone still
-belongs to the template's file, so Numba's disk cache keeps it, and the next process finds it:
-measured 0.01 s instead of 0.3-3 s.  Numba itself looks only at the template's own file and
-bytecode; the digest is what keeps it from running a stale kernel after a change elsewhere.
+belongs to the template's file, so it is kept where Numba keeps what it makes of that file, and the
+next process finds it: measured 0.01 s instead of 0.3-3 s.  Numba itself looks only at the
+template's own file and bytecode; the digest is what keeps it from running a stale kernel after a
+change elsewhere.
 """
 
 from __future__ import annotations
@@ -13,39 +14,29 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import os
 import pathlib
+import pickle
 import re
-import threading
 import types as pytypes
-import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import llvmlite
+import numba
 import numpy as np
 from numba import njit, prange, types
+from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
-from numba.core.decorators import cfunc
+from numba.core.serialize import dumps
 
-from numfuse.expr import FASTMATH
+from numfuse import binaries, machine_code
+from numfuse.compilation import compiled
+from numfuse.expr import FASTMATH, Expr
 
 #: Compiler options of every kernel: division by zero gives inf (an exception would need the
 #: interpreter lock), and products may be contracted to fma.  Never `nnan` or `ninf`.
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
-
-# Numba's compiler takes one global lock, but a cfunc that two threads ask for at the same time
-# would be compiled twice.
-_LOCK = threading.RLock()
-_WARNED = False
-
-
-def _after_fork_in_child() -> None:
-    global _LOCK
-    _LOCK = threading.RLock()  # a thread that held it may not have survived the fork
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 @functools.cache
@@ -53,7 +44,11 @@ def source_digest() -> str:
     """Digest of every source text from which kernel code is made, and of how it is compiled."""
     here = pathlib.Path(__file__).resolve().parent
     digest = hashlib.sha256(repr(sorted(FASTMATH)).encode())
-    kernel_texts = [here / "specialise.py", *(here / "backends" / "cpu").glob("*.py")]
+    kernel_texts = [
+        here / "specialise.py",
+        here / "machine_code.py",
+        *(here / "backends" / "cpu").glob("*.py"),
+    ]
     for path in sorted(kernel_texts):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
@@ -91,39 +86,75 @@ def bound(template: Callable[..., Any], bindings: dict[str, Any]) -> Callable[..
 def device(template: Callable[..., Any], **bindings: Any) -> Any:
     """`template` as a function that is inlined into kernels (never compiled on its own)."""
     clone = bound(template, bindings)
-    made = njit(forceinline=True, **OPTIONS)(clone)
+    made = machine_code.inlined(clone, forceinline=True, **OPTIONS)
     made.numfuse_key = clone.numfuse_key  # type: ignore[attr-defined]
     return made
 
 
-def _cached(decorate: Callable[..., Any]) -> Any:
-    """Apply ``decorate(cache)``; where no directory is writable, warn once and go uncached."""
-    global _WARNED
+class _Cache(FunctionCache):
+    """Numba's cache of a function, with one file for each kernel in place of two: an index and what
+    it names may belong to different processes, and Numba fails where one of them is damaged.
+    """
+
+    def _path(self, signature: Any, codegen: Any) -> pathlib.Path:
+        key = (
+            self._index_key(signature, codegen), self._impl.locator.get_source_stamp(),
+            numba.__version__, llvmlite.__version__,
+        )  # fmt: skip
+        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
+        return pathlib.Path(self.cache_path) / f"{self._impl.filename_base}.{digest}.nbc"
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The compiled function, or None."""
+        target_context.refresh()
+        path = self._path(sig, target_context.codegen())
+        body = binaries.read(path)
+        if body is None:
+            return None
+        try:
+            return self._impl.rebuild(target_context, pickle.loads(body))
+        except Exception as error:
+            binaries.damaged(path, repr(error))
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep it."""
+        if self._impl.check_cachable(data):
+            binaries.write(self._path(sig, data.codegen), dumps(self._impl.reduce(data)))
+
+
+def _with_cache(made: Any, clone: Callable[..., Any]) -> Any:
+    """What Numba is to compile, with its cache on disk if a directory for it can be written to."""
     try:
-        return decorate(True)
+        made._cache = _Cache(clone)
     except RuntimeError as error:
         if "cannot cache function" not in str(error):
             raise
-        if not _WARNED:
-            _WARNED = True
-            warnings.warn(
-                "numfuse: no directory for compiled kernels is writable, every process compiles "
-                "them anew (seconds); set NUMBA_CACHE_DIR to a writable directory",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-        return decorate(False)
+        binaries.tell(
+            "write",
+            "no directory for compiled kernels is writable, every process compiles them anew "
+            "(seconds); set NUMBA_CACHE_DIR to a writable directory",
+        )
+    return made
 
 
 class Kernel:
-    """A specialised kernel: its address, and what Numba's cache did for it."""
+    """A specialised kernel: its address, and what Numba's cache did for it.
 
-    __slots__ = ("_cfunc", "address", "name")
+    Its machine code goes with it: who calls the address holds the kernel.
+    """
+
+    __slots__ = ("__weakref__", "_cfunc", "_code", "address", "formulas", "name")
 
     def __init__(self, name: str, compiled: CFunc) -> None:
         self.name = name
-        self._cfunc = compiled  # owns the machine code behind the address
-        self.address: int = compiled.address  # type: ignore[assignment]
+        self._cfunc = compiled
+        library: Any = compiled._library  # type: ignore[attr-defined]
+        image, symbol = library._get_compiled_object(), str(compiled.native_name)
+        self._code = machine_code.Code(image, symbol)  # owns what is behind the address
+        self.address = self._code.address
+        #: The formulas that are compiled into it, as long as they live.
+        self.formulas: tuple[weakref.ref[Expr], ...] = ()
 
     @property
     def cache_hits(self) -> int:
@@ -136,19 +167,24 @@ class Kernel:
         return str(library.get_asm_str())
 
 
-_KERNELS: dict[str, Kernel] = {}
+#: Those that somebody has: a formula's go with it (`lifetimes`).
+_KERNELS: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
 
 def kernel(template: Callable[..., Any], **bindings: Any) -> Kernel:
     """Compile (or find in the disk cache) ``void template(int64, ...)``."""
     clone = bound(template, bindings)
-    with _LOCK:
+
+    def make() -> Kernel:
         known = _KERNELS.get(clone.__name__)
-        if known is None:
+        if known is None:  # (another thread may have made it)
             signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
-            compiled = _cached(lambda cache: cfunc(signature, cache=cache, **OPTIONS)(clone))
-            known = _KERNELS[clone.__name__] = Kernel(clone.__name__, compiled)
-    return known
+            made = _with_cache(machine_code.function(clone, signature, **OPTIONS), clone)
+            made.compile()
+            known = _KERNELS[clone.__name__] = Kernel(clone.__name__, made)
+        return known
+
+    return _KERNELS.get(clone.__name__) or compiled(make)
 
 
 def entry(
@@ -156,20 +192,20 @@ def entry(
 ) -> Any:
     """A function called from Python: releases the interpreter lock, compiled for `signature`."""
     clone = bound(template, bindings)
-    with _LOCK:
-        options = {"nogil": True, "parallel": parallel, **OPTIONS}
-        return _cached(lambda cache: njit(signature, cache=cache, **options)(clone))
+
+    def make() -> Any:
+        made = _with_cache(njit(nogil=True, parallel=parallel, **OPTIONS)(clone), clone)
+        made.compile(signature)
+        made.disable_compile()
+        return made
+
+    return compiled(make)
 
 
-def cache_directory() -> str:
-    """Where compiled kernels are kept, or why they are not."""
-    from numba.core.caching import FunctionCache
-
-    def probe() -> None:
-        """A function of this file: Numba picks a directory by file."""
-
+def cache_directory(template: Callable[..., Any]) -> str:
+    """Where kernels of a template are kept, or why they are not; Numba chooses by its file."""
     try:
-        return str(FunctionCache(probe).cache_path)
+        return str(FunctionCache(template).cache_path)
     except RuntimeError as error:
         return f"none: {error}"
 

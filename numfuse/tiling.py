@@ -431,6 +431,9 @@ WEBGPU_TILES = (
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 WEBGPU_CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
+#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
+#: tile's slices.
+WEBGPU_CHAIN = 256
 #: Blocks that keep a large device busy: two on each of 132 multiprocessors.
 WEBGPU_BLOCKS = 264
 #: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
@@ -510,6 +513,11 @@ class CudaTile:
 CUDA_MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
 #: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
 CUDA_SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
+#: Values of K that a thread adds up behind one another before the sum is added to that of those
+#: before, in every kernel: the errors of a chain grow with the root of its length. A power of two,
+#: and a multiple of every tile's slices; 256 is half of what `KC` and `CHAIN` make of it on the
+#: CPU. What 64 sums do at the end of a chain of 256 is 0.8% of their fused multiply-adds.
+CUDA_CHAIN = 256
 #: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
 #: these are cut into parts.
 CUDA_BLOCKS_PER_MULTIPROCESSOR = 2
@@ -548,6 +556,11 @@ CUDA_POOL_BYTES = 2 << 30
 #: Copies of factors that a call keeps for its later products (grad_pre's and the operands' parts
 #: are wanted by two each of a backward); beyond that each product makes its own.
 CUDA_COPIES_BYTES = 4 << 30
+
+
+def cuda_chain(k: int) -> int:
+    """The length of the chains of a sum over `k`: equal ones, of whole slices of 32."""
+    return round_up(-(-k // max(1, -(-k // CUDA_CHAIN))), 32)
 
 
 def cuda_parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
@@ -713,6 +726,8 @@ class CudaBlock:
     group: int = 8
     #: Speed of a full device, in relation to the largest tile.
     speed: float = 1.0
+    #: Where the chains of a long sum add up, "registers" or "shared" memory; "": it has one chain.
+    kept: str = "registers"
 
     @property
     def threads(self) -> int:
@@ -741,7 +756,7 @@ CUDA_TURN_USES = (3072, 1024)
 #: 45.7 and 46.4; 64 x 64 with 8 x 8, X turned, 45. Slices of 8 and four stages are no better. The
 #: small ones are for results of few blocks.
 CUDA_CORE_BLOCKS = (
-    CudaBlock(64, 128, 16, 8, 8, 3, 3),
+    CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
     CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
     CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
     CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
@@ -759,15 +774,15 @@ CUDA_DOUBLE_BLOCKS = (
 #: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
 #: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337.
 CUDA_HALF_BLOCKS = (
-    CudaBlock(128, 256, 32, 64, 64, 4, 1, 16),
-    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9),
-    CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7),
-    CudaBlock(32, 64, 32, 32, 16, 4, 4, 16, speed=0.6),
+    CudaBlock(128, 256, 32, 64, 64, 4, 1, 16, kept=""),
+    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9, kept=""),
+    CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7, kept=""),
+    CudaBlock(32, 64, 32, 32, 16, 4, 4, 16, speed=0.6, kept=""),
 )
 #: The same where a factor comes value by value through registers: fewer sums leave room for them.
 CUDA_HALF_BLOCKS_HELD = (
-    CudaBlock(128, 128, 32, 64, 32, 3, 1, 16),
-    CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8),
+    CudaBlock(128, 128, 32, 64, 32, 3, 1, 16, kept=""),
+    CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8, kept=""),
 )
 #: Sums that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6
 #: (measured for float32: 2048 a third, 8192 four fifths of the speed).

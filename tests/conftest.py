@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from functools import cache
+from importlib.util import find_spec
 from math import prod
 from typing import NoReturn
 
@@ -25,6 +26,8 @@ from numfuse.backends import resolve
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 #: Of every test, so many sets of parameters run there.
 SIMULATED_SETS = 2
+#: The kinds of array that a conformance test is run on: NumPy's, numfuse's own on a device, CuPy's.
+ARRAYS = ("host", "device", "cupy")
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
 
 # Derandomised: the same commit draws the same examples everywhere, and a failure is nobody's luck.
@@ -91,6 +94,12 @@ def served(backend: str) -> tuple[str, ...]:
     return tuple(name for name in DTYPES if name in known)
 
 
+@cache
+def flushes(backend: str) -> tuple[str, ...]:
+    """The names of the dtypes of which a backend says that subnormal numbers may count as zero."""
+    return tuple(resolve(backend).describe().get("flushes subnormals", ()))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a backend's device has no dtype for, named by a parameter or by a mark.
 
@@ -103,12 +112,29 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dtype = mark.args[0] if mark else parameters.get("dtype")
         backend = parameters.get("backend")
         without = backend is not None and dtype in DTYPES and dtype not in served(backend)
+        arrays = parameters.get("arrays", "host")
+        without |= arrays != "host" and not _there(item, arrays, backend, dtype)
         (left if without else kept).append(item)
     if SIMULATED:
         kept = _few(kept, left)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
+
+
+def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> bool:
+    """Whether a test can be given arrays of this kind of a device."""
+    if backend not in ("cuda", "webgpu") or item.get_closest_marker("host"):
+        return False
+    if arrays == "cupy":
+        # CuPy takes no bfloat16
+        return backend == "cuda" and not SIMULATED and _cupy() and dtype != "bfloat16"
+    return True
+
+
+@cache
+def _cupy() -> bool:
+    return find_spec("cupy") is not None and bool(nf.backends()["cuda"])
 
 
 def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:

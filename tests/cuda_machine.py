@@ -482,7 +482,7 @@ class _Cuda:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.local = SimpleNamespace(
-            array=lambda n, dtype: Registers(n, getattr(dtype, "kind", dtype))
+            array=lambda n, dtype, alignment=None: Registers(n, getattr(dtype, "kind", dtype))
         )
         self.shared = SimpleNamespace(array=self._shared)
 

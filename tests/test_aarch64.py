@@ -37,8 +37,10 @@ from numba.core import codegen
 codegen.JITCPUCodegen.set_env = lambda self, name, environment: None
 codegen.JITCodeLibrary._finalize_specific = lambda self: None
 codegen.JITCodeLibrary.get_pointer_to_function = lambda self, name: self._ensure_finalized() or 1
-from numfuse import specialise
+from types import SimpleNamespace
+from numfuse import machine_code, specialise
 specialise._cached = lambda decorate: decorate(False)
+machine_code.Code = lambda image, symbol: SimpleNamespace(address=1)
 from numfuse.activations import get
 from numfuse.backends.cpu import host, library, rows
 assert host.vector_bytes() == 16 and host.vector_name() == "NEON"

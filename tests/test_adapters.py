@@ -9,6 +9,7 @@ from importlib import import_module
 
 import numpy as np
 import pytest
+from conftest import unavailable
 
 import numfuse as nf
 from numfuse.adapters.surface import NAMES, Functions
@@ -74,3 +75,66 @@ def test_a_tangent_brings_a_call_to_its_adapter():
     x = np.ones(3)
     with pytest.raises(TypeError, match=r"a must be a torch.Tensor as the other operands"):
         nf.activation_mul_jvp(x, x, torch.ones(3), None, "gelu")
+
+
+#: {operation: its operands by the names of arrays}, of a product and of a gate.
+OPERATIONS = {
+    "matmul_bias_activation": "a b bias",
+    "matmul_bias_residual": "a b bias residual",
+    "matmul_bias_activation_bwd": "grad a b bias",
+    "matmul_bias_residual_bwd": "grad a b bias residual",
+    "matmul_bias_activation_double_bwd": "a b bias grad a b bias",
+    "matmul_bias_residual_double_bwd": "a b bias residual grad a b bias residual",
+    "matmul_bias_activation_jvp": "a b bias a b bias",
+    "matmul_bias_residual_jvp": "a b bias residual a b bias residual",
+    "silu_mul": "a b",
+    "silu_mul_bwd": "grad a b",
+}
+
+
+def on_webgpu(x):
+    if not nf.backends()["webgpu"]:
+        unavailable("webgpu", str(nf.backends()["webgpu"]))
+    return nf.to_device(x, "webgpu")
+
+
+#: What makes an array of another kind, and the module that has the functions for it.
+KINDS = {
+    "numpy": (lambda x: x, None),
+    "webgpu": (on_webgpu, "webgpu"),
+    "autograd": (lambda x: x, "autograd"),
+    "torch": (lambda x: pytest.importorskip("torch").tensor(x), "torch"),
+    "torch with gradients": (
+        lambda x: pytest.importorskip("torch").tensor(x, requires_grad=True), "torch",
+    ),
+    "jax": (lambda x: pytest.importorskip("jax").numpy.asarray(x), "jax"),
+    "dask": (lambda x: pytest.importorskip("dask.array").from_array(x, chunks=-1), "dask"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_none_for_an_operand_that_must_be_there_is_one_type_error(kind):
+    """Of the public functions and an adapter's own, and at the call: also where arrays are lazy."""
+    make, adapter = KINDS[kind]
+    if adapter == "autograd":
+        pytest.importorskip("autograd", reason="autograd is not installed")
+    shapes = {"grad": (2, 2), "a": (2, 2), "b": (2, 2), "bias": (2,), "residual": (2, 2)}
+    there = {name: make(np.ones(shape, np.float32)) for name, shape in shapes.items()}
+    modules = [nf] if adapter is None else [nf, import_module(f"numfuse.adapters.{adapter}")]
+    for operation, names in OPERATIONS.items():
+        names = names.split()
+        # (cotangents and tangents come first, or last, and may be None)
+        places = {name: i for i, name in enumerate(names)}
+        if operation.endswith("_jvp"):
+            places = {name: i for i, name in reversed(list(enumerate(names)))}
+        for name, place in places.items():
+            if name == "bias":
+                continue
+            given = [there[one] for one in names]
+            given[place] = None
+            for module in modules:
+                if not hasattr(module, operation):
+                    continue
+                with pytest.raises(TypeError) as caught:
+                    getattr(module, operation)(*given)
+                assert str(caught.value) == f"{name} must be an array, got None", operation

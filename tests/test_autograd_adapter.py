@@ -6,6 +6,8 @@ import itertools
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 autograd = pytest.importorskip("autograd", reason="autograd is not installed")
 
@@ -187,6 +189,46 @@ def test_sum_batch_and_the_pre_activation_are_differentiable():
     check_grads(both, modes=["rev"], order=3)(a, b)
 
 
+def test_a_saved_pre_activation_that_is_differentiated_is_an_operand():
+    a, b, bias, grad = draw(((3, 2), (2, 4), (4,), (3, 4)), seed=70)
+    u, v, w = draw(((3, 2), (2, 4), (4,)), seed=71)
+    pre = a @ b + bias
+
+    def total(found):
+        return sum(anp.sum(x) for x in found)
+
+    for function, operands in (
+        (nf.matmul_bias_activation_bwd, (grad, a, b, bias)),
+        (nf.matmul_bias_activation_double_bwd, (u, v, w, grad, a, b, bias)),
+    ):
+        check_grads(
+            lambda pre, f=function, x=operands: total(f(*x, "tanh", pre_activation=pre)),
+            modes=["rev"],
+            order=1,
+        )(pre)
+        with pytest.raises(ValueError, match="pre_activation must have the result's shape"):
+            autograd.grad(
+                lambda a, f=function, x=operands: total(
+                    f(*x[:-3], a, b, bias, pre_activation=pre[:1])
+                )
+            )(a)
+
+
+def test_an_activation_of_a_box_has_derivatives():
+    (x,) = draw(((5,),), seed=72)
+    check_grads(nf.activations()["gelu"], modes=["rev", "fwd"], order=2)(x)
+
+
+def test_zero_is_zero_beside_infinities():
+    a, b, residual = draw(((3, 2), (2, 4), (4,)), seed=73)
+    residual[0] = np.inf
+    given = (np.ones((3, 4)), a, b, None, residual)
+    found = adapter.matmul_bias_residual_double_bwd(None, None, None, None, *given)
+    assert not np.any(found.d_residual) and not np.any(found.d_grad)
+    dots = adapter.matmul_bias_residual_jvp(*given[1:], None, None, None, None)
+    assert not np.any(dots.out_dot)
+
+
 def test_results_are_those_of_the_core():
     grad, a, b, bias = draw(((3, 4), (3, 2), (2, 4), (4,)), 11)
     wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
@@ -244,3 +286,119 @@ def test_a_hessian_vector_product_is_that_of_the_hessian():
     product = autograd.hessian_vector_product(loss)(b, v)
     full = np.tensordot(autograd.hessian(loss)(b), v, 2)
     np.testing.assert_allclose(product, full, rtol=1e-11, atol=1e-12)
+
+
+@st.composite
+def problems(draw):
+    """Shapes of a, b, bias and residual: 1-D, batched and broadcast, in every combination."""
+    m, n, k = (draw(st.integers(1, 3)) for _ in "mnk")
+    batch = draw(st.sampled_from([(), (2,), (2, 3)]))
+
+    def lead():
+        own = batch[draw(st.integers(0, len(batch))) :]
+        return tuple(draw(st.sampled_from([1, length])) for length in own)
+
+    row, column = draw(st.booleans()), draw(st.booleans())
+    a = (k,) if row else (*lead(), m, k)
+    b = (k,) if column else (*lead(), k, n)
+    kinds = [None, (1 if column else n,)] + ([] if column else [(*lead(), 1, n)])
+    bias = draw(st.sampled_from(kinds))
+    bias_there = np.zeros(1 if column else n) if bias is None else np.zeros(bias)
+    out = nf.matmul_bias_activation(np.zeros(a), np.zeros(b), bias_there).shape
+    residual = out[draw(st.integers(0, len(out))) :]
+    return a, b, bias, draw(st.sampled_from([None, residual]))
+
+
+def reference(shapes, activation):
+    """autograd's own layer, over matrices."""
+    row, column = len(shapes[0]) == 1, len(shapes[1]) == 1
+
+    def layer(a, b, bias, residual):
+        z = anp.matmul(a[None] if row else a, b[:, None] if column else b)
+        z = z if bias is None else z + bias
+        shape = z.shape[:-2] + (() if row else z.shape[-2:-1]) + (() if column else z.shape[-1:])
+        z = anp.reshape(z, shape)
+        z = anp.tanh(z) if activation == "tanh" else z
+        return z if residual is None else z + residual
+
+    return layer
+
+
+@pytest.mark.filterwarnings("ignore:Output seems independent of input")
+@example(((2,), (2,), None, None), "tanh", 0)
+@example(((2,), (2,), (1,), ()), "none", 3)
+@given(problems(), st.sampled_from(["tanh", "none"]), st.integers(0, 3))
+def test_every_shape_in_every_mode_is_that_of_autograd(shapes, activation, moved):
+    a, b, bias, residual = (
+        None if shape is None else np.asarray(x)
+        for x, shape in zip(draw([s or () for s in shapes], 14), shapes, strict=True)
+    )
+    if residual is not None:
+        activation = "none"
+    operands = [a, b, bias, residual]
+    moved = moved if operands[moved] is not None else 0
+    x = operands[moved]
+    (v,) = (np.asarray(y) for y in draw([x.shape], 15))
+
+    def own(a, b, bias, residual):
+        if residual is None:
+            return nf.matmul_bias_activation(a, b, bias, activation)
+        return nf.matmul_bias_residual(a, b, bias, residual)
+
+    found = []
+    for layer in (own, reference(shapes, activation)):
+
+        def f(y, layer=layer):
+            return anp.sum(layer(*operands[:moved], y, *operands[moved + 1 :]) ** 2)
+
+        gradient = autograd.grad(f)
+        tangent = lambda y, f=f: autograd.make_jvp(f)(y)(v)[1]  # noqa: E731
+        found.append(
+            (
+                gradient(x),
+                tangent(x),
+                autograd.make_jvp(gradient)(x)(v)[1],
+                autograd.grad(tangent)(x),
+                autograd.make_jvp(tangent)(x)(v)[1],
+                autograd.jacobian(gradient)(x),
+                autograd.hessian_vector_product(f)(x, v),
+            )
+        )
+    for left, right in zip(*found, strict=True):
+        assert np.shape(left) == np.shape(right)
+        np.testing.assert_allclose(left, right, rtol=1e-10, atol=1e-10)
+
+
+def test_gates_of_no_axes_in_every_mode():
+    x = np.array([0.3, -0.7])
+    found = []
+    for gate in (lambda a, b: nf.activation_mul(a, b, "tanh"), lambda a, b: anp.tanh(a) * b):
+
+        def f(x, gate=gate):
+            return gate(x[0], x[1]) ** 2
+
+        gradient = autograd.grad(f)
+        found.append((gradient(x), autograd.make_jvp(gradient)(x)(x)[1], autograd.hessian(f)(x)))
+    for left, right in zip(*found, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-12)
+
+
+def test_an_infinite_residual_has_finite_derivatives():
+    x, v = np.ones((2, 2)), np.full((2, 2), 2.0)
+    residual = np.array([[np.inf, 1.0], [np.nan, -np.inf]])
+    tangent = autograd.make_jvp(lambda r: nf.matmul_bias_residual(x, x, None, r))(residual)(v)[1]
+    assert (tangent == 2).all()
+    second = adapter.matmul_bias_residual_double_bwd(x, None, None, v, x, x, x, None, residual)
+    assert (second.d_residual == 0).all()
+
+
+def test_an_activation_of_a_box_is_a_box_with_derivatives():
+    act = nf.activations()["gelu"]
+    x = np.array([[0.5, -1.0], [2.0, 0.1]])
+    own = lambda x: adapter.activation(x, act)  # noqa: E731
+    np.testing.assert_allclose(own(x), act(x), rtol=1e-14)
+    np.testing.assert_allclose(autograd.elementwise_grad(own)(x), act.derivative(x), rtol=1e-13)
+    second = autograd.elementwise_grad(autograd.elementwise_grad(own))(x)
+    np.testing.assert_allclose(second, act.second_derivative(x), rtol=1e-12)
+    tangent = autograd.make_jvp(own)(x)(np.ones_like(x))[1]
+    np.testing.assert_allclose(tangent, act.derivative(x), rtol=1e-13)

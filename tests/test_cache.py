@@ -6,8 +6,10 @@ in its name. Every case runs in processes of its own, with a cache directory of 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -15,8 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import numfuse
+from numfuse import binaries
 
 #: Minutes of compiling, in processes of their own.
 pytestmark = pytest.mark.apart
@@ -123,7 +128,7 @@ print(specialise.kernels())
 
 # A user's own activation of one name, with a formula from the command line.
 OWN = """
-import json, sys
+import gc, json, sys
 import numpy as np
 import numfuse as nf
 from numfuse import specialise
@@ -146,6 +151,7 @@ def check(factor):
 
 def hits():
     rows = ("layer_row", "layer_backward_row", "gate_row")
+    gc.collect()
     kernels = specialise.kernels()
     return {
         row: [k.cache_hits for k in kernels if specialise.readable_name(k.name) == row]
@@ -158,10 +164,11 @@ def test_a_redefined_activation_never_runs_the_stale_kernel(first, cache):
     run(
         OWN
         + """
-for factor in (2.0, 3.0, 2.0, 5.0):
+# Each is the only one of its name: the kernels of the formula before went with it.
+for factor, from_disk in ((2.0, 0), (3.0, 0), (2.0, 1), (5.0, 0)):
     define(factor)
     check(factor)
-assert all(found == [0, 0, 0] for found in hits().values()), hits()
+    assert all(found == [from_disk] for found in hits().values()), hits()
 """,
         cache,
     )
@@ -250,7 +257,9 @@ from numfuse.activations import get
 from numfuse.backends.cpu import library, rows
 assert specialise.__file__.startswith({str(package)!r})
 class Uncompiled: pass
-specialise.kernel = lambda template, **bindings: specialise.bound(template, bindings).__name__
+class Name(str):  # with attributes, as a kernel has them
+    pass
+specialise.kernel = lambda template, **bindings: Name(specialise.bound(template, bindings).__name__)
 gelu = get("gelu")
 print(library.gemm_cell("float32"), library.pack_a("float32", "float32"),
       rows.forward(gelu.curve, "float32", True, False, False))
@@ -344,7 +353,8 @@ assert len(caught) == 1, [str(w.message) for w in caught]
 assert caught[0].category is RuntimeWarning
 assert "NUMBA_CACHE_DIR" in str(caught[0].message)
 assert hits and not any(hits)
-print(specialise.cache_directory())
+from numfuse.backends.cpu import BACKEND
+print(BACKEND.describe()["kernel cache"])
 """,
         None,
         **home,
@@ -354,7 +364,11 @@ print(specialise.cache_directory())
 
 def test_a_read_only_install_caches_where_it_may(read_only, tmp_path):
     code = f"INSTALL = {str(read_only)!r}" + UNPRIVILEGED
-    code += "assert not caught\nprint(set(hits), specialise.cache_directory())"
+    code += """
+from numfuse.backends.cpu import BACKEND
+assert not caught
+print(set(hits), BACKEND.describe()["kernel cache"])
+"""
     assert run(code, tmp_path).startswith("{0} " + str(tmp_path))
     assert run(code, tmp_path).startswith("{1} " + str(tmp_path))
 
@@ -364,3 +378,110 @@ def test_a_read_only_install_caches_in_the_users_own_directory(read_only, tmp_pa
     home = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     assert run(code, None, **home).strip() == "{0} 0"
     assert run(code, None, **home).strip() == "{1} 0"
+
+
+# --- files that are damaged, or cannot be written -------------------------------------------------
+# Three kernels, where each came from, what was warned of, and where `info` says that they are.
+GATE = """
+import glob, json, os, resource, shutil, warnings
+import numpy as np
+import numfuse as nf
+
+x = np.linspace(-3, 3, 12).reshape(3, 4)
+BEFORE
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    out = nf.silu_mul(x, x)
+    AFTER
+assert np.allclose(out, nf.silu_mul(x, x, backend="reference"))
+from numfuse import specialise
+from numfuse.backends.cpu import BACKEND, launch
+hits = [kernel.cache_hits for kernel in specialise.kernels()]
+hits += launch._entry("here").stats.cache_hits.values() or [0]
+place = BACKEND.describe()["kernel cache"]
+assert all(w.category is RuntimeWarning for w in caught)
+print(json.dumps([hits, [str(w.message) for w in caught], place]))
+"""
+
+
+def gate(cache: Path, before: str = "", after: str = "") -> tuple[list[int], list[str], Path]:
+    code = GATE.replace("BEFORE", before).replace("AFTER", after)
+    hits, warned, place = json.loads(run(code, cache))
+    return hits, warned, Path(place)
+
+
+def test_a_cache_that_is_damaged_full_or_gone_costs_a_compilation_and_one_warning(tmp_path):
+    # No file can have more than 100 bytes, as on a disk that is full.
+    full = "resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))" if os.name == "posix" else ""
+    hits, warned, place = gate(tmp_path, full)
+    assert hits == [0, 0, 0]
+    if full:
+        assert len(warned) == 1 and str(place) in warned[0] and "NUMBA_CACHE_DIR" in warned[0]
+        assert list(place.iterdir()) == []  # nor what was begun
+    # A directory that disappears is made anew.
+    gone = f"shutil.rmtree({str(place)!r}); nf.relu_mul(x, x)"
+    assert gate(tmp_path, after=gone)[1:] == ([], place)
+    assert len(list(place.iterdir())) == 1
+    assert gate(tmp_path)[:2] == ([0, 0, 0], [])
+    files = sorted(path for path in place.iterdir() if "relu" not in path.name)
+    whole = {path: path.read_bytes() for path in files}
+    assert len(whole) == 4  # (one of the gate that the call above took)
+    for path, damaged in zip(
+        files, (b"", whole[files[1]][:1000], whole[files[0]], os.urandom(5000)), strict=True
+    ):
+        path.write_bytes(damaged)
+    hits, warned, _ = gate(tmp_path)
+    assert hits == [0, 0, 0]
+    assert len(warned) == 1 and "is damaged" in warned[0] and str(place) in warned[0]
+    assert gate(tmp_path)[:2] == ([1, 1, 1], []), "not replaced"
+
+
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a process that has warned of nothing yet."""
+    monkeypatch.setattr(binaries, "_TOLD", set())
+    monkeypatch.setattr(binaries, "_UNSAID", [])
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(body=st.binary(max_size=300), data=st.data())
+def test_a_kept_file_is_found_whole_or_not_at_all(untold, tmp_path, body, data):
+    path = tmp_path / "kernel.nbc"
+    binaries.write(path, body)
+    assert binaries.read(path) == body
+    whole = path.read_bytes()
+    position = data.draw(st.integers(0, len(whole) - 1))
+    other = bytes([whole[position] ^ data.draw(st.integers(1, 255))])
+    renamed = tmp_path / "another.nbc"
+    binaries.write(renamed, body)
+    for damaged in (
+        whole[:position], whole[:position] + other + whole[position + 1 :], whole + b"x",
+        data.draw(st.binary(max_size=300)), pickle.dumps("0.60.0") + body, renamed.read_bytes(),
+    ):  # fmt: skip
+        path.write_bytes(damaged)
+        assert binaries.read(path) is None
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["another.nbc", "kernel.nbc"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.EDQUOT])
+def test_a_file_that_cannot_be_written_is_told_of_once(untold, tmp_path, monkeypatch, number):
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    for name in ("one", "two"):
+        binaries.write(tmp_path / name, b"body")
+    (told,) = binaries.unsaid()
+    assert str(tmp_path / "one") in told and os.strerror(number) in told
+    assert list(tmp_path.iterdir()) == [] and binaries.unsaid() == []
+
+
+def test_what_is_in_the_place_of_a_file_or_directory_is_told_of_once(untold, tmp_path):
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "file").write_bytes(b"")
+    for place in (tmp_path / "directory", tmp_path / "file" / "kernel"):
+        assert binaries.read(place) is None
+        binaries.write(place, b"body")
+    texts = binaries.unsaid()
+    assert len(texts) == 2  # cannot be read, cannot be written
+    assert all(str(tmp_path) in text for text in texts)

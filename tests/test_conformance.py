@@ -12,9 +12,10 @@ import oracle
 import pytest
 import tolerance
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
-from conftest import SIMULATED, device_of, served
+from conftest import ARRAYS, SIMULATED, device_of, served
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from on_device import OnDevice, poisoned
 from oracle import ACTIVATIONS
 from tolerance import DTYPES, assert_within
 
@@ -35,11 +36,25 @@ sizes = st.sampled_from(SIZES)
 seeds = st.integers(0, 2**32 - 1)
 
 
+@pytest.fixture(params=ARRAYS)
+def arrays(request):
+    """The kind of array that the calls of a test are given, in turn."""
+    return request.param
+
+
 @pytest.fixture(autouse=True)
-def on_its_own_backend(request):
-    """What a test calls runs on its own backend, and on the device that was asked for."""
+def on_its_own_backend(request, arrays, monkeypatch):
+    """What a test calls runs on its own backend, and on the device that was asked for.
+
+    With arrays of the kind asked for; and memory that a device gives holds NaN.
+    """
     backend = request.getfixturevalue("backend")
     device = device_of(backend)
+    if arrays != "host":
+        monkeypatch.setattr(
+            request.module, "nf", OnDevice(backend, arrays, request.node.originalname)
+        )
+    poisoned(monkeypatch, backend)
     latest.call = None
     yield
     call = nf.last_call()
@@ -180,15 +195,65 @@ def test_residual_is_exact_within_the_bound_both_ways(backend, case, layout, dat
     grad = normal(rng, shape, a.dtype)
     result = nf.matmul_bias_residual_bwd(grad, a, b, bias, residual, backend=backend)
     check_backward(backend, grad, a, b, bias, "none", result)
-    exact = oracle.sum_to(oracle.wide(grad), residual.shape)
-    terms = max(1, grad.size // max(1, exact.size))
-    error = tolerance.gamma(terms, a.dtype) * oracle.sum_to(
-        np.abs(oracle.wide(grad)), residual.shape
-    )
-    assert_within(
-        "d_residual", result.d_residual, exact, tolerance.stored(exact, error, a.dtype, backend)
-    )
+    wanted = tolerance.residual_gradient(grad, residual.shape, a.dtype, backend)
+    assert_within("d_residual", result.d_residual, *wanted)
     assert not np.may_share_memory(result.d_residual, grad)
+
+
+@pytest.mark.dtype("float32")
+@pytest.mark.parametrize("layout", ["c", "inner_sliced"])
+@pytest.mark.parametrize(
+    "shape, own", [((1, 8), (8,)), ((1, 2, 8), (2, 8)), ((1, 5, 1), (5, 1)), ((1, 1, 8), (8,))],
+    ids=str,
+)  # fmt: skip
+def test_a_residual_that_lacks_axes_of_length_one_has_its_gradient(backend, shape, own, layout):
+    """Nothing is summed, yet the residual has fewer axes than the result."""
+    grad = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    given = np.ones((*shape[:-1], 3), np.float32), np.ones((3, shape[-1]), np.float32)
+    got = nf.matmul_bias_residual_bwd(
+        in_layout(grad, layout), *given, None, np.ones(own, np.float32), backend=backend
+    )
+    assert (got.d_residual == grad.reshape(own)).all()
+
+
+@st.composite
+def broadcasts(draw):
+    """Shapes of `a`, `b`, which may be 1-D, and their product, and one that broadcasts to that."""
+    lengths = st.sampled_from((0, 1, 1, 2, 3, 5))
+    batch = draw(st.sampled_from(((), (1,), (2,), (1, 1), (2, 1), (1, 3), (0,))))
+    m, n, k = draw(lengths), draw(lengths), 2
+    a, b = draw(
+        st.sampled_from(
+            (((*batch, m, k), (k, n)), ((*batch, m, k), (k,)), ((k,), (*batch, k, n)), ((k,), (k,)))
+        )
+    )
+    shape = np.matmul(np.zeros(a), np.zeros(b)).shape
+    ones = next((i for i, length in enumerate(shape) if length != 1), len(shape))
+    own = [length if draw(st.booleans()) else 1 for length in shape]
+    return a, b, shape, draw(st.sampled_from((shape[ones:], tuple(own[ones:]), tuple(own))))
+
+
+@pytest.mark.usefixtures("unrecorded")
+@sampled(240, case=broadcasts(), dtype=dtypes, layout=layouts, given_out=st.booleans(), seed=seeds)
+def test_a_residual_has_its_gradient_whatever_axes_it_lacks(
+    backend, case, dtype, layout, given_out, seed
+):
+    """Alone, with no products beside it; d_residual may be written to an array of the caller's."""
+    dtype, rng = DTYPES[dtype], np.random.default_rng(seed)
+    a, b, grad, residual = (normal(rng, shape, dtype) for shape in case)
+    grad = in_layout(grad, layout) if grad.ndim else grad
+    fenced = Fenced(residual.shape, dtype, strided=True)
+    out = (None, None, None, fenced.array) if given_out else None
+    for _ in range(2):
+        got = nf.matmul_bias_residual_bwd(
+            grad, a, b, None, residual, needs=("residual",), out=out, backend=backend
+        )
+        assert got[:3] == (None, None, None)
+        wanted = tolerance.residual_gradient(grad, residual.shape, dtype, backend)
+        assert_within("d_residual", got.d_residual, *wanted)
+        if given_out:
+            assert got.d_residual is fenced.array
+            fenced.assert_untouched()
 
 
 @sampled(
@@ -352,6 +417,7 @@ def test_half_types_are_accumulated_in_float32_and_rounded_once(backend, activat
     assert (out == wanted.out.astype(dtype)).mean() > 0.98
 
 
+@pytest.mark.host
 def test_a_dtype_that_is_not_served_is_a_type_error(backend, unrecorded):
     known = ", ".join(sorted(served(backend)))
     for name in set(DTYPES) - set(served(backend)):
@@ -707,6 +773,7 @@ def test_a_batch_in_out_is_written_in_place(backend):
     assert np.isnan(base[:, :2]).all() and np.isnan(base[:, 7:]).all()
 
 
+@pytest.mark.host
 @pytest.mark.skipif(sys.platform == "win32", reason="guard pages are set up with mprotect")
 @pytest.mark.parametrize("how", ["whole", "blocks"])
 def test_no_operand_is_read_or_written_past_its_pages(backend, how, unrecorded):

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from arrays import bits
 from conftest import SIMULATED, unavailable
+from on_device import poisoned
 
 import numfuse as nf
 from numfuse import kinds
@@ -25,6 +26,11 @@ from numfuse.backends.cuda.driver import device  # noqa: E402
 from numfuse.backends.cuda.memory import Pool, size_class  # noqa: E402
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def memory_holds_nan(monkeypatch):
+    poisoned(monkeypatch, "cuda")
 
 
 def there(x):
@@ -69,6 +75,37 @@ def test_a_repeated_call_reads_its_own_arrays(operands):
     out = [nf.matmul_bias_activation(*map(there, x[1:]), "relu") for x in (first, second)]
     wanted = [nf.matmul_bias_activation(*x[1:], "relu", backend="cuda") for x in (first, second)]
     assert same(out, wanted) and not same(out[:1], wanted[1:])
+
+
+@pytest.mark.parametrize("source, out", [((1, 8), (8,)), ((8,), (1, 8)), ((4, 2), (2, 4))])
+def test_a_copy_of_another_shape_is_refused(source, out):
+    from numfuse.backends.cuda.batches import copy
+    from numfuse.backends.cuda.plans import Recorder
+
+    rec = Recorder(device(0))
+    with pytest.raises(AssertionError, match="equal sizes"):
+        copy(rec, *(rec.fresh(shape, "float32") for shape in (source, out)))
+
+
+@pytest.mark.parametrize("name", ["grad", "a", "b", "residual"])
+def test_none_for_an_operand_that_must_be_there_is_one_type_error(operands, name):
+    grad, a, b, bias = map(there, operands())
+    given = {"grad": grad, "a": a, "b": b, "bias": bias, "residual": grad, name: None}
+    with pytest.raises(TypeError) as caught:
+        nf.matmul_bias_residual_bwd(**given)
+    assert str(caught.value) == f"{name} must be an array, got None"
+    if name == "grad":
+        return
+    del given["grad"]
+    for call in (
+        lambda: nf.matmul_bias_residual(**given),
+        lambda: nf.matmul_bias_residual_jvp(**given, a_dot=a, b_dot=b, bias_dot=bias,
+                                            residual_dot=grad),
+        lambda: nf.matmul_bias_residual_double_bwd(a, b, bias, grad, grad, **given),
+    ):  # fmt: skip
+        with pytest.raises(TypeError) as caught:
+            call()
+        assert str(caught.value) == f"{name} must be an array, got None"
 
 
 #: Calls by the names of their operands in the order of the signature, None left out here or there.
@@ -237,7 +274,7 @@ def test_what_is_not_on_the_device_is_refused(operands):
         nf.matmul_bias_activation(x, b)
     with pytest.raises(TypeError, match="out must be on cuda:0"):
         nf.silu_mul(x, x, out=a)
-    with pytest.raises(TypeError, match="b must be on cuda:0"):
+    with pytest.raises(TypeError, match="b must be an array, got None"):
         nf.matmul_bias_activation(x, None)
     with pytest.raises(ValueError, match="backend must be 'cuda'"):
         nf.silu_mul(x, x, backend="cpu")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from dataclasses import replace
 
 import ml_dtypes
@@ -37,7 +38,7 @@ DTYPES = {
 UNITS = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 THREADS = CudaBlock(64, 64, 8, 8, 16, 3, 1)
 WARPS = CudaBlock(32, 32, 16, 32, 16, 3, 1, 8)
-HALF_WARPS = CudaBlock(32, 32, 32, 32, 16, 3, 1, 16)
+HALF_WARPS = CudaBlock(32, 32, 32, 32, 16, 3, 1, 16, kept="")
 
 
 class Array:
@@ -124,6 +125,7 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
             size = abs(exact[:, rows]).sum(1)
             error = abs(sums[:, r] - exact[:, rows].sum(1))
             assert (error <= (bound[:, rows].sum(1) + unit * plan.block_m * size)).all()
+    return a.view, b.view, out.view
 
 
 LAYOUTS = [("rows", "rows"), ("rows", "columns"), ("columns", "rows"), ("columns", "columns")]
@@ -141,6 +143,27 @@ def test_a_product_in_every_layout_by_16_bytes(dtype, x, y):
 def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
     tile = {"float64": WARPS, "float32": THREADS}.get(dtype, HALF_WARPS)
     check(dtype, tile, 37, 35, 21, x=x, y=y, offset=1, epilogue="slope")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tile_fetches_every_layout(dtype):
+    """Any product may be given to any of its tiles, by its sizes alone."""
+    tables = {
+        "float32": tiling.CUDA_CORE_BLOCKS,
+        "float64": tiling.CUDA_DOUBLE_BLOCKS + tiling.CUDA_DOUBLE_FEW,
+    }
+    halves = tiling.CUDA_HALF_BLOCKS + tiling.CUDA_HALF_BLOCKS_HELD
+    module = simt if dtype == "float32" else tensor_core
+    acc = "float64" if dtype == "float64" else "float32"
+    for tile in tables.get(dtype, halves):
+        for x, y in itertools.product([(64, 1), (1, 128)], repeat=2):
+            for alignment in (16, DTYPES[dtype].itemsize):
+                a, b = (Operand(dtype, (0, *steps), alignment) for steps in (x, y))
+                held = alignment < 4
+                if dtype in tables or held == (tile in tiling.CUDA_HALF_BLOCKS_HELD):
+                    out = Operand(dtype, (0, 64, 1), alignment)
+                    made = Product(128, 64, 64, 1, a, b, out, acc)
+                    module.plan(made, HOPPER, tile, 64, 1)
 
 
 @pytest.mark.parametrize(
@@ -188,6 +211,64 @@ def test_parts_of_a_long_sum_are_joined(dtype):
     check(dtype, tile, 20, 24, 150, x="columns", parts=3, places=2, bias=False)
 
 
+@pytest.fixture
+def short_chains(monkeypatch):
+    """Chains of sums of 64 values of K, for sums of a few hundred."""
+    monkeypatch.setattr(tiling, "CUDA_CHAIN", 64)
+    thin._kernel.cache_clear()
+    yield
+    thin._kernel.cache_clear()
+
+
+@pytest.mark.parametrize("k", [64, 65, 201])
+def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains):
+    """To the bit, wherever the sum of chains waits."""
+    results = []
+    for depth, kept in ((16, "registers"), (32, "shared")):
+        tile = CudaBlock(32, 16, depth, 4, 4, 3, 1, kept=kept)
+        a, b, out = check("float32", tile, 3, 4, k, bias=False)
+        results.append(out[0])
+    length = {64: 64, 65: 64, 201: 64}[k]
+    total = np.zeros((3, 4), np.float32)
+    for first in range(0, k, length):
+        chain = np.zeros((3, 4), np.float32)
+        for i in range(first, min(first + length, k)):
+            product = a[0, :, i : i + 1].astype(np.float64) * b[0, i : i + 1]
+            chain = (product + chain).astype(np.float32)  # as a fused multiply-add
+        total += chain
+    for result in results:
+        np.testing.assert_array_equal(result, total)
+
+
+def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths():
+    for k in (1, 31, 255, 256, 257, 500, 600, 1000, 7000, 100_000):
+        length = tiling.cuda_chain(k)
+        count = -(-k // length)
+        assert length <= tiling.CUDA_CHAIN and count == max(1, -(-k // tiling.CUDA_CHAIN))
+        assert length % 32 == 0 and (count - 1) * length < k <= count * length
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kept", "k", "options"),
+    [
+        ("float64", "shared", 131, {}), ("float64", "registers", 131, {"x": "columns"}),
+        ("float32", "shared", 300, {"cluster": 2}),
+        ("float32", "shared", 230, {"parts": 2, "x": "columns", "bias": False}),
+    ],
+)  # fmt: skip
+def test_long_sums_of_chains(dtype, kept, k, options, short_chains):
+    tile = CudaBlock(32, 16, 32, 4, 4, 3, 1) if dtype == "float32" else WARPS
+    check(dtype, replace(tile, kept=kept), 5, 8, k, **options)
+
+
+@pytest.mark.parametrize(("dtype", "m"), [("float64", 2), ("float32", 18)])
+def test_few_rows_of_long_sums(dtype, m, short_chains, monkeypatch):
+    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192 if m == 2 else 4096)
+    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3 if m == 2 else 6)
+    monkeypatch.setattr(tiling, "CUDA_CHAIN", 16)  # of each warp's share
+    check(dtype, None, m, 20, 400, epilogue="residual")
+
+
 def test_places_and_padded_rows():
     check("float32", THREADS, 20, 68, 12, places=3, pad=4, epilogue="residual")
     check("float64", WARPS, 20, 36, 12, places=2, pad=2, epilogue="slope")
@@ -205,6 +286,10 @@ def test_float64_in_chunks_of_any_length(chunk):
 )
 def test_other_tiles_of_threads(tile):
     check("float32", tile, 40, 68, 28, epilogue="slope")
+
+
+def test_a_factor_of_few_columns_is_turned_by_all_threads():
+    check("float32", CudaBlock(64, 32, 32, 4, 4, 2, 1), 40, 32, 36, y="columns")
 
 
 @pytest.mark.parametrize("y", ["rows", "columns"])
@@ -299,11 +384,22 @@ def test_gates_by_16_bytes(dtype, needs):
             assert np.isnan(found.astype(np.float64)).all()
 
 
-def test_columns_are_joined_in_lanes():
-    planes = np.random.default_rng(0).standard_normal((2, 100, 37)).astype(np.float32)
-    out = np.full((2, 37), np.nan, np.float64)
-    launch = joins.columns("float32", Slot("work"), Slot("out"), "float32", 2, 100, 37, (37, 1))
-    out = out.astype(np.float32)
+@pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's, of a scalar
+@pytest.mark.parametrize("wide", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("depth", [5, 600])
+def test_a_join_is_rounded_once(depth, wide):
+    planes = np.random.default_rng(0).uniform(0, 1, (2, depth, 36)).astype(np.float32)
+    planes[0, depth // 2, 3], planes[1, 3, 5] = np.inf, np.nan
+    planes[1, :2, 7] = 3e38
+    out = np.full((2, 36), np.nan, np.float32)
+    slots = Slot("work"), Slot("out"), "float32", 2, depth
+    if wide:
+        launch = joins.rows("float32", *slots, (3, 12), (36, 12, 1))
+    else:
+        launch = joins.columns("float32", *slots, 36, (36, 1))
     Machine([planes, out]).run(launch, work=planes.ctypes.data, out=out.ctypes.data)
     exact = planes.astype(np.float64).sum(1)
-    assert (abs(out - exact) <= 2.0**-24 * 20 * abs(planes.astype(np.float64)).sum(1)).all()
+    known = abs(exact) < 3e38
+    assert (abs(out - exact)[known] <= 2.0**-24 * (1 + 1e-6) * exact[known]).all()
+    assert out[0, 3] == np.inf and out[1, 7] == np.inf and np.isnan(out[1, 5])
+    assert known.sum() == 72 - 3

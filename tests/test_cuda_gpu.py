@@ -342,6 +342,20 @@ def test_float32_activations_have_the_bits_that_the_cpu_gives(name):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("kind", ["normal", "positive"])
+@pytest.mark.parametrize("sizes", [(512, 20_000, 256), (101, 7001, 99)], ids=str)
+@pytest.mark.parametrize("name", ["bfloat16", "float16"])
+def test_long_sums_of_halves_are_within_the_bound_of_the_units_that_make_them(name, sizes, kind):
+    """16 products at a time are added to a sum, which is cut off at 2^-22 of it at worst."""
+    torch = torch_cuda()
+    m, k, n = sizes
+    draw = torch.randn if kind == "normal" else torch.rand
+    a, b = (draw(s, device="cuda").to(getattr(torch, name)) for s in ((m, k), (k, n)))
+    _, pre = nf.matmul_bias_activation(a, b, return_pre_activation=True)
+    exact, size = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+    assert bool(((pre.double() - exact).abs() <= (k / 16 + 4) * 2.0**-22 * size).all())
+
+
 # --- float32 on tensor cores ----------------------------------------------------------------------
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import sys
 from types import SimpleNamespace
 
+import ahead
 import pytest
 from conftest import SIMULATED, unavailable
 
@@ -228,3 +231,64 @@ def test_pytorch_tells_of_cudas_autocast_where_no_device_is_named():
     finally:
         torch.set_autocast_enabled("cuda", before[0])
         torch.set_autocast_enabled("cpu", before[1])
+
+
+# --- a fork -------------------------------------------------------------------------------------
+
+FORKS = """
+import os, sys
+import numpy as np
+import numfuse as nf
+from numfuse.backends import load
+from numfuse.backends.cuda import libcuda
+
+class Driver:  # one that says yes to all
+    def __getattr__(self, name):
+        return lambda *_: 0
+    def cuDeviceGetCount(self, found):
+        found._obj.value = 1
+        return 0
+
+a = np.ones(3, np.float32)
+def child(what):
+    pid = os.fork()
+    if pid == 0:
+        what()
+        sys.exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def unused():  # a child may begin where its parent has not
+    libcuda._library = Driver()
+    load("cuda").device.synchronize()
+
+def raised(error, call):
+    try:
+        call()
+    except error as found:
+        assert "forked after CUDA had begun: start it with 'spawn'" in str(found), found
+    else:
+        raise AssertionError("no error")
+
+def used():
+    raised(nf.BackendUnavailable, lambda: nf.silu_mul(a, a, backend="cuda"))
+    raised(nf.BackendUnavailable, lambda: nf.to_device(a, "cuda"))
+    raised(nf.DeviceLost, device.synchronize)
+    device.free(4096)  # it is the parent's
+    assert nf.silu_mul(a, a, backend="reference").shape == (3,)
+
+assert child(unused) == 7
+libcuda._library = Driver()
+libcuda._library.cuMemFree_v2 = lambda _: os._exit(3)
+device = load("cuda").device
+assert child(used) == 7
+assert child(lambda: child(used) == 7 or os._exit(1)) == 7
+device.synchronize()
+"""
+FORKING = ahead.Process(lambda _: [sys.executable, "-c", FORKS], timeout=120)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.ahead(process=FORKING)
+def test_a_forked_child_is_told_to_use_spawn():
+    done = FORKING.result()
+    assert done.returncode == 0, done.stderr[-3000:]

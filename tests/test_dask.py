@@ -12,10 +12,12 @@ import subprocess
 import sys
 import time
 
+import hypothesis
 import numpy as np
 import pytest
 import tolerance
 from arrays import bits, normal
+from hypothesis import strategies as st
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
@@ -24,6 +26,7 @@ from numfuse import tiling
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 
+from numfuse.adapters import dask as adapter  # noqa: E402
 from numfuse.adapters import dask_blocks  # noqa: E402
 
 M, N, K = 13, 7, 11
@@ -251,6 +254,94 @@ def test_sizes_of_zero(shape):
     whole = nf.matmul_bias_activation_bwd(**x, activation="gelu")
     for lazy, wanted in zip(found, whole, strict=True):
         np.testing.assert_allclose(lazy.compute(), wanted, rtol=1e-5, atol=1e-5)
+
+
+@st.composite
+def chunked_problems(draw):
+    """{axis: length}, {axis: chunks}, and the axes of each operand, None where it is broadcast."""
+    lengths = {"m": draw(st.integers(1, 3)), "n": draw(st.integers(1, 3))}
+    lengths["k"] = draw(st.integers(1, 9))  # so that K often stays in chunks, and often does not
+    batch = [f"p{i}" for i in range(draw(st.integers(0, 2)))]
+    lengths |= {axis: draw(st.integers(1, 3)) for axis in batch}
+    chunks = {axis: draw(st.integers(1, length)) for axis, length in lengths.items()}
+
+    def axes(*own, missing=False):
+        own_batch = batch[draw(st.integers(0, len(batch))) :]
+        kept = [*own_batch, *own]
+        return [None if draw(st.booleans()) and (missing or x in batch) else x for x in kept]
+
+    operands = {"a": [*axes(), "m", "k"], "b": [*axes(), "k", "n"]}
+    if draw(st.booleans()):
+        operands["bias"] = draw(st.sampled_from([["n"], [*axes(), None, "n"]]))
+    residual = axes("m", "n", missing=True) if draw(st.booleans()) else None
+    return lengths, chunks, operands, residual
+
+
+#: The bias alone has a batch, and K stays in its chunks.
+ENLARGED = (
+    {"m": 2, "n": 4, "k": 4, "p0": 3},
+    {"m": 2, "n": 4, "k": 2, "p0": 3},
+    {"a": ["m", "k"], "b": ["k", "n"], "bias": ["p0", None, "n"]},
+    None,
+)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.example(ENLARGED, "none")
+@hypothesis.example(ENLARGED, "tanh")
+@hypothesis.given(chunked_problems(), st.sampled_from(["none", "tanh"]))
+def test_every_shape_in_any_chunks_is_that_of_numpy(problem, activation):
+    lengths, chunks, axes, residual = problem
+    rng = np.random.default_rng(0)
+
+    def array(letters):
+        x = rng.standard_normal([1 if x is None else lengths[x] for x in letters])
+        return x, da.from_array(x, chunks=tuple(1 if x is None else chunks[x] for x in letters))
+
+    def pairs(letters):
+        return {name: array(x) for name, x in letters.items()}
+
+    own = pairs(axes)
+    out = nf.matmul_bias_activation(**{name: x for name, (x, _) in own.items()})
+    every = [*[f"p{i}" for i in range(2) if f"p{i}" in lengths], "m", "n"][-out.ndim :]
+    # An axis that every operand leaves out has length 1 in the result.
+    visible = [x if lengths[x] == n else None for x, n in zip(every, out.shape, strict=True)]
+    own.setdefault("bias", (None, None))
+    grad, dots = array(visible), pairs(axes)
+    dots.setdefault("bias", (None, None))
+    rows = [(own[name], dots[name]) for name in ("a", "b", "bias")]
+    primal, tangent = [x for x, _ in rows], [x for _, x in rows]
+    calls = [
+        (nf.matmul_bias_activation, primal),
+        (nf.matmul_bias_activation_bwd, [grad, *primal]),
+        (nf.matmul_bias_activation_double_bwd, [*tangent, grad, *primal]),
+        (nf.matmul_bias_activation_jvp, [*primal, *tangent]),
+    ]  # fmt: skip
+    if residual is not None:
+        residual = residual[-out.ndim :]
+        there = [
+            x if y is not None else None
+            for x, y in zip(visible[-len(residual) :], residual, strict=True)
+        ]
+        extra, dot = array(there), array(there)
+        calls = [
+            (nf.matmul_bias_residual, [*primal, extra]),
+            (nf.matmul_bias_residual_bwd, [grad, *primal, extra]),
+            (nf.matmul_bias_residual_double_bwd, [*tangent, dot, grad, *primal, extra]),
+            (nf.matmul_bias_residual_jvp, [*primal, extra, *tangent, dot]),
+        ]
+    with dask.config.set(scheduler="synchronous"):
+        for function, pairs_of in calls:
+            end = () if residual is not None else (activation,)
+            wanted = function(*(x for x, _ in pairs_of), *end)
+            lazy = function(*(x for _, x in pairs_of), *end)
+            if not isinstance(wanted, tuple):
+                wanted, lazy = (wanted,), (lazy,)
+            for x, y in zip(dask.compute(*lazy), wanted, strict=True):
+                assert (x is None) == (y is None)
+                if y is not None:
+                    assert x.shape == y.shape
+                    np.testing.assert_allclose(x, y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -842,3 +933,13 @@ def test_importing_the_adapter_starts_no_compiler():
     code = "import sys, numfuse.adapters.dask; print('numba' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_an_activation_of_a_dask_array_is_lazy():
+    x = np.linspace(-3, 3, 24).reshape(4, 6)
+    lazy = da.from_array(x, chunks=(2, 3))
+    act = nf.activations()["gelu"]
+    for of in (act, act.derived(1)):
+        out = adapter.activation(lazy, of)
+        assert isinstance(out, da.Array) and out.chunks == lazy.chunks and out.dtype == x.dtype
+        np.testing.assert_array_equal(out.compute(scheduler="processes"), of(x))

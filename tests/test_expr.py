@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from numba import njit
 
-from numfuse import elementary
+import numfuse as nf
+from numfuse import elementary, wgsl
 from numfuse import expr as ex
 from numfuse.activations import get
 from numfuse.backends.cpu.primitives import render, scalar_function
@@ -190,6 +191,35 @@ def test_numpy_functions_record_the_same_node():
 def test_what_a_symbol_cannot_do_says_what_to_write(formula, remedy):
     with pytest.raises(TypeError, match=remedy):
         ex.trace(formula)
+
+
+def repeated(step, count):
+    def formula(x):
+        y = x
+        for _ in range(count):
+            y = step(x, y)
+        return y
+
+    return formula
+
+
+@pytest.mark.parametrize(
+    "step", [lambda x, y: y * y, lambda x, y: ex.tanh(y), lambda x, y: x / (y + 1)],
+    ids=["squares", "functions", "fractions"],
+)  # fmt: skip
+def test_a_formula_of_more_operations_than_compile_is_refused(step):
+    """At its definition, and so on every backend; one as large as may be is printed for all."""
+    for count in (20_000, 1_001):
+        with pytest.raises(ValueError, match=r"at most 1000 operations, got \d+"):
+            nf.activation(repeated(step, count), name="too long")
+    assert "too long" not in nf.activations()
+    act = nf.activation(repeated(step, 333), name="long")
+    assert np.isfinite(act(np.zeros(3))).all()
+    for order in range(4):
+        graph = act.trace(order)
+        wgsl.function(graph, "long")
+        render((graph,), "float32")
+        assert len(repr(graph)) < 10_000 and len(graph.digest) == 64
 
 
 def test_graphs_survive_text_and_pickle():

@@ -93,6 +93,31 @@ def test_gates_have_the_bits_of_the_core(shape, dtype):
     assert (bits(gates(*views)[1]) == bits(nf.silu_mul(views[1], views[2]))).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fast_math_around_a_call_changes_no_bit(dtype):
+    """The flags of a caller say that there is no NaN; the guard is there for those that come."""
+    fast = [numba.njit(fastmath=True)(f.py_func) for f in (layer, gradients, gates)]
+    a, b, bias, grad = draw(dtype, (5, 9), (9, 33), (33,), (5, 33), seed=6)
+    a[1, 2], a[2, 3], a[3, 4] = np.nan, np.inf, -np.inf
+    x = np.array([np.nan, np.inf, -np.inf, -0.0, np.finfo(dtype).max, 0.3] * 5, dtype)
+    for quick, function, operands in zip(
+        fast,
+        (layer, gradients, gates),
+        ((a, b, bias), (grad, a, b, bias), (x[::-1], x, np.ones_like(x))),
+        strict=True,
+    ):
+        found, wanted = (
+            np.concatenate([np.ravel(y) for y in _leaves(f(*operands))]) for f in (quick, function)
+        )
+        np.testing.assert_array_equal(found, wanted)
+    # d_a of the row with a NaN is that of a derivative of 0, by the guard.
+    assert (fast[1](np.ones_like(grad), a, b, bias)[0][1] == 0).all()
+
+
+def _leaves(x):
+    return [z for y in x for z in _leaves(y)] if isinstance(x, tuple) else [x]
+
+
 @numba.njit(parallel=True)
 def many(a, b, bias):
     out = np.empty((a.shape[0], a.shape[1], b.shape[1]), a.dtype)

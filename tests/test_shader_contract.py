@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+import sys
 
+import ahead
 import numpy as np
 import pytest
 import tolerance
 from arrays import normal
 from conftest import unavailable
+from hypothesis import given
+from hypothesis import strategies as st
 from tolerance import assert_within
 
 import numfuse as nf
@@ -462,3 +466,105 @@ def test_workgroup_sizes_are_read_from_constants(text, size):
     module = parse(f"// @compute fn no() {{}}\nconst SIDE = 32 / 2;\n@compute {text}\nfn f() {{}}")
     assert list(module.entry_points) == ["f"]
     assert module.workgroup("f") == size
+
+
+# --- modules that nest --------------------------------------------------------------------------
+
+DEEP = """
+import threading
+import numfuse as nf
+
+BEFORE = '''
+@group(0) @binding(0) var<storage, read> a: array<f32>;
+@group(0) @binding(1) var<storage, read> b: array<f32>;
+@group(0) @binding(2) var<storage, read_write> out: array<f32>;
+@group(0) @binding(3) var<uniform> count: vec4<u32>;
+'''
+def module(body, before=""):
+    return BEFORE + before + (
+        "@compute @workgroup_size(256) fn silu_mul_f32(@builtin(global_invocation_id) id: vec3u)"
+        "{ var x = a[id.x] + b[id.x] + f32(count.x); " + body + " out[id.x] = x; }"
+    )
+
+def chain(text, n):
+    return "".join(text.replace("NEXT", str(i + 1)).replace("THIS", str(i)) for i in range(n))
+
+# What nests, and how often it may.
+KINDS = {
+    "calls": (250, lambda n: module("x = " + "abs(" * n + "x" + ")" * n + ";")),
+    "parentheses": (250, lambda n: module("x = " + "(" * n + "x" + ")" * n + ";")),
+    "indices": (250, lambda n: module(
+        "var q = array<u32, 4>(); x = f32(" + "q[" * n + "0" + "]" * n + ");")),
+    "lists": (250, lambda n: module("var q: " + "array<" * n + "f32" + ", 1>" * n + ";")),
+    "elses": (250, lambda n: module(
+        "if (x < 0.0) {}" + chain(" else if (x < THIS.0) { x = 0.0; }", n))),
+    "sums": (1010, lambda n: module("x = x" + " + x" * n + ";")),
+    "signs": (1010, lambda n: module("x = " + "- " * n + "x;")),
+    "members": (1010, lambda n: module("x = vec4f(x)" + ".wzyx" * n + ".x;")),
+    "conditions": (500, lambda n: module("if (x > 0.0" + " && x > 0.0" * n + ") { x = 1.0; }")),
+    "structures": (1010, lambda n: module(
+        f"var q: S{n};", "struct S0 { v: f32 }" + chain("struct SNEXT { s: STHIS }", n))),
+    "aliases": (1010, lambda n: module(
+        f"var q: T{n};", "alias T0 = f32;" + chain("alias TNEXT = array<TTHIS, 1>;", n))),
+    "functions": (200, lambda n: module(
+        f"x = g{n}(x);", "fn g0(x: f32) -> f32 { return x; }"
+        + chain("fn gNEXT(x: f32) -> f32 { return gTHIS(x); }", n))),
+}
+failed = []
+def check():
+    for kind, (most, make) in KINDS.items():
+        for n in (1100, 20_000):
+            try:
+                nf.webgpu.load_shaders(make(n))
+            except ValueError as error:
+                if "must nest at most 256 levels deep, got" not in str(error):
+                    failed.append((kind, n, str(error)))
+            else:
+                failed.append((kind, n, "loaded"))
+        try:
+            nf.webgpu.load_shaders(make(most))
+        except Exception as error:
+            failed.append((kind, most, repr(error)))
+nf.webgpu.reference_shaders()
+threading.stack_size(1 << 20)
+team = threading.Thread(target=check)
+team.start()
+team.join()
+assert not failed, failed
+"""
+NESTING = ahead.Process(lambda _: [sys.executable, "-c", DEEP], timeout=240)
+
+
+@pytest.mark.ahead(process=NESTING)
+def test_a_module_that_nests_too_deep_is_refused_before_a_compiler_ends_the_process():
+    """What is allowed compiles on a stack of 1 MiB; in a process of its own, as it would end."""
+    done = NESTING.result()
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+
+
+@st.composite
+def nests(draw):
+    """Text that nests, and how deep."""
+    text, levels = "x", 0
+    for kind in draw(st.lists(st.sampled_from(["(", "[", "{", "//", "/*", "sum", ","]))):
+        if kind == "//":
+            text = f"// ((( {{{{ else\n{text} // f(((\n"
+        elif kind == "/*":
+            text = f"/* ((( /* [[[ */ 1.0.x.x */{text}"
+        elif kind == "sum":
+            text = f"x + 1.5e-3 * y - 0x1p-3 / {text}"
+        elif kind == ",":
+            text = f"f(y + z + y + z, {text})"
+        else:
+            text = f"{kind}{text}{dict(zip('([{', ')]}', strict=True))[kind]}"
+        levels += kind not in ("//", "/*")
+    return text, levels
+
+
+@given(nests())
+def test_a_module_nests_as_deep_as_its_brackets_and_operators_and_not_its_comments(nest):
+    from numfuse.backends.webgpu.nesting import depth
+
+    text, levels = nest
+    assert levels <= depth(text) <= levels + 1
+    assert depth(f"{text}; {text} ;{text}") == depth(text)

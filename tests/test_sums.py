@@ -1,6 +1,6 @@
-"""How accurate long sums are: beside NumPy's pairwise sum and its BLAS, at the same shapes.
+"""How accurate long sums are: the CPU's beside NumPy's and its BLAS's, the others' beside them.
 
-Both are compared by what they are off by, over many sums at once, so that luck averages out; the
+All are compared by what they are off by, over many sums at once, so that luck averages out; the
 seeds are fixed. Wrong sums are found by the conformance suite; here a worse order of summation is.
 """
 
@@ -10,7 +10,8 @@ import math
 
 import numpy as np
 import pytest
-from tolerance import roundoff
+from conftest import SIMULATED
+from tolerance import DTYPES, roundoff
 
 import numfuse as nf
 from numfuse import tiling
@@ -131,3 +132,36 @@ def test_products_are_as_accurate_as_those_of_blas(dtype, k, kind):
         run(b, a_t, unread, needs=("b",), backend="cpu").d_b,
     ):
         assert frobenius(got, exact) <= 1.15 * peer
+
+
+@pytest.mark.parametrize("backend", ["cuda", "webgpu"], indirect=True)
+@pytest.mark.parametrize("kind", ["normal", "positive"])
+@pytest.mark.parametrize("k", [600, 100_000])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums_of_any_length_are_off_by_no_more_than_twice_the_cpus(backend, dtype, k, kind):
+    """Of products, over K, N and M, and of columns, over M: in the Frobenius norm.
+
+    A chain of sums of its own length would be off by the root of that: 3 times as much at 600
+    positive terms, 50 times at 100,000.
+    """
+    rng = np.random.default_rng(k)
+    m, n = (6, 14) if SIMULATED else (12, 40)
+    a, b = (values(rng, shape, kind).astype(DTYPES[dtype]) for shape in ((m, k), (k, n)))
+    exact = a.astype(np.longdouble) @ b.astype(np.longdouble)
+    columns = b.astype(np.longdouble).sum(0)
+    a_t, b_t, unread = np.ascontiguousarray(a.T), np.ascontiguousarray(b.T), np.zeros_like(exact)
+    unread, bias = unread.astype(a.dtype), np.zeros(n, a.dtype)
+
+    def errors(backend):
+        run = nf.matmul_bias_activation_bwd
+        out = nf.matmul_bias_activation(a, b, backend=backend)
+        d_a = run(a, unread, b_t, needs=("a",), backend=backend).d_a
+        of_m = run(b, a_t, unread, bias, needs=("b", "bias"), backend=backend)
+        found = (out, d_a, of_m.d_b, of_m.d_bias)
+        return [
+            frobenius(x, wanted)
+            for x, wanted in zip(found, (exact, exact, exact, columns), strict=True)
+        ]
+
+    for ours, cpus in zip(errors(backend), errors("cpu"), strict=True):
+        assert ours <= 2 * cpus

@@ -703,3 +703,39 @@ assert "parallel" in entered
 """,
         "omp",
     )
+
+
+@linux
+def test_no_memory_for_a_workspace_is_a_memory_error_and_nothing_is_written():
+    run(
+        """
+import resource
+n = 1500
+a = np.ones((n, n), np.float32)
+few = a[:64, :64]
+out, d_a, d_b = (np.full_like(a, 7) for _ in range(3))
+nf.matmul_bias_activation(few, few)
+nf.matmul_bias_activation_bwd(few, few, few, None, "gelu")
+with open("/proc/self/statm") as f:
+    mapped = int(f.read().split()[0]) * resource.getpagesize()
+limits = resource.getrlimit(resource.RLIMIT_AS)
+resource.setrlimit(resource.RLIMIT_AS, (mapped + (1 << 20), limits[1]))
+def refused(call):
+    try:
+        call()
+    except MemoryError as error:
+        return "workspace" in str(error)
+calls = (
+    lambda: nf.matmul_bias_activation(a, a, None, "none", out=out),
+    lambda: nf.matmul_bias_activation_bwd(a, a, a, None, "gelu", out=(d_a, d_b, None)),
+)
+said = [refused(call) for call in calls]
+resource.setrlimit(resource.RLIMIT_AS, limits)
+assert said == [True, True], said
+assert all((x == 7).all() for x in (out, d_a, d_b))
+for call in calls: call()
+assert (out == n).all()
+""",
+        "workqueue",
+        threads=1,
+    )

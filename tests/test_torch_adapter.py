@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import itertools
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
 import numfuse as nf  # noqa: E402
 from numfuse.adapters import torch as adapter  # noqa: E402
+from numfuse.adapters.surface import NAMES, gate_of  # noqa: E402
 from numfuse.adapters.torch_operators import key_of  # noqa: E402
 
 # a, b, bias: plain, broadcast batches, a bias per member, 1-D operands
@@ -207,6 +209,141 @@ def test_past_the_table_a_derivative_raises_and_never_stops_silently():
         torch.autograd.grad(value.sum(), x)
 
 
+# --- every argument -----------------------------------------------------------------------------
+
+ROLES = {
+    "a": (3, 2), "b": (2, 4), "bias": (4,), "residual": (4,), "grad": (3, 4),
+    "u": (3, 2), "v": (2, 4), "w": (4,), "z": (4,), "pre_activation": (3, 4),
+    "a_dot": (3, 2), "b_dot": (2, 4), "bias_dot": (4,), "residual_dot": (4,),
+}  # fmt: skip
+OTHER = {"activation", "needs", "guard", "backend", "sum_batch", "return_pre_activation", "out"}
+SIGNATURES = {
+    name: [x for x in inspect.signature(getattr(nf, name)).parameters if x not in OTHER]
+    for name in NAMES
+    if gate_of(name)[0] == name
+}
+
+
+def operands_of(name, seed=30):
+    """One tensor for each argument of a public function, and its own options."""
+    roles = SIGNATURES[name]
+    shapes = [(5,) if name.startswith("activation_mul") else ROLES[role] for role in roles]
+    given = dict(zip(roles, draw(*shapes, seed=seed, needs=False), strict=True))
+    if "pre_activation" in given:
+        given["pre_activation"] = given["a"] @ given["b"] + given["bias"]
+    bent = {} if "residual" in name else {"activation": "gelu"}
+    return given, bent
+
+
+def several(found):
+    return [x for x in (found if isinstance(found, tuple) else (found,)) if x is not None]
+
+
+@pytest.mark.parametrize("name,role", [(n, r) for n, roles in SIGNATURES.items() for r in roles])
+def test_no_argument_loses_its_gradient(name, role):
+    given, bent = operands_of(name)
+    x = given[role]
+
+    def call(x):
+        return tuple(several(getattr(nf, name)(**{**given, role: x}, **bent)))
+
+    x.requires_grad_()
+    found = call(x)
+    moves = [i for i, y in enumerate(found) if y.requires_grad]
+    if moves:
+        assert gradcheck(lambda x: tuple(call(x)[i] for i in moves), (x,), fast_mode=True)
+    for y, other in zip(found, call(x.detach() + 1), strict=True):
+        if not y.requires_grad:  # then it does not depend on the argument
+            torch.testing.assert_close(y, other, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n, roles in SIGNATURES.items() if "pre_activation" in roles]
+)
+def test_a_saved_pre_activation_is_checked_whether_or_not_something_is_differentiated(name):
+    given, bent = operands_of(name)
+    pre = given.pop("pre_activation")
+    wanted = several(getattr(nf, name)(**given, **bent))
+    for needs in (False, True):
+        given["a"].requires_grad_(needs)
+        for wrong, error, message in (
+            (pre[:1], ValueError, r"pre_activation must have the result's shape \(3, 4\)"),
+            (pre.float(), TypeError, "pre_activation must have dtype float64, got float32"),
+            (pre.numpy(), TypeError, "pre_activation must be a torch.Tensor"),
+        ):
+            with pytest.raises(error, match=message):
+                getattr(nf, name)(**given, **bent, pre_activation=wrong)
+        found = several(getattr(nf, name)(**given, **bent, pre_activation=pre))
+        for x, y in zip(found, wanted, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
+    with pytest.raises(TypeError, match=r"grad must be a torch.Tensor|u must be a torch.Tensor"):
+        arrays = {key: x.detach().numpy() for key, x in given.items()}
+        getattr(nf, name)(**arrays, **bent, pre_activation=pre.requires_grad_())
+
+
+def test_a_saved_pre_activation_has_the_derivatives_of_one_that_is_made_again():
+    a, b, bias, grad = draw((3, 2), (2, 4), (4,), (3, 4), seed=31, needs=False)
+
+    def again(a):
+        return tuple(nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu"))
+
+    def saved(a):
+        _, pre = nf.matmul_bias_activation(a, b, bias, "gelu", return_pre_activation=True)
+        found = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", pre_activation=pre)
+        return tuple(found)
+
+    leaf = a.clone().requires_grad_()
+    assert gradcheck(saved, (leaf,)) and gradgradcheck(saved, (leaf,))
+    first = torch.func.jacrev, torch.func.jacfwd
+    for outer, inner in itertools.product(first, first):
+        ours, theirs = (outer(inner(lambda x, f=f: f(x)[0]))(a) for f in (saved, again))
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+def test_a_saved_pre_activation_may_be_wider_than_the_operands():
+    a, b, bias, grad = draw((3, 2), (2, 4), (4,), (3, 4), seed=32, dtype=torch.bfloat16)
+    _, pre = nf.matmul_bias_activation(a, b, bias, "gelu", return_pre_activation=True)
+    assert pre.dtype == torch.float32 and pre.requires_grad
+    found = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", pre_activation=pre)
+    ours = torch.autograd.grad(sum(x.float().sum() for x in found), (a, b, bias, grad))
+    again = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
+    theirs = torch.autograd.grad(sum(x.float().sum() for x in again), (a, b, bias, grad))
+    for x, y in zip(ours, theirs, strict=True):
+        assert x.dtype == torch.bfloat16
+        torch.testing.assert_close(x, y, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("name,role", [
+    ("matmul_bias_residual_jvp", "a_dot"), ("matmul_bias_residual_jvp", "residual_dot"),
+    ("matmul_bias_residual_double_bwd", "z"), ("matmul_bias_activation_jvp", "bias_dot"),
+    ("matmul_bias_activation_double_bwd", "v"), ("activation_mul_jvp", "b_dot"),
+])  # fmt: skip
+def test_a_tangent_of_another_shape_is_refused(name, role):
+    given, bent = operands_of(name)
+    given["a"].requires_grad_()
+    given[role] = given[role][:1]
+    with pytest.raises(ValueError, match=f"{role} must have the shape of"):
+        getattr(nf, name)(**given, **bent)
+
+
+def test_zero_is_zero_beside_infinities():
+    a, b, bias, residual, grad = draw((3, 2), (2, 4), (4,), (4,), (3, 4), seed=33)
+    with torch.no_grad():
+        residual[0] = a[0, 0] = bias[1] = grad[0, 0] = torch.inf
+    double = nf.matmul_bias_residual_double_bwd
+    found = double(None, None, None, None, grad, a, b, bias, residual)
+    assert all(torch.equal(x, torch.zeros_like(x)) for x in found)
+    moved = torch.ones_like(bias).requires_grad_()
+    dots = nf.matmul_bias_residual_jvp(a, b, bias, residual, None, None, moved, None)
+    assert torch.equal(dots.out_dot, torch.ones_like(grad))
+    x, y = draw((2,), (2,), seed=34)
+    with torch.no_grad():
+        x[0] = torch.inf
+    assert torch.equal(
+        nf.activation_mul_jvp(x, y, None, None, "relu").out_dot, torch.zeros(2, dtype=x.dtype)
+    )
+
+
 # --- PyTorch's own gates ------------------------------------------------------------------------
 
 
@@ -219,9 +356,10 @@ def cases():
     yield adapter._PRODUCT.op, (a, b, None, *rest)
     yield adapter._RESIDUAL.op, (a, b, bias, residual, key_of("none"), True, None)
     for op in adapter._PRODUCT_BWD.values():
-        yield op.op, (grad, a, b, bias, *rest)
+        yield op.op, (grad, a, b, bias, None, *rest)
+    yield op.op, (grad, a, b, bias, (a @ b + bias).detach().requires_grad_(), *rest)
     for op in adapter._PRODUCT_DOUBLE.values():
-        yield op.op, (a.detach(), None, bias.detach(), grad, a, b, bias, *rest)
+        yield op.op, (a.detach(), None, bias.detach(), grad, a, b, bias, None, *rest)
     yield adapter._PRODUCT_TANGENT.op, (a, b, bias, a.detach(), None, None, *rest)
     yield adapter._GATE.op, (x, y, *gate_rest)
     for op in adapter._GATE_BWD.values():
@@ -338,6 +476,79 @@ def test_forward_mode_outside_of_torch_func():
     torch.testing.assert_close(out, wanted)
 
 
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_forward_over_reverse_with_dual_tensors(activation):
+    from torch.autograd import forward_ad
+
+    given = draw((3, 2), (2, 4), (4,), seed=40, needs=False)
+    moves = draw((3, 2), (2, 4), (4,), seed=41, needs=False)
+    residual, residual_dot = draw((4,), (4,), seed=42, needs=False)
+
+    def found(layer, order):
+        with forward_ad.dual_level():
+            leaves = [x.clone().requires_grad_() for x in given]
+            duals = [forward_ad.make_dual(x, t) for x, t in zip(leaves, moves, strict=True)]
+            out = layer(*duals, forward_ad.make_dual(residual, residual_dot))
+            gradients = torch.autograd.grad((out**2).sum(), leaves, create_graph=True)
+            if order == 2:
+                total = sum((g**2).sum() for g in gradients)
+                gradients = torch.autograd.grad(total, leaves, create_graph=True)
+            parts = [forward_ad.unpack_dual(g) for g in gradients]
+        tangents = [part.tangent for part in parts]
+        if order == 2:  # a tangent's gradient would be a fourth derivative
+            return *(part.primal for part in parts), *tangents
+        return *tangents, *torch.autograd.grad(sum(t.sum() for t in tangents), leaves)
+
+    def ours(a, b, c, r):
+        h = nf.matmul_bias_activation(a, b, c, activation)
+        h = nf.activation_mul(h, h + 1, activation)
+        return nf.matmul_bias_residual(h, b.T @ b, None, r)
+
+    def theirs(a, b, c, r):
+        f = reference(activation)
+        h = f(a @ b + c)
+        h = f(h) * (h + 1)
+        return h @ (b.T @ b) + r
+
+    for order in (1, 2):
+        for left, right in zip(found(ours, order), found(theirs, order), strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+
+
+def test_torch_func_inside_of_forward_mode():
+    from torch.autograd import forward_ad
+
+    a, b, a_dot = draw((3, 2), (2, 4), (3, 2), seed=43, needs=False)
+    ours = lambda x: nf.matmul_bias_activation(x, b, None, "tanh")  # noqa: E731
+    theirs = lambda x: torch.tanh(x @ b)  # noqa: E731
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(a, a_dot)
+        for transform in (lambda f: torch.func.grad(lambda x: f(x).sum()), torch.vmap):
+            left, right = (forward_ad.unpack_dual(transform(f)(dual)) for f in (ours, theirs))
+            torch.testing.assert_close(left.primal, right.primal)
+            torch.testing.assert_close(left.tangent, right.tangent)
+
+
+def test_an_activation_of_a_tensor_is_a_tensor_with_derivatives():
+    (x,) = draw((5,), seed=44)
+    for name, act in nf.activations().items():
+        if name not in ACTIVATIONS:  # of another test
+            continue
+        assert gradcheck(act, (x,)) and gradcheck(act.second_derivative, (x,))
+        torch.testing.assert_close(act(x), reference(name)(x))
+        torch.testing.assert_close(
+            act.derivative(x.detach()), torch.autograd.grad(reference(name)(x).sum(), x)[0]
+        )
+    gelu = nf.activations()["gelu"]
+    half = gelu(torch.ones((), dtype=torch.bfloat16))
+    assert half.dtype == torch.bfloat16 and half.shape == ()
+    assert type(gelu(np.ones(2))) is np.ndarray
+    torch.testing.assert_close(torch.vmap(gelu)(x), gelu(x))
+    assert gelu(torch.ones(3, device="meta")).is_meta
+    with pytest.raises(TypeError, match="must have dtype float64"):
+        gelu(torch.ones(3, dtype=torch.int32))
+
+
 def test_autocast_takes_its_dtype():
     a, b, bias = draw((3, 2), (2, 4), (4,), seed=17, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -407,6 +618,193 @@ def test_results_may_be_given_where_nothing_is_differentiated():
         nf.matmul_bias_activation(a.requires_grad_(), b, bias, out=out)
     with torch.no_grad():
         assert nf.matmul_bias_activation(a, b, bias, out=out) is out
+
+
+def test_what_is_written_through_out_is_noticed_by_a_backward():
+    a, b, grad = draw((3, 3), (3, 3), (3, 3), seed=50, needs=False)
+    for write in (
+        lambda y: nf.matmul_bias_activation(a, b, out=y),
+        lambda y: nf.matmul_bias_residual(a, b, None, grad, out=y),
+        lambda y: nf.silu_mul(y, a, out=y),
+        lambda y: nf.matmul_bias_activation_bwd(grad, a, b, out=(None, y, None)),
+        lambda y: nf.matmul_bias_residual_bwd(grad, a, b, None, a, out=(y, None, None, None)),
+        lambda y: nf.silu_mul_bwd(grad, a, b, out=[y, None]),
+    ):
+        x = torch.ones(3, 3, dtype=torch.float64).requires_grad_()
+        y = torch.ones(3, 3, dtype=torch.float64)
+        kept = (x * y[:]).sum()  # the backward reads y
+        write(y)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            kept.backward()
+        version = y._version
+        with torch.inference_mode():  # as PyTorch does, where y itself is none of its tensors
+            write(y)
+        assert y._version > version
+
+
+def test_what_may_not_be_written_to_is_refused():
+    a, b = draw((3, 2), (2, 4), seed=51, needs=False)
+    call = lambda out: nf.matmul_bias_activation(a, b, out=out)  # noqa: E731
+    leaf = torch.zeros(3, 4, dtype=torch.float64).requires_grad_()
+    with pytest.raises(ValueError, match="out must be None under PyTorch's autograd"):
+        call(leaf)
+    with torch.inference_mode():
+        inference = torch.zeros(3, 4, dtype=torch.float64)
+        assert call(inference) is inference and call(None).is_inference()
+        torch.testing.assert_close(inference, a @ b)
+        inference.zero_()
+    with pytest.raises(RuntimeError, match="out must be no inference tensor"):
+        call(inference)
+    with pytest.raises(ValueError, match="a negative bit"):
+        call(torch._neg_view(torch.zeros_like(leaf)))
+    with pytest.raises(TypeError, match=r"out must be a torch\.Tensor as the operands"):
+        call(np.zeros((3, 4)))
+    with pytest.raises(ValueError, match="out must be None under"):
+        torch.func.functionalize(call)(torch.zeros(3, 4, dtype=torch.float64))
+    assert not leaf.any() and not inference.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_operands_that_their_memory_does_not_hold(dtype):
+    a, b = draw((3, 2), (2, 4), seed=52, dtype=dtype, needs=False)
+    negative, zeros = torch._neg_view(-a), torch._efficientzerotensor(3, 2, dtype=dtype)
+    out = torch.empty(3, 4, dtype=dtype)
+    wanted = nf.matmul_bias_activation(a, b, None, "gelu")
+    assert negative.is_neg() and torch.equal(negative, a)
+    assert nf.matmul_bias_activation(negative, b, None, "gelu", out=out) is out
+    assert torch.equal(out, wanted)
+    assert torch.equal(nf.matmul_bias_activation(negative, b, None, "gelu"), wanted)
+    assert not nf.matmul_bias_activation(zeros, b).any()
+    assert not nf.matmul_bias_activation(zeros, b, out=out).any()
+
+
+# --- tracers and modes --------------------------------------------------------------------------
+#: What is traced: an operation of each kind, and an activation.
+def traced(x, w, y):
+    h = nf.matmul_bias_activation(x, w, None, "gelu")
+    h = nf.silu_mul(h, nf.activations()["tanh"](h))
+    return nf.matmul_bias_residual(h, w.t(), None, y)
+
+
+OPERATORS = {"numfuse::product", "numfuse::gate", "numfuse::residual"}
+
+
+def data(seed):
+    return draw((3, 2), (2, 4), (3, 2), seed=seed, needs=False)
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic", "pre_dispatch"])
+def test_make_fx_records_the_operators(mode):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    how = {"pre_dispatch": True} if mode == "pre_dispatch" else {"tracing_mode": mode}
+    graph = make_fx(traced, **how)(*data(60))
+    found = {str(n.target).rpartition(".")[0].replace(".", "::") for n in graph.graph.nodes}
+    assert OPERATORS <= found
+    for operands in (data(60), data(61)):
+        torch.testing.assert_close(graph(*operands), traced(*operands), rtol=0, atol=0)
+
+
+def test_jit_trace_records_the_operators(tmp_path):
+    graph = torch.jit.trace(traced, tuple(data(62)))
+    assert {n.kind() for n in graph.graph.nodes()} >= OPERATORS
+    graph.save(str(tmp_path / "traced.pt"))
+    loaded = torch.jit.load(str(tmp_path / "traced.pt"))
+    for made in (graph, loaded):
+        torch.testing.assert_close(made(*data(63)), traced(*data(63)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export_keeps_the_operators(strict):
+    class Network(torch.nn.Module):
+        def forward(self, x, w, y):
+            return traced(x, w, y)
+
+    made = torch.export.export(Network(), tuple(data(64)), strict=strict)
+    found = {str(n.target).rpartition(".")[0].replace(".", "::") for n in made.graph.nodes}
+    assert OPERATORS <= found
+    torch.testing.assert_close(made.module()(*data(65)), traced(*data(65)), rtol=0, atol=0)
+
+
+def test_modes_see_every_operation():
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function).rpartition(".")[0].replace(".", "::"))
+            return function(*args, **(kwargs or {}))
+
+    class Function(TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function).rpartition(".")[0].replace(".", "::"))
+            return function(*args, **(kwargs or {}))
+
+    operands = data(66)
+    wanted = traced(*operands)
+    for mode in (Dispatch, Function):
+        seen.clear()
+        with mode():
+            found = traced(*operands)
+        assert set(seen) >= OPERATORS
+        assert torch.equal(found, wanted)
+    with Dispatch(), pytest.raises(ValueError, match="out must be None under PyTorch's"):
+        nf.silu_mul(operands[0], operands[0], out=torch.empty(3, 2, dtype=torch.float64))
+
+
+def test_fake_tensors_and_a_default_device_are_served():
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in data(67)]
+        found = traced(*fakes)
+    assert found.shape == (3, 2) and type(found) is type(fakes[0])
+    operands = data(67)
+    out = torch.empty(3, 2, dtype=torch.float64)
+    with torch.device("meta"):  # a mode for what makes tensors out of nothing
+        assert nf.silu_mul(operands[0], operands[2], out=out) is out
+    assert torch.equal(out, nf.silu_mul(operands[0], operands[2]))
+
+
+def test_inference_mode_and_subclasses():
+    operands = data(68)
+    wanted = traced(*operands)
+    with torch.inference_mode():
+        found = traced(*operands)
+        assert found.is_inference() and torch.equal(found, wanted)
+    assert torch.equal(traced(*(x.clone() for x in operands)), wanted)
+
+    class Own(torch.Tensor):
+        pass
+
+    own = traced(operands[0].as_subclass(Own), *operands[1:])
+    assert type(own) is Own and torch.equal(own.as_subclass(torch.Tensor), wanted)
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
+        nf.silu_mul(found, operands[0].clone().requires_grad_())
+
+
+def test_an_activation_of_the_users_own_compiles_before_any_other_call():
+    @nf.activation(name="only compiled")
+    def only_compiled(x):
+        return x * x + 1.0
+
+    torch._dynamo.reset()
+    a, b = draw((3, 2), (2, 4), seed=69, needs=False)
+    compiled = torch.compile(
+        lambda a, b: nf.activations()["tanh"](nf.matmul_bias_activation(a, b, None, only_compiled)),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    assert only_compiled.key is None
+    torch.testing.assert_close(compiled(a, b), torch.tanh((a @ b) ** 2 + 1))
+    only_compiled.derivative(lambda x: 3.0 * x)  # another formula: another program
+    leaf = a.clone().requires_grad_()
+    compiled(leaf, b).sum().backward()
+    z = a @ b
+    slope = (1 - torch.tanh(z**2 + 1) ** 2) * 3 * z
+    torch.testing.assert_close(leaf.grad, slope @ b.T)
 
 
 # --- modules ------------------------------------------------------------------------------------

@@ -150,3 +150,125 @@ def test_what_looks_like_a_known_call_is_looked_at_again():
     assert type(nf.silu_mul(a, b)) is torch.Tensor
     own = nf.silu_mul(a.as_subclass(Own), b)
     torch.testing.assert_close(own.as_subclass(torch.Tensor), wanted)
+
+
+# --- what PyTorch knows of a call ----------------------------------------------------------------
+
+
+def test_what_is_written_through_out_is_noticed_by_a_backward():
+    a, grad = draw((16, 16), (16, 16), dtype=torch.float32, needs=False)
+    for write in (
+        lambda y: nf.matmul_bias_activation(a, a, None, "gelu", out=y),
+        lambda y: nf.silu_mul(y, a, out=y),
+        lambda y: nf.matmul_bias_activation_bwd(grad, a, a, out=(None, y, None)),
+    ):
+        for _ in range(2):  # a new call and a known one
+            x = torch.ones(16, 16, device="cuda").requires_grad_()
+            y = torch.ones(16, 16, device="cuda")
+            kept = (x * y[:]).sum()  # the backward reads y
+            write(y)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                kept.backward()
+            version = y._version
+            with torch.inference_mode():
+                write(y)
+            assert y._version > version
+
+
+def test_what_may_not_be_written_to_is_refused():
+    (a,) = draw((16, 16), dtype=torch.float32, needs=False)
+    leaf = torch.zeros_like(a).requires_grad_()
+    with pytest.raises(ValueError, match="out must be None under PyTorch's autograd"):
+        nf.silu_mul(a, a, out=leaf)
+    with torch.inference_mode():
+        inference = torch.zeros_like(a)
+        assert nf.silu_mul(a, a, out=inference) is inference
+        assert nf.silu_mul(a, a).is_inference()
+        inference.zero_()
+    assert not nf.silu_mul(a, a).is_inference()
+    with pytest.raises(RuntimeError, match="out must be no inference tensor"):
+        nf.silu_mul(a, a, out=inference)
+    with pytest.raises(ValueError, match="a negative bit"):
+        nf.silu_mul(a, a, out=torch._neg_view(torch.zeros_like(a)))
+    assert not leaf.any() and not inference.any()
+
+
+def test_operands_that_their_memory_does_not_hold():
+    a, b = draw((16, 16), (16, 16), dtype=torch.float32, needs=False)
+    negative = torch._neg_view(-a)
+    zeros = torch._efficientzerotensor(16, 16, device="cuda")
+    out = torch.empty_like(a)
+    wanted = nf.matmul_bias_activation(a, b, None, "gelu")
+    for _ in range(2):
+        assert nf.matmul_bias_activation(negative, b, None, "gelu", out=out) is out
+        assert torch.equal(out, wanted)
+        assert torch.equal(nf.matmul_bias_activation(negative, b, None, "gelu"), wanted)
+        assert not nf.silu_mul(a, zeros).any()
+        assert not nf.silu_mul(a, zeros, out=out).any()
+
+
+def test_a_known_call_is_traced_all_the_same():
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    a, b = draw((16, 16), (16, 16), dtype=torch.float32, needs=False)
+
+    def call(a, b):
+        return nf.matmul_bias_activation(a, b, None, "gelu")
+
+    seen = []
+
+    class Log(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    wanted = call(a, b)
+    assert torch.equal(call(a, b), wanted)
+    with Log():
+        assert torch.equal(call(a, b), wanted)
+    assert "numfuse.product.default" in seen
+    for graph in (make_fx(call)(a, b), torch.jit.trace(call, (a, b))):
+        assert torch.equal(graph(b, a), call(b, a))
+    with torch.device("cpu"):  # a mode for what makes tensors out of nothing
+        assert torch.equal(call(a, b), wanted)
+
+
+def test_a_saved_pre_activation_and_an_activation_have_gradients():
+    grad, a, b, bias = draw((3, 4), (3, 2), (2, 4), (4,), needs=False)
+    pre = (a @ b + bias).requires_grad_()
+
+    def backward(pre):
+        return tuple(nf.matmul_bias_activation_bwd(grad, a, b, bias, "tanh", pre_activation=pre))
+
+    assert all(x.requires_grad for x in backward(pre)) and gradcheck(backward, (pre,))
+    with pytest.raises(ValueError, match="pre_activation must have the result's shape"):
+        backward(pre[:1])
+    gelu = nf.activations()["gelu"]
+    out = gelu(pre)
+    assert out.is_cuda and gradcheck(gelu, (pre,))
+    torch.testing.assert_close(out, torch.nn.functional.gelu(pre, approximate="tanh"))
+    torch.testing.assert_close(gelu(pre.detach()), out)
+
+
+@pytest.mark.parametrize("activation", ["none", "tanh", "gelu"])
+def test_forward_over_reverse_with_dual_tensors(activation):
+    from torch.autograd import forward_ad
+
+    a, b, a_dot = draw((3, 2), (2, 4), (3, 2), needs=False)
+    functions = {
+        "none": lambda x: x, "tanh": torch.tanh,
+        "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }  # fmt: skip
+
+    def found(layer):
+        with forward_ad.dual_level():
+            leaf = a.clone().requires_grad_()
+            out = layer(forward_ad.make_dual(leaf, a_dot))
+            (gradient,) = torch.autograd.grad((out**2).sum(), leaf)
+            return forward_ad.unpack_dual(gradient)
+
+    ours = found(lambda x: nf.matmul_bias_activation(x, b, None, activation))
+    theirs = found(lambda x: functions[activation](x @ b))
+    torch.testing.assert_close(ours.primal, theirs.primal)
+    torch.testing.assert_close(ours.tangent, theirs.tangent)

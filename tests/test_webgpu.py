@@ -5,10 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
+import ahead
 import numpy as np
 import pytest
 import tolerance
@@ -253,7 +256,12 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
             for factors in (columns, (a, b))
         )
         assert same(turned, straight)
-    made = [kernel for kernel in device._pipelines if getattr(kernel, "x", None) is not None]
+    from numfuse.backends.webgpu import kernels
+
+    names = list(kernels.Gemm.__dataclass_fields__)
+    keys = [key[1:] for key in device._pipelines if type(key) is tuple and key[0] is kernels.Gemm]
+    made = [SimpleNamespace(**dict(zip(names, key, strict=True))) for key in keys]
+    made = [kernel for kernel in made if kernel.x is not None]
     assert {kernel.tile for kernel in made} == {tile}
     orders = {(k.x.turned, k.y.turned, k.x.wide, k.y.wide) for k in made}
     assert orders >= {
@@ -536,3 +544,128 @@ def test_the_order_of_the_sums_is_the_same_every_time(webgpu):
     case = operands(1500, 20, 24)  # d_b in parts, and d_bias in two stages
     first = layer(*case)
     assert all(same(layer(*case), first) for _ in range(5))
+
+
+def test_no_compiler_chooses_whether_a_product_and_its_sum_are_one(webgpu, monkeypatch):
+    """WGSL leaves it open, and NVIDIA's compiler chooses by what else needs the product.
+
+    So the bits of a gradient would depend on which others are asked for. Those of this device may
+    not: what is looked at is the text of the kernels.
+    """
+    from numfuse.backends.webgpu.device import Commands
+
+    met, dispatch = set(), Commands.dispatch
+
+    def spied(self, kernel, *rest):
+        met.add(kernel)
+        dispatch(self, kernel, *rest)
+
+    monkeypatch.setattr(Commands, "dispatch", spied)
+    grad, a, b, bias = operands(5, 4, 3)
+    for needs in (("bias",), ("a", "b", "bias")):
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=needs, backend="webgpu")
+    for needs in (("grad",), ("grad", "a", "b")):
+        nf.activation_mul_double_bwd(a, a, a, a, a, "silu", needs=needs, backend="webgpu")
+    assert {kernel.label.split()[0] for kernel in met} >= {"gemm", "join", "double"}
+    for kernel in met:
+        text = kernel.text()
+        main = text[text.index("@compute") :]
+        main = re.sub(r"\[[^][]*\]", "[]", main)  # what is between brackets is an index
+        for name in re.findall(r"(\w+) \*= ", main):  # what is multiplied last is in no sum
+            after = main[main.rindex(f"{name} *= ") :]
+            assert not re.search(rf"\+=? {name}\b|\b{name} \+", after), (kernel.label, name)
+        for value in re.findall(r"\[\] = \w+\((.*)\);", main):
+            assert not (" * " in value and " + " in value), (kernel.label, value)
+
+
+# --- a fork -------------------------------------------------------------------------------------
+
+#: A parent that holds all kinds of objects, and its children. Each has an exit status of its own.
+FORKS = """
+import gc, multiprocessing, os, signal, sys, threading
+import numpy as np
+import numfuse as nf
+from numfuse.backends import resolve
+
+a = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+wanted = nf.silu_mul(a, a)
+x = nf.to_device(a, "webgpu")
+y = nf.matmul_bias_activation(x, x)
+shaders, backend = nf.webgpu.reference_shaders(), resolve("webgpu")
+nf.silu_mul(a, a, backend=shaders)
+cycle = [nf.to_device(a, "webgpu")]
+cycle.append(cycle)
+held = threading.Event()
+def hold():  # a thread that is in the middle of something is not there in a child
+    with backend._lock, backend.device._lock, backend.device._free._lock:
+        held.set()
+        threading.Event().wait()
+
+def refused(call):
+    try:
+        call()
+    except nf.BackendUnavailable as error:
+        assert "forked after WebGPU had begun" in str(error) and "'spawn'" in str(error), error
+    else:
+        raise AssertionError("no error")
+
+def calls():
+    refused(lambda: nf.silu_mul(a, a, backend="webgpu"))
+    refused(lambda: nf.silu_mul(a, a, backend=backend))
+    refused(lambda: nf.silu_mul(a, a, backend=shaders))
+    refused(lambda: nf.silu_mul(x, x))
+    refused(lambda: nf.matmul_bias_activation(x, x, out=y))
+    refused(lambda: nf.to_numpy(x[1:]))
+    refused(lambda: nf.synchronize(x))
+    refused(lambda: nf.to_device(a, "webgpu"))
+    refused(nf.webgpu.adapters)
+    refused(lambda: nf.webgpu.load_shaders("fn f() {}"))
+    refused(lambda: nf.use_backend("webgpu", device=0))
+    assert not nf.backends()["webgpu"] and "forked" in str(nf.backends()["webgpu"])
+    assert (nf.silu_mul(a, a) == wanted).all()
+
+def collected():
+    global x, y, cycle, shaders, backend
+    x = y = cycle = shaders = backend = None
+    gc.collect()
+
+def child(what, leave):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)  # to hang is to fail
+        what()
+        leave(7)
+    status = os.waitpid(pid, 0)[1]
+    return os.waitstatus_to_exitcode(status)
+
+def nested(status):
+    assert child(calls, sys.exit) == 7
+    sys.exit(status)
+
+for what in (lambda: None, calls, collected):
+    for leave in (sys.exit, os._exit):
+        assert child(what, leave) == 7, (what, leave)
+assert child(lambda: None, nested) == 7
+with multiprocessing.get_context("fork").Pool(2) as pool:
+    assert pool.apply(calls) is None
+    pool.close()
+    pool.join()
+# The parent's own is all there.
+assert (nf.to_numpy(x) == a).all() and nf.to_numpy(nf.silu_mul(x, y)).shape == (8, 8)
+for chosen in ("webgpu", shaders):
+    assert np.allclose(nf.silu_mul(a, a, backend=chosen), wanted, 1e-5)
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+assert child(calls, sys.exit) == child(collected, sys.exit) == 7
+"""
+FORKING = ahead.Process(lambda _: [sys.executable, "-c", FORKS], timeout=240)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+@pytest.mark.ahead(process=FORKING)
+def test_a_forked_child_is_told_to_use_spawn_and_ends_like_any_other(device):
+    """Calls are refused at once, with arrays and objects of the parent too; the CPU computes; what
+    the parent made may be collected; and the process ends by itself, with its exit status."""
+    done = FORKING.result()
+    assert done.returncode == 0, done.stderr[-3000:]

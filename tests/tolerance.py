@@ -118,6 +118,16 @@ def stored(
     return error + roundoff(dtype) * (np.abs(exact) + error) + floor
 
 
+def residual_gradient(
+    grad: ndarray, shape: tuple[int, ...], dtype: np.dtype, backend: str = "cpu"
+) -> tuple[ndarray, ndarray]:
+    """d_residual, the sum of grad to a residual's shape, and its bound: one sum, one store."""
+    exact = oracle.sum_to(oracle.wide(grad), shape)
+    terms = max(1, grad.size // max(1, exact.size))
+    error = gamma(terms, dtype) * oracle.sum_to(np.abs(oracle.wide(grad)), shape)
+    return exact, stored(exact, error, dtype, backend)
+
+
 def evaluated(
     f: Callable[[ndarray], ndarray], x: ndarray, error: ndarray, dtype: np.dtype,
     backend: str = "cpu",

@@ -7,6 +7,7 @@ plain tuples: autograd cannot differentiate through a named one.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.builtins import tuple as traced_tuple
 from autograd.core import make_jvp, make_vjp
-from autograd.extend import defjvp_argnums, defvjp_argnums, primitive
+from autograd.extend import defjvp_argnums, defvjp_argnums
+from autograd.extend import primitive as autograd_primitive
 from autograd.tracer import getval, isbox
 
 from numfuse import differentials, functional
@@ -30,7 +32,7 @@ from numfuse.gradients import (
     RESIDUAL_NEEDS,
 )
 
-__all__ = [*NAMES, "synchronize", "to_numpy"]
+__all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
 
 
 def _like(g: Any, x: Any) -> Any:
@@ -39,6 +41,16 @@ def _like(g: Any, x: Any) -> Any:
 
 
 # --- primitives ---------------------------------------------------------------------------------
+def primitive(function: Callable[..., Any]) -> Any:
+    """autograd's, of a function of arrays: NumPy's arithmetic makes scalars of 0-d arrays."""
+
+    @functools.wraps(function)
+    def call(*operands: Any) -> Any:
+        return function(*(np.asarray(x) if isinstance(x, np.generic) else x for x in operands))
+
+    return autograd_primitive(call)
+
+
 @primitive
 def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
     return functional.matmul_bias_activation(a, b, bias, how.activation, backend=how.backend)
@@ -104,6 +116,9 @@ def _residual(a: Any, b: Any, bias: Any, residual: Any, how: How) -> Any:
 class _Autograd(Functions):
     """The public functions over the primitives above."""
 
+    arrays = anp
+    moves = staticmethod(isbox)
+
     product = staticmethod(_product)
     product_bwd = staticmethod(_product_bwd)
     product_double = staticmethod(_product_double)
@@ -127,6 +142,7 @@ class _Autograd(Functions):
 
 FUNCTIONS = _Autograd()
 globals().update({name: getattr(FUNCTIONS, name) for name in NAMES})
+activation = FUNCTIONS.activation
 
 
 # --- their derivatives --------------------------------------------------------------------------
@@ -290,7 +306,7 @@ def _residual_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -
     u, v, w, z = _tangents(argnums, gs, args)
     t = pieces.moved(FUNCTIONS, u, v, w, a, b, bias, how.backend)
     if z is not None:
-        t = (0 * ans if t is None else t) + z
+        t = (anp.zeros_like(ans) if t is None else t) + z
     return t
 
 

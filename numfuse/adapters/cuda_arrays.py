@@ -57,6 +57,8 @@ class Torch(Kind):
                         return -1
                     ordinal = place
                     at = x.data_ptr()
+                    if not at:  # empty, or of zeros without memory
+                        return -1
                     made.append((x.shape, x.stride(), x.dtype, at & 15))
                     addresses.append(at)
                 elif kind in KINDS:
@@ -101,6 +103,11 @@ class Torch(Kind):
             raise TypeError(
                 f"{name} requires a gradient, which this call would lose: call it in "
                 f"torch.no_grad(), or on {name}.detach()"
+            )
+        if x.is_neg() or x._is_zerotensor():
+            raise TypeError(
+                f"{name} must hold its values in its memory, got a tensor with a negative bit or "
+                f"one of zeros without memory; {name}.resolve_neg() and torch.zeros_like({name}) do"
             )
         return Argument(x.data_ptr(), x.shape, x.stride(), dtype), x.get_device(), None
 

@@ -45,6 +45,7 @@ from numfuse.gradients import (
 )
 
 __all__ = [
+    "activation",
     "activation_mul",
     "activation_mul_bwd",
     "activation_mul_double_bwd",
@@ -102,6 +103,11 @@ def _backend(backend: str | Backend | None) -> str | Backend | None:
             raise
         return chosen  # a backend of the user's own
     return name if isinstance(chosen, str) or found is chosen else chosen
+
+
+def activation(x: Any, activation: Activation) -> Any:
+    """The values of an activation at a Dask array, block by block."""
+    return x.map_blocks(activation, dtype=x.dtype, meta=x._meta)
 
 
 def matmul_bias_activation(

@@ -208,7 +208,10 @@ class Product(Gate):
         if not identity:
             self._make_grad_pre(saved)
         task = self.task._replace(activation=blocks.NONE)
-        found = self._gradients(["grad", "a", "b"], (*self.letters, "k"), products, task)
+        operands = ["grad", "a", "b"]
+        # A bias of its own batch enlarges the result, and with it what blocks of a and b belong to.
+        operands += ["bias"] if len(self.axes.get("bias", ())) > 2 else []
+        found = self._gradients(operands, (*self.letters, "k"), products, task)
         if "bias" in needs:
             made = self.map(
                 blocks.column_sums, self.letters, self.index(self.letters),

@@ -17,7 +17,7 @@ from dask.array.utils import meta_from_array
 from numfuse.adapters import dask_blocks as blocks
 from numfuse.adapters.dask_blocks import Task
 from numfuse.kinds import adapter_of
-from numfuse.operands import as_plain, same_dtype
+from numfuse.operands import as_plain, required, same_dtype
 
 __all__ = ["MAY_BE_NUMPY", "Chunks", "Gate", "Letters", "base", "checked", "ghost"]
 
@@ -37,6 +37,7 @@ MAY_BE_NUMPY = ("b", "bias", "residual")
 def checked(operands: dict[str, Any], may_be_numpy: tuple[str, ...]) -> tuple[dict[str, Any], type]:
     """The operands that are there, each a Dask array of known chunks (or of NumPy where it may),
     and the kind of array that their blocks are."""
+    required(operands)
     found = {name: x for name, x in operands.items() if x is not None}
     kinds: dict[type, str] = {}
     for name, x in found.items():

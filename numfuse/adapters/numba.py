@@ -29,6 +29,12 @@ __all__ = ["init"]
 
 _GATES = ("silu", "gelu", "relu", "sigmoid")
 
+# An option that is left out would be the caller's: with fast-math flags a NaN counts as impossible,
+# and the guard that looks for it as needless.
+_OPTIONS: Any = {"fastmath": False}
+_jitable = register_jitable(**_OPTIONS)
+_overload = functools.partial(overload, jit_options=_OPTIONS)
+
 
 def init() -> None:
     """What Numba calls, once, before it compiles anything: importing this module is enough."""
@@ -74,6 +80,10 @@ def _is_none(x: Any) -> bool:
     )
 
 
+#: Kernels whose addresses are in compiled functions of the user's, which Numba keeps for good.
+_HELD: list[Any] = []
+
+
 # --- products -----------------------------------------------------------------------------------
 @functools.cache
 def _product(fmt: str, act: Any, bias: bool) -> Any:
@@ -87,6 +97,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
     layout, size = driver._layout(t, r, 1)
     row = rows.forward(act.curve, fmt, bias, False, False)
+    _HELD.append(row)
     words = {
         **dict.fromkeys(protocol.DESCRIPTOR, 0), **layout,
         "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n, "D_SUM_SIZE": 1,
@@ -107,7 +118,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     cell_m, cell_n, item, page = t.cell_m, t.cell_n, r.itemsize, launch.PAGE
     limit = tiling.KC[r.itemsize]
 
-    @register_jitable
+    @_jitable
     def product(a, b, bias, out):  # type: ignore[no-untyped-def]
         m, k = a.shape
         n = b.shape[1]
@@ -135,7 +146,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     return product
 
 
-@overload(functional.matmul_bias_activation, prefer_literal=True)
+@_overload(functional.matmul_bias_activation, prefer_literal=True)
 def _matmul_bias_activation(a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
     from numfuse.activations import get
 
@@ -167,7 +178,7 @@ def _matmul_bias_activation(a, b, bias=None, activation="none"):  # type: ignore
     return without
 
 
-@overload(functional.matmul_bias_activation_bwd, prefer_literal=True)
+@_overload(functional.matmul_bias_activation_bwd, prefer_literal=True)
 def _matmul_bias_activation_bwd(grad, a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
     """(d_a, d_b, d_bias), or (d_a, d_b, None) without a bias."""
     from numfuse.activations import get
@@ -178,7 +189,7 @@ def _matmul_bias_activation_bwd(grad, a, b, bias=None, activation="none"):  # ty
     dtype, slope = np.dtype(fmt), act.njit_derivative
     recompute, plain = _product(fmt, none, has_bias), _product(fmt, none, False)
 
-    @register_jitable
+    @_jitable
     def gradients(grad, a, b, bias):  # type: ignore[no-untyped-def]
         m, n = grad.shape
         if a.shape[1] != b.shape[0] or a.shape[0] != m or b.shape[1] != n:
@@ -225,7 +236,7 @@ def _gate(what: str, activation: str, **operands: Any) -> Any:
         raise TypingError(f"{what}: {', '.join(operands)} must have one shape")
     value, dtype = get(activation).njit, np.dtype(fmt)
 
-    @register_jitable
+    @_jitable
     def gate(a, b):  # type: ignore[no-untyped-def]
         if a.shape != b.shape:
             raise ValueError("b must have the shape of a")
@@ -248,7 +259,7 @@ def _gate_bwd(what: str, activation: str, **operands: Any) -> Any:
     act, dtype = get(activation), np.dtype(fmt)
     value, slope = act.njit, act.njit_derivative
 
-    @register_jitable
+    @_jitable
     def gate_bwd(grad, a, b):  # type: ignore[no-untyped-def]
         if a.shape != b.shape or a.shape != grad.shape:
             raise ValueError("grad and b must have the shape of a")
@@ -265,13 +276,13 @@ def _gate_bwd(what: str, activation: str, **operands: Any) -> Any:
     return gate_bwd
 
 
-@overload(functional.activation_mul, prefer_literal=True)
+@_overload(functional.activation_mul, prefer_literal=True)
 def _activation_mul(a, b, activation):  # type: ignore[no-untyped-def]
     gate = _gate("activation_mul", _literal(activation), a=a, b=b)
     return lambda a, b, activation: gate(a, b)
 
 
-@overload(functional.activation_mul_bwd, prefer_literal=True)
+@_overload(functional.activation_mul_bwd, prefer_literal=True)
 def _activation_mul_bwd(grad, a, b, activation):  # type: ignore[no-untyped-def]
     gate_bwd = _gate_bwd("activation_mul_bwd", _literal(activation), grad=grad, a=a, b=b)
     return lambda grad, a, b, activation: gate_bwd(grad, a, b)
@@ -288,8 +299,8 @@ def _overload_named(name: str) -> None:
         gate_bwd = _gate_bwd(f"{name}_mul_bwd", name, grad=grad, a=a, b=b)
         return lambda grad, a, b: gate_bwd(grad, a, b)
 
-    overload(getattr(functional, f"{name}_mul"))(forward)
-    overload(getattr(functional, f"{name}_mul_bwd"))(backward)
+    _overload(getattr(functional, f"{name}_mul"))(forward)
+    _overload(getattr(functional, f"{name}_mul_bwd"))(backward)
 
 
 for _name in _GATES:

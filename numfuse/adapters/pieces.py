@@ -52,7 +52,7 @@ def moved(ops: Any, u: Any, v: Any, w: Any, a: Any, b: Any, bias: Any, backend: 
         terms.append(ops.matmul_bias_activation(a, v, w, NONE, backend=backend))
         w = None
     if w is not None:
-        terms.append(ops.matmul_bias_activation(a * 0, b * 0, w, NONE, backend=backend))
+        terms.append(_zeros(ops, a, b, w, backend))
     if not terms:
         return None
     result = terms[0]
@@ -60,8 +60,37 @@ def moved(ops: Any, u: Any, v: Any, w: Any, a: Any, b: Any, bias: Any, backend: 
         result = result + terms[1]
     if bias is not None and bias.ndim > 1 and not enlarged:
         # A bias of its own batch enlarges the result even where it is not moved.
-        result = result + ops.matmul_bias_activation(a * 0, b * 0, bias * 0, NONE, backend=backend)
+        result = result + _zeros(ops, a, b, ops.zeros_like(bias), backend)
     return result
+
+
+def _zeros(ops: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
+    """The bias in the result's shape; `a` and `b` give that alone, whatever their values."""
+    zeros = ops.zeros_like
+    return ops.matmul_bias_activation(zeros(a), zeros(b), bias, NONE, backend=backend)
+
+
+def _sloped(
+    ops: Any, pre: Any, y: Any, activation: Activation, order: int, guard: bool, backend: Any
+) -> Any:
+    """activation^(order)(pre) * y; with the guard, a derivative that is not finite counts as 0."""
+    if not guard:
+        return _gate(ops, pre, y, activation.derived(order), backend)
+    # (of a gate's backward alone there is a guard: its factor is 1 here)
+    wide = y if pre.dtype == y.dtype else ops.widened(y)
+    found = ops.activation_mul_bwd(
+        wide, pre, ops.zeros_like(pre) + 1, activation.derived(order - 1), needs=("a",),
+        backend=backend,
+    )  # fmt: skip
+    return found.d_a if pre.dtype == y.dtype else ops.narrowed(found.d_a, y)
+
+
+def _gate(ops: Any, pre: Any, y: Any, activation: Activation, backend: Any) -> Any:
+    """activation(pre) * y in y's dtype; a saved `pre` may have the accumulator's."""
+    if pre.dtype == y.dtype:
+        return ops.activation_mul(pre, y, activation, backend=backend)
+    wide = ops.activation_mul(pre, ops.widened(y), activation, backend=backend)
+    return ops.narrowed(wide, y)
 
 
 def backward(
@@ -73,10 +102,13 @@ def backward(
     activation: Activation,
     needs: Sequence[str],
     backend: Any,
+    pre: Any = None,
+    guard: bool = False,
 ) -> dict[str, Any]:
-    """{operand: gradient} of act(a @ b + bias)."""
-    pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-    s = ops.activation_mul(pre, grad, activation.derived(1), backend=backend)
+    """{operand: gradient} of act(a @ b + bias); with a saved `pre`, that in its place."""
+    if pre is None:
+        pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
+    s = _sloped(ops, pre, grad, activation, 1, guard, backend)
     found = ops.matmul_bias_activation_bwd(s, a, b, bias, NONE, needs=needs, backend=backend)
     return dict(zip(("a", "b", "bias"), found, strict=True))
 
@@ -99,7 +131,7 @@ def linear_backward_tangent(
                 found[name] = part[i] if name not in found else found[name] + part[i]
     like = {"a": a, "b": b, "bias": bias}
     names = [name for name in like if name in how.needs]
-    return tuple(found[name] if name in found else like[name] * 0 for name in names)
+    return tuple(found[name] if name in found else ops.zeros_like(like[name]) for name in names)
 
 
 def double_backward(
@@ -114,17 +146,24 @@ def double_backward(
     activation: Activation,
     needs: Sequence[str],
     backend: Any,
+    pre: Any = None,
+    guard: bool = False,
 ) -> dict[str, Any]:
-    """{operand: gradient} of the backward's gradients, weighted with u, v and w."""
+    """{operand: gradient} of the backward's gradients, weighted with u, v and w.
+
+    With a saved `pre`, that is in the place of a @ b + bias. Where `needs` has "pre", it is an
+    operand of its own: the part of the gradients that goes through it is its own, and theirs not.
+    """
     linear = is_linear(activation)
     t = moved(ops, u, v, w, a, b, bias, backend)
-    pre = q = None
+    q = None
     s = grad
     if not linear:
-        pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-        s = ops.activation_mul(pre, grad, activation.derived(1), backend=backend)
+        if pre is None:
+            pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
+        s = _sloped(ops, pre, grad, activation, 1, guard, backend)
         if t is not None and not activation.second_derivative_is_zero():
-            q = ops.activation_mul(pre, grad * t, activation.derived(2), backend=backend)
+            q = _sloped(ops, pre, grad * t, activation, 2, guard, backend)
 
     def gradient(name: str, g: Any, x: Any, y: Any, beside: Any) -> Any:
         found = ops.matmul_bias_activation_bwd(
@@ -135,10 +174,12 @@ def double_backward(
     found: dict[str, Any] = {}
     if "grad" in needs:
         if t is None:
-            found["grad"] = grad * 0
+            found["grad"] = ops.zeros_like(grad)
         else:
-            slope = activation.derived(1)
-            found["grad"] = t if linear else ops.activation_mul(pre, t, slope, backend=backend)
+            found["grad"] = t if linear else _sloped(ops, pre, t, activation, 1, guard, backend)
+    if "pre" in needs:
+        found["pre"] = ops.zeros_like(pre) if q is None else ops.narrowed(q, pre)
+        q = None
     for name, like in (("a", a), ("b", b), ("bias", bias)):
         if name not in needs or like is None:
             continue
@@ -149,7 +190,7 @@ def double_backward(
             terms.append(gradient("a", s, a, v, bias))
         if name == "b" and u is not None:
             terms.append(gradient("b", s, u, b, bias))
-        found[name] = total(terms, lambda like=like: like * 0)  # type: ignore[misc]
+        found[name] = total(terms, lambda like=like: ops.zeros_like(like))  # type: ignore[misc]
     return found
 
 
@@ -161,7 +202,7 @@ def tangent(
     t = moved(ops, u, v, w, a, b, bias, backend)
     pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
     if t is None:
-        return pre * 0
+        return ops.zeros_like(pre)
     if is_linear(activation):
         return t
     return ops.activation_mul(pre, t, activation.derived(1), backend=backend)
@@ -198,7 +239,7 @@ def gated_double_backward(
         "a": lambda: (gate(2, u, grad, b) if bent else None, gate(1, v, grad)),
         "b": lambda: (gate(1, u, grad),),
     }
-    return {name: total(terms[name](), lambda: a * 0) for name in needs}
+    return {name: total(terms[name](), lambda: ops.zeros_like(a)) for name in needs}
 
 
 def gated_tangent(
@@ -210,4 +251,4 @@ def gated_tangent(
         terms.append(ops.activation_mul(a, u * b, activation.derived(1), backend=backend))
     if v is not None:
         terms.append(ops.activation_mul(a, v, activation, backend=backend))
-    return total(terms, lambda: a * 0)
+    return total(terms, lambda: ops.zeros_like(a))

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
 from numfuse.gradients import (
@@ -28,6 +30,7 @@ from numfuse.gradients import (
     Tangent,
     check_needs,
 )
+from numfuse.operands import accumulator, required
 
 __all__ = ["NAMES", "Functions", "How", "chosen", "gate_of", "made", "served", "spread"]
 
@@ -93,6 +96,8 @@ class Functions:
 
     #: How the library calls what forbids `out`.
     what = "automatic differentiation"
+    #: The library's module of functions on arrays.
+    arrays: Any = None
 
     # --- the primitives, an adapter's own -------------------------------------------------------
     def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
@@ -133,10 +138,61 @@ class Functions:
         """A pre-activation in the accumulator's dtype."""
         raise NotImplementedError
 
+    # --- what an adapter may know better --------------------------------------------------------
+    def zeros_like(self, x: Any) -> Any:
+        return self.arrays.zeros_like(x)
+
+    def ones_like(self, x: Any) -> Any:
+        return self.arrays.ones_like(x)
+
+    def narrowed(self, x: Any, like: Any) -> Any:
+        """`x` in the dtype of `like`."""
+        return x.astype(like.dtype)
+
+    def moves(self, x: Any) -> bool:
+        """Whether a derivative may go through an array."""
+        return False
+
+    def checked(self, **operands: Any) -> None:
+        """TypeError for operands that no primitive takes."""
+
+    def saved_dtypes(self, like: Any) -> tuple[Any, ...]:
+        """The dtypes that a saved pre-activation of such operands may have."""
+        return accumulator("grad", np.dtype(like.dtype)), like.dtype
+
+    def product_bwd_saved(self, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How) -> Any:
+        """As `product_bwd`, with a saved pre-activation through which a derivative goes."""
+        return self.product_bwd_pieces(grad, a, b, bias, how, pre, how.guard)
+
+    def product_double_saved(
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How
+    ) -> Any:  # fmt: skip
+        """As `product_double`, with a saved pre-activation through which a derivative goes."""
+        return self.product_double_pieces(u, v, w, grad, a, b, bias, how, pre, how.guard)
+
     # --- the public functions -------------------------------------------------------------------
     def _no_out(self, out: Any) -> None:
         if out is not None:
             raise ValueError(f"out must be None under {self.what}, got an array")
+
+    def _saved(self, pre: Any, grad: Any) -> Any:
+        """A saved pre-activation where a derivative goes through it, else None: it is made again,
+        so that what it was made of has its derivatives.
+        """
+        if pre is None:
+            return None
+        self.checked(grad=grad, pre_activation=pre)
+        dtypes = self.saved_dtypes(grad)
+        if pre.dtype not in dtypes:
+            *names, found = (str(x).removeprefix("torch.") for x in (*dtypes, pre.dtype))
+            wanted = " or ".join(dict.fromkeys(names))
+            raise TypeError(f"pre_activation must have dtype {wanted}, got {found}")
+        _same_shape("pre_activation", pre, "the result's shape", grad)
+        return pre if self.moves(pre) else None
+
+    def activation(self, x: Any, activation: Any) -> Any:
+        """The values of an activation at an array: of a gate beside ones, which has derivatives."""
+        return self.activation_mul(x, self.ones_like(x), activation)
 
     def matmul_bias_activation(
         self, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
@@ -146,6 +202,7 @@ class Functions:
 
         With `return_pre_activation`, that is differentiable too, and costs a product of its own.
         """
+        required({"a": a, "b": b})
         self._no_out(out)
         result = self.product(a, b, bias, How(get(activation), backend=backend))
         if not return_pre_activation:
@@ -156,6 +213,7 @@ class Functions:
         self, a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
     ) -> Any:
         """As :func:`numfuse.matmul_bias_residual`."""
+        required({"a": a, "b": b, "residual": residual})
         self._no_out(out)
         return self.residual(a, b, bias, residual, How(get("none"), backend=backend))
 
@@ -164,10 +222,20 @@ class Functions:
         pre_activation: Any = None, needs: Iterable[str] = GEMM_NEEDS, sum_batch: bool = False,
         guard: bool = True, out: Any = None, backend: Any = None,
     ) -> GemmGradients:  # fmt: skip
-        """As :func:`numfuse.matmul_bias_activation_bwd`; a saved pre-activation is made again."""
+        """As :func:`numfuse.matmul_bias_activation_bwd`.
+
+        A saved pre-activation is an operand like the others where a derivative goes through it, and
+        is made again where none does.
+        """
+        required({"grad": grad, "a": a, "b": b})
         self._no_out(out)
         needs = _there(check_needs(needs, GEMM_NEEDS), bias)
-        found = self.product_bwd(grad, a, b, bias, How(get(activation), needs, guard, backend))
+        how = How(get(activation), needs, guard, backend)
+        pre = self._saved(pre_activation, grad)
+        if pre is None:
+            found = self.product_bwd(grad, a, b, bias, how)
+        else:
+            found = self.product_bwd_saved(grad, a, b, bias, pre, how)
         d_a, d_b, d_bias = spread(found, GEMM_NEEDS, needs)
         if sum_batch and d_b is not None and d_b.ndim > 2:
             d_b = self.sum_to(d_b, d_b.shape[-2:])
@@ -179,7 +247,9 @@ class Functions:
         out: Any = None, backend: Any = None,
     ) -> GemmResidualGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_residual_bwd`."""
+        required({"grad": grad, "a": a, "b": b, "residual": residual})
         needs = check_needs(needs, RESIDUAL_NEEDS)
+        self._saved(pre_activation, grad)
         found = self.matmul_bias_activation_bwd(
             grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
             sum_batch=sum_batch, guard=guard, out=out, backend=backend,
@@ -191,6 +261,7 @@ class Functions:
         self, a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None
     ) -> Any:
         """As :func:`numfuse.activation_mul`."""
+        required({"a": a, "b": b})
         self._no_out(out)
         return self.gate(a, b, How(get(activation), backend=backend))
 
@@ -199,6 +270,7 @@ class Functions:
         guard: bool = True, out: Any = None, backend: Any = None,
     ) -> GatedGradients:  # fmt: skip
         """As :func:`numfuse.activation_mul_bwd`."""
+        required({"grad": grad, "a": a, "b": b})
         self._no_out(out)
         needs = check_needs(needs, GATED_NEEDS)
         found = self.gate_bwd(grad, a, b, How(get(activation), needs, guard, backend))
@@ -210,9 +282,14 @@ class Functions:
         pre_activation: Any = None, guard: bool = True, backend: Any = None,
     ) -> GemmSecondGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
+        required({"grad": grad, "a": a, "b": b})
         needs = _there(check_needs(needs, GEMM_SECOND_NEEDS), bias)
         how = How(get(activation), needs, guard, backend)
-        found = self.product_double(u, v, w, grad, a, b, bias, how)
+        pre = self._saved(pre_activation, grad)
+        if pre is None:
+            found = self.product_double(u, v, w, grad, a, b, bias, how)
+        else:
+            found = self.product_double_saved(u, v, w, grad, a, b, bias, pre, how)
         return GemmSecondGradients(*spread(found, GEMM_SECOND_NEEDS, needs))
 
     def matmul_bias_residual_double_bwd(
@@ -221,7 +298,10 @@ class Functions:
         backend: Any = None,
     ) -> GemmResidualSecondGradients:  # fmt: skip
         """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
+        required({"grad": grad, "a": a, "b": b, "residual": residual})
         needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
+        self.checked(z=z, residual=residual)
+        _same_shape("z", z, "the shape of residual", residual)
         found = self.matmul_bias_activation_double_bwd(
             u, v, w, grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
             guard=guard, backend=backend,
@@ -229,7 +309,7 @@ class Functions:
         d_grad = found.d_grad
         if d_grad is not None and z is not None:
             d_grad = d_grad + z
-        d_residual = 0 * residual if "residual" in needs else None
+        d_residual = self.zeros_like(residual) if "residual" in needs else None
         return GemmResidualSecondGradients(d_grad, found.d_a, found.d_b, found.d_bias, d_residual)
 
     def activation_mul_double_bwd(
@@ -237,6 +317,7 @@ class Functions:
         needs: Iterable[str] = GATED_SECOND_NEEDS, guard: bool = True, backend: Any = None,
     ) -> GatedSecondGradients:  # fmt: skip
         """As :func:`numfuse.activation_mul_double_bwd`."""
+        required({"grad": grad, "a": a, "b": b})
         needs = check_needs(needs, GATED_SECOND_NEEDS)
         found = self.gate_double(u, v, grad, a, b, How(get(activation), needs, guard, backend))
         return GatedSecondGradients(*spread(found, GATED_SECOND_NEEDS, needs))
@@ -246,6 +327,7 @@ class Functions:
         activation: Any = "none", *, guard: bool = True, backend: Any = None,
     ) -> Tangent:  # fmt: skip
         """As :func:`numfuse.matmul_bias_activation_jvp`."""
+        required({"a": a, "b": b})
         how = How(get(activation), (), guard, backend)
         out = self.product(a, b, bias, how)
         return Tangent(out, self.product_tangent(a, b, bias, a_dot, b_dot, bias_dot, how))
@@ -255,10 +337,15 @@ class Functions:
         residual_dot: Any, *, backend: Any = None,
     ) -> Tangent:  # fmt: skip
         """As :func:`numfuse.matmul_bias_residual_jvp`."""
+        required({"a": a, "b": b, "residual": residual})
+        dots = {"a_dot": a_dot, "b_dot": b_dot, "bias_dot": bias_dot, "residual_dot": residual_dot}
+        self.checked(a=a, **dots)
+        for (name, x), like in zip(dots.items(), (a, b, bias, residual), strict=True):
+            _same_shape(name, x, f"the shape of {name.removesuffix('_dot')}", like)
         out = self.residual(a, b, bias, residual, How(get("none"), backend=backend))
         dot = pieces.moved(self, a_dot, b_dot, bias_dot, a, b, bias, backend)
         # The residual has no part in T, and may enlarge nothing.
-        dot = out * 0 if dot is None else dot
+        dot = self.zeros_like(out) if dot is None else dot
         return Tangent(out, dot if residual_dot is None else dot + residual_dot)
 
     def activation_mul_jvp(
@@ -266,19 +353,25 @@ class Functions:
         backend: Any = None,
     ) -> Tangent:  # fmt: skip
         """As :func:`numfuse.activation_mul_jvp`."""
+        required({"a": a, "b": b})
         how = How(get(activation), (), guard, backend)
         return Tangent(self.gate(a, b, how), self.gate_tangent(a, b, a_dot, b_dot, how))
 
     # --- the primitives' pieces -----------------------------------------------------------------
-    def product_bwd_pieces(self, grad: Any, a: Any, b: Any, bias: Any, how: How) -> tuple[Any, ...]:
-        found = pieces.backward(self, grad, a, b, bias, how.activation, how.needs, how.backend)
+    def product_bwd_pieces(
+        self, grad: Any, a: Any, b: Any, bias: Any, how: How, pre: Any = None, guard: bool = False
+    ) -> tuple[Any, ...]:
+        found = pieces.backward(
+            self, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
+        )
         return tuple(found[name] for name in GEMM_NEEDS if name in how.needs)
 
     def product_double_pieces(
-        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How
-    ) -> tuple[Any, ...]:
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How,
+        pre: Any = None, guard: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
         found = pieces.double_backward(
-            self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend
+            self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
         )
         return tuple(found[name] for name in GEMM_SECOND_NEEDS if name in how.needs)
 
@@ -301,6 +394,17 @@ class Functions:
 
     def gate_tangent_pieces(self, a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
         return pieces.gated_tangent(self, a, b, u, v, how.activation, how.backend)
+
+
+def _same_shape(name: str, x: Any, what: str, like: Any) -> None:
+    """ValueError for a tangent, a cotangent or a pre-activation of another shape."""
+    if x is None:
+        return
+    if like is None:
+        of = what.removeprefix("the shape of ")
+        raise ValueError(f"{name} must be None where {of} is None, got an array")
+    if tuple(x.shape) != tuple(like.shape):
+        raise ValueError(f"{name} must have {what} {tuple(like.shape)}, got {tuple(x.shape)}")
 
 
 def _there(needs: tuple[str, ...], bias: Any) -> tuple[str, ...]:

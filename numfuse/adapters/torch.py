@@ -6,12 +6,16 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
@@ -20,13 +24,16 @@ from numfuse.adapters.torch_operators import (
     CORE,
     Op,
     fused,
+    in_functorch,
+    is_lazy,
+    moves,
     on_cuda,
+    own_values,
     placed,
     sets,
     through,
     to_numpy,
     to_tensor,
-    transformed,
     wanted,
 )
 from numfuse.gradients import (
@@ -38,7 +45,7 @@ from numfuse.gradients import (
 )
 from numfuse.kinds import _LOADED, _SERVED
 
-__all__ = [*NAMES, "GatedLinear", "Linear", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "GatedLinear", "Linear", "activation", "synchronize", "to_numpy"]
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -50,7 +57,10 @@ def synchronize(x: Any) -> None:
 
 
 def _checked(**operands: Any) -> None:
-    """TypeError for operands that no operator takes."""
+    """TypeError for operands that no operator takes.
+
+    A saved pre-activation alone may have a dtype of its own (see `Functions.saved_dtypes`).
+    """
     dtypes, devices = {}, {}
     for name, x in operands.items():
         if x is None:
@@ -64,7 +74,9 @@ def _checked(**operands: Any) -> None:
             )
         if x.layout != torch.strided:
             raise TypeError(f"{name} must be a strided tensor, got the layout {x.layout}")
-        dtypes[name], devices[name] = x.dtype, x.device
+        devices[name] = x.device
+        if name != "pre_activation":
+            dtypes[name] = x.dtype
     if len(set(dtypes.values())) > 1:
         found = ", ".join(f"{name} {str(d).removeprefix('torch.')}" for name, d in dtypes.items())
         raise TypeError(f"all operands must have the same dtype, got {found}")
@@ -95,7 +107,10 @@ def _autocast(*operands: Any) -> list[Any]:
 class _Torch(Functions):
     """The public functions over the operators below."""
 
-    what = "PyTorch's autograd"
+    what = "PyTorch's autograd, transformations, modes and tracing"
+    arrays = torch
+    checked = staticmethod(_checked)
+    moves = staticmethod(moves)
 
     def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
         a, b, bias = _autocast(a, b, bias)
@@ -104,14 +119,25 @@ class _Torch(Functions):
 
     def product_bwd(self, grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
         _checked(grad=grad, a=a, b=b, bias=bias)
-        return _PRODUCT_BWD[how.needs](grad, a, b, bias, how=how) if how.needs else ()
+        return _PRODUCT_BWD[how.needs](grad, a, b, bias, None, how=how) if how.needs else ()
+
+    def product_bwd_saved(self, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How) -> Any:
+        _checked(grad=grad, a=a, b=b, bias=bias, pre_activation=pre)
+        return _PRODUCT_BWD[how.needs](grad, a, b, bias, pre, how=how) if how.needs else ()
 
     def product_double(
         self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How
     ) -> Any:
         _checked(u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias)
         op = _PRODUCT_DOUBLE.get(how.needs)
-        return () if op is None else op(u, v, w, grad, a, b, bias, how=how)
+        return () if op is None else op(u, v, w, grad, a, b, bias, None, how=how)
+
+    def product_double_saved(
+        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How
+    ) -> Any:
+        _checked(u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre_activation=pre)
+        op = _PRODUCT_DOUBLE.get(how.needs)
+        return () if op is None else op(u, v, w, grad, a, b, bias, pre, how=how)
 
     def product_tangent(self, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How) -> Any:
         _checked(a=a, b=b, bias=bias, a_dot=u, b_dot=v, bias_dot=w)
@@ -140,12 +166,26 @@ class _Torch(Functions):
         _checked(a=a, b=b, a_dot=u, b_dot=v)
         return _GATE_TANGENT(a, b, u, v, how=how)[0]
 
+    def _no_out(self, out: Any) -> None:
+        if out is not None:
+            _outputs(out)
+        super()._no_out(out)
+
     def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
         # (an operator's output may not be its input, and nor may this one's)
         return x.clone() if x.shape == torch.Size(shape) else x.sum_to_size(shape)
 
     def widened(self, x: Any) -> Any:
         return x if x.dtype == torch.float64 else x.float()
+
+    def ones_like(self, x: Any) -> Any:
+        return x.new_ones(()).expand(x.shape)  # one element in every place
+
+    def narrowed(self, x: Any, like: Any) -> Any:
+        return x.to(like.dtype)
+
+    def saved_dtypes(self, like: Any) -> tuple[Any, ...]:
+        return torch.float64 if like.dtype == torch.float64 else torch.float32, like.dtype
 
 
 FUNCTIONS: Any = _Torch()
@@ -160,7 +200,7 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
         flat.extend(x) if type(x) is tuple or type(x) is list else flat.append(x)
     for x in flat:
         if type(x) in _TENSORS:
-            if (grad and x.requires_grad) or x.layout != torch.strided or x.is_neg():
+            if (grad and x.requires_grad) or x.layout != torch.strided:
                 return None
             first = x if first is None else first
             if x.device != first.device:
@@ -173,14 +213,57 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
 
 
 def _watched(kind: str) -> bool:
-    """Whether something beside the call has a say: a transform, forward mode, autocast."""
-    # CUDA's is PyTorch's default, in half the time that its name takes.
-    return transformed() or (
-        torch.is_autocast_enabled() if kind == "cuda" else torch.is_autocast_enabled(kind)
+    """Whether something beside the call has a say: a transformation, forward mode, a mode of the
+    user's or of PyTorch's own tracers, autocast.
+    """
+    # Each question is a call into C of some 30 ns, made here without another function around it.
+    # CUDA's autocast is PyTorch's default, in a fifth of the time that a name takes.
+    return bool(
+        in_functorch()
+        or forward_ad._current_level >= 0
+        or _modes()
+        or (_function_modes() and _functions_watched())
+        or _is_tracing()
+        or (torch.is_autocast_enabled() if kind == "cuda" else torch.is_autocast_enabled(kind))
     )
 
 
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+def _functions_watched() -> bool:
+    """Whether a mode has a say in functions that make no tensor out of nothing."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
+
+
 _TENSORS = frozenset({Tensor, nn.Parameter})
+
+
+def _outputs(out: Any) -> list[Any]:
+    """The tensors of `out`, which may be written to: checked before anything is computed."""
+    outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if x is not None]
+    for x in outs:
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"out must be a torch.Tensor as the operands, got {kind}")
+        if is_lazy(x):
+            raise ValueError(
+                "out must hold its values in its memory, got a tensor with a negative bit or one "
+                "of zeros without memory"
+            )
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "out must be no inference tensor outside of torch.inference_mode(), where PyTorch "
+                "does not let one be written to, got one: out.clone() is a tensor like others"
+            )
+    return outs
+
+
+def _in_memory(x: Any) -> Any:
+    """An argument of a call over memory that holds its values."""
+    return own_values(x) if isinstance(x, Tensor) and is_lazy(x) else x
 
 
 def _array(x: Any, known: dict[int, Tensor]) -> Any:
@@ -222,17 +305,35 @@ def _public(name: str) -> Any:
             first = _bare((*args, *options.values()))
         if first is None:
             return derived(*args, **options)
+        out = options.get("out")
+        outs = () if out is None else _outputs(out)
         if first.is_cuda:
-            return served(on_cuda(), name)(*args, **options)
-        known: dict[int, Tensor] = {}
-        operands = [_array(x, known) for x in args]
-        named = {key: _array(x, known) for key, x in options.items()}
-        return _result(served(CORE, name)(*operands, **named), known)
+            operands = [_in_memory(x) for x in args]
+            named = {key: _in_memory(x) for key, x in options.items()}
+            found = served(on_cuda(), name)(*operands, **named)
+        else:
+            known: dict[int, Tensor] = {}
+            operands = [_array(x, known) for x in args]
+            named = {key: _array(x, known) for key, x in options.items()}
+            found = _result(served(CORE, name)(*operands, **named), known)
+        for x in outs:
+            # What a backward keeps of it is noticed, as where PyTorch itself writes.
+            if not x.is_inference():
+                increment_version(x)
+        return found
 
     return call
 
 
 globals().update({name: _public(name) for name in NAMES})
+
+
+_GATED = _public("activation_mul")
+
+
+def activation(x: Any, activation: Any) -> Any:
+    """The values of an activation at a tensor, on its device and differentiable."""
+    return _GATED(x, FUNCTIONS.ones_like(x), activation)
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -276,12 +377,51 @@ def _gate_tangent(
     return library.activation_mul_jvp(a, b, u, v, act, guard=guard, backend=backend).out_dot
 
 
+def _product_bwd(
+    library: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, act: Any, **how: Any
+) -> Any:
+    return library.matmul_bias_activation_bwd(grad, a, b, bias, act, pre_activation=pre, **how)
+
+
+def _product_double(
+    library: Any, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, act: Any,
+    **how: Any,
+) -> Any:  # fmt: skip
+    return library.matmul_bias_activation_double_bwd(
+        u, v, w, grad, a, b, bias, act, pre_activation=pre, **how
+    )
+
+
+def _product_bwd_pieces(grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How) -> Any:
+    return FUNCTIONS.product_bwd_pieces(grad, a, b, bias, how, pre)
+
+
+def _product_double_pieces(
+    u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How
+) -> Any:
+    return FUNCTIONS.product_double_pieces(u, v, w, grad, a, b, bias, how, pre)
+
+
+def _product_bwd_backward(ctx: Any, x: Any, how: How, *gs: Any) -> Any:
+    """Gradients of the backward: fused, or beside that of a saved pre-activation."""
+    u, v, w = placed(gs, GEMM_NEEDS, how.needs)
+    grad, a, b, bias, pre = x
+    needs = wanted(ctx, (*GEMM_SECOND_NEEDS, "pre"))
+    if "pre" not in needs:
+        found = FUNCTIONS.product_double(u, v, w, grad, a, b, bias, how._replace(needs=needs))
+        return placed(found, GEMM_SECOND_NEEDS, needs)
+    parts = pieces.double_backward(
+        FUNCTIONS, u, v, w, grad, a, b, bias, how.activation, needs, how.backend, pre
+    )
+    return [parts.get(name) for name in (*GEMM_SECOND_NEEDS, "pre")]
+
+
 def _product_bwd_forward(x: Any, how: How, *dots: Any) -> Any:
     """Forward mode of the backward: of a product alone it is bilinear."""
     if not pieces.is_linear(how.activation):
-        return through(FUNCTIONS.product_bwd_pieces)[1](x, how, *dots)
-    grad_dot, a_dot, b_dot, _ = dots
-    grad, a, b, bias = x
+        return through(_product_bwd_pieces, 4)[1](x, how, *dots)
+    grad_dot, a_dot, b_dot, _, _ = dots
+    grad, a, b, bias, _ = x
     return pieces.linear_backward_tangent(FUNCTIONS, grad, a, b, bias, grad_dot, a_dot, b_dot, how)
 
 
@@ -298,22 +438,16 @@ _PRODUCT = Op(
 )  # fmt: skip
 _PRODUCT_BWD = {
     needs: Op(
-        "product_bwd", "matmul_bias_activation_bwd", "grad:o a:a b:b bias:c?", "abc",
-        fused(
-            GEMM_SECOND_NEEDS,
-            lambda gs, x, own, how: FUNCTIONS.product_double(
-                *placed(gs, GEMM_NEEDS, own.needs), *x, how
-            ),
-        ),
-        _product_bwd_forward, GEMM_NEEDS, needs,
+        "product_bwd", _product_bwd, "grad:o a:a b:b bias:c? pre:o?", "abc",
+        _product_bwd_backward, _product_bwd_forward, GEMM_NEEDS, needs,
     )
     for needs in sets(GEMM_NEEDS)
 }  # fmt: skip
 _PRODUCT_DOUBLE = {
     needs: Op(
-        "product_double", "matmul_bias_activation_double_bwd",
-        "u:a? v:b? w:c? grad:o a:a b:b bias:c?", "oabc",
-        *through(FUNCTIONS.product_double_pieces), GEMM_SECOND_NEEDS, needs,
+        "product_double", _product_double,
+        "u:a? v:b? w:c? grad:o a:a b:b bias:c? pre:o?", "oabc",
+        *through(_product_double_pieces, 7), GEMM_SECOND_NEEDS, needs,
     )
     for needs in sets(GEMM_SECOND_NEEDS)
 }  # fmt: skip

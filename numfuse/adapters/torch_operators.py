@@ -30,7 +30,11 @@ __all__ = [
     "CORE",
     "Op",
     "fused",
+    "in_functorch",
+    "is_lazy",
+    "moves",
     "on_cuda",
+    "own_values",
     "placed",
     "sets",
     "through",
@@ -49,16 +53,23 @@ CORE = SimpleNamespace(
 # --- memory -------------------------------------------------------------------------------------
 def to_numpy(x: Any) -> Any:
     """As :func:`numfuse.to_numpy`: the same memory where that is the CPU's."""
-    x = x.detach().resolve_neg().cpu()
     if x.dtype == torch.bfloat16:
         import ml_dtypes
 
-        return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
-    return x.numpy()
+        return own_values(x).cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    # In one step: detached, on the CPU, and what a negative bit or a tensor of zeros stands for.
+    return x.numpy(force=True)
 
 
-def _own_values(x: Tensor) -> Tensor:
-    return x.detach().resolve_neg()
+def is_lazy(x: Tensor) -> bool:
+    """Whether the memory holds the negative of the values, or a tensor of zeros has none."""
+    return x.is_neg() or x._is_zerotensor()
+
+
+def own_values(x: Tensor) -> Tensor:
+    """The tensor over memory that holds its values."""
+    x = x.detach()
+    return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -75,6 +86,8 @@ def to_tensor(x: ndarray) -> Tensor:
 _OBJECTS: dict[str, Any] = {}
 
 
+# torch.compile runs it, where it cannot follow the hashing of a formula, and keeps the string.
+@torch.compiler.assume_constant_result
 def key_of(activation: Any) -> str:
     """A string that stands for an activation: equal for equal formulas, in any process."""
     act = get(activation)
@@ -107,9 +120,24 @@ def on_cuda() -> Any:
     return sys.modules.get("numfuse.adapters.cuda") or import_module("numfuse.adapters.cuda")
 
 
+#: Whether torch.func is at work.
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
 def transformed() -> bool:
     """Whether torch.func or forward mode is at work."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return in_functorch() or forward_ad._current_level >= 0
+
+
+def moves(x: Tensor) -> bool:
+    """Whether a derivative may go through a tensor."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    if in_functorch():
+        return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
 # --- operators ----------------------------------------------------------------------------------
@@ -183,7 +211,7 @@ class Op:
         read: Any = to_numpy
         write: Any = to_tensor
         if any(x is not None and x.is_cuda for x in tensors):
-            library, read, write = on_cuda(), _own_values, _itself
+            library, read, write = on_cuda(), own_values, _itself
         arrays = [None if x is None else read(x) for x in tensors]
         run = self._run
         if isinstance(run, str):
@@ -229,7 +257,8 @@ class Op:
         found: Any = [None] * len(self._kinds)
         if any(g is not None for g in gs):
             found = self._backward(ctx, ctx.saved_tensors, ctx.how, *gs)
-        return (*found, None, None, None)
+        rest = len(self._kinds) - len(found)
+        return (*found, *[None] * rest, None, None, None)
 
     def _push(self, ctx: Any, *tangents: Any) -> Any:
         found = self._forward(ctx.saved_tensors, ctx.how, *tangents[: len(self._kinds)])
@@ -327,12 +356,20 @@ def fused(names: tuple[str, ...], backward: Callable[..., Any]) -> Callable[...,
     return pull
 
 
-def through(composite: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The backward and the forward mode of an operator through what it is made of."""
+def through(
+    composite: Callable[..., Any], saved: int | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The backward and the forward mode of an operator through what it is made of.
+
+    `saved` is the place of a pre-activation. Where no derivative goes through that, it is made
+    again: it stands for what it was made of.
+    """
 
     def replaced(operands: Any, how: How, at: Sequence[int]) -> Callable[..., tuple[Any, ...]]:
         def call(*values: Any) -> tuple[Any, ...]:
             every = list(operands)
+            if saved is not None:
+                every[saved] = None
             for i, value in zip(at, values, strict=True):
                 every[i] = value
             outs = composite(*every, how)
@@ -344,7 +381,7 @@ def through(composite: Callable[..., Any]) -> tuple[Callable[..., Any], Callable
         at = [i for i in range(len(operands)) if ctx.needs_input_grad[i]]
         call = replaced(operands, how, at)
         found: list[Any] = [None] * len(operands)
-        if transformed():
+        if in_functorch():
             outs, back, *_ = torch.func.vjp(call, *(operands[i] for i in at))
             full = (torch.zeros_like(o) if g is None else g for o, g in zip(outs, gs, strict=True))
             gradients = back(tuple(full))
@@ -372,7 +409,19 @@ def through(composite: Callable[..., Any]) -> tuple[Callable[..., Any], Callable
     def push(operands: Any, how: How, *tangents: Any) -> Any:
         at = [i for i, t in enumerate(tangents) if t is not None]
         call = replaced(operands, how, at)
-        primals = tuple(operands[i] for i in at)
-        return torch.func.jvp(call, primals, tuple(tangents[i] for i in at))[1]
+        if in_functorch():
+            primals = tuple(operands[i] for i in at)
+            return torch.func.jvp(call, primals, tuple(tangents[i] for i in at))[1]
+        # Outside of torch.func there is one level of forward mode, which is switched off while a
+        # rule of it runs; torch.func.jvp would open a second one.
+        with forward_ad._set_fwd_grad_enabled(True):
+            duals = [
+                forward_ad.make_dual(forward_ad.unpack_dual(operands[i]).primal, tangents[i])
+                for i in at
+            ]
+            found = [forward_ad.unpack_dual(out) for out in call(*duals)]
+        return tuple(
+            torch.zeros_like(out.primal) if out.tangent is None else out.tangent for out in found
+        )
 
     return pull, push

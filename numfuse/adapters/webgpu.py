@@ -17,7 +17,7 @@ from numfuse.backends.webgpu import WebGpuBackend, run, split
 from numfuse.backends.webgpu import higher as run_higher
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device import Device
-from numfuse.backends.webgpu.plans import Plan, key_of
+from numfuse.backends.webgpu.plans import Plan, formulas_of_call, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.gradients import (
     GATED_NEEDS,
@@ -27,6 +27,7 @@ from numfuse.gradients import (
     RESIDUAL_NEEDS,
     RESIDUAL_SECOND_NEEDS,
 )
+from numfuse.operands import required
 
 __all__ = [
     "activation_mul",
@@ -59,6 +60,8 @@ class _Call:
                 if type(x) is not DeviceArray or x.device is not device or device.lost:
                     self._own(name, x)
                 self._operands.append(x)
+            else:
+                required({name: x})
 
     @staticmethod
     def _place(operands: dict[str, Any]) -> Device:
@@ -119,14 +122,15 @@ class _Call:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
             operation(store, p)
-            steps = list(store.commands.steps)
             store.finish()
             self.backend.record(device, kind, p)
             for ghost in new:
                 known[id(ghost)] = store.result(ghost)
-            if key is not None and store.plain and all(ghost.size for ghost in new):
+            steps = store.steps
+            if key is not None and steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
-                device.keep_plan(key, Plan.of(steps, arrays, made, latest.call))
+                plan = Plan.of(steps, arrays, made, latest.call)
+                device.keep_plan(key, plan, formulas_of_call(p))
         if result is results:
             found = [None if ghost is None else known[id(ghost)] for ghost in results]
             return getattr(result, "_make", tuple)(found)

@@ -6,14 +6,15 @@ their first use, so that importing numfuse imports neither a compiler nor a devi
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from numfuse.errors import BackendUnavailable
+from numfuse.interrupts import import_module
 
 if TYPE_CHECKING:
     import numpy as np
@@ -38,6 +39,7 @@ __all__ = [
     "Call",
     "active",
     "backends",
+    "end",
     "last_call",
     "latest",
     "load",
@@ -89,6 +91,8 @@ _SOURCES = {
 _DEFAULT = "cpu"
 
 _loaded: dict[str, Backend] = {}
+#: Why a backend that was loaded can run no more.
+_ended: dict[str, str] = {}
 _active: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
 
 
@@ -105,6 +109,8 @@ def load(name: str) -> Backend:
     backend = _loaded.get(name)
     if backend is not None:
         return backend
+    if name in _ended:
+        raise BackendUnavailable(name, _ended[name])
     source = _SOURCES.get(name)
     if source is None:
         known = ", ".join(repr(known) for known in _SOURCES)
@@ -117,9 +123,22 @@ def load(name: str) -> Backend:
         else:
             reason = f"the module {error.name} is not installed"
         raise BackendUnavailable(name, reason, source.extra) from error
+    except BackendUnavailable:
+        raise
     except ImportError as error:
         raise BackendUnavailable(name, f"its import failed with {error!r}", source.extra) from error
+    except Exception as error:
+        # A package that it needs refuses to be imported: as a rule over a variable of its own.
+        told = ", ".join(f"{k}={v!r}" for k, v in os.environ.items() if k.startswith("NUMBA_"))
+        reason = f"its import failed with {error!r}" + (f" ({told})" if told else "")
+        raise BackendUnavailable(name, reason, source.extra) from error
     return _loaded.setdefault(name, backend)
+
+
+def end(name: str, reason: str) -> None:
+    """Let a backend be unavailable from now on, as in a process that was forked after its use."""
+    _ended[name] = reason
+    _loaded.pop(name, None)
 
 
 def resolve(backend: str | Backend | None = None) -> Backend:

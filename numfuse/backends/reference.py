@@ -17,6 +17,7 @@ from numpy import ndarray
 
 from numfuse import elementary, epilogues
 from numfuse.backends import Call, latest
+from numfuse.gradients import settled
 from numfuse.graph import named
 from numfuse.layout import as_one, sum_to
 
@@ -52,6 +53,8 @@ class Reference:
     @_quietly
     def forward(self, p: GemmProblem) -> None:
         """out = act(a @ b + bias) + residual."""
+        if settled(p):
+            return _record("forward", p.activation)
         made = epilogues.layer(p.activation.curve).without("bias")
         residual = None if p.residual is None else _wide(p.residual)
         if residual is not None:
@@ -65,6 +68,8 @@ class Reference:
     @_quietly
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre = grad * act'(pre), and from it the gradients."""
+        if settled(p):
+            return _record("backward", p.activation)
         p, outs = _in_rows(p)
         pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
         made = epilogues.layer(p.activation.curve).select("out").backward().without("bias")
@@ -82,6 +87,8 @@ class Reference:
     @_quietly
     def gated(self, p: GatedProblem) -> None:
         """out = act(a) * b; `out` may be `a` or `b`, so it is written last."""
+        if settled(p):
+            return _record("gated", p.activation)
         made = epilogues.gate(p.activation.curve)
         p.out[...] = _computed(made, a=_wide(p.a), b=_wide(p.b))["out"]
         _record("gated", p.activation)
@@ -89,6 +96,8 @@ class Reference:
     @_quietly
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """d_a = grad * b * act'(a), d_b = grad * act(a)."""
+        if settled(p):
+            return _record("gated_backward", p.activation)
         made = epilogues.gate(p.activation.curve).backward()
         found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), grad=_wide(p.grad))
         for name, out in (("d_a", p.d_a), ("d_b", p.d_b)):
@@ -99,6 +108,8 @@ class Reference:
     @_quietly
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """T, Q and S, and from them the gradients of the backward's gradients."""
+        if settled(p):
+            return _record("double_backward", p.activation)
         p, outs = _in_rows(p)
         pre, grad = _pre_activation(p) if p.pre is None else _wide(p.pre), _wide(p.grad)
         made = epilogues.layer_double_backward(p.activation.curve).without("bias", "w")
@@ -121,6 +132,8 @@ class Reference:
     @_quietly
     def tangent(self, p: GemmTangentProblem) -> None:
         """out as in the forward, out_dot = act'(pre) * T."""
+        if settled(p):
+            return _record("tangent", p.activation)
         pre = _pre_activation(p)
         made = epilogues.layer_tangent(p.activation.curve).without("bias")
         found = _computed(made, p.guard, z=pre, z_dot=_moved(p, pre.shape))
@@ -131,6 +144,8 @@ class Reference:
     @_quietly
     def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
         """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
+        if settled(p):
+            return _record("gated_double_backward", p.activation)
         moved = {name: _wide(x) for name, x in (("u", p.u), ("v", p.v)) if x is not None}
         made = epilogues.gate_double_backward(p.activation.curve).without(*{"u", "v"} - set(moved))
         operands = {"a": _wide(p.a), "b": _wide(p.b), "grad": _wide(p.grad)}
@@ -143,6 +158,8 @@ class Reference:
     @_quietly
     def gated_tangent(self, p: GatedTangentProblem) -> None:
         """out = act(a) * b, and its derivative along u and v."""
+        if settled(p):
+            return _record("gated_tangent", p.activation)
         dots = (("a_dot", p.u), ("b_dot", p.v))
         moved = {name: _wide(x) for name, x in dots if x is not None}
         made = epilogues.gate(p.activation.curve).tangent()
@@ -204,7 +221,7 @@ def _computed(
     """Return the results of an epilogue over arrays, by name, in float64."""
     made = made.guarded() if guard else made
     leaves = {named(name): operands[name] for name in made.inputs}
-    values = elementary.values(made.formulas, leaves)
+    values = elementary.values(made.graphs, leaves)
     return {name: value for (name, _), value in zip(made.results, values, strict=True)}
 
 

@@ -57,10 +57,13 @@ def collect() -> dict[str, Any]:
     }
     for name, status in nf.backends().items():
         facts: dict[str, Any] = {"available": bool(status)}
-        if status:
-            facts.update(load(name).describe())
-        else:
-            facts["reason"] = str(status)
+        try:
+            if status:
+                facts.update(load(name).describe())
+            else:
+                facts["reason"] = str(status)
+        except nf.BackendUnavailable as error:  # such as threads that do not start
+            facts = {"available": False, "reason": str(error)}
         found["backends"][name] = facts
     return found
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
-from numfuse import tiling
+from numfuse import lifetimes, tiling
 from numfuse.backends import latest
-from numfuse.backends.cpu import driver, higher, host, launch, library, microkernel, rows
+from numfuse.backends.cpu import driver, gemm, higher, host, launch, library, microkernel, rows
 from numfuse.backends.cpu.blocks import (
     Block,
     Held,
@@ -26,7 +26,9 @@ from numfuse.backends.cpu.blocks import (
 )
 from numfuse.backends.cpu.driver import Slots, operand
 from numfuse.backends.cpu.peak import fma_peak
+from numfuse.errors import BackendUnavailable
 from numfuse.expr import SYMBOL
+from numfuse.gradients import settled
 from numfuse.layout import as_one, merge_axes, runs_of_rows
 
 if TYPE_CHECKING:
@@ -239,20 +241,30 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
-        #: How calls are run, by everything that this depends on.
+        #: How calls are run, by everything that this depends on; formulas by their serial numbers.
         self._kept: dict[tuple[Any, ...], Kept] = {}
         self._kept_bytes = 0
+        self._sizes: dict[tuple[Any, ...], int] = {}
+        self._ties = lifetimes.Ties(self._forget)
 
-    def _keep(self, key: tuple[Any, ...], kept: Kept) -> Kept:
+    def _keep(self, key: tuple[Any, ...], kept: Kept, formulas: Iterable[Expr]) -> Kept:
         size = tiling.KEPT_STEP_BYTES * sum(len(schedule.steps) for schedule in kept.schedules)
         if kept.sequence is not None:
             size += 8 * len(kept.sequence.words)
         if len(self._kept) >= tiling.KEPT_PLANS or self._kept_bytes + size > tiling.KEPT_PLAN_BYTES:
             self._kept.clear()
+            self._sizes.clear()
+            self._ties.clear()
             self._kept_bytes = 0
         self._kept[key] = kept
+        self._sizes[key] = size
         self._kept_bytes += size
+        self._ties.tie(key, formulas)
         return kept
+
+    def _forget(self, key: tuple[Any, ...]) -> None:
+        self._kept.pop(key, None)
+        self._kept_bytes -= self._sizes.pop(key, 0)
 
     def _ran(self, key: tuple[Any, ...], arrays: tuple[np.ndarray | None, ...]) -> bool:
         """Run a call of a form that is kept as one sequence; False: it is not kept."""
@@ -272,7 +284,7 @@ class CpuBackend:
             # At 64 x 64 x 64 the arithmetic takes 3 us: what is looked up here in one step would
             # take as long again in several.
             key = (
-                value, p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
+                value.serial, p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
                 _threads(p),
                 None if bias is None else bias.strides,
                 None if residual is None else (residual.shape, residual.strides),
@@ -280,6 +292,8 @@ class CpuBackend:
             )  # fmt: skip
             if self._ran(key, arrays):
                 return
+        if not out.size:
+            return
         fmt = FORMATS[p.dtype]
         row = rows.forward(
             p.activation.curve, fmt, bias is not None, residual is not None, pre is not None
@@ -292,7 +306,7 @@ class CpuBackend:
         if plan is None:
             return
         if key is not None:
-            self._keep(key, Kept(driver.alone(plan), (), ()))
+            self._keep(key, Kept(driver.alone(plan), (), ()), (value,))
         driver.run(plan, arrays)
 
     def backward(self, p: GemmBackwardProblem) -> None:
@@ -306,6 +320,7 @@ class CpuBackend:
         # Where the activation is the identity, grad_pre is grad itself and there is no slope.
         identity = p.activation.trace(0) is SYMBOL
         slope = None if identity else p.activation.trace(1)
+        formula = None if slope is None else slope.serial
         a, b, bias, grad, d_a, d_b, d_bias = p.a, p.b, p.bias, p.grad, p.d_a, p.d_b, p.d_bias
         pre = None if identity else p.pre
         threads = launch.threads() if p.batch else _threads(p)
@@ -316,10 +331,10 @@ class CpuBackend:
         if p.batch or apart:
             forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
             saved = None if pre is None else pre.dtype
-            key = (forms, slope, p.dtype, saved, p.batch, p.guard, threads)
+            key = (forms, formula, p.dtype, saved, p.batch, p.guard, threads)
         else:
             key = (
-                slope, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
+                formula, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
                 None if bias is None else bias.strides,
                 None if pre is None else (pre.dtype, pre.strides),
                 None if d_a is None else d_a.strides,
@@ -327,7 +342,8 @@ class CpuBackend:
                 None if d_bias is None else d_bias.strides,
                 threads,
             )  # fmt: skip
-        self._run_kept(p, key, arrays, lambda x: self._backward_schedules(p, x, slope))
+        formulas = () if slope is None else (slope,)
+        self._run_kept(p, key, arrays, lambda x: self._backward_schedules(p, x, slope), formulas)
 
     def threads_of(self, p: GemmProblem | GemmBackwardProblem) -> int:
         """The threads of a product, as a part of the key of its calls."""
@@ -339,9 +355,11 @@ class CpuBackend:
         arrays: tuple[np.ndarray | None, ...],
         what: tuple[Any, ...],
         make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
+        formulas: Sequence[Expr] = (),
         key: tuple[Any, ...] | None = None,
     ) -> None:
-        """Run what `higher` has made of products, `what` names it beside the forms of the arrays.
+        """Run what `higher` has made of products; `what` and the formulas name it beside the forms
+        of the arrays.
 
         `make` turns arrays into schedules, once for every form of call. `key` stands for `what` and
         the forms, where the caller has one.
@@ -353,8 +371,9 @@ class CpuBackend:
             arrays = (*arrays[:PRE], pre, *arrays[PRE + 1 :])
         forms = tuple(None if x is None else (x.shape, x.strides) for x in arrays)
         saved = None if pre is None else pre.dtype
-        key = key or (what, forms, p.dtype, saved, p.batch, p.m, threads)
-        self._run_kept(p, key, arrays, make)
+        named = tuple(formula.serial for formula in formulas)
+        key = key or (what, named, forms, p.dtype, saved, p.batch, p.m, threads)
+        self._run_kept(p, key, arrays, make, formulas)
 
     def _run_kept(
         self,
@@ -362,10 +381,13 @@ class CpuBackend:
         key: tuple[Any, ...],
         arrays: tuple[np.ndarray | None, ...],
         make: Callable[[tuple[np.ndarray | None, ...]], list[Schedule]],
+        formulas: Sequence[Expr],
     ) -> None:
         known = self._kept.get(key)
         if known is None:
-            known = self._keep(key, self._kept_schedules(p, arrays, make))
+            if settled(p):
+                return
+            known = self._keep(key, self._kept_schedules(p, arrays, make), formulas)
         sequence, totals, schedules = known
         if sequence is not None:
             driver.run_sequence(sequence, _with_totals(arrays, totals) if totals else arrays)
@@ -406,11 +428,12 @@ class CpuBackend:
         schedules: Sequence[Schedule],
     ) -> None:  # fmt: skip
         """A backward as many launches: where NumPy has to do something between them."""
-        for schedule in schedules:
-            whole = _with_totals(arrays, schedule.totals)
-            if not p.batch:  # some rows may have to be gathered
-                whole = (*whole, *(None,) * (NUMBERS - len(whole)))
-            with launch.room(schedule.size) as memory:
+        # All memory before anything is written.
+        every_whole = [_with_totals(arrays, schedule.totals) for schedule in schedules]
+        with launch.room(max(schedule.size for schedule in schedules)) as memory:
+            for schedule, whole in zip(schedules, every_whole, strict=True):
+                if not p.batch:  # some rows may have to be gathered
+                    whole = (*whole, *(None,) * (NUMBERS - len(whole)))
                 for step in schedule.steps:
                     every = [*whole] if step.block is None else _parts(step.block, whole)
                     for number, shape, dtype, offset in step.held:
@@ -642,9 +665,11 @@ class CpuBackend:
         key = None
         if size < tiling.PARALLEL_ELEMENTS:
             form = size if contiguous else (out.shape, a.strides, b.strides, out.strides)
-            key = activation.trace(0), dtype, form
+            key = activation.trace(0).serial, dtype, form
             if self._ran(key, arrays):
                 return
+        if not size:
+            return
         # Views that number the same elements in another way: the addresses are those of the arrays.
         flat_out, flat_a, flat_b = _merged((out, a, b))
         fmt = FORMATS[dtype]
@@ -653,7 +678,8 @@ class CpuBackend:
         if _streams((flat_out,)):
             stream = rows.gate(activation.curve, fmt, True)
         slots = Slots(a=operand(0, flat_a), b=operand(1, flat_b), out=operand(2, flat_out))
-        self._run_elementwise(row, slots, arrays, flat_out.shape, stream, key)
+        formulas = (activation.trace(0),)
+        self._run_elementwise(row, slots, arrays, flat_out.shape, stream, key, formulas)
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
@@ -669,9 +695,11 @@ class CpuBackend:
             form: Any = a.size
             if not p.contiguous:
                 form = a.shape, *(None if x is None else x.strides for x in arrays)
-            key = value, slope, p.dtype, p.guard, form
+            key = value.serial, slope.serial, p.dtype, p.guard, form
             if self._ran(key, arrays):
                 return
+        if not a.size:
+            return
         fmt = FORMATS[p.dtype]
         flat_d_b = stream = None
         if d_b is None:
@@ -686,7 +714,7 @@ class CpuBackend:
             a=operand(0, flat_a), b=operand(1, flat_b), grad=operand(2, flat_grad),
             out=operand(3, flat_d_a), extra=_optional(4, flat_d_b),
         )  # fmt: skip
-        self._run_elementwise(row, slots, arrays, flat_d_a.shape, stream, key)
+        self._run_elementwise(row, slots, arrays, flat_d_a.shape, stream, key, (value, slope))
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """The gradients of the backward's gradients, weighted with cotangents."""
@@ -712,6 +740,7 @@ class CpuBackend:
         shape: tuple[int, ...],
         stream: Kernel | None,
         key: tuple[Any, ...] | None,
+        formulas: Sequence[Expr],
     ) -> None:
         """A row function over every row of `shape`; kept as a sequence where there is a key."""
         *batch, m, n = shape
@@ -719,7 +748,7 @@ class CpuBackend:
         if plan is None:
             return
         if key is not None:
-            self._keep(key, Kept(driver.alone(plan), (), ()))
+            self._keep(key, Kept(driver.alone(plan), (), ()), formulas)
         driver.run(plan, arrays)
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
@@ -743,7 +772,7 @@ class CpuBackend:
             "level-2 cache": f"{tiling.level2_bytes() >> 10} KiB",
             "threads": launch.threads(),
             "threading layer": launch.threading_layer(),
-            "kernel cache": specialise.cache_directory(),
+            "kernel cache": specialise.cache_directory(gemm.gemm_cell),
         }
 
     def warmup(
@@ -810,4 +839,6 @@ def _join_batch(sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, turn: T
         driver.run(plan, (sums, out, carried))
 
 
+if (_refused := host.refused_setting()) is not None:
+    raise BackendUnavailable("cpu", _refused)
 BACKEND = CpuBackend()

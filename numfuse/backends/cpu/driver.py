@@ -12,13 +12,13 @@ from __future__ import annotations
 import functools
 import math
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numfuse import tiling
+from numfuse import lifetimes, tiling
 from numfuse.backends import Call, latest
 from numfuse.backends.cpu import host, launch, library, microkernel, protocol
 from numfuse.backends.cpu.launch import Sequence
@@ -108,6 +108,8 @@ class Plan:
     stride: int
     threads: int
     call: Call
+    #: Those whose addresses are in it.
+    kernels: tuple[Kernel, ...]
     #: The plan as a sequence of its own, once it has been asked for.
     alone: Sequence | None = None
 
@@ -146,7 +148,7 @@ def _slot_words(slots: _Operands, n: int) -> list[int]:
 def _plan(
     cell: Kernel, head: dict[str, int], operands: _Operands, axes: list[int], t: tiling.Tiling,
     r: tiling.Registers, elements: int, count: int, row: Kernel | None, group: int = 1,
-    tier: str | None = None,
+    tier: str | None = None, others: tuple[Kernel, ...] = (),
 ) -> Plan:  # fmt: skip
     layout, stride = _layout(t, r, group)
     head |= layout | {
@@ -161,10 +163,30 @@ def _plan(
     descriptor = array("q", words + _slot_words(operands[2:], head["D_N"]) + axes)
     kernel = " + ".join(readable_name(x.name) for x in (cell, row) if x is not None)
     call = Call("cpu", host.name(), tier or host.vector_name(), kernel, t)
-    return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call)
+    kernels = tuple(x for x in (cell, row, *others) if x is not None)
+    return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call, kernels)
 
 
-@functools.lru_cache(maxsize=4096)
+def _by_row(make: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
+    """Keep plans by their arguments, as long as the formulas of their row function live."""
+    table = lifetimes.Table(4096)
+
+    @functools.wraps(make)
+    def found(*args: Any) -> Plan | None:
+        plan: Plan | None = table.get(args)
+        if plan is None:
+            plan = make(*args)
+            row = next((x for x in args if isinstance(x, Kernel)), None)
+            formulas = [] if row is None else [formula() for formula in row.formulas]
+            living = [formula for formula in formulas if formula is not None]
+            if plan is not None and len(living) == len(formulas):
+                plan = table.keep(args, plan, living)
+        return plan
+
+    return found
+
+
+@_by_row
 def _gemm_plan(
     a: Operand, b: Operand, slots: Slots, left: str, right: str, row: Kernel,
     batch: tuple[int, ...], summed: tuple[int, ...], threads: int,
@@ -191,10 +213,10 @@ def _gemm_plan(
     t = tiling.gemm(m, n, k, elements, sums, count, r, rows)
     a_row, a_k = a.strides[-2:]
     b_k, b_column = b.strides[-2:]
+    packing = library.pack_a(left, acc, kind), library.pack_b(right, acc, kind)
     head = {
         "D_M": m, "D_N": n, "D_K": k,
-        "D_PACK_A": library.pack_a(left, acc, kind).address,
-        "D_PACK_B": library.pack_b(right, acc, kind).address,
+        "D_PACK_A": packing[0].address, "D_PACK_B": packing[1].address,
         "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
         "D_A_ROW": a_row, "D_A_K": a_k, "D_B_K": b_k, "D_B_COLUMN": b_column,
         "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
@@ -212,10 +234,10 @@ def _gemm_plan(
     group = r.column_group if by_columns else 1
     cell = library.gemm_cell(acc, kind, left)
     tier = host.product_name(kind, left)
-    return _plan(cell, head, operands, axes, t, r, elements, count, row, group, tier)
+    return _plan(cell, head, operands, axes, t, r, elements, count, row, group, tier, packing)
 
 
-@functools.lru_cache(maxsize=4096)
+@_by_row
 def _elementwise_plan(
     m: int, n: int, slots: Slots, row: Kernel, batch: tuple[int, ...], chunk: int, threads: int,
     stream: Kernel | None,
@@ -239,10 +261,11 @@ def _elementwise_plan(
         t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
     cell = library.elementwise_cell()
-    return _plan(cell, head, operands, axes, t, r, elements, count, row)
+    others = () if stream is None else (stream,)
+    return _plan(cell, head, operands, axes, t, r, elements, count, row, others=others)
 
 
-@functools.lru_cache(maxsize=4096)
+@_by_row
 def _join_plan(cell: Kernel, slots: Slots, threads: int) -> Plan | None:
     assert slots.sums is not None
     *batch, rows, n = slots.sums.shape
@@ -383,9 +406,10 @@ def sequence(
                 name = protocol.NUMBERS if temporary else number
                 words[start + word] = offset << protocol.NUMBER_BITS | name
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + len(words))
+    kernels = tuple(dict.fromkeys(kernel for plan, _ in steps for kernel in plan.kernels))
     return Sequence(
         words, words.buffer_info()[0], len(steps), threads, stride, table, size,
-        steps[-1][0].call,
+        steps[-1][0].call, kernels,
     )  # fmt: skip
 
 

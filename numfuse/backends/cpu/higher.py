@@ -71,7 +71,8 @@ def double_backward(backend: CpuBackend, p: GemmDoubleBackwardProblem) -> None:
         return
     graphs = p.activation.trace(1), p.activation.trace(2) if bent else None
     make = partial(_double_backward_schedules, backend, p, graphs)
-    backend.scheduled(p, arrays, ("double backward", graphs, p.guard), make)
+    formulas = tuple(graph for graph in graphs if graph is not None)
+    backend.scheduled(p, arrays, ("double backward", p.guard), make, formulas)
 
 
 def tangent(backend: CpuBackend, p: GemmTangentProblem) -> None:
@@ -88,15 +89,15 @@ def tangent(backend: CpuBackend, p: GemmTangentProblem) -> None:
         if not p.batch:
             # Found in one step, as in a forward: at 256 x 256 x 256 the general key takes 2% of it.
             key = (
-                "jvp", graphs, p.guard, p.dtype, p.m, p.n, p.k, p.a.strides, p.b.strides,
-                p.out.strides, p.out_dot.strides, backend.threads_of(p),
+                "jvp", value.serial, graphs[1].serial, p.guard, p.dtype, p.m, p.n, p.k,
+                p.a.strides, p.b.strides, p.out.strides, p.out_dot.strides, backend.threads_of(p),
                 None if p.bias is None else p.bias.strides, None if p.u is None else p.u.strides,
                 None if p.v is None else p.v.strides, None if p.w is None else p.w.strides,
             )  # fmt: skip
             if backend._ran(key, arrays):
                 return
         make = partial(_tangent_schedules, backend, p, graphs)
-        backend.scheduled(p, arrays, ("jvp", graphs, p.guard), make, key)
+        backend.scheduled(p, arrays, ("jvp", p.guard), make, graphs, key)
         return
     if moved:
         backend.scheduled(p, arrays, ("jvp",), partial(_identity_schedules, backend, p))
@@ -368,7 +369,7 @@ def gated_double_backward(backend: CpuBackend, p: GatedDoubleBackwardProblem) ->
         if x is not None and not there:
             x[...] = 0
         wanted.append(x if there else None)
-    if all(x is None for x in wanted):
+    if not p.a.size or all(x is None for x in wanted):
         return
     # An operand that no result needs would be read for nothing: its place is taken by `a`.
     graphs = p.activation.trace(0), p.activation.trace(1), p.activation.trace(2)
@@ -378,7 +379,8 @@ def gated_double_backward(backend: CpuBackend, p: GatedDoubleBackwardProblem) ->
     u, v = p.u is not None, p.v is not None
     curve, fmt = p.activation.curve, p.dtype.name
     row = rows.gate_double_backward(curve, fmt, p.guard, u, v, results)
-    _elementwise(backend, ("double gate", graphs, p.guard), row, None, arrays, _SECOND_SLOTS)
+    what = "double gate", p.guard, *(graph.serial for graph in graphs)
+    _elementwise(backend, what, graphs, row, None, arrays, _SECOND_SLOTS)
 
 
 #: The slots of the arrays of a gate's passes, in their order.
@@ -388,6 +390,8 @@ _TANGENT_SLOTS = ("a", "b", "grad", "pre", "out", "extra")
 
 def gated_tangent(backend: CpuBackend, p: GatedTangentProblem) -> None:
     """One pass; of large results past the caches."""
+    if not p.a.size:
+        return
     if p.u is None and p.v is None:
         p.out_dot[...] = 0
         backend._gated(p.activation, p.dtype, (p.a, p.b, p.out), False)
@@ -402,13 +406,14 @@ def gated_tangent(backend: CpuBackend, p: GatedTangentProblem) -> None:
         p.u is not None,
         p.v is not None,
     )
-    name = ("gated jvp", graphs, p.guard)
-    _elementwise(backend, name, make(), partial(make, True), arrays, _TANGENT_SLOTS)
+    what = "gated jvp", p.guard, *(graph.serial for graph in graphs)
+    _elementwise(backend, what, graphs, make(), partial(make, True), arrays, _TANGENT_SLOTS)
 
 
 def _elementwise(
     backend: CpuBackend,
     name: tuple[Any, ...],
+    formulas: tuple[Expr, ...],
     row: specialise.Kernel,
     stream: Callable[[], specialise.Kernel] | None,
     arrays: Arrays,
@@ -431,4 +436,4 @@ def _elementwise(
     found = Slots(**{slots[i]: operand(i, x) for i, x in flat.items()})
     results = [flat[i] for i in there if slots[i] in ("out", "extra")]
     streamed = stream() if stream is not None and _streams(results) else None
-    backend._run_elementwise(row, found, arrays, flat[order[0]].shape, streamed, key)
+    backend._run_elementwise(row, found, arrays, flat[order[0]].shape, streamed, key, formulas)

@@ -1,15 +1,49 @@
-"""What the host's processor offers to the kernels."""
+"""What the processor that kernels are compiled for offers to them.
+
+That is the host's, unless Numba is told of another (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
+NUMBA_ENABLE_AVX).  LLVM fails for good, and the process with it, where code needs an instruction
+or a library function that the processor it is told of lacks.  So the compiler itself is asked.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import platform
+import re
 import sys
 from typing import Any
 
 import llvmlite.binding as llvm
 from numba.core import config
+from numba.core.registry import cpu_target
+
+# Each takes one instruction where the processor has it.  Without it, vectors come in pieces, and a
+# conversion is a call of compiler-rt, which the process need not contain.
+_PROBES = """
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
+declare <8 x float> @llvm.fma.v8f32(<8 x float>, <8 x float>, <8 x float>)
+define <16 x float> @probe_64(<16 x float> %x) {
+  %y = call <16 x float> @llvm.fma.v16f32(<16 x float> %x, <16 x float> %x, <16 x float> %x)
+  ret <16 x float> %y
+}
+define <8 x i32> @probe_32(<8 x float> %x) {
+  %y = call <8 x float> @llvm.fma.v8f32(<8 x float> %x, <8 x float> %x, <8 x float> %x)
+  %i = bitcast <8 x float> %y to <8 x i32>
+  %j = add <8 x i32> %i, %i
+  ret <8 x i32> %j
+}
+define float @probe_half(i16 %x) {
+  %h = bitcast i16 %x to half
+  %y = fpext half %h to float
+  ret float %y
+}
+"""
+
+
+#: What NUMBA_THREADING_LAYER may be: a layer, or what one is wanted for.
+_LAYERS = ("tbb", "omp", "workqueue")
+_KINDS_OF_LAYERS = ("default", "safe", "threadsafe", "forksafe")
 
 
 @functools.cache
@@ -19,15 +53,60 @@ def features() -> frozenset[str]:
     return frozenset(name for name, present in found.items() if present)
 
 
+def refused_setting() -> str | None:
+    """Why Numba, with the settings it has, makes or runs no kernels; None where it does.
+
+    Numba itself says so late, for every call in other words, or not at all: LLVM ends the process
+    over a feature without a sign.
+    """
+    told: Any = config
+    if told.DISABLE_JIT:
+        return "NUMBA_DISABLE_JIT is set, and without Numba's compiler there are no kernels"
+    for feature in (told.CPU_FEATURES or "").split(","):
+        if feature and feature[0] not in "+-":
+            return (
+                f"each feature in NUMBA_CPU_FEATURES must begin with + or -, "
+                f"got {told.CPU_FEATURES!r}"
+            )
+    if str(told.THREADING_LAYER).lower() not in (*_LAYERS, *_KINDS_OF_LAYERS):
+        known = ", ".join((*_LAYERS, *_KINDS_OF_LAYERS))
+        return f"NUMBA_THREADING_LAYER must be one of {known}, got {told.THREADING_LAYER!r}"
+    if sorted(told.THREADING_LAYER_PRIORITY) != sorted(_LAYERS):
+        known = ", ".join(_LAYERS)
+        got = " ".join(map(str, told.THREADING_LAYER_PRIORITY))
+        return f"NUMBA_THREADING_LAYER_PRIORITY must name each of {known} once, got {got!r}"
+    return None
+
+
+@functools.cache
+def _compiled_probes() -> str:
+    """The assembly of `_PROBES`, by Numba's own target machine."""
+    machine: Any = cpu_target.target_context.codegen()._tm
+    return str(machine.emit_assembly(llvm.parse_assembly(_PROBES)))
+
+
+def _probe(name: str) -> str:
+    text = _compiled_probes()
+    start = re.search(rf"^_?probe_{name}:", text, re.MULTILINE)
+    assert start is not None
+    return text[start.end() :].split("\tret", 1)[0]
+
+
 @functools.cache
 def vector_bytes() -> int:
     """Width of the vectors that the micro-kernel is written in: 64, 32 or 16 bytes."""
-    have = features()
-    if "avx512f" in have:
+    if re.search(r"vfmadd\w+ps.*%zmm", _probe("64")):
         return 64
-    if "avx2" in have and "fma" in have:
+    probe = _probe("32")
+    if re.search(r"vfmadd\w+ps.*%ymm", probe) and re.search(r"vp(addd|slld).*%ymm", probe):
         return 32
     return 16
+
+
+@functools.cache
+def converts_halves() -> bool:
+    """Whether an instruction converts float16: x86's F16C, and that of every 64-bit ARM."""
+    return re.search(r"__\w*(hf|h2f)", _probe("half")) is None
 
 
 @functools.cache
@@ -55,7 +134,7 @@ def product(fmt: str) -> str:
     """
     have = features()
     told: Any = config
-    if told.CPU_NAME is not None or told.CPU_FEATURES is not None:
+    if told.CPU_NAME is not None or told.CPU_FEATURES is not None or not told.ENABLE_AVX:
         return "fma"  # Numba was told to compile for another processor
     if vector_bytes() != 64 or not {"avx512bw", "avx512vl"} <= have:
         return "fma"  # packing is written in 512 bits

@@ -27,7 +27,7 @@ import sys
 import time
 from array import array
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
@@ -38,6 +38,7 @@ from numba import prange, types
 from numfuse import specialise, tiling
 from numfuse.backends import Call
 from numfuse.backends.cpu import microkernel, protocol
+from numfuse.errors import BackendUnavailable
 from numfuse.share import share
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
@@ -307,14 +308,20 @@ class Workspace:
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // HUGE_PAGE) * HUGE_PAGE
+        how = {}
         if hasattr(mmap, "MAP_PRIVATE"):
             # Python's default is a map that a forked child shares: both would work in one place.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            self._map = mmap.mmap(-1, self.size + HUGE_PAGE, flags=flags)
-        else:
-            self._map = mmap.mmap(-1, self.size + HUGE_PAGE)
+            how["flags"] = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        try:
+            self._map = mmap.mmap(-1, self.size + HUGE_PAGE, **how)
+        except (OSError, OverflowError) as error:
+            raise MemoryError(
+                f"the workspace of a call takes {self.size + HUGE_PAGE} bytes, and the system "
+                f"gives none: {error}"
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         address = np.frombuffer(self._map, np.uint8).__array_interface__["data"][0]
         self.address = -(-address // HUGE_PAGE) * HUGE_PAGE
         self._start = self.address - address
@@ -333,7 +340,14 @@ def _borrow(size: int) -> Workspace:
         workspace = _pool.pop()
     except IndexError:
         return Workspace(size)
-    return workspace if workspace.size >= size else Workspace(size)
+    if workspace.size >= size:
+        return workspace
+    del workspace  # its memory may be what the larger one lacks
+    try:
+        return Workspace(size)
+    except MemoryError:
+        _pool.clear()
+    return Workspace(size)
 
 
 def _give_back(workspace: Workspace) -> None:
@@ -370,13 +384,28 @@ def threads() -> int:
     most = share.threads
     if _forked or most == 1:
         return 1  # without asking Numba, which would start a pool that is not used
-    own = int(numba.get_num_threads())
+    try:
+        own = int(numba.get_num_threads())
+    except ValueError as error:
+        raise _no_threads(error) from error
     return own if most is None else min(own, most)
+
+
+def _no_threads(error: ValueError) -> BackendUnavailable:
+    """What to raise where Numba cannot start its threads, such as a layer that is not installed."""
+    layer: Any = numba.config.THREADING_LAYER  # type: ignore[attr-defined]
+    reason = " ".join(str(error).split())
+    return BackendUnavailable(
+        "cpu", f"Numba has no threads, NUMBA_THREADING_LAYER is {layer!r}: {reason}"
+    )
 
 
 def threading_layer() -> str:
     """Numba's layer: "tbb", "omp" or "workqueue" (under which numfuse uses its own threads)."""
-    numba.get_num_threads()  # starts the layer; its name is unknown before
+    try:
+        numba.get_num_threads()  # starts the layer; its name is unknown before
+    except ValueError as error:
+        raise _no_threads(error) from error
     return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 
@@ -412,6 +441,8 @@ class Sequence(NamedTuple):
     size: int
     #: What `last_call` tells of it.
     call: Call
+    #: Those whose addresses are in the steps.
+    kernels: tuple[specialise.Kernel, ...]
 
 
 def launch(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:

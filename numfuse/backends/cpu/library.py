@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from numfuse import specialise, tiling
+from numfuse import lifetimes, specialise, tiling
 from numfuse.backends.cpu import (
     amx,
     gemm,
@@ -250,9 +252,26 @@ def row_names(fmt: str, acc: str) -> dict[str, Any]:
     }
 
 
-# Keyed by traced formulas (equal ones are one object): a redefined activation is another key.
-# Bounded, so that a notebook that redefines its activation all day does not grow without end.
-by_formula = functools.lru_cache(maxsize=1024)
+def by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., specialise.Kernel]:
+    """Keep what a function of formulas compiles, as long as they live.
+
+    A redefined activation is another formula, and the kernels of the one before go.
+    """
+    table = lifetimes.Table(1024)
+
+    @functools.wraps(make)
+    def found(*args: Any, **options: Any) -> specialise.Kernel:
+        key = lifetimes.named((*args, *sorted(options.items())))
+        kernel: specialise.Kernel | None = table.get(key)
+        if kernel is None:
+            kernel = make(*args, **options)
+            formulas = lifetimes.formulas_of(args)
+            kernel.formulas = tuple(map(weakref.ref, formulas))
+            kernel = table.keep(key, kernel, formulas)
+        assert kernel is not None
+        return kernel
+
+    return found
 
 
 def stream_names(result: str, fmt: str) -> dict[str, Any]:

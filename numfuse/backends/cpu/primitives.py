@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic, overload
 
-from numfuse import coefficients, scalar
+from numfuse import coefficients, machine_code, scalar
 from numfuse.coefficients import EXP
 from numfuse.expr import Expr, dumps
 from numfuse.scalar import Target, render
@@ -209,7 +210,8 @@ def _own_text() -> bytes:
     )
 
 
-_FUNCTIONS: dict[tuple[Any, ...], Any] = {}
+#: Those that a kernel, or a function of the user's, is made of.
+_FUNCTIONS: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
 def scalar_function(
@@ -243,7 +245,7 @@ def scalar_function(
     material = f"{dtype}\n{constants}\n{text}".encode() + _own_text()
     scope: dict[str, Any] = {**vars(primitives(dtype)), **constants}
     exec(compile(text, f"<numfuse {dtype} formula>", "exec"), scope)
-    made = _jit(scope["formula"])
+    made = machine_code.inlined(scope["formula"], **_OPTIONS)
     made.numfuse_key = hashlib.sha256(material).hexdigest()
     return _FUNCTIONS.setdefault(key, made)
 

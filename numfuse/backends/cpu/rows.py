@@ -115,7 +115,6 @@ def _template(name: str, text: str) -> Callable[..., Any]:
     return template
 
 
-@library.by_formula
 def row(
     epilogue: Epilogue,
     fmt: str,
@@ -145,7 +144,7 @@ def row(
     chosen = epilogue.select(*wanted)
     at = {source.name: source for source in sources}
     read = [at[name] for name in chosen.inputs]
-    formula = primitives.scalar_function(chosen.formulas, acc, chosen.inputs)
+    formula = primitives.scalar_function(chosen.graphs, acc, chosen.inputs)
     called = f"{epilogue.name.replace(' ', '_')}_row"
     printed = text(called, read, results, wanted, sums, streams)
     names: dict[str, Any] = {"FORMULA": formula, "PRINTED": printed}
@@ -163,24 +162,28 @@ def row(
 
 
 # --- what is done with a sum of products --------------------------------------------------------
+@library.by_formula
 def store(fmt: str) -> specialise.Kernel:
     """``out = acc``"""
     z = Source("z", None, library.accumulator(fmt))
     return row(epilogues.sum_of_terms(0), fmt, (z,), (Result("out", "out", fmt),))
 
 
+@library.by_formula
 def copy(source: str, fmt: str) -> specialise.Kernel:
     """``out = extra``, which may be stored in another format of the same accumulator."""
     copied = epilogues.sum_of_terms(1).without("z")
     return row(copied, fmt, (Source("term_0", "extra", source),), (Result("out", "out", fmt),))
 
 
+@library.by_formula
 def add(acc: str) -> specialise.Kernel:
     """``out += acc``, `out` in the accumulator's dtype: a product summed over blocks of rows."""
     sources = Source("z", None, acc), Source("term_0", "out", acc)
     return row(epilogues.sum_of_terms(1), acc, sources, (Result("out", "out", acc),))
 
 
+@library.by_formula
 def add_and_store(fmt: str) -> specialise.Kernel:
     """``out = extra + acc``: the last block of such a sum, rounded to a half type."""
     acc = library.accumulator(fmt)
@@ -188,6 +191,7 @@ def add_and_store(fmt: str) -> specialise.Kernel:
     return row(epilogues.sum_of_terms(1), fmt, sources, (Result("out", "out", fmt),))
 
 
+@library.by_formula
 def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> specialise.Kernel:
     """``out = acc + w + z + before``, of those that are there; `before` in the accumulator's dtype.
 
@@ -205,6 +209,7 @@ def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> 
 
 
 # --- layers -------------------------------------------------------------------------------------
+@library.by_formula
 def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specialise.Kernel:
     """``pre = acc + bias; out = f(pre)``, or ``out = acc + bias + residual``."""
     acc = library.accumulator(fmt)
@@ -216,6 +221,7 @@ def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specia
     return row(made if bias else made.without("bias"), fmt, sources, results)
 
 
+@library.by_formula
 def grad_pre(
     f: Curve, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
 ) -> specialise.Kernel:
@@ -236,12 +242,14 @@ def grad_pre(
     return row(made, fmt, sources, results, "d_z" if sums else None)
 
 
+@library.by_formula
 def column_sums(fmt: str) -> specialise.Kernel:
     """The partials of d_bias alone, where grad_pre is grad itself."""
     backward = epilogues.residual_layer().backward()
     return row(backward, fmt, (Source("grad", "grad", fmt),), (), "d_bias")
 
 
+@library.by_formula
 def double_backward(
     f: Curve,
     fmt: str,
@@ -295,6 +303,7 @@ def double_backward(
     )  # fmt: skip
 
 
+@library.by_formula
 def tangent(f: Curve, fmt: str, guard: bool, t: str, bias: bool) -> specialise.Kernel:
     """``pre = acc + bias; out = f(pre)``, ``out_dot = f'(pre) t``; `t`: the format of T."""
     acc = library.accumulator(fmt)
@@ -313,12 +322,14 @@ def _gate_sources(fmt: str) -> tuple[Source, ...]:
     )  # fmt: skip
 
 
+@library.by_formula
 def gate(f: Curve, fmt: str, streams: bool = False) -> specialise.Kernel:
     """``out = f(a) b``"""
     out = (Result("out", "out", fmt),)
     return row(epilogues.gate(f), fmt, _gate_sources(fmt), out, None, streams)
 
 
+@library.by_formula
 def gate_backward(
     f: Curve, fmt: str, guard: bool, d_b: bool = True, streams: bool = False
 ) -> specialise.Kernel:
@@ -329,6 +340,7 @@ def gate_backward(
     return row(made, fmt, _gate_sources(fmt), results, None, streams)
 
 
+@library.by_formula
 def gate_double_backward(
     f: Curve, fmt: str, guard: bool, u: bool, v: bool, results: tuple[str, ...]
 ) -> specialise.Kernel:
@@ -343,6 +355,7 @@ def gate_double_backward(
     return row(made.without(*absent), fmt, _gate_sources(fmt), places)
 
 
+@library.by_formula
 def gate_tangent(
     f: Curve, fmt: str, guard: bool, u: bool, v: bool, streams: bool = False
 ) -> specialise.Kernel:

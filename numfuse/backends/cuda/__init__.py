@@ -119,12 +119,13 @@ class CudaBackend:
 
         ordinal = self.ordinal
         if device is not None:
-            text = str(device).removeprefix("cuda:")
-            if not text.isdecimal() or int(text) >= count():
+            there = count()
+            chosen = _ordinal(str(device), there)
+            if chosen is None:
                 raise ValueError(
-                    f"device must be the number of a CUDA device below {count()}, got {device!r}"
+                    f"device must be the number of a CUDA device below {there}, got {device!r}"
                 )
-            ordinal = int(text)
+            ordinal = chosen
         if precision not in (None, *PRECISIONS):
             known = ", ".join(map(repr, PRECISIONS))
             raise ValueError(f"precision must be one of {known} or None, got {precision!r}")
@@ -180,8 +181,19 @@ class CudaBackend:
 
 #: (M, K, N) of what is compiled ahead: odd and small, small, and large enough for the widest tiles.
 _WARM = ((63, 63, 63), (64, 64, 64), (512, 512, 512), (4096, 4096, 4096))
+#: The environment's variable that names the device of calls which name none.
+_VARIABLE = "NUMFUSE_CUDA_DEVICE"
 _BACKENDS: dict[tuple[int, str], CudaBackend] = {}
 _LOCK = threading.Lock()
+
+
+def _ordinal(text: str, there: int) -> int | None:
+    """The number in "1" or "cuda:1"; None where there is no such device."""
+    digits = text.removeprefix("cuda:")
+    if not digits.isdecimal():
+        return None
+    number = digits.lstrip("0") or "0"  # (compared as text: int refuses thousands of digits)
+    return next((i for i in range(there) if str(i) == number), None)
 
 
 def _on(ordinal: int, precision: str = "ieee") -> CudaBackend:
@@ -196,8 +208,16 @@ def __getattr__(name: str) -> Any:
         from numfuse.backends.cuda.libcuda import Unusable, count
 
         try:
-            count()
+            there = count()
         except Unusable as error:
             raise BackendUnavailable("cuda", str(error), "cuda") from error
-        return _on(int(os.environ.get("NUMFUSE_CUDA_DEVICE", "0")))
+        wanted = os.environ.get(_VARIABLE) or "0"
+        ordinal = _ordinal(wanted, there)
+        if ordinal is None:
+            # Not the caller's mistake: the backend is set to a device that is not here.
+            raise BackendUnavailable(
+                "cuda",
+                f"{_VARIABLE} must be the number of a CUDA device below {there}, got {wanted!r}",
+            )
+        return _on(ordinal)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,7 +20,7 @@ from numfuse import tiling
 from numfuse.backends.cuda import passes
 from numfuse.backends.cuda.plans import Recorder, View
 from numfuse.backends.cuda.product import Operand, Product, Slot
-from numfuse.layout import merge_axes
+from numfuse.layout import equal, merge_axes
 
 if TYPE_CHECKING:
     from numfuse.expr import Expr
@@ -317,6 +317,7 @@ def join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumul
     rows, columns = out.shape[-2:]
     if not prod(out.shape):
         return
+    equal("planes and their sums", prod(planes.shape), depth * prod(out.shape))
     lengths, (steps,) = merge_axes(out.shape[:-2], out.strides[:-2])
     many = lengths[-1] if lengths else 1
     step = steps[-1] if steps else 0
@@ -339,14 +340,17 @@ def join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumul
 
 def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
     """Record target = source summed over the axes along which target was broadcast to it."""
-    own = (1,) * (len(source.shape) - len(target.shape)) + target.shape
-    summed = [i for i, length in enumerate(own) if length != source.shape[i]]
+    missing = len(source.shape) - len(target.shape)
+    target = replace(
+        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
+    )
+    summed = [i for i, length in enumerate(target.shape) if length != source.shape[i]]
     if not prod(target.shape):
         return
     if not summed:
         copy(rec, source, target)
         return
-    order = [*summed, *(i for i in range(len(own)) if i not in summed)]
+    order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
     turned = replace(
         source,
         shape=tuple(source.shape[i] for i in order),
@@ -366,7 +370,8 @@ def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
 
 
 def copy(rec: Recorder, source: View, out: View) -> None:
-    """Record out = source, converted."""
+    """Record out = source, converted; one shape, any strides."""
+    equal("the source and the target of a copy", source.shape, out.shape)
     lengths, (steps, out_steps) = merge_axes(out.shape, source.strides, out.strides)
     if not prod(lengths):
         return

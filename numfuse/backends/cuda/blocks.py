@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from numfuse import tiling
 from numfuse.backends.cuda import intrinsics, joins, passes
 from numfuse.backends.cuda.epilogue import Epilogue
 from numfuse.backends.cuda.intrinsics import (
@@ -29,11 +30,12 @@ from numfuse.backends.cuda.intrinsics import (
     block_barrier,
     fetch_commit,
     least,
+    most,
     quotient,
     shared_address,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
-from numfuse.backends.cuda.registers import Arithmetic, clear
+from numfuse.backends.cuda.registers import Arithmetic, add, add_kept, clear, keep
 from numfuse.backends.cuda.slices import Fetch, mover, runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
@@ -44,7 +46,7 @@ i32, i64 = np.int32, np.int64
 
 def _product(
     x, y, bias, extra, pre, out, sums,
-    m, n, k, part, parts,
+    m, n, k, part, parts, chain,
     x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
     extra_place, extra_row, extra_column, pre_place, pre_row, pre_column,
     out_place, out_row, out_column,
@@ -74,7 +76,6 @@ def _product(
     place = i32(quotient(plane, parts))
     k0 = i32(rank * part) if CLUSTER > 1 else i32((plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))
-    slices = i32(quotient(i32(k_left + (BLOCK_K - 1)), BLOCK_K))
 
     x_own, x_along = X_OWN(t), X_ALONG(t)
     y_own, y_along = Y_OWN(t), Y_ALONG(t)
@@ -123,65 +124,101 @@ def _product(
     total = cuda.local.array(TOTALS, dtype=ACCUMULATOR)
     now = cuda.local.array(FACTORS, dtype=FACTOR)
     CLEAR(total)
+    if KEPT == "registers":
+        kept = cuda.local.array(TOTALS, dtype=ACCUMULATOR)
+        CLEAR(kept)
     x_from, y_from = X_FROM(t, memory), Y_FROM(t, i32(memory + X_BYTES))
     WAIT_FIRST()
     block_barrier()
     FIRST_FACTORS(now, x_from, y_from)
-    stage = i32(0)
-    while slices > 0:
-        MULTIPLY_SLICE(total, now, i32(x_from + stage), i32(y_from + stage))
-        # Every thread has read this slice, but for what it has in registers, and the next one is
-        # there: its first factors, and the copies of the slice that takes this one's place, come
-        # between the parts of the arithmetic that is left.
-        WAIT_NEXT()
-        block_barrier()
-        x_next, y_next = i32(x_to + stage), i32(y_to + stage)
-        stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
-        if X_HELD:
-            X_PUT(x_next, x_held)
-            X_AHEAD(
-                x_held, x_at, x_left, i32(k_left - BLOCK_K), x_along, whole, x_own_step, x_k_step
-            )
-        if Y_HELD:
-            Y_PUT(y_next, y_held)
-            Y_AHEAD(
-                y_held, y_at, y_left, i32(k_left - BLOCK_K), y_along, whole, y_own_step, y_k_step
-            )
-        if whole and k_left >= BLOCK_K:
-            x_run, y_run = x_at, y_at
-            for q in unrolled(PARTS):
-                MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
-                for c in unrolled(q * X_COPIES // PARTS, (q + 1) * X_COPIES // PARTS):
-                    X_COPY(
-                        x_next
-                        + (
-                            c // X_OWN_REPEATS * X_K_STEP * X_K_OFFSET
-                            + c % X_OWN_REPEATS * X_OWN_STEP * X_OWN_OFFSET
-                        ),
-                        x_run,
-                    )
-                    x_run = advance(x_run, x_own_step if (c + 1) % X_OWN_REPEATS else x_k_step)
-                for c in unrolled(q * Y_COPIES // PARTS, (q + 1) * Y_COPIES // PARTS):
-                    Y_COPY(
-                        y_next
-                        + (
-                            c // Y_OWN_REPEATS * Y_K_STEP * Y_K_OFFSET
-                            + c % Y_OWN_REPEATS * Y_OWN_STEP * Y_OWN_OFFSET
-                        ),
-                        y_run,
-                    )
-                    y_run = advance(y_run, y_own_step if (c + 1) % Y_OWN_REPEATS else y_k_step)
-        else:
-            if X_COPIES:
-                X_MASKED(x_next, x_at, x_left, k_left, x_along, x_own_step, x_k_step)
-            if Y_COPIES:
-                Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
-            for q in unrolled(PARTS):
-                MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
-        fetch_commit()
-        x_at, y_at = x_at + x_slice, y_at + y_slice
-        k_left = i32(k_left - BLOCK_K)
-        slices = i32(slices - 1)
+    stage, ended = i32(0), i32(0)
+    # A chain of sums is `chain` values of K long; the last ends where K does. (In the prologue
+    # k_left has gone ahead of what is multiplied by the slices that are on their way.)
+    end = i32(-STAGES * BLOCK_K)
+    while k_left > end:
+        stop = i32(most(i32(k_left - chain), end)) if KEPT else end
+        while k_left > stop:
+            MULTIPLY_SLICE(total, now, i32(x_from + stage), i32(y_from + stage))
+            # Every thread has read this slice, but for what it has in registers, and the next one
+            # is there: its first factors, and the copies of the slice that takes this one's place,
+            # come between the parts of the arithmetic that is left.
+            WAIT_NEXT()
+            block_barrier()
+            x_next, y_next = i32(x_to + stage), i32(y_to + stage)
+            stage = i32(stage + STAGE) if stage < (STAGES - 1) * STAGE else i32(0)
+            if X_HELD:
+                X_PUT(x_next, x_held)
+                X_AHEAD(
+                    x_held,
+                    x_at,
+                    x_left,
+                    i32(k_left - BLOCK_K),
+                    x_along,
+                    whole,
+                    x_own_step,
+                    x_k_step,
+                )
+            if Y_HELD:
+                Y_PUT(y_next, y_held)
+                Y_AHEAD(
+                    y_held,
+                    y_at,
+                    y_left,
+                    i32(k_left - BLOCK_K),
+                    y_along,
+                    whole,
+                    y_own_step,
+                    y_k_step,
+                )
+            if whole and k_left >= BLOCK_K:
+                x_run, y_run = x_at, y_at
+                for q in unrolled(PARTS):
+                    MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
+                    for c in unrolled(q * X_COPIES // PARTS, (q + 1) * X_COPIES // PARTS):
+                        X_COPY(
+                            x_next
+                            + (
+                                c // X_OWN_REPEATS * X_K_STEP * X_K_OFFSET
+                                + c % X_OWN_REPEATS * X_OWN_STEP * X_OWN_OFFSET
+                            ),
+                            x_run,
+                        )
+                        x_run = advance(x_run, x_own_step if (c + 1) % X_OWN_REPEATS else x_k_step)
+                    for c in unrolled(q * Y_COPIES // PARTS, (q + 1) * Y_COPIES // PARTS):
+                        Y_COPY(
+                            y_next
+                            + (
+                                c // Y_OWN_REPEATS * Y_K_STEP * Y_K_OFFSET
+                                + c % Y_OWN_REPEATS * Y_OWN_STEP * Y_OWN_OFFSET
+                            ),
+                            y_run,
+                        )
+                        y_run = advance(y_run, y_own_step if (c + 1) % Y_OWN_REPEATS else y_k_step)
+            else:
+                if X_COPIES:
+                    X_MASKED(x_next, x_at, x_left, k_left, x_along, x_own_step, x_k_step)
+                if Y_COPIES:
+                    Y_MASKED(y_next, y_at, y_left, k_left, y_along, y_own_step, y_k_step)
+                for q in unrolled(PARTS):
+                    MULTIPLY_PART(total, now, q, i32(x_from + stage), i32(y_from + stage))
+            fetch_commit()
+            x_at, y_at = x_at + x_slice, y_at + y_slice
+            k_left = i32(k_left - BLOCK_K)
+        if KEPT == "registers":
+            if k_left > end:
+                ADD(kept, total)
+                CLEAR(total)
+        elif KEPT:
+            if k_left > end:
+                if ended:
+                    ADD_KEPT(total, i32(memory + KEPT_AT + t * 16))
+                KEEP(total, i32(memory + KEPT_AT + t * 16))
+                ended = i32(1)
+    if KEPT == "registers":
+        ADD(total, kept)
+    elif KEPT:
+        if ended:
+            ADD_KEPT(total, i32(memory + KEPT_AT + t * 16))
     WAIT_ALL()
 
     # The epilogue: thread (c, r) has VALUES columns of every ROW_STEP-th row.
@@ -360,6 +397,9 @@ class Block:
     rows: int = 2
     #: Blocks that have a part of K each, of one block of the result.
     cluster: int = 1
+    #: Where the sum of the chains of K that have ended waits: "registers" or "shared" memory; "" in
+    #: sums of one chain.
+    kept: str = ""
 
     @property
     def values(self) -> int:
@@ -374,11 +414,15 @@ class Block:
     def shared_bytes(self, engine: Engine) -> int:
         """Of the slices, or of what the epilogue keeps there."""
         sums = self.threads * 16 if self.epilogue.sums else 0
-        return max(self.stages * self.stage, engine.pass_rows * engine.put_pitch, sums)
+        kept = 0
+        if self.kept == "shared":
+            size = intrinsics.itemsize(engine.accumulator)
+            kept = self.threads * engine.arithmetic.totals * size
+        return max(self.stages * self.stage + kept, engine.pass_rows * engine.put_pitch, sums)
 
 
 #: Of `_product`: addresses, sizes, strides in bytes.
-SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 5 + ["i64"] * 17)
+SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 6 + ["i64"] * 17)
 
 
 def build(block: Block, engine: Engine, name: str) -> Kernel:
@@ -396,6 +440,8 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         "STAGE": block.stage, "X_BYTES": block.x.bytes,
         "TOTALS": made.totals, "FACTORS": made.factors, "FACTOR": engine.factor,
         "ACC_BYTES": one.itemsize(acc), "CLEAR": clear(made.totals),
+        "KEPT": block.kept, "KEPT_AT": block.stages * block.stage, "ADD": add(made.totals),
+        "KEEP": keep(made.totals, block.threads), "ADD_KEPT": add_kept(made.totals, block.threads),
         "FIRST_FACTORS": made.first_factors, "MULTIPLY_SLICE": made.multiply_slice,
         "MULTIPLY_PART": made.multiply_part, "PARTS": made.parts,
         "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
@@ -451,6 +497,7 @@ def plan(
     p = product
     size = intrinsics.itemsize(p.accumulator)
     values = 16 // size
+    chain = tiling.cuda_chain(min(part, p.k))
     out = p.out
     target = Slot("out")
     cluster = 1 if p.free else parts
@@ -464,12 +511,12 @@ def plan(
         tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
         Epilogue.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident, cluster=cluster,
+        blocks=tile.resident, cluster=cluster, kept=tile.kept if chain < part else "",
     )  # fmt: skip
     made = build(block, engine, f"{name} {p.epilogue}")
     arguments = (
-        *slots, *Epilogue.slots(p, target), p.m, p.n, p.k, part, parts, *p.x.steps, *p.y.steps,
-        *Epilogue.steps(p, out),
+        *slots, *Epilogue.slots(p, target), p.m, p.n, p.k, part, parts, chain, *p.x.steps,
+        *p.y.steps, *Epilogue.steps(p, out),
     )  # fmt: skip
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (

@@ -12,6 +12,7 @@ process, and every later call raises `DeviceLost`.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.libcuda import Attribute, Config, count, library
+from numfuse.backends import end
+from numfuse.backends.cuda.libcuda import FORKED, Attribute, Config, count, forked, library
 from numfuse.backends.cuda.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
 from numfuse.backends.cuda.toolchain import SIMULATED, Kernel
 from numfuse.errors import DeviceError, DeviceLost
@@ -435,6 +437,18 @@ def device(ordinal: int = 0) -> Device:
             if found is None:
                 found = _devices[ordinal] = _made(ordinal)
     return found
+
+
+def _after_fork_in_child() -> None:
+    # Later than libcuda's own, which is registered before it.
+    if forked():
+        end("cuda", FORKED)
+        for found in _devices.values():
+            found.lost = f"{found} is lost to this process, and the arrays on it: {FORKED}"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def _made(ordinal: int) -> Device:

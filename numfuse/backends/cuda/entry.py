@@ -25,6 +25,7 @@ from numfuse.backends.cuda.calls import Argument, Kept, call
 from numfuse.backends.cuda.driver import Device, device
 from numfuse.backends.cuda.foreign import KINDS, Kind, kind_of
 from numfuse.backends.cuda.memory import Pool
+from numfuse.operands import required
 
 __all__ = ["DeviceCall", "again", "forget", "remembered"]
 
@@ -46,15 +47,17 @@ class DeviceCall:
         self._held: list[Any] = []
         self._own: list[DeviceArray] = []
         self._place: _Place | None = None
+        required(operands)
         late = []
         for name, x in operands.items():
+            if x is None:
+                continue
             if self._place is None and kind_of(x) is None:
                 late.append((name, x))  # the message names the device of the others
-            elif x is not None or name in ("grad", "a", "b", "residual"):
+            else:
                 self.operands[name] = self._read(name, x)
         for name, x in late:
-            if x is not None or name in ("grad", "a", "b", "residual"):
-                self._read(name, x)
+            self._read(name, x)
         place: Any = self._place  # an array of a device brought the call here
         self.kind: Kind = place.kind
         self.ordinal: int = place.ordinal

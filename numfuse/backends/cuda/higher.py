@@ -23,6 +23,7 @@ from numfuse.backends.cuda.product import Launch, Slot
 from numfuse.backends.cuda.run import Bind
 from numfuse.backends.cuda.toolchain import cuda, kernel
 from numfuse.expr import Expr
+from numfuse.layout import equal
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -79,6 +80,7 @@ def _pass(
         if not view.contiguous:
             found[name] = rec.fresh(view.shape, view.dtype)
             late.append((found[name], view))
+    equal("the arrays of a pass", *(view.shape for view in found.values()))
     size = prod(next(iter(found.values())).shape)
     if not size:
         return

@@ -1,6 +1,7 @@
 """Joins of planes in their fast forms: by 16 bytes, and of few columns by many threads each.
 
-The order of a sum is fixed by the number of its planes, whatever the device.
+The order of a sum is fixed by the number of its planes, whatever the device. What its additions
+lose is summed beside it, so that it is rounded once, however many planes there are.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -13,10 +14,24 @@ import numpy as np
 from numfuse import tiling
 from numfuse.backends.cuda import intrinsics
 from numfuse.backends.cuda.product import Launch, Slot
-from numfuse.backends.cuda.toolchain import cuda, kernel, types
+from numfuse.backends.cuda.toolchain import cuda, device_function, kernel, types
 from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
 
-__all__ = ["columns", "rows"]
+__all__ = ["columns", "corrected", "lost", "rows"]
+
+
+@device_function
+def lost(before, value, total):
+    """What total = before + value is off by, exactly (Knuth); no number beside an infinity."""
+    added = total - before
+    return (before - (total - added)) + (value - added)
+
+
+@device_function
+def corrected(total, error):
+    """A total and what was lost of it; itself where that is no number, or infinite."""
+    nothing = error - error
+    return total + error if nothing == nothing else total
 
 
 def join_rows(planes, out, vectors, per_row, depth, step, out_place, out_row):
@@ -31,9 +46,11 @@ def join_rows(planes, out, vectors, per_row, depth, step, out_place, out_row):
         row = i // per_row
         at = planes + place * depth * step + i * 16
         total = cuda.local.array(VALUES, REAL)
+        error = cuda.local.array(VALUES, REAL)
         ahead = cuda.local.array(VALUES * AHEAD, REAL)
         for v in unrolled(VALUES):
             total[v] = ZERO
+            error[v] = ZERO
         q = 0
         while q + AHEAD <= depth:
             for u in unrolled(AHEAD):
@@ -42,13 +59,19 @@ def join_rows(planes, out, vectors, per_row, depth, step, out_place, out_row):
                     ahead[u * VALUES + v] = loaded[v]
             for u in unrolled(AHEAD):
                 for v in unrolled(VALUES):
-                    total[v] = total[v] + ahead[u * VALUES + v]
+                    before = total[v]
+                    total[v] = before + ahead[u * VALUES + v]
+                    error[v] = error[v] + lost(before, ahead[u * VALUES + v], total[v])
             q += AHEAD
         while q < depth:
             loaded = LOAD(at + q * step)
             for v in unrolled(VALUES):
-                total[v] = total[v] + loaded[v]
+                before = total[v]
+                total[v] = before + loaded[v]
+                error[v] = error[v] + lost(before, loaded[v], total[v])
             q += 1
+        for v in unrolled(VALUES):
+            total[v] = corrected(total[v], error[v])
         STORE(
             out + place * out_place + row * out_row + (i - row * per_row) * (VALUES * OUT_BYTES),
             total,
@@ -98,36 +121,41 @@ def join_columns(planes, out, n, depth, out_place, out_column):
 
     Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
     """
-    shared = cuda.shared.array((LANES, 32), REAL)
+    shared = cuda.shared.array((2 * LANES, 32), REAL)
+    ahead = cuda.local.array(4, REAL)
     c = cuda.threadIdx.x & 31
     r = cuda.threadIdx.x >> 5
     column = cuda.blockIdx.x * 32 + c
     place = cuda.blockIdx.y
-    total = ZERO
+    total, error = ZERO, ZERO
     if column < n:
         at = planes + ((place * depth + r) * n + column) * ITEMSIZE
         step = n * (LANES * ITEMSIZE)
         q = r + 3 * LANES
         while q < depth:
-            first = LOAD(at)
-            second = LOAD(at + step)
-            third = LOAD(at + 2 * step)
-            fourth = LOAD(at + 3 * step)
-            total = total + first + second + third + fourth
+            for u in unrolled(4):
+                ahead[u] = LOAD(at + u * step)
+            for u in unrolled(4):
+                before, total = total, total + ahead[u]
+                error = error + lost(before, ahead[u], total)
             at += 4 * step
             q += 4 * LANES
         q -= 3 * LANES
         while q < depth:
-            total = total + LOAD(at)
+            plane = LOAD(at)
+            before, total = total, total + plane
+            error = error + lost(before, plane, total)
             at += step
             q += LANES
     shared[r, c] = total
+    shared[LANES + r, c] = error
     cuda.syncthreads()
     if r == 0 and column < n:
-        total = ZERO
+        total, error = ZERO, ZERO
         for lane in range(LANES):
-            total = total + shared[lane, c]
-        STORE(out + place * out_place + column * out_column, total)
+            before, total = total, total + shared[lane, c]
+            error = error + (lost(before, shared[lane, c], total) + shared[LANES + lane, c])
+        STORE(out + place * out_place + column * out_column, corrected(total, error))
 
 
 def columns(
@@ -143,12 +171,16 @@ def columns(
     """The join of contiguous planes (count, depth, n), of `out` with strides (place, column)."""
     lanes = tiling.CUDA_JOIN_LANES
     size = intrinsics.itemsize(dtype)
+    bindings = {
+        "LANES": lanes, "REAL": getattr(types, accumulator),
+        "ZERO": np.dtype(accumulator).type(0), "ITEMSIZE": intrinsics.itemsize(accumulator),
+        "LOAD": intrinsics.load(accumulator, 1, accumulator),
+        "STORE": intrinsics.store(dtype, 1, accumulator),
+    }  # fmt: skip
+    template = expanded(join_columns, bindings)
     made = kernel(
-        join_columns, " ".join(["i64"] * 6), threads=32 * lanes, name=f"join columns {dtype}",
-        LANES=lanes, REAL=getattr(types, accumulator), ZERO=np.dtype(accumulator).type(0),
-        ITEMSIZE=intrinsics.itemsize(accumulator),
-        LOAD=intrinsics.load(accumulator, 1, accumulator),
-        STORE=intrinsics.store(dtype, 1, accumulator),
+        template, " ".join(["i64"] * 6), threads=32 * lanes, name=f"join columns {dtype}",
+        **names_of(template, bindings),
     )  # fmt: skip
     arguments = (planes, out, n, depth, strides[0] * size, strides[1] * size)
     return Launch(made, (-(-n // 32), count, 1), arguments)

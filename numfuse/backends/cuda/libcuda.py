@@ -25,7 +25,8 @@ from typing import Any
 from numfuse.backends.cuda.toolchain import SIMULATED
 
 __all__ = [
-    "Attribute", "Config", "Unusable", "count", "driver_version", "library", "ordinal_of",
+    "FORKED", "Attribute", "Config", "Unusable", "count", "driver_version", "forked", "library",
+    "ordinal_of",
 ]  # fmt: skip
 
 _ORDINAL_OF_POINTER = 9  # CUpointer_attribute
@@ -141,7 +142,9 @@ class _Library:
 
 _lock = threading.RLock()
 _library: _Library | None = None
-_process = os.getpid()
+#: What a process is told that was forked from one in which CUDA had begun: contexts do not survive.
+FORKED = "this process was forked after CUDA had begun: start it with 'spawn'"
+_forked = False
 
 
 def library() -> Any:
@@ -151,9 +154,24 @@ def library() -> Any:
         with _lock:
             if _library is None:
                 _library = _Library()
-    if os.getpid() != _process:
-        raise Unusable("the process was forked after CUDA began: start it with 'spawn'")
+    if _forked:
+        raise Unusable(FORKED)
     return _library
+
+
+def forked() -> bool:
+    """Whether CUDA began in another process, of which this one is a fork."""
+    return _forked
+
+
+def _after_fork_in_child() -> None:
+    global _forked, _lock
+    _lock = threading.RLock()  # a thread that held it may not have survived the fork
+    _forked = _forked or _library is not None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def driver_version() -> str:

@@ -37,8 +37,10 @@ def product(
     """
     shared = cuda.shared.array(SHARED, REAL)
     acc = cuda.local.array(SUMS_OF_A_THREAD, REAL)
+    totals = cuda.local.array(SUMS_OF_A_THREAD, REAL)
     for i in range(SUMS_OF_A_THREAD):
         acc[i] = ZERO
+        totals[i] = ZERO
 
     t = cuda.threadIdx.x
     tx, ty = t % (BLOCK_N // NR), t // (BLOCK_N // NR)
@@ -78,11 +80,18 @@ def product(
                     right = shared[Y_AT + kk * Y_PITCH + tx + j * (BLOCK_N // NR)]
                     acc[i * NR + j] = fused(left, right, acc[i * NR + j])
         cuda.syncthreads()
+        # a chain of sums is added to those before, and the next one begins at 0
+        if (k0 + BLOCK_K - begin) % CHAIN == 0:
+            for i in range(SUMS_OF_A_THREAD):
+                totals[i] = totals[i] + acc[i]
+                acc[i] = ZERO
+    for i in range(SUMS_OF_A_THREAD):
+        totals[i] = totals[i] + acc[i]
 
     for i in range(MR):
         for j in range(NR):
             at = (ty + i * (BLOCK_M // MR)) * BLOCK_N + tx + j * (BLOCK_N // NR)
-            shared[at] = acc[i * NR + j]
+            shared[at] = totals[i * NR + j]
     cuda.syncthreads()
     for i in range(t, BLOCK_M * BLOCK_N, THREADS):
         row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
@@ -103,8 +112,11 @@ def product(
         height = min(BLOCK_M, m - row0)
         for i in range(t, min(BLOCK_N, n - column0), THREADS):
             total = ZERO
-            for row in range(height):
-                total = total + shared[row * BLOCK_N + i]
+            for first in range(0, height, RUN):
+                run = ZERO
+                for row in range(first, min(first + RUN, height)):
+                    run = run + shared[row * BLOCK_N + i]
+                total = total + run
             STORE_PRE(sums, (place * rows + block_row) * n + column0 + i, total)
 
 
@@ -134,10 +146,13 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
         product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads,
+        # two sets of 16 sums leave registers for two blocks; those of float64 would spill
+        blocks=2 if p.accumulator == "float32" else 0,
         name=f"mirror {p.epilogue}",
         REAL=getattr(types, p.accumulator), ZERO=real(0),
         BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MR=tile.mr, NR=tile.nr,
         GROUP=tile.group, THREADS=tile.threads, SUMS_OF_A_THREAD=tile.mr * tile.nr,
+        CHAIN=tiling.CUDA_CHAIN, RUN=tiling.RUN,
         # one more than a power of two: a transposed slice is stored without bank conflicts
         X_PITCH=tile.block_m + 1, Y_PITCH=tile.block_n + 1, Y_AT=tile.block_k * (tile.block_m + 1),
         SHARED=max(slices, tile.block_m * tile.block_n),

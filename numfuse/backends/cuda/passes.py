@@ -16,6 +16,7 @@ from numfuse import tiling
 from numfuse.backends.cuda import joins as wide_joins
 from numfuse.backends.cuda import scalars
 from numfuse.backends.cuda.elementwise import Scalar
+from numfuse.backends.cuda.joins import corrected, lost
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Slot
 from numfuse.backends.cuda.toolchain import cuda, kernel
 
@@ -39,16 +40,22 @@ def grid_of(total: int, info: DeviceInfo) -> tuple[int, int, int]:
 
 # --- joins --------------------------------------------------------------------------------------
 def join(planes, out, size, columns, depth, width, groups, total, out_place, out_row, out_column):
-    """out[o, g] = the sum of planes[o, q] with q in the group g of `width`, in their order."""
+    """out[o, g] = the sum of planes[o, q] with q in the group g of `width`, in their order.
+
+    What additions lose is summed beside it: a sum is rounded once, however many planes there are.
+    """
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
         element, group, place = i % size, i // size % groups, i // (size * groups)
         first = group * width
         last = min(first + width, depth)
         at = (place * depth + first) * size + element
-        value = ZERO
+        value, error = ZERO, ZERO
         for _ in range(first, last):
-            value = value + LOAD(planes, at)
+            plane = LOAD(planes, at)
+            before, value = value, value + plane
+            error = error + lost(before, plane, value)
             at += size
+        value = corrected(value, error)
         row, column = element // columns, element % columns
         STORE(out, place * out_place + group * size + row * out_row + column * out_column, value)
 
@@ -112,15 +119,19 @@ def slope(
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
         column, chunk, place = i % n, i // n % chunks, i // (n * chunks)
         first = chunk * length
-        value = ZERO
-        for row in range(first, min(first + length, m)):
-            made = LOAD_EXTRA(extra, place * extra_place + row * extra_row + column * extra_column)
-            if PRE:
-                at = place * pre_place + row * pre_row + column * pre_column
-                made = made * FUNCTION(LOAD_PRE(pre, at))
-            if OUT:
-                STORE(out, place * out_place + row * out_row + column * out_column, made)
-            value = value + made
+        value, end = ZERO, min(first + length, m)
+        for begin in range(first, end, RUN):
+            run = ZERO
+            for row in range(begin, min(begin + RUN, end)):
+                at = place * extra_place + row * extra_row + column * extra_column
+                made = LOAD_EXTRA(extra, at)
+                if PRE:
+                    at = place * pre_place + row * pre_row + column * pre_column
+                    made = made * FUNCTION(LOAD_PRE(pre, at))
+                if OUT:
+                    STORE(out, place * out_place + row * out_row + column * out_column, made)
+                run = run + made
+            value = value + run
         if SUMS:
             STORE_SUM(sums, i, value)
 
@@ -152,7 +163,7 @@ def slopes(
     (pre_dtype, pre_steps), (out_dtype, out_steps) = pre or none, out or none
     made = kernel(
         slope, "u64 u64 u64 u64" + " i64" * 14, threads=threads_of(info), name="slope",
-        PRE=pre is not None, OUT=out is not None, SUMS=sums,
+        PRE=pre is not None, OUT=out is not None, SUMS=sums, RUN=tiling.RUN,
         FUNCTION=function or Scalar(None, accumulator),
         LOAD_PRE=scalars.loads(accumulator if pre is None else pre_dtype),
         LOAD_EXTRA=scalars.loads(extra[0]),

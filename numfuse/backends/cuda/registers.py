@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from numfuse.backends.cuda.intrinsics import (
     ACCUMULATORS,
+    F64,
     FORMATS,
     I32,
     array_pointer,
@@ -19,6 +20,7 @@ from numfuse.backends.cuda.intrinsics import (
     narrowed,
     put_shared_vector,
     read_registers,
+    shared_vector,
     widened,
     write_registers,
 )
@@ -63,6 +65,55 @@ def add(count: int) -> Any:
         return types.void(total, registers), codegen
 
     return named("add", str(count), 2, typing)
+
+
+# --- long sums ------------------------------------------------------------------------------------
+# A chain of sums ends after `tiling.CUDA_CHAIN` values of K and is added to those before. Where
+# there are no registers for what these make, it waits in shared memory: a thread has 16 bytes there
+# after those of the thread before, and again behind those of all.
+def _waiting(count: int, size: int, threads: int) -> list[tuple[int, int, int]]:
+    """(first register, registers, bytes from a thread's first) of each access."""
+    few = 16 // size
+    return [(i, min(few, count - i), i // few * threads * 16) for i in range(0, count, few)]
+
+
+@functools.cache
+def keep(count: int, threads: int) -> Any:
+    """``keep(total, at)``: the first `count` registers to shared memory, and they become 0."""
+
+    def typing(typingctx: Any, total: Any, at: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums = array_pointer(context, builder, signature.args[0], args[0])
+            kind = sums.type.pointee
+            for first, few, offset in _waiting(count, 8 if kind == F64 else 4, threads):
+                values = read_registers(builder, sums, first, few)
+                put_shared_vector(builder, builder.add(args[1], I32(offset)), values)
+            write_registers(builder, sums, 0, [ir.Constant(kind, 0.0)] * count)
+            return context.get_dummy_value()
+
+        return types.void(total, types.int32), codegen
+
+    return named("keep", f"{count},{threads}", 2, typing)
+
+
+@functools.cache
+def add_kept(count: int, threads: int) -> Any:
+    """``add_kept(total, at)``: what `keep` put there is added to the registers."""
+
+    def typing(typingctx: Any, total: Any, at: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            sums = array_pointer(context, builder, signature.args[0], args[0])
+            kind = sums.type.pointee
+            for first, few, offset in _waiting(count, 8 if kind == F64 else 4, threads):
+                kept = shared_vector(builder, builder.add(args[1], I32(offset)), kind, few)
+                values = read_registers(builder, sums, first, few)
+                values = [builder.fadd(x, y) for x, y in zip(kept, values, strict=True)]
+                write_registers(builder, sums, first, values)
+            return context.get_dummy_value()
+
+        return types.void(total, types.int32), codegen
+
+    return named("add_kept", f"{count},{threads}", 2, typing)
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from numpy import ndarray
 from numfuse import tiling
 from numfuse.backends.cuda import batches, elementwise, gated, passes
 from numfuse.backends.cuda.plans import Recorder, View
+from numfuse.layout import equal
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -197,7 +198,7 @@ def slopes(
         return
     depth = prod(batch[i] for i in inner) * rows
     if table is None:
-        table = rec.fresh((1,), acc)
+        table = rec.fresh((0,), acc)
         depth = 0
     batches.join(rec, table, prod(batch[i] for i in outer), depth, d_bias, acc)
 
@@ -249,6 +250,7 @@ def _as_one(
 
     Arrays of one order need no copy, whatever that order is.
     """
+    equal("the arrays of a gate", *(view.shape for view in views.values()))
     orders = {_order(view) for view in views.values()}
     if len(orders) == 1 and None not in orders:
         return views, []

@@ -1,10 +1,10 @@
 """Tier (b) on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
 
-A thread has MR x NR sums, each one chain over K in its order, whatever the tile. Factors come from
-shared memory by fours, where K is their outer axis: cp.async copies there what lies so in memory,
-the other layout is turned, on its way or, where the other factor is long, by a copy before. The
-threads of a warp share them: 8 of them lie along M and 4 along N, so that a warp's part
-is square where MR = 8 and NR = 16.
+A thread has MR x NR sums, each over K in its order, in chains that are the same whatever the tile
+(`tiling.CUDA_CHAIN`). Factors come from shared memory by fours, where K is their outer axis:
+cp.async copies there what lies so in memory, the other layout is turned, on its way or, where the
+other factor is long, by a copy before. The threads of a warp share them: 8 of them lie along M and
+4 along N, so that a warp's part is square where MR = 8 and NR = 16.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.

@@ -48,8 +48,11 @@ class Fetch:
 
     @property
     def fast(self) -> int:
-        length = (self.depth if self.along_k else self.block) // self.values
-        return min(self.side_by_side or length, length, self.threads)
+        """Threads along the axis of the copies; all threads are within the slice."""
+        lengths = self.depth, self.block
+        length, other = lengths if self.along_k else lengths[::-1]
+        length //= self.values
+        return min(max(self.side_by_side or length, self.threads // other), length, self.threads)
 
     @property
     def steps(self) -> tuple[int, int]:

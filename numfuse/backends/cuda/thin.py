@@ -2,8 +2,9 @@
 
 A block has 32 columns of the result, all rows and all of K. Y comes by cp.async in slices through a
 long ring in shared memory, so that most of that is on its way at any time. Of each slice every warp
-has its share of K, for all rows: an element is the sum of eight chains, one a warp, added up in the
-order of the warps. That order depends on K and the dtype alone.
+has its share of K, for all rows: an element is the sum of eight parts, one a warp, added up in the
+order of the warps, each in chains of `tiling.CUDA_CHAIN`. That order depends on K and the dtype
+alone.
 
 Up to 16 rows a lane has one column and all of them. Of more it has a quarter or an eighth of them,
 and 4 or 8 columns: a value comes from shared memory once for 4 to 8 products.
@@ -41,7 +42,7 @@ from numfuse.backends.cuda.intrinsics import (
     write_registers,
 )
 from numfuse.backends.cuda.product import DeviceInfo, Launch, Plan, Product, Slot
-from numfuse.backends.cuda.registers import clear
+from numfuse.backends.cuda.registers import add, clear
 from numfuse.backends.cuda.slices import runs_wide
 from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.unroll import expanded, inlined, names_of, unrolled
@@ -156,8 +157,10 @@ def _product(
     if not ALONG_K:
         y_from = i32(memory + (own_column * SIZE + warp * (SHARE * PITCH)))
     x_from = i32(memory + (Y_SLICE + own_row * X_PITCH + warp * (SHARE * SIZE)))
-    read = i32(0)
-    while slices > 0:
+    kept = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(kept)
+    read, done = i32(0), i32(0)
+    while done < slices:
         WAIT()
         block_barrier()  # the slice is there, and the one before has been read by all
         if whole and x_left + x_k >= DEPTH:
@@ -192,7 +195,11 @@ def _product(
             lines_left = i32(lines_left - DEPTH)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
-        slices = i32(slices - 1)
+        done = i32(done + 1)
+        if (done & (CHAIN - 1)) == 0:  # a chain of sums ends
+            ADD(kept, total)
+            CLEAR(total)
+    ADD(total, kept)
     WAIT_ALL()
     block_barrier()
     PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
@@ -243,10 +250,11 @@ def _product(
             result_sum = ACCUMULATOR(0)
             at = i32(0)
             while at < m:
-                result_sum = result_sum + TAKE_ONE(
-                    i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE)
-                )
-                at = i32(at + 1)
+                run, end = ACCUMULATOR(0), i32(least(i32(at + RUN), m))
+                while at < end:
+                    run = run + TAKE_ONE(i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE))
+                    at = i32(at + 1)
+                result_sum = result_sum + run
             STORE_SUM(sums + (place * n + column) * SIZE, result_sum)
 
 
@@ -428,6 +436,8 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""), "FETCH_16": one.fetch(16, ahead=""),
         "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
         "CLEAR": clear(thin.part_m * thin.lanes_m), "MULTIPLY": _multiply(thin),
+        "CHAIN": tiling.CUDA_CHAIN // thin.share, "ADD": add(thin.part_m * thin.lanes_m),
+        "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
         **epilogue.bindings(),
     }  # fmt: skip

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import importlib.metadata
-import json
 import os
 import pathlib
 import re
@@ -31,6 +30,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba.core import config as numba_config
+
+from numfuse import binaries
+from numfuse.compilation import compiled
 
 __all__ = [
     "SIMULATED", "Kernel", "cache_directory", "cuda", "device_function", "intrinsic", "ir",
@@ -86,7 +88,8 @@ _HOST_FILES = {
     "launcher", "libcuda", "memory", "plans", "product", "run", "simulated", "tiers",
 }  # fmt: skip
 
-_LOCK = threading.RLock()
+#: The simulator runs one kernel at a time.
+_SIMULATING = threading.RLock()
 
 
 def device_function(function: Callable[..., Any]) -> Any:
@@ -202,18 +205,19 @@ class Kernel:
         threads = self.block[0] * self.block[1] * self.block[2]
         signature = types.void(*[_TYPES[kind] for kind in self.signature])
         bounds = (threads, self._blocks) if self._blocks else (threads,)
-        with _LOCK, _compiling_for(capability):
-            text = _ptx(self.text(), signature, self.architecture(capability), bounds)
-        return _with_maps(text, self.signature)
+
+        def make() -> str:
+            with _compiling_for(capability):
+                return _ptx(self.text(), signature, self.architecture(capability), bounds)
+
+        return _with_maps(compiled(make), self.signature)
 
     def binary(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for this capability, and the name of its entry; compiled, or from disk."""
-        found = self._binaries.get(capability)
-        if found is not None:
-            return found
-        with _LOCK:
+
+        def make() -> tuple[bytes, str]:
             found = self._binaries.get(capability)
-            if found is not None:
+            if found is not None:  # (another thread has made it)
                 return found
             key = self.key(capability)
             found = _read(key)
@@ -226,12 +230,14 @@ class Kernel:
                 found = _assemble(text, self.architecture(capability), self.name), match[1]
                 _write(key, *found)
             self._binaries[capability] = found
-        return found
+            return found
+
+        return self._binaries.get(capability) or compiled(make)
 
     def linked(self, capability: tuple[int, int]) -> bytes:
         """Machine code of a kernel whose `binary` is text, where the driver cannot assemble it."""
         text = self.binary(capability)[0].rstrip(b"\0").decode()
-        return _link(text, self.architecture(capability), self.name)
+        return compiled(lambda: _link(text, self.architecture(capability), self.name))
 
     def key(self, capability: tuple[int, int]) -> str:
         """Its name on disk."""
@@ -242,7 +248,7 @@ class Kernel:
         self, grid: tuple[int, int, int], shared_bytes: int, arguments: Sequence[Any]
     ) -> None:
         """Run it in Numba's simulator."""
-        with _LOCK, warnings.catch_warnings():
+        with _SIMULATING, warnings.catch_warnings():
             # NumPy's scalars warn where a GPU's arithmetic follows IEEE 754 silently.
             warnings.simplefilter("ignore", RuntimeWarning)
             if self._simulated is None:
@@ -293,14 +299,13 @@ def kernel(
     material = f"{own}\n{kinds} {x, y, z} {blocks} {feature}\n{text}"
     found = _KERNELS.get(material)
     if found is None:
-        with _LOCK:
-            found = _KERNELS.setdefault(
-                material,
-                Kernel(
-                    template, kinds, (x, y, z), blocks, feature, name or template.__name__,
-                    bindings, material,
-                ),
-            )  # fmt: skip
+        found = _KERNELS.setdefault(
+            material,
+            Kernel(
+                template, kinds, (x, y, z), blocks, feature, name or template.__name__,
+                bindings, material,
+            ),
+        )  # fmt: skip
     return found
 
 
@@ -431,11 +436,10 @@ def _directory() -> pathlib.Path | None:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        warnings.warn(
-            f"numfuse: {path} is not writable ({error.strerror}), every process compiles its CUDA "
-            f"kernels anew (seconds); set NUMBA_CACHE_DIR to a writable directory",
-            RuntimeWarning,
-            stacklevel=2,
+        binaries.tell(
+            "write",
+            f"{path} is not writable ({error.strerror}), every process compiles its CUDA kernels "
+            "anew (seconds); set NUMBA_CACHE_DIR to a writable directory",
         )
         return None
     return path
@@ -451,24 +455,14 @@ def _read(key: str) -> tuple[bytes, str] | None:
     path = _directory()
     if path is None:
         return None
-    try:
-        raw = (path / f"{key}.bin").read_bytes()
-        head, _, body = raw.partition(b"\n")
-        known = json.loads(head)
-        if hashlib.sha256(body).hexdigest() != known["sha256"]:
-            return None  # cut short
-        return body, known["entry"]
-    except (OSError, ValueError, KeyError):
+    raw = binaries.read(path / f"{key}.bin")
+    if raw is None:
         return None
+    entry, _, body = raw.partition(b"\n")
+    return body, entry.decode()
 
 
 def _write(key: str, body: bytes, entry: str) -> None:
     path = _directory()
-    if path is None:
-        return
-    head = json.dumps({"sha256": hashlib.sha256(body).hexdigest(), "entry": entry})
-    with contextlib.suppress(OSError):  # a full disk: the next process compiles again
-        number, name = tempfile.mkstemp(dir=path, prefix=key)
-        with os.fdopen(number, "wb") as file:
-            file.write(head.encode() + b"\n" + body)
-        os.replace(name, path / f"{key}.bin")
+    if path is not None:
+        binaries.write(path / f"{key}.bin", entry.encode() + b"\n" + body)

@@ -17,12 +17,13 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.backends.webgpu import run, split
+from numfuse.backends.webgpu import forks, run, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract import ContractBackend
 from numfuse.backends.webgpu.device import Device, adapters, again, choose
 from numfuse.backends.webgpu.entry_points import reference_source
 from numfuse.backends.webgpu.stores import HostStore, Store
+from numfuse.gradients import settled
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -69,6 +70,7 @@ class WebGpuBackend:
         """The device, made at its first use, and anew after it was lost."""
         device = self._device
         if device is None or device.lost:
+            forks.refuse()  # before the lock, which a thread that is gone may hold
             with self._lock:
                 device = self._device
                 if device is None or device.lost:
@@ -112,9 +114,10 @@ class WebGpuBackend:
     def _host(self, operation: Callable[[Store, Any], None], kind: str, p: Any) -> None:
         device = self.device
         self.check(device, p.dtype, kind)
-        store = HostStore(device)
-        operation(store, p)
-        store.finish()
+        if not settled(p):
+            store = HostStore(device)
+            operation(store, p)
+            store.finish()
         self.record(device, kind, p)
 
     def check(self, device: Device, dtype: np.dtype[Any], kind: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
+from numfuse.backends.webgpu import forks
 from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
 from numfuse.errors import DeviceLost
 from numfuse.ghosts import GhostViews
@@ -88,8 +89,9 @@ class DeviceArray(GhostViews):
         return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
 
     def alive(self) -> None:
-        """Raise DeviceLost where the device is gone."""
+        """Raise DeviceLost where the device is gone, BackendUnavailable where a fork forbids it."""
         if self.device.lost:
+            forks.refuse()
             raise DeviceLost(
                 f"an array of shape {self.shape} was on {self.device.name}: it is lost"
             )

@@ -18,11 +18,12 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.backends.webgpu import contract_run
+from numfuse.backends.webgpu import contract_run, nesting
 from numfuse.backends.webgpu.device import Device, Pipeline
 from numfuse.backends.webgpu.entry_points import ACTIVATIONS, ENTRY_POINTS, Interface
 from numfuse.backends.webgpu.source import Variable, parse
 from numfuse.errors import DeviceError, DeviceLost
+from numfuse.gradients import settled
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -73,6 +74,14 @@ class ContractBackend:
         self._owner = owner
         self._lock = threading.Lock()
         self.passes = 0
+        levels = nesting.depth(source)
+        if levels > nesting.MOST:
+            raise ValueError(
+                f"{label} must nest at most {nesting.MOST} levels deep, got {levels}: a bracket, a "
+                f"block and an else are each a level within those around them, and so are "
+                f"{nesting.PER_LEVEL} operators of one expression, or {nesting.PER_LEVEL} "
+                f"declarations that use each other in turn; names for parts (let) make it shallow"
+            )
         device: Device = owner.device
         with _as_argument(label), device.reported(label):
             device.handle.create_shader_module(label=label, code=source)
@@ -254,7 +263,7 @@ class ContractBackend:
                 f"guard must be True for {act.name!r} by the shader contract: a derivative that is "
                 f"not finite counts as 0 there, got False"
             )
-        names = operation(self, p)
+        names = [] if settled(p) else operation(self, p)
         latest.call = Call(
             "webgpu", self.device.name, "contract", " ".join(names) or f"{kind}/nothing", None
         )

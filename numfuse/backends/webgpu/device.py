@@ -12,7 +12,7 @@ import os
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -21,8 +21,11 @@ import wgpu
 from numpy import ndarray
 
 from numfuse import tiling
-from numfuse.backends.webgpu.kernels import Kernel, Rounding
+from numfuse.backends.webgpu import forks
+from numfuse.backends.webgpu.kernels import Kernel, Operand, Rounding, Subnormals
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.expr import Expr, Keyed
+from numfuse.lifetimes import Ties
 from numfuse.pool import FreeBlocks
 
 __all__ = ["Adapter", "Binding", "Buffer", "Commands", "Device", "adapters", "again", "choose"]
@@ -84,8 +87,10 @@ def adapters() -> list[Adapter]:
     Raises
     ------
     BackendUnavailable
-        wgpu cannot look for adapters here (its library does not load).
+        wgpu cannot look for adapters here: its library does not load, or this process was forked
+        from one that had looked.
     """
+    forks.begin()
     try:
         found = wgpu.gpu.enumerate_adapters_sync()
     except Exception as error:
@@ -218,6 +223,7 @@ class Device:
     """
 
     def __init__(self, adapter: Adapter, limits: dict[str, int] | None = None) -> None:
+        forks.refuse()
         self.adapter = adapter
         self.name = adapter.name
         handle = adapter.handle
@@ -247,7 +253,9 @@ class Device:
         #: Submits so far, of all threads.
         self.submits = 0
         self._lock = threading.RLock()
+        #: By kernels, those with a formula by what names it: they go with the formula.
         self._pipelines: dict[Any, Pipeline] = {}
+        self._ties = Ties(lambda key: self._pipelines.pop(key, None))
         self._layouts: dict[tuple[str, ...], Any] = {}
         self._constants = _Cache(tiling.WEBGPU_KEPT_CONSTANTS)
         self._groups = _Cache(tiling.WEBGPU_KEPT_GROUPS)
@@ -256,8 +264,10 @@ class Device:
         self._live: set[Any] = set()
         #: Of calls on arrays of the device, by what they depend on (see `plans`).
         self.plans: OrderedDict[Any, Any] = OrderedDict()
+        self._plan_ties = Ties(lambda key: self.plans.pop(key, None))
         self._free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.WEBGPU_POOL_BYTES)
         self._staging: list[Any] = []
+        forks.remember(self)
 
     @functools.cached_property
     def one_rounding(self) -> dict[str, bool]:
@@ -274,14 +284,39 @@ class Device:
             rest = [
                 float(e - Fraction(float(a * b))) for e, (a, b) in zip(exact, factors, strict=True)
             ]
-            given, made = self.buffer(factors.nbytes), self.buffer(64 * dtype.itemsize)
-            self.upload(factors, given)
-            commands = Commands(self)
-            whole = [Binding(buffer, 0, buffer.size) for buffer in (given, made)]
-            commands.dispatch(Rounding(name), whole, (64, 0, 0, 0), (1, 1, 1))
-            (got,) = commands.submit([(Binding(made, 0, 64 * dtype.itemsize), np.empty(64, dtype))])
+            got = self._tried(Rounding(name), factors)
             found[name] = bool((got == np.array(rest, dtype)).all())
         return found
+
+    @functools.cached_property
+    def flushes_subnormals(self) -> frozenset[str]:
+        """The dtypes of which subnormal numbers count as zero here, found by trying.
+
+        WGSL leaves it open, and has no word to ask for either.
+        """
+        found = set()
+        for name in self.dtypes:
+            dtype = np.dtype(name)
+            info = np.finfo(dtype)
+            # an argument that is subnormal, and a result; 16 of each, for a length in words
+            given = [(2 * info.smallest_subnormal, 1), (info.smallest_normal, 0.5)] * 16
+            factors = np.array(given, dtype)
+            kernel = Subnormals(Operand(name), "float64" if name == "float64" else "float32")
+            products = self._tried(kernel, factors)
+            if not (products == factors[:, 0] * factors[:, 1]).all():
+                found.add(name)
+        return frozenset(found)
+
+    def _tried(self, kernel: Kernel, factors: ndarray) -> ndarray:
+        """One result a row, of a kernel that takes one workgroup of them."""
+        made = np.empty(len(factors), factors.dtype)
+        buffers = self.buffer(factors.nbytes), self.buffer(made.nbytes)
+        self.upload(factors, buffers[0])
+        commands = Commands(self)
+        whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
+        commands.dispatch(kernel, whole, (len(factors), 0, 0, 0), (1, 1, 1))
+        (got,) = commands.submit([(Binding(buffers[1], 0, made.nbytes), made)])
+        return got
 
     # --- errors ---------------------------------------------------------------------------------
 
@@ -330,6 +365,7 @@ class Device:
         if free is not None:
             return Buffer(self, free, size)
         if self.lost:
+            forks.refuse()
             raise DeviceLost(f"{self.name} is lost")
         with self.reported(f"buffer of {size} bytes"):
             handle = self.handle.create_buffer(size=size, usage=_USAGE)
@@ -340,6 +376,8 @@ class Device:
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
         # What reads it has been submitted, and what the next owner does comes later in the queue.
+        if forks.forked():
+            return
         if self.lost:
             self._destroy(handle)
         else:
@@ -432,7 +470,8 @@ class Device:
 
     def pipeline(self, kernel: Kernel) -> Pipeline:
         """The kernel, compiled at its first use on this device."""
-        found = self._pipelines.get(kernel)
+        key = kernel.named() if isinstance(kernel, Keyed) else kernel
+        found = self._pipelines.get(key)
         if found is not None:
             return found
         with self.reported(kernel.label):
@@ -441,16 +480,23 @@ class Device:
             made = self.handle.create_compute_pipeline(
                 label=kernel.label, layout=layout, compute={"module": module, "entry_point": "main"}
             )
-        return self._pipelines.setdefault(kernel, Pipeline(kernel.label, made, group))
+        found = self._pipelines.setdefault(key, Pipeline(kernel.label, made, group))
+        if isinstance(kernel, Keyed):
+            self._ties.tie(key, kernel.formulas())
+        return found
 
-    def keep_plan(self, key: Any, plan: Any) -> None:
-        """Keep the plan of a call, in place of the oldest where there are many."""
+    def keep_plan(self, key: Any, plan: Any, formulas: Iterable[Expr]) -> None:
+        """Keep the plan of a call as long as its formulas live, in place of the oldest where there
+        are many."""
         if plan is None:
             return
+        formulas = tuple(formulas)
         with self._lock:
             self.plans[key] = plan
+            self._plan_ties.tie(key, formulas)
             if len(self.plans) > tiling.WEBGPU_KEPT_PLANS:
-                self.plans.popitem(last=False)
+                oldest, _ = self.plans.popitem(last=False)
+                self._plan_ties.untie(oldest)
 
     @property
     def pipelines(self) -> int:
@@ -539,6 +585,7 @@ class Device:
             "device": f"{self.name} ({self.adapter.kind}, {self.adapter.interface})",
             "dtypes": sorted(self.dtypes),
             "features": sorted(self.features),
+            "flushes subnormals": sorted(self.flushes_subnormals),
             "limits": {name: self.limits[name] for name in limits},
         }
 

@@ -3,6 +3,9 @@
 // BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
 // multiplied.
 //
+// A chain of sums over K ends after CHAIN products, and is added to those before: the errors of a
+// chain grow with the root of its length.
+//
 // Trusted: every index below fits 32 bits; strides may be negative (they wrap); where X_WIDE,
 // Y_WIDE or OUT_WIDE is bound, offsets, strides and lengths are multiples of 4.
 //
@@ -116,6 +119,11 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var c${i}_$j = vec4<$ACC>();
     //$ end
     //$ end
+    // The sums of chains that have ended.  Their indices are none that a compiler knows (p.n is below
+    // 2^31), so they lie in memory: there are no registers for as many sums again.
+    var kept: array<vec4<$ACC>, ${MR * NR // 4}>;
+    let kept_first = p.n >> 31u;
+    var slices = 0u;
     let k_first = plane % p.parts * p.part;
     let k_end = min(k_first + p.part, p.k);
     var k0 = k_first;
@@ -248,11 +256,27 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     //$ end
                 }
                 //$ end
+                slices += 1u;
+                if (ahead && slices % ${CHAIN // BLOCK_K}u == 0u) {
+                    //$ for i in range(MR):
+                    //$ for j in range(NR // 4):
+                    kept[kept_first + ${i * NR // 4 + j}u] += c${i}_$j;
+                    c${i}_$j = vec4<$ACC>();
+                    //$ end
+                    //$ end
+                }
             }
             if (!ahead) {
                 break;
             }
         }
+        //$ end
+    }
+    if (slices > ${CHAIN // BLOCK_K}u) {
+        //$ for i in range(MR):
+        //$ for j in range(NR // 4):
+        c${i}_$j += kept[kept_first + ${i * NR // 4 + j}u];
+        //$ end
         //$ end
     }
     //$ end
@@ -293,16 +317,19 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     value = vec4<$ACC>($FUNCTION(value[0]), $FUNCTION(value[1]), $FUNCTION(value[2]), $FUNCTION(value[3]));
                     //$ end
                     //$ if SLOPE:
-                    value *= load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
+                    let grad = load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
+                    //$ if COLUMN_SUMS:
+                    // Written as one: a compiler may make an fma of a product and a sum, and does or does
+                    // not by what else needs the product.
+                    sum = fma(value, grad, sum);
+                    //$ end
+                    value *= grad;
                     //$ end
                     //$ if RESIDUAL:
                     value += load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
                     //$ end
                     //$ if OUT:
                     store_out(place.out + $OUT_AT * p.out_row + column * p.out_column, column, value);
-                    //$ end
-                    //$ if COLUMN_SUMS:
-                    sum += value;
                     //$ end
                 }
             }

@@ -23,6 +23,7 @@ from numfuse.backends.webgpu.run import Cut, Places
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
 from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr, Keyed
+from numfuse.layout import equal
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -107,6 +108,7 @@ def _pass(
         if not view.contiguous:
             found[name] = fresh(device, view.shape, np.dtype(view.dtype), "a contiguous result")
             late.append((found[name], view))
+    equal("the arrays of a pass", *(view.shape for view in found.values()))
     size = prod(next(iter(found.values())).shape)
     kernel = Pointwise(
         accumulator.name, what, tuple((name, view.dtype) for name, view in inputs.items()),
@@ -324,8 +326,17 @@ def _formulas(activation: Activation, names: Sequence[str], guard: bool) -> list
     ]
 
 
-def _sum_text(*terms: str | None) -> str:
-    return " + ".join(term for term in terms if term is not None) or "0"
+def _sum_text(*terms: tuple[str, ...] | None) -> str:
+    """The sum of up to two products, the factors of which are given, as an expression.
+
+    As one fma: of a product and a sum a compiler makes one or does not, by what else needs the
+    product, and a gradient would have other bits alone than beside another.
+    """
+    products = [term for term in terms if term is not None]
+    if len(products) < 2:
+        return " * ".join(*products) if products else "0"
+    (*factors, last), other = products
+    return f"fma({' * '.join(factors)}, {last}, {' * '.join(other)})"
 
 
 def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
@@ -333,11 +344,11 @@ def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
     bent = p.u is not None and not p.activation.second_derivative_is_zero()
     u, v = p.u is not None, p.v is not None
     texts = {
-        "d_grad": (p.d_grad, ("u_here * b_here * slope" if u else None,
-                              "v_here * value" if v else None)),
-        "d_a": (p.d_a, ("u_here * grad_here * b_here * second" if bent else None,
-                        "v_here * grad_here * slope" if v else None)),
-        "d_b": (p.d_b, ("u_here * grad_here * slope" if u else None,)),
+        "d_grad": (p.d_grad, (("u_here", "b_here", "slope") if u else None,
+                              ("v_here", "value") if v else None)),
+        "d_a": (p.d_a, (("u_here", "grad_here", "b_here", "second") if bent else None,
+                        ("v_here", "grad_here", "slope") if v else None)),
+        "d_b": (p.d_b, (("u_here", "grad_here", "slope") if u else None,)),
     }  # fmt: skip
     wanted = {name: (x, _sum_text(*terms)) for name, (x, terms) in texts.items() if x is not None}
     arrays = {"a": p.a, "b": p.b, "grad": p.grad, "u": p.u, "v": p.v}
@@ -347,8 +358,8 @@ def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
 def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
     """One pass over up to four operands and both results."""
     text = _sum_text(
-        "u_here * b_here * slope" if p.u is not None else None,
-        "v_here * value" if p.v is not None else None,
+        ("u_here", "b_here", "slope") if p.u is not None else None,
+        ("v_here", "value") if p.v is not None else None,
     )
     wanted = {"out": (p.out, "value * b_here"), "out_dot": (p.out_dot, text)}
     _gate_pass(store, p, "gate's tangent", {"a": p.a, "b": p.b, "u": p.u, "v": p.v}, wanted)

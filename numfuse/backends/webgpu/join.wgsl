@@ -1,5 +1,6 @@
 // out[o, g, i] = sum of planes[o, q, i] over the q of group g, one after another: the order that
-// makes the sum the same every time.
+// makes the sum the same every time.  What the additions lose is summed beside it (Knuth's exact sum
+// of two numbers), so that it is rounded once.
 
 $ENABLE
 struct Params {
@@ -12,6 +13,27 @@ struct Params {
 @group(0) @binding(${b[0]}) var<storage, ${b[3]}> ${b[1]}: array<${b[2]}>;
 //$ end
 
+// x as a number of its own.  A compiler may take (a + b) - a for b; it knows of no bits that are
+// none (sizes are below 2^31).
+fn rounded(x: $REAL) -> $REAL {
+    return bitcast<$REAL>(bitcast<$WORD>(x) | $WORD(p.size >> 31u));
+}
+
+// What is lost beside an infinity is no number, and does not count.
+fn finite(x: $REAL) -> $REAL {
+    return select(x, $REAL(), (bitcast<$WORD>(x) & $EXPONENT) == $EXPONENT);
+}
+
+//$ if WIDE:
+fn each_rounded(x: $ACC) -> $ACC {
+    return $ACC(rounded(x[0]), rounded(x[1]), rounded(x[2]), rounded(x[3]));
+}
+
+fn each_finite(x: $ACC) -> $ACC {
+    return $ACC(finite(x[0]), finite(x[1]), finite(x[2]), finite(x[3]));
+}
+
+//$ end
 @compute @workgroup_size(256)
 fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>) {
     let number = id.x + id.y * grid.x * 256u;
@@ -29,9 +51,15 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
     //$ else:
     var sum = $ACC();
     //$ end
+    var lost = $ACC();
     for (var q = first; q < last; q++) {
-        sum += planes[at];
+        let plane = planes[at];
+        let total = ${EACH}rounded(sum + plane);
+        let added = ${EACH}rounded(total - sum);
+        lost += (sum - (total - added)) + (plane - added);
+        sum = total;
         at += p.size;
     }
+    sum += ${EACH}finite(lost);
     out[p.out + number] = $OUT_TYPE(sum);
 }

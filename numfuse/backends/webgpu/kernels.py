@@ -10,12 +10,22 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from numfuse import wgsl
+from numfuse import tiling, wgsl
 from numfuse.backends.webgpu.template import expand
 from numfuse.expr import Expr, Keyed
 from numfuse.tiling import WebGpuTile
 
-__all__ = ["COPY_AXES", "TYPES", "Copy", "Gated", "Gemm", "Join", "Operand", "Rounding"]
+__all__ = [
+    "COPY_AXES",
+    "TYPES",
+    "Copy",
+    "Gated",
+    "Gemm",
+    "Join",
+    "Operand",
+    "Rounding",
+    "Subnormals",
+]
 
 #: {storage dtype: its WGSL type}.
 TYPES = {"float32": "f32", "float64": "f64", "float16": "f16"}
@@ -81,12 +91,13 @@ def _functions(graph: Expr | None, name: str, dtype: str, one_rounding: bool) ->
     return f"{wgsl.prelude(text, dtype, one_rounding)}\n\n{text}\n"
 
 
+#: The bits of the exponent, all of which an infinity and a NaN have, and the type of a word.
+_EXPONENTS = {"f32": ("0x7f800000u", "u32"), "f64": ("0x7ff0000000000000lu", "u64")}
+
+
 def _guarded(name: str, accumulator: str) -> str:
     """A derivative that is not finite counts as 0; found on the bits, as no comparison may."""
-    if accumulator == "f32":
-        mask, word = "0x7f800000u", "u32"
-    else:
-        mask, word = "0x7ff0000000000000lu", "u64"
+    mask, word = _EXPONENTS[accumulator]
     return (
         f"fn {name}_guarded(x: {accumulator}) -> {accumulator} {{\n"
         f"    let value = {name}(x);\n"
@@ -198,6 +209,7 @@ class Gemm(Keyed, Kernel):
                 "X_PITCH": t.block_m // 4 + (self.x is not None and self.x.turned),
                 "Y_PITCH": t.block_n // 4 + (self.y is not None and self.y.turned),
                 "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "BLOCK_K": t.block_k,
+                "CHAIN": tiling.WEBGPU_CHAIN,
                 "MR": t.mr, "NR": t.nr, "GROUP": t.group, "STAGES": t.stages, "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
                 "TX": tx, "TY": ty,
@@ -237,16 +249,19 @@ class Join(Kernel):
 
     def text(self) -> str:
         acc = TYPES[self.accumulator]
+        mask, word = _EXPONENTS[acc]
         return expand(
             "join.wgsl",
             {
                 "ENABLE": _enable(b[1] for b in self.buffers),
                 "BUFFERS": self._buffers(),
+                "REAL": acc, "EXPONENT": mask, "WORD": word, "WIDE": self.out.wide,
+                "EACH": "each_" if self.out.wide else "",
                 "ACC": f"vec4<{acc}>" if self.out.wide else acc,
                 "OUT_TYPE": self.out.binding,
                 "ADD": self.add,
             },
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -345,6 +360,39 @@ class Rounding(Kernel):
             f"    if (i < p[0]) {{\n"
             f"        let f = factors[i];\n"
             f"        rest[i] = fma(f[0], f[1], -(f[0] * f[1]));\n"
+            f"    }}\n"
+            f"}}\n"
+        )
+
+
+@dataclass(frozen=True)
+class Subnormals(Kernel):
+    """Products of positive numbers: 0 where a subnormal operand or result counts as one."""
+
+    operand: Operand
+    accumulator: str
+
+    @property
+    def label(self) -> str:  # type: ignore[override]
+        return f"subnormal numbers of {self.operand}"
+
+    @property
+    def buffers(self) -> tuple[tuple[str, str, str], ...]:  # type: ignore[override]
+        kind = self.operand.element
+        return ("factors", f"vec2<{kind}>", "read"), ("products", kind, "read_write")
+
+    def text(self) -> str:
+        kind, acc = self.operand.element, TYPES[self.accumulator]
+        return (
+            f"{_enable([kind])}\n"
+            f"@group(0) @binding(0) var<uniform> p: vec4<u32>;\n"
+            f"@group(0) @binding(1) var<storage, read> factors: array<vec2<{kind}>>;\n"
+            f"@group(0) @binding(2) var<storage, read_write> products: array<{kind}>;\n"
+            f"@compute @workgroup_size(64)\n"
+            f"fn main(@builtin(local_invocation_index) i: u32) {{\n"
+            f"    if (i < p[0]) {{\n"
+            f"        let f = vec2<{acc}>(factors[i]);\n"
+            f"        products[i] = {kind}(select({acc}(), f[0] * f[1], f[0] > {acc}()));\n"
             f"    }}\n"
             f"}}\n"
         )

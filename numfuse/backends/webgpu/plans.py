@@ -17,8 +17,9 @@ from numpy import ndarray
 from numfuse import tiling
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device import Binding, Buffer, Device
+from numfuse.expr import Expr
 
-__all__ = ["Plan", "key_of"]
+__all__ = ["Plan", "formulas_of_call", "key_of"]
 
 
 class Plan:
@@ -121,6 +122,11 @@ _FIELDS = {
 }
 
 
+def formulas_of_call(p: Any) -> tuple[Expr, Expr]:
+    """The formulas that what a call dispatches depends on."""
+    return p.activation.trace(0), p.activation.trace(1)
+
+
 def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     """What the dispatches of a call depend on.
 
@@ -128,10 +134,18 @@ def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     """
     act = p.activation
     guard = getattr(p, "guard", None)
-    parts: list[Any] = [kind, p.dtype, act.name, act.trace(0), act.trace(1), guard, outs]
+    parts: list[Any] = [
+        kind,
+        p.dtype,
+        act.name,
+        *(e.serial for e in formulas_of_call(p)),
+        guard,
+        outs,
+    ]
     for name in _FIELDS[kind]:
         ghost: ndarray | None = getattr(p, name)
-        parts.append(None if ghost is None else (ghost.shape, ghost.strides))
+        # (of its own dtype: a saved pre-activation may have the accumulator's)
+        parts.append(None if ghost is None else (ghost.shape, ghost.strides, ghost.dtype))
     order: dict[int, int] = {}
     for x in given:
         # which arrays share a buffer, and where each begins in it

@@ -67,9 +67,16 @@ fn add_tile(sum_so_far: f32, at: vec3<u32>) -> f32 {
     return total;
 }
 
+// Whether a chain of sums ends with the tile that begins here: after 256 products, for the errors of
+// a chain grow with the root of its length.
+fn ends_chain(first: u32) -> bool {
+    return (first / TILE) % 16u == 15u;
+}
+
 // (A[z] B[z])[row, column], of which the whole workgroup makes a tile; 0 outside.
 fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>) -> f32 {
     var total = 0.0;
+    var chain = 0.0;
     for (var k = 0u; k < K; k += TILE) {
         left[at.y][at.x] = 0.0;
         right[at.y][at.x] = 0.0;
@@ -79,9 +86,13 @@ fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>)
         if (k + at.y < K && column < N) {
             right[at.y][at.x] = b[(z * K + k + at.y) * N + column];
         }
-        total = add_tile(total, at);
+        chain = add_tile(chain, at);
+        if (ends_chain(k)) {
+            total += chain;
+            chain = 0.0;
+        }
     }
-    return total;
+    return total + chain;
 }
 
 fn forward(z: u32, id: vec3<u32>, at: vec3<u32>) {
@@ -150,6 +161,7 @@ fn gemm_bwd_da_f32(
     let p = params;
     let first = id.x - at.x;
     var total = 0.0;
+    var chain = 0.0;
     for (var n = 0u; n < p.N; n += TILE) {
         left[at.y][at.x] = 0.0;
         right[at.x][at.y] = 0.0;
@@ -161,10 +173,14 @@ fn gemm_bwd_da_f32(
                 right[at.x][at.y] = b[(id.z * p.K + first + at.y) * p.N + n + at.x];
             }
         }
-        total = add_tile(total, at);
+        chain = add_tile(chain, at);
+        if (ends_chain(n)) {
+            total += chain;
+            chain = 0.0;
+        }
     }
     if (id.y < p.M && id.x < p.K) {
-        d_a[(id.z * p.M + id.y) * p.K + id.x] = total;
+        d_a[(id.z * p.M + id.y) * p.K + id.x] = total + chain;
     }
 }
 
@@ -177,6 +193,7 @@ fn gemm_bwd_db_f32(
     let first = id.y - at.y;
     let rows = p.batch_size * p.M;  // those of all elements follow one another
     var total = 0.0;
+    var chain = 0.0;
     for (var m = 0u; m < rows; m += TILE) {
         left[at.x][at.y] = 0.0;
         right[at.y][at.x] = 0.0;
@@ -188,10 +205,14 @@ fn gemm_bwd_db_f32(
                 right[at.y][at.x] = grad_pre[(m + at.y) * p.N + id.x];
             }
         }
-        total = add_tile(total, at);
+        chain = add_tile(chain, at);
+        if (ends_chain(m)) {
+            total += chain;
+            chain = 0.0;
+        }
     }
     if (id.y < p.K && id.x < p.N) {
-        d_b[id.y * p.N + id.x] = total;
+        d_b[id.y * p.N + id.x] = total + chain;
     }
 }
 
@@ -202,9 +223,14 @@ fn gemm_bwd_dbias_f32(@builtin(global_invocation_id) id: vec3<u32>) {
     if (id.x >= p.N) {
         return;
     }
+    let rows = p.batch_size * p.M;
     var total = 0.0;
-    for (var m = 0u; m < p.batch_size * p.M; m++) {
-        total += grad_pre[m * p.N + id.x];
+    for (var first = 0u; first < rows; first += 256u) {
+        var chain = 0.0;
+        for (var m = first; m < min(first + 256u, rows); m++) {
+            chain += grad_pre[m * p.N + id.x];
+        }
+        total += chain;
     }
     d_bias[id.x] = total;
 }

@@ -19,6 +19,7 @@ from numfuse import tiling
 from numfuse.backends.webgpu.device import Binding, Device
 from numfuse.backends.webgpu.kernels import Gated, Gemm, Join, Operand
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
+from numfuse.layout import equal
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -316,6 +317,7 @@ def _join(store: Store, planes: View, count: int, depth: int, out: View, add: bo
     size = prod(out.shape) // count if count else 0
     if not size:
         return
+    equal("planes and their sums", prod(planes.shape), depth * prod(out.shape))
     while depth > tiling.WEBGPU_JOINED:
         stages = -(-depth // tiling.WEBGPU_JOINED)
         stage = fresh(device, (count, stages, size), np.dtype(planes.dtype), "joined planes")
@@ -448,14 +450,48 @@ def _slopes(
 
 
 def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
-    """out = x summed over the axes along which out was broadcast to the shape of x."""
+    """Record out = x summed over the axes along which out was broadcast to the shape of x."""
     source, target = store.source(x), store.target(out)
-    own = (1,) * (x.ndim - out.ndim) + out.shape
-    summed = [i for i, length in enumerate(own) if length != x.shape[i]]
-    if not summed:
+    missing = x.ndim - out.ndim
+    target = replace(
+        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
+    )
+    if source.shape == target.shape:
         copy(store.commands, source, target)
         return
-    order = [*summed, *(i for i in range(x.ndim) if i not in summed)]
+    total = target
+    if target.dtype != accumulator.name and _beyond(store.device, source.shape, accumulator):
+        total = fresh(store.device, target.shape, accumulator, "the sum of a residual")
+    _sum_to(store, source, total, accumulator, False)
+    if total is not target:
+        copy(store.commands, total, target)
+
+
+def _beyond(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether the device cannot bind an array of this shape at once."""
+    return prod(shape) * dtype.itemsize > device.binding_limit - 2 * device.alignment
+
+
+def _sum_to(
+    store: Store, source: View, target: View, accumulator: np.dtype[Any], add: bool
+) -> None:
+    """Record target = source, or target += source, summed over the axes of which target has 1.
+
+    What is beyond the device's limit is summed in halves; where they are of one sum, the target is
+    in the accumulator's dtype.
+    """
+    if _beyond(store.device, source.shape, accumulator):
+        axis = max(range(len(source.shape)), key=lambda i: source.shape[i])
+        middle = source.shape[axis] // 2
+        for first, last in ((0, middle), (middle, source.shape[axis])):
+            half = source.part(axis, first, last)
+            if target.shape[axis] == source.shape[axis]:
+                _sum_to(store, half, target.part(axis, first, last), accumulator, add)
+            else:
+                _sum_to(store, half, target, accumulator, add or first > 0)
+        return
+    summed = [i for i, length in enumerate(target.shape) if length != source.shape[i]]
+    order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
     turned = replace(
         source,
         shape=tuple(source.shape[i] for i in order),
@@ -463,7 +499,7 @@ def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -
     )
     planes = fresh(store.device, turned.shape, accumulator, "the summands of a residual")
     copy(store.commands, turned, planes)
-    _join(store, planes, 1, prod(x.shape[i] for i in summed), target)
+    _join(store, planes, 1, prod(source.shape[i] for i in summed), target, add)
 
 
 def gated(store: Store, p: GatedProblem) -> None:
@@ -503,6 +539,7 @@ def _elementwise(
     outs: dict[str, View],
 ) -> None:
     """Record a gated kernel; what is not one run in memory is copied to one first."""
+    equal("the arrays of a gate", shape, *(x.shape for x in (*arrays.values(), *outs.values())))
     size = prod(shape)
     if not size:
         return

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Module", "Variable", "parse", "without_comments"]
+__all__ = ["Module", "Variable", "declarations", "parse", "without_comments"]
 
 _LINE_END = "\n\v\f\r\u0085\u2028\u2029"
 _COMMENT = re.compile(rf"//[^{_LINE_END}]*|/\*")
@@ -107,7 +107,7 @@ def parse(text: str) -> Module:
     """Read a module."""
     module = Module()
     late: list[tuple[dict[str, str], re.Match[str]]] = []
-    for declaration in _declarations(without_comments(text)):
+    for declaration in declarations(without_comments(text)):
         attributes, rest = _attributes(declaration)
         if found := _FUNCTION.match(rest):
             module.functions[found[1]] = rest[found.end() :]
@@ -131,7 +131,7 @@ def parse(text: str) -> Module:
     return module
 
 
-def _declarations(text: str) -> list[str]:
+def declarations(text: str) -> list[str]:
     """What the module declares, each with its attributes, without the `;` of the next."""
     out, start, depth = [], 0, 0
     for found in re.finditer(r"[{};]", text):

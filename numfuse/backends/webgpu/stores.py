@@ -18,7 +18,7 @@ from numpy import ndarray
 from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
 from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
 from numfuse.backends.webgpu.kernels import COPY_AXES, Copy, Operand
-from numfuse.layout import merge_axes
+from numfuse.layout import equal, merge_axes
 
 __all__ = ["DeviceStore", "HostStore", "View"]
 
@@ -206,6 +206,9 @@ class DeviceStore(Store):
         self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
         self._copies: list[tuple[View, View]] = []
         self._rows: list[tuple[View, View]] = []
+        #: All that was done, where that is one submit; None where it was several.
+        self.steps: list[Any] | None = None
+        self._flushed = False
 
     def _find(self, x: ndarray) -> View | None:
         at = address(x)
@@ -264,22 +267,24 @@ class DeviceStore(Store):
         return apart
 
     def flush(self) -> None:
-        copies, self._copies = self._copies, []
-        for source, out in copies:
-            copy(self.commands, source, out)
+        self._flushed = True
+        self._bring()
         self.commands.submit()
 
     def finish(self) -> None:
         rows, self._rows = self._rows, []
         for made, result in rows:
             copy(self.commands, made, result)
-        self.flush()
+        self._bring()
+        if not self._flushed:
+            self.steps = list(self.commands.steps)
+        self.commands.submit()
 
-    @property
-    def plain(self) -> bool:
-        """Whether every buffer is bound whole, and no result is copied to its place."""
-        limit = self.device.binding_limit
-        return not self._shared and all(buffer.size <= limit for *_, buffer in self._known)
+    def _bring(self) -> None:
+        """Record the copies of what was made apart to the caller's arrays."""
+        copies, self._copies = self._copies, []
+        for source, out in copies:
+            copy(self.commands, source, out)
 
     def result(self, x: ndarray) -> DeviceArray:
         """A new result as an array of the device."""
@@ -290,7 +295,8 @@ class DeviceStore(Store):
 
 
 def copy(commands: Commands, source: View, out: View) -> None:
-    """Record `out` = `source`, converted; any strides."""
+    """Record `out` = `source`, converted; one shape, any strides."""
+    equal("the source and the target of a copy", source.shape, out.shape)
     device = commands.device
     room = device.binding_limit - 2 * device.alignment
     wide = source if source.span >= out.span else out
