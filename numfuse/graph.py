@@ -736,4 +736,6 @@ def formulas_of(value: Any) -> list[Expr]:
     """The formulas in a key, and in tuples there."""
     if isinstance(value, Expr):
         return [value]
+    if isinstance(value, Curve):
+        return value.formulas()
     return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []

@@ -68,7 +68,12 @@ class Table:
     def __init__(self, length: int) -> None:
         self._length = length
         self._entries: dict[Any, Any] = {}
-        self._ties = Ties(lambda key: self._entries.pop(key, None))
+        self._ties = Ties(self._drop)
+
+    def _drop(self, key: Any) -> None:
+        gone = self._entries.pop(key, None)
+        if gone is not None:  # (the other formulas of the key would hold it, and what it names)
+            self._ties.untie(key, gone[1])
 
     def __len__(self) -> int:
         return len(self._entries)
