@@ -59,6 +59,7 @@ class Ties:
     def _gone(self, number: int, _: object) -> None:
         self._watched.pop(number, None)
         for key in self._keys.pop(number, ()):
+            self.untie(key)  # (the other formulas of a key would hold it, and what it names)
             self._forget(key)
 
 
@@ -68,12 +69,7 @@ class Table:
     def __init__(self, length: int) -> None:
         self._length = length
         self._entries: dict[Any, Any] = {}
-        self._ties = Ties(self._drop)
-
-    def _drop(self, key: Any) -> None:
-        gone = self._entries.pop(key, None)
-        if gone is not None:  # (the other formulas of the key would hold it, and what it names)
-            self._ties.untie(key, gone[1])
+        self._ties = Ties(lambda key: self._entries.pop(key, None))
 
     def __len__(self) -> int:
         return len(self._entries)
