@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
+from numfuse.graph import Curve
 from numfuse.interrupts import import_module
 from numfuse.kinds import adapter_for
 
@@ -64,6 +65,7 @@ class Activation:
         self._digest: str | None = None
         #: A string that stands for it in what is compiled (``name digest``), once one was needed.
         self.key: str | None = None
+        self._curve: Curve | None = None
         self._made: dict[tuple[str, int], Any] = {}
         # Made once, so that a tracer that follows a call to one finds an object of the caller's.
         self._derivatives = self._derive()
@@ -80,7 +82,7 @@ class Activation:
             if later == order or later not in self._formulas:
                 self._traces.pop(later, None)
         self._traces[order] = made
-        self._digest = self.key = None
+        self._digest = self.key = self._curve = None
         self._made.clear()
         for derived in self._derivatives:
             derived.key = None
@@ -116,6 +118,22 @@ class Activation:
             text = ex.dumps([self.trace(order) for order in range(4)])
             self._digest = hashlib.sha256(text.encode()).hexdigest()
         return self._digest
+
+    def _order_of(self, order: int) -> Expr:
+        """The graph of a derivative, or of what is zero beyond the table (else ValueError)."""
+        return self.trace(order) if order < 4 else self.derived(order).trace(0)
+
+    @property
+    def curve(self) -> Curve:
+        """The activation as formulas of several variables call it (`numfuse.epilogues`)."""
+        if self._curve is None:
+            self._curve = Curve(self.name, self._order_of)
+        return self._curve
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether the value is the argument itself: there is no pre-activation beside it."""
+        return self.trace(0) is ex.SYMBOL
 
     def second_derivative_is_zero(self) -> bool:
         """Whether the second derivative is 0 everywhere: what it multiplies is then left out."""
@@ -266,6 +284,14 @@ class _Derived(Activation):
     def derived(self, order: int) -> Activation:
         """The base's derivative of a higher order."""
         return self._base.derived(self._order + order)
+
+    @property
+    def curve(self) -> Curve:
+        """The base's curve, so many orders higher."""
+        curve = self._base.curve
+        for _ in range(self._order):
+            curve = curve.derivative()
+        return curve
 
     @property
     def digest(self) -> str:

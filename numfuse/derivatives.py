@@ -1,13 +1,25 @@
-"""The derivative of a recorded formula, for activations whose author left one out."""
+"""Derivatives of recorded formulas: rewrites of the graph.
+
+One table of rules, each linear in the derivatives of a node's operands, serves all of them. Applied
+from the inputs on it is forward mode (:func:`forward`); as a linear map of scalars is its own
+transpose, the same rule with one operand's slot filled at a time is reverse mode
+(:func:`reverse`); and forward mode of forward mode has the second derivatives that a Taylor
+expansion needs (:func:`second_order`). The rule of a call is its curve's own derivative, which was
+written by hand where stability asks for it.
+
+A derivative that is zero everywhere is None: what it would multiply is left out, NaN or not.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations_with_replacement
 
 from numfuse import expr as ex
-from numfuse.expr import Expr, constant, node, topological
+from numfuse.expr import SYMBOL, Expr, constant, node, topological
+from numfuse.graph import Curve, call
 
-__all__ = ["derivative_graph"]
+__all__ = ["derivative_graph", "forward", "reverse", "second_order"]
 
 _TWO_OVER_SQRT_PI = constant("1.12837916709551257389615890312154517168810125865800")
 _ONE_OVER_SQRT_2PI = constant("0.39894228040143267793994605993438186847585863116493")
@@ -39,6 +51,10 @@ def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
 
 def _times(slope: Expr, d: Expr | None) -> Expr | None:
     return None if d is None else slope * d
+
+
+def _is_zero(e: Expr) -> bool:
+    return e.op == "const" and e.payload == 0
 
 
 def _scaled(e: Expr, d: list[Expr | None], inner: Callable[[Expr, Expr], Expr]) -> Expr | None:
@@ -80,6 +96,10 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
                 constant(0) if first is None else first,
                 constant(0) if second is None else second,
             )
+        case "call":
+            assert isinstance(e.payload, Curve)
+            slope = call(e.payload.derivative(), a[0])
+            return None if _is_zero(slope) else _times(slope, d[0])
         case "scaled_exp":
             return _scaled(e, d, lambda factor, _: ex.scaled_exp(factor, a[1], a[2]))
         case "scaled_sigmoid":
@@ -96,16 +116,94 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
     return out
 
 
-def derivative_graph(expr: Expr) -> Expr:
-    """The derivative of `expr` by the symbol; see :func:`numfuse.expr.differentiate`."""
+def forward(exprs: Sequence[Expr], tangents: Mapping[Expr, Expr | None]) -> tuple[Expr | None, ...]:
+    """Return the derivatives of the graphs along tangents of their leaves.
+
+    Parameters
+    ----------
+    exprs : sequence of Expr
+    tangents : mapping
+        {leaf: its tangent}; a leaf that is left out, or whose tangent is None, does not move.
+
+    Returns
+    -------
+    tuple of Expr or None
+        None where a graph does not depend on what moves.
+    """
     made: dict[Expr, Expr | None] = {}
-    for e in topological((expr,)):
-        if e.op == "x":
-            made[e] = constant(1)
-        elif e.op == "const" or e.op in ex.TRUTH:
+    for e in topological(exprs):
+        if not e.args:
+            made[e] = tangents.get(e)
+        elif e.op in ex.TRUTH:
             made[e] = None
         else:
             # a condition has no derivative; its slot stays, so that operands keep their places
             made[e] = _rule(e, [made[a] for a in e.args])
-    result = made[expr]
+    return tuple(made[e] for e in exprs)
+
+
+def reverse(
+    exprs: Sequence[Expr], cotangents: Sequence[Expr | None], leaves: Sequence[Expr]
+) -> tuple[Expr | None, ...]:
+    """Return the gradients by `leaves` of the graphs, each weighted with its cotangent.
+
+    Parameters
+    ----------
+    exprs : sequence of Expr
+    cotangents : sequence of Expr or None
+        As many as graphs; None is zero.
+    leaves : sequence of Expr
+
+    Returns
+    -------
+    tuple of Expr or None
+        None for a leaf that nothing depends on.
+    """
+    weight: dict[Expr, Expr | None] = {}
+    for e, cotangent in zip(exprs, cotangents, strict=True):
+        weight[e] = _sum(weight.get(e), cotangent)
+    for e in reversed(topological(exprs)):
+        here = weight.get(e)
+        if here is None or not e.args:
+            continue
+        for at, operand in enumerate(e.args):
+            if operand.op in ex.TRUTH or operand.op == "const":
+                continue
+            alone: list[Expr | None] = [None] * len(e.args)
+            alone[at] = here
+            weight[operand] = _sum(weight.get(operand), _rule(e, alone))
+    return tuple(weight.get(leaf) for leaf in leaves)
+
+
+def second_order(
+    expr: Expr, leaves: Sequence[Expr]
+) -> tuple[tuple[Expr | None, ...], dict[tuple[int, int], Expr]]:
+    """Return the gradient of a graph by `leaves`, and its second derivatives.
+
+    Along a curve whose leaves have the first derivatives d_i and the second s_i, the graph has the
+    second derivative ``sum_i gradient[i] s_i + sum_{i <= j} second[i, j] d_i d_j``.
+
+    Returns
+    -------
+    gradient : tuple of Expr or None
+    second : dict
+        {(i, j): the coefficient of d_i d_j}, i <= j, where it is not zero: the mixed ones count
+        both orders.
+    """
+    one = constant(1)
+    gradient = tuple(forward((expr,), {leaf: one})[0] for leaf in leaves)
+    second: dict[tuple[int, int], Expr] = {}
+    for i, j in combinations_with_replacement(range(len(leaves)), 2):
+        slope = gradient[i]
+        if slope is None:
+            continue
+        bent = forward((slope,), {leaves[j]: one})[0]
+        if bent is not None and not _is_zero(bent):
+            second[i, j] = bent if i == j else 2 * bent
+    return gradient, second
+
+
+def derivative_graph(expr: Expr) -> Expr:
+    """Return the derivative of `expr` by the symbol; see :func:`numfuse.expr.differentiate`."""
+    (result,) = forward((expr,), {SYMBOL: constant(1)})
     return constant(0) if result is None else result

@@ -6,14 +6,14 @@ function that NumPy lacks. NaN and infinities follow IEEE throughout, silently.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
-from numfuse.graph import Expr, rounded, topological
+from numfuse.graph import SYMBOL, Expr, expand, rounded, topological
 
-__all__ = ["apply", "evaluate"]
+__all__ = ["apply", "evaluate", "values"]
 
 _SPLITTER = 2.0**27 + 1.0  # Veltkamp: halves of 26 bits, whose products are exact
 # Beyond this, exp is (close to) subnormal: it is computed as exp(x + 512) * exp(-512).
@@ -80,6 +80,10 @@ def _scaled_normal_cdf(factor: Any, x: Any) -> Any:
     return np.where(np.abs(x) < 1.0, factor * ndtr(x), small)
 
 
+def _finite(x: Any) -> Any:
+    return np.where(np.isfinite(x), x, 0.0)
+
+
 def _erf(x: Any) -> Any:
     from scipy.special import erf
 
@@ -95,7 +99,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "product_low": _product_low, "exp": np.exp, "log": np.log, "log1p": np.log1p,
     "tanh": np.tanh, "sigmoid": _sigmoid, "erf": _erf,
     "scaled_normal_cdf": _scaled_normal_cdf, "scaled_exp": _scaled_exp,
-    "scaled_sigmoid": _scaled_sigmoid, "scaled_bell": _scaled_bell,
+    "scaled_sigmoid": _scaled_sigmoid, "scaled_bell": _scaled_bell, "finite": _finite,
 }  # fmt: skip
 
 
@@ -137,14 +141,23 @@ def evaluate(expr: Expr, x: Any) -> Any:
     elif dtype.kind != "f" and dtype.name != "bfloat16":  # ml_dtypes' bfloat16 has kind "V"
         raise TypeError(f"expected an array of real numbers, got dtype {array.dtype}")
     wide = array.astype(np.float64)
+    (out,) = values((expr,), {SYMBOL: wide})
+    return np.broadcast_to(out, wide.shape).astype(dtype)[()]
+
+
+def values(exprs: Iterable[Expr], leaves: Mapping[Expr, Any]) -> tuple[Any, ...]:
+    """The graphs over arrays, one per leaf, that broadcast: in the arrays' own dtype.
+
+    NaN and infinities follow IEEE, silently.
+    """
+    exprs = expand(exprs)
     value: dict[Expr, Any] = {}
     with np.errstate(all="ignore"):
-        for e in topological((expr,)):
-            if e.op == "x":
-                value[e] = wide
-            elif e.op == "const":
+        for e in topological(exprs):
+            if e.op == "const":
                 value[e] = rounded(e, "float64")
+            elif not e.args:
+                value[e] = leaves[e]
             else:
                 value[e] = _OPERATIONS[e.op](*(value[a] for a in e.args))
-        out = np.broadcast_to(value[expr], wide.shape).astype(dtype)
-    return out[()]
+    return tuple(value[e] for e in exprs)

@@ -1,5 +1,10 @@
 """The graph that a formula is recorded as: nodes, constants, text.
 
+The leaves are constants, the symbol `x` of a formula of one argument and the named inputs of an
+epilogue. A `call` is a function of one argument with derivatives of its own (a :class:`Curve`: an
+activation), kept whole while a formula is differentiated, so that its hand-written derivatives are
+used, and expanded before a target prints it (:func:`expand`).
+
 Nodes are hash-consed, so equal expressions are one object (common subexpressions are shared by
 construction), and constants are exact rationals, rounded once, to the target's dtype. What a symbol
 cannot do fails with a sentence that says what to write instead.
@@ -7,15 +12,17 @@ cannot do fails with a sentence that says what to write instead.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import json
 import math
 import os
 import re
 import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NoReturn, TypeAlias
 
@@ -25,28 +32,35 @@ __all__ = [
     "ARITY",
     "SYMBOL",
     "TRUTH",
+    "Curve",
     "Expr",
     "Keyed",
+    "call",
     "constant",
     "dumps",
+    "expand",
     "formulas_of",
+    "inputs",
     "loads",
+    "named",
     "node",
+    "rebuilt",
+    "replace_leaves",
     "rounded",
     "substitute",
     "topological",
 ]
 
-Payload: TypeAlias = Fraction | float | str | None
+Payload: TypeAlias = "Fraction | float | str | Curve | None"
 
-#: Number of operands of every operation but the leaves `x` and `const`.
+#: Number of operands of every operation but the leaves `x`, `input` and `const`, and of `call`.
 ARITY = {
     "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "abs": 1, "sqrt": 1,
     "lt": 2, "le": 2, "eq": 2, "ne": 2, "both": 2, "either": 2, "negation": 1,
     "where": 3, "maximum": 2, "minimum": 2, "copysign": 2,
     "fma": 3, "product": 2, "product_low": 2,
     "exp": 1, "log": 1, "log1p": 1, "tanh": 1, "sigmoid": 1, "erf": 1, "scaled_normal_cdf": 2,
-    "scaled_exp": 3, "scaled_sigmoid": 3, "scaled_bell": 3,
+    "scaled_exp": 3, "scaled_sigmoid": 3, "scaled_bell": 3, "finite": 1,
 }  # fmt: skip
 #: Operations whose result is a truth value.
 TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
@@ -83,11 +97,12 @@ class Expr:
     Attributes
     ----------
     op : str
-        A key of `ARITY`, or "x" (the symbol) or "const".
+        A key of `ARITY`, or "x" (the symbol), "input", "const" or "call".
     args : tuple of Expr
         The operands.
-    payload : Fraction or float or None
-        The exact value of a constant (a float only for infinities, NaN and -0.0).
+    payload : Fraction or float or str or Curve or None
+        The exact value of a constant (a float only for infinities, NaN and -0.0), the name of an
+        input, the function of a call.
     serial : int
         A number that no other node of this process ever has.
     """
@@ -240,12 +255,15 @@ class Expr:
     def __repr__(self) -> str:
         texts: dict[Expr, str] = {}
         for e in topological((self,)):
+            name = str(e.payload) if isinstance(e.payload, Curve) else e.op
             if e.op == "const":
                 texts[e] = repr(float(rounded(e, "float64")))
+            elif not e.args:
+                texts[e] = str(e.payload or e.op)
             else:
-                texts[e] = f"{e.op}({', '.join(texts[a] for a in e.args)})" if e.args else e.op
+                texts[e] = f"{name}({', '.join(texts[a] for a in e.args)})"
             if len(texts[e]) > _SHOWN:
-                texts[e] = f"{e.op}(...)"
+                texts[e] = f"{name}(...)"
         return texts[self]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -416,6 +434,102 @@ def rounded(e: Expr, dtype: str) -> Any:
 SYMBOL: Expr = _intern("x", (), None)
 
 
+class Curve:
+    """A function of one variable that a formula calls, with the derivatives that it brings.
+
+    Parameters
+    ----------
+    name : str
+    trace : callable
+        From an order to the graph, in the symbol, of that derivative; ValueError where there is
+        none. It is asked for what a formula needs, and for no more.
+    order : int, default 0
+        Which derivative this curve is the value of.
+
+    Attributes
+    ----------
+    serial : int
+        A number that no other curve of this process ever has.
+    """
+
+    __slots__ = ("__weakref__", "_made", "_trace", "name", "order", "serial")
+
+    def __init__(
+        self,
+        name: str,
+        trace: Callable[[int], Expr],
+        order: int = 0,
+        made: dict[int, Curve] | None = None,
+    ) -> None:
+        self.name, self.order, self.serial = name, order, next(_SERIALS)
+        self._trace = trace
+        self._made = {} if made is None else made
+        self._made[order] = self
+
+    @property
+    def trace(self) -> Expr:
+        """The graph of the value, in the symbol."""
+        return self._trace(self.order)
+
+    def derivative(self) -> Curve:
+        """Return the derivative."""
+        known = self._made.get(self.order + 1)
+        return known or Curve(self.name, self._trace, self.order + 1, self._made)
+
+    def formulas(self) -> list[Expr]:
+        """Return the graphs of the curve and of its derivatives, as far as they were asked for."""
+        return [curve.trace for order, curve in list(self._made.items()) if order >= self.order]
+
+    def __repr__(self) -> str:
+        return f"curve {self.serial}"  # what a node is interned by
+
+    def __str__(self) -> str:
+        return self.name + "'" * self.order
+
+
+#: Curves by their text: what is read again is the same curve, as long as that lives.
+_CURVES: weakref.WeakValueDictionary[str, Curve] = weakref.WeakValueDictionary()
+
+
+def named(name: str) -> Expr:
+    """Return the input of an epilogue that has this name."""
+    return _intern("input", (), name)
+
+
+def call(curve: Curve, argument: Any) -> Expr:
+    """Return a curve at `argument`; folded where it is the identity or constant."""
+    if curve.trace is SYMBOL:
+        return constant(argument)
+    if curve.trace.op == "const":
+        return curve.trace
+    return _intern("call", (constant(argument),), curve)
+
+
+def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
+    """Return the node over other operands; a leaf is returned as it is."""
+    if isinstance(e.payload, Curve):
+        return call(e.payload, args[0])
+    return node(e.op, *args) if args else e
+
+
+def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
+    """Return the graphs with every call replaced by what it calls."""
+    exprs = tuple(exprs)
+    made: dict[Expr, Expr] = {}
+    for e in topological(exprs):
+        args = [made[a] for a in e.args]
+        if isinstance(e.payload, Curve):
+            made[e] = substitute(e.payload.trace, args[0])
+        else:
+            made[e] = rebuilt(e, args)
+    return tuple(made[e] for e in exprs)
+
+
+def inputs(exprs: Iterable[Expr]) -> tuple[str, ...]:
+    """Return the names of the inputs that the graphs depend on, sorted."""
+    return tuple(sorted(str(e.payload) for e in topological(exprs) if e.op == "input"))
+
+
 def _value(e: Expr) -> Fraction | None:
     return e.payload if isinstance(e.payload, Fraction) else None
 
@@ -484,12 +598,16 @@ def _power(x: Expr, n: int) -> Expr:
 
 def substitute(expr: Expr, argument: Expr) -> Expr:
     """The graph with `argument` in the place of the symbol."""
+    return replace_leaves((expr,), {SYMBOL: argument})[0]
+
+
+def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[Expr, ...]:
+    """Return the graphs with other expressions in the place of some leaves."""
+    exprs = tuple(exprs)
     made: dict[Expr, Expr] = {}
-    for e in topological((expr,)):
-        made[e] = (
-            argument if e.op == "x" else node(e.op, *(made[a] for a in e.args)) if e.args else e
-        )
-    return made[expr]
+    for e in topological(exprs):
+        made[e] = rebuilt(e, [made[a] for a in e.args]) if e.args else leaves.get(e, e)
+    return tuple(made[e] for e in exprs)
 
 
 def topological(exprs: Iterable[Expr]) -> list[Expr]:
@@ -512,13 +630,45 @@ def dumps(exprs: Sequence[Expr]) -> str:
     """The graphs as text, one node a line, then the line numbers of the results."""
     order = topological(exprs)
     at = {e: i for i, e in enumerate(order)}
-    lines = [
-        " ".join(
-            [e.op, *(str(at[a]) for a in e.args)] + ([str(e.payload)] if e.op == "const" else [])
-        )
-        for e in order
-    ]
+    lines = [" ".join([e.op, *(str(at[a]) for a in e.args), *_word(e.payload)]) for e in order]
     return "\n".join([*lines, " ".join(["=", *(str(at[e]) for e in exprs)])])
+
+
+def _word(payload: Payload) -> list[str]:
+    """The payload in the text of a graph: one word, or none."""
+    if payload is None:
+        return []
+    if not isinstance(payload, Curve):
+        return [str(payload)]
+    traces = []
+    with contextlib.suppress(ValueError):  # (where they end)
+        for order in range(4):
+            traces.append(payload._trace(order))
+    word = json.dumps([payload.name, payload.order, dumps(traces)], separators=(",", ":"))
+    word = word.replace(" ", "\\u0020")  # (spaces are within strings; a word has none)
+    _CURVES[word] = payload
+    return [word]
+
+
+def _curve(word: str) -> Curve:
+    known = _CURVES.get(word)
+    if known is not None:
+        return known
+    name, order, text = json.loads(word)
+    traces = loads(text)
+
+    def trace(order: int) -> Expr:
+        if order < len(traces):
+            return traces[order]
+        if traces[-1].op == "const":
+            return constant(0)
+        raise ValueError(
+            f"the table of activations ends with derivatives of order {len(traces) - 1}, "
+            f"got order {order} of {name!r}"
+        )
+
+    made = _CURVES[word] = Curve(name, trace, order)
+    return made
 
 
 def loads(text: str) -> tuple[Expr, ...]:
@@ -533,6 +683,10 @@ def loads(text: str) -> tuple[Expr, ...]:
             made.append(_intern(op, (), float(rest[0]) if special else Fraction(rest[0])))
         elif op == "x":
             made.append(SYMBOL)
+        elif op == "input":
+            made.append(named(rest[0]))
+        elif op == "call":
+            made.append(_intern(op, (made[int(rest[0])],), _curve(rest[1])))
         elif ARITY.get(op) == len(rest):
             # not `node`: the text was folded when it was recorded
             made.append(_intern(op, tuple(made[int(i)] for i in rest), None))
@@ -582,4 +736,6 @@ def formulas_of(value: Any) -> list[Expr]:
     """The formulas in a key, and in tuples there."""
     if isinstance(value, Expr):
         return [value]
+    if isinstance(value, Curve):
+        return value.formulas()
     return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []

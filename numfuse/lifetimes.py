@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from numfuse.graph import Expr, formulas_of
+from numfuse.graph import Curve, Expr, formulas_of
 
 __all__ = ["Table", "Ties", "formulas_of", "named"]
 
@@ -22,6 +22,8 @@ def named(value: Any) -> Any:
     """A key, or a part of one, with formulas by their serial numbers, inside tuples too."""
     if isinstance(value, Expr):
         return "formula", value.serial
+    if isinstance(value, Curve):
+        return "curve", value.serial
     return tuple(map(named, value)) if type(value) is tuple else value
 
 
@@ -57,6 +59,7 @@ class Ties:
     def _gone(self, number: int, _: object) -> None:
         self._watched.pop(number, None)
         for key in self._keys.pop(number, ()):
+            self.untie(key)  # (the other formulas of a key would hold it, and what it names)
             self._forget(key)
 
 

@@ -55,6 +55,7 @@ _RULES: dict[str, Callable[..., Range]] = {
     ),
     "minimum": lambda a, b: (min(a[0], b[0]), min(a[1], b[1])),
     "maximum": lambda a, b: (max(a[0], b[0]), max(a[1], b[1])),
+    "finite": lambda a: (min(a[0], 0.0), max(a[1], 0.0)),
     "where": lambda _, a, b: (min(a[0], b[0]), max(a[1], b[1])),
     "tanh": lambda a: (-1.0, 1.0),
     "erf": lambda a: (-1.0, 1.0),

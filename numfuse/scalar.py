@@ -37,6 +37,7 @@ from numfuse.coefficients import (
     TANH_END,
 )
 from numfuse.expr import Expr, constant, node, rounded, topological
+from numfuse.graph import expand
 from numfuse.ranges import Range, ranges
 
 __all__ = ["Target", "primitives", "render"]
@@ -128,6 +129,10 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
 
     exp_polynomial, log_polynomial = paired(EXP[dtype]), horner(LOG[dtype])
     erf_polynomial, mills_polynomial = horner(ERF[dtype]), horner(MILLS[dtype])
+
+    @jit
+    def finite(x):
+        return select(absolute(x) < infinity, x, zero)
 
     @jit
     def product(a, b):
@@ -400,7 +405,7 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
         plain_sigmoid=plain_sigmoid, plain_bell=plain_bell, plain_complement=plain_complement,
         scaled_complement=scaled_complement, growth=growth, plain_growth=plain_growth,
         quotient=quotient, inverse=inverse, ratio=ratio, unscaled=unscaled,
-        less_unscaled=less_unscaled, toward=target.toward,
+        less_unscaled=less_unscaled, toward=target.toward, finite=finite,
     )  # fmt: skip
 
 
@@ -500,19 +505,36 @@ def lowered(exprs: tuple[Expr, ...], growth: bool = True) -> tuple[Expr, ...]:
 
 
 def render(
-    exprs: tuple[Expr, ...], dtype: str, name: str = "formula", growth: bool = True
+    exprs: tuple[Expr, ...],
+    dtype: str,
+    name: str = "formula",
+    growth: bool = True,
+    arguments: tuple[str, ...] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    """The graphs as the text of one Python function, and the constants that it names.
+    """Return the graphs as the text of one Python function, and the constants that it names.
 
-    Without `growth` no sigmoid is made of a growing exponential: for targets whose own is short.
+    Parameters
+    ----------
+    exprs : tuple of Expr
+        One for a scalar result, several for a tuple of results that share what they can.
+    dtype : {"float32", "float64"}
+    name : str
+        Of the function.
+    growth : bool
+        False: no sigmoid is made of a growing exponential, for targets whose own is short.
+    arguments : tuple of str, optional
+        The names of the graphs' inputs in the order of the function's arguments. By default the
+        function has one argument, the symbol.
     """
     constants: dict[str, Any] = {}
     names: dict[Expr, str] = {}
     lines: list[str] = []
-    exprs = lowered(exprs, growth)
+    exprs = lowered(expand(exprs), growth)
     for e in topological(exprs):
         if e.op == "x":
             names[e] = "x"
+        elif e.op == "input":
+            names[e] = f"in_{e.payload}"
         elif e.op == "const":
             names[e] = f"c{len(constants)}"
             constants[names[e]] = rounded(e, dtype)
@@ -528,4 +550,5 @@ def render(
             names[e] = f"t{len(lines)}"
             lines.append(f"    {names[e]} = {text}")
     result = ", ".join(names[e] for e in exprs)
-    return "\n".join([f"def {name}(x):", *lines, f"    return {result}", ""]), constants
+    given = "x" if arguments is None else ", ".join(f"in_{name}" for name in arguments)
+    return "\n".join([f"def {name}({given}):", *lines, f"    return {result}", ""]), constants

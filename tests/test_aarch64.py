@@ -42,7 +42,7 @@ from numfuse import machine_code, specialise
 specialise._cached = lambda decorate: decorate(False)
 machine_code.Code = lambda image, symbol: SimpleNamespace(address=1)
 from numfuse.activations import get
-from numfuse.backends.cpu import host, library
+from numfuse.backends.cpu import host, library, rows
 assert host.vector_bytes() == 16 and host.vector_name() == "NEON"
 listings = {{}}
 for acc in ("float32", "float64"):
@@ -53,10 +53,9 @@ for fmt in library.FORMATS:
     listings[f"pack_b {{fmt}}"] = library.pack_b(fmt, acc)
     for name in ("gelu", "tanh"):
         act = get(name)
-        row = library.forward_row(act.trace(0), fmt, True, False, False)
+        row = rows.forward(act.curve, fmt, True, False, False)
         listings[f"row forward {{name}} {{fmt}}"] = row
-    slope = get("gelu").trace(1)
-    row = library.grad_pre_row(slope, fmt, True, False, True, True, True)
+    row = rows.grad_pre(get("gelu").curve, fmt, True, False, True, True, True)
     listings[f"row backward gelu {{fmt}}"] = row
 json.dump({{name: kernel.assembly() for name, kernel in listings.items()}}, sys.stdout)
 """

@@ -150,7 +150,7 @@ def check(factor):
     assert np.allclose(nf.activation_mul(x, x, "mine"), factor * x**3, 1e-5), factor
 
 def hits():
-    rows = ("forward_row", "grad_pre_row", "gated_row")
+    rows = ("layer_row", "layer_backward_row", "gate_row")
     gc.collect()
     kernels = specialise.kernels()
     return {
@@ -180,7 +180,7 @@ def test_another_process_with_another_formula_of_that_name_compiles_its_own(firs
         found: dict[str, list[int]] = json.loads(run(code, cache))
         return found
 
-    rows = ("forward_row", "grad_pre_row", "gated_row")
+    rows = ("layer_row", "layer_backward_row", "gate_row")
     assert hits(7.0) == {row: [0] for row in rows}
     assert hits(11.0) == {row: [0] for row in rows}
     assert hits(7.0) == {row: [1] for row in rows}
@@ -219,7 +219,7 @@ def test_formats_activations_and_options_have_kernels_of_their_own(first):
     code = """
 from numfuse import specialise
 from numfuse.activations import get
-from numfuse.backends.cpu import library, primitives, microkernel, kernels
+from numfuse.backends.cpu import library, rows
 names = []
 plain = specialise.bound
 def bound(template, bindings):
@@ -229,20 +229,20 @@ def bound(template, bindings):
 class Uncompiled:
     def __init__(self, name): self.name = name
 specialise.kernel = lambda template, **bindings: Uncompiled(bound(template, bindings).__name__)
-rows = []
+made = []
 for fmt in library.FORMATS:
     for act in ("relu", "gelu", "silu", "tanh"):
-        f, df = get(act).trace(0), get(act).trace(1)
+        f = get(act).curve
         for flag in (False, True):
-            rows += [library.forward_row(f, fmt, flag, False, not flag)]
-            rows += [library.forward_row(f, fmt, flag, True, True)]
-            rows += [library.grad_pre_row(df, fmt, True, False, True, True, flag)]
-            rows += [library.gated_backward_row(f, df, fmt, flag, x) for x in (False, True)]
-        rows += [library.gated_row(f, fmt), library.gated_row(f, fmt, True)]
-    rows += [library.store_row(fmt), library.column_sums_row(fmt)]
+            made += [rows.forward(f, fmt, flag, False, not flag)]
+            made += [rows.grad_pre(f, fmt, True, False, True, True, flag)]
+            made += [rows.gate_backward(f, fmt, flag, True, x) for x in (False, True)]
+        made += [rows.gate(f, fmt), rows.gate(f, fmt, True)]
+    made += [rows.forward(get("none").curve, fmt, x, True, False) for x in (False, True)]
+    made += [rows.store(fmt), rows.column_sums(fmt)]
     acc = library.accumulator(fmt)
-    rows += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]
-assert len({row.name for row in rows}) == len(rows)
+    made += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]
+assert len({kernel.name for kernel in made}) == len(made)
 """
     run(code, None)
 
@@ -254,7 +254,7 @@ import sys
 sys.path.insert(0, {str(package.parent)!r})
 from numfuse import specialise
 from numfuse.activations import get
-from numfuse.backends.cpu import library
+from numfuse.backends.cpu import library, rows
 assert specialise.__file__.startswith({str(package)!r})
 class Uncompiled: pass
 class Name(str):  # with attributes, as a kernel has them
@@ -262,7 +262,7 @@ class Name(str):  # with attributes, as a kernel has them
 specialise.kernel = lambda template, **bindings: Name(specialise.bound(template, bindings).__name__)
 gelu = get("gelu")
 print(library.gemm_cell("float32"), library.pack_a("float32", "float32"),
-      library.forward_row(gelu.trace(0), "float32", True, False, False))
+      rows.forward(gelu.curve, "float32", True, False, False))
 """
     return set(run(code, None).split())
 
@@ -293,7 +293,7 @@ def test_a_changed_source_text_makes_other_kernels(tmp_path):
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n# another line\n", encoding="utf-8")
         changed = kernel_names(package) - before
-        assert {name.rpartition("_")[0] for name in changed} >= {"forward_row"}
+        assert {name.rpartition("_")[0] for name in changed} >= {"layer_row"}
         path.write_text(text, encoding="utf-8")
 
 

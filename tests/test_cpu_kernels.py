@@ -314,20 +314,19 @@ def test_ml_dtypes_rounds_to_nearest_even_itself():
 # Rows whose loop LLVM may leave scalar, or that call libm, are an order of magnitude slower.
 ASSEMBLY = """
 from numfuse.activations import get
-from numfuse.backends.cpu import library
+from numfuse.backends.cpu import library, rows
 for fmt in library.FORMATS:
     for name in ("gelu", "tanh", "gelu_erf"):
-        act = get(name)
-        value, slope = act.trace(0), act.trace(1)
-        rows = [library.forward_row(value, fmt, True, False, False)]
+        f = get(name).curve
+        made = [rows.forward(f, fmt, True, False, False)]
         if name == "gelu":
-            rows += [
-                library.grad_pre_row(slope, fmt, True, False, True, True, True),
-                library.gated_backward_row(value, slope, fmt, True),
-                library.gated_row(value, fmt, True),
-                library.gated_backward_row(value, slope, fmt, True, True),
+            made += [
+                rows.grad_pre(f, fmt, True, False, True, True, True),
+                rows.gate_backward(f, fmt, True),
+                rows.gate(f, fmt, True),
+                rows.gate_backward(f, fmt, True, True, True),
             ]
-        for row in rows:
+        for row in made:
             assert row.cache_hits == 0
             print(f"==== {fmt} {name} {row.name}")
             print(row.assembly())

@@ -16,7 +16,7 @@ from tolerance import DTYPES
 
 import numfuse as nf
 from numfuse import problem, tiling
-from numfuse.backends.cpu import BACKEND, driver, library
+from numfuse.backends.cpu import BACKEND, driver, rows
 
 FORMATS = tuple(DTYPES)
 STEP = tiling.STREAM_STEP
@@ -155,11 +155,9 @@ def test_large_results_have_the_same_bits_with_any_number_of_threads(fmt):
 
 def test_small_results_stay_in_the_caches(monkeypatch):
     made = []
-    plain = library.gated_row
+    plain = rows.gate
     monkeypatch.setattr(BACKEND, "_kept", {})
-    monkeypatch.setattr(
-        library, "gated_row", lambda *x: made.append(len(x) > 2 and x[2]) or plain(*x)
-    )
+    monkeypatch.setattr(rows, "gate", lambda *x: made.append(len(x) > 2 and x[2]) or plain(*x))
     _, a, b = operands((64, 64))
     nf.activation_mul(a, b, ACTIVATION)
     assert made == [False]

@@ -13,7 +13,7 @@ from tolerance import DTYPES
 
 import numfuse as nf
 from numfuse import tiling
-from numfuse.backends.cpu import BACKEND, launch, library
+from numfuse.backends.cpu import BACKEND, launch, library, rows
 
 FORMATS = tuple(DTYPES)
 LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")
@@ -238,7 +238,7 @@ def test_a_kernel_that_cannot_be_made_leaves_every_output_untouched(kept, monkey
 
     a, b, bias, grad = operands(9, 7, 5)
     outs = [Fenced(x.shape, x.dtype) for x in (a, b, bias)]
-    monkeypatch.setattr(library, "store_row", broken)
+    monkeypatch.setattr(rows, "store", broken)
     with pytest.raises(RuntimeError, match="no compiler"):
         nf.matmul_bias_activation_bwd(
             grad, a, b, bias, "gelu", out=tuple(fenced.array for fenced in outs)

@@ -89,14 +89,14 @@ _HELD: list[Any] = []
 def _product(fmt: str, act: Any, bias: bool) -> Any:
     """``product(a, b, bias, out)``: out = act(a @ b + bias) in the calling thread."""
     from numfuse import tiling
-    from numfuse.backends.cpu import driver, launch, library, protocol
+    from numfuse.backends.cpu import driver, launch, library, protocol, rows
 
     r = library.registers(fmt)
     side = tiling.NJIT_CELL
     # Of a deep product of that size; K and what depends on it are known when it is called.
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
     layout, size = driver._layout(t, r, 1)
-    row = library.forward_row(act.trace(0), fmt, bias, False, False)
+    row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {
         **dict.fromkeys(protocol.DESCRIPTOR, 0), **layout,

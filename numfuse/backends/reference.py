@@ -1,6 +1,6 @@
 """The meaning of every operation, in plain NumPy: slow, and what the other backends are held to.
 
-Operands are widened, the formulas of the activation table are called with arrays in float64, and
+Operands are widened, the epilogues of the core are evaluated over arrays in float64, and
 the result is rounded once, to the problem's dtype, at the end. Products are made in long double: it
 is wider than float64 where the machine has it, and NumPy computes it with plain loops instead of
 BLAS, so that the order of summation over K is k = 0, 1, 2 ... whatever the layout, and a view gives
@@ -15,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
+from numfuse import elementary, epilogues
 from numfuse.backends import Call, latest
 from numfuse.gradients import settled
+from numfuse.graph import named
 from numfuse.layout import as_one, sum_to
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
+    from numfuse.epilogues import Epilogue
     from numfuse.higher import (
         GatedDoubleBackwardProblem,
         GatedTangentProblem,
@@ -38,6 +41,8 @@ __all__ = ["BACKEND", "Reference"]
 
 _F64 = np.dtype(np.float64)
 _LONG = np.dtype(np.longdouble)
+#: Infinities and NaN are results here, and no errors.
+_quietly = np.errstate(all="ignore")
 
 
 class Reference:
@@ -45,133 +50,122 @@ class Reference:
 
     name = "reference"
 
+    @_quietly
     def forward(self, p: GemmProblem) -> None:
         """out = act(a @ b + bias) + residual."""
         if settled(p):
             return _record("forward", p.activation)
-        with np.errstate(all="ignore"):
-            pre = _pre_activation(p)
-            out = p.activation(pre)
-            if p.residual is not None:
-                out = out + _wide(p.residual)
-            if p.pre is not None:
-                p.pre[...] = pre
-            p.out[...] = out
+        made = epilogues.layer(p.activation.curve).without("bias")
+        residual = None if p.residual is None else _wide(p.residual)
+        if residual is not None:
+            made = epilogues.residual_layer().without("bias")
+        found = _computed(made, z=_pre_activation(p), residual=residual)
+        if p.pre is not None:
+            p.pre[...] = found["pre"]
+        p.out[...] = found["out"]
         _record("forward", p.activation)
 
+    @_quietly
     def backward(self, p: GemmBackwardProblem) -> None:
         """grad_pre = grad * act'(pre), and from it the gradients."""
         if settled(p):
             return _record("backward", p.activation)
         p, outs = _in_rows(p)
-        with np.errstate(all="ignore"):
-            pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
-            grad_pre = _wide(p.grad) * _slope(p.activation, pre, p.guard)
-            if p.d_a is not None:
-                p.d_a[...] = sum_to(_product(grad_pre, p.b.swapaxes(-1, -2)), p.d_a.shape, _LONG)
-            if p.d_b is not None:
-                p.d_b[...] = sum_to(_product(p.a.swapaxes(-1, -2), grad_pre), p.d_b.shape, _LONG)
-            if p.d_bias is not None:
-                p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _LONG)
+        pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
+        made = epilogues.layer(p.activation.curve).select("out").backward().without("bias")
+        grad_pre = _computed(made, p.guard, z=pre, grad=_wide(p.grad))["d_z"]
+        if p.d_a is not None:
+            p.d_a[...] = sum_to(_product(grad_pre, p.b.swapaxes(-1, -2)), p.d_a.shape, _LONG)
+        if p.d_b is not None:
+            p.d_b[...] = sum_to(_product(p.a.swapaxes(-1, -2), grad_pre), p.d_b.shape, _LONG)
+        if p.d_bias is not None:
+            p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _LONG)
         for out, rows in outs:
             out[...] = rows.reshape(out.shape)
         _record("backward", p.activation)
 
+    @_quietly
     def gated(self, p: GatedProblem) -> None:
         """out = act(a) * b; `out` may be `a` or `b`, so it is written last."""
         if settled(p):
             return _record("gated", p.activation)
-        with np.errstate(all="ignore"):
-            p.out[...] = p.activation(_wide(p.a)) * _wide(p.b)
+        made = epilogues.gate(p.activation.curve)
+        p.out[...] = _computed(made, a=_wide(p.a), b=_wide(p.b))["out"]
         _record("gated", p.activation)
 
+    @_quietly
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """d_a = grad * b * act'(a), d_b = grad * act(a)."""
         if settled(p):
             return _record("gated_backward", p.activation)
-        with np.errstate(all="ignore"):
-            a, grad = _wide(p.a), _wide(p.grad)
-            if p.d_a is not None:
-                p.d_a[...] = grad * _wide(p.b) * _slope(p.activation, a, p.guard)
-            if p.d_b is not None:
-                p.d_b[...] = grad * p.activation(a)
+        made = epilogues.gate(p.activation.curve).backward()
+        found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), grad=_wide(p.grad))
+        for name, out in (("d_a", p.d_a), ("d_b", p.d_b)):
+            if out is not None:
+                out[...] = found[name]
         _record("gated_backward", p.activation)
 
+    @_quietly
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """T, Q and S, and from them the gradients of the backward's gradients."""
         if settled(p):
             return _record("double_backward", p.activation)
         p, outs = _in_rows(p)
-        with np.errstate(all="ignore"):
-            pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
-            slope, grad = _slope(p.activation, pre, p.guard), _wide(p.grad)
-            t = _moved(p, grad.shape)
-            q, s = _bent(p, pre, grad * t), grad * slope
-            if p.d_grad is not None:
-                p.d_grad[...] = slope * t
-            if p.d_a is not None:
-                p.d_a[...] = _sum(
-                    p.d_a, _product(q, p.b.swapaxes(-1, -2)),
-                    None if p.v is None else _product(s, p.v.swapaxes(-1, -2)),
-                )  # fmt: skip
-            if p.d_b is not None:
-                p.d_b[...] = _sum(
-                    p.d_b, _product(p.a.swapaxes(-1, -2), q),
-                    None if p.u is None else _product(p.u.swapaxes(-1, -2), s),
-                )  # fmt: skip
-            if p.d_bias is not None:
-                p.d_bias[...] = sum_to(q, p.d_bias.shape, _LONG)
+        pre, grad = _pre_activation(p) if p.pre is None else _wide(p.pre), _wide(p.grad)
+        made = epilogues.layer_double_backward(p.activation.curve).without("bias", "w")
+        found = _computed(made, p.guard, z=pre, grad=grad, t=_moved(p, grad.shape))
+        q, s = found.get("q", np.zeros_like(grad)), found["s"]
+        if p.d_grad is not None:
+            p.d_grad[...] = found["d_grad"]
+        if p.d_a is not None:
+            second = None if p.v is None else _product(s, p.v.swapaxes(-1, -2))
+            p.d_a[...] = _sum(p.d_a, _product(q, p.b.swapaxes(-1, -2)), second)
+        if p.d_b is not None:
+            second = None if p.u is None else _product(p.u.swapaxes(-1, -2), s)
+            p.d_b[...] = _sum(p.d_b, _product(p.a.swapaxes(-1, -2), q), second)
+        if p.d_bias is not None:
+            p.d_bias[...] = sum_to(q, p.d_bias.shape, _LONG)
         for out, rows in outs:
             out[...] = rows.reshape(out.shape)
         _record("double_backward", p.activation)
 
+    @_quietly
     def tangent(self, p: GemmTangentProblem) -> None:
         """out as in the forward, out_dot = act'(pre) * T."""
         if settled(p):
             return _record("tangent", p.activation)
-        with np.errstate(all="ignore"):
-            pre = _pre_activation(p)
-            out = p.activation(pre)
-            if p.residual is not None:
-                out = out + _wide(p.residual)
-            p.out[...] = out
-            p.out_dot[...] = _slope(p.activation, pre, p.guard) * _moved(p, pre.shape)
+        pre = _pre_activation(p)
+        made = epilogues.layer_tangent(p.activation.curve).without("bias")
+        found = _computed(made, p.guard, z=pre, z_dot=_moved(p, pre.shape))
+        residual = 0.0 if p.residual is None else _wide(p.residual)
+        p.out[...], p.out_dot[...] = found["out"] + residual, found["out_dot"]
         _record("tangent", p.activation)
 
+    @_quietly
     def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
         """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
         if settled(p):
             return _record("gated_double_backward", p.activation)
-        with np.errstate(all="ignore"):
-            a, b, grad = _wide(p.a), _wide(p.b), _wide(p.grad)
-            slope = _slope(p.activation, a, p.guard)
-            zero = np.zeros_like(grad)
-            d_grad = d_a = d_b = zero
-            if p.u is not None:
-                u = _wide(p.u)
-                d_grad, d_b = u * b * slope, u * grad * slope
-                d_a = _bent(p, a, u * grad * b)
-            if p.v is not None:
-                v = _wide(p.v)
-                d_grad, d_a = d_grad + v * p.activation(a), d_a + v * grad * slope
-            for out, value in ((p.d_grad, d_grad), (p.d_a, d_a), (p.d_b, d_b)):
-                if out is not None:
-                    out[...] = value
+        moved = {name: _wide(x) for name, x in (("u", p.u), ("v", p.v)) if x is not None}
+        made = epilogues.gate_double_backward(p.activation.curve).without(*{"u", "v"} - set(moved))
+        operands = {"a": _wide(p.a), "b": _wide(p.b), "grad": _wide(p.grad)}
+        found = _computed(made, p.guard, **operands, **moved)
+        for name, out in (("d_grad", p.d_grad), ("d_a", p.d_a), ("d_b", p.d_b)):
+            if out is not None:
+                out[...] = found.get(name, 0.0)
         _record("gated_double_backward", p.activation)
 
+    @_quietly
     def gated_tangent(self, p: GatedTangentProblem) -> None:
         """out = act(a) * b, and its derivative along u and v."""
         if settled(p):
             return _record("gated_tangent", p.activation)
-        with np.errstate(all="ignore"):
-            a, b = _wide(p.a), _wide(p.b)
-            value = p.activation(a)
-            dot = np.zeros_like(b)
-            if p.u is not None:
-                dot = dot + _wide(p.u) * b * _slope(p.activation, a, p.guard)
-            if p.v is not None:
-                dot = dot + _wide(p.v) * value
-            p.out[...], p.out_dot[...] = value * b, dot
+        dots = (("a_dot", p.u), ("b_dot", p.v))
+        moved = {name: _wide(x) for name, x in dots if x is not None}
+        made = epilogues.gate(p.activation.curve).tangent()
+        made = made.without(*{"a_dot", "b_dot"} - set(moved))
+        found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), **moved)
+        p.out[...], p.out_dot[...] = found["out"], found.get("out_dot", 0.0)
         _record("gated_tangent", p.activation)
 
     def describe(self) -> dict[str, Any]:
@@ -221,10 +215,14 @@ def _pre_activation(p: GemmProblem | GemmBackwardProblem) -> ndarray:
     return _wide(pre)
 
 
-def _slope(activation: Activation, x: ndarray, guard: bool) -> ndarray:
-    """act'(x), with the guard: 0 where that is not finite."""
-    slope: ndarray = activation.derivative(x)
-    return np.where(np.isfinite(slope), slope, 0.0) if guard else slope
+def _computed(
+    made: Epilogue, guard: bool = False, **operands: ndarray | None
+) -> dict[str, ndarray]:
+    """Return the results of an epilogue over arrays, by name, in float64."""
+    made = made.guarded() if guard else made
+    leaves = {named(name): operands[name] for name in made.inputs}
+    values = elementary.values(made.graphs, leaves)
+    return {name: value for (name, _), value in zip(made.results, values, strict=True)}
 
 
 def _moved(p: GemmDoubleBackwardProblem | GemmTangentProblem, shape: tuple[int, ...]) -> ndarray:
@@ -238,16 +236,6 @@ def _moved(p: GemmDoubleBackwardProblem | GemmTangentProblem, shape: tuple[int, 
         if x is not None:
             t = t + _wide(x)
     return _wide(t)
-
-
-def _bent(
-    p: GemmDoubleBackwardProblem | GatedDoubleBackwardProblem, x: ndarray, factor: ndarray
-) -> ndarray:
-    """factor * act''(x), with the guard; 0 where act'' is zero everywhere."""
-    if p.activation.second_derivative_is_zero():
-        return np.zeros_like(factor)
-    second = p.activation.second_derivative(x)
-    return factor * (np.where(np.isfinite(second), second, 0.0) if p.guard else second)
 
 
 def _sum(out: ndarray, *products: ndarray | None) -> ndarray:

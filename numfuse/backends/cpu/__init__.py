@@ -12,7 +12,7 @@ import numpy as np
 
 from numfuse import lifetimes, tiling
 from numfuse.backends import latest
-from numfuse.backends.cpu import driver, gemm, higher, host, launch, library, microkernel
+from numfuse.backends.cpu import driver, gemm, higher, host, launch, library, microkernel, rows
 from numfuse.backends.cpu.blocks import (
     Block,
     Held,
@@ -93,7 +93,7 @@ def _scattered(
 
 def _moves(
     p: GemmProblem | GemmBackwardProblem, arrays: Sequence[np.ndarray | None],
-    scattered: Sequence[int], rows: slice, own: Sequence[driver.Operand],
+    scattered: Sequence[int], span: slice, own: Sequence[driver.Operand],
 ) -> tuple[list[Move], list[Move]]:  # fmt: skip
     """How these rows of arrays are gathered in a block's own, and those of results brought back."""
     before: list[Move] = []
@@ -105,7 +105,7 @@ def _moves(
             continue
         back = number in RESULTS_BY_ROWS
         dtype = p.acc_dtype if number == PRE else p.dtype
-        for index, start, _ in runs_of_rows(x.shape, rows.start, rows.stop):
+        for index, start, _ in runs_of_rows(x.shape, span.start, span.stop):
             part = x[index]
             # (the first is never touched: it has the strides)
             inside, outside = _merged((np.empty(part.shape, dtype), part))
@@ -114,11 +114,11 @@ def _moves(
             if not back:
                 ends, formats = ends[::-1], formats[::-1]
             *batch, m, n = inside.shape
-            row, slots = library.copy_row(*formats), Slots(extra=ends[0], out=ends[1])
+            row, slots = rows.copy(*formats), Slots(extra=ends[0], out=ends[1])
             plan = driver.elementwise(m, n, row, slots, tuple(batch))
             if plan is None:
                 continue
-            at = (start - rows.start) * x.shape[-1] * dtype.itemsize
+            at = (start - span.start) * x.shape[-1] * dtype.itemsize
             offsets = {number: _address(part) - _address(x), held: at}
             alone = driver.sequence([[(plan, offsets)]], ())
             (after if back else before).append(Move(plan, offsets, alone))
@@ -181,13 +181,13 @@ def _growing(
     """
     if turn.first:
         if turn.last or total is None:
-            return library.store_row(fmt), Slots(out=out)
-        return library.store_row(acc), Slots(out=total)
+            return rows.store(fmt), Slots(out=out)
+        return rows.store(acc), Slots(out=total)
     if total is None:
-        return library.add_row(acc), Slots(out=out)
+        return rows.add(acc), Slots(out=out)
     if turn.last:
-        return library.add_and_store_row(fmt), Slots(extra=total, out=out)
-    return library.add_row(acc), Slots(out=total)
+        return rows.add_and_store(fmt), Slots(extra=total, out=out)
+    return rows.add(acc), Slots(out=total)
 
 
 def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -295,8 +295,8 @@ class CpuBackend:
         if not out.size:
             return
         fmt = FORMATS[p.dtype]
-        row = library.forward_row(
-            value, fmt, bias is not None, residual is not None, pre is not None
+        row = rows.forward(
+            p.activation.curve, fmt, bias is not None, residual is not None, pre is not None
         )
         slots = Slots(
             bias=_optional(BIAS, bias), extra=_optional(RESIDUAL, residual),
@@ -602,7 +602,7 @@ class CpuBackend:
         grad_pre, grad_format = grad, fmt
         if slope is None:
             if sums is not None:
-                row = library.column_sums_row(fmt)
+                row = rows.column_sums(fmt)
                 slots = Slots(grad=grad, sums=sums)
                 first.append(driver.elementwise(m, n, row, slots, batch, chunk))
         elif products or sums is not None:
@@ -618,10 +618,9 @@ class CpuBackend:
                 out = driver.temporary(GRAD_PRE, (*batch, m, n), dtype)
                 own.append(out)
                 grad_pre = out
-            row = library.grad_pre_row(
-                slope, fmt, bias is not None and pre is None, pre is not None, products,
-                sums is not None, p.guard,
-            )  # fmt: skip
+            has_bias, saved = bias is not None and pre is None, pre is not None
+            curve, summed_too = p.activation.curve, sums is not None
+            row = rows.grad_pre(curve, fmt, has_bias, saved, products, summed_too, p.guard)
             slots = Slots(None if pre is not None else bias, pre, grad, out, None, sums)
             if pre is None:
                 first.append(driver.gemm(a, fmt, b, fmt, row, slots, batch))
@@ -652,11 +651,11 @@ class CpuBackend:
 
     def gated(self, p: GatedProblem) -> None:
         """``out = act(a) * b``"""
-        self._gated(p.activation.trace(0), p.dtype, (p.a, p.b, p.out), p.contiguous)
+        self._gated(p.activation, p.dtype, (p.a, p.b, p.out), p.contiguous)
 
     def _gated(
         self,
-        value: Expr,
+        activation: Activation,
         dtype: np.dtype[Any],
         arrays: tuple[np.ndarray, np.ndarray, np.ndarray],
         contiguous: bool,
@@ -666,7 +665,7 @@ class CpuBackend:
         key = None
         if size < tiling.PARALLEL_ELEMENTS:
             form = size if contiguous else (out.shape, a.strides, b.strides, out.strides)
-            key = value.serial, dtype, form
+            key = activation.trace(0).serial, dtype, form
             if self._ran(key, arrays):
                 return
         if not size:
@@ -674,12 +673,13 @@ class CpuBackend:
         # Views that number the same elements in another way: the addresses are those of the arrays.
         flat_out, flat_a, flat_b = _merged((out, a, b))
         fmt = FORMATS[dtype]
-        row = library.gated_row(value, fmt)
+        row = rows.gate(activation.curve, fmt)
         stream = None
         if _streams((flat_out,)):
-            stream = library.gated_row(value, fmt, True)
+            stream = rows.gate(activation.curve, fmt, True)
         slots = Slots(a=operand(0, flat_a), b=operand(1, flat_b), out=operand(2, flat_out))
-        self._run_elementwise(row, slots, arrays, flat_out.shape, stream, key, (value,))
+        formulas = (activation.trace(0),)
+        self._run_elementwise(row, slots, arrays, flat_out.shape, stream, key, formulas)
 
     def gated_backward(self, p: GatedBackwardProblem) -> None:
         """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
@@ -687,7 +687,7 @@ class CpuBackend:
         activation = p.activation
         if d_a is None:
             if d_b is not None:  # a forward with another factor
-                self._gated(activation.trace(0), p.dtype, (a, grad, d_b), False)
+                self._gated(activation, p.dtype, (a, grad, d_b), False)
             return
         value, slope = activation.trace(0), activation.trace(1)
         key = None
@@ -704,12 +704,12 @@ class CpuBackend:
         flat_d_b = stream = None
         if d_b is None:
             flat_d_a, flat_grad, flat_a, flat_b = _merged((d_a, grad, a, b))
-            row = library.gated_d_a_row(slope, fmt, p.guard)
+            row = rows.gate_backward(activation.curve, fmt, p.guard, False)
         else:
             flat_d_a, flat_d_b, flat_grad, flat_a, flat_b = _merged((d_a, d_b, grad, a, b))
-            row = library.gated_backward_row(value, slope, fmt, p.guard)
+            row = rows.gate_backward(activation.curve, fmt, p.guard)
             if _streams((flat_d_a, flat_d_b)):
-                stream = library.gated_backward_row(value, slope, fmt, p.guard, True)
+                stream = rows.gate_backward(activation.curve, fmt, p.guard, True, True)
         slots = Slots(
             a=operand(0, flat_a), b=operand(1, flat_b), grad=operand(2, flat_grad),
             out=operand(3, flat_d_a), extra=_optional(4, flat_d_b),
@@ -800,18 +800,18 @@ class CpuBackend:
             for source in dict.fromkeys((fmt, library.grad_pre_format(fmt))):
                 for pack in (library.pack_a, library.pack_b):
                     yield f"packing {source}", partial(pack, source, acc, kind)
-            yield f"store {fmt}", partial(library.store_row, fmt)
-            yield f"copy {fmt}", partial(library.copy_row, fmt, fmt)
-            yield f"add {acc}", partial(library.add_row, acc)
+            yield f"store {fmt}", partial(rows.store, fmt)
+            yield f"copy {fmt}", partial(rows.copy, fmt, fmt)
+            yield f"add {acc}", partial(rows.add, acc)
             if acc != fmt:
-                yield f"store {acc}", partial(library.store_row, acc)
-                yield f"copy {acc}", partial(library.copy_row, acc, acc)
-                yield f"copy {fmt} as {acc}", partial(library.copy_row, fmt, acc)
-                yield f"add and store {fmt}", partial(library.add_and_store_row, fmt)
-            yield f"column sums {fmt}", partial(library.column_sums_row, fmt)
+                yield f"store {acc}", partial(rows.store, acc)
+                yield f"copy {acc}", partial(rows.copy, acc, acc)
+                yield f"copy {fmt} as {acc}", partial(rows.copy, fmt, acc)
+                yield f"add and store {fmt}", partial(rows.add_and_store, fmt)
+            yield f"column sums {fmt}", partial(rows.column_sums, fmt)
             yield f"joined sums {fmt}", partial(library.join_cell, fmt)
             for act in activations:
-                for call in library.rows_of(act, fmt):
+                for call in rows.of_activation(act, fmt):
                     yield f"{act.name} {fmt}", call
 
 

@@ -9,7 +9,6 @@ it goes by blocks of rows, so that T, Q and S are never held whole where they ar
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse import specialise, tiling
-from numfuse.backends.cpu import driver, higher_rows, kernels, library, microkernel, primitives
+from numfuse.backends.cpu import driver, library, microkernel, rows
 from numfuse.backends.cpu.blocks import Launches, Schedule, Turn
 from numfuse.backends.cpu.driver import Operand, Slots, operand
 from numfuse.expr import SYMBOL
@@ -42,97 +41,6 @@ BY_ROWS = (U, Z, D_GRAD, OUT)
 
 Arrays = tuple[np.ndarray | None, ...]
 Operands = tuple[Operand | None, ...]
-
-
-# --- row functions ------------------------------------------------------------------------------
-def _held_names(fmt: str, acc: str) -> dict[str, Any]:
-    held = library.grad_pre_format(fmt)
-    return {
-        "HELD": microkernel.make_elements(held),
-        "HELD_SIZE": microkernel.itemsize(held),
-        "HOLD": microkernel.make_narrow(held, acc),
-    }
-
-
-def _moved_names(t: str, acc: str) -> dict[str, Any]:
-    """How a row function reads T in the format `t`."""
-    return {
-        "T": microkernel.make_elements(t),
-        "T_SIZE": microkernel.itemsize(t),
-        "WIDEN_T": microkernel.make_widen(t, acc),
-    }
-
-
-@functools.cache
-def tangent_row(
-    fmt: str, out: str, product: bool, w: bool, z: bool, before: bool
-) -> specialise.Kernel:
-    acc = library.accumulator(fmt)
-    return library._row(
-        higher_rows.tangent_row, fmt, HAS_ACC=product, HAS_W=w, HAS_Z=z, HAS_BEFORE=before,
-        OUT=microkernel.make_elements(out), OUT_SIZE=microkernel.itemsize(out),
-        STORE=microkernel.make_narrow(out, acc),
-    )  # fmt: skip
-
-
-def _derivatives(
-    template: Callable[..., Any], graphs: tuple[Expr, ...], fmt: str, guard: bool
-) -> Any:
-    acc = library.accumulator(fmt)
-    return specialise.device(
-        template, DERIVATIVES=primitives.scalar_function(graphs, acc), GUARD=guard,
-        ZERO=library._zero(acc), IS_FINITE=microkernel.make_is_finite(),
-    )  # fmt: skip
-
-
-@library._by_formula
-def double_backward_row(
-    slope: Expr, second: Expr | None, fmt: str, guard: bool, t: str | None, **has: bool
-) -> specialise.Kernel:
-    acc = library.accumulator(fmt)
-    if second is None:
-        both = _derivatives(higher_rows.slope_alone, (slope,), fmt, guard)
-    else:
-        both = _derivatives(higher_rows.slope_and_second, (slope, second), fmt, guard)
-    return library._row(
-        higher_rows.double_backward_row, fmt, BOTH=both, HAS_T=t is not None,
-        ROUNDED_PRODUCT=primitives.rounded_product,
-        **{name.upper(): value for name, value in has.items()},
-        **_held_names(fmt, acc), **_moved_names(t or acc, acc),
-    )  # fmt: skip
-
-
-@library._by_formula
-def jvp_row(
-    value: Expr, slope: Expr, fmt: str, guard: bool, t: str, bias: bool
-) -> specialise.Kernel:
-    acc = library.accumulator(fmt)
-    both = library._guarded(kernels.value_and_slope, (value, slope), acc, guard)
-    return library._row(higher_rows.jvp_row, fmt, BOTH=both, HAS_BIAS=bias, **_moved_names(t, acc))
-
-
-@library._by_formula
-def gated_double_backward_row(
-    activation: tuple[Expr, Expr, Expr], fmt: str, guard: bool, **has: bool
-) -> specialise.Kernel:
-    every = _derivatives(higher_rows.value_slope_second, activation, fmt, guard)
-    names = {name.upper(): value for name, value in has.items()}
-    return library._row(higher_rows.gated_double_backward_row, fmt, ALL=every, **names)
-
-
-@library._by_formula
-def gated_jvp_row(
-    value: Expr, slope: Expr, fmt: str, guard: bool, u: bool, v: bool, stream: bool = False
-) -> specialise.Kernel:
-    acc = library.accumulator(fmt)
-    both = library._guarded(kernels.value_and_slope, (value, slope), acc, guard)
-    formula = specialise.device(
-        higher_rows.gated_tangent, BOTH=both, HAS_U=u, HAS_V=v, ZERO=library._zero(acc),
-        **library._conversions(fmt, acc),
-    )  # fmt: skip
-    template = higher_rows.gated_jvp_stream_row if stream else higher_rows.gated_jvp_row
-    names = library._stream_names(fmt) if stream else {}
-    return library._row(template, fmt, GATED_TANGENT=formula, HAS_U=u, HAS_V=v, **names)
 
 
 # --- products -----------------------------------------------------------------------------------
@@ -262,7 +170,7 @@ def _summed_up(
     """``t = w + the products``, one after another."""
     phases: list[list[driver.Plan | None]] = []
     for i, (left, right) in enumerate(products):
-        row = tangent_row(fmt, acc, True, i == 0 and w is not None, False, i > 0)
+        row = rows.terms(fmt, acc, True, i == 0 and w is not None, False, i > 0)
         slots = Slots(bias=None if i else w, pre=t if i else None, out=t)
         phases.append([driver.gemm(left, fmt, right, fmt, row, slots, batch)])
     return phases
@@ -281,7 +189,7 @@ def _moved_plans(
     m, n = out.shape[-2:]
     products = _moved_products(x)
     if not products:
-        row = tangent_row(fmt, fmt, False, w is not None, z is not None, False)
+        row = rows.terms(fmt, fmt, False, w is not None, z is not None, False)
         return _launches([[driver.elementwise(m, n, row, Slots(w, z, out=out), batch)]], [])
     phases: list[list[driver.Plan | None]] = []
     own: list[Operand] = []
@@ -291,7 +199,7 @@ def _moved_plans(
         own.append(before)
         phases += _summed_up(products[:-1], fmt, acc, before, w, batch)
         w = None
-    row = tangent_row(fmt, fmt, True, w is not None, z is not None, before is not None)
+    row = rows.terms(fmt, fmt, True, w is not None, z is not None, before is not None)
     left, right = products[-1]
     slots = Slots(bias=w, extra=z, out=out, pre=before)
     phases.append([driver.gemm(left, fmt, right, fmt, row, slots, batch)])
@@ -316,7 +224,7 @@ def _tangent_plans(
         phases = _summed_up(products, fmt, acc, t, w, batch)
     else:
         phases = []
-    row = jvp_row(*graphs, fmt, p.guard, t_format, bias is not None)
+    row = rows.tangent(p.activation.curve, fmt, p.guard, t_format, bias is not None)
     slots = Slots(bias=bias, extra=t, out=out, a=x[D_GRAD])
     phases.append([driver.gemm(a, fmt, b, fmt, row, slots, batch)])
     return _launches(phases, own)
@@ -380,7 +288,7 @@ def _elementwise_part(
     """T, then the pass that makes d_grad, Q, S and the partial sums of d_bias: adds its launches
     and the arrays they need, and returns Q, S, the sums and the format of Q and S."""
     fmt, acc = p.dtype.name, p.acc_dtype.name
-    slope, second = graphs
+    second = graphs[1]
     chunk, held = library.chunk(fmt), library.grad_pre_format(fmt)
     a, b, bias, grad, pre, w, d_grad = (x[i] for i in (A, B, BIAS, GRAD, PRE, W, D_GRAD))
     assert a is not None and b is not None and grad is not None
@@ -419,13 +327,18 @@ def _elementwise_part(
         s = temporary(S, stored)
     if second is not None and products:
         q = temporary(Q, stored)  # the last: it is moved within a page, as grad_pre is
-    row = double_backward_row(
-        slope, second, fmt, p.guard, t_format, acc_is_pre=pre is None, acc_is_t=last is not None,
-        has_added=added is not None, has_saved=pre is not None,
-        has_grad=q is not None or s is not None or sums is not None,
-        has_d_grad=d_grad is not None, has_q=q is not None, has_s=s is not None,
-        has_sums=sums is not None,
-    )  # fmt: skip
+    made = {"d_grad": d_grad, "q": q, "s": s}
+    row = rows.double_backward(
+        p.activation.curve,
+        fmt,
+        p.guard,
+        t_format,
+        saved=pre is not None,
+        last=last is not None,
+        added=added is not None,
+        results=tuple(name for name, x in made.items() if x is not None),
+        sums=sums is not None,
+    )
     slots = Slots(added, t, grad, d_grad, pre, sums, q, s)
     if pre is None:
         phases.append([driver.gemm(a, fmt, b, fmt, row, slots, batch)])
@@ -461,12 +374,11 @@ def gated_double_backward(backend: CpuBackend, p: GatedDoubleBackwardProblem) ->
     # An operand that no result needs would be read for nothing: its place is taken by `a`.
     graphs = p.activation.trace(0), p.activation.trace(1), p.activation.trace(2)
     arrays: Arrays = (p.a, p.b, p.grad, p.u, p.v, *wanted)
-    has = {
-        "has_u": p.u is not None, "has_v": p.v is not None, "bent": bent,
-        "has_d_grad": wanted[0] is not None, "has_d_a": wanted[1] is not None,
-        "has_d_b": wanted[2] is not None,
-    }  # fmt: skip
-    row = gated_double_backward_row(graphs, p.dtype.name, p.guard, **has)
+    names = ("d_grad", "d_a", "d_b")
+    results = tuple(name for name, x in zip(names, wanted, strict=True) if x is not None)
+    u, v = p.u is not None, p.v is not None
+    curve, fmt = p.activation.curve, p.dtype.name
+    row = rows.gate_double_backward(curve, fmt, p.guard, u, v, results)
     what = "double gate", p.guard, *(graph.serial for graph in graphs)
     _elementwise(backend, what, graphs, row, None, arrays, _SECOND_SLOTS)
 
@@ -482,16 +394,20 @@ def gated_tangent(backend: CpuBackend, p: GatedTangentProblem) -> None:
         return
     if p.u is None and p.v is None:
         p.out_dot[...] = 0
-        backend._gated(p.activation.trace(0), p.dtype, (p.a, p.b, p.out), False)
+        backend._gated(p.activation, p.dtype, (p.a, p.b, p.out), False)
         return
     graphs = p.activation.trace(0), p.activation.trace(1)
     arrays: Arrays = (p.a, p.b, p.u, p.v, p.out, p.out_dot)
-    how = graphs[0], graphs[1], p.dtype.name, p.guard, p.u is not None, p.v is not None
+    make = partial(
+        rows.gate_tangent,
+        p.activation.curve,
+        p.dtype.name,
+        p.guard,
+        p.u is not None,
+        p.v is not None,
+    )
     what = "gated jvp", p.guard, *(graph.serial for graph in graphs)
-    _elementwise(
-        backend, what, graphs, gated_jvp_row(*how),
-        partial(gated_jvp_row, *how, True), arrays, _TANGENT_SLOTS,
-    )  # fmt: skip
+    _elementwise(backend, what, graphs, make(), partial(make, True), arrays, _TANGENT_SLOTS)
 
 
 def _elementwise(

@@ -1,17 +1,13 @@
-"""The elementwise cell and the row functions of the CPU backend, as templates.
+"""The elementwise cell, and what row functions share, as templates.
 
 A *cell* is a rectangle of the output; any thread may compute any cell, and a cell's result does
-not depend on who does.  A *row function* is an epilogue: accumulator row in, results out.  The
-cells call row functions by address, so that one compiled GEMM per accumulator dtype
-serves every storage dtype, layout and activation, and a new activation costs one small function.
+not depend on who does.  A *row function* (`rows`) is an epilogue: accumulator row in, results out.
 
 Kernels trust the descriptor: every check has been made in `numfuse.problem`.  Free names in UPPER
 case are bound by `numfuse.specialise`.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -199,73 +195,6 @@ def move(source: int, source_step: int, target: int, target_step: int, n: int, i
             BITS16(target + q * target_step)[0] = BITS16(source + q * source_step)[0]
 
 
-# Row functions: (context, accumulator row, row i, first column j, columns n).
-
-
-def store_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``out = acc``"""
-    WIDE_VECTORS()
-    x = SUMS(acc)
-    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    for q in range(n):
-        out[q] = NARROW(x[q])
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-
-
-def copy_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``out = extra``, which may be stored in another format of the same accumulator."""
-    WIDE_VECTORS()
-    x = SOURCE(SOURCE_ROW(context, S_EXTRA, i, j, n, SOURCE_SIZE))
-    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    for q in range(n):
-        out[q] = NARROW(WIDEN_SOURCE(x[q]))
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-
-
-def add_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``out += acc``, `out` in the accumulator's dtype: a product summed over blocks of rows."""
-    WIDE_VECTORS()
-    x = SUMS(acc)
-    out = SUMS(SOURCE_ROW(context, S_OUT, i, j, n, SIZE))
-    for q in range(n):
-        out[q] = out[q] + x[q]
-    FINISH_ROW(context, S_OUT, i, j, n, SIZE)
-
-
-def add_and_store_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``out = extra + acc``: the last block of such a sum, rounded to a half type."""
-    WIDE_VECTORS()
-    x = SUMS(acc)
-    total = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE))
-    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    for q in range(n):
-        out[q] = NARROW(total[q] + x[q])
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-
-
-def forward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``pre = acc + bias + residual; out = act(pre)``"""
-    WIDE_VECTORS()
-    x = SUMS(acc)
-    # An operand that is absent is never read: its slot stands for any valid address.
-    bias = STORED(SOURCE_ROW(context, S_BIAS, i, j, n, ITEM) if HAS_BIAS else acc)
-    residual = STORED(SOURCE_ROW(context, S_EXTRA, i, j, n, ITEM) if HAS_RESIDUAL else acc)
-    pre = SUMS(TARGET_ROW(context, S_PRE, i, j, SIZE) if HAS_PRE else acc)
-    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    for q in range(n):
-        value = x[q]
-        if HAS_BIAS:
-            value = value + WIDEN(bias[q])
-        if HAS_RESIDUAL:
-            value = value + WIDEN(residual[q])
-        if HAS_PRE:
-            pre[q] = value
-        out[q] = NARROW(ACT(value))
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-    if HAS_PRE:
-        FINISH_ROW(context, S_PRE, i, j, n, SIZE)
-
-
 def open_sums(context: int, i: int, j: int, n: int) -> int:
     """Address of the column sums to which row i belongs, ready to be added to.
 
@@ -286,142 +215,3 @@ def open_sums(context: int, i: int, j: int, n: int) -> int:
         for q in range(n):
             run[q] = ZERO
     return sums
-
-
-def grad_pre_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``grad_pre = grad * act'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
-
-    Rows of a chunk are always visited in order by one thread, so its column sums do not depend on
-    the number of threads.
-    """
-    WIDE_VECTORS()
-    x = SUMS(SOURCE_ROW(context, S_EXTRA, i, j, n, SIZE) if HAS_SAVED else acc)
-    bias = STORED(SOURCE_ROW(context, S_BIAS, i, j, n, ITEM) if HAS_BIAS else acc)
-    grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    out = OUT(TARGET_ROW(context, S_OUT, i, j, OUT_SIZE) if HAS_OUT else acc)
-    if HAS_SUMS:
-        sums = SUMS(OPEN_SUMS(context, i, j, n))
-        for q in range(n):
-            value = x[q]
-            if HAS_BIAS:
-                value = value + WIDEN(bias[q])
-            # Rounded before it is summed, with grad_pre stored or not: the same bits either way.
-            value = ROUNDED_PRODUCT(WIDEN(grad[q]), SLOPE(value))
-            if HAS_OUT:
-                out[q] = STORE(value)
-            sums[q] = sums[q] + value
-    else:
-        for q in range(n):
-            value = x[q]
-            if HAS_BIAS:
-                value = value + WIDEN(bias[q])
-            out[q] = STORE(WIDEN(grad[q]) * SLOPE(value))
-
-
-def column_sums_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """The partials of d_bias alone, where grad_pre is grad itself."""
-    WIDE_VECTORS()
-    grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    sums = SUMS(OPEN_SUMS(context, i, j, n))
-    for q in range(n):
-        sums[q] = sums[q] + WIDEN(grad[q])
-
-
-def guarded_slope(x: Any) -> Any:
-    """``act'(x)``; a non-finite one counts as zero where GUARD is bound to True."""
-    slope = DERIVATIVE(x)
-    if GUARD:
-        return slope if IS_FINITE(slope) else ZERO
-    return slope
-
-
-def value_and_slope(x: Any) -> Any:
-    """``act(x)`` and the guarded ``act'(x)``, which share what they have in common."""
-    value, slope = DERIVATIVE(x)
-    if GUARD:
-        return value, (slope if IS_FINITE(slope) else ZERO)
-    return value, slope
-
-
-def gated_value(a: Any, b: Any) -> Any:
-    """``act(a) * b``, of stored elements."""
-    return NARROW(ACT(WIDEN(a)) * WIDEN(b))
-
-
-def gated_gradients(grad: Any, a: Any, b: Any) -> Any:
-    """``grad * b * act'(a)`` and ``grad * act(a)``, of stored elements."""
-    g = WIDEN(grad)
-    value, slope = BOTH(WIDEN(a))
-    return NARROW(g * WIDEN(b) * slope), NARROW(g * value)
-
-
-def gated_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``out = act(a) * b``"""
-    WIDE_VECTORS()
-    a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
-    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
-    out = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    for q in range(n):
-        out[q] = GATED_VALUE(a[q], b[q])
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-
-
-def gated_backward_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
-    WIDE_VECTORS()
-    grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
-    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
-    d_a = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    d_b = STORED(TARGET_ROW(context, S_EXTRA, i, j, ITEM))
-    for q in range(n):
-        d_a[q], d_b[q] = GATED_GRADIENTS(grad[q], a[q], b[q])
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-    FINISH_ROW(context, S_EXTRA, i, j, n, ITEM)
-
-
-def gated_d_a_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``d_a = grad * b * act'(a)``"""
-    WIDE_VECTORS()
-    grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
-    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
-    d_a = STORED(TARGET_ROW(context, S_OUT, i, j, ITEM))
-    for q in range(n):
-        d_a[q] = NARROW(WIDEN(grad[q]) * WIDEN(b[q]) * SLOPE(WIDEN(a[q])))
-    FINISH_ROW(context, S_OUT, i, j, n, ITEM)
-
-
-# The same past the caches: results begin on a line, and n is a multiple of STEP.  A step goes to a
-# few registers first: LLVM makes vectors of the loop over them, and non-temporal stores need whole
-# ones.  Spread between the arithmetic, the stores wait for memory while it goes on; copied from a
-# finished row they would not.
-
-
-def gated_stream_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``out = act(a) * b``"""
-    WIDE_VECTORS()
-    a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
-    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
-    out = TARGET_ROW(context, S_OUT, i, j, ITEM)
-    results = RESULTS()
-    for at in range(0, n, STEP):
-        for q in range(STEP):
-            results[q] = GATED_VALUE(a[at + q], b[at + q])
-        STREAM(results, out + at * ITEM)
-
-
-def gated_backward_stream_row(context: int, acc: int, i: int, j: int, n: int) -> None:
-    """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
-    WIDE_VECTORS()
-    grad = STORED(SOURCE_ROW(context, S_GRAD, i, j, n, ITEM))
-    a = STORED(SOURCE_ROW(context, S_A, i, j, n, ITEM))
-    b = STORED(SOURCE_ROW(context, S_B, i, j, n, ITEM))
-    d_a = TARGET_ROW(context, S_OUT, i, j, ITEM)
-    d_b = TARGET_ROW(context, S_EXTRA, i, j, ITEM)
-    first, second = RESULTS(), RESULTS()
-    for at in range(0, n, STEP):
-        for q in range(STEP):
-            first[q], second[q] = GATED_GRADIENTS(grad[at + q], a[at + q], b[at + q])
-        STREAM(first, d_a + at * ITEM)
-        STREAM(second, d_b + at * ITEM)

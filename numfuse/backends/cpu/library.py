@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,14 +18,8 @@ from numfuse.backends.cpu import (
     microkernel,
     packing,
     pairs,
-    primitives,
     protocol,
 )
-from numfuse.expr import SYMBOL
-
-if TYPE_CHECKING:
-    from numfuse.activations import Activation
-    from numfuse.expr import Expr
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -228,7 +222,7 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
 
 
 @functools.cache
-def _row_names(fmt: str, acc: str) -> dict[str, Any]:
+def row_names(fmt: str, acc: str) -> dict[str, Any]:
     """What every row function of a storage format binds."""
     context = {
         "WORDS": microkernel.make_elements("int64"),
@@ -239,19 +233,17 @@ def _row_names(fmt: str, acc: str) -> dict[str, Any]:
     move = specialise.device(kernels.move, **bits)
     target_row = specialise.device(kernels.target_row, **context)
     sums = {
-        "S_SUMS": protocol.SLOTS["S_SUMS"], "SIZE": microkernel.itemsize(acc), "ZERO": _zero(acc),
-        "SUMS": microkernel.make_elements(acc), "TARGET_ROW": target_row,
-        "CHUNK": chunk(fmt), "RUN": tiling.RUN,
-    }  # fmt: skip
+        "S_SUMS": protocol.SLOTS["S_SUMS"],
+        "SIZE": microkernel.itemsize(acc),
+        "ZERO": _zero(acc),
+        "SUMS": microkernel.make_elements(acc),
+        "TARGET_ROW": target_row,
+        "CHUNK": chunk(fmt),
+        "RUN": tiling.RUN,
+    }
     return {
         **protocol.SLOTS,
-        "ITEM": microkernel.itemsize(fmt),
-        "SIZE": microkernel.itemsize(acc),
         "SUMS": microkernel.make_elements(acc),
-        "STORED": microkernel.make_elements(fmt),
-        "WIDEN": microkernel.make_widen(fmt, acc),
-        "NARROW": microkernel.make_narrow(fmt, acc),
-        "ZERO": _zero(acc),
         "WIDE_VECTORS": microkernel.make_wide_vectors(8 * host.vector_bytes()),
         "SOURCE_ROW": specialise.device(kernels.source_row, **context, MOVE=move),
         "TARGET_ROW": target_row,
@@ -260,35 +252,7 @@ def _row_names(fmt: str, acc: str) -> dict[str, Any]:
     }
 
 
-def _row(template: Callable[..., Any], fmt: str, **bindings: Any) -> specialise.Kernel:
-    return specialise.kernel(template, **_row_names(fmt, accumulator(fmt)), **bindings)
-
-
-@functools.cache
-def store_row(fmt: str) -> specialise.Kernel:
-    return _row(kernels.store_row, fmt)
-
-
-@functools.cache
-def copy_row(source: str, fmt: str) -> specialise.Kernel:
-    return _row(
-        kernels.copy_row, fmt, SOURCE=microkernel.make_elements(source),
-        SOURCE_SIZE=microkernel.itemsize(source),
-        WIDEN_SOURCE=microkernel.make_widen(source, accumulator(fmt)),
-    )  # fmt: skip
-
-
-@functools.cache
-def add_row(acc: str) -> specialise.Kernel:
-    return _row(kernels.add_row, acc)
-
-
-@functools.cache
-def add_and_store_row(fmt: str) -> specialise.Kernel:
-    return _row(kernels.add_and_store_row, fmt)
-
-
-def _by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., specialise.Kernel]:
+def by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., specialise.Kernel]:
     """Keep what a function of formulas compiles, as long as they live.
 
     A redefined activation is another formula, and the kernels of the one before go.
@@ -300,8 +264,8 @@ def _by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., special
         key = lifetimes.named((*args, *sorted(options.items())))
         kernel: specialise.Kernel | None = table.get(key)
         if kernel is None:
-            formulas = lifetimes.formulas_of(args)
             kernel = make(*args, **options)
+            formulas = lifetimes.formulas_of(args)
             kernel.formulas = tuple(map(weakref.ref, formulas))
             kernel = table.keep(key, kernel, formulas)
         assert kernel is not None
@@ -310,120 +274,11 @@ def _by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., special
     return found
 
 
-@_by_formula
-def forward_row(value: Expr, fmt: str, bias: bool, residual: bool, pre: bool) -> specialise.Kernel:
-    act = primitives.scalar_function((value,), accumulator(fmt))
-    return _row(
-        kernels.forward_row, fmt, ACT=act, HAS_BIAS=bias, HAS_RESIDUAL=residual, HAS_PRE=pre
-    )
-
-
-def _guarded(
-    template: Callable[..., Any], formulas: tuple[Expr, ...], acc: str, guard: bool
-) -> Any:
-    return specialise.device(
-        template,
-        DERIVATIVE=primitives.scalar_function(formulas, acc),
-        GUARD=guard,
-        ZERO=_zero(acc),
-        IS_FINITE=microkernel.make_is_finite(),
-    )
-
-
-@_by_formula
-def grad_pre_row(
-    slope: Expr, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
-) -> specialise.Kernel:
-    acc = accumulator(fmt)
-    stored = grad_pre_format(fmt)
-    return _row(
-        kernels.grad_pre_row,
-        fmt,
-        OUT=microkernel.make_elements(stored),
-        OUT_SIZE=microkernel.itemsize(stored),
-        STORE=microkernel.make_narrow(stored, acc),
-        SLOPE=_guarded(kernels.guarded_slope, (slope,), acc, guard),
-        HAS_BIAS=bias,
-        HAS_SAVED=saved,
-        HAS_OUT=out,
-        HAS_SUMS=sums,
-        ROUNDED_PRODUCT=primitives.rounded_product,
-    )
-
-
-@functools.cache
-def column_sums_row(fmt: str) -> specialise.Kernel:
-    return _row(kernels.column_sums_row, fmt)
-
-
-@_by_formula
-def gated_row(value: Expr, fmt: str, stream: bool = False) -> specialise.Kernel:
-    acc = accumulator(fmt)
-    act = primitives.scalar_function((value,), acc)
-    formula = specialise.device(kernels.gated_value, ACT=act, **_conversions(fmt, acc))
-    if stream:
-        return _row(kernels.gated_stream_row, fmt, GATED_VALUE=formula, **_stream_names(fmt))
-    return _row(kernels.gated_row, fmt, GATED_VALUE=formula)
-
-
-def _conversions(fmt: str, acc: str) -> dict[str, Any]:
-    return {
-        "WIDEN": microkernel.make_widen(fmt, acc),
-        "NARROW": microkernel.make_narrow(fmt, acc),
-    }
-
-
-def _stream_names(fmt: str) -> dict[str, Any]:
+def stream_names(result: str, fmt: str) -> dict[str, Any]:
+    """What stores a result of a row function past the caches."""
     step = tiling.STREAM_STEP
     return {
         "STEP": step,
-        "RESULTS": microkernel.make_room(fmt, step),
-        "STREAM": microkernel.make_stream(fmt, step, host.vector_bytes(), host.is_x86()),
+        f"ROOM_{result}": microkernel.make_room(fmt, step),
+        f"STREAM_{result}": microkernel.make_stream(fmt, step, host.vector_bytes(), host.is_x86()),
     }
-
-
-@_by_formula
-def gated_backward_row(
-    value: Expr, slope: Expr, fmt: str, guard: bool, stream: bool = False
-) -> specialise.Kernel:
-    acc = accumulator(fmt)
-    both = _guarded(kernels.value_and_slope, (value, slope), acc, guard)
-    formula = specialise.device(kernels.gated_gradients, BOTH=both, **_conversions(fmt, acc))
-    if stream:
-        return _row(
-            kernels.gated_backward_stream_row, fmt, GATED_GRADIENTS=formula, **_stream_names(fmt)
-        )
-    return _row(kernels.gated_backward_row, fmt, GATED_GRADIENTS=formula)
-
-
-@_by_formula
-def gated_d_a_row(slope: Expr, fmt: str, guard: bool) -> specialise.Kernel:
-    formula = _guarded(kernels.guarded_slope, (slope,), accumulator(fmt), guard)
-    return _row(kernels.gated_d_a_row, fmt, SLOPE=formula)
-
-
-def rows_of(act: Activation, fmt: str) -> list[Callable[[], specialise.Kernel]]:
-    """Calls that compile every row function that the public API can ask for with `act`.
-
-    Left out is what only rare arguments take: guard=False, and needs without d_bias or d_a.
-    """
-    value, slope = act.trace(0), act.trace(1)
-    rows: list[Callable[[], specialise.Kernel]] = [
-        functools.partial(gated_row, value, fmt),
-        functools.partial(gated_row, value, fmt, True),
-        functools.partial(gated_backward_row, value, slope, fmt, True),
-        functools.partial(gated_backward_row, value, slope, fmt, True, True),
-    ]
-    identity = value is SYMBOL
-    for bias in (True, False):
-        for pre in (False, True):
-            rows.append(functools.partial(forward_row, value, fmt, bias, False, pre))
-        if identity:
-            rows.append(functools.partial(forward_row, value, fmt, bias, True, False))
-        else:
-            for saved in (False, True):
-                has_bias = bias and not saved
-                rows.append(
-                    functools.partial(grad_pre_row, slope, fmt, has_bias, saved, True, bias, True)
-                )
-    return rows

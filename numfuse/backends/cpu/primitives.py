@@ -211,18 +211,23 @@ def _own_text() -> bytes:
 
 
 #: Those that a kernel, or a function of the user's, is made of.
-_FUNCTIONS: weakref.WeakValueDictionary[tuple[str, str], Any] = weakref.WeakValueDictionary()
+_FUNCTIONS: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValueDictionary()
 
 
-def scalar_function(exprs: tuple[Expr, ...], dtype: str) -> Any:
-    """The graphs as one Numba function of a scalar, inlined wherever it is called.
+def scalar_function(
+    exprs: tuple[Expr, ...], dtype: str, arguments: tuple[str, ...] | None = None
+) -> Any:
+    """The graphs as one Numba function of scalars, inlined wherever it is called.
 
     Parameters
     ----------
     exprs : tuple of Expr
         One for a scalar result, several for a tuple of results that share what they can.
     dtype : {"float32", "float64"}
-        The type of the argument, of every operation and of the results.
+        The type of the arguments, of every operation and of the results.
+    arguments : tuple of str, optional
+        The graphs' inputs in the order of the function's arguments. By default it has one argument,
+        the symbol.
 
     Returns
     -------
@@ -232,11 +237,11 @@ def scalar_function(exprs: tuple[Expr, ...], dtype: str) -> Any:
     """
     if dtype not in EXP:
         raise TypeError(f"expected dtype 'float32' or 'float64', got {dtype!r}")
-    key = dumps(exprs), dtype
+    key = dumps(exprs), dtype, arguments
     known = _FUNCTIONS.get(key)
     if known is not None:
         return known
-    text, constants = render(exprs, dtype)
+    text, constants = render(exprs, dtype, arguments=arguments)
     material = f"{dtype}\n{constants}\n{text}".encode() + _own_text()
     scope: dict[str, Any] = {**vars(primitives(dtype)), **constants}
     exec(compile(text, f"<numfuse {dtype} formula>", "exec"), scope)

@@ -1,0 +1,329 @@
+"""What is done to the sums of a product, or to the elements of arrays: every operation's formula.
+
+An :class:`Epilogue` maps accumulators (the sums over K of a product, or of several that share a
+factor) and operands, element by element, to results. A forward is written here once, as an ordinary
+function; its backward, its double backward, its forward mode and its jet are derived from the
+recorded graph (`numfuse.derivatives`), with the activations' own derivatives as leaves. A backend
+prints what it is given and knows no formula.
+
+========== ================== ==================================================================
+operation  accumulators       results
+========== ================== ==================================================================
+layer      z                  f(z + bias); saved: pre = z + bias
+residual   z                  z + bias + residual
+gate       none               f(a) b
+gated      z_gate, z_up       f(z_gate + bias_gate) (z_up + bias_up)
+========== ================== ==================================================================
+
+In a derived epilogue the names tell what is meant: ``d_x`` is the gradient by ``x``, ``x_dot`` a
+tangent, ``x_ddot`` a second derivative along a curve, ``grad`` the cotangent of the result.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from numfuse.derivatives import forward, reverse, second_order
+from numfuse.graph import (
+    Curve,
+    Expr,
+    Keyed,
+    call,
+    constant,
+    inputs,
+    named,
+    node,
+    rebuilt,
+    replace_leaves,
+    topological,
+)
+
+__all__ = [
+    "Epilogue",
+    "gate",
+    "gate_double_backward",
+    "gated_layer",
+    "layer",
+    "layer_double_backward",
+    "layer_tangent",
+    "record",
+    "residual_layer",
+    "sum_of_terms",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue(Keyed):
+    """Formulas over accumulators and operands.
+
+    Parameters
+    ----------
+    name : str
+    accumulators, operands : tuple of str
+        The inputs, in the order in which a kernel is given them.
+    results : tuple of (str, Expr)
+        The outputs: each one's name and its graph over the inputs.
+    """
+
+    name: str
+    accumulators: tuple[str, ...]
+    operands: tuple[str, ...]
+    results: tuple[tuple[str, Expr], ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The accumulators, then the operands."""
+        return self.accumulators + self.operands
+
+    @property
+    def graphs(self) -> tuple[Expr, ...]:
+        """The graphs of the results."""
+        return tuple(expr for _, expr in self.results)
+
+    def __getitem__(self, name: str) -> Expr:
+        return dict(self.results)[name]
+
+    def __contains__(self, name: str) -> bool:
+        return any(name == result for result, _ in self.results)
+
+    def select(self, *names: str) -> Epilogue:
+        """Return the epilogue with these results alone, and the inputs that they depend on.
+
+        One that was left out, as it is zero everywhere, is the constant 0.
+        """
+        known = dict(self.results)
+        results = tuple((name, known.get(name, constant(0))) for name in names)
+        used = set(inputs(expr for _, expr in results))
+        return Epilogue(
+            self.name,
+            tuple(name for name in self.accumulators if name in used),
+            tuple(name for name in self.operands if name in used),
+            results,
+        )
+
+    def without(self, *absent: str) -> Epilogue:
+        """Return the epilogue in which these inputs are zero, and what they multiply is left out.
+
+        A result of which nothing is left is no result any more. (A sum with an absent operand is
+        the other operand itself: not that plus 0, which would turn -0 to 0.)
+        """
+        made: dict[Expr, Expr | None] = {}
+        for e in topological(self.graphs):
+            if e.op == "input":
+                made[e] = None if e.payload in absent else e
+            else:
+                made[e] = _present(e, [made[a] for a in e.args])
+        return Epilogue(
+            self.name,
+            tuple(name for name in self.accumulators if name not in absent),
+            tuple(name for name in self.operands if name not in absent),
+            tuple((name, kept) for name, expr in self.results if (kept := made[expr]) is not None),
+        )
+
+    def guarded(self) -> Epilogue:
+        """Return the epilogue with 0 for every derivative of a curve that is not finite."""
+        made: dict[Expr, Expr] = {}
+        for e in topological(self.graphs):
+            made[e] = rebuilt(e, [made[a] for a in e.args])
+            if isinstance(e.payload, Curve) and e.payload.order:
+                made[e] = node("finite", made[e])
+        results = tuple((name, made[expr]) for name, expr in self.results)
+        return Epilogue(self.name, self.accumulators, self.operands, results)
+
+    # --- derivatives ------------------------------------------------------------------------
+    def backward(self) -> Epilogue:
+        """Return the gradient ``d_x`` by every input x, weighted with the results' cotangents.
+
+        A cotangent is an operand: ``grad`` where there is one result, else ``grad_`` and the
+        result's name. A gradient that is zero everywhere is left out.
+        """
+        cotangents = {name: f"grad_{name}" for name, _ in self.results}
+        if len(self.results) == 1:
+            cotangents = {self.results[0][0]: "grad"}
+        return self.pulled_back(cotangents, {name: f"d_{name}" for name in self.inputs})
+
+    def pulled_back(self, cotangents: Mapping[str, str], gradients: Mapping[str, str]) -> Epilogue:
+        """Return a vector-Jacobian product.
+
+        Parameters
+        ----------
+        cotangents : mapping
+            {result: the name of its cotangent}; a result that is left out has none.
+        gradients : mapping
+            {input: what its gradient is called}; of an input that is left out there is none.
+        """
+        weights = [
+            named(cotangents[name]) if name in cotangents else None for name, _ in self.results
+        ]
+        found = reverse(self.graphs, weights, [named(name) for name in gradients])
+        results = tuple(
+            (name, expr)
+            for name, expr in zip(gradients.values(), found, strict=True)
+            if expr is not None
+        )
+        extra = tuple(name for name in cotangents.values() if name not in self.inputs)
+        return Epilogue(f"{self.name} backward", self.accumulators, self.operands + extra, results)
+
+    def tangent(self, moving: tuple[str, ...] | None = None) -> Epilogue:
+        """Return the results and, behind each, its derivative ``x_dot`` along the inputs' tangents.
+
+        `moving` names the inputs that have one (default: all). The tangents of accumulators are
+        accumulators, those of operands are operands.
+        """
+        moving = self.inputs if moving is None else moving
+        dots = {named(name): named(f"{name}_dot") for name in moving}
+        moved = forward(self.graphs, dots)
+        results: list[tuple[str, Expr]] = []
+        for (name, expr), dot in zip(self.results, moved, strict=True):
+            results += [(name, expr), (f"{name}_dot", constant(0) if dot is None else dot)]
+        return Epilogue(
+            f"{self.name} tangent",
+            self.accumulators + tuple(f"{n}_dot" for n in self.accumulators if n in moving),
+            self.operands + tuple(f"{n}_dot" for n in self.operands if n in moving),
+            tuple(results),
+        )
+
+    def jet(self) -> Epilogue:
+        """Return a result's Taylor coefficients by the accumulators, up to the second.
+
+        The results are the value, ``slope_x`` for each accumulator x and ``bend_x_y`` for each
+        pair. A direction d and a weighted second derivative s of the result are then
+
+            out_dot[d] = sum_x slope_x x_dot[d]
+            out_ddot[s] = sum_x slope_x x_ddot[s] + sum_xy bend_x_y sum_d w[s, d] x_dot[d] y_dot[d]
+
+        and the sums over directions are the kernel's: a formula has none.
+        """
+        (name, expr) = self.results[0]
+        slopes, bends = second_order(expr, [named(x) for x in self.accumulators])
+        results: list[tuple[str, Expr]] = [(name, expr)]
+        for x, slope in zip(self.accumulators, slopes, strict=True):
+            if slope is not None:
+                results.append((f"slope_{x}", slope))
+        for (i, j), bend in bends.items():
+            results.append((f"bend_{self.accumulators[i]}_{self.accumulators[j]}", bend))
+        return Epilogue(f"{self.name} jet", self.accumulators, self.operands, tuple(results))
+
+
+def _present(e: Expr, args: list[Expr | None]) -> Expr | None:
+    """The node over operands of which some are absent (None); None: it is absent itself."""
+    if not args or all(a is not None for a in args):
+        kept = [a for a in args if a is not None]
+        return rebuilt(e, kept)
+    match e.op:
+        case "add":
+            return args[0] if args[1] is None else args[1]
+        case "sub":
+            return args[0] if args[1] is None else -args[1]
+        case "neg" | "mul" | "product" | "product_low":
+            return None
+        case "div" if args[0] is None:
+            return None
+        case "fma":
+            if args[0] is not None and args[1] is not None:
+                return args[0] * args[1]
+            return args[2]
+    return rebuilt(e, [constant(0) if a is None else a for a in args])
+
+
+def record(
+    formula: Callable[..., Any], accumulators: int, name: str | None = None, out: str = "out"
+) -> Epilogue:
+    """Call a formula once with named inputs and return what it does as an epilogue.
+
+    Parameters
+    ----------
+    formula : callable
+        Of the accumulators, then the operands; its parameters' names are theirs. It returns one
+        value, or a tuple of them.
+    accumulators : int
+        How many of its parameters are accumulators.
+    """
+    parameters = tuple(inspect.signature(formula).parameters)
+    made = formula(*(named(parameter) for parameter in parameters))
+    if isinstance(made, tuple):
+        results = tuple((f"{out}_{i}", constant(value)) for i, value in enumerate(made))
+    else:
+        results = ((out, constant(made)),)
+    return Epilogue(
+        name or formula.__name__, parameters[:accumulators], parameters[accumulators:], results
+    )
+
+
+# --- the table ----------------------------------------------------------------------------------
+# One function per operation: the formula of its forward. Everything else is derived from it.
+
+
+def layer(f: Curve) -> Epilogue:
+    """Return the epilogue of activation(a @ b + bias), with the pre-activation as ``pre``."""
+
+    def formula(z: Any, bias: Any) -> Any:
+        pre = z + bias
+        return call(f, pre), pre
+
+    made = record(formula, 1, "layer")
+    (_, out), (_, pre) = made.results
+    return replace(made, results=(("out", out), ("pre", pre)))
+
+
+def layer_double_backward(f: Curve) -> Epilogue:
+    """Return what the double backward of a layer does element by element.
+
+    With P = z + bias and T = t + w, z being a sum of a @ b and t one of u @ b + a @ v, the results
+    are ``d_grad`` = f'(P) T, ``q`` = grad f''(P) T and ``s`` = grad f'(P), the gradient by P that
+    the backward itself makes.
+    """
+    backward = layer(f).select("out").backward().select("d_z")
+    twice = backward.pulled_back({"d_z": "t"}, {"grad": "d_grad", "z": "q"})
+    graphs = replace_leaves((*twice.graphs, backward["d_z"]), {named("t"): named("t") + named("w")})
+    names = (*(name for name, _ in twice.results), "s")
+    results = tuple(zip(names, graphs, strict=True))
+    return Epilogue("layer double backward", ("z", "t"), ("bias", "w", "grad"), results)
+
+
+def layer_tangent(f: Curve) -> Epilogue:
+    """Return a layer's value ``out`` and its derivative ``out_dot`` along a moving ``z_dot``."""
+    return layer(f).select("out").tangent(("z",))
+
+
+def gate_double_backward(f: Curve) -> Epilogue:
+    """Return the gradients of a gate's ``d_a`` and ``d_b``, weighted with ``u`` and ``v``."""
+    return (
+        gate(f)
+        .backward()
+        .pulled_back({"d_a": "u", "d_b": "v"}, {"grad": "d_grad", "a": "d_a", "b": "d_b"})
+    )
+
+
+@cache
+def residual_layer() -> Epilogue:
+    """Return the epilogue of a @ b + bias + residual."""
+    return record(lambda z, bias, residual: z + bias + residual, 1, "residual layer")
+
+
+def gate(f: Curve) -> Epilogue:
+    """Return the formula of activation(a) * b, which has no product."""
+    return record(lambda a, b: call(f, a) * b, 0, "gate")
+
+
+def gated_layer(f: Curve) -> Epilogue:
+    """Return the epilogue of activation(a @ b_gate + bias_gate) * (a @ b_up + bias_up)."""
+
+    def formula(z_gate: Any, z_up: Any, bias_gate: Any, bias_up: Any) -> Any:
+        return call(f, z_gate + bias_gate) * (z_up + bias_up)
+
+    return record(formula, 2, "gated layer")
+
+
+@cache
+def sum_of_terms(terms: int) -> Epilogue:
+    """Return the sum of a product's sum and of `terms` operands: what a matrix grows by."""
+    names = tuple(f"term_{i}" for i in range(terms))
+    total = named("z")
+    for name in names:
+        total = total + named(name)
+    return Epilogue("sum", ("z",), names, (("out", total),))
