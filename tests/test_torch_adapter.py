@@ -877,3 +877,26 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("the same gradients\n")
+
+
+def test_redefined_activations_are_held_within_a_bound_and_still_known_by_graphs():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from numfuse.adapters import torch_operators
+
+    x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
+    w = torch.eye(4, dtype=torch.float64)
+
+    def define(factor):
+        return nf.activation(lambda x: factor * x * x, name="redefined")
+
+    act = define(2.0)
+    graph = make_fx(lambda x: nf.matmul_bias_activation(x, w, None, act))(x)
+    before = len(torch_operators._ACTIVATIONS._texts)
+    for step in range(torch_operators._HELD + 5):
+        act = define(3.0 + step)
+        found = nf.matmul_bias_activation(x.requires_grad_(), w, None, act).detach()
+        torch.testing.assert_close(found, (3.0 + step) * x.detach() ** 2)
+    assert len(torch_operators._ACTIVATIONS) <= torch_operators._HELD
+    assert len(torch_operators._ACTIVATIONS._texts) > before
+    torch.testing.assert_close(graph(x.detach()), 2.0 * x.detach() ** 2)  # made from its text

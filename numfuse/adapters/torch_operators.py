@@ -9,6 +9,7 @@ gradients that is asked for.
 
 from __future__ import annotations
 
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -83,7 +84,43 @@ def to_tensor(x: ndarray) -> Tensor:
 
 
 # --- what a schema cannot name ------------------------------------------------------------------
-_OBJECTS: dict[str, Any] = {}
+#: Activations that are held for the strings that stand for them.
+_HELD = 64
+
+
+class _Activations(dict[str, Any]):
+    """Activations by the strings that stand for them in a graph of PyTorch's.
+
+    A compiled graph knows a string for as long as it lives. The object behind it holds its kernels,
+    so only the latest `_HELD` are kept as objects; of the others there is a text of some kilobytes,
+    from which one is made again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[str, bytes] = {}
+
+    def hold(self, key: str, activation: Any) -> None:
+        """Keep an activation; the oldest beyond `_HELD` becomes its text."""
+        self[key] = activation
+        while len(self) > _HELD:
+            try:
+                oldest = next(iter(self))
+            except (RuntimeError, StopIteration):  # another thread was here
+                continue
+            gone = self.get(oldest)
+            if gone is not None:
+                self._texts.setdefault(oldest, pickle.dumps(gone))
+            self.pop(oldest, None)
+
+    def __missing__(self, key: str) -> Any:
+        made = pickle.loads(self._texts[key])
+        self.hold(key, made)
+        return made
+
+
+_ACTIVATIONS = _Activations()
+_BACKENDS: dict[str, Any] = {}
 
 
 # torch.compile runs it, where it cannot follow the hashing of a formula, and keeps the string.
@@ -94,7 +131,8 @@ def key_of(activation: Any) -> str:
     key = act.key
     if key is None:
         key = act.key = f"{act.name} {act.digest}"
-    _OBJECTS[key] = act
+    if key not in _ACTIVATIONS:
+        _ACTIVATIONS.hold(key, act)
     return key
 
 
@@ -107,12 +145,12 @@ def _backend_key(backend: Any) -> str | None:
     if backend is None or isinstance(backend, str):
         return backend
     key = f"{backend.name} at {id(backend)}"
-    _OBJECTS[key] = backend
+    _BACKENDS[key] = backend
     return key
 
 
 def _backend(key: str | None) -> Any:
-    return None if key is None else _OBJECTS.get(key, key)
+    return None if key is None else _BACKENDS.get(key, key)
 
 
 def on_cuda() -> Any:
@@ -215,9 +253,9 @@ class Op:
         arrays = [None if x is None else read(x) for x in tensors]
         run = self._run
         if isinstance(run, str):
-            found = getattr(library, run)(*arrays, _OBJECTS[activation], **how)
+            found = getattr(library, run)(*arrays, _ACTIVATIONS[activation], **how)
         else:
-            found = run(library, *arrays, _OBJECTS[activation], **how)
+            found = run(library, *arrays, _ACTIVATIONS[activation], **how)
         if self._names is None:
             return write(found)
         results = tuple(write(x) for x in made(found, self._names, self._needs))
@@ -250,7 +288,7 @@ class Op:
         count = len(self._kinds)
         ctx.save_for_backward(*inputs[:count])
         backend = _backend(inputs[-1])
-        ctx.how = How(_OBJECTS[inputs[count]], self._needs, inputs[count + 1], backend)
+        ctx.how = How(_ACTIVATIONS[inputs[count]], self._needs, inputs[count + 1], backend)
         ctx.set_materialize_grads(False)
 
     def _pull(self, ctx: Any, *gs: Any) -> Any:
