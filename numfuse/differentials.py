@@ -113,9 +113,19 @@ def matmul_bias_activation_double_bwd(
     )
     if adapter is not None:
         return adapter.matmul_bias_activation_double_bwd(
-            u, v, w, grad, a, b, bias, activation, needs=needs, pre_activation=pre_activation,
-            guard=guard, backend=backend,
-        )  # fmt: skip
+            u,
+            v,
+            w,
+            grad,
+            a,
+            b,
+            bias,
+            activation,
+            needs=needs,
+            pre_activation=pre_activation,
+            guard=guard,
+            backend=backend,
+        )
     p = higher.gemm_double_backward(
         u, v, w, grad, a, b, bias, activation, pre_activation, needs, guard
     )
@@ -275,9 +285,15 @@ def matmul_bias_residual_jvp(
         As :func:`matmul_bias_activation_jvp`.
     """
     adapter = adapter_for(
-        a=a, b=b, bias=bias, residual=residual, a_dot=a_dot, b_dot=b_dot, bias_dot=bias_dot,
+        a=a,
+        b=b,
+        bias=bias,
+        residual=residual,
+        a_dot=a_dot,
+        b_dot=b_dot,
+        bias_dot=bias_dot,
         residual_dot=residual_dot,
-    )  # fmt: skip
+    )
     if adapter is not None:
         return adapter.matmul_bias_residual_jvp(
             a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot, backend=backend

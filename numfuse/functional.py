@@ -158,9 +158,14 @@ def matmul_bias_activation(
         adapter = adapter_for(a=a, b=b, bias=bias)
         if adapter is not None:
             return adapter.matmul_bias_activation(
-                a, b, bias, activation,
-                return_pre_activation=return_pre_activation, out=out, backend=backend,
-            )  # fmt: skip
+                a,
+                b,
+                bias,
+                activation,
+                return_pre_activation=return_pre_activation,
+                out=out,
+                backend=backend,
+            )
     p = problem.gemm(a, b, bias, activation, return_pre_activation, out)
     resolve(backend).forward(p)
     return p.result
@@ -291,9 +296,18 @@ def matmul_bias_activation_bwd(
         adapter = adapter_for(grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
         if adapter is not None:
             return adapter.matmul_bias_activation_bwd(
-                grad, a, b, bias, activation, pre_activation=pre_activation, needs=needs,
-                sum_batch=sum_batch, guard=guard, out=out, backend=backend,
-            )  # fmt: skip
+                grad,
+                a,
+                b,
+                bias,
+                activation,
+                pre_activation=pre_activation,
+                needs=needs,
+                sum_batch=sum_batch,
+                guard=guard,
+                out=out,
+                backend=backend,
+            )
     p = problem.gemm_backward(
         grad, a, b, bias, activation, pre_activation, needs, sum_batch, guard, out
     )
@@ -363,9 +377,18 @@ def matmul_bias_residual_bwd(
         )
         if adapter is not None:
             return adapter.matmul_bias_residual_bwd(
-                grad, a, b, bias, residual, pre_activation=pre_activation, needs=needs,
-                sum_batch=sum_batch, guard=guard, out=out, backend=backend,
-            )  # fmt: skip
+                grad,
+                a,
+                b,
+                bias,
+                residual,
+                pre_activation=pre_activation,
+                needs=needs,
+                sum_batch=sum_batch,
+                guard=guard,
+                out=out,
+                backend=backend,
+            )
     p, residual_grad = problem.gemm_residual_backward(
         grad, a, b, bias, residual, pre_activation, needs, sum_batch, guard, out
     )

@@ -250,13 +250,26 @@ def _double_backward(
         gradients = GemmResidualSecondGradients(d_grad, d_a, d_b, d_bias, d_residual)
     assert x.grad is not None
     p = GemmDoubleBackwardProblem(
-        m=shape.m, n=shape.n, k=shape.k, batch=shape.batch, dtype=dtype, acc_dtype=x.acc_dtype,
-        activation=act, a=x.a, b=x.b, bias=x.bias, grad=x.grad, pre=pre, guard=bool(guard),
+        m=shape.m,
+        n=shape.n,
+        k=shape.k,
+        batch=shape.batch,
+        dtype=dtype,
+        acc_dtype=x.acc_dtype,
+        activation=act,
+        a=x.a,
+        b=x.b,
+        bias=x.bias,
+        grad=x.grad,
+        pre=pre,
+        guard=bool(guard),
         d_a=None if d_a is None else _row(d_a),
         d_b=None if d_b is None else _column(d_b),
         d_bias=None if d_bias is None else _row(d_bias),
-        result=gradients, d_grad=None if d_grad is None else shape.full(d_grad), **x.moved,
-    )  # fmt: skip
+        result=gradients,
+        d_grad=None if d_grad is None else shape.full(d_grad),
+        **x.moved,
+    )
     problem._fold(p, p.BY_ROWS)
     return p
 
@@ -286,14 +299,33 @@ def gemm_tangent(
         ):
             out, out_dot = empty((m, n), dtype), empty((m, n), dtype)
             return GemmTangentProblem(
-                m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
-                None, out, None, Tangent(out, out_dot), a_dot, b_dot,
-                None if bias_dot is None else bias_dot[None], None, bool(guard), out_dot,
-            )  # fmt: skip
+                m,
+                n,
+                k,
+                (),
+                dtype,
+                acc_dtype,
+                act,
+                a,
+                b,
+                None if bias is None else bias[None],
+                None,
+                out,
+                None,
+                Tangent(out, out_dot),
+                a_dot,
+                b_dot,
+                None if bias_dot is None else bias_dot[None],
+                None,
+                bool(guard),
+                out_dot,
+            )
     moved = {
-        "u": ("a_dot", a_dot), "v": ("b_dot", b_dot), "w": ("bias_dot", bias_dot),
+        "u": ("a_dot", a_dot),
+        "v": ("b_dot", b_dot),
+        "w": ("bias_dot", bias_dot),
         "z": ("residual_dot", None),
-    }  # fmt: skip
+    }
     return _tangent(_Product({"a": a, "b": b, "bias": bias}, moved), act, guard)
 
 
@@ -309,9 +341,11 @@ def gemm_residual_tangent(
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_residual_jvp`; see there for what is accepted and raised."""
     moved = {
-        "u": ("a_dot", a_dot), "v": ("b_dot", b_dot), "w": ("bias_dot", bias_dot),
+        "u": ("a_dot", a_dot),
+        "v": ("b_dot", b_dot),
+        "w": ("bias_dot", bias_dot),
         "z": ("residual_dot", residual_dot),
-    }  # fmt: skip
+    }
     known = {"a": a, "b": b, "bias": bias, "residual": residual}
     return _tangent(_Product(known, moved), get_activation("none"), True)
 
@@ -320,11 +354,24 @@ def _tangent(x: _Product, act: Activation, guard: bool) -> GemmTangentProblem:
     shape = x.shape
     out, out_dot = (empty(shape.visible, x.dtype) for _ in range(2))
     p = GemmTangentProblem(
-        m=shape.m, n=shape.n, k=shape.k, batch=shape.batch, dtype=x.dtype, acc_dtype=x.acc_dtype,
-        activation=act, a=x.a, b=x.b, bias=x.bias, residual=x.residual, out=shape.full(out),
-        pre=None, result=Tangent(out, out_dot), guard=bool(guard), out_dot=shape.full(out_dot),
+        m=shape.m,
+        n=shape.n,
+        k=shape.k,
+        batch=shape.batch,
+        dtype=x.dtype,
+        acc_dtype=x.acc_dtype,
+        activation=act,
+        a=x.a,
+        b=x.b,
+        bias=x.bias,
+        residual=x.residual,
+        out=shape.full(out),
+        pre=None,
+        result=Tangent(out, out_dot),
+        guard=bool(guard),
+        out_dot=shape.full(out_dot),
         **x.moved,
-    )  # fmt: skip
+    )
     problem._fold(p, ("a", "out", "out_dot", "residual", "u", "z"))
     return p
 
@@ -347,9 +394,21 @@ def gated_double_backward(
         empty(shape, dtype) if name in needs else None for name in GATED_SECOND_NEEDS
     )
     return GatedDoubleBackwardProblem(
-        shape, dtype, acc_dtype, act, x.get("u"), x.get("v"), x["grad"], x["a"], x["b"],
-        bool(guard), d_grad, d_a, d_b, GatedSecondGradients(d_grad, d_a, d_b),
-    )  # fmt: skip
+        shape,
+        dtype,
+        acc_dtype,
+        act,
+        x.get("u"),
+        x.get("v"),
+        x["grad"],
+        x["a"],
+        x["b"],
+        bool(guard),
+        d_grad,
+        d_a,
+        d_b,
+        GatedSecondGradients(d_grad, d_a, d_b),
+    )
 
 
 def gated_tangent(
@@ -360,9 +419,19 @@ def gated_tangent(
     x, dtype, acc_dtype = _gate({"a": a, "b": b}, {"a_dot": a_dot, "b_dot": b_dot})
     out, out_dot = (empty(x["a"].shape, dtype) for _ in range(2))
     return GatedTangentProblem(
-        out.shape, dtype, acc_dtype, act, x["a"], x["b"], x.get("a_dot"), x.get("b_dot"),
-        bool(guard), out, out_dot, Tangent(out, out_dot),
-    )  # fmt: skip
+        out.shape,
+        dtype,
+        acc_dtype,
+        act,
+        x["a"],
+        x["b"],
+        x.get("a_dot"),
+        x.get("b_dot"),
+        bool(guard),
+        out,
+        out_dot,
+        Tangent(out, out_dot),
+    )
 
 
 def _gate(

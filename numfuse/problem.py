@@ -184,9 +184,21 @@ def gemm(
                 out = empty((m, n), dtype)
             pre = empty((m, n), acc_dtype) if save_pre else None
             return GemmProblem(
-                m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
-                full, out, pre, (out, pre) if save_pre else out,
-            )  # fmt: skip
+                m,
+                n,
+                k,
+                (),
+                dtype,
+                acc_dtype,
+                act,
+                a,
+                b,
+                None if bias is None else bias[None],
+                full,
+                out,
+                pre,
+                (out, pre) if save_pre else out,
+            )
     return _general_gemm(a, b, bias, act, save_pre, out, residual)
 
 
@@ -257,9 +269,21 @@ def _general_gemm(
         result = result, pre
         pre = shape.full(pre)
     problem = GemmProblem(
-        shape.m, shape.n, shape.k, shape.batch, dtype, acc_dtype, act,
-        a, b, bias, full_residual, full_out, pre, result,
-    )  # fmt: skip
+        shape.m,
+        shape.n,
+        shape.k,
+        shape.batch,
+        dtype,
+        acc_dtype,
+        act,
+        a,
+        b,
+        bias,
+        full_residual,
+        full_out,
+        pre,
+        result,
+    )
     _fold(problem, ("a", "out", "pre", "residual"))
     return problem
 
@@ -278,9 +302,18 @@ def gemm_backward(
 ) -> GemmBackwardProblem:
     """The problem of `matmul_bias_activation_bwd`; see there for what is accepted and raised."""
     problem, _ = _backward(
-        grad, a, b, bias, get_activation(activation), pre_activation, needs, sum_batch, guard, out,
+        grad,
+        a,
+        b,
+        bias,
+        get_activation(activation),
+        pre_activation,
+        needs,
+        sum_batch,
+        guard,
+        out,
         None,
-    )  # fmt: skip
+    )
     return problem
 
 
@@ -301,9 +334,18 @@ def gemm_residual_backward(
     The residual's gradient is a sum over grad alone, so it is no part of the backend's problem.
     """
     return _backward(
-        grad, a, b, bias, get_activation("none"), pre_activation, needs, sum_batch, guard, out,
+        grad,
+        a,
+        b,
+        bias,
+        get_activation("none"),
+        pre_activation,
+        needs,
+        sum_batch,
+        guard,
+        out,
         (residual,),
-    )  # fmt: skip
+    )
 
 
 def _backward(
@@ -344,10 +386,24 @@ def _backward(
                 d_a, d_b, d_bias = found[:3]
                 gradients = GemmGradients if residual is None else GemmResidualGradients
                 problem = GemmBackwardProblem(
-                    m, n, k, (), dtype, acc_dtype, act, a, b, None if bias is None else bias[None],
-                    grad, pre, bool(guard), d_a, d_b, None if d_bias is None else d_bias[None],
+                    m,
+                    n,
+                    k,
+                    (),
+                    dtype,
+                    acc_dtype,
+                    act,
+                    a,
+                    b,
+                    None if bias is None else bias[None],
+                    grad,
+                    pre,
+                    bool(guard),
+                    d_a,
+                    d_b,
+                    None if d_bias is None else d_bias[None],
                     gradients(*found),
-                )  # fmt: skip
+                )
                 if residual is None or found[3] is None:
                     return problem, None
                 return problem, ResidualGradient(grad, found[3])
@@ -428,10 +484,24 @@ def _general_backward(
         d_bias = d_bias[None, :]
     gradients = GemmGradients if residual is None else GemmResidualGradients
     problem = GemmBackwardProblem(
-        shape.m, shape.n, shape.k, shape.batch, dtype, acc_dtype, act,
-        full_a, full_b, full_bias, shape.full(plain_grad), None if pre is None else shape.full(pre),
-        bool(guard), d_a, d_b, d_bias, gradients(*result),
-    )  # fmt: skip
+        shape.m,
+        shape.n,
+        shape.k,
+        shape.batch,
+        dtype,
+        acc_dtype,
+        act,
+        full_a,
+        full_b,
+        full_bias,
+        shape.full(plain_grad),
+        None if pre is None else shape.full(pre),
+        bool(guard),
+        d_a,
+        d_b,
+        d_bias,
+        gradients(*result),
+    )
     _fold(problem, problem.BY_ROWS)
     if residual is None or grads[3] is None:
         return problem, None
@@ -495,9 +565,19 @@ def gated_backward(
                 fits = _is_flat(d_b, shape, dtype, _TARGET) and _is_apart(d_b, grad, a, b, d_a)
             if fits:
                 return GatedBackwardProblem(
-                    shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, True,
+                    shape,
+                    dtype,
+                    acc_dtype,
+                    act,
+                    grad,
+                    a,
+                    b,
+                    bool(guard),
+                    d_a,
+                    d_b,
+                    True,
                     GatedGradients(d_a, d_b),
-                )  # fmt: skip
+                )
     operands = {"grad": as_plain("grad", grad), "a": as_plain("a", a), "b": as_plain("b", b)}
     dtype, acc_dtype = same_dtype(operands)
     grad, a, b = operands["grad"], operands["a"], operands["b"]
@@ -505,9 +585,19 @@ def gated_backward(
     _shaped(grad, "grad", a.shape, "the shape of a")
     (d_a, d_b), result = allocate(outs, {"a": a.shape, "b": a.shape}, needs, dtype, operands)
     return GatedBackwardProblem(
-        a.shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, False,
+        a.shape,
+        dtype,
+        acc_dtype,
+        act,
+        grad,
+        a,
+        b,
+        bool(guard),
+        d_a,
+        d_b,
+        False,
         GatedGradients(*result),
-    )  # fmt: skip
+    )
 
 
 #: Bits of `ndarray.flags.num`, which is one look-up for what `flags` has names for.

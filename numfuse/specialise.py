@@ -98,9 +98,11 @@ class _Cache(FunctionCache):
 
     def _path(self, signature: Any, codegen: Any) -> pathlib.Path:
         key = (
-            self._index_key(signature, codegen), self._impl.locator.get_source_stamp(),
-            numba.__version__, llvmlite.__version__,
-        )  # fmt: skip
+            self._index_key(signature, codegen),
+            self._impl.locator.get_source_stamp(),
+            numba.__version__,
+            llvmlite.__version__,
+        )
         digest = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
         return pathlib.Path(self.cache_path) / f"{self._impl.filename_base}.{digest}.nbc"
 

@@ -67,9 +67,18 @@ def _product_bwd(grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
 @primitive
 def _product_double(u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
     found = differentials.matmul_bias_activation_double_bwd(
-        u, v, w, grad, a, b, bias, how.activation, needs=how.needs, guard=how.guard,
+        u,
+        v,
+        w,
+        grad,
+        a,
+        b,
+        bias,
+        how.activation,
+        needs=how.needs,
+        guard=how.guard,
         backend=how.backend,
-    )  # fmt: skip
+    )
     return made(found, GEMM_SECOND_NEEDS, how.needs)
 
 

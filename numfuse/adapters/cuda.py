@@ -64,9 +64,15 @@ __all__ = [
 
 @remembered
 def matmul_bias_activation(
-    a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
-    return_pre_activation: bool = False, out: Any = None, backend: Any = None,
-) -> Any:  # fmt: skip
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    return_pre_activation: bool = False,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.matmul_bias_activation`."""
     act = get_activation(activation)
     save = bool(return_pre_activation)
@@ -98,10 +104,19 @@ def matmul_bias_residual(
 
 @remembered
 def matmul_bias_activation_bwd(
-    grad: Any, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
-    pre_activation: Any = None, needs: Iterable[str] = GEMM_NEEDS, sum_batch: bool = False,
-    guard: bool = True, out: Any = None, backend: Any = None,
-) -> Any:  # fmt: skip
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    pre_activation: Any = None,
+    needs: Iterable[str] = GEMM_NEEDS,
+    sum_batch: bool = False,
+    guard: bool = True,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.matmul_bias_activation_bwd`."""
     act = get_activation(activation)
     needs = check_needs(needs, GEMM_NEEDS)
@@ -114,9 +129,17 @@ def matmul_bias_activation_bwd(
 
     def make(g: dict[str, ndarray]) -> Any:
         p = problem.gemm_backward(
-            g["grad"], g["a"], g["b"], g.get("bias"), act, g.get("pre"), needs, sum_batch, guard,
+            g["grad"],
+            g["a"],
+            g["b"],
+            g.get("bias"),
+            act,
+            g.get("pre"),
+            needs,
+            sum_batch,
+            guard,
             tuple(g.get(name) for name in names),
-        )  # fmt: skip
+        )
         return p, names, None
 
     return made.run("backward", options, make)
@@ -124,10 +147,19 @@ def matmul_bias_activation_bwd(
 
 @remembered
 def matmul_bias_residual_bwd(
-    grad: Any, a: Any, b: Any, bias: Any, residual: Any, *, pre_activation: Any = None,
-    needs: Iterable[str] = RESIDUAL_NEEDS, sum_batch: bool = False, guard: bool = True,
-    out: Any = None, backend: Any = None,
-) -> Any:  # fmt: skip
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    *,
+    pre_activation: Any = None,
+    needs: Iterable[str] = RESIDUAL_NEEDS,
+    sum_batch: bool = False,
+    guard: bool = True,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.matmul_bias_residual_bwd`."""
     made = DeviceCall(
         backend, grad=grad, a=a, b=b, bias=bias, residual=residual, pre=pre_activation
@@ -139,9 +171,17 @@ def matmul_bias_residual_bwd(
 
     def make(g: dict[str, ndarray]) -> Any:
         p, residual_grad = problem.gemm_residual_backward(
-            g["grad"], g["a"], g["b"], g.get("bias"), g["residual"], g.get("pre"), needs,
-            sum_batch, guard, tuple(g.get(name) for name in names),
-        )  # fmt: skip
+            g["grad"],
+            g["a"],
+            g["b"],
+            g.get("bias"),
+            g["residual"],
+            g.get("pre"),
+            needs,
+            sum_batch,
+            guard,
+            tuple(g.get(name) for name in names),
+        )
         if residual_grad is None:
             return p, names, None
         source, target = residual_grad.grad, residual_grad.d_residual
@@ -170,9 +210,16 @@ def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend:
 
 @remembered
 def activation_mul_bwd(
-    grad: Any, a: Any, b: Any, activation: Any, *, needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True, out: Any = None, backend: Any = None,
-) -> Any:  # fmt: skip
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    *,
+    needs: Iterable[str] = GATED_NEEDS,
+    guard: bool = True,
+    out: Any = None,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.activation_mul_bwd`."""
     act = get_activation(activation)
     needs = check_needs(needs, GATED_NEEDS)
@@ -193,19 +240,38 @@ def activation_mul_bwd(
 
 @remembered
 def matmul_bias_activation_double_bwd(
-    u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any = None, activation: Any = "none",
-    *, needs: Iterable[str] = GEMM_SECOND_NEEDS, pre_activation: Any = None, guard: bool = True,
+    u: Any,
+    v: Any,
+    w: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    activation: Any = "none",
+    *,
+    needs: Iterable[str] = GEMM_SECOND_NEEDS,
+    pre_activation: Any = None,
+    guard: bool = True,
     backend: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
     act, needs = get_activation(activation), check_needs(needs, GEMM_SECOND_NEEDS)
     made = DeviceCall(backend, u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
 
     def make(g: dict[str, ndarray]) -> Any:
         p = higher.gemm_double_backward(
-            g.get("u"), g.get("v"), g.get("w"), g["grad"], g["a"], g["b"], g.get("bias"), act,
-            g.get("pre"), needs, guard,
-        )  # fmt: skip
+            g.get("u"),
+            g.get("v"),
+            g.get("w"),
+            g["grad"],
+            g["a"],
+            g["b"],
+            g.get("bias"),
+            act,
+            g.get("pre"),
+            needs,
+            guard,
+        )
         return p, ("d_grad", "d_a", "d_b", "d_bias"), None
 
     return made.run("double_backward", (act.name, act.digest, needs, bool(guard)), make)
@@ -213,9 +279,20 @@ def matmul_bias_activation_double_bwd(
 
 @remembered
 def matmul_bias_residual_double_bwd(
-    u: Any, v: Any, w: Any, z: Any, grad: Any, a: Any, b: Any, bias: Any, residual: Any, *,
-    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS, guard: bool = True, backend: Any = None,
-) -> Any:  # fmt: skip
+    u: Any,
+    v: Any,
+    w: Any,
+    z: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    *,
+    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
     needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
     made = DeviceCall(
@@ -224,9 +301,18 @@ def matmul_bias_residual_double_bwd(
 
     def make(g: dict[str, ndarray]) -> Any:
         p = higher.gemm_residual_double_backward(
-            g.get("u"), g.get("v"), g.get("w"), g.get("z"), g["grad"], g["a"], g["b"],
-            g.get("bias"), g["residual"], needs, guard,
-        )  # fmt: skip
+            g.get("u"),
+            g.get("v"),
+            g.get("w"),
+            g.get("z"),
+            g["grad"],
+            g["a"],
+            g["b"],
+            g.get("bias"),
+            g["residual"],
+            needs,
+            guard,
+        )
         d_residual = p.result.d_residual
 
         def after(rec: Recorder, bind: Any) -> None:
@@ -240,9 +326,17 @@ def matmul_bias_residual_double_bwd(
 
 @remembered
 def matmul_bias_activation_jvp(
-    a: Any, b: Any, bias: Any, a_dot: Any, b_dot: Any, bias_dot: Any, activation: Any = "none", *,
-    guard: bool = True, backend: Any = None,
-) -> Any:  # fmt: skip
+    a: Any,
+    b: Any,
+    bias: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    activation: Any = "none",
+    *,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.matmul_bias_activation_jvp`."""
     act = get_activation(activation)
     made = DeviceCall(backend, a=a, b=b, bias=bias, u=a_dot, v=b_dot, w=bias_dot)
@@ -258,20 +352,41 @@ def matmul_bias_activation_jvp(
 
 @remembered
 def matmul_bias_residual_jvp(
-    a: Any, b: Any, bias: Any, residual: Any, a_dot: Any, b_dot: Any, bias_dot: Any,
-    residual_dot: Any, *, backend: Any = None,
-) -> Any:  # fmt: skip
+    a: Any,
+    b: Any,
+    bias: Any,
+    residual: Any,
+    a_dot: Any,
+    b_dot: Any,
+    bias_dot: Any,
+    residual_dot: Any,
+    *,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.matmul_bias_residual_jvp`."""
     made = DeviceCall(
-        backend, a=a, b=b, bias=bias, residual=residual, u=a_dot, v=b_dot, w=bias_dot,
+        backend,
+        a=a,
+        b=b,
+        bias=bias,
+        residual=residual,
+        u=a_dot,
+        v=b_dot,
+        w=bias_dot,
         z=residual_dot,
-    )  # fmt: skip
+    )
 
     def make(g: dict[str, ndarray]) -> Any:
         p = higher.gemm_residual_tangent(
-            g["a"], g["b"], g.get("bias"), g["residual"], g.get("u"), g.get("v"), g.get("w"),
+            g["a"],
+            g["b"],
+            g.get("bias"),
+            g["residual"],
+            g.get("u"),
+            g.get("v"),
+            g.get("w"),
             g.get("z"),
-        )  # fmt: skip
+        )
         return p, ("out", "out_dot"), None
 
     return made.run("tangent", ("residual",), make)
@@ -279,9 +394,17 @@ def matmul_bias_residual_jvp(
 
 @remembered
 def activation_mul_double_bwd(
-    u: Any, v: Any, grad: Any, a: Any, b: Any, activation: Any, *,
-    needs: Iterable[str] = GATED_SECOND_NEEDS, guard: bool = True, backend: Any = None,
-) -> Any:  # fmt: skip
+    u: Any,
+    v: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    *,
+    needs: Iterable[str] = GATED_SECOND_NEEDS,
+    guard: bool = True,
+    backend: Any = None,
+) -> Any:
     """As :func:`numfuse.activation_mul_double_bwd`."""
     act, needs = get_activation(activation), check_needs(needs, GATED_SECOND_NEEDS)
     made = DeviceCall(backend, u=u, v=v, grad=grad, a=a, b=b)
@@ -297,9 +420,15 @@ def activation_mul_double_bwd(
 
 @remembered
 def activation_mul_jvp(
-    a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, *, guard: bool = True,
+    a: Any,
+    b: Any,
+    a_dot: Any,
+    b_dot: Any,
+    activation: Any,
+    *,
+    guard: bool = True,
     backend: Any = None,
-) -> Any:  # fmt: skip
+) -> Any:
     """As :func:`numfuse.activation_mul_jvp`."""
     act = get_activation(activation)
     made = DeviceCall(backend, a=a, b=b, u=a_dot, v=b_dot)

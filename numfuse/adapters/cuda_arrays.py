@@ -26,9 +26,11 @@ class Torch(Kind):
 
         self._torch = torch
         self._names = {
-            torch.float64: "float64", torch.float32: "float32", torch.float16: "float16",
+            torch.float64: "float64",
+            torch.float32: "float32",
+            torch.float16: "float16",
             torch.bfloat16: "bfloat16",
-        }  # fmt: skip
+        }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
         self._stream = raw or (lambda i: torch.cuda.current_stream(i).cuda_stream)

@@ -156,9 +156,15 @@ def matmul_bias_activation_bwd(
     """As :func:`numfuse.matmul_bias_activation_bwd`."""
     wanted = check_needs(needs, GEMM_NEEDS)
     found = _backward(
-        "matmul_bias_activation_bwd", get_activation(activation), wanted, backend, out, sum_batch,
-        guard, {"grad": grad, "a": a, "b": b, "bias": bias, "pre_activation": pre_activation},
-    )  # fmt: skip
+        "matmul_bias_activation_bwd",
+        get_activation(activation),
+        wanted,
+        backend,
+        out,
+        sum_batch,
+        guard,
+        {"grad": grad, "a": a, "b": b, "bias": bias, "pre_activation": pre_activation},
+    )
     return GemmGradients(*(found.get(name) for name in GEMM_NEEDS))
 
 
@@ -180,9 +186,15 @@ def matmul_bias_residual_bwd(
     wanted = check_needs(needs, RESIDUAL_NEEDS)
     operands = {"grad": grad, "a": a, "b": b, "bias": bias, "residual": residual}
     found = _backward(
-        "matmul_bias_residual_bwd", get_activation("none"), wanted, backend, out, sum_batch, guard,
+        "matmul_bias_residual_bwd",
+        get_activation("none"),
+        wanted,
+        backend,
+        out,
+        sum_batch,
+        guard,
         operands | {"pre_activation": pre_activation},
-    )  # fmt: skip
+    )
     return GemmResidualGradients(*(found.get(name) for name in RESIDUAL_NEEDS))
 
 
@@ -244,9 +256,13 @@ def activation_mul_bwd(
         return GatedGradients(None, None)
     names = tuple(name for name in GATED_NEEDS if name in wanted)
     made = gate.map(
-        gated_backward_block, gate.letters, gate.index(gate.letters),
-        *gate.named("grad", "a", "b"), needs=names, task=gate.task,
-    )  # fmt: skip
+        gated_backward_block,
+        gate.letters,
+        gate.index(gate.letters),
+        *gate.named("grad", "a", "b"),
+        needs=names,
+        task=gate.task,
+    )
     if len(names) == 1:
         return GatedGradients(*(made if name in names else None for name in GATED_NEEDS))
     return GatedGradients(*(gate.item(made, number, gate.dtype) for number in range(2)))
@@ -272,11 +288,22 @@ def matmul_bias_activation_double_bwd(
 ) -> GemmSecondGradients:
     """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
     found = _double_backward(
-        "matmul_bias_activation_double_bwd", get_activation(activation),
-        check_needs(needs, GEMM_SECOND_NEEDS), backend, guard,
-        {"grad": grad, "a": a, "b": b, "bias": bias, "u": u, "v": v, "w": w,
-         "pre_activation": pre_activation},
-    )  # fmt: skip
+        "matmul_bias_activation_double_bwd",
+        get_activation(activation),
+        check_needs(needs, GEMM_SECOND_NEEDS),
+        backend,
+        guard,
+        {
+            "grad": grad,
+            "a": a,
+            "b": b,
+            "bias": bias,
+            "u": u,
+            "v": v,
+            "w": w,
+            "pre_activation": pre_activation,
+        },
+    )
     return GemmSecondGradients(*(found.get(name) for name in GEMM_SECOND_NEEDS))
 
 
@@ -297,11 +324,23 @@ def matmul_bias_residual_double_bwd(
 ) -> GemmResidualSecondGradients:
     """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
     found = _double_backward(
-        "matmul_bias_residual_double_bwd", get_activation("none"),
-        check_needs(needs, RESIDUAL_SECOND_NEEDS), backend, guard,
-        {"grad": grad, "a": a, "b": b, "bias": bias, "residual": residual, "u": u, "v": v, "w": w,
-         "z": z},
-    )  # fmt: skip
+        "matmul_bias_residual_double_bwd",
+        get_activation("none"),
+        check_needs(needs, RESIDUAL_SECOND_NEEDS),
+        backend,
+        guard,
+        {
+            "grad": grad,
+            "a": a,
+            "b": b,
+            "bias": bias,
+            "residual": residual,
+            "u": u,
+            "v": v,
+            "w": w,
+            "z": z,
+        },
+    )
     return GemmResidualSecondGradients(*(found.get(name) for name in RESIDUAL_SECOND_NEEDS))
 
 
@@ -379,9 +418,14 @@ def activation_mul_double_bwd(
     found: dict[str, Any] = {}
     if names:
         made = gate.map(
-            gated_double_backward_block, gate.letters, gate.index(gate.letters),
-            *gate.named(*gate.given), names=tuple(gate.given), needs=tuple(names), task=gate.task,
-        )  # fmt: skip
+            gated_double_backward_block,
+            gate.letters,
+            gate.index(gate.letters),
+            *gate.named(*gate.given),
+            names=tuple(gate.given),
+            needs=tuple(names),
+            task=gate.task,
+        )
         for number, name in enumerate(names):
             found[name] = made if len(names) == 1 else gate.item(made, number, gate.dtype)
     return GatedSecondGradients(*(found.get(name) for name in GATED_SECOND_NEEDS))
@@ -402,9 +446,13 @@ def activation_mul_jvp(
     task = _task(operation, act, backend, None, guard=bool(guard))
     gate = Gate(task, {"a": a, "b": b, "a_dot": a_dot, "b_dot": b_dot})
     made = gate.map(
-        gated_tangent_block, gate.letters, gate.index(gate.letters), *gate.named(*gate.given),
-        names=tuple(gate.given), task=gate.task,
-    )  # fmt: skip
+        gated_tangent_block,
+        gate.letters,
+        gate.index(gate.letters),
+        *gate.named(*gate.given),
+        names=tuple(gate.given),
+        task=gate.task,
+    )
     return Tangent(*(gate.item(made, number, gate.dtype) for number in range(2)))
 
 

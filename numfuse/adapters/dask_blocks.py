@@ -141,9 +141,13 @@ def forward(
                 x["a"], x["b"], x.get("bias"), x["residual"], backend=task.backend
             )
         return functional.matmul_bias_activation(
-            x["a"], x["b"], x.get("bias"), _unpickled(task.activation),
-            return_pre_activation=save_pre, backend=task.backend,
-        )  # type: ignore[call-overload]  # fmt: skip
+            x["a"],
+            x["b"],
+            x.get("bias"),
+            _unpickled(task.activation),
+            return_pre_activation=save_pre,
+            backend=task.backend,
+        )  # type: ignore[call-overload]
 
 
 def product(index: tuple[int, ...], a: Any, b: Any, *, task: Task) -> Any:
@@ -153,9 +157,13 @@ def product(index: tuple[int, ...], a: Any, b: Any, *, task: Task) -> Any:
 
 
 def epilogue(
-    index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task, to: Any,
+    index: tuple[int, ...],
+    *blocks: Any,
+    names: tuple[str, ...],
+    task: Task,
+    to: Any,
     save_pre: bool = False,
-) -> Any:  # fmt: skip
+) -> Any:
     """What `forward` returns, of the complete sum over K."""
     x = dict(zip(names, map(single, blocks), strict=True))
     with _block(task, index, x["sum"]):
@@ -180,9 +188,13 @@ def _pre_of_sum(x: dict[str, Any]) -> Any:
 
 
 def backward(
-    index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], needs: tuple[str, ...],
-    exact: tuple[str, ...], task: Task,
-) -> Any:  # fmt: skip
+    index: tuple[int, ...],
+    *blocks: Any,
+    names: tuple[str, ...],
+    needs: tuple[str, ...],
+    exact: tuple[str, ...],
+    task: Task,
+) -> Any:
     """A block's part of the gradients `needs`: a tuple, or the array where it is only one.
 
     Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
@@ -209,10 +221,17 @@ def _gradients(
         # Batches of halves that are summed over in part: the same in the accumulator's dtype.
         x = {name: block.astype(acc_dtype) for name, block in x.items()}
     found = functional.matmul_bias_activation_bwd(
-        x["grad"], x["a"], x["b"], x.get("bias"), _unpickled(task.activation),
-        pre_activation=x.get("pre_activation"), needs=needs, sum_batch=task.sum_batch,
-        guard=task.guard, backend=task.backend,
-    )  # fmt: skip
+        x["grad"],
+        x["a"],
+        x["b"],
+        x.get("bias"),
+        _unpickled(task.activation),
+        pre_activation=x.get("pre_activation"),
+        needs=needs,
+        sum_batch=task.sum_batch,
+        guard=task.guard,
+        backend=task.backend,
+    )
     parts = {"a": found.d_a, "b": found.d_b, "bias": found.d_bias}
     return tuple(
         parts[name].astype(acc_dtype if name in exact else dtype, copy=False) for name in needs
@@ -268,9 +287,13 @@ def _times_slope(grad: Any, pre: Any, act: Activation, task: Task) -> Any:
 def _column_sums(grad_pre: Any, bias: Any, task: Task) -> Any:
     """d_bias of grad_pre in its dtype: that of a product with K = 0."""
     return functional.matmul_bias_activation_bwd(
-        grad_pre, grad_pre[..., :0], grad_pre[..., :0, :], bias.astype(grad_pre.dtype),
-        needs=("bias",), backend=task.backend,
-    ).d_bias  # fmt: skip
+        grad_pre,
+        grad_pre[..., :0],
+        grad_pre[..., :0, :],
+        bias.astype(grad_pre.dtype),
+        needs=("bias",),
+        backend=task.backend,
+    ).d_bias
 
 
 def grad_pre(
@@ -306,9 +329,13 @@ def residual_sums(
 
 
 def double_backward(
-    index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], needs: tuple[str, ...],
-    exact: tuple[str, ...], task: Task,
-) -> Any:  # fmt: skip
+    index: tuple[int, ...],
+    *blocks: Any,
+    names: tuple[str, ...],
+    needs: tuple[str, ...],
+    exact: tuple[str, ...],
+    task: Task,
+) -> Any:
     """As `backward`, of the double backward."""
     x = dict(zip(names, map(single, blocks), strict=True))
     with _block(task, index, x["a"]):
@@ -318,15 +345,34 @@ def double_backward(
             x = {name: block.astype(acc_dtype, copy=False) for name, block in x.items()}
         if "residual" in x:
             found: Any = differentials.matmul_bias_residual_double_bwd(
-                x.get("u"), x.get("v"), x.get("w"), x.get("z"), x["grad"], x["a"], x["b"],
-                x.get("bias"), x["residual"], needs=needs, guard=task.guard, backend=task.backend,
-            )  # fmt: skip
+                x.get("u"),
+                x.get("v"),
+                x.get("w"),
+                x.get("z"),
+                x["grad"],
+                x["a"],
+                x["b"],
+                x.get("bias"),
+                x["residual"],
+                needs=needs,
+                guard=task.guard,
+                backend=task.backend,
+            )
         else:
             found = differentials.matmul_bias_activation_double_bwd(
-                x.get("u"), x.get("v"), x.get("w"), x["grad"], x["a"], x["b"], x.get("bias"),
-                _unpickled(task.activation), needs=needs, guard=task.guard, backend=task.backend,
+                x.get("u"),
+                x.get("v"),
+                x.get("w"),
+                x["grad"],
+                x["a"],
+                x["b"],
+                x.get("bias"),
+                _unpickled(task.activation),
+                needs=needs,
+                guard=task.guard,
+                backend=task.backend,
                 pre_activation=x.get("pre_activation"),
-            )  # fmt: skip
+            )
         parts = tuple(
             getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
             for name in needs
@@ -341,13 +387,27 @@ def tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: 
     with _block(task, index, x["a"]):
         if "residual" in x:
             return differentials.matmul_bias_residual_jvp(
-                x["a"], x["b"], x.get("bias"), x["residual"], a_dot, b_dot, bias_dot,
-                x.get("residual_dot"), backend=task.backend,
-            )  # fmt: skip
+                x["a"],
+                x["b"],
+                x.get("bias"),
+                x["residual"],
+                a_dot,
+                b_dot,
+                bias_dot,
+                x.get("residual_dot"),
+                backend=task.backend,
+            )
         return differentials.matmul_bias_activation_jvp(
-            x["a"], x["b"], x.get("bias"), a_dot, b_dot, bias_dot, _unpickled(task.activation),
-            guard=task.guard, backend=task.backend,
-        )  # fmt: skip
+            x["a"],
+            x["b"],
+            x.get("bias"),
+            a_dot,
+            b_dot,
+            bias_dot,
+            _unpickled(task.activation),
+            guard=task.guard,
+            backend=task.backend,
+        )
 
 
 # --- gated ----------------------------------------------------------------------------------------
@@ -364,9 +424,14 @@ def gated_backward(
 ) -> Any:
     with _block(task, index, a):
         found = functional.activation_mul_bwd(
-            grad, a, b, _unpickled(task.activation), needs=needs, guard=task.guard,
+            grad,
+            a,
+            b,
+            _unpickled(task.activation),
+            needs=needs,
+            guard=task.guard,
             backend=task.backend,
-        )  # fmt: skip
+        )
     return found if len(needs) > 1 else getattr(found, f"d_{needs[0]}")
 
 
@@ -376,9 +441,16 @@ def gated_double_backward(
     x = dict(zip(names, blocks, strict=True))
     with _block(task, index, x["a"]):
         found = differentials.activation_mul_double_bwd(
-            x.get("u"), x.get("v"), x["grad"], x["a"], x["b"], _unpickled(task.activation),
-            needs=needs, guard=task.guard, backend=task.backend,
-        )  # fmt: skip
+            x.get("u"),
+            x.get("v"),
+            x["grad"],
+            x["a"],
+            x["b"],
+            _unpickled(task.activation),
+            needs=needs,
+            guard=task.guard,
+            backend=task.backend,
+        )
     parts = tuple(getattr(found, f"d_{name}") for name in needs)
     return parts if len(needs) > 1 else parts[0]
 
@@ -387,9 +459,14 @@ def gated_tangent(index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], 
     x = dict(zip(names, blocks, strict=True))
     with _block(task, index, x["a"]):
         return differentials.activation_mul_jvp(
-            x["a"], x["b"], x.get("a_dot"), x.get("b_dot"), _unpickled(task.activation),
-            guard=task.guard, backend=task.backend,
-        )  # fmt: skip
+            x["a"],
+            x["b"],
+            x.get("a_dot"),
+            x.get("b_dot"),
+            _unpickled(task.activation),
+            guard=task.guard,
+            backend=task.backend,
+        )
 
 
 # --- sums over blocks -----------------------------------------------------------------------------

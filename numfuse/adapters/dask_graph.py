@@ -156,8 +156,9 @@ class Product(Gate):
                 f"K = {self.sizes['k']} is in {parts} chunks: {how} moves up to "
                 f"{moved / 2**30:.1f} GiB between workers; chunk a along M instead, "
                 f"with K in one chunk: a.rechunk({{-1: -1, -2: 'auto'}})",
-                PerformanceWarning, stacklevel=5,
-            )  # fmt: skip
+                PerformanceWarning,
+                stacklevel=5,
+            )
 
     #: The chunks of K that the operands came with, where they have been joined.
     own_k: Chunks | None = None
@@ -166,9 +167,14 @@ class Product(Gate):
         """a @ b from the parts of each chunk of K; its blocks have an axis of length 1 in front."""
         letters = ("k", *self.letters)
         parts = self.map(
-            blocks.product, letters, self.index(letters), *self.named("a", "b"),
-            dtype=self.acc_dtype, adjust={"k": 1}, task=self.task,
-        )  # fmt: skip
+            blocks.product,
+            letters,
+            self.index(letters),
+            *self.named("a", "b"),
+            dtype=self.acc_dtype,
+            adjust={"k": 1},
+            task=self.task,
+        )
         return self.reduced(parts, [0], self.acc_dtype, keepdims=False), self.letters
 
     # --- results ----------------------------------------------------------------------------------
@@ -186,9 +192,15 @@ class Product(Gate):
             operands = [self.sum_of_parts(), *self.named(*names)]
             names, options = ["sum", *names], {"to": self.dtype}
         made = self.map(
-            function, self.letters, self.index(self.letters), *operands,
-            names=tuple(names), save_pre=save_pre, task=self.task, **options,
-        )  # fmt: skip
+            function,
+            self.letters,
+            self.index(self.letters),
+            *operands,
+            names=tuple(names),
+            save_pre=save_pre,
+            task=self.task,
+            **options,
+        )
         if not save_pre:
             return self.visible(made)
         pair = self.item(made, 0, self.dtype), self.item(made, 1, self.acc_dtype)
@@ -214,10 +226,14 @@ class Product(Gate):
         found = self._gradients(operands, (*self.letters, "k"), products, task)
         if "bias" in needs:
             made = self.map(
-                blocks.column_sums, self.letters, self.index(self.letters),
-                *self.named("grad", "bias"), dtype=self.acc_dtype, task=task,
+                blocks.column_sums,
+                self.letters,
+                self.index(self.letters),
+                *self.named("grad", "bias"),
+                dtype=self.acc_dtype,
+                task=task,
                 acc_dtype=self.acc_dtype,
-            )  # fmt: skip
+            )
             found |= self._summed_up(made, self.letters, ["bias"], [None])
         return found
 
@@ -238,9 +254,13 @@ class Product(Gate):
         """The result and its derivative along the tangents."""
         self.join_k(0, split=False)
         made = self.map(
-            blocks.tangent, self.letters, self.index(self.letters), *self.named(*self.given),
-            names=tuple(self.given), task=self.task,
-        )  # fmt: skip
+            blocks.tangent,
+            self.letters,
+            self.index(self.letters),
+            *self.named(*self.given),
+            names=tuple(self.given),
+            task=self.task,
+        )
         pair = (self.item(made, number, self.dtype) for number in range(2))
         out, out_dot = map(self.visible, pair)
         return out, out_dot
@@ -253,14 +273,25 @@ class Product(Gate):
             names.append("bias")
             operands += self.named("bias")
         self.given["grad"] = self.map(
-            blocks.grad_pre, self.letters, self.index(self.letters), *self.named("grad"), *operands,
-            dtype=self.acc_dtype, names=("grad", *names), task=self.task, acc_dtype=self.acc_dtype,
-        )  # fmt: skip
+            blocks.grad_pre,
+            self.letters,
+            self.index(self.letters),
+            *self.named("grad"),
+            *operands,
+            dtype=self.acc_dtype,
+            names=("grad", *names),
+            task=self.task,
+            acc_dtype=self.acc_dtype,
+        )
 
     def _gradients(
-        self, names: Sequence[str], letters: Letters, needs: Sequence[str], task: Task,
+        self,
+        names: Sequence[str],
+        letters: Letters,
+        needs: Sequence[str],
+        task: Task,
         function: Callable[..., Any] = blocks.backward,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         """The gradients `needs`, of blocks that make every block's part of each."""
         if not needs:
             return {}
@@ -268,9 +299,15 @@ class Product(Gate):
         every = [name for name in ("a", "b", "bias") if name in self.given]
         exact = tuple(name for name in every if self._summed(name))
         made = self.map(
-            function, letters, self.index(letters), *self.named(*names),
-            names=tuple(names), needs=tuple(needs), exact=exact, task=task,
-        )  # fmt: skip
+            function,
+            letters,
+            self.index(letters),
+            *self.named(*names),
+            names=tuple(names),
+            needs=tuple(needs),
+            exact=exact,
+            task=task,
+        )
         # Those that are summed along the same axes share the tasks of one sum.
         groups: dict[tuple[str, ...], list[str]] = {}
         for name in needs:
@@ -313,9 +350,13 @@ class Product(Gate):
         if summed:
             if list(numbers) != [None]:
                 made = self.map(
-                    blocks.chosen, letters, (made, letters), dtype=self.acc_dtype,
-                    adjust=dict.fromkeys(summed, 1), numbers=tuple(numbers),
-                )  # fmt: skip
+                    blocks.chosen,
+                    letters,
+                    (made, letters),
+                    dtype=self.acc_dtype,
+                    adjust=dict.fromkeys(summed, 1),
+                    numbers=tuple(numbers),
+                )
                 numbers = range(len(names)) if len(names) > 1 else [None]
             made = self.reduced(made, [letters.index(letter) for letter in summed], self.acc_dtype)
         found: dict[str, Any] = {}
@@ -349,19 +390,31 @@ class Product(Gate):
         """Parts added along axes: in a fixed tree, whoever has them and whichever is first."""
         for axis in axes:
             parts = da.reduction(
-                parts, blocks.unchanged, blocks.total, combine=blocks.total, axis=(axis,),
-                keepdims=keepdims, dtype=dtype, split_every={axis: tiling.DASK_SPLIT},
-                name="numfuse-sum", concatenate=False,
+                parts,
+                blocks.unchanged,
+                blocks.total,
+                combine=blocks.total,
+                axis=(axis,),
+                keepdims=keepdims,
+                dtype=dtype,
+                split_every={axis: tiling.DASK_SPLIT},
+                name="numfuse-sum",
+                concatenate=False,
                 meta=self.meta(parts.ndim - (not keepdims), dtype),
-            )  # fmt: skip
+            )
         return parts
 
     def residual_gradient(self) -> Any:
         """grad summed to the residual's shape."""
         kept = self._kept("residual")
         made = self.map(
-            blocks.residual_sums, self.letters, self.index(self.letters), *self.named("grad"),
-            dtype=self.acc_dtype, kept=tuple(letter in kept for letter in self._own("residual")),
-            task=self.task, acc_dtype=self.acc_dtype,
-        )  # fmt: skip
+            blocks.residual_sums,
+            self.letters,
+            self.index(self.letters),
+            *self.named("grad"),
+            dtype=self.acc_dtype,
+            kept=tuple(letter in kept for letter in self._own("residual")),
+            task=self.task,
+            acc_dtype=self.acc_dtype,
+        )
         return self._summed_up(made, self.letters, ["residual"], [None])["residual"]

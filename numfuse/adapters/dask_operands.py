@@ -27,9 +27,15 @@ Letters = tuple[str, ...]
 Chunks = tuple[int, ...]
 #: Cotangents and tangents: they have the axes of the operand that they move along with.
 _MOVED = {
-    "u": "a", "v": "b", "w": "bias", "z": "residual",
-    "a_dot": "a", "b_dot": "b", "bias_dot": "bias", "residual_dot": "residual",
-}  # fmt: skip
+    "u": "a",
+    "v": "b",
+    "w": "bias",
+    "z": "residual",
+    "a_dot": "a",
+    "b_dot": "b",
+    "bias_dot": "bias",
+    "residual_dot": "residual",
+}
 #: Operands that may be NumPy arrays beside Dask arrays: they are small where A is large.
 MAY_BE_NUMPY = ("b", "bias", "residual")
 
@@ -148,22 +154,33 @@ class Gate:
     def index(self, letters: Letters) -> tuple[Any, Letters]:
         """Every task's place among the blocks of these axes: no task of its own once fused."""
         array = da.map_blocks(
-            blocks.block_index, chunks=tuple(self.chunks[letter] for letter in letters),
-            dtype=np.intp, meta=np.empty((0,) * len(letters), np.intp),
-        )  # fmt: skip
+            blocks.block_index,
+            chunks=tuple(self.chunks[letter] for letter in letters),
+            dtype=np.intp,
+            meta=np.empty((0,) * len(letters), np.intp),
+        )
         return array, letters
 
     def map(
-        self, function: Callable[..., Any], letters: Letters, *operands: tuple[Any, Letters],
-        dtype: Any = None, adjust: dict[str, Any] | None = None, **options: Any,
-    ) -> Any:  # fmt: skip
+        self,
+        function: Callable[..., Any],
+        letters: Letters,
+        *operands: tuple[Any, Letters],
+        dtype: Any = None,
+        adjust: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Any:
         """One task for every block of the axes `letters`."""
         return da.blockwise(
-            function, letters, *(x for pair in operands for x in pair),
+            function,
+            letters,
+            *(x for pair in operands for x in pair),
             token=f"numfuse-{function.__name__.replace('_', '-')}",
             meta=self.meta(len(letters), self.dtype if dtype is None else dtype),
-            adjust_chunks=adjust, align_arrays=False, **options,
-        )  # fmt: skip
+            adjust_chunks=adjust,
+            align_arrays=False,
+            **options,
+        )
 
     def named(self, *names: str) -> list[tuple[Any, Letters]]:
         return [(self.given[name], self.axes[name]) for name in names]

@@ -142,9 +142,11 @@ through("gate_double", _gate_double)
 
 
 def _on_cuda(x: Any) -> bool:
-    return isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and any(
-        device.platform in ("gpu", "cuda") for device in x.devices()
-    )  # fmt: skip
+    return (
+        isinstance(x, jax.Array)
+        and not isinstance(x, jax.core.Tracer)
+        and any(device.platform in ("gpu", "cuda") for device in x.devices())
+    )
 
 
 def _public(name: str) -> Any:

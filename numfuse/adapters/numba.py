@@ -99,12 +99,19 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {
-        **dict.fromkeys(protocol.DESCRIPTOR, 0), **layout,
-        "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n, "D_SUM_SIZE": 1,
+        **dict.fromkeys(protocol.DESCRIPTOR, 0),
+        **layout,
+        "D_NC": t.nc,
+        "D_CELL_M": t.cell_m,
+        "D_CELL_N": t.cell_n,
+        "D_SUM_SIZE": 1,
         "D_PACK_A": library.pack_a(fmt, fmt).address,
-        "D_PACK_B": library.pack_b(fmt, fmt).address, "D_ROW": row.address,
-        "D_ASK": -1, "D_ASK_2": -1, "D_ASK_3": -1,
-    }  # fmt: skip
+        "D_PACK_B": library.pack_b(fmt, fmt).address,
+        "D_ROW": row.address,
+        "D_ASK": -1,
+        "D_ASK_2": -1,
+        "D_ASK_3": -1,
+    }
     template = np.array([*words.values(), *[0] * (3 * protocol.SLOT_COUNT)], np.int64)
     # A pointer of ctypes, so that Numba knows that this is of this process alone.
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)

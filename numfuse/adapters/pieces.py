@@ -79,9 +79,13 @@ def _sloped(
     # (of a gate's backward alone there is a guard: its factor is 1 here)
     wide = y if pre.dtype == y.dtype else ops.widened(y)
     found = ops.activation_mul_bwd(
-        wide, pre, ops.zeros_like(pre) + 1, activation.derived(order - 1), needs=("a",),
+        wide,
+        pre,
+        ops.zeros_like(pre) + 1,
+        activation.derived(order - 1),
+        needs=("a",),
         backend=backend,
-    )  # fmt: skip
+    )
     return found.d_a if pre.dtype == y.dtype else ops.narrowed(found.d_a, y)
 
 
@@ -114,9 +118,16 @@ def backward(
 
 
 def linear_backward_tangent(
-    ops: Any, grad: Any, a: Any, b: Any, bias: Any, grad_dot: Any, a_dot: Any, b_dot: Any,
+    ops: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    grad_dot: Any,
+    a_dot: Any,
+    b_dot: Any,
     how: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[Any, ...]:
     """Tangents of the gradients `how.needs` of a @ b + bias, which are bilinear."""
     found: dict[str, Any] = {}
     for moved_names, operands in (
@@ -195,9 +206,16 @@ def double_backward(
 
 
 def tangent(
-    ops: Any, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, activation: Activation,
+    ops: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    u: Any,
+    v: Any,
+    w: Any,
+    activation: Activation,
     backend: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """out_dot = act'(a @ b + bias) * (u @ b + a @ v + w)."""
     t = moved(ops, u, v, w, a, b, bias, backend)
     pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
@@ -209,9 +227,14 @@ def tangent(
 
 
 def gated_backward(
-    ops: Any, grad: Any, a: Any, b: Any, activation: Activation, needs: Sequence[str],
+    ops: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Activation,
+    needs: Sequence[str],
     backend: Any,
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """{operand: gradient} of act(a) * b."""
     found = {}
     if "a" in needs:
@@ -222,9 +245,16 @@ def gated_backward(
 
 
 def gated_double_backward(
-    ops: Any, u: Any, v: Any, grad: Any, a: Any, b: Any, activation: Activation,
-    needs: Sequence[str], backend: Any,
-) -> dict[str, Any]:  # fmt: skip
+    ops: Any,
+    u: Any,
+    v: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Activation,
+    needs: Sequence[str],
+    backend: Any,
+) -> dict[str, Any]:
     """{operand: gradient} of the gate's gradients, weighted with u and v."""
 
     def gate(order: int, *factors: Any) -> Any:

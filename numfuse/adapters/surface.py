@@ -37,12 +37,21 @@ __all__ = ["NAMES", "Functions", "How", "chosen", "gate_of", "made", "served", "
 _GATES = ("silu", "gelu", "relu", "sigmoid")
 #: What an adapter's module offers.
 NAMES = (
-    "activation_mul", "activation_mul_bwd", "activation_mul_double_bwd", "activation_mul_jvp",
-    "matmul_bias_activation", "matmul_bias_activation_bwd", "matmul_bias_activation_double_bwd",
-    "matmul_bias_activation_jvp", "matmul_bias_residual", "matmul_bias_residual_bwd",
-    "matmul_bias_residual_double_bwd", "matmul_bias_residual_jvp",
-    *(f"{name}_mul" for name in _GATES), *(f"{name}_mul_bwd" for name in _GATES),
-)  # fmt: skip
+    "activation_mul",
+    "activation_mul_bwd",
+    "activation_mul_double_bwd",
+    "activation_mul_jvp",
+    "matmul_bias_activation",
+    "matmul_bias_activation_bwd",
+    "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jvp",
+    "matmul_bias_residual",
+    "matmul_bias_residual_bwd",
+    "matmul_bias_residual_double_bwd",
+    "matmul_bias_residual_jvp",
+    *(f"{name}_mul" for name in _GATES),
+    *(f"{name}_mul_bwd" for name in _GATES),
+)
 
 
 class How(NamedTuple):
@@ -166,7 +175,7 @@ class Functions:
 
     def product_double_saved(
         self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """As `product_double`, with a saved pre-activation through which a derivative goes."""
         return self.product_double_pieces(u, v, w, grad, a, b, bias, how, pre, how.guard)
 
@@ -195,9 +204,16 @@ class Functions:
         return self.activation_mul(x, self.ones_like(x), activation)
 
     def matmul_bias_activation(
-        self, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
-        return_pre_activation: bool = False, out: Any = None, backend: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        a: Any,
+        b: Any,
+        bias: Any = None,
+        activation: Any = "none",
+        *,
+        return_pre_activation: bool = False,
+        out: Any = None,
+        backend: Any = None,
+    ) -> Any:
         """As :func:`numfuse.matmul_bias_activation`.
 
         With `return_pre_activation`, that is differentiable too, and costs a product of its own.
@@ -218,10 +234,20 @@ class Functions:
         return self.residual(a, b, bias, residual, How(get("none"), backend=backend))
 
     def matmul_bias_activation_bwd(
-        self, grad: Any, a: Any, b: Any, bias: Any = None, activation: Any = "none", *,
-        pre_activation: Any = None, needs: Iterable[str] = GEMM_NEEDS, sum_batch: bool = False,
-        guard: bool = True, out: Any = None, backend: Any = None,
-    ) -> GemmGradients:  # fmt: skip
+        self,
+        grad: Any,
+        a: Any,
+        b: Any,
+        bias: Any = None,
+        activation: Any = "none",
+        *,
+        pre_activation: Any = None,
+        needs: Iterable[str] = GEMM_NEEDS,
+        sum_batch: bool = False,
+        guard: bool = True,
+        out: Any = None,
+        backend: Any = None,
+    ) -> GemmGradients:
         """As :func:`numfuse.matmul_bias_activation_bwd`.
 
         A saved pre-activation is an operand like the others where a derivative goes through it, and
@@ -242,18 +268,35 @@ class Functions:
         return GemmGradients(d_a, d_b, d_bias)
 
     def matmul_bias_residual_bwd(
-        self, grad: Any, a: Any, b: Any, bias: Any, residual: Any, *, pre_activation: Any = None,
-        needs: Iterable[str] = RESIDUAL_NEEDS, sum_batch: bool = False, guard: bool = True,
-        out: Any = None, backend: Any = None,
-    ) -> GemmResidualGradients:  # fmt: skip
+        self,
+        grad: Any,
+        a: Any,
+        b: Any,
+        bias: Any,
+        residual: Any,
+        *,
+        pre_activation: Any = None,
+        needs: Iterable[str] = RESIDUAL_NEEDS,
+        sum_batch: bool = False,
+        guard: bool = True,
+        out: Any = None,
+        backend: Any = None,
+    ) -> GemmResidualGradients:
         """As :func:`numfuse.matmul_bias_residual_bwd`."""
         required({"grad": grad, "a": a, "b": b, "residual": residual})
         needs = check_needs(needs, RESIDUAL_NEEDS)
         self._saved(pre_activation, grad)
         found = self.matmul_bias_activation_bwd(
-            grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
-            sum_batch=sum_batch, guard=guard, out=out, backend=backend,
-        )  # fmt: skip
+            grad,
+            a,
+            b,
+            bias,
+            needs=tuple(name for name in needs if name != "residual"),
+            sum_batch=sum_batch,
+            guard=guard,
+            out=out,
+            backend=backend,
+        )
         d_residual = self.sum_to(grad, residual.shape) if "residual" in needs else None
         return GemmResidualGradients(*found, d_residual)
 
@@ -266,9 +309,17 @@ class Functions:
         return self.gate(a, b, How(get(activation), backend=backend))
 
     def activation_mul_bwd(
-        self, grad: Any, a: Any, b: Any, activation: Any, *, needs: Iterable[str] = GATED_NEEDS,
-        guard: bool = True, out: Any = None, backend: Any = None,
-    ) -> GatedGradients:  # fmt: skip
+        self,
+        grad: Any,
+        a: Any,
+        b: Any,
+        activation: Any,
+        *,
+        needs: Iterable[str] = GATED_NEEDS,
+        guard: bool = True,
+        out: Any = None,
+        backend: Any = None,
+    ) -> GatedGradients:
         """As :func:`numfuse.activation_mul_bwd`."""
         required({"grad": grad, "a": a, "b": b})
         self._no_out(out)
@@ -277,10 +328,21 @@ class Functions:
         return GatedGradients(*spread(found, GATED_NEEDS, needs))
 
     def matmul_bias_activation_double_bwd(
-        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any = None,
-        activation: Any = "none", *, needs: Iterable[str] = GEMM_SECOND_NEEDS,
-        pre_activation: Any = None, guard: bool = True, backend: Any = None,
-    ) -> GemmSecondGradients:  # fmt: skip
+        self,
+        u: Any,
+        v: Any,
+        w: Any,
+        grad: Any,
+        a: Any,
+        b: Any,
+        bias: Any = None,
+        activation: Any = "none",
+        *,
+        needs: Iterable[str] = GEMM_SECOND_NEEDS,
+        pre_activation: Any = None,
+        guard: bool = True,
+        backend: Any = None,
+    ) -> GemmSecondGradients:
         """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
         required({"grad": grad, "a": a, "b": b})
         needs = _there(check_needs(needs, GEMM_SECOND_NEEDS), bias)
@@ -293,19 +355,38 @@ class Functions:
         return GemmSecondGradients(*spread(found, GEMM_SECOND_NEEDS, needs))
 
     def matmul_bias_residual_double_bwd(
-        self, u: Any, v: Any, w: Any, z: Any, grad: Any, a: Any, b: Any, bias: Any,
-        residual: Any, *, needs: Iterable[str] = RESIDUAL_SECOND_NEEDS, guard: bool = True,
+        self,
+        u: Any,
+        v: Any,
+        w: Any,
+        z: Any,
+        grad: Any,
+        a: Any,
+        b: Any,
+        bias: Any,
+        residual: Any,
+        *,
+        needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
+        guard: bool = True,
         backend: Any = None,
-    ) -> GemmResidualSecondGradients:  # fmt: skip
+    ) -> GemmResidualSecondGradients:
         """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
         required({"grad": grad, "a": a, "b": b, "residual": residual})
         needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
         self.checked(z=z, residual=residual)
         _same_shape("z", z, "the shape of residual", residual)
         found = self.matmul_bias_activation_double_bwd(
-            u, v, w, grad, a, b, bias, needs=tuple(name for name in needs if name != "residual"),
-            guard=guard, backend=backend,
-        )  # fmt: skip
+            u,
+            v,
+            w,
+            grad,
+            a,
+            b,
+            bias,
+            needs=tuple(name for name in needs if name != "residual"),
+            guard=guard,
+            backend=backend,
+        )
         d_grad = found.d_grad
         if d_grad is not None and z is not None:
             d_grad = d_grad + z
@@ -313,9 +394,18 @@ class Functions:
         return GemmResidualSecondGradients(d_grad, found.d_a, found.d_b, found.d_bias, d_residual)
 
     def activation_mul_double_bwd(
-        self, u: Any, v: Any, grad: Any, a: Any, b: Any, activation: Any, *,
-        needs: Iterable[str] = GATED_SECOND_NEEDS, guard: bool = True, backend: Any = None,
-    ) -> GatedSecondGradients:  # fmt: skip
+        self,
+        u: Any,
+        v: Any,
+        grad: Any,
+        a: Any,
+        b: Any,
+        activation: Any,
+        *,
+        needs: Iterable[str] = GATED_SECOND_NEEDS,
+        guard: bool = True,
+        backend: Any = None,
+    ) -> GatedSecondGradients:
         """As :func:`numfuse.activation_mul_double_bwd`."""
         required({"grad": grad, "a": a, "b": b})
         needs = check_needs(needs, GATED_SECOND_NEEDS)
@@ -323,9 +413,18 @@ class Functions:
         return GatedSecondGradients(*spread(found, GATED_SECOND_NEEDS, needs))
 
     def matmul_bias_activation_jvp(
-        self, a: Any, b: Any, bias: Any, a_dot: Any, b_dot: Any, bias_dot: Any,
-        activation: Any = "none", *, guard: bool = True, backend: Any = None,
-    ) -> Tangent:  # fmt: skip
+        self,
+        a: Any,
+        b: Any,
+        bias: Any,
+        a_dot: Any,
+        b_dot: Any,
+        bias_dot: Any,
+        activation: Any = "none",
+        *,
+        guard: bool = True,
+        backend: Any = None,
+    ) -> Tangent:
         """As :func:`numfuse.matmul_bias_activation_jvp`."""
         required({"a": a, "b": b})
         how = How(get(activation), (), guard, backend)
@@ -333,9 +432,18 @@ class Functions:
         return Tangent(out, self.product_tangent(a, b, bias, a_dot, b_dot, bias_dot, how))
 
     def matmul_bias_residual_jvp(
-        self, a: Any, b: Any, bias: Any, residual: Any, a_dot: Any, b_dot: Any, bias_dot: Any,
-        residual_dot: Any, *, backend: Any = None,
-    ) -> Tangent:  # fmt: skip
+        self,
+        a: Any,
+        b: Any,
+        bias: Any,
+        residual: Any,
+        a_dot: Any,
+        b_dot: Any,
+        bias_dot: Any,
+        residual_dot: Any,
+        *,
+        backend: Any = None,
+    ) -> Tangent:
         """As :func:`numfuse.matmul_bias_residual_jvp`."""
         required({"a": a, "b": b, "residual": residual})
         dots = {"a_dot": a_dot, "b_dot": b_dot, "bias_dot": bias_dot, "residual_dot": residual_dot}
@@ -349,9 +457,16 @@ class Functions:
         return Tangent(out, dot if residual_dot is None else dot + residual_dot)
 
     def activation_mul_jvp(
-        self, a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, *, guard: bool = True,
+        self,
+        a: Any,
+        b: Any,
+        a_dot: Any,
+        b_dot: Any,
+        activation: Any,
+        *,
+        guard: bool = True,
         backend: Any = None,
-    ) -> Tangent:  # fmt: skip
+    ) -> Tangent:
         """As :func:`numfuse.activation_mul_jvp`."""
         required({"a": a, "b": b})
         how = How(get(activation), (), guard, backend)
@@ -367,9 +482,18 @@ class Functions:
         return tuple(found[name] for name in GEMM_NEEDS if name in how.needs)
 
     def product_double_pieces(
-        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How,
-        pre: Any = None, guard: bool = False,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self,
+        u: Any,
+        v: Any,
+        w: Any,
+        grad: Any,
+        a: Any,
+        b: Any,
+        bias: Any,
+        how: How,
+        pre: Any = None,
+        guard: bool = False,
+    ) -> tuple[Any, ...]:
         found = pieces.double_backward(
             self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
         )
@@ -421,9 +545,16 @@ def _add_gates() -> None:
             return self.activation_mul(a, b, gate, out=out, backend=backend)
 
         def backward(
-            self: Functions, grad: Any, a: Any, b: Any, *, needs: Iterable[str] = GATED_NEEDS,
-            guard: bool = True, out: Any = None, backend: Any = None,
-        ) -> GatedGradients:  # fmt: skip
+            self: Functions,
+            grad: Any,
+            a: Any,
+            b: Any,
+            *,
+            needs: Iterable[str] = GATED_NEEDS,
+            guard: bool = True,
+            out: Any = None,
+            backend: Any = None,
+        ) -> GatedGradients:
             return self.activation_mul_bwd(
                 grad, a, b, gate, needs=needs, guard=guard, out=out, backend=backend
             )

@@ -384,9 +384,18 @@ def _product_bwd(
 
 
 def _product_double(
-    library: Any, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, act: Any,
+    library: Any,
+    u: Any,
+    v: Any,
+    w: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    bias: Any,
+    pre: Any,
+    act: Any,
     **how: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     return library.matmul_bias_activation_double_bwd(
         u, v, w, grad, a, b, bias, act, pre_activation=pre, **how
     )
@@ -432,65 +441,100 @@ def _residual_forward(x: Any, how: How, u: Any, v: Any, w: Any, z: Any) -> Any:
 
 
 _PRODUCT = Op(
-    "product", _product, "a:a b:b bias:c?", "o",
+    "product",
+    _product,
+    "a:a b:b bias:c?",
+    "o",
     fused(GEMM_NEEDS, lambda gs, x, _, how: FUNCTIONS.product_bwd(gs[0], *x, how)),
     lambda x, how, *dots: (FUNCTIONS.product_tangent(*x, *dots, how),),
-)  # fmt: skip
+)
 _PRODUCT_BWD = {
     needs: Op(
-        "product_bwd", _product_bwd, "grad:o a:a b:b bias:c? pre:o?", "abc",
-        _product_bwd_backward, _product_bwd_forward, GEMM_NEEDS, needs,
+        "product_bwd",
+        _product_bwd,
+        "grad:o a:a b:b bias:c? pre:o?",
+        "abc",
+        _product_bwd_backward,
+        _product_bwd_forward,
+        GEMM_NEEDS,
+        needs,
     )
     for needs in sets(GEMM_NEEDS)
-}  # fmt: skip
+}
 _PRODUCT_DOUBLE = {
     needs: Op(
-        "product_double", _product_double,
-        "u:a? v:b? w:c? grad:o a:a b:b bias:c? pre:o?", "oabc",
-        *through(_product_double_pieces, 7), GEMM_SECOND_NEEDS, needs,
+        "product_double",
+        _product_double,
+        "u:a? v:b? w:c? grad:o a:a b:b bias:c? pre:o?",
+        "oabc",
+        *through(_product_double_pieces, 7),
+        GEMM_SECOND_NEEDS,
+        needs,
     )
     for needs in sets(GEMM_SECOND_NEEDS)
-}  # fmt: skip
+}
 _PRODUCT_TANGENT = Op(
-    "product_tangent", _product_tangent, "a:a b:b bias:c? u:a? v:b? w:c?", "o",
+    "product_tangent",
+    _product_tangent,
+    "a:a b:b bias:c? u:a? v:b? w:c?",
+    "o",
     *through(FUNCTIONS.product_tangent_pieces),
-)  # fmt: skip
+)
 _RESIDUAL = Op(
-    "residual", _residual, "a:a b:b bias:c? residual:r", "o",
+    "residual",
+    _residual,
+    "a:a b:b bias:c? residual:r",
+    "o",
     lambda ctx, x, how, g: FUNCTIONS.matmul_bias_residual_bwd(
         g, *x, needs=wanted(ctx, RESIDUAL_NEEDS), backend=how.backend
     ),
     _residual_forward,
-)  # fmt: skip
+)
 _GATE = Op(
-    "gate", _gate, "a:e b:e", "e",
+    "gate",
+    _gate,
+    "a:e b:e",
+    "e",
     fused(GATED_NEEDS, lambda gs, x, _, how: FUNCTIONS.gate_bwd(gs[0], *x, how)),
     lambda x, how, *dots: (FUNCTIONS.gate_tangent(*x, *dots, how),),
-)  # fmt: skip
+)
 _GATE_BWD = {
     needs: Op(
-        "gate_bwd", "activation_mul_bwd", "grad:e a:e b:e", "ee",
+        "gate_bwd",
+        "activation_mul_bwd",
+        "grad:e a:e b:e",
+        "ee",
         fused(
             GATED_SECOND_NEEDS,
             lambda gs, x, own, how: FUNCTIONS.gate_double(
                 *placed(gs, GATED_NEEDS, own.needs), *x, how
             ),
         ),
-        through(FUNCTIONS.gate_bwd_pieces)[1], GATED_NEEDS, needs,
+        through(FUNCTIONS.gate_bwd_pieces)[1],
+        GATED_NEEDS,
+        needs,
     )
     for needs in sets(GATED_NEEDS)
-}  # fmt: skip
+}
 _GATE_DOUBLE = {
     needs: Op(
-        "gate_double", "activation_mul_double_bwd", "u:e? v:e? grad:e a:e b:e", "eee",
-        *through(FUNCTIONS.gate_double_pieces), GATED_SECOND_NEEDS, needs,
+        "gate_double",
+        "activation_mul_double_bwd",
+        "u:e? v:e? grad:e a:e b:e",
+        "eee",
+        *through(FUNCTIONS.gate_double_pieces),
+        GATED_SECOND_NEEDS,
+        needs,
     )
     for needs in sets(GATED_SECOND_NEEDS)
-}  # fmt: skip
+}
 _GATE_TANGENT = Op(
-    "gate_tangent", _gate_tangent, "a:e b:e u:e? v:e?", "e",
+    "gate_tangent",
+    _gate_tangent,
+    "a:e b:e u:e? v:e?",
+    "e",
     *through(FUNCTIONS.gate_tangent_pieces),
-)  # fmt: skip
+)
 
 
 # --- modules ------------------------------------------------------------------------------------
@@ -507,9 +551,14 @@ class Linear(nn.Linear):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, activation: Any = "none",
-        device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: Any = "none",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation: Activation = get(activation)
 
@@ -545,9 +594,14 @@ class GatedLinear(nn.Module):
     """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = False, activation: Any = "silu",
-        device: Any = None, dtype: Any = None,
-    ) -> None:  # fmt: skip
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        activation: Any = "silu",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
         super().__init__()
         self.gate = Linear(in_features, out_features, bias, "none", device, dtype)
         self.up = Linear(in_features, out_features, bias, "none", device, dtype)

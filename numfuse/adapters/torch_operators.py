@@ -202,10 +202,16 @@ class Op:
     """
 
     def __init__(
-        self, name: str, run: str | Callable[..., Any], operands: str, results: str,
-        backward: Callable[..., Any], forward: Callable[..., Any],
-        names: tuple[str, ...] | None = None, needs: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        run: str | Callable[..., Any],
+        operands: str,
+        results: str,
+        backward: Callable[..., Any],
+        forward: Callable[..., Any],
+        names: tuple[str, ...] | None = None,
+        needs: tuple[str, ...] = (),
+    ) -> None:
         self._run, self._names, self._needs = run, names, needs
         self._backward, self._forward = backward, forward
         self._kinds = [word.partition(":")[2].removesuffix("?") for word in operands.split()]
@@ -221,9 +227,11 @@ class Op:
         if len(self._results) > 1:
             returned = f"({returned})"
         self.op = torch.library.custom_op(
-            f"numfuse::{name}", self._on_memory, mutates_args=(),
+            f"numfuse::{name}",
+            self._on_memory,
+            mutates_args=(),
             schema=f"({', '.join(parts)}, str activation, bool guard, str? backend) -> {returned}",
-        )  # fmt: skip
+        )
         self.op.register_fake(self._shapes)
         self.op.register_autograd(self._pull, setup_context=self._keep)
         self.op.register_vmap(self._vmapped)
@@ -310,9 +318,12 @@ class Op:
             ctx.save_for_forward(*inputs[: len(self._kinds)])
 
         methods: dict[str, Any] = {
-            "forward": lambda *args: self.op(*args), "setup_context": keep,
-            "backward": self._pull, "jvp": self._push, "vmap": self._vmapped,
-        }  # fmt: skip
+            "forward": lambda *args: self.op(*args),
+            "setup_context": keep,
+            "backward": self._pull,
+            "jvp": self._push,
+            "vmap": self._vmapped,
+        }
         statics: dict[str, Any] = {}
         for key, method in methods.items():
             statics[key] = staticmethod(method)
@@ -437,9 +448,12 @@ def through(
                 if not pairs:
                     return found
                 gradients = torch.autograd.grad(
-                    [out for out, _ in pairs], views, [g for _, g in pairs],
-                    create_graph=again, allow_unused=True,
-                )  # fmt: skip
+                    [out for out, _ in pairs],
+                    views,
+                    [g for _, g in pairs],
+                    create_graph=again,
+                    allow_unused=True,
+                )
         for i, gradient in zip(at, gradients, strict=True):
             found[i] = gradient
         return found

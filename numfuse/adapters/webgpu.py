@@ -199,9 +199,17 @@ def matmul_bias_activation_bwd(
     """As :func:`numfuse.matmul_bias_activation_bwd`."""
     call = _Call(backend, grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
     p = problem.gemm_backward(
-        grad.ghost, a.ghost, b.ghost, _ghost(bias), activation, _ghost(pre_activation), needs,
-        sum_batch, guard, call.outs(out, GEMM_NEEDS),
-    )  # fmt: skip
+        grad.ghost,
+        a.ghost,
+        b.ghost,
+        _ghost(bias),
+        activation,
+        _ghost(pre_activation),
+        needs,
+        sum_batch,
+        guard,
+        call.outs(out, GEMM_NEEDS),
+    )
     return call.run("backward", p, split.backward)
 
 
@@ -224,9 +232,17 @@ def matmul_bias_residual_bwd(
         backend, grad=grad, a=a, b=b, bias=bias, residual=residual, pre_activation=pre_activation
     )
     p, residual_grad = problem.gemm_residual_backward(
-        grad.ghost, a.ghost, b.ghost, _ghost(bias), residual.ghost, _ghost(pre_activation), needs,
-        sum_batch, guard, call.outs(out, RESIDUAL_NEEDS),
-    )  # fmt: skip
+        grad.ghost,
+        a.ghost,
+        b.ghost,
+        _ghost(bias),
+        residual.ghost,
+        _ghost(pre_activation),
+        needs,
+        sum_batch,
+        guard,
+        call.outs(out, RESIDUAL_NEEDS),
+    )
 
     def both(store: DeviceStore, p: Any) -> None:
         split.backward(store, p)
@@ -350,9 +366,16 @@ def matmul_bias_residual_jvp(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_residual_jvp`."""
     call = _Call(
-        backend, a=a, b=b, bias=bias, residual=residual, a_dot=a_dot, b_dot=b_dot,
-        bias_dot=bias_dot, residual_dot=residual_dot,
-    )  # fmt: skip
+        backend,
+        a=a,
+        b=b,
+        bias=bias,
+        residual=residual,
+        a_dot=a_dot,
+        b_dot=b_dot,
+        bias_dot=bias_dot,
+        residual_dot=residual_dot,
+    )
     operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
     p = higher.gemm_residual_tangent(*map(_ghost, operands))
     return call.run("tangent", p, split.tangent, None)

@@ -93,9 +93,15 @@ def _products(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> No
         roof = [min(peak, x * triad) if triad else peak for x in corner]
         axes.loglog(corner, roof, color=colour, linewidth=1.5)
         axes.annotate(
-            f"FMA peak, {dtype}: {peak:.0f}", (high, peak), xytext=(-2, 3),
-            textcoords="offset points", ha="right", va="bottom", color=colour, fontsize=8,
-        )  # fmt: skip
+            f"FMA peak, {dtype}: {peak:.0f}",
+            (high, peak),
+            xytext=(-2, 3),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=colour,
+            fontsize=8,
+        )
     axes.set(xscale="log", yscale="log")
     for case, x in zip(cases, intensities, strict=True):
         _marks(axes, case, x, case["flop"])
@@ -113,10 +119,16 @@ def _gates(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
     if triad:
         axes.axhline(triad, color=GREY, linewidth=1.5)
         axes.annotate(
-            f"triad, from memory: {triad:.0f}", (1, triad), xytext=(-2, 3),
-            xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
-            va="bottom", color=GREY, fontsize=8,
-        )  # fmt: skip
+            f"triad, from memory: {triad:.0f}",
+            (1, triad),
+            xytext=(-2, 3),
+            xycoords=("axes fraction", "data"),
+            textcoords="offset points",
+            ha="right",
+            va="bottom",
+            color=GREY,
+            fontsize=8,
+        )
     for case in cases:
         _marks(axes, case, case["bytes"] / MIB, case["bytes"])
     axes.set_xscale("log")

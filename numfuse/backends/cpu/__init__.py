@@ -92,9 +92,12 @@ def _scattered(
 
 
 def _moves(
-    p: GemmProblem | GemmBackwardProblem, arrays: Sequence[np.ndarray | None],
-    scattered: Sequence[int], span: slice, own: Sequence[driver.Operand],
-) -> tuple[list[Move], list[Move]]:  # fmt: skip
+    p: GemmProblem | GemmBackwardProblem,
+    arrays: Sequence[np.ndarray | None],
+    scattered: Sequence[int],
+    span: slice,
+    own: Sequence[driver.Operand],
+) -> tuple[list[Move], list[Move]]:
     """How these rows of arrays are gathered in a block's own, and those of results brought back."""
     before: list[Move] = []
     after: list[Move] = []
@@ -284,12 +287,19 @@ class CpuBackend:
             # At 64 x 64 x 64 the arithmetic takes 3 us: what is looked up here in one step would
             # take as long again in several.
             key = (
-                value.serial, p.dtype, p.m, p.n, p.k, a.strides, b.strides, out.strides,
+                value.serial,
+                p.dtype,
+                p.m,
+                p.n,
+                p.k,
+                a.strides,
+                b.strides,
+                out.strides,
                 _threads(p),
                 None if bias is None else bias.strides,
                 None if residual is None else (residual.shape, residual.strides),
                 None if pre is None else pre.strides,
-            )  # fmt: skip
+            )
             if self._ran(key, arrays):
                 return
         if not out.size:
@@ -299,9 +309,11 @@ class CpuBackend:
             p.activation.curve, fmt, bias is not None, residual is not None, pre is not None
         )
         slots = Slots(
-            bias=_optional(BIAS, bias), extra=_optional(RESIDUAL, residual),
-            out=operand(OUT, out), pre=_optional(PRE, pre),
-        )  # fmt: skip
+            bias=_optional(BIAS, bias),
+            extra=_optional(RESIDUAL, residual),
+            out=operand(OUT, out),
+            pre=_optional(PRE, pre),
+        )
         plan = driver.gemm(operand(A, a), fmt, operand(B, b), fmt, row, slots, p.batch)
         if plan is None:
             return
@@ -334,14 +346,22 @@ class CpuBackend:
             key = (forms, formula, p.dtype, saved, p.batch, p.guard, threads)
         else:
             key = (
-                formula, p.dtype, p.m, p.n, p.k, a.strides, b.strides, grad.strides, p.guard,
+                formula,
+                p.dtype,
+                p.m,
+                p.n,
+                p.k,
+                a.strides,
+                b.strides,
+                grad.strides,
+                p.guard,
                 None if bias is None else bias.strides,
                 None if pre is None else (pre.dtype, pre.strides),
                 None if d_a is None else d_a.strides,
                 None if d_b is None else d_b.strides,
                 None if d_bias is None else d_bias.strides,
                 threads,
-            )  # fmt: skip
+            )
         formulas = () if slope is None else (slope,)
         self._run_kept(p, key, arrays, lambda x: self._backward_schedules(p, x, slope), formulas)
 
@@ -424,9 +444,11 @@ class CpuBackend:
         return Kept(driver.sequence(phases, own.values(), (GRAD, GRAD_PRE)), totals, ())
 
     def _step_by_step(
-        self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
+        self,
+        p: GemmProblem | GemmBackwardProblem,
+        arrays: tuple[np.ndarray | None, ...],
         schedules: Sequence[Schedule],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """A backward as many launches: where NumPy has to do something between them."""
         # All memory before anything is written.
         every_whole = [_with_totals(arrays, schedule.totals) for schedule in schedules]
@@ -502,10 +524,15 @@ class CpuBackend:
         return tiling.k_block(p.m, p.acc_dtype.itemsize, kind)
 
     def _schedule(
-        self, p: GemmProblem | GemmBackwardProblem, arrays: tuple[np.ndarray | None, ...],
-        slope: Expr | None, rows: int, members: int,
-        plans_of: Callable[..., Launches] | None = None, twice: tuple[bool, ...] = (),
-    ) -> Schedule:  # fmt: skip
+        self,
+        p: GemmProblem | GemmBackwardProblem,
+        arrays: tuple[np.ndarray | None, ...],
+        slope: Expr | None,
+        rows: int,
+        members: int,
+        plans_of: Callable[..., Launches] | None = None,
+        twice: tuple[bool, ...] = (),
+    ) -> Schedule:
         """The blocks of a backward, with the plans of each: few are of a form of their own.
 
         `plans_of` makes them in place of `_backward_plans`; a gradient for which `twice` is true is
@@ -578,10 +605,13 @@ class CpuBackend:
         return Schedule(steps, size, totals)
 
     def _backward_plans(
-        self, p: Any, slope: Expr | None,
-        operands: tuple[driver.Operand | None, ...], batch: tuple[int, ...],
+        self,
+        p: Any,
+        slope: Expr | None,
+        operands: tuple[driver.Operand | None, ...],
+        batch: tuple[int, ...],
         turns: tuple[Turn, ...],
-    ) -> Launches:  # fmt: skip
+    ) -> Launches:
         """The launches of a block.  With batch axes the partial sums of d_bias are left to be
         joined.
         """
@@ -630,11 +660,13 @@ class CpuBackend:
         if d_bias is not None and sums is not None and not batch:
             plans.append(
                 driver.join(
-                    library.join_cell(fmt), sums, d_bias if turn_bias.last else None,
+                    library.join_cell(fmt),
+                    sums,
+                    d_bias if turn_bias.last else None,
                     None if turn_bias.first else total_bias,
                     None if turn_bias.last else total_bias,
                 )
-            )  # fmt: skip
+            )
         if d_a is not None:
             summed, right = _summed_axes(d_a, batch), b.turned()
             store, slots = _growing(fmt, acc, d_a, total_a, turn_a)
@@ -711,9 +743,12 @@ class CpuBackend:
             if _streams((flat_d_a, flat_d_b)):
                 stream = rows.gate_backward(activation.curve, fmt, p.guard, True, True)
         slots = Slots(
-            a=operand(0, flat_a), b=operand(1, flat_b), grad=operand(2, flat_grad),
-            out=operand(3, flat_d_a), extra=_optional(4, flat_d_b),
-        )  # fmt: skip
+            a=operand(0, flat_a),
+            b=operand(1, flat_b),
+            grad=operand(2, flat_grad),
+            out=operand(3, flat_d_a),
+            extra=_optional(4, flat_d_b),
+        )
         self._run_elementwise(row, slots, arrays, flat_d_a.shape, stream, key, (value, slope))
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
@@ -830,11 +865,12 @@ def _join_batch(sums: np.ndarray, d_bias: np.ndarray, total: np.ndarray, turn: T
     out, carried = d_bias[where], total[where]
     joined = operand(2, carried)
     plan = driver.join(
-        library.join_cell(FORMATS[d_bias.dtype]), operand(0, sums),
+        library.join_cell(FORMATS[d_bias.dtype]),
+        operand(0, sums),
         operand(1, out) if turn.last else None,
         None if turn.first else joined,
         None if turn.last else joined,
-    )  # fmt: skip
+    )
     if plan is not None:
         driver.run(plan, (sums, out, carried))
 

@@ -60,9 +60,14 @@ def make_close_tiles() -> Any:
 
 
 def _sums_of(
-    builder: ir.IRBuilder, product: str, heights: int, widths: int, streams: int, asks: int,
+    builder: ir.IRBuilder,
+    product: str,
+    heights: int,
+    widths: int,
+    streams: int,
+    asks: int,
     args: Any,
-) -> None:  # fmt: skip
+) -> None:
     """One output of ``16 heights x 16 widths``; tile registers: sums 0-3, A 4 and 5, B 6 and 7."""
     k, a, b, b_step, before, before_step, c, c_step, first, table = args
     places = [(i, j) for i in range(heights) for j in range(widths)]

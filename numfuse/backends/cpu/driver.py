@@ -88,11 +88,18 @@ def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str
     plane = tiling.round_up(strip + 2 * r.mr * strip_stride, page) + 7 * line
     total = tiling.round_up(plane + t.plane_rows * t.plane_columns * r.itemsize, page) + page
     words = {
-        "D_PANEL": panels, "D_PANEL_STRIDE": panel_stride, "D_PANELS": count, "D_GROUP": group,
-        "D_BLOCK": block, "D_BLOCK_STRIDE": block_stride, "D_PLANE": plane,
-        "D_STRIP": strip, "D_STRIP_STRIDE": strip_stride,
-        "D_SCRATCH": scratch, "D_SCRATCH_STRIDE": scratch_stride,
-    }  # fmt: skip
+        "D_PANEL": panels,
+        "D_PANEL_STRIDE": panel_stride,
+        "D_PANELS": count,
+        "D_GROUP": group,
+        "D_BLOCK": block,
+        "D_BLOCK_STRIDE": block_stride,
+        "D_PLANE": plane,
+        "D_STRIP": strip,
+        "D_STRIP_STRIDE": strip_stride,
+        "D_SCRATCH": scratch,
+        "D_SCRATCH_STRIDE": scratch_stride,
+    }
     return words, total
 
 
@@ -146,16 +153,29 @@ def _slot_words(slots: _Operands, n: int) -> list[int]:
 
 
 def _plan(
-    cell: Kernel, head: dict[str, int], operands: _Operands, axes: list[int], t: tiling.Tiling,
-    r: tiling.Registers, elements: int, count: int, row: Kernel | None, group: int = 1,
-    tier: str | None = None, others: tuple[Kernel, ...] = (),
-) -> Plan:  # fmt: skip
+    cell: Kernel,
+    head: dict[str, int],
+    operands: _Operands,
+    axes: list[int],
+    t: tiling.Tiling,
+    r: tiling.Registers,
+    elements: int,
+    count: int,
+    row: Kernel | None,
+    group: int = 1,
+    tier: str | None = None,
+    others: tuple[Kernel, ...] = (),
+) -> Plan:
     layout, stride = _layout(t, r, group)
     head |= layout | {
-        "D_KC": t.kc, "D_NC": t.nc, "D_CELL_M": t.cell_m, "D_CELL_N": t.cell_n,
-        "D_CELLS_M": t.cells_m, "D_CELLS_N": t.cells_n,
+        "D_KC": t.kc,
+        "D_NC": t.nc,
+        "D_CELL_M": t.cell_m,
+        "D_CELL_N": t.cell_n,
+        "D_CELLS_M": t.cells_m,
+        "D_CELLS_N": t.cells_n,
         "D_ROW": 0 if row is None else row.address,
-    }  # fmt: skip
+    }
     present = [(i, x) for i, x in enumerate(operands) if x is not None]
     places = tuple((_WORDS[i], x.number) for i, x in present)
     head["D_NAMED"] = sum(1 << i for i, _ in present)
@@ -188,9 +208,16 @@ def _by_row(make: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
 
 @_by_row
 def _gemm_plan(
-    a: Operand, b: Operand, slots: Slots, left: str, right: str, row: Kernel,
-    batch: tuple[int, ...], summed: tuple[int, ...], threads: int,
-) -> Plan | None:  # fmt: skip
+    a: Operand,
+    b: Operand,
+    slots: Slots,
+    left: str,
+    right: str,
+    row: Kernel,
+    batch: tuple[int, ...],
+    summed: tuple[int, ...],
+    threads: int,
+) -> Plan | None:
     operands = (a, b, *slots)
     m, k = a.shape[-2:]
     n = b.shape[-1]
@@ -215,17 +242,28 @@ def _gemm_plan(
     b_k, b_column = b.strides[-2:]
     packing = library.pack_a(left, acc, kind), library.pack_b(right, acc, kind)
     head = {
-        "D_M": m, "D_N": n, "D_K": k,
-        "D_PACK_A": packing[0].address, "D_PACK_B": packing[1].address,
-        "D_BATCH_AXES": len(outer), "D_SUM_AXES": len(inner), "D_SUM_SIZE": sums,
-        "D_A_ROW": a_row, "D_A_K": a_k, "D_B_K": b_k, "D_B_COLUMN": b_column,
+        "D_M": m,
+        "D_N": n,
+        "D_K": k,
+        "D_PACK_A": packing[0].address,
+        "D_PACK_B": packing[1].address,
+        "D_BATCH_AXES": len(outer),
+        "D_SUM_AXES": len(inner),
+        "D_SUM_SIZE": sums,
+        "D_A_ROW": a_row,
+        "D_A_K": a_k,
+        "D_B_K": b_k,
+        "D_B_COLUMN": b_column,
         "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
-    }  # fmt: skip
+    }
     asked = [
-        slot for slot, x in enumerate(slots)
-        if x is not None and slot != protocol.SLOTS["S_SUMS"] and x.shape[-2] > 1
+        slot
+        for slot, x in enumerate(slots)
+        if x is not None
+        and slot != protocol.SLOTS["S_SUMS"]
+        and x.shape[-2] > 1
         and x.strides[-1] == x.itemsize
-    ]  # fmt: skip
+    ]
     for name, slot in zip(("D_ASK", "D_ASK_2", "D_ASK_3"), [*asked, -1, -1, -1], strict=False):
         head[name] = slot
     head["D_B_BY_ROWS"] = int(b_column == microkernel.itemsize(right))
@@ -239,9 +277,15 @@ def _gemm_plan(
 
 @_by_row
 def _elementwise_plan(
-    m: int, n: int, slots: Slots, row: Kernel, batch: tuple[int, ...], chunk: int, threads: int,
+    m: int,
+    n: int,
+    slots: Slots,
+    row: Kernel,
+    batch: tuple[int, ...],
+    chunk: int,
+    threads: int,
     stream: Kernel | None,
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     operands = (None, None, *slots)
     elements = math.prod(batch)
     if m * n * elements == 0:
@@ -255,9 +299,10 @@ def _elementwise_plan(
         written = slots.out
         assert written is not None
         head |= {
-            "D_STREAM": stream.address, "D_STREAM_ITEM": written.itemsize,
+            "D_STREAM": stream.address,
+            "D_STREAM_ITEM": written.itemsize,
             "D_STREAM_STEP": tiling.STREAM_STEP,
-        }  # fmt: skip
+        }
         t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
     cell = library.elementwise_cell()
@@ -307,9 +352,14 @@ def gemm(
 
 
 def elementwise(
-    m: int, n: int, row: Kernel, slots: Slots, batch: tuple[int, ...] = (), chunk: int = 1,
+    m: int,
+    n: int,
+    row: Kernel,
+    slots: Slots,
+    batch: tuple[int, ...] = (),
+    chunk: int = 1,
     stream: Kernel | None = None,
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
 
     `stream` is the same row function storing past the caches, for results (`slots.out`, and
@@ -321,9 +371,12 @@ def elementwise(
 
 
 def join(
-    cell: Kernel, sums: Operand, out: Operand | None, before: Operand | None = None,
+    cell: Kernel,
+    sums: Operand,
+    out: Operand | None,
+    before: Operand | None = None,
     after: Operand | None = None,
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     """``out = before + the sum of the rows of sums``, of every batch element; None where there is
     nothing to write.
 
@@ -372,9 +425,10 @@ Step = tuple[Plan, Mapping[int, int]]
 
 
 def sequence(
-    phases: Iterable[list[Step]], temporaries: Iterable[Operand],
+    phases: Iterable[list[Step]],
+    temporaries: Iterable[Operand],
     beside: tuple[int, int] | None = None,
-) -> Sequence:  # fmt: skip
+) -> Sequence:
     """Plans as one; those of a phase beside one another, when the phases before it are finished.
 
     Contiguous `temporaries` get places behind the workspaces.  `beside`: the numbers of an array
@@ -408,9 +462,16 @@ def sequence(
     size = table + 8 * (protocol.TABLE["T_ENTRIES"] + len(words))
     kernels = tuple(dict.fromkeys(kernel for plan, _ in steps for kernel in plan.kernels))
     return Sequence(
-        words, words.buffer_info()[0], len(steps), threads, stride, table, size,
-        steps[-1][0].call, kernels,
-    )  # fmt: skip
+        words,
+        words.buffer_info()[0],
+        len(steps),
+        threads,
+        stride,
+        table,
+        size,
+        steps[-1][0].call,
+        kernels,
+    )
 
 
 def run_sequence(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:

@@ -204,9 +204,16 @@ def sum_offsets(descriptor: int, s: int, a: int, b: int) -> tuple[int, int]:
 
 
 def plan_ahead(
-    descriptor: int, workspace: int, b_base: int, t: int, blocks: int, j0: int, j1: int,
-    tiles: int, requests: int,
-) -> None:  # fmt: skip
+    descriptor: int,
+    workspace: int,
+    b_base: int,
+    t: int,
+    blocks: int,
+    j0: int,
+    j1: int,
+    tiles: int,
+    requests: int,
+) -> None:
     """Prepare for packing block t, if there is one, between `tiles` tiles of the block before."""
     d = WORDS(descriptor)
     c = WORDS(workspace)
@@ -287,9 +294,15 @@ def ask_panel(context: int, at: int, k_stride: int, requests: int) -> None:
 
 
 def ask_a(
-    context: int, at: int, row_stride: int, k_stride: int, rows: int, depth: int, tile: int,
+    context: int,
+    at: int,
+    row_stride: int,
+    k_stride: int,
+    rows: int,
+    depth: int,
+    tile: int,
     requests: int,
-) -> None:  # fmt: skip
+) -> None:
     """Ask for two of the `rows` rows of A from `at` on, that are to be packed next."""
     for half in range(2):
         row = 2 * tile + half

@@ -52,9 +52,11 @@ def double_backward(backend: CpuBackend, p: GemmDoubleBackwardProblem) -> None:
     bent = moved and not identity and not p.activation.second_derivative_is_zero()
     wanted: list[np.ndarray | None] = []
     for x, there in (
-        (p.d_grad, moved), (p.d_a, bent or p.v is not None), (p.d_b, bent or p.u is not None),
+        (p.d_grad, moved),
+        (p.d_a, bent or p.v is not None),
+        (p.d_b, bent or p.u is not None),
         (p.d_bias, bent),
-    ):  # fmt: skip
+    ):
         if x is not None and not there:
             x[...] = 0
         wanted.append(x if there else None)
@@ -62,9 +64,24 @@ def double_backward(backend: CpuBackend, p: GemmDoubleBackwardProblem) -> None:
     if all(x is None for x in wanted):
         return
     arrays: Arrays = (
-        p.a, p.b, p.bias, p.grad, None if identity else p.pre, d_a, d_b, d_bias, *(None,) * 5,
-        p.u, p.v, p.w, p.z, d_grad, None, None, None,
-    )  # fmt: skip
+        p.a,
+        p.b,
+        p.bias,
+        p.grad,
+        None if identity else p.pre,
+        d_a,
+        d_b,
+        d_bias,
+        *(None,) * 5,
+        p.u,
+        p.v,
+        p.w,
+        p.z,
+        d_grad,
+        None,
+        None,
+        None,
+    )
     if identity:
         make = partial(_identity_schedules, backend, p)
         backend.scheduled(p, arrays, ("double backward",), make)
@@ -80,20 +97,43 @@ def tangent(backend: CpuBackend, p: GemmTangentProblem) -> None:
     value = p.activation.trace(0)
     moved = not (p.u is None and p.v is None and p.w is None and p.z is None)
     arrays: Arrays = (
-        p.a, p.b, p.bias, *(None,) * 10,
-        p.u, p.v, p.w, p.z, p.out_dot, p.out, None, None,
-    )  # fmt: skip
+        p.a,
+        p.b,
+        p.bias,
+        *(None,) * 10,
+        p.u,
+        p.v,
+        p.w,
+        p.z,
+        p.out_dot,
+        p.out,
+        None,
+        None,
+    )
     if moved and value is not SYMBOL:
         graphs = value, p.activation.trace(1)
         key = None
         if not p.batch:
             # Found in one step, as in a forward: at 256 x 256 x 256 the general key takes 2% of it.
             key = (
-                "jvp", value.serial, graphs[1].serial, p.guard, p.dtype, p.m, p.n, p.k,
-                p.a.strides, p.b.strides, p.out.strides, p.out_dot.strides, backend.threads_of(p),
-                None if p.bias is None else p.bias.strides, None if p.u is None else p.u.strides,
-                None if p.v is None else p.v.strides, None if p.w is None else p.w.strides,
-            )  # fmt: skip
+                "jvp",
+                value.serial,
+                graphs[1].serial,
+                p.guard,
+                p.dtype,
+                p.m,
+                p.n,
+                p.k,
+                p.a.strides,
+                p.b.strides,
+                p.out.strides,
+                p.out_dot.strides,
+                backend.threads_of(p),
+                None if p.bias is None else p.bias.strides,
+                None if p.u is None else p.u.strides,
+                None if p.v is None else p.v.strides,
+                None if p.w is None else p.w.strides,
+            )
             if backend._ran(key, arrays):
                 return
         make = partial(_tangent_schedules, backend, p, graphs)
@@ -255,10 +295,13 @@ def _double_backward_plans(
         turn, total = turns[2], x[TOTAL_BIAS]
         after[0].append(
             driver.join(
-                library.join_cell(fmt), joined, x[D_BIAS] if turn.last else None,
-                None if turn.first else total, None if turn.last else total,
+                library.join_cell(fmt),
+                joined,
+                x[D_BIAS] if turn.last else None,
+                None if turn.first else total,
+                None if turn.last else total,
             )
-        )  # fmt: skip
+        )
     for gradient, total, turn, products in (
         (d_a, x[TOTAL_A], turns[0], ((q, b.turned()), (s, _turned(x[V])))),
         (d_b, x[TOTAL_B], turns[1], ((a.turned(), q), (_turned(x[U]), s))),
@@ -364,8 +407,10 @@ def gated_double_backward(backend: CpuBackend, p: GatedDoubleBackwardProblem) ->
     wanted: list[np.ndarray | None] = []
     moved = p.u is not None or p.v is not None
     for x, there in (
-        (p.d_grad, moved), (p.d_a, bent or p.v is not None), (p.d_b, p.u is not None),
-    ):  # fmt: skip
+        (p.d_grad, moved),
+        (p.d_a, bent or p.v is not None),
+        (p.d_b, p.u is not None),
+    ):
         if x is not None and not there:
             x[...] = 0
         wanted.append(x if there else None)

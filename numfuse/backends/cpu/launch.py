@@ -187,9 +187,15 @@ def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) ->
 
 
 def run_parallel(
-    steps: int, count: int, arrays: int, workspace: int, table: int, stride: int, threads: int,
+    steps: int,
+    count: int,
+    arrays: int,
+    workspace: int,
+    table: int,
+    stride: int,
+    threads: int,
     pause: int,
-) -> None:  # fmt: skip
+) -> None:
     """A sequence on Numba's threads; thread t works at ``workspace + t * stride``."""
     OPEN(steps, count, arrays, workspace, workspace + table)
     for t in prange(threads):
@@ -198,7 +204,7 @@ def run_parallel(
 
 def run_with_helpers(
     steps: int, count: int, arrays: int, workspace: int, table: int, gate: int, pause: int
-) -> None:  # fmt: skip
+) -> None:
     """A sequence in the calling thread and in those that `help_with` brings.
 
     The word at `gate` counts who is inside, above that it says whether the launch has begun (GATE)
@@ -266,10 +272,14 @@ YIELD = _yield_address()
 def _entry(name: str) -> Any:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
     names |= protocol.TABLE | {
-        "D_SLOTS": protocol.D_SLOTS, "WORDS": microkernel.make_elements("int64"),
-        "NUMBER_BITS": protocol.NUMBER_BITS, "NUMBERS": protocol.NUMBERS,
-        "ENTRY_WORDS": protocol.ENTRY_WORDS, "LINE": tiling.LINE, "PAGE": PAGE,
-    }  # fmt: skip
+        "D_SLOTS": protocol.D_SLOTS,
+        "WORDS": microkernel.make_elements("int64"),
+        "NUMBER_BITS": protocol.NUMBER_BITS,
+        "NUMBERS": protocol.NUMBERS,
+        "ENTRY_WORDS": protocol.ENTRY_WORDS,
+        "LINE": tiling.LINE,
+        "PAGE": PAGE,
+    }
     data = data_of_array if OBJECTS_CAN_BE_READ else data_of_address
     names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     names["RESOLVE"] = specialise.device(resolve, **names)
@@ -293,9 +303,13 @@ def _entry(name: str) -> Any:
         )
     if name == "help":
         return specialise.entry(
-            help_with, types.void(*[_I] * 4), GATE=GATE, PATIENCE=PATIENCE,
-            WORK=parts["WORK"], **waiting,
-        )  # fmt: skip
+            help_with,
+            types.void(*[_I] * 4),
+            GATE=GATE,
+            PATIENCE=PATIENCE,
+            WORK=parts["WORK"],
+            **waiting,
+        )
     if name == "here":
         return specialise.entry(run_here, types.void(*[_I] * 5), **parts)
     return specialise.entry(

@@ -62,12 +62,17 @@ def _words() -> dict[str, Any]:
         **{
             name: getattr(protocol, name)
             for name in (
-                "D_SLOTS", "D_AXES", "AXIS_WORDS", "SLOT_COUNT", "C_SCRATCH", "C_SCRATCH_STRIDE",
+                "D_SLOTS",
+                "D_AXES",
+                "AXIS_WORDS",
+                "SLOT_COUNT",
+                "C_SCRATCH",
+                "C_SCRATCH_STRIDE",
             )
         },
         **protocol.DESCRIPTOR,
         "WORDS": microkernel.make_elements("int64"),
-    }  # fmt: skip
+    }
 
 
 def _cell_names() -> dict[str, Any]:
@@ -91,23 +96,40 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     r = registers(acc, kind)
     tiles = kind == "amx"
     words = {
-        **_words(), **protocol.AHEAD, **protocol.STREAMS,
-        "STREAM_TABLE": protocol.STREAM_TABLE, "ROW_STREAMS": protocol.ROW_STREAMS,
+        **_words(),
+        **protocol.AHEAD,
+        **protocol.STREAMS,
+        "STREAM_TABLE": protocol.STREAM_TABLE,
+        "ROW_STREAMS": protocol.ROW_STREAMS,
         "STREAM_COUNT": protocol.STREAM_COUNT,
-        "LINE": tiling.LINE, "NR": r.nr, "SIZE": r.itemsize,
-        "CALL_PACK_A": microkernel.make_call(7), "CALL_PACK_B": microkernel.make_call(7),
-        "PANEL_ROWS": r.panel_rows, "SLICE": max(gemm.SLICE, r.k_step),
-        "K_STEP": r.k_step, "FACTOR": r.factor, "REQUESTS": r.requests,
-    }  # fmt: skip
+        "LINE": tiling.LINE,
+        "NR": r.nr,
+        "SIZE": r.itemsize,
+        "CALL_PACK_A": microkernel.make_call(7),
+        "CALL_PACK_B": microkernel.make_call(7),
+        "PANEL_ROWS": r.panel_rows,
+        "SLICE": max(gemm.SLICE, r.k_step),
+        "K_STEP": r.k_step,
+        "FACTOR": r.factor,
+        "REQUESTS": r.requests,
+    }
     # Each may call those before it.
     for name, template in (
-        ("PLACE", gemm.place), ("SUM_OFFSETS", gemm.sum_offsets), ("ASK", gemm.ask),
-        ("PLAN_AHEAD", gemm.plan_ahead), ("PACK_AHEAD", gemm.pack_ahead), ("ASK_A", gemm.ask_a),
-        ("ASK_B", gemm.ask_b), ("ASK_ROW", gemm.ask_row), ("REST", gemm.rest),
-        ("ASK_PANEL", gemm.ask_panel), ("PLAN_GROUP", gemm.plan_group),
-        ("ASK_GROUP", gemm.ask_group), ("PACK_GROUP", gemm.pack_group),
+        ("PLACE", gemm.place),
+        ("SUM_OFFSETS", gemm.sum_offsets),
+        ("ASK", gemm.ask),
+        ("PLAN_AHEAD", gemm.plan_ahead),
+        ("PACK_AHEAD", gemm.pack_ahead),
+        ("ASK_A", gemm.ask_a),
+        ("ASK_B", gemm.ask_b),
+        ("ASK_ROW", gemm.ask_row),
+        ("REST", gemm.rest),
+        ("ASK_PANEL", gemm.ask_panel),
+        ("PLAN_GROUP", gemm.plan_group),
+        ("ASK_GROUP", gemm.ask_group),
+        ("PACK_GROUP", gemm.pack_group),
         ("PACK_SLICE", gemm.pack_slice),
-    ):  # fmt: skip
+    ):
         words[name] = specialise.device(template, **words)
     return specialise.kernel(
         gemm.gemm_cell,

@@ -228,9 +228,17 @@ def _multiplier(
 
 
 def _steps(
-    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers,
-    count: ir.Value, unroll: int, state: list[ir.Value], b_step: ir.Value, steps: list[ir.Value],
-) -> list[ir.Value]:  # fmt: skip
+    builder: ir.IRBuilder,
+    acc: str,
+    rows: int,
+    vectors: int,
+    r: Registers,
+    count: ir.Value,
+    unroll: int,
+    state: list[ir.Value],
+    b_step: ir.Value,
+    steps: list[ir.Value],
+) -> list[ir.Value]:
     """The loop of `count` times `unroll` rank-1 updates; no pass where count is 0.
 
     `state` is the address of A's panel and of B's row, an address a stream of requests, and the
@@ -289,9 +297,15 @@ def _steps(
 
 
 def _tile(
-    builder: ir.IRBuilder, acc: str, rows: int, vectors: int, r: Registers, unroll: int,
-    args: Any, spare: ir.Value,
-) -> None:  # fmt: skip
+    builder: ir.IRBuilder,
+    acc: str,
+    rows: int,
+    vectors: int,
+    r: Registers,
+    unroll: int,
+    args: Any,
+    spare: ir.Value,
+) -> None:
     """One tile: ``c[i, j] (+)= sum_p a[p, i] * b[p, j]`` for ``rows x (vectors * vl)`` values."""
     k, a, b, b_step, before, before_step, c, c_step, first, table = args
     element, size = FORMATS[acc]
@@ -489,8 +503,12 @@ def make_copy_one(fmt: str, acc: str) -> Any:
 def _inserted(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
     """`whole` with its lanes from `at` on replaced by `part`: one insertion, from memory too."""
     names = {
-        ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16", I16: "i16", I32: "i32"
-    }  # fmt: skip
+        ir.DoubleType(): "f64",
+        ir.FloatType(): "f32",
+        ir.HalfType(): "f16",
+        I16: "i16",
+        I32: "i32",
+    }
     name = names[part.type.element]
     fn = cgutils.get_or_insert_function(
         builder.module,

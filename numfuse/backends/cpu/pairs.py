@@ -25,7 +25,7 @@ from numfuse.backends.cpu.microkernel import (
     _transposed_lanes,
     _vector,
     address_intrinsic,
-)  # fmt: skip
+)
 
 #: Lanes of 32 bits, and halves, in 512 bits.
 _PAIRS, _HALVES = 16, 32
@@ -59,9 +59,15 @@ def make_pair_lanes() -> Any:
 
 
 def _interleaved(
-    builder: ir.IRBuilder, source: ir.Value, step: ir.Value, both: ir.Value, live: ir.Value,
-    target: ir.Value, vectors: int, known: int,
-) -> None:  # fmt: skip
+    builder: ir.IRBuilder,
+    source: ir.Value,
+    step: ir.Value,
+    both: ir.Value,
+    live: ir.Value,
+    target: ir.Value,
+    vectors: int,
+    known: int,
+) -> None:
     there = builder.icmp_signed("!=", both, I64(0))
     second = builder.add(source, builder.select(there, step, I64(0)))
     halves = _vector(I16, _PAIRS)

@@ -189,11 +189,22 @@ def exponent_parts(typingctx: Any, u: Any) -> Any:
 
 
 _TARGET = Target(
-    jit=_jit, absolute=absolute, square_root=square_root, copy_sign=copy_sign, fused=fused,
-    rounded_product=rounded_product, select=select, both=both, either=either, negation=negation,
-    power_of_two=power_of_two, raised_exponent=raised_exponent,
-    two_powers_of_two=two_powers_of_two, exponent_parts=exponent_parts, toward=toward,
-)  # fmt: skip
+    jit=_jit,
+    absolute=absolute,
+    square_root=square_root,
+    copy_sign=copy_sign,
+    fused=fused,
+    rounded_product=rounded_product,
+    select=select,
+    both=both,
+    either=either,
+    negation=negation,
+    power_of_two=power_of_two,
+    raised_exponent=raised_exponent,
+    two_powers_of_two=two_powers_of_two,
+    exponent_parts=exponent_parts,
+    toward=toward,
+)
 
 
 @functools.cache

@@ -199,9 +199,11 @@ def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> 
     """
     acc = library.accumulator(fmt)
     sources = (
-        Source("z", None, acc), Source("term_0", "bias", fmt), Source("term_1", "extra", fmt),
+        Source("z", None, acc),
+        Source("term_0", "bias", fmt),
+        Source("term_1", "extra", fmt),
         Source("term_2", "pre", acc),
-    )  # fmt: skip
+    )
     there = (product, w, z, before)
     absent = [x.name for x, present in zip(sources, there, strict=True) if not present]
     total = epilogues.sum_of_terms(3).without(*absent)
@@ -215,8 +217,10 @@ def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specia
     acc = library.accumulator(fmt)
     made = epilogues.residual_layer() if residual else epilogues.layer(f)
     sources = (
-        Source("z", None, acc), Source("bias", "bias", fmt), Source("residual", "extra", fmt)
-    )  # fmt: skip
+        Source("z", None, acc),
+        Source("bias", "bias", fmt),
+        Source("residual", "extra", fmt),
+    )
     results = (Result("out", "out", fmt), *([Result("pre", "pre", acc)] if pre else []))
     return row(made if bias else made.without("bias"), fmt, sources, results)
 
@@ -234,9 +238,10 @@ def grad_pre(
     made = epilogues.layer(f).select("out").backward()
     made = made.guarded() if guard else made
     sources = (
-        Source("z", "extra" if saved else None, acc), Source("bias", "bias", fmt),
+        Source("z", "extra" if saved else None, acc),
+        Source("bias", "bias", fmt),
         Source("grad", "grad", fmt),
-    )  # fmt: skip
+    )
     results = (Result("d_z", "out", library.grad_pre_format(fmt)),) if out else ()
     made = made if bias else made.without("bias")
     return row(made, fmt, sources, results, "d_z" if sums else None)
@@ -294,13 +299,17 @@ def double_backward(
     sources = tuple(there)
     made = made.without(*{"z", "t", "bias", "w", "grad"} - {x.name for x in sources})
     every = {
-        "d_grad": Result("d_grad", "out", fmt), "q": Result("q", "a", held),
+        "d_grad": Result("d_grad", "out", fmt),
+        "q": Result("q", "a", held),
         "s": Result("s", "b", held),
-    }  # fmt: skip
+    }
     return row(
-        made.guarded() if guard else made, fmt, sources,
-        tuple(every[name] for name in results), "q" if sums else None,
-    )  # fmt: skip
+        made.guarded() if guard else made,
+        fmt,
+        sources,
+        tuple(every[name] for name in results),
+        "q" if sums else None,
+    )
 
 
 @library.by_formula
@@ -317,9 +326,12 @@ def tangent(f: Curve, fmt: str, guard: bool, t: str, bias: bool) -> specialise.K
 # --- gates --------------------------------------------------------------------------------------
 def _gate_sources(fmt: str) -> tuple[Source, ...]:
     return (
-        Source("a", "a", fmt), Source("b", "b", fmt), Source("grad", "grad", fmt),
-        Source("u", "extra", fmt), Source("v", "pre", fmt),
-    )  # fmt: skip
+        Source("a", "a", fmt),
+        Source("b", "b", fmt),
+        Source("grad", "grad", fmt),
+        Source("u", "extra", fmt),
+        Source("v", "pre", fmt),
+    )
 
 
 @library.by_formula
@@ -364,9 +376,11 @@ def gate_tangent(
     made = made.guarded() if guard else made
     absent = [name for name, there in (("a_dot", u), ("b_dot", v)) if not there]
     sources = (
-        Source("a", "a", fmt), Source("b", "b", fmt), Source("a_dot", "grad", fmt),
+        Source("a", "a", fmt),
+        Source("b", "b", fmt),
+        Source("a_dot", "grad", fmt),
         Source("b_dot", "pre", fmt),
-    )  # fmt: skip
+    )
     results = Result("out", "out", fmt), Result("out_dot", "extra", fmt)
     return row(made.without(*absent), fmt, sources, results, None, streams)
 

@@ -43,11 +43,15 @@ __all__ = ["BACKEND", "PRECISIONS", "CudaBackend"]
 #: rounded to the 10 bits of tf32.
 PRECISIONS = ("ieee", "bf16x6", "tf32")
 _OUTPUTS = {
-    "forward": ("out", "pre"), "backward": ("d_a", "d_b", "d_bias"), "gated": ("out",),
-    "gated_backward": ("d_a", "d_b"), "double_backward": ("d_grad", "d_a", "d_b", "d_bias"),
-    "tangent": ("out", "out_dot"), "gated_double_backward": ("d_grad", "d_a", "d_b"),
+    "forward": ("out", "pre"),
+    "backward": ("d_a", "d_b", "d_bias"),
+    "gated": ("out",),
+    "gated_backward": ("d_a", "d_b"),
+    "double_backward": ("d_grad", "d_a", "d_b", "d_bias"),
+    "tangent": ("out", "out_dot"),
+    "gated_double_backward": ("d_grad", "d_a", "d_b"),
     "gated_tangent": ("out", "out_dot"),
-}  # fmt: skip
+}
 
 
 class CudaBackend:

@@ -21,8 +21,15 @@ from numfuse.backends.cuda.memory import Block, Pool
 from numfuse.ghosts import GhostViews
 
 __all__ = [
-    "DeviceArray", "Memory", "address", "bounds", "contiguous", "dtype_of", "ghost", "pool_of",
-]  # fmt: skip
+    "DeviceArray",
+    "Memory",
+    "address",
+    "bounds",
+    "contiguous",
+    "dtype_of",
+    "ghost",
+    "pool_of",
+]
 
 _POOLS: dict[int, Pool] = {}
 
@@ -111,14 +118,28 @@ class DeviceArray(GhostViews):
     """
 
     __slots__ = (
-        "__weakref__", "_ghost", "address", "dtype", "layout", "memory", "shape", "stream",
-        "strides", "writable",
-    )  # fmt: skip
+        "__weakref__",
+        "_ghost",
+        "address",
+        "dtype",
+        "layout",
+        "memory",
+        "shape",
+        "stream",
+        "strides",
+        "writable",
+    )
 
     def __init__(
-        self, memory: Memory, at: int, shape: tuple[int, ...], strides: tuple[int, ...],
-        dtype: np.dtype[Any], stream: int, writable: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        memory: Memory,
+        at: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        stream: int,
+        writable: bool = True,
+    ) -> None:
         self.memory = memory
         #: Of the first element.
         self.address = at
@@ -163,9 +184,14 @@ class DeviceArray(GhostViews):
 
     def _view(self, x: ndarray) -> DeviceArray:
         return DeviceArray(
-            self.memory, address(x), x.shape, x.strides, x.dtype, self.stream,
+            self.memory,
+            address(x),
+            x.shape,
+            x.strides,
+            x.dtype,
+            self.stream,
             bool(x.flags.writeable),
-        )  # fmt: skip
+        )
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """The same elements in another shape, where that takes no copy.
@@ -205,11 +231,14 @@ class DeviceArray(GhostViews):
                 "__cuda_array_interface__ has no bfloat16: use DLPack (torch.from_dlpack(x))"
             )
         return {
-            "shape": self.shape, "strides": self.strides, "typestr": self.dtype.str,
-            "data": (self.address, not self.writable), "version": 3,
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": self.dtype.str,
+            "data": (self.address, not self.writable),
+            "version": 3,
             # 0 is forbidden there; 1 is the default stream
             "stream": self.stream or 1,
-        }  # fmt: skip
+        }
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.CUDA, self.device.ordinal
@@ -224,9 +253,13 @@ class DeviceArray(GhostViews):
                 self.memory.streams.add(taker)
         size = self.dtype.itemsize
         return dlpack.export(
-            self, self.address, self.dtype.name, self.device.ordinal, self.shape,
+            self,
+            self.address,
+            self.dtype.name,
+            self.device.ordinal,
+            self.shape,
             tuple(s // size for s in self.strides),
-        )  # fmt: skip
+        )
 
     def to_numpy(self) -> ndarray:
         """A copy as a C-contiguous NumPy array."""

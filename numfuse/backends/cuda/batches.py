@@ -26,9 +26,19 @@ if TYPE_CHECKING:
     from numfuse.expr import Expr
 
 __all__ = [
-    "Places", "alignment", "as_rows", "copy", "join", "launch", "matrix", "packed_rows",
-    "product", "split", "sum_to", "turned",
-]  # fmt: skip
+    "Places",
+    "alignment",
+    "as_rows",
+    "copy",
+    "join",
+    "launch",
+    "matrix",
+    "packed_rows",
+    "product",
+    "split",
+    "sum_to",
+    "turned",
+]
 
 
 # --- axes ---------------------------------------------------------------------------------------
@@ -137,10 +147,16 @@ def launch(
         bias = operands["bias"]
         operands["bias"] = replace(bias, strides=(bias.strides[0], 0, bias.strides[2]))
     product = Product(
-        m, n, k, places.count, accumulator=accumulator,
+        m,
+        n,
+        k,
+        places.count,
+        accumulator=accumulator,
         precision=rec.precision if views["x"].dtype == "float32" else "ieee",
-        sums=sums, **operands, **features,
-    )  # fmt: skip
+        sums=sums,
+        **operands,
+        **features,
+    )
     plan = rec.choose(product)
     table = None
     rows = 0
@@ -180,9 +196,10 @@ def product(
     given = {"x": x, "y": y, "bias": bias, "extra": extra, "pre": pre, "out": out}
     views = {name: view for name, view in given.items() if view is not None}
     features: dict[str, Any] = {
-        "epilogue": "activation" if extra is None else "residual", "function": function,
+        "epilogue": "activation" if extra is None else "residual",
+        "function": function,
         "free": free,
-    }  # fmt: skip
+    }
     factors = None
     if inner:
         # neither bias nor extra is there: it is d_a or d_b
@@ -195,8 +212,9 @@ def product(
             views["y"], y_k = _along_k(rec, y, batch, outer, inner)
             k *= prod(batch[i] for i in inner)
             factors = {
-                "x": (matrix(views["x"])[1], x_k), "y": (y_k, matrix(views["y"])[1]),
-            }  # fmt: skip
+                "x": (matrix(views["x"])[1], x_k),
+                "y": (y_k, matrix(views["y"])[1]),
+            }
             views["x"] = turned(views["x"])
         else:
             _summed(rec, views, batch, outer, inner, out, accumulator, features)
@@ -224,9 +242,10 @@ def _along_k(
     order = [i for i in range(len(view.shape) - 2) if i not in order] + order
     order += [len(view.shape) - 2, len(view.shape) - 1]
     turned = replace(
-        view, shape=tuple(view.shape[i] for i in order),
+        view,
+        shape=tuple(view.shape[i] for i in order),
         strides=tuple(view.strides[i] for i in order),
-    )  # fmt: skip
+    )
     packed = rec.fresh(turned.shape, view.dtype)
     copy(rec, turned, packed)
     strides = [0] * len(order)
@@ -274,18 +293,30 @@ def _summed(
         for i, s in zip(outer, _contiguous([batch[i] for i in outer]), strict=True):
             steps[i] = s * depth * m * n
         target = View(
-            planes.buffer, planes.offset + lead * plane, (*lengths, m, n), (*steps, n, 1),
-            accumulator, planes.itemsize, planes.alignment,
-        )  # fmt: skip
+            planes.buffer,
+            planes.offset + lead * plane,
+            (*lengths, m, n),
+            (*steps, n, 1),
+            accumulator,
+            planes.itemsize,
+            planes.alignment,
+        )
         parts = {
             name: view.part(axis - (len(batch) + 2 - len(view.shape)), first, last)
             for name, view in views.items()
             if name != "out"
         }
         launch(
-            rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator,
+            rec,
+            m,
+            n,
+            k,
+            lengths,
+            order,
+            {**parts, "out": target},
+            accumulator,
             **{**features, "free": False},
-        )  # fmt: skip
+        )
         used = (last - first) * rest + lead
         if last == batch[axis] and len(turns) == 1:
             join(rec, planes, count, depth, out, accumulator)
@@ -307,9 +338,11 @@ def _nth(out: View, number: int) -> View:
         number, index = divmod(number, length)
         offset += index * stride
     return replace(
-        out, offset=out.offset + offset * out.itemsize, shape=out.shape[-2:],
+        out,
+        offset=out.offset + offset * out.itemsize,
+        shape=out.shape[-2:],
         strides=out.strides[-2:],
-    )  # fmt: skip
+    )
 
 
 def join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumulator: str) -> None:
@@ -325,9 +358,18 @@ def join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumul
     for number, index in enumerate(np.ndindex(*lengths[:-1])):
         offset = sum(i * s for i, s in zip(index, steps[:-1], strict=True)) * out.itemsize
         launches, workspace = passes.joins(
-            rec.device.info, accumulator, Slot("planes"), Slot("out"), out.dtype, many, depth,
-            rows, columns, (step, out.strides[-2], out.strides[-1]), Slot("work"),
-        )  # fmt: skip
+            rec.device.info,
+            accumulator,
+            Slot("planes"),
+            Slot("out"),
+            out.dtype,
+            many,
+            depth,
+            rows,
+            columns,
+            (step, out.strides[-2], out.strides[-1]),
+            Slot("work"),
+        )
         rec.launches(
             launches,
             {
@@ -378,9 +420,14 @@ def copy(rec: Recorder, source: View, out: View) -> None:
     lead = max(0, len(lengths) - passes.COPY_AXES)
     accumulator = "float64" if out.dtype == "float64" else "float32"
     launch = passes.copies(
-        rec.device.info, accumulator, source.dtype, out.dtype, lengths[lead:], steps[lead:],
+        rec.device.info,
+        accumulator,
+        source.dtype,
+        out.dtype,
+        lengths[lead:],
+        steps[lead:],
         out_steps[lead:],
-    )  # fmt: skip
+    )
     for index in np.ndindex(*lengths[:lead]):
         at = {
             name: (

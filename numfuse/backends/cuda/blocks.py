@@ -45,12 +45,37 @@ i32, i64 = np.int32, np.int64
 
 
 def _product(
-    x, y, bias, extra, pre, out, sums,
-    m, n, k, part, parts, chain,
-    x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
-    extra_place, extra_row, extra_column, pre_place, pre_row, pre_column,
-    out_place, out_row, out_column,
-):  # fmt: skip
+    x,
+    y,
+    bias,
+    extra,
+    pre,
+    out,
+    sums,
+    m,
+    n,
+    k,
+    part,
+    parts,
+    chain,
+    x_place,
+    x_row,
+    x_column,
+    y_place,
+    y_row,
+    y_column,
+    bias_place,
+    bias_column,
+    extra_place,
+    extra_row,
+    extra_column,
+    pre_place,
+    pre_row,
+    pre_column,
+    out_place,
+    out_row,
+    out_column,
+):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
 
@@ -437,27 +462,50 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
     assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
     count = values if block.wide else 1
     bindings: dict[str, Any] = {
-        "BLOCK_M": block.block_m, "BLOCK_N": block.block_n, "BLOCK_K": block.block_k,
-        "THREADS": block.threads, "STAGES": block.stages, "GROUP": block.group,
-        "STAGE": block.stage, "X_BYTES": block.x.bytes,
-        "TOTALS": made.totals, "FACTORS": made.factors, "FACTOR": engine.factor,
-        "ACC_BYTES": one.itemsize(acc), "CLEAR": clear(made.totals),
-        "KEPT": block.kept, "KEPT_AT": block.stages * block.stage, "ADD": add(made.totals),
-        "KEEP": keep(made.totals, block.threads), "ADD_KEPT": add_kept(made.totals, block.threads),
-        "FIRST_FACTORS": made.first_factors, "MULTIPLY_SLICE": made.multiply_slice,
-        "MULTIPLY_PART": made.multiply_part, "PARTS": made.parts,
-        "X_FROM": engine.x_from, "Y_FROM": engine.y_from,
+        "BLOCK_M": block.block_m,
+        "BLOCK_N": block.block_n,
+        "BLOCK_K": block.block_k,
+        "THREADS": block.threads,
+        "STAGES": block.stages,
+        "GROUP": block.group,
+        "STAGE": block.stage,
+        "X_BYTES": block.x.bytes,
+        "TOTALS": made.totals,
+        "FACTORS": made.factors,
+        "FACTOR": engine.factor,
+        "ACC_BYTES": one.itemsize(acc),
+        "CLEAR": clear(made.totals),
+        "KEPT": block.kept,
+        "KEPT_AT": block.stages * block.stage,
+        "ADD": add(made.totals),
+        "KEEP": keep(made.totals, block.threads),
+        "ADD_KEPT": add_kept(made.totals, block.threads),
+        "FIRST_FACTORS": made.first_factors,
+        "MULTIPLY_SLICE": made.multiply_slice,
+        "MULTIPLY_PART": made.multiply_part,
+        "PARTS": made.parts,
+        "X_FROM": engine.x_from,
+        "Y_FROM": engine.y_from,
         "WAIT_FIRST": one.fetch_wait(block.stages - 1),
-        "WAIT_NEXT": one.fetch_wait(block.stages - 2), "WAIT_ALL": one.fetch_wait0,
-        "PUT_TOTALS": made.put_totals, "PUT_TO": engine.put_to, "PUT_PITCH": engine.put_pitch,
-        "PASSES": engine.passes, "PASS_ROWS": engine.pass_rows, "PASS_ROW": engine.pass_row,
-        "VALUES": values, "ROWS": rows, "ROW_STEP": row_step, "WIDE": block.wide,
-        "COLUMN_THREADS": columns, "COLUMN_BITS": columns.bit_length() - 1,
+        "WAIT_NEXT": one.fetch_wait(block.stages - 2),
+        "WAIT_ALL": one.fetch_wait0,
+        "PUT_TOTALS": made.put_totals,
+        "PUT_TO": engine.put_to,
+        "PUT_PITCH": engine.put_pitch,
+        "PASSES": engine.passes,
+        "PASS_ROWS": engine.pass_rows,
+        "PASS_ROW": engine.pass_row,
+        "VALUES": values,
+        "ROWS": rows,
+        "ROW_STEP": row_step,
+        "WIDE": block.wide,
+        "COLUMN_THREADS": columns,
+        "COLUMN_BITS": columns.bit_length() - 1,
         "COLUMN_FIRST": values if block.wide else 1,
         "COLUMN_STEP": 1 if block.wide else columns,
         "CLUSTER": block.cluster,
         "BARRIER": one.block_barrier if block.cluster == 1 else one.cluster_barrier,
-    }  # fmt: skip
+    }
     bindings |= block.epilogue.bindings(count) | mover("X", block.x) | mover("Y", block.y)
     if block.cluster == 1:
         bindings["TAKE"] = one.load(acc, count, acc, one.SHARED)
@@ -466,9 +514,13 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         bindings["TAKE_ONE"] = one.load_cluster(1, acc, block.cluster)
     template = expanded(_product, bindings)
     return kernel(
-        template, SIGNATURE, threads=block.threads, blocks=block.blocks, name=name,
+        template,
+        SIGNATURE,
+        threads=block.threads,
+        blocks=block.blocks,
+        name=name,
         **names_of(template, bindings),
-    )  # fmt: skip
+    )
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -510,20 +562,38 @@ def plan(
         workspace += -(-p.places * parts * p.m * p.n * size // 256) * 256
     rows = [o for o in (out, p.extra, p.pre) if o is not None]
     block = Block(
-        tile.block_m, tile.block_n, tile.block_k, tile.threads, tile.stages, tile.group, x, y,
+        tile.block_m,
+        tile.block_n,
+        tile.block_k,
+        tile.threads,
+        tile.stages,
+        tile.group,
+        x,
+        y,
         Epilogue.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident, cluster=cluster, kept=tile.kept if chain < min(part, p.k) else "",
-    )  # fmt: skip
+        blocks=tile.resident,
+        cluster=cluster,
+        kept=tile.kept if chain < min(part, p.k) else "",
+    )
     taken = block.shared_bytes(engine) + RESERVED_BYTES
     if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
         # fewer blocks have registers for it
         block = replace(block, kept="registers", blocks=2)
     made = build(block, engine, f"{name} {p.epilogue}")
     arguments = (
-        *slots, *Epilogue.slots(p, target), p.m, p.n, p.k, part, parts, chain, *p.x.steps,
-        *p.y.steps, *Epilogue.steps(p, out),
-    )  # fmt: skip
+        *slots,
+        *Epilogue.slots(p, target),
+        p.m,
+        p.n,
+        p.k,
+        part,
+        parts,
+        chain,
+        *p.x.steps,
+        *p.y.steps,
+        *Epilogue.steps(p, out),
+    )
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (
         *before,
@@ -538,14 +608,29 @@ def plan(
     if parts > 1:
         if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
             join = joins.rows(
-                p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, (p.m, p.n),
+                p.accumulator,
+                target,
+                Slot("out"),
+                p.out.dtype,
+                p.places,
+                parts,
+                (p.m, p.n),
                 p.out.strides,
-            )  # fmt: skip
+            )
             return Plan((*launches, join), tile, workspace, tile.block_m)
         more, staged = passes.joins(
-            device, p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, p.m, p.n,
-            p.out.strides, Slot("work", workspace),
-        )  # fmt: skip
+            device,
+            p.accumulator,
+            target,
+            Slot("out"),
+            p.out.dtype,
+            p.places,
+            parts,
+            p.m,
+            p.n,
+            p.out.strides,
+            Slot("work", workspace),
+        )
         launches, workspace = launches + more, workspace + staged
     shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
     return Plan(launches, shown, workspace, tile.block_m)

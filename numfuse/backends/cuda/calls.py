@@ -39,11 +39,15 @@ __all__ = [
 
 #: What runs a kind of problem.
 operations: dict[str, Callable[[Recorder, Any, run.Bind], None]] = {
-    "forward": run.forward, "backward": run.backward, "gated": run.gate,
-    "gated_backward": run.gate_backward, "double_backward": higher.double_backward,
-    "tangent": higher.tangent, "gated_double_backward": higher.gated_double_backward,
+    "forward": run.forward,
+    "backward": run.backward,
+    "gated": run.gate,
+    "gated_backward": run.gate_backward,
+    "double_backward": higher.double_backward,
+    "tangent": higher.tangent,
+    "gated_double_backward": higher.gated_double_backward,
     "gated_tangent": higher.gated_tangent,
-}  # fmt: skip
+}
 
 
 class Argument(NamedTuple):
@@ -140,7 +144,9 @@ def call(
         The number of the graph that is being captured, where the caller knows it.
     """
     key = (
-        kind, precision, options,
+        kind,
+        precision,
+        options,
         tuple(
             (name, a.shape, a.strides, a.dtype, alignment_of(a.address), a.writable)
             for name, a in operands.items()
@@ -149,7 +155,7 @@ def call(
             (name, a.shape, a.strides, a.dtype, alignment_of(a.address), a.writable)
             for name, (_, a) in outs.items()
         ),
-    )  # fmt: skip
+    )
     kept = device.kept_calls.get(key)
     if kept is None or (outs and _overlap(operands, outs)):
         kept = _record(device, precision, kind, operands, outs, make_problem)
@@ -222,9 +228,14 @@ def _record(
         base = ghosts[name]
         offset = address(x) - address(base) if x.size else 0
         return View(
-            rec.number(name), offset, x.shape, strides_of(x), x.dtype.name, x.itemsize,
+            rec.number(name),
+            offset,
+            x.shape,
+            strides_of(x),
+            x.dtype.name,
+            x.itemsize,
             alignments[name],
-        )  # fmt: skip
+        )
 
     steps, told = recorded(
         device, precision, kind, p, bind, (*operands, *outs, *news), p.activation.name, after
@@ -256,15 +267,26 @@ def foresee(
     kinds: tuple[tuple[str, dict[str, Argument], Any], ...] = (
         ("forward", forward, gemm(False)),
         ("forward", forward, gemm(True)),
-        ("backward", made, lambda g: (
-            problem.gemm_backward(g["grad"], g["a"], g["b"], g["bias"], act),
-            ("d_a", "d_b", "d_bias"), None,
-        )),
+        (
+            "backward",
+            made,
+            lambda g: (
+                problem.gemm_backward(g["grad"], g["a"], g["b"], g["bias"], act),
+                ("d_a", "d_b", "d_bias"),
+                None,
+            ),
+        ),
         ("gated", gates, lambda g: (problem.gated(g["a"], g["b"], act), ("out",), None)),
-        ("gated_backward", gates_backward, lambda g: (
-            problem.gated_backward(g["grad"], g["a"], g["b"], act), ("d_a", "d_b"), None,
-        )),
-    )  # fmt: skip
+        (
+            "gated_backward",
+            gates_backward,
+            lambda g: (
+                problem.gated_backward(g["grad"], g["a"], g["b"], act),
+                ("d_a", "d_b"),
+                None,
+            ),
+        ),
+    )
     for kind, operands, make_problem in kinds:
         _record(device, precision, kind, operands, {}, make_problem)
 
@@ -330,9 +352,23 @@ class Host:
 
 #: The arrays of every kind of problem.
 _FIELDS = (
-    "grad", "a", "b", "bias", "residual", "pre", "out", "d_a", "d_b", "d_bias", "u", "v", "w", "z",
-    "d_grad", "out_dot",
-)  # fmt: skip
+    "grad",
+    "a",
+    "b",
+    "bias",
+    "residual",
+    "pre",
+    "out",
+    "d_a",
+    "d_b",
+    "d_bias",
+    "u",
+    "v",
+    "w",
+    "z",
+    "d_grad",
+    "out_dot",
+)
 
 
 def host_call(device: Device, precision: str, kind: str, p: Any, outputs: Sequence[str]) -> Call:
@@ -340,10 +376,17 @@ def host_call(device: Device, precision: str, kind: str, p: Any, outputs: Sequen
     arrays = {name: x for name in _FIELDS if (x := getattr(p, name, None)) is not None}
     act = p.activation
     key = (
-        "host", kind, precision, act.name, act.digest, getattr(p, "guard", None), p.dtype,
-        getattr(p, "batch", None), getattr(p, "k", None),
+        "host",
+        kind,
+        precision,
+        act.name,
+        act.digest,
+        getattr(p, "guard", None),
+        p.dtype,
+        getattr(p, "batch", None),
+        getattr(p, "k", None),
         tuple((name, x.shape, x.strides, x.dtype) for name, x in arrays.items()),
-    )  # fmt: skip
+    )
     host = Host(device, 0, outputs)
     try:
         kept = device.kept_calls.get(key)

@@ -20,11 +20,17 @@ _CODES = {name: code for code, name in _DTYPES.items()}
 
 class _Tensor(ctypes.Structure):
     _fields_ = (
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int), ("device_id", ctypes.c_int),
-        ("ndim", ctypes.c_int), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
-    )  # fmt: skip
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int),
+        ("device_id", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
 
 
 class _Managed(ctypes.Structure):
@@ -70,9 +76,13 @@ def _unused(capsule: int) -> None:
 
 
 def export(
-    owner: Any, address: int, dtype: str, ordinal: int, shape: Sequence[int],
+    owner: Any,
+    address: int,
+    dtype: str,
+    ordinal: int,
+    shape: Sequence[int],
     strides: Sequence[int],
-) -> Any:  # fmt: skip
+) -> Any:
     """A capsule over memory that `owner` keeps alive; strides in elements."""
     axes = len(shape)
     code, bits = _CODES[dtype]

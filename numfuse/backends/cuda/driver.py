@@ -35,20 +35,31 @@ __all__ = ["Device", "Prepared", "device"]
 REMEMBERED = 32
 # Errors after which the context can do nothing any more (CUDA driver API, CUresult).
 _FATAL = {
-    214: "an uncorrectable memory error", 219: "an uncorrectable NVLink error",
-    700: "an illegal memory address", 702: "a kernel that ran too long",
-    709: "a destroyed context", 710: "a failed assertion of a kernel",
-    714: "a hardware error of the stack", 715: "an illegal instruction",
-    716: "a misaligned address", 717: "an address of another address space",
-    718: "an invalid program counter", 719: "a failed launch", 721: "a failed tensor map",
+    214: "an uncorrectable memory error",
+    219: "an uncorrectable NVLink error",
+    700: "an illegal memory address",
+    702: "a kernel that ran too long",
+    709: "a destroyed context",
+    710: "a failed assertion of a kernel",
+    714: "a hardware error of the stack",
+    715: "an illegal instruction",
+    716: "a misaligned address",
+    717: "an address of another address space",
+    718: "an invalid program counter",
+    719: "a failed launch",
+    721: "a failed tensor map",
     999: "an unknown error",
-}  # fmt: skip
+}
 _OUT_OF_MEMORY = 2
 # CUdevice_attribute
 _ATTRIBUTES = {
-    "major": 75, "minor": 76, "multiprocessors": 16, "shared_per_block": 97,
-    "shared_per_multiprocessor": 81, "l2_bytes": 38,
-}  # fmt: skip
+    "major": 75,
+    "minor": 76,
+    "multiprocessors": 16,
+    "shared_per_block": 97,
+    "shared_per_multiprocessor": 81,
+    "l2_bytes": 38,
+}
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
@@ -222,14 +233,19 @@ class Device:
     def entries(self) -> tuple[int, ...]:
         """The first words of a plan of `launcher.launch_loop`."""
         names = (
-            "cuLaunchKernelEx", "cuCtxGetCurrent", "cuCtxSetCurrent", None, "cuGraphLaunch",
+            "cuLaunchKernelEx",
+            "cuCtxGetCurrent",
+            "cuCtxSetCurrent",
+            None,
+            "cuGraphLaunch",
             "cuTensorMapReplaceAddress",
-        )  # fmt: skip
+        )
         return tuple(
-            self.context if name is None
+            self.context
+            if name is None
             else ctypes.cast(getattr(self.cuda, name), c_void_p).value or 0
             for name in names
-        )  # fmt: skip
+        )
 
     @cached_property
     def recording_stream(self) -> int:
@@ -351,9 +367,17 @@ class Prepared:
     """
 
     __slots__ = (
-        "_attributes", "_config", "_pointers", "_words", "device", "handles", "maps", "name",
-        "slots", "table",
-    )  # fmt: skip
+        "_attributes",
+        "_config",
+        "_pointers",
+        "_words",
+        "device",
+        "handles",
+        "maps",
+        "name",
+        "slots",
+        "table",
+    )
 
     def __init__(self, device: Device, launch: Launch) -> None:
         kernel = launch.kernel
@@ -409,19 +433,29 @@ class Prepared:
             attributes.append(Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
         self._attributes = (Attribute * max(1, len(attributes)))(*attributes)
         self._config = Config(
-            (c_uint * 3)(*launch.grid), (c_uint * 3)(*kernel.block), launch.shared_bytes, None,
-            self._attributes if attributes else None, len(attributes),
-        )  # fmt: skip
+            (c_uint * 3)(*launch.grid),
+            (c_uint * 3)(*kernel.block),
+            launch.shared_bytes,
+            None,
+            self._attributes if attributes else None,
+            len(attributes),
+        )
         #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
         self.handles = (
-            ctypes.addressof(self._config), handle, ctypes.addressof(self._pointers),
-        )  # fmt: skip
+            ctypes.addressof(self._config),
+            handle,
+            ctypes.addressof(self._pointers),
+        )
 
 
 _NUMPY = {
-    "u64": np.uint64, "i64": np.int64, "u32": np.uint32, "i32": np.int32, "f32": np.float32,
+    "u64": np.uint64,
+    "i64": np.int64,
+    "u32": np.uint32,
+    "i32": np.int32,
+    "f32": np.float32,
     "f64": np.float64,
-}  # fmt: skip
+}
 
 
 _lock = threading.RLock()

@@ -242,10 +242,17 @@ def _short_primitives() -> SimpleNamespace:
 
     return SimpleNamespace(
         **{
-            **vars(full), "plain_exp": plain_exp, "scaled_exp": scaled_exp, "exp": exp,
-            "plain_sigmoid": plain_sigmoid, "scaled_sigmoid": scaled_sigmoid,
-            "plain_complement": plain_complement, "scaled_complement": scaled_complement,
-            "plain_bell": plain_bell, "scaled_bell": scaled_bell, "tanh": tanh,
+            **vars(full),
+            "plain_exp": plain_exp,
+            "scaled_exp": scaled_exp,
+            "exp": exp,
+            "plain_sigmoid": plain_sigmoid,
+            "scaled_sigmoid": scaled_sigmoid,
+            "plain_complement": plain_complement,
+            "scaled_complement": scaled_complement,
+            "plain_bell": plain_bell,
+            "scaled_bell": scaled_bell,
+            "tanh": tanh,
             "product_low": product_low,
         }
-    )  # fmt: skip
+    )

@@ -105,9 +105,17 @@ class DeviceCall:
         for x in self._own:
             self._follow(x, stream)
         result, kept = call(
-            self.device, stream, self.precision, kind, self.operands, self.outs, options,
-            make_problem, self.kind.maker(self.ordinal, stream), self.kind.capture(self.ordinal),
-        )  # fmt: skip
+            self.device,
+            stream,
+            self.precision,
+            kind,
+            self.operands,
+            self.outs,
+            options,
+            make_problem,
+            self.kind.maker(self.ordinal, stream),
+            self.kind.capture(self.ordinal),
+        )
         _LATEST.kept = kept
         if self._held:
             _hold(self.device, stream, self._held)

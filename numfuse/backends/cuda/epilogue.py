@@ -35,18 +35,27 @@ class Epilogue:
         if p.function is not None:
             function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
         return cls(
-            p.accumulator, out, p.bias.dtype if p.bias else None,
-            p.extra.dtype if p.extra else None, p.pre is not None, p.epilogue, p.sums, function,
-        )  # fmt: skip
+            p.accumulator,
+            out,
+            p.bias.dtype if p.bias else None,
+            p.extra.dtype if p.extra else None,
+            p.pre is not None,
+            p.epilogue,
+            p.sums,
+            function,
+        )
 
     @staticmethod
     def slots(product: Product, out: Slot) -> tuple[int | Slot, ...]:
         """Its arrays as arguments: bias, extra, pre, the result's (at `out`) and the sums."""
         p = product
         return (
-            Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
-            Slot("pre") if p.pre else 0, out, Slot("sums") if p.sums else 0,
-        )  # fmt: skip
+            Slot("bias") if p.bias else 0,
+            Slot("extra") if p.extra else 0,
+            Slot("pre") if p.pre else 0,
+            out,
+            Slot("sums") if p.sums else 0,
+        )
 
     @staticmethod
     def steps(product: Product, out: Operand) -> tuple[int, ...]:
@@ -62,15 +71,20 @@ class Epilogue:
         store = one.store if count == 1 else one.store_array
         found: dict[str, Any] = {
             "ACCUMULATOR": one.ACCUMULATORS[acc][1],
-            "BIAS": self.bias is not None, "EXTRA": self.extra is not None, "PRE": self.pre,
-            "RESIDUAL": self.kind == "residual", "SLOPE": self.kind == "slope",
-            "SUMS": self.sums, "HAS_FUNCTION": self.function is not None,
-            "STORE_SUM": one.store(acc, 1, acc), "STORE_PRE": store(acc, count, acc),
+            "BIAS": self.bias is not None,
+            "EXTRA": self.extra is not None,
+            "PRE": self.pre,
+            "RESIDUAL": self.kind == "residual",
+            "SLOPE": self.kind == "slope",
+            "SUMS": self.sums,
+            "HAS_FUNCTION": self.function is not None,
+            "STORE_SUM": one.store(acc, 1, acc),
+            "STORE_PRE": store(acc, count, acc),
             "STORE_OUT": store(self.out, count, acc),
             # sums on their way through shared memory
             "TAKE_ONE": one.load(acc, 1, acc, one.SHARED),
             "PUT_ONE": one.store(acc, 1, acc, one.SHARED),
-        }  # fmt: skip
+        }
         if self.function is not None:
             found["FUNCTION"] = self.function
         if self.bias is not None:

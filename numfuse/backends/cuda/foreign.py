@@ -114,8 +114,10 @@ class Own(Kind):
         size = x.dtype.itemsize
         strides = tuple(s // size for s in x.strides)
         return (
-            Argument(x.address, x.shape, strides, x.dtype.name, x.writable), x.device.ordinal, None
-        )  # fmt: skip
+            Argument(x.address, x.shape, strides, x.dtype.name, x.writable),
+            x.device.ordinal,
+            None,
+        )
 
 
 class Interface(Kind):

@@ -118,21 +118,32 @@ def wide_kernel(
     per_vector = 16 // intrinsics.itemsize(dtype)
     d_a, d_b = needs
     bindings: dict[str, Any] = {
-        "THREADS": tiling.CUDA_PASS_THREADS, "VECTORS": vectors_of(dtype, backward),
-        "PER_VECTOR": per_vector, "ITEMSIZE": intrinsics.itemsize(dtype),
-        "REAL": getattr(types, accumulator), "BACKWARD": backward, "READS_B": d_a,
-        "D_A": d_a, "D_B": d_b, "VALUE": value, "SLOPE": slope,
-        "LOAD_WORDS": intrinsics.load_words, "STORE_WORDS": intrinsics.store_words,
+        "THREADS": tiling.CUDA_PASS_THREADS,
+        "VECTORS": vectors_of(dtype, backward),
+        "PER_VECTOR": per_vector,
+        "ITEMSIZE": intrinsics.itemsize(dtype),
+        "REAL": getattr(types, accumulator),
+        "BACKWARD": backward,
+        "READS_B": d_a,
+        "D_A": d_a,
+        "D_B": d_b,
+        "VALUE": value,
+        "SLOPE": slope,
+        "LOAD_WORDS": intrinsics.load_words,
+        "STORE_WORDS": intrinsics.store_words,
         "AS_VALUES": registers.words_as(dtype, accumulator),
         "AS_WORDS": registers.as_words(dtype, accumulator),
         "LOAD": intrinsics.load(dtype, 1, accumulator),
         "STORE": intrinsics.store(dtype, 1, accumulator),
-    }  # fmt: skip
+    }
     template = expanded(gates_wide, bindings)
     return kernel(
-        template, "i64 i64 i64 i64 i64 i64", threads=tiling.CUDA_PASS_THREADS,
-        name="gated backward" if backward else "gated", **names_of(template, bindings),
-    )  # fmt: skip
+        template,
+        "i64 i64 i64 i64 i64 i64",
+        threads=tiling.CUDA_PASS_THREADS,
+        name="gated backward" if backward else "gated",
+        **names_of(template, bindings),
+    )
 
 
 def vectors_of(dtype: str, backward: bool) -> int:
@@ -156,10 +167,14 @@ def forward(
         arguments = (0, Slot("a"), Slot("b"), Slot("out"), 0, size)
         return Launch(wide, _wide_grid(dtype, size), arguments)
     made = kernel(
-        gate, "u64 u64 u64 i64", threads=threads_of(info), name="gated",
-        LOAD=scalars.loads(dtype), STORE=scalars.stores(dtype),
+        gate,
+        "u64 u64 u64 i64",
+        threads=threads_of(info),
+        name="gated",
+        LOAD=scalars.loads(dtype),
+        STORE=scalars.stores(dtype),
         VALUE=function,
-    )  # fmt: skip
+    )
     return Launch(made, grid_of(size, info), (Slot("a"), Slot("b"), Slot("out"), size))
 
 
@@ -182,15 +197,26 @@ def backward(
     function = elementwise.scalar(value, accumulator, dtype)
     derivative = elementwise.scalar(slope, accumulator, dtype, guard=guard, constant=slope is None)
     arguments = (
-        Slot("grad"), Slot("a"), Slot("b") if d_a else 0, Slot("d_a") if d_a else 0,
-        Slot("d_b") if d_b else 0, size,
-    )  # fmt: skip
+        Slot("grad"),
+        Slot("a"),
+        Slot("b") if d_a else 0,
+        Slot("d_a") if d_a else 0,
+        Slot("d_b") if d_b else 0,
+        size,
+    )
     if info.capability[0] and alignment >= 16:
         wide = wide_kernel(dtype, accumulator, function, derivative, needs, backward=True)
         return Launch(wide, _wide_grid(dtype, size, backward=True), arguments)
     made = kernel(
-        gate_backward, "u64 u64 u64 u64 u64 i64", threads=threads_of(info), name="gated backward",
-        LOAD=scalars.loads(dtype), STORE=scalars.stores(dtype), D_A=d_a, D_B=d_b,
-        VALUE=function if d_b else Scalar(None, accumulator), SLOPE=derivative,
-    )  # fmt: skip
+        gate_backward,
+        "u64 u64 u64 u64 u64 i64",
+        threads=threads_of(info),
+        name="gated backward",
+        LOAD=scalars.loads(dtype),
+        STORE=scalars.stores(dtype),
+        D_A=d_a,
+        D_B=d_b,
+        VALUE=function if d_b else Scalar(None, accumulator),
+        SLOPE=derivative,
+    )
     return Launch(made, grid_of(size, info), arguments)

@@ -85,9 +85,10 @@ def _pass(
     if not size:
         return
     text = pointwise_text(
-        tuple(inputs), tuple((name, of) for name, _, of, _ in values),
+        tuple(inputs),
+        tuple((name, of) for name, _, of, _ in values),
         tuple((name, text) for name, (_, text) in outputs.items()),
-    )  # fmt: skip
+    )
     scope: dict[str, Any] = {"cuda": cuda, "__name__": __name__}
     exec(compile(text, "<numfuse pointwise>", "exec"), scope)
     template = scope["pointwise"]
@@ -102,9 +103,12 @@ def _pass(
             graph, accumulator, storage, guard=guard, constant=graph is None
         )
     made = kernel(
-        template, " ".join(["u64"] * len(found) + ["i64"]), threads=threads_of(rec.device.info),
-        name=what, **bindings,
-    )  # fmt: skip
+        template,
+        " ".join(["u64"] * len(found) + ["i64"]),
+        threads=threads_of(rec.device.info),
+        name=what,
+        **bindings,
+    )
     arguments: tuple[Slot | int, ...] = (*(Slot(name) for name in found), size)
     rec.launches(
         (Launch(made, grid_of(size, rec.device.info), arguments),),
@@ -130,9 +134,14 @@ def _pre(rec: Recorder, p: Any, bind: Bind) -> View:
     """Record the pre-activation."""
     pre = _wide(rec, p)
     batches.product(
-        rec, bind("a", p.a), bind("b", p.b), p.batch, pre, p.acc_dtype.name,
+        rec,
+        bind("a", p.a),
+        bind("b", p.b),
+        p.batch,
+        pre,
+        p.acc_dtype.name,
         bias=None if p.bias is None else bind("bias", p.bias),
-    )  # fmt: skip
+    )
     return pre
 
 
@@ -214,11 +223,17 @@ def tangent(rec: Recorder, p: GemmTangentProblem, bind: Bind) -> None:
         pre = _wide(rec, p)
     # as the forward with its pre-activation, so with the same bits
     batches.product(
-        rec, bind("a", p.a), bind("b", p.b), p.batch, bind("out", p.out), acc,
+        rec,
+        bind("a", p.a),
+        bind("b", p.b),
+        p.batch,
+        bind("out", p.out),
+        acc,
         function=run.value_of(p.activation),
         bias=None if p.bias is None else bind("bias", p.bias),
-        extra=None if p.residual is None else bind("residual", p.residual), pre=pre,
-    )  # fmt: skip
+        extra=None if p.residual is None else bind("residual", p.residual),
+        pre=pre,
+    )
     if not _moves(p):
         zero(rec, out_dot)
         return
@@ -239,9 +254,11 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
     bent = moved and not identity and not act.second_derivative_is_zero()
     wanted: dict[str, View] = {}
     for name, there in (
-        ("d_grad", moved), ("d_a", bent or p.v is not None), ("d_b", bent or p.u is not None),
+        ("d_grad", moved),
+        ("d_a", bent or p.v is not None),
+        ("d_b", bent or p.u is not None),
         ("d_bias", bent),
-    ):  # fmt: skip
+    ):
         x = getattr(p, name)
         if x is not None and there:
             wanted[name] = bind(name, x)
@@ -340,12 +357,19 @@ def gated_double_backward(rec: Recorder, p: GatedDoubleBackwardProblem, bind: Bi
     bent = p.u is not None and not p.activation.second_derivative_is_zero()
     u, v = p.u is not None, p.v is not None
     texts = {
-        "d_grad": (p.d_grad, ("u_here * b_here * slope" if u else None,
-                              "v_here * value" if v else None)),
-        "d_a": (p.d_a, ("u_here * grad_here * b_here * second" if bent else None,
-                        "v_here * grad_here * slope" if v else None)),
+        "d_grad": (
+            p.d_grad,
+            ("u_here * b_here * slope" if u else None, "v_here * value" if v else None),
+        ),
+        "d_a": (
+            p.d_a,
+            (
+                "u_here * grad_here * b_here * second" if bent else None,
+                "v_here * grad_here * slope" if v else None,
+            ),
+        ),
         "d_b": (p.d_b, ("u_here * grad_here * slope" if u else None,)),
-    }  # fmt: skip
+    }
     wanted = {name: (x, _sum_text(*terms)) for name, (x, terms) in texts.items() if x is not None}
     arrays = {"a": p.a, "b": p.b, "grad": p.grad, "u": p.u, "v": p.v}
     _gate_pass(rec, p, "double gate", arrays, wanted, bind)

@@ -152,37 +152,68 @@ class Gemm:
             for turned, box in ((self.x_turned, 64), (self.y_turned, y_box))
         )
         step = multiply(
-            t.block_n, t.halves, kind, (int(self.x_turned), int(self.y_turned)), steps, 8192,
+            t.block_n,
+            t.halves,
+            kind,
+            (int(self.x_turned), int(self.y_turned)),
+            steps,
+            8192,
             (x_high, y_high),
-        )  # fmt: skip
+        )
         b: dict[str, Any] = {
-            "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "DEPTH": 32 if kind == "tf32" else 64,
-            "GROUP": t.group, "HALVES": t.halves, "PING_PONG": t.ping_pong,
-            "READERS": 1 if t.ping_pong else t.consumers, "CONSUMERS": t.consumers,
-            "VALUES": values, "STAGES": self.stages,
+            "BLOCK_M": t.block_m,
+            "BLOCK_N": t.block_n,
+            "DEPTH": 32 if kind == "tf32" else 64,
+            "GROUP": t.group,
+            "HALVES": t.halves,
+            "PING_PONG": t.ping_pong,
+            "READERS": 1 if t.ping_pong else t.consumers,
+            "CONSUMERS": t.consumers,
+            "VALUES": values,
+            "STAGES": self.stages,
             # 2^32 / STAGES: exact quotients up to 2^28
-            "PER_STAGE": -(-(1 << 32) // self.stages), "STAGE_BYTES": self.stage_bytes,
-            "X_BYTES": t.block_m * 128, "X_TURNED": self.x_turned, "Y_TURNED": self.y_turned,
+            "PER_STAGE": -(-(1 << 32) // self.stages),
+            "STAGE_BYTES": self.stage_bytes,
+            "X_BYTES": t.block_m * 128,
+            "X_TURNED": self.x_turned,
+            "Y_TURNED": self.y_turned,
             "Y_BOX": y_box,
-            "X_DESCRIPTOR": x_low, "Y_DESCRIPTOR": y_low,
-            "PLANES": self.planes, "PLANE_BYTES": self.plane_bytes, "PROMOTE": PROMOTE,
+            "X_DESCRIPTOR": x_low,
+            "Y_DESCRIPTOR": y_low,
+            "PLANES": self.planes,
+            "PLANE_BYTES": self.plane_bytes,
+            "PROMOTE": PROMOTE,
             "STAGING_AT": self.stages * self.stage_bytes,
             "BIAS_AT": self.stages * self.stage_bytes + self.staging_bytes,
             "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes + self._biases,
-            "BIAS_BYTES": self.bias_bytes, "BIASES": max(1, t.block_n // 128),
+            "BIAS_BYTES": self.bias_bytes,
+            "BIASES": max(1, t.block_n // 128),
             "ALONE": self.alone,
             "BUFFERS": self.buffers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
-            "WIDTH": self.width, "CHUNKS": self.chunks, "ROW_CHUNKS": t.block_n // self.width,
-            "PIECES": self.width // 8, "SHIFT": 3 if self.width == 64 else 2,
-            "STAGED": self.staged, "OUT": self.out, "OUT_SIZE": 2 if self.staged else 4,
-            "EXTRA": self.extra, "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
-            "BIAS": self.bias, "BIAS_SIZE": 4 if self.bias == "float32" else 2,
-            "PRE": self.pre != "", "SLOPE": self.slope, "SUMS": self.sums,
-            "HAS_FUNCTION": self.function is not None, "FUNCTION": self.function,
-            "ZERO": np.float32(0), "MULTIPLY": step, "MULTIPLY_WAIT": wait,
-            "CLEAR": clear(values), "ADD": add(values),
-        }  # fmt: skip
+            "WIDTH": self.width,
+            "CHUNKS": self.chunks,
+            "ROW_CHUNKS": t.block_n // self.width,
+            "PIECES": self.width // 8,
+            "SHIFT": 3 if self.width == 64 else 2,
+            "STAGED": self.staged,
+            "OUT": self.out,
+            "OUT_SIZE": 2 if self.staged else 4,
+            "EXTRA": self.extra,
+            "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
+            "BIAS": self.bias,
+            "BIAS_SIZE": 4 if self.bias == "float32" else 2,
+            "PRE": self.pre != "",
+            "SLOPE": self.slope,
+            "SUMS": self.sums,
+            "HAS_FUNCTION": self.function is not None,
+            "FUNCTION": self.function,
+            "ZERO": np.float32(0),
+            "MULTIPLY": step,
+            "MULTIPLY_WAIT": wait,
+            "CLEAR": clear(values),
+            "ADD": add(values),
+        }
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
         part = hopper_gemm
@@ -242,9 +273,14 @@ def _kernel(g: Gemm) -> Kernel:
     maps = ["map", "map", "map" if g.out == "map" else "i64", "map" if g.extra == "map" else "i64"]
     signature = " ".join(maps + ["i64"] * 30)
     return kernel(
-        template, signature, threads=128 * (1 + g.tile.consumers), blocks=1, feature="a",
-        name=str(g), **template.others,
-    )  # fmt: skip
+        template,
+        signature,
+        threads=128 * (1 + g.tile.consumers),
+        blocks=1,
+        feature="a",
+        name=str(g),
+        **template.others,
+    )
 
 
 # --- from a product to launches -------------------------------------------------------------------
@@ -266,8 +302,9 @@ class _Factor:
     launches: tuple[Launch, ...] = ()
 
 
-def _fit(operand: Operand, outer: int, inner: int, outer_stride: int, inner_stride: int,
-         places: int) -> tuple[int, int] | None:  # fmt: skip
+def _fit(
+    operand: Operand, outer: int, inner: int, outer_stride: int, inner_stride: int, places: int
+) -> tuple[int, int] | None:
     """Strides (outer, place) of an array as the copy engine takes it, or None."""
     unit = 16 // operand.itemsize
     if operand.alignment < 16 or (inner_stride != 1 and inner > 1):
@@ -312,9 +349,19 @@ def _factor(product: Product, name: str, kind: str, block: int) -> _Factor | Non
     exchanged = kind == "tf32" and inner_stride != 1 and outer_stride == 1
     copy = f"{name} copy"
     launch = _copy(
-        operand, kind, exchanged, outer, inner, pitch, places, plane, outer_stride, inner_stride,
-        Slot(name), (copy, parts * plane * (4 if kind == "tf32" else 2)),
-    )  # fmt: skip
+        operand,
+        kind,
+        exchanged,
+        outer,
+        inner,
+        pitch,
+        places,
+        plane,
+        outer_stride,
+        inner_stride,
+        Slot(name),
+        (copy, parts * plane * (4 if kind == "tf32" else 2)),
+    )
     if launch is None:
         return None
     dtype = {"tf32": "float32", "bf16x6": "bfloat16"}.get(kind, kind)
@@ -335,14 +382,32 @@ def _box(turned: bool, block: int, long: int, kind: str) -> tuple[int, int]:
     return (32 if kind == "tf32" else 64), min(block, -(-long // 8) * 8)
 
 
-def _map(dtype: str, inner: int, outer: int, places: int, outer_stride: int, place_stride: int,
-         box: tuple[int, int]) -> TensorMap:  # fmt: skip
+def _map(
+    dtype: str,
+    inner: int,
+    outer: int,
+    places: int,
+    outer_stride: int,
+    place_stride: int,
+    box: tuple[int, int],
+) -> TensorMap:
     return TensorMap(dtype, (inner, outer, places), (outer_stride, place_stride), box)
 
 
-def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, pitch: int,
-          places: int, plane: int, outer_stride: int, inner_stride: int, source: Slot,
-          makes: tuple[str, int]) -> Launch | None:  # fmt: skip
+def _copy(
+    operand: Operand,
+    kind: str,
+    exchanged: bool,
+    outer: int,
+    inner: int,
+    pitch: int,
+    places: int,
+    plane: int,
+    outer_stride: int,
+    inner_stride: int,
+    source: Slot,
+    makes: tuple[str, int],
+) -> Launch | None:
     """The launch that copies an operand into rows that the copy engine takes."""
     place = operand.strides[0] if places > 1 else 0
     numbers = (outer, inner, pitch, plane, place, outer_stride, inner_stride)
@@ -352,18 +417,24 @@ def _copy(operand: Operand, kind: str, exchanged: bool, outer: int, inner: int, 
         shared = 32 * 33 * 4
     else:
         wide = (
-            kind not in _HALF and operand.alignment >= 16 and inner_stride == 1
+            kind not in _HALF
+            and operand.alignment >= 16
+            and inner_stride == 1
             and not (outer_stride % 4 or place % 4 or inner % 4)
-        )  # fmt: skip
+        )
         made = copy_kernel("convert", kind if kind not in _HALF else "copy", wide)
         grid = (-(-pitch // 512), -(-outer // 4), places)
         shared = 0
     if grid[1] > 65535 or grid[2] > 65535:
         return None
     return Launch(
-        made, grid, (source, Slot(makes[0]), *numbers), shared_bytes=shared, overlaps=True,
+        made,
+        grid,
+        (source, Slot(makes[0]), *numbers),
+        shared_bytes=shared,
+        overlaps=True,
         makes=makes,
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -372,13 +443,18 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
     pack, low, _ = HALVES[kind if kind in HALVES else "bfloat16"]
     real = np.float32
     b: dict[str, Any] = {
-        "KIND": kind, "WIDE": wide, "PACK": pack, "LOW": low, "ZERO": real(0),
+        "KIND": kind,
+        "WIDE": wide,
+        "PACK": pack,
+        "LOW": low,
+        "ZERO": real(0),
         "SOURCE_SIZE": 2 if kind == "copy" else 4,
         "OUT_SIZE": 4 if kind in ("tf32", "float32") else 2,
         # of bfloat16 the largest number and the smallest subnormal; the largest float32
-        "LARGEST": real(2.0**127 * (2 - 2.0**-7)), "SMALLEST": real(2.0**-133),
+        "LARGEST": real(2.0**127 * (2 - 2.0**-7)),
+        "SMALLEST": real(2.0**-133),
         "MAXIMUM": np.finfo(real).max,
-    }  # fmt: skip
+    }
     b["NEAREST"] = Inlined(hopper_copies.nearest, b)
     b["HIGH_PART"] = Inlined(hopper_copies.high_part, b)
     b["REST"] = Inlined(hopper_copies.rest, b)
@@ -386,9 +462,12 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
     count = 10 if template == "join" else 9
     signature = " ".join(["i64"] * count)
     return kernel(
-        made, signature, threads=256, name=f"{template} {kind}{' wide' if wide else ''}",
+        made,
+        signature,
+        threads=256,
+        name=f"{template} {kind}{' wide' if wide else ''}",
         **made.others,
-    )  # fmt: skip
+    )
 
 
 def _pairs(operand: Operand, n: int) -> bool:
@@ -463,17 +542,27 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
     _, row, column = product.out.strides
     whole = _fit(product.out, m, n, row, column, places) is not None
     tile, parts = hopper_tile(
-        m, n, slices, places, device.multiprocessors, split=split,
-        heavy=product.function is not None, free=product.free,
+        m,
+        n,
+        slices,
+        places,
+        device.multiprocessors,
+        split=split,
+        heavy=product.function is not None,
+        free=product.free,
         rows=kind in _HALF and not whole,
-    )  # fmt: skip
+    )
     return plan_with(product, kind, device, tile, parts)
 
 
 def plan_with(
-    product: Product, kind: str, device: DeviceInfo, tile: HopperTile, parts: int,
+    product: Product,
+    kind: str,
+    device: DeviceInfo,
+    tile: HopperTile,
+    parts: int,
     by_map: bool = HOPPER_BY_MAP,
-) -> Plan | None:  # fmt: skip
+) -> Plan | None:
     """The launches of a product in blocks of a tile, with K in so many parts.
 
     `by_map`: whether the copy engine stores the result and fetches the residual or grad, too.
@@ -526,16 +615,25 @@ def plan_with(
         bias_kind = "half" if half else "float32"
     pre = product.pre
     gemm = Gemm(
-        kind, x.turned, y.turned, tile, out_kind, extra=extra_kind, bias=bias_kind,
-        slope=product.epilogue == "slope", sums=product.sums,
+        kind,
+        x.turned,
+        y.turned,
+        tile,
+        out_kind,
+        extra=extra_kind,
+        bias=bias_kind,
+        slope=product.epilogue == "slope",
+        sums=product.sums,
         # the planes' rows have room for a neighbour of the last column
         out_pairs=out_kind == "float32" and ((parts > 1 and n % 2 == 0) or _pairs(out, n)),
         extra_pairs=extra_kind == "float32" and extra is not None and _pairs(extra, n),
         pre="" if pre is None else "pairs" if _pairs(pre, n) else "single",
-        function=None if product.function is None else scalar(
+        function=None
+        if product.function is None
+        else scalar(
             product.function, "float32", product.out.dtype, guard=product.guard, short=True
         ),
-    )  # fmt: skip
+    )
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
     units = row_blocks * column_blocks * places * parts
     if units >= 1 << 31:
@@ -546,18 +644,37 @@ def plan_with(
     maps.append(0 if out_map is None else Derived(Slot("out"), out_map))
     maps.append(0 if extra_map is None else Derived(Slot("extra"), extra_map))
     addresses = [
-        Slot("bias") if bias else 0, Slot("extra") if extra else 0, Slot("pre") if pre else 0,
-        out_slot, Slot("sums") if product.sums else 0,
-    ]  # fmt: skip
+        Slot("bias") if bias else 0,
+        Slot("extra") if extra else 0,
+        Slot("pre") if pre else 0,
+        out_slot,
+        Slot("sums") if product.sums else 0,
+    ]
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
         for f, b in ((x, tile.block_m), (y, tile.block_n))
     )
     numbers = [
-        m, n, slices, row_blocks, column_blocks, places, units, part_slices, slice_bytes,
-        x.places, y.places, x.plane, y.plane, b.strides[0], b.strides[2], *e.strides, *p.strides,
-        out_part, *out.strides,
-    ]  # fmt: skip
+        m,
+        n,
+        slices,
+        row_blocks,
+        column_blocks,
+        places,
+        units,
+        part_slices,
+        slice_bytes,
+        x.places,
+        y.places,
+        x.plane,
+        y.plane,
+        b.strides[0],
+        b.strides[2],
+        *e.strides,
+        *p.strides,
+        out_part,
+        *out.strides,
+    ]
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(
         gemm.kernel(),
@@ -567,9 +684,11 @@ def plan_with(
         overlaps=True,
     )
     return Plan(
-        (*x.launches, *y.launches, launch, *joined), tiling=HopperTiling(tile, gemm.stages, parts),
-        workspace=workspace, block_m=64 * tile.halves,
-    )  # fmt: skip
+        (*x.launches, *y.launches, launch, *joined),
+        tiling=HopperTiling(tile, gemm.stages, parts),
+        workspace=workspace,
+        block_m=64 * tile.halves,
+    )
 
 
 @dataclass(frozen=True)
@@ -592,13 +711,15 @@ def _join(product: Product, pitch: int, plane: int, parts: int, planes: Slot) ->
     out = product.out
     place, row, column = out.strides
     wide = (
-        column == 1 and not (row % 4 or place % 4 or product.n % 4)
+        column == 1
+        and not (row % 4 or place % 4 or product.n % 4)
         and out.alignment >= 4 * out.itemsize
-    )  # fmt: skip
+    )
     made = copy_kernel("join", out.dtype, wide)
     grid = (-(-product.m * (pitch // 4) // 256), product.places, 1)
     return Launch(
-        made, grid,
+        made,
+        grid,
         (planes, Slot("out"), product.m, product.n, pitch, plane, parts, place, row, column),
         overlaps=True,
-    )  # fmt: skip
+    )

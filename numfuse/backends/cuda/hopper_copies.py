@@ -41,9 +41,16 @@ from numfuse.backends.cuda.unroll import unrolled
 
 
 def convert(
-    source: int, out: int, rows: int, columns: int, pitch: int, plane: int, source_place: int,
-    source_row: int, source_column: int,
-) -> None:  # fmt: skip
+    source: int,
+    out: int,
+    rows: int,
+    columns: int,
+    pitch: int,
+    plane: int,
+    source_place: int,
+    source_row: int,
+    source_column: int,
+) -> None:
     """out[place, row, column] = source[place, row, column]: 8 columns a thread.
 
     `pitch`: elements of a row of `out`, a multiple of 8; `plane`: of a part of a split operand.
@@ -56,9 +63,7 @@ def convert(
     row = block_index_y() * 4 + (thread >> 6)
     place = block_index_z() + 0
     inside = (row < rows) & (column < pitch)
-    at = source + (
-        place * source_place + row * source_row + column * source_column
-    ) * SOURCE_SIZE  # fmt: skip
+    at = source + (place * source_place + row * source_row + column * source_column) * SOURCE_SIZE
     to = out + ((place * rows + row) * pitch + column) * OUT_SIZE
     if KIND == "copy":
         word = cuda.local.array(4, types.int32)
@@ -82,9 +87,13 @@ def convert(
         if KIND == "tf32":
             for h in unrolled(2):
                 global_store4_f32(
-                    to + 16 * h, round_tf32(v[4 * h]), round_tf32(v[4 * h + 1]),
-                    round_tf32(v[4 * h + 2]), round_tf32(v[4 * h + 3]), inside,
-                )  # fmt: skip
+                    to + 16 * h,
+                    round_tf32(v[4 * h]),
+                    round_tf32(v[4 * h + 1]),
+                    round_tf32(v[4 * h + 2]),
+                    round_tf32(v[4 * h + 3]),
+                    inside,
+                )
         else:
             part = cuda.local.array(8, types.float32)
             for i in unrolled(8):
@@ -96,9 +105,13 @@ def convert(
                         part[i] = v[i]
                         v[i] -= NEAREST(v[i])
                 global_store4_b32(
-                    to + p * plane * 2, PACK(part[0], part[1]), PACK(part[2], part[3]),
-                    PACK(part[4], part[5]), PACK(part[6], part[7]), inside,
-                )  # fmt: skip
+                    to + p * plane * 2,
+                    PACK(part[0], part[1]),
+                    PACK(part[2], part[3]),
+                    PACK(part[4], part[5]),
+                    PACK(part[6], part[7]),
+                    inside,
+                )
 
 
 def nearest(x: Any) -> Any:
@@ -125,9 +138,16 @@ def rest(x: Any, part: Any) -> Any:
 
 
 def turn(
-    source: int, out: int, rows: int, columns: int, pitch: int, plane: int, source_place: int,
-    source_row: int, source_column: int,
-) -> None:  # fmt: skip
+    source: int,
+    out: int,
+    rows: int,
+    columns: int,
+    pitch: int,
+    plane: int,
+    source_place: int,
+    source_row: int,
+    source_column: int,
+) -> None:
     """out[place, row, column] = tf32(source[place, row, column]) where source_row is 1.
 
     A block takes 32 x 32 elements through shared memory, 33 words a row (no bank conflicts), and
@@ -155,9 +175,17 @@ def turn(
 
 
 def join(
-    source: int, out: int, rows: int, columns: int, pitch: int, plane: int, planes: int,
-    out_place: int, out_row: int, out_column: int,
-) -> None:  # fmt: skip
+    source: int,
+    out: int,
+    rows: int,
+    columns: int,
+    pitch: int,
+    plane: int,
+    planes: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
     """out[place, row, column] = the sum of `planes` planes, in their order: 4 columns a thread."""
     grid_wait()
     grid_release()

@@ -120,10 +120,21 @@ def next_stage(stage: int, parity: int) -> tuple[int, int]:
 
 
 def produce(
-    x_map: int, y_map: int, shared: int, slices: int, units: int, row_blocks: int,
-    column_blocks: int, places: int, x_places: int, y_places: int, x_plane: int, y_plane: int,
-    part_slices: int, slice_bytes: int,
-) -> None:  # fmt: skip
+    x_map: int,
+    y_map: int,
+    shared: int,
+    slices: int,
+    units: int,
+    row_blocks: int,
+    column_blocks: int,
+    places: int,
+    x_places: int,
+    y_places: int,
+    x_plane: int,
+    y_plane: int,
+    part_slices: int,
+    slice_bytes: int,
+) -> None:
     """The producer's thread: every slice of every unit of this block, in order."""
     full = shared + FULL_AT
     stage, parity, unit = 0, 1, block_index() + 0
@@ -150,9 +161,13 @@ def produce(
                 if Y_TURNED:
                     for i in unrolled(BLOCK_N // Y_BOX):
                         tensor_load(
-                            y_at + 128 * Y_BOX * i, y_map, column0 + Y_BOX * i, at * DEPTH,
-                            y_place, barrier,
-                        )  # fmt: skip
+                            y_at + 128 * Y_BOX * i,
+                            y_map,
+                            column0 + Y_BOX * i,
+                            at * DEPTH,
+                            y_place,
+                            barrier,
+                        )
                 else:
                     tensor_load(y_at, y_map, at * DEPTH, column0, y_place, barrier)
                 x_at += PLANE_BYTES
@@ -164,9 +179,15 @@ def produce(
 
 
 def multiply_slices(
-    acc: Any, shared: int, x_offset: int, stage: int, parity: int, count: int, next_turn: int,
+    acc: Any,
+    shared: int,
+    x_offset: int,
+    stage: int,
+    parity: int,
+    count: int,
+    next_turn: int,
     leader: bool,
-) -> tuple[int, int]:  # fmt: skip
+) -> tuple[int, int]:
     """acc = the sum of `count` slices' products, from `stage` on; the stage behind them.
 
     In "ping-pong" the other group's turn begins (at the barrier `next_turn`) when this one's last
@@ -197,9 +218,17 @@ def multiply_slices(
 
 
 def multiply_split(
-    low: Any, high: Any, total: Any, shared: int, x_offset: int, stage: int, parity: int,
-    count: int, next_turn: int, leader: bool,
-) -> tuple[int, int]:  # fmt: skip
+    low: Any,
+    high: Any,
+    total: Any,
+    shared: int,
+    x_offset: int,
+    stage: int,
+    parity: int,
+    count: int,
+    next_turn: int,
+    leader: bool,
+) -> tuple[int, int]:
     """total = the sum of the six products of each of `count` slices, of which a stage has all
     planes, from `stage` on; the stage behind them.  Turns as in `multiply_slices`.
 
@@ -273,12 +302,35 @@ def past(stage: int, parity: int, count: int) -> tuple[int, int]:
 
 
 def consume(
-    out_map: int, extra_map: int, bias: int, extra: int, pre: int, out: int, sums: int,
-    shared: int, m: int, n: int, slices: int, units: int, row_blocks: int, column_blocks: int,
-    places: int, part_slices: int, bias_place: int, bias_column: int, extra_place: int,
-    extra_row: int, extra_column: int, pre_place: int, pre_row: int, pre_column: int,
-    out_part: int, out_place: int, out_row: int, out_column: int,
-) -> None:  # fmt: skip
+    out_map: int,
+    extra_map: int,
+    bias: int,
+    extra: int,
+    pre: int,
+    out: int,
+    sums: int,
+    shared: int,
+    m: int,
+    n: int,
+    slices: int,
+    units: int,
+    row_blocks: int,
+    column_blocks: int,
+    places: int,
+    part_slices: int,
+    bias_place: int,
+    bias_column: int,
+    extra_place: int,
+    extra_row: int,
+    extra_column: int,
+    pre_place: int,
+    pre_row: int,
+    pre_column: int,
+    out_part: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
     """A consumer's thread: its blocks, or its 64 rows of every block."""
     thread = thread_index() - 128
     consumer = same(thread >> 7)
@@ -317,29 +369,42 @@ def consume(
                 for c in unrolled(BUFFERS):
                     barrier_expect(arrived + 8 * c, BUFFER_BYTES)
                     tensor_load(
-                        staging + BUFFER_BYTES * c, extra_map,
-                        column0 + c % ROW_CHUNKS * WIDTH, row0 + c // ROW_CHUNKS * 64, place,
+                        staging + BUFFER_BYTES * c,
+                        extra_map,
+                        column0 + c % ROW_CHUNKS * WIDTH,
+                        row0 + c // ROW_CHUNKS * 64,
+                        place,
                         arrived + 8 * c,
-                    )  # fmt: skip
+                    )
                 for c in unrolled(BUFFERS, CHUNKS):
                     tensor_prefetch(
-                        extra_map, column0 + c % ROW_CHUNKS * WIDTH,
-                        row0 + c // ROW_CHUNKS * 64, place,
-                    )  # fmt: skip
+                        extra_map,
+                        column0 + c % ROW_CHUNKS * WIDTH,
+                        row0 + c // ROW_CHUNKS * 64,
+                        place,
+                    )
         if BIAS != "":
             # a thread's columns wait in registers until the block's products are there
             for i in unrolled(BIASES):
                 ahead[i] = LOAD_BIAS(
-                    bias + (place * bias_place) * BIAS_SIZE, column0 + thread + 128 * i, n,
+                    bias + (place * bias_place) * BIAS_SIZE,
+                    column0 + thread + 128 * i,
+                    n,
                     bias_column,
-                )  # fmt: skip
+                )
         if EXTRA == "vectors":
             grad = extra + place * extra_place * 2
             for c in unrolled(BUFFERS):
                 FETCH_VECTORS(
-                    grad, staging + BUFFER_BYTES * c, row0 + c // ROW_CHUNKS * 64,
-                    column0 + c % ROW_CHUNKS * WIDTH, thread, m, n, extra_row,
-                )  # fmt: skip
+                    grad,
+                    staging + BUFFER_BYTES * c,
+                    row0 + c // ROW_CHUNKS * 64,
+                    column0 + c % ROW_CHUNKS * WIDTH,
+                    thread,
+                    m,
+                    n,
+                    extra_row,
+                )
             for c in unrolled(BUFFERS, CHUNKS):
                 row = row0 + c // ROW_CHUNKS * 64 + thread
                 at = grad + (row * extra_row + column0 + c % ROW_CHUNKS * WIDTH) * 2
@@ -375,11 +440,35 @@ def consume(
             else:
                 group_barrier(3, 128 * CONSUMERS)  # one block, and so one bias
         FINISH(
-            total, out_map, extra_map, biases + turned, extra, pre, out, staging, arrived,
-            extra_parity, consumer, thread, part, place, row0, column0, m, n, extra_place,
-            extra_row, extra_column, pre_place, pre_row, pre_column, out_part, out_place, out_row,
+            total,
+            out_map,
+            extra_map,
+            biases + turned,
+            extra,
+            pre,
+            out,
+            staging,
+            arrived,
+            extra_parity,
+            consumer,
+            thread,
+            part,
+            place,
+            row0,
+            column0,
+            m,
+            n,
+            extra_place,
+            extra_row,
+            extra_column,
+            pre_place,
+            pre_row,
+            pre_column,
+            out_part,
+            out_place,
+            out_row,
             out_column,
-        )  # fmt: skip
+        )
         turned ^= BIAS_BYTES
         if EXTRA == "map" and CHUNKS // BUFFERS % 2:
             extra_parity ^= 1
@@ -401,12 +490,35 @@ def consume(
 
 
 def finish(
-    acc: Any, out_map: int, extra_map: int, biases: int, extra: int, pre: int, out: int,
-    staging: int, arrived: int, extra_parity: int, consumer: int, thread: int, part: int,
-    place: int, row0: int, column0: int, m: int, n: int, extra_place: int, extra_row: int,
-    extra_column: int, pre_place: int, pre_row: int, pre_column: int, out_part: int,
-    out_place: int, out_row: int, out_column: int,
-) -> None:  # fmt: skip
+    acc: Any,
+    out_map: int,
+    extra_map: int,
+    biases: int,
+    extra: int,
+    pre: int,
+    out: int,
+    staging: int,
+    arrived: int,
+    extra_parity: int,
+    consumer: int,
+    thread: int,
+    part: int,
+    place: int,
+    row0: int,
+    column0: int,
+    m: int,
+    n: int,
+    extra_place: int,
+    extra_row: int,
+    extra_column: int,
+    pre_place: int,
+    pre_row: int,
+    pre_column: int,
+    out_part: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
     """The epilogue of a block: 64 rows x WIDTH columns at a time.
 
     Of each 8 columns a thread holds two neighbours in a row and in the one 8 below (9.7.15.5.1.1.2
@@ -454,20 +566,42 @@ def finish(
             warp_barrier()
         if EXTRA == "rows":
             FETCH_ROWS(
-                extra, buffer, top + warp * 16, warp * 16, left, lane, m, n,
-                extra_row, extra_column,
-            )  # fmt: skip
+                extra,
+                buffer,
+                top + warp * 16,
+                warp * 16,
+                left,
+                lane,
+                m,
+                n,
+                extra_row,
+                extra_column,
+            )
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
                 b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
         for q in unrolled(WIDTH // 16):
             # an index that is no literal: PIECE is compiled once, and inlined with the constant
             PIECE(
-                acc, types.int64(BASE + 8 * q), b, types.int64(4 * q),
-                (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q), row,
-                left + 16 * q + 2 * (lane & 3), m, n, pre, pre_row, pre_column, extra,
-                extra_row, extra_column, out, out_row, out_column,
-            )  # fmt: skip
+                acc,
+                types.int64(BASE + 8 * q),
+                b,
+                types.int64(4 * q),
+                (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q),
+                row,
+                left + 16 * q + 2 * (lane & 3),
+                m,
+                n,
+                pre,
+                pre_row,
+                pre_column,
+                extra,
+                extra_row,
+                extra_column,
+                out,
+                out_row,
+                out_column,
+            )
         if ALONE:
             copy_fence()
             warp_barrier()
@@ -485,9 +619,13 @@ def finish(
                     store_wait_read0()
                     barrier_expect(arrived + 8 * (c % BUFFERS), BUFFER_BYTES)
                     tensor_load(
-                        buffer, extra_map, column0 + NEXT % ROW_CHUNKS * WIDTH,
-                        row0 + NEXT // ROW_CHUNKS * 64, place, arrived + 8 * (c % BUFFERS),
-                    )  # fmt: skip
+                        buffer,
+                        extra_map,
+                        column0 + NEXT % ROW_CHUNKS * WIDTH,
+                        row0 + NEXT // ROW_CHUNKS * 64,
+                        place,
+                        arrived + 8 * (c % BUFFERS),
+                    )
         if OUT == "rows":
             warp_barrier()
             STORE_ROWS(
@@ -502,18 +640,39 @@ def finish(
             AHEAD = c + BUFFERS
             if AHEAD < CHUNKS:
                 FETCH_VECTORS(
-                    extra, buffer, row0 + AHEAD // ROW_CHUNKS * 64,
-                    column0 + AHEAD % ROW_CHUNKS * WIDTH, thread, m, n, extra_row,
-                )  # fmt: skip
+                    extra,
+                    buffer,
+                    row0 + AHEAD // ROW_CHUNKS * 64,
+                    column0 + AHEAD % ROW_CHUNKS * WIDTH,
+                    thread,
+                    m,
+                    n,
+                    extra_row,
+                )
             else:
                 fetch_commit()  # an empty group: one for each piece, so that they can be counted
 
 
 def piece(
-    acc: Any, index: int, b: Any, b_index: int, at: int, row: int, column: int, m: int, n: int,
-    pre: int, pre_row: int, pre_column: int, extra: int, extra_row: int, extra_column: int,
-    out: int, out_row: int, out_column: int,
-) -> None:  # fmt: skip
+    acc: Any,
+    index: int,
+    b: Any,
+    b_index: int,
+    at: int,
+    row: int,
+    column: int,
+    m: int,
+    n: int,
+    pre: int,
+    pre_row: int,
+    pre_column: int,
+    extra: int,
+    extra_row: int,
+    extra_column: int,
+    out: int,
+    out_row: int,
+    out_column: int,
+) -> None:
     """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
@@ -563,9 +722,17 @@ def piece(
 
 
 def fetch_rows(
-    extra: int, buffer: int, row: int, in_buffer: int, column: int, lane: int, m: int, n: int,
-    stride: int, column_stride: int,
-) -> None:  # fmt: skip
+    extra: int,
+    buffer: int,
+    row: int,
+    in_buffer: int,
+    column: int,
+    lane: int,
+    m: int,
+    n: int,
+    stride: int,
+    column_stride: int,
+) -> None:
     """16 rows of `extra` into a buffer, in its order; two neighbours a lane."""
     word = cuda.local.array(4, types.int32)
     # of 32 columns, the second half of the lanes does the same again
@@ -591,9 +758,17 @@ def fetch_rows(
 
 
 def store_rows(
-    out: int, buffer: int, row: int, in_buffer: int, column: int, lane: int, m: int, n: int,
-    stride: int, column_stride: int,
-) -> None:  # fmt: skip
+    out: int,
+    buffer: int,
+    row: int,
+    in_buffer: int,
+    column: int,
+    lane: int,
+    m: int,
+    n: int,
+    stride: int,
+    column_stride: int,
+) -> None:
     """16 rows of a buffer to `out`: neighbouring lanes store neighbours, any alignment."""
     lane = fresh(lane)
     column += lane
@@ -657,9 +832,13 @@ def store_vectors(
             )
         for j in unrolled(PIECES // 4):
             global_store4_b32(
-                at, word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3],
+                at,
+                word[4 * j],
+                word[4 * j + 1],
+                word[4 * j + 2],
+                word[4 * j + 3],
                 (in_row < left) & (column < n),
-            )  # fmt: skip
+            )
             at += 64 // PIECES * stride
             in_row += 32 // PIECES
         i += 1
@@ -687,9 +866,16 @@ def load_two(
 
 
 def store_two(
-    base: int, row: int, column: int, m: int, n: int, stride: int, column_stride: int, low: Any,
+    base: int,
+    row: int,
+    column: int,
+    m: int,
+    n: int,
+    stride: int,
+    column_stride: int,
+    low: Any,
     high: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Two neighbours in a row of float32, where they are inside."""
     if PAIRS:
         at = base + (row * stride + column) * 4
@@ -701,9 +887,17 @@ def store_two(
 
 
 def sum_columns(
-    acc: Any, sums: int, shared: int, consumer: int, thread: int, place: int, row0: int,
-    column0: int, m: int, n: int,
-) -> None:  # fmt: skip
+    acc: Any,
+    sums: int,
+    shared: int,
+    consumer: int,
+    thread: int,
+    place: int,
+    row0: int,
+    column0: int,
+    m: int,
+    n: int,
+) -> None:
     """The sums of the block's columns over a consumer's rows, always in the same order.
 
     Of each pair of lanes that differ in one bit of their row one keeps the first half of the
@@ -757,13 +951,41 @@ def sum_columns(
 
 
 def gemm(
-    x_map: int, y_map: int, out_map: int, extra_map: int, bias: int, extra: int, pre: int,
-    out: int, sums: int, m: int, n: int, slices: int, row_blocks: int, column_blocks: int,
-    places: int, units: int, part_slices: int, slice_bytes: int, x_places: int, y_places: int,
-    x_plane: int, y_plane: int, bias_place: int, bias_column: int,
-    extra_place: int, extra_row: int, extra_column: int, pre_place: int, pre_row: int,
-    pre_column: int, out_part: int, out_place: int, out_row: int, out_column: int,
-) -> None:  # fmt: skip
+    x_map: int,
+    y_map: int,
+    out_map: int,
+    extra_map: int,
+    bias: int,
+    extra: int,
+    pre: int,
+    out: int,
+    sums: int,
+    m: int,
+    n: int,
+    slices: int,
+    row_blocks: int,
+    column_blocks: int,
+    places: int,
+    units: int,
+    part_slices: int,
+    slice_bytes: int,
+    x_places: int,
+    y_places: int,
+    x_plane: int,
+    y_plane: int,
+    bias_place: int,
+    bias_column: int,
+    extra_place: int,
+    extra_row: int,
+    extra_column: int,
+    pre_place: int,
+    pre_row: int,
+    pre_column: int,
+    out_part: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
     """The kernel: barriers, then each group its role.
 
     Addresses are in bytes, strides in elements.  `slices`: of K, 128 bytes each; a unit has no
@@ -797,15 +1019,51 @@ def gemm(
             registers_few()
         if thread == 0:
             PRODUCE(
-                x_map, y_map, shared, slices, units, row_blocks, column_blocks, places, x_places,
-                y_places, x_plane, y_plane, part_slices, slice_bytes,
-            )  # fmt: skip
+                x_map,
+                y_map,
+                shared,
+                slices,
+                units,
+                row_blocks,
+                column_blocks,
+                places,
+                x_places,
+                y_places,
+                x_plane,
+                y_plane,
+                part_slices,
+                slice_bytes,
+            )
     else:
         if CONSUMERS == 2:
             registers_many()
         CONSUME(
-            out_map, extra_map, bias, extra, pre, out, sums, shared, m, n, slices, units,
-            row_blocks, column_blocks, places, part_slices, bias_place, bias_column, extra_place,
-            extra_row, extra_column, pre_place, pre_row, pre_column, out_part, out_place, out_row,
+            out_map,
+            extra_map,
+            bias,
+            extra,
+            pre,
+            out,
+            sums,
+            shared,
+            m,
+            n,
+            slices,
+            units,
+            row_blocks,
+            column_blocks,
+            places,
+            part_slices,
+            bias_place,
+            bias_column,
+            extra_place,
+            extra_row,
+            extra_column,
+            pre_place,
+            pre_row,
+            pre_column,
+            out_part,
+            out_place,
+            out_row,
             out_column,
-        )  # fmt: skip
+        )

@@ -59,9 +59,17 @@ class TensorMap:
         box = (ctypes.c_uint32 * 3)(*self.box, 1)
         steps = (ctypes.c_uint32 * 3)(1, 1, 1)
         status: int = library().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(at), ctypes.c_int(kind), ctypes.c_uint32(3), ctypes.c_void_p(address),
-            sizes, strides, box, steps, ctypes.c_int(0),
-            ctypes.c_int(_SWIZZLES[self.box[0] * itemsize]), ctypes.c_int(_PROMOTE_TO_128_BYTES),
+            ctypes.c_void_p(at),
+            ctypes.c_int(kind),
+            ctypes.c_uint32(3),
+            ctypes.c_void_p(address),
+            sizes,
+            strides,
+            box,
+            steps,
             ctypes.c_int(0),
-        )  # fmt: skip
+            ctypes.c_int(_SWIZZLES[self.box[0] * itemsize]),
+            ctypes.c_int(_PROMOTE_TO_128_BYTES),
+            ctypes.c_int(0),
+        )
         return status, ctypes.string_at(at, 128)

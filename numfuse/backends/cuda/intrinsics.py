@@ -477,35 +477,42 @@ shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
 global_load16 = instruction(
     "{ .reg .pred p; .reg .b16 t; setp.ne.b32 p, $2, 0; mov.b16 t, 0;"
     " @p ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }",
-    "r", "lp",
-)  # fmt: skip
+    "r",
+    "lp",
+)
 global_load32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$1]; }",
-    "r", "lp",
-)  # fmt: skip
+    "r",
+    "lp",
+)
 global_load_f32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.f32 $0, [$1]; }",
-    "f", "lp",
-)  # fmt: skip
+    "f",
+    "lp",
+)
 global_load2_f32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
     " @p ld.global.nc.v2.f32 {$0, $1}, [$2]; }",
-    "ff", "lp",
-)  # fmt: skip
+    "ff",
+    "lp",
+)
 global_load4_f32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
     " mov.b32 $3, 0; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }",
-    "ffff", "lp",
-)  # fmt: skip
+    "ffff",
+    "lp",
+)
 global_store16 = instruction(
     "{ .reg .pred p; .reg .b16 t; cvt.u16.u32 t, $1; setp.ne.b32 p, $2, 0;"
     " @p st.global.b16 [$0], t; }",
-    "", "lrp",
-)  # fmt: skip
+    "",
+    "lrp",
+)
 global_store4_b32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-    "", "lrrrrp",
-)  # fmt: skip
+    "",
+    "lrrrrp",
+)
 global_store2_b32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.b32 [$0], {$1, $2}; }", "", "lrrp"
 )
@@ -517,8 +524,9 @@ global_store2_f32 = instruction(
 )
 global_store4_f32 = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.f32 [$0], {$1, $2, $3, $4}; }",
-    "", "lffffp",
-)  # fmt: skip
+    "",
+    "lffffp",
+)
 #: 9.7.9.15, prefetch: the line of 128 bytes around an address is brought to the second-level cache
 prefetch = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"
@@ -575,8 +583,10 @@ barrier_arrive = instruction(
 barrier_wait = instruction(
     "{ .reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;"
     " @p bra done; bra again; done: }",
-    "", "rr", "convergent",
-)  # fmt: skip
+    "",
+    "rr",
+    "convergent",
+)
 
 # --- one launch after the other -------------------------------------------------------------------
 #: 9.7.13.13, griddepcontrol: the next launch may begin, where there is room for it
@@ -596,13 +606,15 @@ registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 232;", kind="conve
 tensor_load = instruction(
     "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
     " [$0], [$1, {$2, $3, $4}], [$5];",
-    "", "rlrrrr",
-)  # fmt: skip
+    "",
+    "rlrrrr",
+)
 #: ... and out of it: what lies outside is not written
 tensor_store = instruction(
     "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [$0, {$1, $2, $3}], [$4];",
-    "", "lrrrr",
-)  # fmt: skip
+    "",
+    "lrrrr",
+)
 #: 9.7.9.27.1.4, cp.async.bulk.prefetch.tensor: a box is brought to the second-level cache
 tensor_prefetch = instruction(
     "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [$0, {$1, $2, $3}];", "", "lrrr"
@@ -696,8 +708,15 @@ def _tied(text: str, count: int, extra: list[ir.Type], letters: list[str]) -> An
     return issue
 
 
-def multiply(columns: int, halves: int, kind: str, turned: tuple[int, int],
-             steps: tuple[int, int], half: int, high: tuple[int, int]) -> Any:  # fmt: skip
+def multiply(
+    columns: int,
+    halves: int,
+    kind: str,
+    turned: tuple[int, int],
+    steps: tuple[int, int],
+    half: int,
+    high: tuple[int, int],
+) -> Any:
     """acc (+)= X Y of one slice of 128 bytes of K: one group of wgmma.mma_async (9.7.15.5).
 
     The intrinsic takes (acc, lower words of the descriptors of X and Y, whether to add to acc):

@@ -95,24 +95,37 @@ def rows(
     values = 16 // intrinsics.itemsize(accumulator)
     size = intrinsics.itemsize(dtype)
     bindings = {
-        "THREADS": tiling.CUDA_PASS_THREADS, "VALUES": values, "AHEAD": tiling.CUDA_JOIN_AHEAD,
-        "REAL": getattr(types, accumulator), "ZERO": np.dtype(accumulator).type(0),
+        "THREADS": tiling.CUDA_PASS_THREADS,
+        "VALUES": values,
+        "AHEAD": tiling.CUDA_JOIN_AHEAD,
+        "REAL": getattr(types, accumulator),
+        "ZERO": np.dtype(accumulator).type(0),
         "OUT_BYTES": size,
         "LOAD": intrinsics.load(accumulator, values, accumulator),
         "STORE": intrinsics.store_array(dtype, values, accumulator),
-    }  # fmt: skip
+    }
     template = expanded(join_rows, bindings)
     made = kernel(
-        template, " ".join(["i64"] * 8), threads=tiling.CUDA_PASS_THREADS, name=f"join {dtype}",
+        template,
+        " ".join(["i64"] * 8),
+        threads=tiling.CUDA_PASS_THREADS,
+        name=f"join {dtype}",
         **names_of(template, bindings),
-    )  # fmt: skip
+    )
     m, n = lengths
     vectors = m * n // values
     grid = -(-vectors // tiling.CUDA_PASS_THREADS), count, 1
     step = m * n * intrinsics.itemsize(accumulator)
     arguments = (
-        planes, out, vectors, n // values, depth, step, strides[0] * size, strides[1] * size,
-    )  # fmt: skip
+        planes,
+        out,
+        vectors,
+        n // values,
+        depth,
+        step,
+        strides[0] * size,
+        strides[1] * size,
+    )
     return Launch(made, grid, arguments)
 
 
@@ -172,15 +185,20 @@ def columns(
     lanes = tiling.CUDA_JOIN_LANES
     size = intrinsics.itemsize(dtype)
     bindings = {
-        "LANES": lanes, "REAL": getattr(types, accumulator),
-        "ZERO": np.dtype(accumulator).type(0), "ITEMSIZE": intrinsics.itemsize(accumulator),
+        "LANES": lanes,
+        "REAL": getattr(types, accumulator),
+        "ZERO": np.dtype(accumulator).type(0),
+        "ITEMSIZE": intrinsics.itemsize(accumulator),
         "LOAD": intrinsics.load(accumulator, 1, accumulator),
         "STORE": intrinsics.store(dtype, 1, accumulator),
-    }  # fmt: skip
+    }
     template = expanded(join_columns, bindings)
     made = kernel(
-        template, " ".join(["i64"] * 6), threads=32 * lanes, name=f"join columns {dtype}",
+        template,
+        " ".join(["i64"] * 6),
+        threads=32 * lanes,
+        name=f"join columns {dtype}",
         **names_of(template, bindings),
-    )  # fmt: skip
+    )
     arguments = (planes, out, n, depth, strides[0] * size, strides[1] * size)
     return Launch(made, (-(-n // 32), count, 1), arguments)

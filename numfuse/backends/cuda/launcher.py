@@ -150,10 +150,22 @@ call_one.numfuse_key, call_two.numfuse_key = "launcher.call_one 1", "launcher.ca
 #: The words of a plan: the driver's functions and the context, tables, the status of a launch that
 #: failed, and the context of the thread before.
 PLAN = (
-    "LAUNCH", "GET_CURRENT", "SET_CURRENT", "CONTEXT", "LAUNCH_GRAPH", "REPLACE_ADDRESS",
-    "LAUNCH_COUNT", "LAUNCHES", "UPDATE_COUNT", "UPDATES", "MAP_COUNT", "MAPS", "BASES",
-    "STATUS", "BEFORE",
-)  # fmt: skip
+    "LAUNCH",
+    "GET_CURRENT",
+    "SET_CURRENT",
+    "CONTEXT",
+    "LAUNCH_GRAPH",
+    "REPLACE_ADDRESS",
+    "LAUNCH_COUNT",
+    "LAUNCHES",
+    "UPDATE_COUNT",
+    "UPDATES",
+    "MAP_COUNT",
+    "MAPS",
+    "BASES",
+    "STATUS",
+    "BEFORE",
+)
 #: How many of them are the device's, not the call's.
 DRIVER_WORDS = PLAN.index("LAUNCH_COUNT")
 

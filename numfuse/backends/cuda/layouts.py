@@ -96,21 +96,35 @@ def laid_out(
     turned = abs(operand.strides[outer]) < abs(operand.strides[inner])
     one, kind = intrinsics, "float32"
     bindings = {
-        "TURNED": turned, "WIDE": turned and runs_wide(operand, outer, 4) and not lengths[0] % 4,
-        "SQUARE": SQUARE, "ROWS": ROWS, "ZERO": np.float32(0),
-        "LOAD": one.load(kind, 1, kind), "LOAD_4": one.load(kind, 4, kind),
-        "STORE_4": one.store(kind, 4, kind), "TAKE_4": one.load(kind, 4, kind, one.SHARED),
+        "TURNED": turned,
+        "WIDE": turned and runs_wide(operand, outer, 4) and not lengths[0] % 4,
+        "SQUARE": SQUARE,
+        "ROWS": ROWS,
+        "ZERO": np.float32(0),
+        "LOAD": one.load(kind, 1, kind),
+        "LOAD_4": one.load(kind, 4, kind),
+        "STORE_4": one.store(kind, 4, kind),
+        "TAKE_4": one.load(kind, 4, kind, one.SHARED),
         "PUT_4": one.store(kind, 4, kind, one.SHARED),
-    }  # fmt: skip
+    }
     template = expanded(lay_out, bindings)
     made = kernel(
-        template, " ".join(["i64"] * 9), threads=16 * ROWS,
-        name="turned copy" if turned else "copy", **names_of(template, bindings),
-    )  # fmt: skip
+        template,
+        " ".join(["i64"] * 9),
+        threads=16 * ROWS,
+        name="turned copy" if turned else "copy",
+        **names_of(template, bindings),
+    )
     arguments = (
-        source, to, *lengths, operand.strides[0] * 4, operand.strides[outer] * 4,
-        operand.strides[inner] * 4, step * 4, pitch * 4,
-    )  # fmt: skip
+        source,
+        to,
+        *lengths,
+        operand.strides[0] * 4,
+        operand.strides[outer] * 4,
+        operand.strides[inner] * 4,
+        step * 4,
+        pitch * 4,
+    )
     grid = -(-lengths[1] // SQUARE), -(-lengths[0] // SQUARE), many
     strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)
     return (

@@ -25,9 +25,16 @@ from typing import Any
 from numfuse.backends.cuda.toolchain import SIMULATED
 
 __all__ = [
-    "FORKED", "Attribute", "Config", "Unusable", "count", "driver_version", "forked", "library",
+    "FORKED",
+    "Attribute",
+    "Config",
+    "Unusable",
+    "count",
+    "driver_version",
+    "forked",
+    "library",
     "ordinal_of",
-]  # fmt: skip
+]
 
 _ORDINAL_OF_POINTER = 9  # CUpointer_attribute
 
@@ -46,9 +53,13 @@ class Config(ctypes.Structure):
     """CUlaunchConfig."""
 
     _fields_ = (
-        ("grid", c_uint * 3), ("block", c_uint * 3), ("shared_bytes", c_uint), ("stream", c_void_p),
-        ("attributes", POINTER(Attribute)), ("count", c_uint),
-    )  # fmt: skip
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", POINTER(Attribute)),
+        ("count", c_uint),
+    )
 
 
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -85,7 +96,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuGraphDestroy": (c_void_p,),
     "cuGraphExecDestroy": (c_void_p,),
     "cuStreamGetCaptureInfo_v2": (
-        c_void_p, POINTER(c_int), POINTER(c_uint64), c_void_p, c_void_p, c_void_p,
+        c_void_p,
+        POINTER(c_int),
+        POINTER(c_uint64),
+        c_void_p,
+        c_void_p,
+        c_void_p,
     ),
     "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
     "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
@@ -99,7 +115,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
     "cuGetErrorString": (c_int, POINTER(c_char_p)),
-}  # fmt: skip
+}
 
 
 class _Library:

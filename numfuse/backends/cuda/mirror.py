@@ -26,11 +26,38 @@ __all__ = ["MIRROR", "Mirror"]
 
 
 def product(
-    x, y, bias, extra, pre, out, sums, m, n, k, part, parts, x_along_k, y_along_k,
-    x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
-    extra_place, extra_row, extra_column, pre_place, pre_row, pre_column,
-    out_place, out_row, out_column,
-):  # fmt: skip
+    x,
+    y,
+    bias,
+    extra,
+    pre,
+    out,
+    sums,
+    m,
+    n,
+    k,
+    part,
+    parts,
+    x_along_k,
+    y_along_k,
+    x_place,
+    x_row,
+    x_column,
+    y_place,
+    y_row,
+    y_column,
+    bias_place,
+    bias_column,
+    extra_place,
+    extra_row,
+    extra_column,
+    pre_place,
+    pre_row,
+    pre_column,
+    out_place,
+    out_row,
+    out_column,
+):
     """One block of out = epilogue(X Y), of one part of the sum of one place.
 
     What is not there has the address 0. Shared memory holds the slices of X and Y, then the block.
@@ -145,23 +172,39 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
 
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
-        product, " ".join(["u64"] * 7 + ["i64"] * 24), threads=tile.threads,
+        product,
+        " ".join(["u64"] * 7 + ["i64"] * 24),
+        threads=tile.threads,
         # two sets of 16 sums leave registers for two blocks; those of float64 would spill
         blocks=2 if p.accumulator == "float32" else 0,
         name=f"mirror {p.epilogue}",
-        REAL=getattr(types, p.accumulator), ZERO=real(0),
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, MR=tile.mr, NR=tile.nr,
-        GROUP=tile.group, THREADS=tile.threads, SUMS_OF_A_THREAD=tile.mr * tile.nr,
-        CHAIN=tiling.CUDA_CHAIN, RUN=tiling.RUN,
+        REAL=getattr(types, p.accumulator),
+        ZERO=real(0),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        MR=tile.mr,
+        NR=tile.nr,
+        GROUP=tile.group,
+        THREADS=tile.threads,
+        SUMS_OF_A_THREAD=tile.mr * tile.nr,
+        CHAIN=tiling.CUDA_CHAIN,
+        RUN=tiling.RUN,
         # one more than a power of two: a transposed slice is stored without bank conflicts
-        X_PITCH=tile.block_m + 1, Y_PITCH=tile.block_n + 1, Y_AT=tile.block_k * (tile.block_m + 1),
+        X_PITCH=tile.block_m + 1,
+        Y_PITCH=tile.block_n + 1,
+        Y_AT=tile.block_k * (tile.block_m + 1),
         SHARED=max(slices, tile.block_m * tile.block_n),
-        LOAD_X=load(p.x), LOAD_Y=load(p.y),
+        LOAD_X=load(p.x),
+        LOAD_Y=load(p.y),
         # of the same dtype where they are there: one kernel with and without them
-        LOAD_BIAS=load(p.bias or p.x), LOAD_EXTRA=load(p.extra or p.x),
-        STORE=scalars.stores(storage), STORE_PRE=scalars.stores(p.accumulator),
-        FUNCTION=function, COMBINE=multiply if slope else add,
-    )  # fmt: skip
+        LOAD_BIAS=load(p.bias or p.x),
+        LOAD_EXTRA=load(p.extra or p.x),
+        STORE=scalars.stores(storage),
+        STORE_PRE=scalars.stores(p.accumulator),
+        FUNCTION=function,
+        COMBINE=multiply if slope else add,
+    )
 
 
 class Mirror:
@@ -190,22 +233,44 @@ class Mirror:
             made = _kernel(p, tile)
         bias = p.bias.strides if p.bias else none
         arguments = (
-            Slot("x"), Slot("y"), Slot("bias") if p.bias else 0, Slot("extra") if p.extra else 0,
-            Slot("pre") if p.pre else 0, target, Slot("sums") if p.sums else 0,
-            p.m, p.n, p.k, part, parts,
+            Slot("x"),
+            Slot("y"),
+            Slot("bias") if p.bias else 0,
+            Slot("extra") if p.extra else 0,
+            Slot("pre") if p.pre else 0,
+            target,
+            Slot("sums") if p.sums else 0,
+            p.m,
+            p.n,
+            p.k,
+            part,
+            parts,
             int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
             int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-            *p.x.strides, *p.y.strides, bias[0], bias[2],
-            *(p.extra.strides if p.extra else none), *(p.pre.strides if p.pre else none),
+            *p.x.strides,
+            *p.y.strides,
+            bias[0],
+            bias[2],
+            *(p.extra.strides if p.extra else none),
+            *(p.pre.strides if p.pre else none),
             *out_steps,
-        )  # fmt: skip
+        )
         launches: tuple[Launch, ...] = (Launch(made, (blocks * p.places * parts, 1, 1), arguments),)
         if parts > 1:
             stage = Slot("work", -(-workspace // 256) * 256)
             joins, staged = passes.joins(
-                device, p.accumulator, target, Slot("out"), p.out.dtype, p.places, parts, p.m, p.n,
-                p.out.strides, stage,
-            )  # fmt: skip
+                device,
+                p.accumulator,
+                target,
+                Slot("out"),
+                p.out.dtype,
+                p.places,
+                parts,
+                p.m,
+                p.n,
+                p.out.strides,
+                stage,
+            )
             launches, workspace = launches + joins, stage.offset + staged
         return Plan(launches, tile, workspace, tile.block_m)
 

@@ -20,9 +20,7 @@ from numfuse.backends.cuda.toolchain import Kernel, cuda, kernel
 from numfuse.backends.cuda.unroll import expanded, names_of, unrolled
 
 
-def _outer(
-    x, y, out, m, n, x_place, x_row, x_column, y_place, y_row, out_place, out_row
-):  # fmt: skip
+def _outer(x, y, out, m, n, x_place, x_row, x_column, y_place, y_row, out_place, out_row):
     column = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VALUES
     row = cuda.blockIdx.y * ROWS
     place = cuda.blockIdx.z
@@ -72,18 +70,25 @@ class Outer:
         """Its kernel."""
         one, acc = intrinsics, self.accumulator
         bindings = {
-            "THREADS": tiling.CUDA_OUTER_THREADS, "VALUES": self.values, "DEPTH": self.depth,
-            "ROWS": tiling.CUDA_OUTER_ROWS, "Y_BYTES": one.itemsize(self.dtype),
-            "OUT_BYTES": one.itemsize(self.out), "ACCUMULATOR": one.ACCUMULATORS[acc][1],
+            "THREADS": tiling.CUDA_OUTER_THREADS,
+            "VALUES": self.values,
+            "DEPTH": self.depth,
+            "ROWS": tiling.CUDA_OUTER_ROWS,
+            "Y_BYTES": one.itemsize(self.dtype),
+            "OUT_BYTES": one.itemsize(self.out),
+            "ACCUMULATOR": one.ACCUMULATORS[acc][1],
             "LOAD_X": one.load(self.dtype, 1, acc),
             "LOAD_Y": one.load(self.dtype, self.values, acc),
             "STORE": one.store_array(self.out, self.values, acc),
-        }  # fmt: skip
+        }
         template = expanded(_outer, bindings)
         return kernel(
-            template, " ".join(["i64"] * 12), threads=tiling.CUDA_OUTER_THREADS,
-            name=f"short K {self.out}", **names_of(template, bindings),
-        )  # fmt: skip
+            template,
+            " ".join(["i64"] * 12),
+            threads=tiling.CUDA_OUTER_THREADS,
+            name=f"short K {self.out}",
+            **names_of(template, bindings),
+        )
 
 
 class ShortK:
@@ -104,14 +109,21 @@ class ShortK:
             return None
         grid = (
             -(-p.n // (tiling.CUDA_OUTER_THREADS * made.values)),
-            -(-p.m // tiling.CUDA_OUTER_ROWS), p.places,
-        )  # fmt: skip
+            -(-p.m // tiling.CUDA_OUTER_ROWS),
+            p.places,
+        )
         if max(grid[1:]) >= 1 << 16:
             return None
         arguments = (
-            Slot("x"), Slot("y"), Slot("out"), p.m, p.n, *p.x.steps, *p.y.steps[:2],
+            Slot("x"),
+            Slot("y"),
+            Slot("out"),
+            p.m,
+            p.n,
+            *p.x.steps,
+            *p.y.steps[:2],
             *p.out.steps[:2],
-        )  # fmt: skip
+        )
         return Plan((Launch(made.kernel(), grid, arguments),), made)
 
 

@@ -92,10 +92,14 @@ def joins(
     def add(target: Slot, kind: str, width: int, groups: int, steps: tuple[int, int, int]) -> None:
         total = count * groups * size
         made = kernel(
-            join, "u64 u64" + " i64" * 9, threads=threads_of(info), name=f"join {kind}",
-            LOAD=scalars.loads(accumulator), STORE=scalars.stores(kind),
+            join,
+            "u64 u64" + " i64" * 9,
+            threads=threads_of(info),
+            name=f"join {kind}",
+            LOAD=scalars.loads(accumulator),
+            STORE=scalars.stores(kind),
             ZERO=np.dtype(accumulator).type(0),
-        )  # fmt: skip
+        )
         arguments = (source, target, size, columns, depth, width, groups, total, *steps)
         launches.append(Launch(made, grid_of(total, info), arguments))
 
@@ -111,10 +115,25 @@ def joins(
 
 # --- slopes -------------------------------------------------------------------------------------
 def slope(
-    pre, extra, out, sums, m, n, chunks, length, total,
-    pre_place, pre_row, pre_column, extra_place, extra_row, extra_column,
-    out_place, out_row, out_column,
-):  # fmt: skip
+    pre,
+    extra,
+    out,
+    sums,
+    m,
+    n,
+    chunks,
+    length,
+    total,
+    pre_place,
+    pre_row,
+    pre_column,
+    extra_place,
+    extra_row,
+    extra_column,
+    out_place,
+    out_row,
+    out_column,
+):
     """out = extra * f'(pre), and the sums of its columns over chunks of `length` rows."""
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
         column, chunk, place = i % n, i // n % chunks, i // (n * chunks)
@@ -162,19 +181,35 @@ def slopes(
     none = ("float32", (0, 0, 0))
     (pre_dtype, pre_steps), (out_dtype, out_steps) = pre or none, out or none
     made = kernel(
-        slope, "u64 u64 u64 u64" + " i64" * 14, threads=threads_of(info), name="slope",
-        PRE=pre is not None, OUT=out is not None, SUMS=sums, RUN=tiling.RUN,
+        slope,
+        "u64 u64 u64 u64" + " i64" * 14,
+        threads=threads_of(info),
+        name="slope",
+        PRE=pre is not None,
+        OUT=out is not None,
+        SUMS=sums,
+        RUN=tiling.RUN,
         FUNCTION=function or Scalar(None, accumulator),
         LOAD_PRE=scalars.loads(accumulator if pre is None else pre_dtype),
         LOAD_EXTRA=scalars.loads(extra[0]),
         STORE=scalars.stores(accumulator if out is None else out_dtype),
-        STORE_SUM=scalars.stores(accumulator), ZERO=np.dtype(accumulator).type(0),
-    )  # fmt: skip
+        STORE_SUM=scalars.stores(accumulator),
+        ZERO=np.dtype(accumulator).type(0),
+    )
     arguments = (
-        Slot("pre") if pre else 0, Slot("extra"), Slot("out") if out else 0,
-        Slot("sums") if sums else 0, m, n, many, tiling.CUDA_PASS_ROWS, total, *pre_steps,
-        *extra[1], *out_steps,
-    )  # fmt: skip
+        Slot("pre") if pre else 0,
+        Slot("extra"),
+        Slot("out") if out else 0,
+        Slot("sums") if sums else 0,
+        m,
+        n,
+        many,
+        tiling.CUDA_PASS_ROWS,
+        total,
+        *pre_steps,
+        *extra[1],
+        *out_steps,
+    )
     return Launch(made, grid_of(total, info), arguments)
 
 
@@ -203,11 +238,22 @@ def copies(
     n = (1,) * lead + tuple(shape)
     total = n[0] * n[1] * n[2] * n[3]
     made = kernel(
-        copy, "u64 u64" + " i64" * 12, threads=threads_of(info), name=f"copy {source} {out}",
-        LOAD=scalars.loads(source), STORE=scalars.stores(out),
-    )  # fmt: skip
+        copy,
+        "u64 u64" + " i64" * 12,
+        threads=threads_of(info),
+        name=f"copy {source} {out}",
+        LOAD=scalars.loads(source),
+        STORE=scalars.stores(out),
+    )
     zeros = (0,) * lead
     arguments: tuple[int | Slot, ...] = (
-        Slot("x"), Slot("out"), *n[1:], total, *zeros, *source_strides, *zeros, *out_strides,
-    )  # fmt: skip
+        Slot("x"),
+        Slot("out"),
+        *n[1:],
+        total,
+        *zeros,
+        *source_strides,
+        *zeros,
+        *out_strides,
+    )
     return Launch(made, grid_of(total, info), arguments)

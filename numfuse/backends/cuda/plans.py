@@ -202,9 +202,23 @@ class Steps:
     """
 
     __slots__ = (
-        "_bases", "_call", "_device", "_graphs", "_launches", "_lock", "_plan", "_plan_at",
-        "_seen", "_tables", "_work", "chief", "names", "nbytes", "simple", "tiers",
-    )  # fmt: skip
+        "_bases",
+        "_call",
+        "_device",
+        "_graphs",
+        "_launches",
+        "_lock",
+        "_plan",
+        "_plan_at",
+        "_seen",
+        "_tables",
+        "_work",
+        "chief",
+        "names",
+        "nbytes",
+        "simple",
+        "tiers",
+    )
 
     def __init__(
         self,
@@ -250,10 +264,18 @@ class Steps:
         entries = self._device.entries if self._device else (0,) * DRIVER_WORDS
         self._plan = _words(
             [
-                *entries, len(self._launches), at[0], len(updates) // 3, at[1], len(maps) // 5,
-                at[2], ctypes.addressof(self._bases), 0, 0,
+                *entries,
+                len(self._launches),
+                at[0],
+                len(updates) // 3,
+                at[1],
+                len(maps) // 5,
+                at[2],
+                ctypes.addressof(self._bases),
+                0,
+                0,
             ]
-        )  # fmt: skip
+        )
         self._plan_at = ctypes.addressof(self._plan)
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}

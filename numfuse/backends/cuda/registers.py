@@ -217,9 +217,12 @@ def arithmetic(
         return types.void(registers, types.int32, types.int32), codegen
 
     def on_registers(
-        context: Any, builder: Any, signature: Any, args: Any,
+        context: Any,
+        builder: Any,
+        signature: Any,
+        args: Any,
         change: Callable[[Values, Values], Values],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Change the sums and the factors of a thread."""
         sums = array_pointer(context, builder, signature.args[0], args[0])
         held = array_pointer(context, builder, signature.args[1], args[1])

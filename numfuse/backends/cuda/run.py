@@ -25,9 +25,16 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "Backward", "Bind", "backward", "forward", "gate", "gate_backward", "slope_of", "slopes",
+    "Backward",
+    "Bind",
+    "backward",
+    "forward",
+    "gate",
+    "gate_backward",
+    "slope_of",
+    "slopes",
     "value_of",
-]  # fmt: skip
+]
 
 #: How a run gets the view of a problem's array, by the name of the operand that it is of.
 Bind = Callable[[str, ndarray], View]
@@ -48,12 +55,17 @@ def slope_of(activation: Activation) -> Expr | None:
 def forward(rec: Recorder, p: GemmProblem, bind: Bind) -> None:
     """out = act(a @ b + bias) + residual."""
     batches.product(
-        rec, bind("a", p.a), bind("b", p.b), p.batch, bind("out", p.out), p.acc_dtype.name,
+        rec,
+        bind("a", p.a),
+        bind("b", p.b),
+        p.batch,
+        bind("out", p.out),
+        p.acc_dtype.name,
         function=value_of(p.activation),
         bias=None if p.bias is None else bind("bias", p.bias),
         extra=None if p.residual is None else bind("residual", p.residual),
         pre=None if p.pre is None else bind("pre", p.pre),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -84,10 +96,17 @@ class Backward:
             return bind(name, x) if x is not None and needed else None
 
         made = cls(
-            p.m, p.batch, bind("grad", p.grad), view("a", p.a, recomputed or p.d_b is not None),
-            view("b", p.b, recomputed or p.d_a is not None), view("bias", p.bias, recomputed),
-            view("pre", p.pre), view("d_a", p.d_a), view("d_b", p.d_b), view("d_bias", p.d_bias),
-        )  # fmt: skip
+            p.m,
+            p.batch,
+            bind("grad", p.grad),
+            view("a", p.a, recomputed or p.d_b is not None),
+            view("b", p.b, recomputed or p.d_a is not None),
+            view("bias", p.bias, recomputed),
+            view("pre", p.pre),
+            view("d_a", p.d_a),
+            view("d_b", p.d_b),
+            view("d_bias", p.d_bias),
+        )
         shared = all(length == 1 for x in (p.b, p.bias) if x is not None for length in x.shape[:-2])
         if p.batch and shared and all(p.batch):
             made._fold(rec)
@@ -168,9 +187,19 @@ def slopes(
             if v.bias is not None:
                 views["bias"] = v.bias
             made = batches.launch(
-                rec, m, n, k, batch, order, views, acc, epilogue="slope", function=slope,
-                guard=guard, sums=d_bias is not None,
-            )  # fmt: skip
+                rec,
+                m,
+                n,
+                k,
+                batch,
+                order,
+                views,
+                acc,
+                epilogue="slope",
+                function=slope,
+                guard=guard,
+                sums=d_bias is not None,
+            )
             if made is not None:
                 table, rows = made
         else:
@@ -187,9 +216,17 @@ def slopes(
                 rows = passes.chunks(m)
                 table = rec.fresh((prod(batch[i] for i in order), rows, n), acc)
             launch = passes.slopes(
-                rec.device.info, acc, function, strides.get("pre"), strides["extra"],
-                strides.get("out"), m, n, places.count, table is not None,
-            )  # fmt: skip
+                rec.device.info,
+                acc,
+                function,
+                strides.get("pre"),
+                strides["extra"],
+                strides.get("out"),
+                m,
+                n,
+                places.count,
+                table is not None,
+            )
             for first, at in places:
                 if table is not None:
                     at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
@@ -211,9 +248,13 @@ def gate(rec: Recorder, p: GatedProblem, bind: Bind) -> None:
     views = {"a": bind("a", p.a), "b": bind("b", p.b), "out": bind("out", p.out)}
     found, late = _as_one(rec, views, ("out",))
     launch = gated.forward(
-        rec.device.info, p.dtype.name, p.acc_dtype.name, value_of(p.activation), size,
+        rec.device.info,
+        p.dtype.name,
+        p.acc_dtype.name,
+        value_of(p.activation),
+        size,
         min(batches.alignment(view, ()) for view in found.values()),
-    )  # fmt: skip
+    )
     rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
     for source, out in late:
         batches.copy(rec, source, out)
@@ -234,10 +275,16 @@ def gate_backward(rec: Recorder, p: GatedBackwardProblem, bind: Bind) -> None:
         outs.append("d_b")
     found, late = _as_one(rec, views, outs)
     launch = gated.backward(
-        rec.device.info, p.dtype.name, p.acc_dtype.name, value_of(p.activation),
-        slope_of(p.activation), p.guard, (p.d_a is not None, p.d_b is not None), size,
+        rec.device.info,
+        p.dtype.name,
+        p.acc_dtype.name,
+        value_of(p.activation),
+        slope_of(p.activation),
+        p.guard,
+        (p.d_a is not None, p.d_b is not None),
+        size,
         min(batches.alignment(view, ()) for view in found.values()),
-    )  # fmt: skip
+    )
     rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
     for source, out in late:
         batches.copy(rec, source, out)

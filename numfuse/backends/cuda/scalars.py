@@ -283,9 +283,10 @@ def _simulated_exponent_parts(u):
         difference -= 1 << width
     k = difference >> mantissa
     return (
-        kind(k), _from_bits(bits - (k << mantissa), kind, unsigned),
+        kind(k),
+        _from_bits(bits - (k << mantissa), kind, unsigned),
         _from_bits((bias + 2 - k) << mantissa, kind, unsigned),
-    )  # fmt: skip
+    )
 
 
 @_either_text(_simulated_exponent_parts)
@@ -306,13 +307,24 @@ def exponent_parts(typingctx, u):
 
 
 TARGET = Target(
-    jit=device_function, absolute=absolute, square_root=square_root, copy_sign=copy_sign,
-    fused=fused, rounded_product=rounded_product, select=select, both=both, either=either,
-    negation=negation, power_of_two=power_of_two, raised_exponent=raised_exponent,
-    two_powers_of_two=two_powers_of_two, exponent_parts=exponent_parts, toward=toward,
+    jit=device_function,
+    absolute=absolute,
+    square_root=square_root,
+    copy_sign=copy_sign,
+    fused=fused,
+    rounded_product=rounded_product,
+    select=select,
+    both=both,
+    either=either,
+    negation=negation,
+    power_of_two=power_of_two,
+    raised_exponent=raised_exponent,
+    two_powers_of_two=two_powers_of_two,
+    exponent_parts=exponent_parts,
+    toward=toward,
     # (with float64's own, a gradient's kernel has no registers left, and is no faster)
     inverses={"float32": inverse},
-)  # fmt: skip
+)
 
 
 @functools.cache
@@ -324,9 +336,11 @@ def primitives(dtype: str) -> SimpleNamespace:
 # --- memory -------------------------------------------------------------------------------------
 #: LLVM's and C's type of an element in memory.
 _STORED: dict[str, tuple[Any, Any]] = {
-    "float64": (ir.DoubleType(), ctypes.c_double), "float32": (ir.FloatType(), ctypes.c_float),
-    "float16": (ir.IntType(16), ctypes.c_uint16), "bfloat16": (ir.IntType(16), ctypes.c_uint16),
-}  # fmt: skip
+    "float64": (ir.DoubleType(), ctypes.c_double),
+    "float32": (ir.FloatType(), ctypes.c_float),
+    "float16": (ir.IntType(16), ctypes.c_uint16),
+    "bfloat16": (ir.IntType(16), ctypes.c_uint16),
+}
 _I64 = ir.IntType(64)
 
 

@@ -155,14 +155,16 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         x_from=inlined(_from, NUMBER=row),
         y_from=inlined(_from, NUMBER=column),
         put_to=inlined(
-            _put_to, ROW=row, COLUMN=column,
+            _put_to,
+            ROW=row,
+            COLUMN=column,
             PITCH=put_pitch,
         ),
         put_pitch=put_pitch,
         passes=parts,
         pass_rows=pass_rows,
         pass_row=inlined(_pass_row, PASS_ROWS=pass_rows),
-    )  # fmt: skip
+    )
 
 
 def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
@@ -170,12 +172,18 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
     wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
     return Fetch(
-        block, tile.block_k, tile.threads, 4, along_k, FOUR if wide else 1, k_inner=False,
+        block,
+        tile.block_k,
+        tile.threads,
+        4,
+        along_k,
+        FOUR if wide else 1,
+        k_inner=False,
         # four values of k are turned on their way through registers
         held=wide and along_k,
         # 8 values of k (two vectors) side by side: whole sectors of memory, no bank conflicts
         side_by_side=(2 if wide else 8) if along_k else 0,
-    )  # fmt: skip
+    )
 
 
 def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
@@ -200,9 +208,19 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
     p = replace(p, x=operands[0], y=operands[1])
     x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
     return blocks.plan(
-        p, device, tile, part, parts, x, y, engine(tile, x, y), "cores", tuple(before),
-        (slots[0], slots[1]), workspace,
-    )  # fmt: skip
+        p,
+        device,
+        tile,
+        part,
+        parts,
+        x,
+        y,
+        engine(tile, x, y),
+        "cores",
+        tuple(before),
+        (slots[0], slots[1]),
+        workspace,
+    )
 
 
 class Cores:

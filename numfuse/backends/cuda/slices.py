@@ -184,12 +184,17 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     """The functions by which a factor comes to shared memory."""
     f = fetch.bindings()
     bound: dict[str, Any] = {
-        "OWN": inlined(_own, **f), "ALONG": inlined(_along, **f),
-        "OWN_STEP": f["OWN_STEP"], "K_STEP": f["K_STEP"],
+        "OWN": inlined(_own, **f),
+        "ALONG": inlined(_along, **f),
+        "OWN_STEP": f["OWN_STEP"],
+        "K_STEP": f["K_STEP"],
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
-        "OWN_OFFSET": f["OWN_OFFSET"], "K_OFFSET": f["K_OFFSET"], "OWN_REPEATS": f["OWN_REPEATS"],
-        "HELD": 0, "COPIES": 0,
-    }  # fmt: skip
+        "OWN_OFFSET": f["OWN_OFFSET"],
+        "K_OFFSET": f["K_OFFSET"],
+        "OWN_REPEATS": f["OWN_REPEATS"],
+        "HELD": 0,
+        "COPIES": 0,
+    }
     if fetch.held:
         own, k = fetch.repeats
         kind, register = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[
@@ -202,18 +207,22 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
             _put_held, PUT=intrinsics.store(kind, 1, register, intrinsics.SHARED), **f
         )
         bound["AHEAD"] = inlined(
-            _load_ahead, LOAD=intrinsics.load(kind, fetch.values, register), LOAD_ONE=one,
-            REGISTER=bound["REGISTER"], **f,
-        )  # fmt: skip
+            _load_ahead,
+            LOAD=intrinsics.load(kind, fetch.values, register),
+            LOAD_ONE=one,
+            REGISTER=bound["REGISTER"],
+            **f,
+        )
     else:
         bytes_ = fetch.values * fetch.itemsize
         own, k = fetch.repeats
         bound |= {
-            "COPIES": own * k, "COPY": intrinsics.fetch(bytes_),
+            "COPIES": own * k,
+            "COPY": intrinsics.fetch(bytes_),
             "MASKED": inlined(
                 _masked_copies, COPY_PART=intrinsics.fetch(bytes_, partial=True), **f
             ),
-        }  # fmt: skip
+        }
     return {f"{axis}_{name}": value for name, value in bound.items()}
 
 

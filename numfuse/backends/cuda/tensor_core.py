@@ -76,8 +76,9 @@ def _pass_row(r, turn):
 class _Warp:
     """A warp's arithmetic on chunks of K, as LLVM instructions."""
 
-    def __init__(self, dtype: str, warp_m: int, warp_n: int, chunk: int, small: bool,
-                 x: Fetch, y: Fetch) -> None:  # fmt: skip
+    def __init__(
+        self, dtype: str, warp_m: int, warp_n: int, chunk: int, small: bool, x: Fetch, y: Fetch
+    ) -> None:
         self.dtype, self.warp_m, self.warp_n, self.chunk = dtype, warp_m, warp_n, chunk
         self.small = small
         self.x, self.y = x, y
@@ -156,9 +157,17 @@ class _Warp:
 
 @functools.cache
 def engine(
-    dtype: str, block_m: int, block_n: int, block_k: int, warp_m: int, warp_n: int, chunk: int,
-    small: bool, x: Fetch, y: Fetch,
-) -> Engine:  # fmt: skip
+    dtype: str,
+    block_m: int,
+    block_n: int,
+    block_k: int,
+    warp_m: int,
+    warp_n: int,
+    chunk: int,
+    small: bool,
+    x: Fetch,
+    y: Fetch,
+) -> Engine:
     """The engine of a block of warps; `chunk`: of K in one instruction (16 for halves).
 
     `small`: mma.m8n8k4, the instruction for float64 of compute capability 8.0.
@@ -178,18 +187,29 @@ def engine(
         ]
 
     made = arithmetic(
-        key, totals, factors, warp.mi, range(chunk, block_k, chunk),
-        lambda builder, x, y: warp.factors(builder, x, y, 0), warp.multiply, passed,
-    )  # fmt: skip
+        key,
+        totals,
+        factors,
+        warp.mi,
+        range(chunk, block_k, chunk),
+        lambda builder, x, y: warp.factors(builder, x, y, 0),
+        warp.multiply,
+        passed,
+    )
     warps_n = block_n // warp_n
 
     def starts(fetch: Fetch, rows: bool) -> Any:
         own, along = fetch.offsets
         return inlined(
             _from,
-            WARPS_ACROSS=warps_n, ROWS=rows, HALVES=dtype != "float64", K_INNER=fetch.k_inner,
-            WARP_LENGTH=warp_m if rows else warp_n, OWN_OFFSET=own, K_OFFSET=along,
-        )  # fmt: skip
+            WARPS_ACROSS=warps_n,
+            ROWS=rows,
+            HALVES=dtype != "float64",
+            K_INNER=fetch.k_inner,
+            WARP_LENGTH=warp_m if rows else warp_n,
+            OWN_OFFSET=own,
+            K_OFFSET=along,
+        )
 
     return Engine(
         accumulator=accumulator,
@@ -223,17 +243,30 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
         along_k, values = _values(operand, own)
         found.append(
             Fetch(
-                block, tile.block_k, tile.threads, operand.itemsize, along_k, values,
+                block,
+                tile.block_k,
+                tile.threads,
+                operand.itemsize,
+                along_k,
+                values,
                 k_inner=along_k,
                 held=values * operand.itemsize < 4,  # cp.async copies 4 bytes or more
             )
-        )  # fmt: skip
+        )
     x, y = found
     small = device.capability < (9, 0)
     made = engine(
-        p.x.dtype, tile.block_m, tile.block_n, tile.block_k, tile.part_m, tile.part_n, tile.chunk,
-        small, x, y,
-    )  # fmt: skip
+        p.x.dtype,
+        tile.block_m,
+        tile.block_n,
+        tile.block_k,
+        tile.part_m,
+        tile.part_n,
+        tile.chunk,
+        small,
+        x,
+        y,
+    )
     return blocks.plan(p, device, tile, part, parts, x, y, made, "tensor cores")
 
 

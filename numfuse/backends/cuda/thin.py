@@ -98,11 +98,34 @@ def _copy_whole_x(to, at, step, row0):
 
 
 def _product(
-    x, y, bias, extra, pre, out, sums, m, n, k,
-    x_place, x_row, x_column, y_place, y_row, y_column, bias_place, bias_column,
-    extra_place, extra_row, extra_column, pre_place, pre_row, pre_column,
-    out_place, out_row, out_column,
-):  # fmt: skip
+    x,
+    y,
+    bias,
+    extra,
+    pre,
+    out,
+    sums,
+    m,
+    n,
+    k,
+    x_place,
+    x_row,
+    x_column,
+    y_place,
+    y_row,
+    y_column,
+    bias_place,
+    bias_column,
+    extra_place,
+    extra_row,
+    extra_column,
+    pre_place,
+    pre_row,
+    pre_column,
+    out_place,
+    out_row,
+    out_column,
+):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     lane, warp = i32(t & 31), i32(t >> 5)
@@ -420,36 +443,59 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
     x_pieces = thin.depth // x_values
     x_step = max(1, threads // x_pieces)
     bindings: dict[str, Any] = {
-        "ROWS": thin.rows, "DEPTH": thin.depth, "SHARE": thin.share, "FEW": few,
+        "ROWS": thin.rows,
+        "DEPTH": thin.depth,
+        "SHARE": thin.share,
+        "FEW": few,
         "WARPS": tiling.CUDA_THIN_WARPS,
         "PARTS": thin.parts,
-        "ALONG_K": thin.along_k, "SIZE": size, "PITCH": thin.pitch, "LINE_BYTES": line_bytes,
-        "PIECES": pieces, "PIECE_BITS": pieces.bit_length() - 1, "REACH": reach,
-        "COPIES": lines // reach, "STAGES": thin.stages, "SLICE": thin.slice_bytes,
-        "Y_SLICE": thin.y_bytes, "PART": thin.part_m * thin.lanes_m, "LANES_M": thin.lanes_m,
+        "ALONG_K": thin.along_k,
+        "SIZE": size,
+        "PITCH": thin.pitch,
+        "LINE_BYTES": line_bytes,
+        "PIECES": pieces,
+        "PIECE_BITS": pieces.bit_length() - 1,
+        "REACH": reach,
+        "COPIES": lines // reach,
+        "STAGES": thin.stages,
+        "SLICE": thin.slice_bytes,
+        "Y_SLICE": thin.y_bytes,
+        "PART": thin.part_m * thin.lanes_m,
+        "LANES_M": thin.lanes_m,
         "X_PITCH": thin.x_pitch,
         "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
         "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),
-        "X_PIECES": x_pieces, "X_BITS": x_pieces.bit_length() - 1,
-        "X_VALUES": x_values, "X_STEP": x_step, "X_COPIES": -(-thin.rows // x_step),
+        "X_PIECES": x_pieces,
+        "X_BITS": x_pieces.bit_length() - 1,
+        "X_VALUES": x_values,
+        "X_STEP": x_step,
+        "X_COPIES": -(-thin.rows // x_step),
         "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
-        "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""), "FETCH_16": one.fetch(16, ahead=""),
-        "WAIT": one.fetch_wait(thin.stages - 2), "WAIT_ALL": one.fetch_wait0,
-        "CLEAR": clear(thin.part_m * thin.lanes_m), "MULTIPLY": _multiply(thin),
-        "CHAIN": tiling.CUDA_CHAIN // thin.share, "ADD": add(thin.part_m * thin.lanes_m),
+        "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""),
+        "FETCH_16": one.fetch(16, ahead=""),
+        "WAIT": one.fetch_wait(thin.stages - 2),
+        "WAIT_ALL": one.fetch_wait0,
+        "CLEAR": clear(thin.part_m * thin.lanes_m),
+        "MULTIPLY": _multiply(thin),
+        "CHAIN": tiling.CUDA_CHAIN // thin.share,
+        "ADD": add(thin.part_m * thin.lanes_m),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
         **epilogue.bindings(),
-    }  # fmt: skip
+    }
     bindings["COPY_Y"] = inlined(_copy_y, **bindings)
     bindings["COPY_X"] = inlined(_copy_x, **bindings)
     bindings["COPY_WHOLE_Y"] = inlined(_copy_whole_y, **bindings)
     bindings["COPY_WHOLE_X"] = inlined(_copy_whole_x, **bindings)
     template = expanded(_product, bindings)
     return kernel(
-        template, SIGNATURE, threads=threads, blocks=1, name=f"few rows {epilogue.kind}",
+        template,
+        SIGNATURE,
+        threads=threads,
+        blocks=1,
+        name=f"few rows {epilogue.kind}",
         **names_of(template, bindings),
-    )  # fmt: skip
+    )
 
 
 def plan(product: Product, device: DeviceInfo) -> Plan | None:
@@ -466,9 +512,16 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     made = replace(made, stages=stages)
     arguments = (
-        Slot("x"), Slot("y"), *Epilogue.slots(p, Slot("out")), p.m, p.n, p.k, *p.x.steps,
-        *p.y.steps, *Epilogue.steps(p, p.out),
-    )  # fmt: skip
+        Slot("x"),
+        Slot("y"),
+        *Epilogue.slots(p, Slot("out")),
+        p.m,
+        p.n,
+        p.k,
+        *p.x.steps,
+        *p.y.steps,
+        *Epilogue.steps(p, p.out),
+    )
     built = _kernel(made, Epilogue.of(p, p.out.dtype))
     grid = (-(-p.n // COLUMNS), p.places, 1)
     launch = Launch(built, grid, arguments, stages * made.slice_bytes)

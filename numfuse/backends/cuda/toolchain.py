@@ -35,9 +35,18 @@ from numfuse import binaries
 from numfuse.compilation import compiled
 
 __all__ = [
-    "SIMULATED", "Kernel", "cache_directory", "cuda", "device_function", "intrinsic", "ir",
-    "kernel", "kernels", "types", "versions",
-]  # fmt: skip
+    "SIMULATED",
+    "Kernel",
+    "cache_directory",
+    "cuda",
+    "device_function",
+    "intrinsic",
+    "ir",
+    "kernel",
+    "kernels",
+    "types",
+    "versions",
+]
 
 
 def _import() -> Any:
@@ -79,14 +88,34 @@ def intrinsic(function: Any) -> Any:
 
 #: Of the kernels' arguments; a map arrives as its address.
 _TYPES = {
-    "u64": types.uint64, "i64": types.int64, "u32": types.uint32, "i32": types.int32,
-    "f32": types.float32, "f64": types.float64, "map": types.uint64,
-}  # fmt: skip
+    "u64": types.uint64,
+    "i64": types.int64,
+    "u32": types.uint32,
+    "i32": types.int32,
+    "f32": types.float32,
+    "f64": types.float64,
+    "map": types.uint64,
+}
 #: Files here from which no kernel code is made.
 _HOST_FILES = {
-    "__init__", "arrays", "batches", "calls", "dlpack", "driver", "entry", "foreign", "hopper_host",
-    "launcher", "libcuda", "memory", "plans", "product", "run", "simulated", "tiers",
-}  # fmt: skip
+    "__init__",
+    "arrays",
+    "batches",
+    "calls",
+    "dlpack",
+    "driver",
+    "entry",
+    "foreign",
+    "hopper_host",
+    "launcher",
+    "libcuda",
+    "memory",
+    "plans",
+    "product",
+    "run",
+    "simulated",
+    "tiers",
+}
 
 #: The simulator runs one kernel at a time.
 _SIMULATING = threading.RLock()
@@ -116,9 +145,15 @@ def versions() -> dict[str, str]:
     """The installed packages that make machine code."""
     found = {}
     for name in (
-        "numba", "numba-cuda", "llvmlite", "nvidia-nvvm", "nvidia-cuda-nvcc-cu12",
-        "nvidia-nvjitlink", "nvidia-nvjitlink-cu12", "cuda-bindings",
-    ):  # fmt: skip
+        "numba",
+        "numba-cuda",
+        "llvmlite",
+        "nvidia-nvvm",
+        "nvidia-cuda-nvcc-cu12",
+        "nvidia-nvjitlink",
+        "nvidia-nvjitlink-cu12",
+        "cuda-bindings",
+    ):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
@@ -302,10 +337,16 @@ def kernel(
         found = _KERNELS.setdefault(
             material,
             Kernel(
-                template, kinds, (x, y, z), blocks, feature, name or template.__name__,
-                bindings, material,
+                template,
+                kinds,
+                (x, y, z),
+                blocks,
+                feature,
+                name or template.__name__,
+                bindings,
+                material,
             ),
-        )  # fmt: skip
+        )
     return found
 
 

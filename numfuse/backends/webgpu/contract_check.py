@@ -20,9 +20,17 @@ __all__ = ["Compared", "check"]
 _ACTIVATIONS: tuple[Activation, ...] = (none, relu, gelu, silu, sigmoid, tanh)
 #: (batch, M, K, N): below, at and beyond a tile of 16, long sums, a batch, and sizes of 1.
 _SHAPES = (
-    (1, 1, 1, 1), (1, 15, 16, 17), (1, 16, 17, 15), (1, 17, 15, 16), (1, 16, 16, 16),
-    (1, 33, 300, 5), (1, 3, 7, 301), (1, 290, 4, 6), (3, 17, 18, 19), (2, 5, 33, 1),
-)  # fmt: skip
+    (1, 1, 1, 1),
+    (1, 15, 16, 17),
+    (1, 16, 17, 15),
+    (1, 17, 15, 16),
+    (1, 16, 16, 16),
+    (1, 33, 300, 5),
+    (1, 3, 7, 301),
+    (1, 290, 4, 6),
+    (3, 17, 18, 19),
+    (2, 5, 33, 1),
+)
 #: With K = N = 1 and b = 1 the pre-activation is a: from one tail to the other.
 _TAILS = (1, 203, 1, 1)
 #: Here a row of a is NaN: its derivative counts as 0.
@@ -128,9 +136,18 @@ def _backward(shaders: ContractBackend, present: set[str]) -> _Rows:
             if shape == _GUARD and act is none:
                 continue  # its derivative is 1 everywhere
             got, exact = _both(
-                "backward", problem.gemm_backward, shaders,
-                grad, a, b, bias, act, None, wanted, True,
-            )  # fmt: skip
+                "backward",
+                problem.gemm_backward,
+                shaders,
+                grad,
+                a,
+                b,
+                bias,
+                act,
+                None,
+                wanted,
+                True,
+            )
             for name in wanted:
                 index = ("a", "b", "bias").index(name)
                 yield f"d_{name}", shape, act, got[index], exact[index]

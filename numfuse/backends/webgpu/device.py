@@ -240,9 +240,11 @@ class Device:
         self.queue = self.handle.queue
         self.features = frozenset(wanted)
         self.limits: dict[str, int] = {**dict(self.handle.limits), **(limits or {})}
-        self.binding_limit = min(
-            self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"]
-        ) // 16 * 16  # fmt: skip
+        self.binding_limit = (
+            min(self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"])
+            // 16
+            * 16
+        )
         self.buffer_limit = self.limits["max-buffer-size"] // 16 * 16
         self.alignment = max(16, self.limits["min-storage-buffer-offset-alignment"])
         self.grid_limit = self.limits["max-compute-workgroups-per-dimension"]

@@ -111,10 +111,13 @@ def _pass(
     equal("the arrays of a pass", *(view.shape for view in found.values()))
     size = prod(next(iter(found.values())).shape)
     kernel = Pointwise(
-        accumulator.name, what, tuple((name, view.dtype) for name, view in inputs.items()),
-        tuple((name, view.dtype, text) for name, (view, text) in outputs.items()), tuple(values),
+        accumulator.name,
+        what,
+        tuple((name, view.dtype) for name, view in inputs.items()),
+        tuple((name, view.dtype, text) for name, (view, text) in outputs.items()),
+        tuple(values),
         device.one_rounding[accumulator.name],
-    )  # fmt: skip
+    )
     # A device binds a part of a large array at a time.
     itemsize = max(view.itemsize for view in found.values())
     step = (device.binding_limit - 2 * device.alignment) // itemsize // 4 * 4
@@ -220,9 +223,11 @@ def double_backward(
     bent = moved and not identity and not act.second_derivative_is_zero()
     wanted: dict[str, tuple[View, bool]] = {}
     for name, there in (
-        ("d_grad", moved), ("d_a", bent or p.v is not None), ("d_b", bent or p.u is not None),
+        ("d_grad", moved),
+        ("d_a", bent or p.v is not None),
+        ("d_b", bent or p.u is not None),
         ("d_bias", bent),
-    ):  # fmt: skip
+    ):
         if name in outs and there:
             wanted[name] = outs[name]
         elif name in outs and not outs[name][1]:
@@ -255,9 +260,12 @@ def double_backward(
 
 
 def _elementwise(
-    store: Store, p: GemmDoubleBackwardProblem, wanted: dict[str, tuple[View, bool]], bends: bool,
+    store: Store,
+    p: GemmDoubleBackwardProblem,
+    wanted: dict[str, tuple[View, bool]],
+    bends: bool,
     products: bool,
-) -> tuple[View | None, View | None]:  # fmt: skip
+) -> tuple[View | None, View | None]:
     """Record d_grad, and Q and S where they are needed, which are returned."""
     slope = run.slope_of(p.activation)
     pre = _pre(store, p) if p.pre is None else store.source(p.pre)
@@ -289,9 +297,13 @@ def _elementwise(
 
 
 def _sum_of_products(
-    store: Store, p: GemmDoubleBackwardProblem, factors: list[tuple[View, View]], out: View,
-    add: bool, free: bool,
-) -> None:  # fmt: skip
+    store: Store,
+    p: GemmDoubleBackwardProblem,
+    factors: list[tuple[View, View]],
+    out: View,
+    add: bool,
+    free: bool,
+) -> None:
     """Record out = the sum of products, rounded once; with `add` out += that sum."""
     target = out
     if len(factors) > 1 and out.dtype != p.acc_dtype.name:
@@ -312,10 +324,21 @@ def _column_sums(store: Store, p: GemmDoubleBackwardProblem, x: View, out: View,
     sums = fresh(device, (places.count, rows, p.n), acc, "column sums")
     if p.m and p.n and places.count:
         run._launch(
-            store, p.m, p.n, 0, places, Cut(0), tile, acc,
-            tails={"extra": x, "out": None}, column_sums=sums, pre_is_read=False, function=None,
-            slope=True, guard=False,
-        )  # fmt: skip
+            store,
+            p.m,
+            p.n,
+            0,
+            places,
+            Cut(0),
+            tile,
+            acc,
+            tails={"extra": x, "out": None},
+            column_sums=sums,
+            pre_is_read=False,
+            function=None,
+            slope=True,
+            guard=False,
+        )
     run._join(store, sums, by_bias.count, by_bias.segments * rows, out, add)
 
 
@@ -344,12 +367,19 @@ def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
     bent = p.u is not None and not p.activation.second_derivative_is_zero()
     u, v = p.u is not None, p.v is not None
     texts = {
-        "d_grad": (p.d_grad, (("u_here", "b_here", "slope") if u else None,
-                              ("v_here", "value") if v else None)),
-        "d_a": (p.d_a, (("u_here", "grad_here", "b_here", "second") if bent else None,
-                        ("v_here", "grad_here", "slope") if v else None)),
+        "d_grad": (
+            p.d_grad,
+            (("u_here", "b_here", "slope") if u else None, ("v_here", "value") if v else None),
+        ),
+        "d_a": (
+            p.d_a,
+            (
+                ("u_here", "grad_here", "b_here", "second") if bent else None,
+                ("v_here", "grad_here", "slope") if v else None,
+            ),
+        ),
         "d_b": (p.d_b, (("u_here", "grad_here", "slope") if u else None,)),
-    }  # fmt: skip
+    }
     wanted = {name: (x, _sum_text(*terms)) for name, (x, terms) in texts.items() if x is not None}
     arrays = {"a": p.a, "b": p.b, "grad": p.grad, "u": p.u, "v": p.v}
     _gate_pass(store, p, "double gate", arrays, wanted)

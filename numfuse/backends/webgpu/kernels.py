@@ -164,9 +164,13 @@ class Gemm(Keyed, Kernel):
     def buffers(self) -> tuple[tuple[str, str, str], ...]:  # type: ignore[override]
         pre = "read" if self.pre_is_read else "read_write"
         named = (
-            ("x", self.x, "read"), ("y", self.y, "read"), ("bias", self.bias, "read"),
-            ("extra", self.extra, "read"), ("pre", self.pre, pre), ("out", self.out, "read_write"),
-        )  # fmt: skip
+            ("x", self.x, "read"),
+            ("y", self.y, "read"),
+            ("bias", self.bias, "read"),
+            ("extra", self.extra, "read"),
+            ("pre", self.pre, pre),
+            ("out", self.out, "read_write"),
+        )
         found = [(name, o.binding, access) for name, o, access in named if o is not None]
         if self.column_sums:
             found.append(("column_sums", TYPES[self.accumulator], "read_write"))
@@ -208,11 +212,18 @@ class Gemm(Keyed, Kernel):
                 "OPERANDS": factors,
                 "X_PITCH": t.block_m // 4 + (self.x is not None and self.x.turned),
                 "Y_PITCH": t.block_n // 4 + (self.y is not None and self.y.turned),
-                "BLOCK_M": t.block_m, "BLOCK_N": t.block_n, "BLOCK_K": t.block_k,
+                "BLOCK_M": t.block_m,
+                "BLOCK_N": t.block_n,
+                "BLOCK_K": t.block_k,
                 "CHAIN": tiling.WEBGPU_CHAIN,
-                "MR": t.mr, "NR": t.nr, "GROUP": t.group, "STAGES": t.stages, "K_FIRST": t.k_first,
+                "MR": t.mr,
+                "NR": t.nr,
+                "GROUP": t.group,
+                "STAGES": t.stages,
+                "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
-                "TX": tx, "TY": ty,
+                "TX": tx,
+                "TY": ty,
                 "BIAS": self.bias is not None,
                 "PRE_READ": self.pre_is_read,
                 "PRE_WRITTEN": self.pre is not None and not self.pre_is_read,
@@ -225,7 +236,7 @@ class Gemm(Keyed, Kernel):
                 "SEGMENTS": self.segments,
                 "OUT_AT": "(plane * p.m + row)" if self.planes else "row",
             },
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True)
@@ -255,13 +266,16 @@ class Join(Kernel):
             {
                 "ENABLE": _enable(b[1] for b in self.buffers),
                 "BUFFERS": self._buffers(),
-                "REAL": acc, "EXPONENT": mask, "WORD": word, "WIDE": self.out.wide,
+                "REAL": acc,
+                "EXPONENT": mask,
+                "WORD": word,
+                "WIDE": self.out.wide,
                 "EACH": "each_" if self.out.wide else "",
                 "ACC": f"vec4<{acc}>" if self.out.wide else acc,
                 "OUT_TYPE": self.out.binding,
                 "ADD": self.add,
             },
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -231,15 +231,25 @@ def _launch(
             kernel,
             bindings,
             (
-                m, n, k,
+                m,
+                n,
+                k,
                 *(found["x"].strides[-2:] if found["x"] else (0, 0)),
                 *(found["y"].strides[-2:] if found["y"] else (0, 0)),
-                strides("bias")[1], *strides("extra"),
-                *((n, 1) if stacked else strides("out")), *strides("pre"),
-                first, cut.part, cut.parts, cut.per_group, places.segments, cut.groups, *offsets,
+                strides("bias")[1],
+                *strides("extra"),
+                *((n, 1) if stacked else strides("out")),
+                *strides("pre"),
+                first,
+                cut.part,
+                cut.parts,
+                cut.per_group,
+                places.segments,
+                cut.groups,
+                *offsets,
             ),
             (*device.grid(blocks), min(total - first, device.grid_limit)),
-        )  # fmt: skip
+        )
 
 
 def _product(
@@ -280,10 +290,20 @@ def _product(
             store.device, (places.count, cut.planes, m, n), accumulator, "the planes of a product"
         )
     _launch(
-        store, m, n, k, places, cut, tile, accumulator, x=x, y=y,
+        store,
+        m,
+        n,
+        k,
+        places,
+        cut,
+        tile,
+        accumulator,
+        x=x,
+        y=y,
         tails={"bias": bias, "extra": extra, "pre": pre, "out": target},
-        stacked=stacked, function=function,
-    )  # fmt: skip
+        stacked=stacked,
+        function=function,
+    )
     if stacked:
         _join(store, target, places.count, cut.planes, out, add)
 
@@ -442,9 +462,23 @@ def _slopes(
         sums = fresh(device, (places.count, rows, n), acc, "column sums")
     if m and n and places.count:
         _launch(
-            store, m, n, k, places, Cut(k), tile, acc, x=x, y=y, tails=tails, column_sums=sums,
-            pre_is_read="pre" in tails, function=slope, slope=True, guard=p.guard,
-        )  # fmt: skip
+            store,
+            m,
+            n,
+            k,
+            places,
+            Cut(k),
+            tile,
+            acc,
+            x=x,
+            y=y,
+            tails=tails,
+            column_sums=sums,
+            pre_is_read="pre" in tails,
+            function=slope,
+            slope=True,
+            guard=p.guard,
+        )
     if d_bias is not None and sums is not None:
         _join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
 
@@ -514,11 +548,16 @@ def gated(store: Store, p: GatedProblem) -> None:
 def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
     """d_a = grad * b * act'(a), d_b = grad * act(a)."""
     kernel = Gated(
-        p.acc_dtype.name, Operand(p.dtype.name), value_of(p.activation),
-        slope_of(p.activation) if p.d_a is not None else None, backward=True, guard=p.guard,
-        d_a=p.d_a is not None, d_b=p.d_b is not None,
+        p.acc_dtype.name,
+        Operand(p.dtype.name),
+        value_of(p.activation),
+        slope_of(p.activation) if p.d_a is not None else None,
+        backward=True,
+        guard=p.guard,
+        d_a=p.d_a is not None,
+        d_b=p.d_b is not None,
         one_rounding=store.device.one_rounding[p.acc_dtype.name],
-    )  # fmt: skip
+    )
     if p.d_a is None and p.d_b is None:
         return
     needed = {name for name, _, access in kernel.buffers if access == "read"}

@@ -202,9 +202,13 @@ _BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.BitXor: operator.xor,
 }
 _CALLS: dict[str, Callable[..., int]] = {
-    "u32": lambda x=0: x, "i32": lambda x=0: x, "min": min, "max": max, "abs": abs,
+    "u32": lambda x=0: x,
+    "i32": lambda x=0: x,
+    "min": min,
+    "max": max,
+    "abs": abs,
     "clamp": lambda x, low, high: min(max(x, low), high),
-}  # fmt: skip
+}
 
 
 def _integer(text: str, values: Mapping[str, str], inside: tuple[str, ...]) -> int:

@@ -52,12 +52,24 @@ __all__ = [
 #: The axes of M and N that the last two axes of an array are, by the array's name; None is K, or
 #: one row of a bias.
 _AXES: dict[str, tuple[str | None, str | None]] = {
-    "a": ("m", None), "b": (None, "n"), "bias": (None, "n"), "residual": ("m", "n"),
-    "out": ("m", "n"), "pre": ("m", "n"), "grad": ("m", "n"), "grad_pre": ("m", "n"),
-    "d_a": ("m", None), "d_b": (None, "n"), "d_bias": (None, "n"),
-    "u": ("m", None), "v": (None, "n"), "w": (None, "n"), "z": ("m", "n"),
-    "d_grad": ("m", "n"), "out_dot": ("m", "n"),
-}  # fmt: skip
+    "a": ("m", None),
+    "b": (None, "n"),
+    "bias": (None, "n"),
+    "residual": ("m", "n"),
+    "out": ("m", "n"),
+    "pre": ("m", "n"),
+    "grad": ("m", "n"),
+    "grad_pre": ("m", "n"),
+    "d_a": ("m", None),
+    "d_b": (None, "n"),
+    "d_bias": (None, "n"),
+    "u": ("m", None),
+    "v": (None, "n"),
+    "w": (None, "n"),
+    "z": ("m", "n"),
+    "d_grad": ("m", "n"),
+    "out_dot": ("m", "n"),
+}
 
 
 @dataclass(frozen=True)
@@ -196,9 +208,11 @@ def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
 
 
 def _summed(
-    store: Store, p: Any, names: Sequence[str],
+    store: Store,
+    p: Any,
+    names: Sequence[str],
     operation: Callable[[Store, Any, dict[str, tuple[View, bool]]], None],
-) -> None:  # fmt: skip
+) -> None:
     """Run an operation, parts of whose results are sums over pieces."""
     p = as_one(p)
     if not p.batch:
