@@ -49,7 +49,9 @@ __all__ = [
 
 
 class Backend(Protocol):
-    """What a backend has. A run writes the problem's outputs and trusts what problem.py promises.
+    """The interface of a backend.
+
+    A run writes the problem's outputs and trusts what problem.py promises.
 
     A backend that has several devices or precisions also has ``configure(device, precision)``,
     which checks both and returns a backend object; one whose arrays live elsewhere has
@@ -284,7 +286,7 @@ def backends() -> dict[str, BackendStatus]:
 
 
 class Call(NamedTuple):
-    """What the latest call of a thread ran."""
+    """A record of what the latest call of a thread ran."""
 
     backend: str
     device: str
@@ -302,7 +304,7 @@ latest = _Latest()
 
 
 def last_call() -> Call | None:
-    """What this thread's latest numfuse call ran; None before the first.
+    """Return what this thread's latest numfuse call ran; None before the first call.
 
     Returns
     -------

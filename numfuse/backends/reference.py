@@ -169,7 +169,7 @@ class Reference:
         _record("gated_tangent", p.activation)
 
     def describe(self) -> dict[str, Any]:
-        """What `info` shows."""
+        """Return what `info` shows, by name."""
         return {"device": "NumPy", "arithmetic": "float64, products in long double"}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:

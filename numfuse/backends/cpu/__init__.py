@@ -194,7 +194,7 @@ def _growing(
 
 
 def _merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The same elements, in one order, as (..., rows, columns) with as few axes as strides allow.
+    """Return the elements, in one order, as (..., rows, columns) with as few axes as strides allow.
 
     The last axis is the one along which the first array is densest.
     """
@@ -760,7 +760,7 @@ class CpuBackend:
         higher.tangent(self, p)
 
     def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
-        """The same of a gate's gradients."""
+        """Compute the gradients of a gate's gradients, weighted with cotangents."""
         higher.gated_double_backward(self, p)
 
     def gated_tangent(self, p: GatedTangentProblem) -> None:
@@ -790,7 +790,7 @@ class CpuBackend:
         return np.empty(shape, dtype)
 
     def describe(self) -> dict[str, Any]:
-        """What `python -m numfuse info` tells about this backend."""
+        """Return what `python -m numfuse info` tells about this backend, by name."""
         from numfuse import specialise
 
         return {

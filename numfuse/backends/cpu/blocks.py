@@ -83,8 +83,10 @@ class Held(NamedTuple):
 
 
 class Launches(NamedTuple):
-    """What a block takes: phases, each of which may read what those before it wrote (grad_pre, then
-    all that reads it); and the arrays of its own that these need."""
+    """The launches of a block, by phases, and the block's own arrays that these launches need.
+
+    Each phase may read what the phases before it wrote (grad_pre, then all that reads grad_pre).
+    """
 
     phases: list[list[Plan]]
     own: list[Operand]
@@ -105,7 +107,7 @@ class Move(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What is run for one block; None: it is everything."""
+    """The work that is run for one block, or for everything where `block` is None."""
 
     block: Block | None
     turns: tuple[Turn, ...]

@@ -45,7 +45,7 @@ Operands = tuple[Operand | None, ...]
 
 # --- products -----------------------------------------------------------------------------------
 def double_backward(backend: CpuBackend, p: GemmDoubleBackwardProblem) -> None:
-    """What nothing contributes to is zero; the rest is one schedule, or two of an identity."""
+    """Zero what nothing contributes to; run the rest as one schedule, or as two for an identity."""
     p = as_one(p)
     identity = p.activation.trace(0) is SYMBOL
     moved = not (p.u is None and p.v is None and p.w is None and p.z is None)

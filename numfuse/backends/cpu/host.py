@@ -1,6 +1,6 @@
-"""What the processor that kernels are compiled for offers to them.
+"""The features that kernels can use on the processor for which they are compiled.
 
-That is the host's, unless Numba is told of another (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
+The processor is the host's, unless Numba is told of another (NUMBA_CPU_NAME, NUMBA_CPU_FEATURES,
 NUMBA_ENABLE_AVX).  LLVM fails for good, and the process with it, where code needs an instruction
 or a library function that the processor it is told of lacks.  So the compiler itself is asked.
 """

@@ -96,7 +96,7 @@ def data_of_array(arrays: int, number: int) -> int:
 
 
 def data_of_address(arrays: int, number: int) -> int:
-    """The same, where `arrays` are the addresses of the data themselves."""
+    """Return where the elements of array `number` begin; at `arrays` lie the data's addresses."""
     return WORDS(arrays)[number]
 
 
@@ -406,7 +406,7 @@ def threads() -> int:
 
 
 def _no_threads(error: ValueError) -> BackendUnavailable:
-    """What to raise where Numba cannot start its threads, such as a layer that is not installed."""
+    """Return the error to raise if Numba cannot start threads, as with a layer not installed."""
     layer: Any = numba.config.THREADING_LAYER  # type: ignore[attr-defined]
     reason = " ".join(str(error).split())
     return BackendUnavailable(
@@ -424,7 +424,7 @@ def threading_layer() -> str:
 
 
 def _help() -> None:
-    """What a thread of our own does, to the end of the process."""
+    """Run what is handed to a thread of our own, to the end of the process."""
     wanted = _wanted
     while True:
         run, arguments, _gate = wanted.get()
@@ -475,7 +475,7 @@ def launch(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
 
 
 def launch_in(workspace: int, sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
-    """The same with `sequence.size` bytes of memory at the address `workspace`."""
+    """Do as `launch` does, with `sequence.size` bytes of memory at the address `workspace`."""
     if OBJECTS_CAN_BE_READ:
         operands = id(arrays)
     else:

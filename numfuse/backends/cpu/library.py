@@ -51,13 +51,15 @@ def chunk(fmt: str) -> int:
 
 
 def grad_pre_format(fmt: str) -> str:
-    """What grad_pre is stored in: the accumulator's format, or, where products take halves as they
-    are, the operands' own."""
+    """Return the format that grad_pre is stored in.
+
+    The format is the accumulator's, or the operands' own where products take halves as they are.
+    """
     return accumulator(fmt) if kind(fmt, fmt) == "fma" else fmt
 
 
 def _words() -> dict[str, Any]:
-    """What every function that reads a descriptor or a context binds."""
+    """Return the names that every reader of a descriptor or a context binds."""
     return {
         **{
             name: getattr(protocol, name)
@@ -76,7 +78,7 @@ def _words() -> dict[str, Any]:
 
 
 def _cell_names() -> dict[str, Any]:
-    """What both kinds of cell bind."""
+    """Return the names that both kinds of cell bind."""
     words = _words()
     return {
         **words,
@@ -178,7 +180,7 @@ def join_cell(fmt: str) -> specialise.Kernel:
 
 
 def _pairs_names(r: tiling.Registers, width: int, height: int) -> dict[str, Any]:
-    """What packs pairs to panels of `height` lines that take `width`."""
+    """Return the names bound to pack pairs to panels of `height` lines that take `width`."""
     return {
         "ITEM": 2,
         "VL": r.vl,
@@ -245,7 +247,7 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
 
 @functools.cache
 def row_names(fmt: str, acc: str) -> dict[str, Any]:
-    """What every row function of a storage format binds."""
+    """Return the names that every row function of a storage format binds."""
     context = {
         "WORDS": microkernel.make_elements("int64"),
         "C_SCRATCH": protocol.C_SCRATCH,
@@ -297,7 +299,7 @@ def by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., speciali
 
 
 def stream_names(result: str, fmt: str) -> dict[str, Any]:
-    """What stores a result of a row function past the caches."""
+    """Return the names bound to store a result of a row function past the caches."""
     step = tiling.STREAM_STEP
     return {
         "STEP": step,

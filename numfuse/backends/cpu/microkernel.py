@@ -208,7 +208,10 @@ def _prefetched(builder: ir.IRBuilder, address: ir.Value) -> None:
 def _multiplier(
     builder: ir.IRBuilder, acc: str, r: Registers
 ) -> tuple[ir.Type, Callable[[ir.Value, ir.Value, ir.Value], ir.Value]]:
-    """What the panels of factors hold, and ``multiply(splat of A, row of B, sums) -> sums``."""
+    """Return the type that the panels of factors hold, and the function that multiplies them.
+
+    That function is ``multiply(splat of A, row of B, sums) -> sums``.
+    """
     element, size = FORMATS[acc]
     vector = _vector(element, r.vl)
     if r.kind == "dot":

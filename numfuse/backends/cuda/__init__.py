@@ -136,7 +136,7 @@ class CudaBackend:
         return _on(ordinal, self.precision if precision is None else precision)
 
     def describe(self) -> dict[str, Any]:
-        """What `info` shows."""
+        """Return what `info` shows, by name."""
         from numfuse.backends.cuda import toolchain
         from numfuse.backends.cuda.driver import device as device_of
         from numfuse.backends.cuda.libcuda import count, driver_version

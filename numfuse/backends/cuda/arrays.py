@@ -161,7 +161,7 @@ class DeviceArray(GhostViews):
     def maker(
         cls, owner: Device, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int
     ) -> Callable[[], DeviceArray]:
-        """What makes such an array, whenever it is called."""
+        """Return a function that makes a C-contiguous array of any content at every call."""
         strides, nbytes = contiguous(shape, dtype.itemsize), prod(shape) * dtype.itemsize
         what = f"an array of shape {shape}"
 
@@ -194,7 +194,7 @@ class DeviceArray(GhostViews):
         )
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """The same elements in another shape, where that takes no copy.
+        """Return the same elements in another shape, if that takes no copy.
 
         Raises
         ------

@@ -223,7 +223,7 @@ def product(
 
 
 def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
-    """Of an axis of the batch, in a view that may lack it."""
+    """Return the length of an axis of the batch in a view, which may lack the axis."""
     own = axis - (len(batch) + 2 - len(view.shape))
     return view.shape[own] if own >= 0 else 1
 
@@ -456,7 +456,7 @@ def as_rows(view: View) -> View | None:
 
 
 def packed_rows(rec: Recorder, view: View) -> View:
-    """The same, by a copy where need be."""
+    """Return (..., M, N) as one matrix of all rows, by a copy where need be."""
     found = as_rows(view)
     if found is None:
         packed = rec.fresh(view.shape, view.dtype)

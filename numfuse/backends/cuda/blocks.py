@@ -437,7 +437,7 @@ class Block:
         return self.x.bytes + self.y.bytes
 
     def shared_bytes(self, engine: Engine) -> int:
-        """Of the slices, or of what the epilogue keeps there."""
+        """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
         sums = self.threads * 16 if self.epilogue.sums else 0
         kept = 0
         if self.kept == "shared":
@@ -525,7 +525,7 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
 
 # --- plans ----------------------------------------------------------------------------------------
 def takes(product: Product, device: DeviceInfo) -> bool:
-    """What every tier of this file needs: cp.async, and lengths of 32 bits."""
+    """Return whether cp.async and lengths of 32 bits, which every tier here needs, are there."""
     return device.capability >= (8, 0) and max(product.m, product.n, product.k) < 1 << 30
 
 

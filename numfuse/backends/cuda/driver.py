@@ -256,7 +256,7 @@ class Device:
         return found.value or 0
 
     def record(self, launch: Callable[[int], object]) -> int | None:
-        """What `launch` launches on the stream that it gets, as a graph; None where that fails."""
+        """Return as a graph what `launch` launches on the stream it gets; None if that fails."""
         graph, made = c_void_p(), c_void_p()
         with self._lock, self.current():
             stream = self.recording_stream

@@ -148,8 +148,9 @@ _LATEST = threading.local()  # .kept: of this thread's latest `DeviceCall`
 def _glance(
     name: str, args: Sequence[Any], options: dict[str, Any]
 ) -> tuple[Kind, tuple[Any, ...], list[int], int] | None:
-    """Of a call: whose arrays, all that it depends on, their addresses and device; None of one
-    that has to be looked at closely.
+    """Return a call's kind of arrays, all that the call depends on, and the addresses and device.
+
+    Return None if the call has to be looked at closely.
     """
     for x in args:
         kind = KINDS.get(type(x))
@@ -273,7 +274,10 @@ def _hold(owner: Device, stream: int, arrays: list[Any]) -> None:
 
 
 def _precision(backend: str | Backend | None, ordinal: int) -> str:
-    """Of float32 products; another backend asked for is an error, as nothing moves unasked."""
+    """Return the precision of float32 products.
+
+    Raise ValueError if another backend is asked for, as nothing moves unasked.
+    """
     if backend is None:
         chosen = active()
         return chosen.precision if isinstance(chosen, CudaBackend) else "ieee"

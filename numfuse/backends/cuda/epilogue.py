@@ -1,4 +1,4 @@
-"""What a kernel does with a product's sums: the names that the templates of the tiers share."""
+"""Epilogues: what a kernel does with a product's sums, as names that the tiers' templates share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Epilogue"]
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What of a `Product` is bound where a kernel stores the result."""
+    """The parts of a `Product` that are bound where a kernel stores the result."""
 
     accumulator: str
     #: Storage dtypes, of what there is.
@@ -29,7 +29,7 @@ class Epilogue:
 
     @classmethod
     def of(cls, product: Product, out: str) -> Epilogue:
-        """That of a product; `out`: the dtype in which the kernel stores it."""
+        """Return the epilogue of a product whose result the kernel stores in the dtype `out`."""
         p = product
         function = None
         if p.function is not None:

@@ -37,7 +37,7 @@ class Kind:
         return 0
 
     def maker(self, ordinal: int, stream: int) -> Maker:
-        """What makes results."""
+        """Return a function that makes results."""
         owner = device(ordinal)
 
         def make(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
@@ -57,7 +57,7 @@ class Kind:
     def maker_of(
         self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int
     ) -> Callable[[], tuple[Any, int]]:
-        """What makes one result of `maker`, whenever it is called."""
+        """Return a function that makes one result of `maker` at every call."""
         return functools.partial(self.maker(ordinal, stream), shape, dtype)
 
     def glance(
@@ -82,7 +82,7 @@ class Kind:
         return ordinal
 
     def look(self, x: Any) -> tuple[Any, int, int] | None:
-        """Of one operand: all that a call depends on, its address and device."""
+        """Return all that a call depends on in an operand, the operand's address and its device."""
         return None
 
 

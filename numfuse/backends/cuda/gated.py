@@ -37,7 +37,9 @@ def gate_backward(grad, a, b, d_a, d_b, size):
 
 
 def gates_wide(grad, a, b, out, d_b, size):
-    """The same by 16 bytes, VECTORS of them in flight for a thread; `out`: d_a in the backward.
+    """Compute `gate` or `gate_backward` by 16 bytes; a thread has VECTORS times 16 bytes in flight.
+
+    `out` is d_a in the backward.
 
     Nothing is read twice, yet the caches are asked for nothing (``.cs`` cost 5 to 7%): what was
     stored last stays there for whoever reads it next.

@@ -79,7 +79,7 @@ class Gemm:
 
     @property
     def plane_bytes(self) -> int:
-        """Of a slice of K in both operands."""
+        """Bytes of a slice of K in both operands."""
         return (self.tile.block_m + self.tile.block_n) * 128
 
     @property
@@ -114,7 +114,7 @@ class Gemm:
 
     @property
     def bias_bytes(self) -> int:
-        """Of a block's bias as float32; two by turns are kept of each block at work."""
+        """Bytes of a block's bias as float32; of each block at work two are kept by turns."""
         return 4 * max(128, self.tile.block_n) if self.bias else 0
 
     @property
@@ -693,7 +693,7 @@ def plan_with(
 
 @dataclass(frozen=True)
 class HopperTiling:
-    """What `last_call` shows."""
+    """The tiling that `last_call` shows."""
 
     tile: HopperTile
     stages: int

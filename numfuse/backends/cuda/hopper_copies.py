@@ -1,4 +1,4 @@
-"""What goes before and after a product on Hopper, as templates.
+"""Templates of the kernels that run before and after a product on Hopper.
 
 The copy engine wants rows that begin at multiples of 16 bytes.  `convert` brings an operand of any
 strides into such rows; on the way it splits float32 into three bfloat16 parts or rounds it to tf32.
@@ -133,7 +133,7 @@ def high_part(x: Any) -> Any:
 
 
 def rest(x: Any, part: Any) -> Any:
-    """What is left of x, exactly; 0 of an infinity and of what is no number."""
+    """Return what `part` leaves of x, exactly; 0 if x is an infinity or not a number."""
     return select(x - part, ZERO, (x >= -MAXIMUM) & (x <= MAXIMUM))
 
 

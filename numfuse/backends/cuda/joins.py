@@ -22,7 +22,7 @@ __all__ = ["columns", "corrected", "lost", "rows"]
 
 @device_function
 def lost(before, value, total):
-    """What total = before + value is off by, exactly (Knuth); no number beside an infinity."""
+    """Return what total = before + value is off by, exactly (Knuth); NaN beside an infinity."""
     added = total - before
     return (before - (total - added)) + (value - added)
 

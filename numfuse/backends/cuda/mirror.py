@@ -276,7 +276,7 @@ class Mirror:
 
 
 def _plane(p: Product) -> Product:
-    """The same product with planes for a result."""
+    """Return the product `p` with planes for a result."""
     return replace(p, out=replace(p.out, dtype=p.accumulator), free=False)
 
 

@@ -71,7 +71,7 @@ class View:
 
 
 class Recorder:
-    """What a run asks for.
+    """A record of what a run asks for.
 
     Parameters
     ----------
@@ -168,7 +168,7 @@ class Recorder:
                 self._chief = 0, launch.kernel.name, None
 
     def steps(self, names: tuple[str, ...]) -> Steps:
-        """What was recorded, over the arrays of these names in this order."""
+        """Return what was recorded, as steps over the arrays of these names in this order."""
         order = {number: 2 + names.index(name) for name, number in self._numbers.items()}
         order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
         return Steps(

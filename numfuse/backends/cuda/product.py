@@ -1,4 +1,4 @@
-"""What a tier is given, and what it gives back: products, launches, plans.
+"""Products, launches and plans: what a tier is given, and what it gives back.
 
 `run` makes a problem into products; a tier makes a product into launches in which everything is
 fixed but the addresses; a plan that is kept launches again with other addresses.
@@ -24,7 +24,7 @@ ARGUMENT_BYTES = {"u64": 8, "i64": 8, "f64": 8, "u32": 4, "i32": 4, "f32": 4, "m
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """What a tier may ask of a device."""
+    """The properties that a tier may ask of a device."""
 
     name: str
     #: Compute capability, (9, 0) on Hopper.

@@ -1,4 +1,4 @@
-"""What a thread keeps in registers: local arrays whose elements have constant indices.
+"""The values that a thread keeps in registers: local arrays whose elements have constant indices.
 
 Arithmetic on all of them at once, as LLVM instructions: written out in Python, it takes Numba's
 compiler a second and more.

@@ -45,7 +45,7 @@ def _thread_row(t):
 
 
 def _thread_column(t):
-    """The same along N: 4 of a warp."""
+    """Return a thread's number along N: 4 of a warp."""
     return (t >> 5) % WARPS_N * 4 + ((t & 1) | ((t >> 3) & 2))
 
 

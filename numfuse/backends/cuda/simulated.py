@@ -14,7 +14,7 @@ __all__ = ["SimulatedDevice"]
 
 
 class SimulatedDevice(Device):
-    """What `Device` is, where there is none."""
+    """A stand-in for `Device` where there is no device."""
 
     def __init__(self, ordinal: int) -> None:
         if ordinal:

@@ -118,7 +118,7 @@ def _own(t):
 
 
 def _along(t):
-    """The same along K."""
+    """Return a thread's first value along K."""
     if ALONG_K:
         return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
     return i32(t >> FAST_BITS)
@@ -170,7 +170,7 @@ def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step)
 
 
 def _put_held(shared, registers):
-    """What was loaded ahead, to shared memory."""
+    """Put the values that were loaded ahead into shared memory."""
     for a in unrolled(K_REPEATS):
         for b in unrolled(OWN_REPEATS):
             for v in unrolled(VALUES):

@@ -71,7 +71,7 @@ def _copy_y(to, at, step, bytes_left, lines_left):
 
 
 def _copy_x(to, at, step, left, row0, m):
-    """The same of X."""
+    """Make this thread's copies of a slice of X; zeros for what is not there."""
     for c in unrolled(X_COPIES):
         if row0 + c * X_STEP < ROWS:
             inside = i32(least(most(left, 0), X_VALUES) * SIZE)
@@ -88,7 +88,7 @@ def _copy_whole_y(to, at, step):
 
 
 def _copy_whole_x(to, at, step, row0):
-    """The same of X."""
+    """Make the copies of a slice of X of which all is there."""
     for c in unrolled(X_COPIES):
         if (c + 1) * X_STEP <= ROWS:
             FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
@@ -310,7 +310,7 @@ class Thin:
 
     @property
     def share(self) -> int:
-        """Those of a warp."""
+        """Values of K in a warp's share of a slice."""
         return self.depth // tiling.CUDA_THIN_WARPS
 
     @property
@@ -339,7 +339,7 @@ class Thin:
 
     @property
     def parts(self) -> int:
-        """Of a warp's share: where arithmetic takes the most of the time, copies go between."""
+        """Parts of a warp's share; copies go between them where arithmetic takes the most time."""
         return self.share * self.size // 16 if self.lanes_m > 1 else 1
 
     @property
@@ -365,7 +365,7 @@ def _multiply(thin: Thin) -> Any:
     lanes_n = 32 // columns
 
     def factors(builder: Any, x: Any, y: Any, u: int) -> tuple[list[list[Any]], list[list[Any]]]:
-        """Of `few` values of K: those of each row, and those of each column."""
+        """Return the factors of `few` values of K: those of each row, and those of each column."""
 
         def taken(at: Any, offset: int, count: int) -> list[Any]:
             return shared_vector(builder, builder.add(at, I32(offset)), kind, count)

@@ -160,7 +160,7 @@ def versions() -> dict[str, str]:
 
 
 def identity(value: Any) -> str:
-    """What a binding contributes to the key; TypeError where a value has no identity."""
+    """Return what a binding contributes to the key; raise TypeError if a value has no identity."""
     if isinstance(value, (bool, int, float, str)) or value is None:
         return repr(value)
     if isinstance(value, (tuple, list)):

@@ -127,7 +127,7 @@ class WebGpuBackend:
             raise TypeError(f"{kind} on {device.name} must have dtype {known}, got {dtype.name}")
 
     def record(self, device: Device, kind: str, p: Any) -> None:
-        """What `last_call` tells."""
+        """Record what `last_call` tells."""
         tiling = None
         if hasattr(p, "m"):
             tiling = run.tile_of(device, p.m, p.n, p.acc_dtype)
@@ -167,7 +167,7 @@ class WebGpuBackend:
         return [str(adapter) for adapter in adapters()]
 
     def describe(self) -> dict[str, Any]:
-        """What `info` shows."""
+        """Return what `info` shows, by name."""
         return {**self.device.describe(), "adapters": [str(a) for a in adapters()]}
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:

@@ -70,7 +70,7 @@ class DeviceArray(GhostViews):
         return DeviceArray(self.device, self.buffer, ghost, self._base)
 
     def reshape(self, *shape: Any) -> DeviceArray:
-        """The same elements in another shape, where that takes no copy.
+        """Return the same elements in another shape, if that takes no copy.
 
         Raises
         ------

@@ -40,7 +40,7 @@ _F64 = np.dtype(np.float64)
 
 
 class Compared(NamedTuple):
-    """What an error belongs to."""
+    """The output, shape and activation that an error belongs to."""
 
     #: "c" (of act(A B + bias)), "c + residual", "d_a", "d_b", "d_bias"; of gates "gate out",
     #: "gate d_a", "gate d_b".

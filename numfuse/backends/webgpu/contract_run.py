@@ -103,7 +103,7 @@ class Plan:
         return -(-self._nbytes(array, self.per_group) // alignment) * alignment
 
     def _nbytes(self, array: Array, units: int) -> int:
-        """Of a group's piece."""
+        """Return the bytes of a group's piece of an array."""
         return 4 * array.length * (units if array.per == "unit" else 1)
 
     def _total(self, array: Array) -> int:

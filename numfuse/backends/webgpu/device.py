@@ -153,7 +153,7 @@ def choose(which: str | int | None = None) -> Adapter:
 
 
 def again(adapter: Adapter) -> Adapter:
-    """The same adapter, found anew; or one of its name, where its interface is gone."""
+    """Return the same adapter, found anew, or one of its name if its interface is gone."""
     for found in adapters():
         if (found.name, found.interface) == (adapter.name, adapter.interface):
             return found
@@ -575,7 +575,7 @@ class Device:
         Commands(self).submit([(Binding(self.buffer(16), 0, 16), np.empty(16, np.uint8))])
 
     def describe(self) -> dict[str, Any]:
-        """What `info` shows."""
+        """Return what `info` shows, by name."""
         limits = (
             "max-storage-buffer-binding-size",
             "max-buffer-size",
@@ -603,7 +603,7 @@ class _Labels:
 
 
 class Commands:
-    """What a call gives a device to do, in one submit."""
+    """The work that a call gives a device to do, in one submit."""
 
     def __init__(self, device: Device) -> None:
         self.device = device

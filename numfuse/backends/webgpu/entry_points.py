@@ -21,7 +21,7 @@ GATES = ("relu", "gelu", "silu", "sigmoid")
 
 
 class Interface(NamedTuple):
-    """What the entry points of one kind bind, from binding 0 on: arrays, then a uniform."""
+    """The bindings of the entry points of one kind, from binding 0 on: arrays, then a uniform."""
 
     arrays: tuple[str, ...]
     #: u32 words of the uniform.

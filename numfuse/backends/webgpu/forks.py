@@ -60,7 +60,7 @@ def _kept(_: Any) -> None:
 
 
 def _exit_functions() -> tuple[Any, ...] | None:
-    """What `_leave` calls of the C library; None where it is another than GNU's."""
+    """Return the functions that `_leave` calls of the C library; None if that is not GNU's."""
     try:
         libc = ctypes.CDLL(None)
         return libc.on_exit, libc._exit, libc.__cxa_atexit, libc.fflush

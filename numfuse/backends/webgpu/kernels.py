@@ -107,7 +107,7 @@ def _guarded(name: str, accumulator: str) -> str:
 
 
 class Kernel:
-    """What all kernels have: a label for errors, buffers in the order of their bindings, a text."""
+    """The base of kernels: a label for errors, buffers in the order of their bindings, a text."""
 
     label: str
     #: (name, WGSL type of an element, "read" or "read_write"), from binding 1 on.
@@ -353,7 +353,7 @@ class Gated(Keyed, Kernel):
 
 @dataclass(frozen=True)
 class Rounding(Kernel):
-    """What fma leaves of a product beside the rounded one: 0 where it is two roundings."""
+    """A kernel that finds what fma leaves beside a rounded product: 0 if fma is two roundings."""
 
     accumulator: str
     label = "rounding of fma"

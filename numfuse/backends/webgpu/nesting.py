@@ -30,7 +30,7 @@ _CLOSED = {")": "(", "]": "[", "}": "{"}
 
 
 class _Level:
-    """What is open between two brackets."""
+    """A level of nesting that is open between two brackets."""
 
     def __init__(self, bracket: str) -> None:
         self.bracket = bracket

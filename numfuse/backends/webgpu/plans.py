@@ -128,7 +128,7 @@ def formulas_of_call(p: Any) -> tuple[Expr, Expr]:
 
 
 def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
-    """What the dispatches of a call depend on.
+    """Return a key of all that the dispatches of a call depend on.
 
     `given` are the caller's arrays, of which the last `outs` are outputs.
     """

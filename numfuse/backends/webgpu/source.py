@@ -1,4 +1,4 @@
-"""What a WGSL module says of itself: its entry points, their workgroups, the buffers they touch.
+"""A parser that finds a WGSL module's entry points, their workgroups and the buffers they touch.
 
 The text is read only as far as the shader contract asks. wgpu has compiled it before, so it is
 known to be WGSL, and what is not understood here is left to the validation of pipelines.
@@ -53,7 +53,7 @@ class Variable:
 
 @dataclass
 class Module:
-    """What `parse` found."""
+    """The parts of a module that `parse` found."""
 
     #: {name: (the text of its @workgroup_size, its parameters and body)} of compute entry points.
     entry_points: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -132,7 +132,7 @@ def parse(text: str) -> Module:
 
 
 def declarations(text: str) -> list[str]:
-    """What the module declares, each with its attributes, without the `;` of the next."""
+    """Return a module's declarations, each with its attributes, without the `;` of the next."""
     out, start, depth = [], 0, 0
     for found in re.finditer(r"[{};]", text):
         if found[0] == "{":

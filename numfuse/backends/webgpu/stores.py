@@ -35,7 +35,7 @@ class View:
     itemsize: int
 
     def bound(self, device: Device) -> tuple[Binding, int]:
-        """What to bind, and the offset of the first element in it."""
+        """Return what to bind, and the offset of the first element in that binding."""
         if self.buffer.size <= device.binding_limit or not prod(self.shape):
             size = min(self.buffer.size, device.binding_limit)
             return Binding(self.buffer, 0, size), self.offset
@@ -72,7 +72,7 @@ class View:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a C-contiguous array, in elements."""
+    """Return the strides of a C-contiguous array, in elements."""
     strides, run = [], 1
     for length in reversed(shape):
         strides.append(run)
@@ -88,7 +88,7 @@ def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: st
 
 
 class Store:
-    """What a run asks for; see :class:`HostStore` and :class:`DeviceStore`."""
+    """The methods that a run calls on a store; see :class:`HostStore` and :class:`DeviceStore`."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
