@@ -101,7 +101,7 @@ def _inside_llvm() -> bool:
 
 # --- forks --------------------------------------------------------------------------------------
 class _Fork(threading.local):
-    """What a thread that forks has to undo."""
+    """The record of what a forking thread has to undo: locks held, and an interrupt put off."""
 
     def __init__(self) -> None:
         self.held: list[Any] = []

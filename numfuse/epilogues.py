@@ -1,4 +1,4 @@
-"""What is done to the sums of a product, or to the elements of arrays: every operation's formula.
+"""The formula of every operation: what is done to a product's sums, or to arrays' elements.
 
 An :class:`Epilogue` maps accumulators (the sums over K of a product, or of several that share a
 factor) and operands, element by element, to results. A forward is written here once, as an ordinary

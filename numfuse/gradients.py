@@ -1,4 +1,4 @@
-"""What a backward returns, which gradients may be asked for, and where they may be written."""
+"""The results of a backward, the gradients that may be asked for, and where they may be written."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class GatedGradients(NamedTuple):
 
 
 class GemmSecondGradients(NamedTuple):
-    """What the cotangents of a product's gradients give; None where not needed."""
+    """The gradients that the cotangents of a product's gradients give; None where not needed."""
 
     d_grad: Any
     d_a: Any
@@ -74,7 +74,10 @@ class GemmSecondGradients(NamedTuple):
 
 
 class GemmResidualSecondGradients(NamedTuple):
-    """The same with a residual."""
+    """The gradients that the cotangents of the gradients of a product with a residual give.
+
+    A gradient is None where it is not needed.
+    """
 
     d_grad: Any
     d_a: Any
@@ -84,7 +87,7 @@ class GemmResidualSecondGradients(NamedTuple):
 
 
 class GatedSecondGradients(NamedTuple):
-    """What the cotangents of a gate's gradients give; None where not needed."""
+    """The gradients that the cotangents of a gate's gradients give; None where not needed."""
 
     d_grad: Any
     d_a: Any

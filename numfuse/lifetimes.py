@@ -1,4 +1,4 @@
-"""What is kept of a formula goes when the formula goes.
+"""Tables that keep what belongs to a formula until the formula goes.
 
 A formula's graph lives as long as an activation, or another graph, has it. What a backend keeps of
 it (kernels, and how calls with them are run) must not keep it alive: so keys name a formula by its

@@ -1,4 +1,4 @@
-"""What a single operand has to be: the kind of array, its dtype, and who may overlap whom.
+"""The rules for a single operand: its kind of array, its dtype, and which arrays may overlap.
 
 The rules of shapes are in :mod:`numfuse.layout`; both serve :mod:`numfuse.problem`.
 """

@@ -45,7 +45,7 @@ __all__ = ["Target", "primitives", "render"]
 
 @dataclass(frozen=True)
 class Target:
-    """What a compiler of Python brings: each a function of scalars of one type."""
+    """The intrinsics that a compiler of Python brings: each a function of scalars of one type."""
 
     #: Decorates a function that is inlined wherever it is called.
     jit: Callable[[Any], Any]
@@ -166,7 +166,7 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
 
     @jit
     def plain_reduced(x):
-        """The same without a low word."""
+        """Return n (shifted) and e^r - 1, with x = n ln2 + r: `reduced` without a low word."""
         shifted = fused(x, log2e, magic)
         n = shifted - magic
         r = fused(-n, ln2_tail, fused(-n, ln2_head, x))

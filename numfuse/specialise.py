@@ -55,7 +55,7 @@ def source_digest() -> str:
 
 
 def identity(value: Any) -> str:
-    """What a binding contributes to the digest; TypeError where a value has no identity."""
+    """Return a binding's part of the digested text; TypeError where a value has no identity."""
     if isinstance(value, (bool, int, float, str)) or value is None:
         return repr(value)
     if isinstance(value, np.generic):
@@ -126,7 +126,7 @@ class _Cache(FunctionCache):
 
 
 def _with_cache(made: Any, clone: Callable[..., Any]) -> Any:
-    """What Numba is to compile, with its cache on disk if a directory for it can be written to."""
+    """Return `made` for Numba, with its cache on disk if a directory for it can be written to."""
     try:
         made._cache = _Cache(clone)
     except RuntimeError as error:

@@ -69,7 +69,7 @@ _SUFFIX = {"float32": "f", "float64": "lf"}
 
 @functools.cache
 def _words(dtype: str) -> dict[str, str]:
-    """What the UPPER-case words of the templates are in this dtype."""
+    """Return the text of each UPPER-case word of the templates in this dtype."""
     if dtype not in _SUFFIX:
         raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
     info = np.finfo(dtype)

@@ -64,7 +64,7 @@ __all__ = [
 
 
 def _task(operation: str, activation: Any, backend: Any, out: Any, **options: bool) -> Task:
-    """What every task gets, after the checks that need no operands."""
+    """Return the Task of an operation, after the checks that need no operands."""
     if out is not None:
         raise ValueError(
             f"out must be None for Dask arrays, whose results are lazy, got {type(out).__name__}"
@@ -81,10 +81,10 @@ def _task(operation: str, activation: Any, backend: Any, out: Any, **options: bo
 
 
 def _backend(backend: str | Backend | None) -> str | Backend | None:
-    """What names the backend in another process: a name where there is one.
+    """Return what names the backend in another process: a name where there is one.
 
-    That of `use_backend` around the call that makes the graph, which runs outside of it. A backend
-    that this machine lacks may be there on the workers.
+    The default is the backend of the `use_backend` around the call that makes the graph, because
+    the graph runs outside of it. A backend that this machine lacks may be there on the workers.
     """
     chosen = active() if backend is None else backend
     if chosen is None:

@@ -1,7 +1,7 @@
-"""What one task of a Dask graph does: the public functions on blocks, whatever array they are.
+"""The work of one task of a Dask graph: the public functions on blocks of any kind of array.
 
 A worker imports this module, and nothing of Dask. Every function takes the index of its block
-first: an error that is raised inside gets it as a note, and stays the error that it is.
+first: an error that is raised inside gets the index as a note, and stays the same error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["Task"]
 
 
 class Task(NamedTuple):
-    """What all tasks of an operation share."""
+    """The description that all tasks of an operation share."""
 
     #: The public function, for messages.
     operation: str
@@ -44,7 +44,7 @@ class Task(NamedTuple):
     implied: bool = False
 
     def on(self, kind: type) -> Task:
-        """The same for blocks of a kind."""
+        """Return this description for a kind of blocks: only NumPy's keep an implied backend."""
         if self.implied and kind is not np.ndarray:
             return self._replace(backend=None, implied=False)
         return self._replace(implied=False)
@@ -164,7 +164,7 @@ def epilogue(
     to: Any,
     save_pre: bool = False,
 ) -> Any:
-    """What `forward` returns, of the complete sum over K."""
+    """Return the result of `forward` from the complete sum over K."""
     x = dict(zip(names, map(single, blocks), strict=True))
     with _block(task, index, x["sum"]):
         pre = _pre_of_sum(x)

@@ -325,7 +325,7 @@ class Product(Gate):
         return ("k", "n") if name == "b" and self.task.sum_batch else self.axes[name]
 
     def _kept(self, name: str) -> set[str]:
-        """Those along which it is not summed."""
+        """Return the axes of a gradient along which the gradient is not summed."""
         own = self._own(name)
         lengths = self.given[name].shape[-len(own) :] if own else ()
         return {

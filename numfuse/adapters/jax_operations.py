@@ -69,7 +69,7 @@ class Operation(NamedTuple):
 
 
 class Form(NamedTuple):
-    """What the arguments of a primitive say beside values; JAX compares and hashes it.
+    """The description of a primitive's arguments without their values; JAX compares and hashes it.
 
     Every operand has `lead` mapped axes in front, of length 1 where it is the same for all. The
     last `pooled` of them are summed over in the gradient of an operand that is the same for all.

@@ -37,7 +37,7 @@ _overload = functools.partial(overload, jit_options=_OPTIONS)
 
 
 def init() -> None:
-    """What Numba calls, once, before it compiles anything: importing this module is enough."""
+    """Do nothing: Numba calls this once, before it compiles anything, and the import is enough."""
 
 
 # --- types --------------------------------------------------------------------------------------

@@ -55,7 +55,7 @@ NAMES = (
 
 
 class How(NamedTuple):
-    """What a call is made with beside arrays."""
+    """The arguments of a call other than its arrays."""
 
     activation: Activation
     needs: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any,
 
 
 def spread(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> list[Any]:
-    """What :func:`made` made, back in its places; None elsewhere."""
+    """Return the gradients from :func:`made` in their places in `names`, and None elsewhere."""
     at = {name: i for i, name in enumerate(name for name in names if name in needs)}
     return [found[at[name]] if name in at else None for name in names]
 

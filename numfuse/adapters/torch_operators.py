@@ -1,4 +1,4 @@
-"""What an operation needs to be an operator of PyTorch: a schema, shapes, derivatives, batches.
+"""The parts of an operation as an operator of PyTorch: a schema, shapes, derivatives, batches.
 
 An operator is a custom operator over the tensors' own memory, whose backward is the next fused
 operation or, where there is none, goes through its pieces (`numfuse.adapters.pieces`). Under

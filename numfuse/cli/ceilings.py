@@ -1,4 +1,4 @@
-"""What the machine can do at most: products of registers, and numbers through memory."""
+"""The limits of the machine: products of registers, and numbers through memory."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ class Digits(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """What the learning curve shows, one figure an epoch."""
+    """The figures of the learning curve, one for each epoch."""
 
     loss: list[float]
     test_accuracy: list[float]

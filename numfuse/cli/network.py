@@ -129,7 +129,7 @@ def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> fl
 
 
 def unfused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> float:
-    """The same in NumPy: one pass over memory per operation, its products by NumPy's BLAS."""
+    """Forward and backward in NumPy: a pass over memory per operation, products by NumPy's BLAS."""
     w, b = p.weight, p.bias
     gate = x @ w["gate"] + b["gate"]
     up = x @ w["up"] + b["up"]
@@ -198,7 +198,7 @@ def array_step(
 
 
 class TorchNetwork:
-    """The same network and step as PyTorch's users write them: autograd and its fused Adam."""
+    """The network and its step as PyTorch's users write them: autograd and PyTorch's fused Adam."""
 
     def __init__(self, start: Parameters, rate: float, x: Array, labels: Array) -> None:
         import torch

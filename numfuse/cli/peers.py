@@ -1,4 +1,4 @@
-"""The same work by numfuse and by each peer, every one in its best form.
+"""The benchmark's work by numfuse and by each peer, every one in its best form.
 
 A peer writes into arrays that were allocated before where its interface can (NumPy, PyTorch), and
 uses explicit derivative formulas, not a tape. ``backward`` recomputes the pre-activation,

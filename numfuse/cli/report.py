@@ -1,4 +1,4 @@
-"""What ``bench`` prints and writes: one table per dtype and number of threads, and the verdict."""
+"""The report that ``bench`` prints and writes: a table per dtype and thread count, the verdict."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def verdict(report: dict[str, Any]) -> list[str]:
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
-    """What was not run and why, so that no gap in a table goes unexplained."""
+    """Return what was not run and why, so that no gap in a table goes unexplained."""
     lines = [f"{name} was not run: {reason}." for name, reason in report["left_out"].items()]
     lines += [f"{note}." for note in report["notes"]]
     if any(case["flop"] and not case["peak_gflops"] for case in report["cases"]):
@@ -238,7 +238,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The same for documentation; a figure behind the fastest peer is in bold."""
+    """Return the report as Markdown for documentation; a figure behind the fastest peer is bold."""
     lines = [f"Measured on {report['date']}: {machine(report)}.", "", method(report)]
     for session in report["sessions"]:
         libraries = session.get("libraries", {}).get("libraries")
