@@ -478,7 +478,12 @@ class Curve:
 
     def formulas(self) -> list[Expr]:
         """Return the graphs of the curve and of its derivatives, as far as they were asked for."""
-        return [curve.trace for order, curve in list(self._made.items()) if order >= self.order]
+        found = []
+        for order, curve in list(self._made.items()):
+            with contextlib.suppress(ValueError):  # (one that was asked for, and does not exist)
+                if order >= self.order:
+                    found.append(curve.trace)
+        return found
 
     def __repr__(self) -> str:
         return f"curve {self.serial}"  # what a node is interned by

@@ -20,13 +20,12 @@ def pytest_configure(config):
 TESTS = """
 import warnings
 import pytest
-from numfuse.specialise import _cached
+from numfuse import binaries, compilation
 def test_what_a_product_warns_of_is_an_error():
-    def decorate(cache):
-        if cache:
-            raise RuntimeError("cannot cache function: no directory")
+    def work():
+        binaries.tell("a test", "no directory for compiled kernels is writable")
     with pytest.raises(RuntimeWarning, match="no directory for compiled kernels"):
-        _cached(decorate)
+        compilation.compiled(work)
 def test_what_a_test_does_is_an_error():
     with pytest.raises(UserWarning):
         warnings.warn("anything", UserWarning, stacklevel=1)

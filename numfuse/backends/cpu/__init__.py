@@ -260,8 +260,9 @@ class CpuBackend:
             self._ties.clear()
             self._kept_bytes = 0
         self._kept[key] = kept
+        # (two threads may have made the same)
+        self._kept_bytes += size - self._sizes.pop(key, 0)
         self._sizes[key] = size
-        self._kept_bytes += size
         self._ties.tie(key, formulas)
         return kept
 
@@ -303,7 +304,7 @@ class CpuBackend:
             if self._ran(key, arrays):
                 return
         if not out.size:
-            return
+            return driver.nothing()
         fmt = FORMATS[p.dtype]
         row = rows.forward(
             p.activation.curve, fmt, bias is not None, residual is not None, pre is not None
@@ -406,7 +407,7 @@ class CpuBackend:
         known = self._kept.get(key)
         if known is None:
             if settled(p):
-                return
+                return driver.nothing()
             known = self._keep(key, self._kept_schedules(p, arrays, make), formulas)
         sequence, totals, schedules = known
         if sequence is not None:
@@ -701,7 +702,7 @@ class CpuBackend:
             if self._ran(key, arrays):
                 return
         if not size:
-            return
+            return driver.nothing()
         # Views that number the same elements in another way: the addresses are those of the arrays.
         flat_out, flat_a, flat_b = _merged((out, a, b))
         fmt = FORMATS[dtype]
@@ -731,7 +732,7 @@ class CpuBackend:
             if self._ran(key, arrays):
                 return
         if not a.size:
-            return
+            return driver.nothing()
         fmt = FORMATS[p.dtype]
         flat_d_b = stream = None
         if d_b is None:

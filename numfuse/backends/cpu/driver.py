@@ -395,6 +395,11 @@ def alone(plan: Plan) -> Sequence:
     return plan.alone
 
 
+def nothing() -> None:
+    """Record a call that launches nothing, as its results have no element or no term."""
+    latest.call = Call("cpu", host.name(), host.vector_name(), "nothing", None)
+
+
 def run(plan: Plan, arrays: tuple[np.ndarray | None, ...], workspace: int = 0) -> None:
     """Launch a plan on the arrays of a call, each at its number.
 

@@ -436,7 +436,7 @@ _TANGENT_SLOTS = ("a", "b", "grad", "pre", "out", "extra")
 def gated_tangent(backend: CpuBackend, p: GatedTangentProblem) -> None:
     """One pass; of large results past the caches."""
     if not p.a.size:
-        return
+        return driver.nothing()
     if p.u is None and p.v is None:
         p.out_dot[...] = 0
         backend._gated(p.activation, p.dtype, (p.a, p.b, p.out), False)
