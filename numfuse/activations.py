@@ -85,7 +85,7 @@ class Activation:
         self._digest = self.key = self._curve = None
         self._made.clear()
         for derived in self._derivatives:
-            derived.key = None
+            derived.key = derived._curve = None
         Activation.definitions += 1
 
     def trace(self, order: int = 0) -> Expr:
@@ -284,14 +284,6 @@ class _Derived(Activation):
     def derived(self, order: int) -> Activation:
         """The base's derivative of a higher order."""
         return self._base.derived(self._order + order)
-
-    @property
-    def curve(self) -> Curve:
-        """The base's curve, so many orders higher."""
-        curve = self._base.curve
-        for _ in range(self._order):
-            curve = curve.derivative()
-        return curve
 
     @property
     def digest(self) -> str:

@@ -87,9 +87,6 @@ class Epilogue(Keyed):
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]
 
-    def __contains__(self, name: str) -> bool:
-        return any(name == result for result, _ in self.results)
-
     def select(self, *names: str) -> Epilogue:
         """Return the epilogue with these results alone, and the inputs that they depend on.
 

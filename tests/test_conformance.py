@@ -679,6 +679,18 @@ def test_axes_may_have_length_zero(backend, shape, dtype, unrecorded):
     assert (result.d_bias == dtype.type(m)).all() and result.d_bias.shape == bias.shape
 
 
+@pytest.mark.dtype("float32")
+def test_the_guard_leaves_the_value_of_a_derived_activation(backend):
+    """act' is a derivative where it is one, and a value where it is the gate's own function."""
+    a, one = np.array([np.nan, 1.0], np.float32), np.ones(2, np.float32)
+    slope = nf.activations()["tanh"].derived(1)
+    d_a, d_b = nf.activation_mul_bwd(one, a, one, slope, backend=backend)
+    assert d_a[0] == 0 and d_a[1] != 0
+    assert np.isnan(d_b[0]) and np.isfinite(d_b[1])
+    _, out_dot = nf.activation_mul_jvp(a, one, None, one, slope, backend=backend)
+    assert np.isnan(out_dot[0]) and np.isfinite(out_dot[1])
+
+
 @pytest.mark.dtype("float64")
 def test_a_batch_of_length_zero_sums_to_zero(backend):
     a, b, bias = np.ones((0, 3, 4)), np.ones((4, 5)), np.ones(5)
