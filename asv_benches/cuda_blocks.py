@@ -3,7 +3,7 @@
     python asv_benches/cuda_blocks.py --prepare 12
     python asv_benches/cuda_blocks.py --dtypes f64 --rows 16 64 4096
 
-What `tiling.CUDA_DOUBLE_FEW`, `CUDA_DOUBLE_BLOCKS` and `CUDA_THIN_ROWS` are chosen by. Every
+What `tiling.DOUBLE_FEW`, `CUDA_DOUBLE_BLOCKS` and `CUDA_THIN_ROWS` are chosen by. Every
 contestant is a CUDA graph of one forward with gelu and a bias (or of its d_a), so that the device
 alone is timed; turns, flushes and medians as in `cuda_gpu`, results compared with float64.
 """
@@ -22,8 +22,8 @@ from cuda_gpu import Clock, Contestants, gelu, graph_of, operands, torch_add_for
 from cuda_tiles import Work, forget, prepare, recorded
 
 import numfuse as nf
-from numfuse import tiling
-from numfuse.tiling import CudaBlock, round_up
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.tiling import CudaBlock, round_up
 
 Choice = tuple[CudaBlock, int] | str
 

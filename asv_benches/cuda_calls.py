@@ -23,7 +23,7 @@ import torch
 from cuda_gpu import Clock, Contestants, gelu, operands
 
 import numfuse as nf
-from numfuse.backends.cuda import entry
+from numfuse.backends.cuda.call import entry
 
 SHAPE = (64, 64, 64)
 

@@ -2,7 +2,7 @@
 
     python asv_benches/cuda_chains.py --prepare 12
 
-What `tiling.CUDA_CHAIN`, `CUDA_ONE_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu
+What `tiling.CHAIN`, `CUDA_ONE_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu
 and a bias as CUDA graphs, by turns, as in `cuda_blocks`.
 """
 
@@ -21,8 +21,8 @@ from cuda_gpu import Clock, Contestants, graph_of
 from cuda_tiles import Work, forget, prepare, recorded
 
 import numfuse as nf
-from numfuse import tiling
-from numfuse.tiling import CudaBlock
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.tiling import CudaBlock
 
 ENDLESS = 1 << 29
 SINGLE, DOUBLE = CudaBlock(64, 128, 16, 8, 8, 3, 3), CudaBlock(64, 64, 16, 32, 32, 3, 3, 8)
@@ -70,7 +70,7 @@ def forced(choice: tuple[CudaBlock, int] | None) -> Iterator[None]:
     with (
         mock.patch.object(tiling, "cuda_block", block),
         mock.patch.object(tiling, "CUDA_CHAIN", chain),
-        mock.patch.object(tiling, "CUDA_ONE_CHAIN", dict.fromkeys(tiling.CUDA_ONE_CHAIN, chain)),
+        mock.patch.object(tiling, "CUDA_ONE_CHAIN", dict.fromkeys(tiling.ONE_CHAIN, chain)),
     ):
         yield
 

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 import numfuse as nf
-from numfuse.backends.cuda import tiers
-from numfuse.backends.cuda.mirror import MIRROR
+from numfuse.backends.cuda.kernels.mirror import MIRROR
+from numfuse.backends.cuda.plan import tiers
 
 U = {"f32": 2.0**-24, "f64": 2.0**-53, "bf16": 2.0**-24, "f16": 2.0**-24}
 KINDS = {

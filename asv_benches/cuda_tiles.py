@@ -32,7 +32,7 @@ from cuda_gpu import (
 )
 
 import numfuse as nf
-from numfuse.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES, HopperTile
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES, HopperTile
 
 #: By name: tiles of the table, and those that did not make it there.
 TILES: dict[str, HopperTile | None] = {
@@ -45,11 +45,11 @@ LARGE = ("chosen", "128x256x64 cooperative", "128x128x64 ping-pong")
 
 def forced(tile: HopperTile | None) -> Any:
     """A context in which every product takes this tile."""
-    from numfuse.backends.cuda import hopper
+    from numfuse.backends.cuda.kernels.hopper import tier
 
     if tile is None:
-        return mock.patch.object(hopper, "hopper_tile", hopper.hopper_tile)
-    return mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1))
+        return mock.patch.object(tier, "hopper_tile", tier.hopper_tile)
+    return mock.patch.object(tier, "hopper_tile", lambda *sizes, **features: (tile, 1))
 
 
 def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Contestants]:
@@ -75,8 +75,8 @@ def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Cont
 
 def forget() -> None:
     """Every choice that was made for a call."""
-    from numfuse.backends.cuda import entry
-    from numfuse.backends.cuda.driver import device
+    from numfuse.backends.cuda.call import entry
+    from numfuse.backends.cuda.driver.device import device
 
     entry.forget(device())
 

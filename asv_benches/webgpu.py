@@ -22,11 +22,11 @@ import numpy as np
 import wgpu
 
 import numfuse as nf
-from numfuse import problem, tiling
 from numfuse.backends import load
-from numfuse.backends.webgpu import split
+from numfuse.backends.webgpu import split, tiling
 from numfuse.backends.webgpu.stores import DeviceStore
-from numfuse.tiling import WebGpuTile
+from numfuse.backends.webgpu.tiling import WebGpuTile
+from numfuse.problem import product as problem
 
 
 class Stopwatch:
@@ -367,13 +367,13 @@ def tiles(device, sizes, names):
         WebGpuTile(32, 32, 16, 4, 4, k_first=True),
         WebGpuTile(32, 32, 32, 4, 4, k_first=True),
     ]
-    chosen = tiling.webgpu_tile
+    chosen = tiling.tile
     for size in sizes:
         host = operands(rng, size, size, size, np.float32)
         arrays = [nf.to_device(x, "webgpu") for x in host]
         outs = [nf.to_device(np.zeros_like(x), "webgpu") for x in (host[3], *host[:3])]
         for tile in candidates:
-            tiling.webgpu_tile = lambda *_, tile=tile: tile
+            tiling.tile = lambda *_, tile=tile: tile
             start = time.perf_counter()
             row = []
             for name, (steps, flops) in work(arrays, outs).items():
@@ -383,7 +383,7 @@ def tiles(device, sizes, names):
                     row.append(f"{name} {flops / statistics.median(turns) / 1e12:.1f} TFLOP/s")
             row.append(f"all of it {time.perf_counter() - start:.1f} s")
             print(size, tile, "; ".join(row), flush=True)
-    tiling.webgpu_tile = chosen
+    tiling.tile = chosen
 
 
 def main() -> None:

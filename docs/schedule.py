@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 from numfuse.cli.bench import SIZES, size
 
 HERE = Path(__file__).parent

@@ -39,8 +39,9 @@ import numpy as np
 from numba import njit
 
 import numfuse as nf
-from numfuse.backends.cpu import host, microkernel
-from numfuse.backends.cpu.primitives import exponent_parts, fused, select, two_powers_of_two
+from numfuse.backends.cpu import host
+from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm.primitives import exponent_parts, fused, select, two_powers_of_two
 
 NAMES = ("gelu", "silu", "sigmoid", "tanh")
 ORDERS = (0, 1, 2)

@@ -27,9 +27,10 @@ from typing import Any
 
 import numpy as np
 
-from numfuse import activations, wgsl
+from numfuse import activations
 from numfuse import expr as ex
 from numfuse.expr import Expr, topological
+from numfuse.language import wgsl
 
 LONG = np.longdouble
 ENDINGS = ("", "_prime", "_second", "_third")

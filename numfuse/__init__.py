@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from numfuse.activations import activation, activations
 from numfuse.backends import backends, last_call, use_backend
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
-from numfuse.interrupts import import_module
+from numfuse.runtime.interrupts import import_module
 
 if TYPE_CHECKING:
     from numfuse import webgpu

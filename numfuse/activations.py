@@ -24,15 +24,15 @@ from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
-from numfuse.graph import Curve
-from numfuse.interrupts import import_module
-from numfuse.kinds import adapter_for
+from numfuse.language.graph import Curve
+from numfuse.runtime.dispatch import adapter_for
+from numfuse.runtime.interrupts import import_module
 
 __all__ = ["Activation", "activation", "activations", "get"]
 
 Formula: TypeAlias = Callable[[Any], Any]
 #: The module of a backend that compiles a formula.
-_COMPILERS = {"cpu": "primitives", "cuda": "elementwise"}
+_COMPILERS = {"cpu": "llvm.primitives", "cuda": "kernels.elementwise"}
 _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 
 
@@ -151,7 +151,7 @@ class Activation:
         adapter = adapter_for(x=x)
         if adapter is not None:
             return _by_adapter(adapter, x, self.derived(order))
-        from numfuse import elementary
+        from numfuse.language import elementary
 
         return elementary.evaluate(self.trace(order), x)
 

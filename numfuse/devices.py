@@ -11,8 +11,8 @@ from numpy import ndarray
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.backends import Backend, resolve
-from numfuse.kinds import adapter_of
-from numfuse.operands import accumulator, as_plain
+from numfuse.problem.operands import accumulator, as_plain
+from numfuse.runtime.dispatch import adapter_of
 
 __all__ = ["synchronize", "to_device", "to_numpy", "warmup"]
 

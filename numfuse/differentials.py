@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from numfuse import higher
 from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, Array, BackendLike
-from numfuse.gradients import (
+from numfuse.problem import second_order
+from numfuse.problem.results import (
     GATED_SECOND_NEEDS,
     GEMM_SECOND_NEEDS,
     RESIDUAL_SECOND_NEEDS,
@@ -21,7 +21,7 @@ from numfuse.gradients import (
     GemmSecondGradients,
     Tangent,
 )
-from numfuse.kinds import adapter_for
+from numfuse.runtime.dispatch import adapter_for
 
 __all__ = [
     "activation_mul_double_bwd",
@@ -126,7 +126,7 @@ def matmul_bias_activation_double_bwd(
             guard=guard,
             backend=backend,
         )
-    p = higher.gemm_double_backward(
+    p = second_order.gemm_double_backward(
         u, v, w, grad, a, b, bias, activation, pre_activation, needs, guard
     )
     _operation(backend, "double_backward")(p)
@@ -182,7 +182,9 @@ def matmul_bias_residual_double_bwd(
         return adapter.matmul_bias_residual_double_bwd(
             u, v, w, z, grad, a, b, bias, residual, needs=needs, guard=guard, backend=backend
         )
-    p = higher.gemm_residual_double_backward(u, v, w, z, grad, a, b, bias, residual, needs, guard)
+    p = second_order.gemm_residual_double_backward(
+        u, v, w, z, grad, a, b, bias, residual, needs, guard
+    )
     _operation(backend, "double_backward")(p)
     return p.result
 
@@ -242,7 +244,7 @@ def matmul_bias_activation_jvp(
         return adapter.matmul_bias_activation_jvp(
             a, b, bias, a_dot, b_dot, bias_dot, activation, guard=guard, backend=backend
         )
-    p = higher.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
+    p = second_order.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
     _operation(backend, "tangent")(p)
     return p.result
 
@@ -298,7 +300,9 @@ def matmul_bias_residual_jvp(
         return adapter.matmul_bias_residual_jvp(
             a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot, backend=backend
         )
-    p = higher.gemm_residual_tangent(a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
+    p = second_order.gemm_residual_tangent(
+        a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot
+    )
     _operation(backend, "tangent")(p)
     return p.result
 
@@ -352,7 +356,7 @@ def activation_mul_double_bwd(
         return adapter.activation_mul_double_bwd(
             u, v, grad, a, b, activation, needs=needs, guard=guard, backend=backend
         )
-    p = higher.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
+    p = second_order.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
     _operation(backend, "gated_double_backward")(p)
     return p.result
 
@@ -408,6 +412,6 @@ def activation_mul_jvp(
         return adapter.activation_mul_jvp(
             a, b, a_dot, b_dot, activation, guard=guard, backend=backend
         )
-    p = higher.gated_tangent(a, b, a_dot, b_dot, activation, guard)
+    p = second_order.gated_tangent(a, b, a_dot, b_dot, activation, guard)
     _operation(backend, "gated_tangent")(p)
     return p.result

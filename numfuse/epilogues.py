@@ -3,8 +3,8 @@
 An :class:`Epilogue` maps accumulators (the sums over K of a product, or of several that share a
 factor) and operands, element by element, to results. A forward is written here once, as an ordinary
 function; its backward, its double backward, its forward mode and its jet are derived from the
-recorded graph (`numfuse.derivatives`), with the activations' own derivatives as leaves. A backend
-prints what it is given and knows no formula.
+recorded graph (`numfuse.language.derivatives`), with the activations' own derivatives as leaves. A
+backend prints what it is given and knows no formula.
 
 ========== ================== ==================================================================
 operation  accumulators       results
@@ -27,8 +27,8 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from numfuse.derivatives import forward, reverse, second_order
-from numfuse.graph import (
+from numfuse.language.derivatives import forward, reverse, second_order
+from numfuse.language.graph import (
     Curve,
     Expr,
     Keyed,

@@ -1,9 +1,9 @@
 """The tiny scalar language in which an activation is written once.
 
 A formula is an ordinary Python function of one argument. Called with the symbol `x` it records a
-graph of :class:`Expr` nodes (`numfuse.graph`), which is printed as Numba Python
-(`numfuse.backends.cpu.primitives`) or as WGSL (`numfuse.wgsl`), differentiated
-(:func:`differentiate`) or evaluated over NumPy arrays (`numfuse.elementary`), which is the
+graph of :class:`Expr` nodes (`numfuse.language.graph`), which is printed as Numba Python
+(`numfuse.backends.cpu.llvm.primitives`) or as WGSL (`numfuse.language.wgsl`), differentiated
+(:func:`differentiate`) or evaluated over NumPy arrays (`numfuse.language.elementary`), which is the
 reference. Why record, and not compile the function as it stands: a bare ``1.0`` turns float32
 arithmetic into float64 in Numba, one text serves every target, and the recorded text has a digest
 that names a compiled kernel in the disk cache.
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numfuse.graph import (
+from numfuse.language.graph import (
     SYMBOL,
     TRUTH,
     Expr,
@@ -86,7 +86,7 @@ def _apply(op: str, *args: Any) -> Any:
     """A node if any argument is a symbol, else the value over arrays."""
     if any(isinstance(a, Expr) for a in args):
         return node(op, *args)
-    from numfuse import elementary
+    from numfuse.language import elementary
 
     return elementary.apply(op, *args)
 
@@ -226,6 +226,6 @@ def differentiate(expr: Expr) -> Expr:
     A kink takes the value of its right-hand operand: ``maximum(x, 0)`` has derivative 0 at 0. Low
     words (`product_low`) are rounding errors and count as constant.
     """
-    from numfuse.derivatives import derivative_graph
+    from numfuse.language.derivatives import derivative_graph
 
     return derivative_graph(expr)

@@ -33,10 +33,10 @@ from typing import Any, Literal, TypeVar, overload
 
 from numpy import ndarray
 
-from numfuse import problem
 from numfuse.activations import Activation
 from numfuse.backends import Backend, resolve
-from numfuse.gradients import (
+from numfuse.problem import product
+from numfuse.problem.results import (
     GATED_NEEDS,
     GEMM_NEEDS,
     RESIDUAL_NEEDS,
@@ -44,7 +44,7 @@ from numfuse.gradients import (
     GemmGradients,
     GemmResidualGradients,
 )
-from numfuse.kinds import PLAIN, adapter_for
+from numfuse.runtime.dispatch import PLAIN, adapter_for
 
 __all__ = [
     "activation_mul",
@@ -166,7 +166,7 @@ def matmul_bias_activation(
                 out=out,
                 backend=backend,
             )
-    p = problem.gemm(a, b, bias, activation, return_pre_activation, out)
+    p = product.gemm(a, b, bias, activation, return_pre_activation, out)
     resolve(backend).forward(p)
     return p.result
 
@@ -214,7 +214,7 @@ def matmul_bias_residual(
         adapter = adapter_for(a=a, b=b, bias=bias, residual=residual)
         if adapter is not None:
             return adapter.matmul_bias_residual(a, b, bias, residual, out=out, backend=backend)
-    p = problem.gemm_residual(a, b, bias, residual, out)
+    p = product.gemm_residual(a, b, bias, residual, out)
     resolve(backend).forward(p)
     return p.result
 
@@ -308,7 +308,7 @@ def matmul_bias_activation_bwd(
                 out=out,
                 backend=backend,
             )
-    p = problem.gemm_backward(
+    p = product.gemm_backward(
         grad, a, b, bias, activation, pre_activation, needs, sum_batch, guard, out
     )
     resolve(backend).backward(p)
@@ -389,7 +389,7 @@ def matmul_bias_residual_bwd(
                 out=out,
                 backend=backend,
             )
-    p, residual_grad = problem.gemm_residual_backward(
+    p, residual_grad = product.gemm_residual_backward(
         grad, a, b, bias, residual, pre_activation, needs, sum_batch, guard, out
     )
     chosen = resolve(backend)
@@ -443,7 +443,7 @@ def activation_mul(
         adapter = adapter_for(a=a, b=b)
         if adapter is not None:
             return adapter.activation_mul(a, b, activation, out=out, backend=backend)
-    p = problem.gated(a, b, activation, out)
+    p = product.gated(a, b, activation, out)
     resolve(backend).gated(p)
     return p.result
 
@@ -491,7 +491,7 @@ def activation_mul_bwd(
             return adapter.activation_mul_bwd(
                 grad, a, b, activation, needs=needs, guard=guard, out=out, backend=backend
             )
-    p = problem.gated_backward(grad, a, b, activation, needs, guard, out)
+    p = product.gated_backward(grad, a, b, activation, needs, guard, out)
     resolve(backend).gated_backward(p)
     return p.result
 

@@ -22,8 +22,8 @@ import ml_dtypes
 import numpy as np
 from llvmlite import ir
 
-from numfuse.backends.cuda.product import Launch, Slot
-from numfuse.backends.cuda.toolchain import types
+from numfuse.backends.cuda.compile.toolchain import types
+from numfuse.backends.cuda.plan.product import Launch, Slot
 
 I32, I64 = ir.IntType(32), ir.IntType(64)
 REALS = {"half": np.float16, "float": np.float32, "double": np.float64}

@@ -17,7 +17,7 @@ from conftest import served
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -181,7 +181,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         return np.full(nbytes, 255, np.uint8)  # NaN, whatever the dtype
 
     if backend == "webgpu":
-        from numfuse.backends.webgpu.device import Buffer, Device
+        from numfuse.backends.webgpu.device.device import Buffer, Device
 
         buffer = Device.buffer
 
@@ -193,7 +193,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         monkeypatch.setattr(Device, "buffer", given)
     if backend == "cuda":
         from numfuse.adapters.cuda_arrays import CuPy
-        from numfuse.backends.cuda.memory import Block, Pool
+        from numfuse.backends.cuda.call.memory import Block, Pool
 
         take, maker = Pool.take, CuPy.maker
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.cuda import tiling
 
 #: (dtype, M, K, N): aligned for the fast tiers, odd for their masks, deep for sums in parts, few
 #: rows of the kernels for these.
@@ -41,13 +41,13 @@ FORCED = (
 
 def main() -> None:
     """Run them all; an AssertionError where a result is off."""
-    from numfuse.backends.cuda import hopper
+    from numfuse.backends.cuda.kernels.hopper import tier as hopper
 
     # what large products do, for small ones: tensor cores for float32, copies of factors whose
     # rows are not aligned, or lie the other way
     hopper.hopper_splits = lambda *_: True
     hopper.HOPPER_COPY = 1
-    tiling.CUDA_TURN_USES, tiling.CUDA_COPY_USES = (64, 64), 64
+    tiling.TURN_USES, tiling.COPY_USES = (64, 64), 64
     rng = np.random.default_rng(0)
     tolerances = {"float64": 1e-12, "float32": 1e-4}
     tiers: set[str] = set()
@@ -79,8 +79,9 @@ def forced(
     tile: tiling.HopperTile, precision: Any, name: str, m: int, k: int, n: int, rng: Any
 ) -> None:
     """A forward and a backward with every product in blocks of one tile."""
-    from numfuse.backends.cuda import entry, hopper
-    from numfuse.backends.cuda.driver import device
+    from numfuse.backends.cuda.call import entry
+    from numfuse.backends.cuda.driver.device import device
+    from numfuse.backends.cuda.kernels.hopper import tier as hopper
 
     a, b, bias, grad = random_operands(rng, name, m, k, n)
     found = []

@@ -16,8 +16,8 @@ from collections import Counter
 import llvmlite.binding as llvm
 import pytest
 
-from numfuse import tiling
-from numfuse.backends.cpu import protocol
+from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu.kernels import protocol
 
 #: It compiles for a minute.
 pytestmark = pytest.mark.apart
@@ -38,11 +38,12 @@ codegen.JITCPUCodegen.set_env = lambda self, name, environment: None
 codegen.JITCodeLibrary._finalize_specific = lambda self: None
 codegen.JITCodeLibrary.get_pointer_to_function = lambda self, name: self._ensure_finalized() or 1
 from types import SimpleNamespace
-from numfuse import machine_code, specialise
+from numfuse.runtime import machine_code, specialise
 specialise._cached = lambda decorate: decorate(False)
 machine_code.Code = lambda image, symbol: SimpleNamespace(address=1)
 from numfuse.activations import get
-from numfuse.backends.cpu import host, library, rows
+from numfuse.backends.cpu import host
+from numfuse.backends.cpu.kernels import library, rows
 assert host.vector_bytes() == 16 and host.vector_name() == "NEON"
 listings = {{}}
 for acc in ("float32", "float64"):

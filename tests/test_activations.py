@@ -27,9 +27,9 @@ from numba import njit
 from test_expr import DTYPES, compiled, exact, ulps
 
 import numfuse as nf
-from numfuse import elementary, wgsl
 from numfuse import expr as ex
 from numfuse.activations import Activation, _row, get
+from numfuse.language import elementary, wgsl
 
 ROWS = [name for name, act in nf.activations().items() if act.source != "user-defined"]
 ORDERS = [0, 1, 2, 3]

@@ -12,8 +12,10 @@ from arrays import Fenced, bits, in_layout, normal, unwritten
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
-from numfuse import tiling
-from numfuse.backends.cpu import BACKEND, blocks, launch, library
+from numfuse.backends.cpu import launch, tiling
+from numfuse.backends.cpu import schedule as blocks
+from numfuse.backends.cpu.face import BACKEND
+from numfuse.backends.cpu.kernels import library
 
 FORMATS = tuple(DTYPES)
 CHUNK = max(library.chunk(fmt) for fmt in FORMATS)

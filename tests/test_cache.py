@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import numfuse
-from numfuse import binaries
+from numfuse.runtime import binaries
 
 #: Minutes of compiling, in processes of their own.
 pytestmark = pytest.mark.apart
@@ -48,7 +48,7 @@ EVERYTHING = """
 import hashlib, json
 import ml_dtypes, numpy as np
 import numfuse as nf
-from numfuse import specialise
+from numfuse.runtime import specialise
 
 entries = {}
 plain_entry = specialise.entry
@@ -116,7 +116,7 @@ print(sum(launch._entry("parallel").stats.cache_hits.values()))
 def test_loading_a_backend_compiles_nothing(tmp_path):
     code = """
 import numfuse
-from numfuse import specialise
+from numfuse.runtime import specialise
 import numfuse.backends.cpu
 import numfuse as nf
 assert nf.backends()["cpu"]
@@ -131,7 +131,7 @@ OWN = """
 import gc, json, sys
 import numpy as np
 import numfuse as nf
-from numfuse import specialise
+from numfuse.runtime import specialise
 
 x = np.linspace(-2, 2, 48, dtype=np.float32).reshape(6, 8)
 eye = np.eye(8, dtype=np.float32)
@@ -187,8 +187,8 @@ def test_another_process_with_another_formula_of_that_name_compiles_its_own(firs
 
 
 def test_one_bound_value_makes_another_kernel():
-    from numfuse import specialise
-    from numfuse.backends.cpu import kernels
+    from numfuse.backends.cpu.kernels import elementwise
+    from numfuse.runtime import specialise
 
     def template(x):
         return x
@@ -201,14 +201,14 @@ def test_one_bound_value_makes_another_kernel():
     different = [
         name(), name(A=1), name(A=2), name(A=1.0), name(A=True), name(A="1"), name(A=None),
         name(B=1), name(A=1, B=1), name(A=np.float32(1)), name(A=np.float64(1)),
-        name(A=np.float32(0)), name(A=np.float32(-0.0)), name(kernels.move, A=1),
+        name(A=np.float32(0)), name(A=np.float32(-0.0)), name(elementwise.move, A=1),
     ]  # fmt: skip
     assert len(set(different)) == len(different)
     assert name(A=1, B=2) == name(B=2, A=1)
 
 
 def test_what_has_no_identity_cannot_be_bound():
-    from numfuse import specialise
+    from numfuse.runtime import specialise
 
     for value in (lambda x: x, [1], object()):
         with pytest.raises(TypeError, match="numfuse_key"):
@@ -217,9 +217,9 @@ def test_what_has_no_identity_cannot_be_bound():
 
 def test_formats_activations_and_options_have_kernels_of_their_own(first):
     code = """
-from numfuse import specialise
+from numfuse.runtime import specialise
 from numfuse.activations import get
-from numfuse.backends.cpu import library, rows
+from numfuse.backends.cpu.kernels import library, rows
 names = []
 plain = specialise.bound
 def bound(template, bindings):
@@ -252,9 +252,9 @@ def kernel_names(package: Path) -> set[str]:
     code = f"""
 import sys
 sys.path.insert(0, {str(package.parent)!r})
-from numfuse import specialise
+from numfuse.runtime import specialise
 from numfuse.activations import get
-from numfuse.backends.cpu import library, rows
+from numfuse.backends.cpu.kernels import library, rows
 assert specialise.__file__.startswith({str(package)!r})
 class Uncompiled: pass
 class Name(str):  # with attributes, as a kernel has them
@@ -315,7 +315,7 @@ sys.dont_write_bytecode = True
 import numpy as np
 import numfuse as nf
 assert nf.__file__.startswith(INSTALL), nf.__file__
-from numfuse import specialise
+from numfuse.runtime import specialise
 a, b = np.random.default_rng(0).standard_normal((2, 40, 40)).astype("f4")
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
@@ -353,7 +353,7 @@ assert len(caught) == 1, [str(w.message) for w in caught]
 assert caught[0].category is RuntimeWarning
 assert "NUMBA_CACHE_DIR" in str(caught[0].message)
 assert hits and not any(hits)
-from numfuse.backends.cpu import BACKEND
+from numfuse.backends.cpu.face import BACKEND
 print(BACKEND.describe()["kernel cache"])
 """,
         None,
@@ -365,7 +365,7 @@ print(BACKEND.describe()["kernel cache"])
 def test_a_read_only_install_caches_where_it_may(read_only, tmp_path):
     code = f"INSTALL = {str(read_only)!r}" + UNPRIVILEGED
     code += """
-from numfuse.backends.cpu import BACKEND
+from numfuse.backends.cpu.face import BACKEND
 assert not caught
 print(set(hits), BACKEND.describe()["kernel cache"])
 """
@@ -394,8 +394,9 @@ with warnings.catch_warnings(record=True) as caught:
     out = nf.silu_mul(x, x)
     AFTER
 assert np.allclose(out, nf.silu_mul(x, x, backend="reference"))
-from numfuse import specialise
-from numfuse.backends.cpu import BACKEND, launch
+from numfuse.runtime import specialise
+from numfuse.backends.cpu.face import BACKEND
+from numfuse.backends.cpu import launch
 hits = [kernel.cache_hits for kernel in specialise.kernels()]
 hits += launch._entry("here").stats.cache_hits.values() or [0]
 place = BACKEND.describe()["kernel cache"]

@@ -15,7 +15,7 @@ import time
 import ahead
 import pytest
 
-from numfuse import interrupts
+from numfuse.runtime import interrupts
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 needs_timers = pytest.mark.skipif(
@@ -214,7 +214,7 @@ def test_a_signals_handler_may_call_while_a_kernel_is_compiled():
 # --- forks --------------------------------------------------------------------------------------
 FORKED = process(
     """
-from numfuse import compilation
+from numfuse.runtime import compilation
 names = [n for n in nf.activations() if n != "none"]
 gate("none")
 def compile_on():

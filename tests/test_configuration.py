@@ -20,7 +20,7 @@ def pytest_configure(config):
 TESTS = """
 import warnings
 import pytest
-from numfuse import binaries, compilation
+from numfuse.runtime import binaries, compilation
 def test_what_a_product_warns_of_is_an_error():
     def work():
         binaries.tell("a test", "no directory for compiled kernels is writable")

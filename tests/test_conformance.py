@@ -131,7 +131,7 @@ def rounds_grad_pre(backend, dtype):
         return dtype.itemsize == 2
     if backend != "cpu":
         return False
-    from numfuse.backends.cpu import library
+    from numfuse.backends.cpu.kernels import library
 
     return dtype.itemsize == 2 and library.grad_pre_format(dtype.name) == dtype.name
 

@@ -25,8 +25,11 @@ from hypothesis import strategies as st
 from numba import types
 from tolerance import DTYPES
 
-from numfuse import specialise, tiling
-from numfuse.backends.cpu import driver, host, kernels, library, microkernel, protocol
+from numfuse.backends.cpu import descriptors, host, tiling
+from numfuse.backends.cpu.kernels import elementwise as kernels
+from numfuse.backends.cpu.kernels import library, protocol
+from numfuse.backends.cpu.llvm import microkernel
+from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -314,7 +317,7 @@ def test_ml_dtypes_rounds_to_nearest_even_itself():
 # Rows whose loop LLVM may leave scalar, or that call libm, are an order of magnitude slower.
 ASSEMBLY = """
 from numfuse.activations import get
-from numfuse.backends.cpu import library, rows
+from numfuse.backends.cpu.kernels import library, rows
 for fmt in library.FORMATS:
     for name in ("gelu", "tanh", "gelu_erf"):
         f = get(name).curve
@@ -407,7 +410,7 @@ def test_cells_tile_the_output_within_bounded_workspaces(
         assert t.panels * r.mr >= rows  # kept for the next block of columns
     if sums > 1 or k > t.kc:
         assert t.plane_rows >= rows and t.plane_columns >= min(t.cell_n, tiling.round_up(n, r.nr))
-    words, stride = driver._layout(t, r, r.column_group if by_columns else 1)
+    words, stride = descriptors._layout(t, r, r.column_group if by_columns else 1)
     # The workspace does not grow with the problem: plane, panels, and where K is one block, which
     # may be of one value, a block of B with rows of its width (two strips, and 8 bytes a slot).
     block = 2 * tiling.level2_bytes() * tiling.BLOCK_SHARE

@@ -15,15 +15,15 @@ from conftest import SIMULATED, unavailable
 from on_device import poisoned
 
 import numfuse as nf
-from numfuse import kinds
+from numfuse.runtime import dispatch
 
 status = nf.backends()["cuda"]
 if not status:
     unavailable("cuda", str(status))
 
-from numfuse.backends.cuda.arrays import DeviceArray, pool_of  # noqa: E402
-from numfuse.backends.cuda.driver import device  # noqa: E402
-from numfuse.backends.cuda.memory import Pool, size_class  # noqa: E402
+from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of  # noqa: E402
+from numfuse.backends.cuda.call.memory import Pool, size_class  # noqa: E402
+from numfuse.backends.cuda.driver.device import device  # noqa: E402
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 
@@ -67,7 +67,7 @@ def test_a_call_on_the_device_gives_what_it_gives_for_numpy_arrays(operands, dty
         assert same([out], [wanted])
         wanted = nf.matmul_bias_activation_bwd(*arrays, "tanh", backend="cuda")
         assert type(gradients) is type(wanted) and same(gradients, wanted)
-    assert kinds._SERVED[DeviceArray] is not None  # its adapter is looked for once
+    assert dispatch._SERVED[DeviceArray] is not None  # its adapter is looked for once
 
 
 def test_a_repeated_call_reads_its_own_arrays(operands):
@@ -79,8 +79,8 @@ def test_a_repeated_call_reads_its_own_arrays(operands):
 
 @pytest.mark.parametrize("source, out", [((1, 8), (8,)), ((8,), (1, 8)), ((4, 2), (2, 4))])
 def test_a_copy_of_another_shape_is_refused(source, out):
-    from numfuse.backends.cuda.batches import copy
-    from numfuse.backends.cuda.plans import Recorder
+    from numfuse.backends.cuda.plan.batches import copy
+    from numfuse.backends.cuda.plan.program import Recorder
 
     rec = Recorder(device(0))
     with pytest.raises(AssertionError, match="equal sizes"):
@@ -133,7 +133,7 @@ CALLS = {
 
 
 def test_a_call_that_comes_again_is_known_and_has_its_operands_in_place(operands):
-    from numfuse.backends.cuda import entry
+    from numfuse.backends.cuda.call import entry
 
     for case, (name, words, rest, options) in CALLS.items():
         entry._KNOWN.clear()
@@ -162,7 +162,7 @@ def test_a_call_that_comes_again_is_known_and_has_its_operands_in_place(operands
 
 
 def test_a_block_with_a_backend_of_its_own_is_one_more_call_and_no_more(operands):
-    from numfuse.backends.cuda import entry
+    from numfuse.backends.cuda.call import entry
 
     x = there(operands()[1])
     entry._KNOWN.clear()
@@ -176,7 +176,7 @@ def test_a_block_with_a_backend_of_its_own_is_one_more_call_and_no_more(operands
 
 def test_arrays_of_two_libraries_that_look_alike_are_two_calls(operands, monkeypatch):
     from numfuse.adapters import cuda as functions
-    from numfuse.backends.cuda import foreign
+    from numfuse.backends.cuda.call import foreign
 
     class Theirs:
         def __init__(self, x):
@@ -361,11 +361,11 @@ def test_dlpack_gives_and_takes_arrays(operands):
     assert Foreign.taken == 2
     assert same([out], [nf.silu_mul(a, a, backend="cuda")])
     # what was exported is let go of
-    from numfuse.backends.cuda import dlpack
+    from numfuse.backends.cuda.call import dlpack
 
     nf.synchronize(out)
     nf.silu_mul(x, x)
-    from numfuse.backends.cuda import entry
+    from numfuse.backends.cuda.call import entry
 
     entry._IN_FLIGHT.clear()
     gc.collect()

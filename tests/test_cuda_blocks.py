@@ -14,13 +14,14 @@ from conftest import SIMULATED, unavailable
 try:
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda import gated, joins, layouts, outer, simt, tensor_core, thin
-    from numfuse.backends.cuda.product import DeviceInfo, Operand, Product, Slot
+    from numfuse.backends.cuda.kernels import gated, joins, layouts
+    from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core, thin
+    from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
-from numfuse import tiling
-from numfuse.tiling import CudaBlock
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.tiling import CudaBlock
 
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
@@ -149,10 +150,10 @@ def test_odd_lengths_and_alignments_are_masked(dtype, x, y):
 def test_every_tile_fetches_every_layout(dtype):
     """Any product may be given to any of its tiles, by its sizes alone."""
     tables = {
-        "float32": tiling.CUDA_CORE_BLOCKS,
-        "float64": tiling.CUDA_DOUBLE_BLOCKS + tiling.CUDA_DOUBLE_LONG + tiling.CUDA_DOUBLE_FEW,
+        "float32": tiling.CORE_BLOCKS,
+        "float64": tiling.DOUBLE_BLOCKS + tiling.DOUBLE_LONG + tiling.DOUBLE_FEW,
     }
-    halves = tiling.CUDA_HALF_BLOCKS + tiling.CUDA_HALF_BLOCKS_HELD
+    halves = tiling.HALF_BLOCKS + tiling.HALF_BLOCKS_HELD
     module = simt if dtype == "float32" else tensor_core
     acc = "float64" if dtype == "float64" else "float32"
     for tile in tables.get(dtype, halves):
@@ -160,7 +161,7 @@ def test_every_tile_fetches_every_layout(dtype):
             for alignment in (16, DTYPES[dtype].itemsize):
                 a, b = (Operand(dtype, (0, *steps), alignment) for steps in (x, y))
                 held = alignment < 4
-                if dtype in tables or held == (tile in tiling.CUDA_HALF_BLOCKS_HELD):
+                if dtype in tables or held == (tile in tiling.HALF_BLOCKS_HELD):
                     out = Operand(dtype, (0, 64, 1), alignment)
                     made = Product(128, 64, 64, 1, a, b, out, acc)
                     module.plan(made, HOPPER, tile, 64, 1)
@@ -244,10 +245,10 @@ def test_a_sum_is_made_of_chains_that_are_the_same_in_every_tile(k, short_chains
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_the_chains_of_a_sum_are_whole_slices_of_equal_lengths(dtype):
     for k in (1, 31, 255, 256, 257, 500, 512, 513, 600, 1000, 7000, 100_000):
-        length, one = tiling.cuda_chain(k, dtype), k <= tiling.CUDA_ONE_CHAIN[dtype]
-        assert length % 32 == 0 and length <= (512 if one else tiling.CUDA_CHAIN)
+        length, one = tiling.chain(k, dtype), k <= tiling.ONE_CHAIN[dtype]
+        assert length % 32 == 0 and length <= (512 if one else tiling.CHAIN)
         count = -(-k // length)
-        assert count == (1 if one else -(-k // tiling.CUDA_CHAIN)), k
+        assert count == (1 if one else -(-k // tiling.CHAIN)), k
 
 
 @pytest.mark.parametrize(

@@ -22,17 +22,18 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
-from numfuse.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 
 try:
-    from numfuse.backends.cuda import gated, joins, passes, scalars, toolchain
-    from numfuse.backends.cuda.hopper import WGMMA, plan_with
-    from numfuse.backends.cuda.mirror import MIRROR
-    from numfuse.backends.cuda.outer import SHORT_K
-    from numfuse.backends.cuda.product import DeviceInfo, Launch, Operand, Product, Slot
-    from numfuse.backends.cuda.simt import CORES
-    from numfuse.backends.cuda.tensor_core import TENSOR_CORES
-    from numfuse.backends.cuda.thin import FEW_ROWS
+    from numfuse.backends.cuda.compile import scalars, toolchain
+    from numfuse.backends.cuda.kernels import gated, joins, passes
+    from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
+    from numfuse.backends.cuda.kernels.ampere.simt import CORES
+    from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
+    from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
+    from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
+    from numfuse.backends.cuda.kernels.mirror import MIRROR
+    from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -299,8 +300,9 @@ def test_the_kernels_that_ask_for_registers_are_assembled_by_the_driver():
 def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
     code = (
         "import numfuse as nf\n"
-        "from numfuse.backends.cuda import gated, toolchain\n"
-        "from numfuse.backends.cuda.product import DeviceInfo\n"
+        "from numfuse.backends.cuda.kernels import gated\n"
+        "from numfuse.backends.cuda.compile import toolchain\n"
+        "from numfuse.backends.cuda.plan.product import DeviceInfo\n"
         "info = DeviceInfo('A100', (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)\n"
         "act = nf.activations()['relu'].trace(0)\n"
         "made = gated.forward(info, 'float32', 'float32', act, 10, 16).kernel\n"

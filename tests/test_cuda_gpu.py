@@ -20,9 +20,9 @@ if not status:
 if SIMULATED:
     pytest.skip("the simulator has no streams, graphs or errors", allow_module_level=True)
 
-from numfuse.backends.cuda.driver import device  # noqa: E402
-from numfuse.backends.cuda.libcuda import count  # noqa: E402
-from numfuse.tiling import HOPPER_SPLIT_TILES  # noqa: E402
+from numfuse.backends.cuda.driver.device import device  # noqa: E402
+from numfuse.backends.cuda.driver.libcuda import count  # noqa: E402
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES  # noqa: E402
 
 
 def numbers(dtype=np.float32, m=33, k=21, n=19):
@@ -306,7 +306,7 @@ def test_an_odd_result_leaves_its_surroundings_alone():
 
 def test_the_inverse_without_a_branch_is_rounded_correctly():
     cuda = pytest.importorskip("numba.cuda")
-    from numfuse.backends.cuda.scalars import inverse
+    from numfuse.backends.cuda.compile.scalars import inverse
 
     @cuda.jit
     def kernel(x, out):
@@ -364,7 +364,8 @@ def precision(request, monkeypatch):
     """On a GPU whose tensor cores take float32, for small products too."""
     if device(0).capability != (9, 0):
         pytest.skip("the tensor cores of this GPU are not used for float32")
-    from numfuse.backends.cuda import entry, hopper
+    from numfuse.backends.cuda.call import entry
+    from numfuse.backends.cuda.kernels.hopper import tier as hopper
 
     monkeypatch.setattr(hopper, "hopper_splits", lambda *_: True)
     entry.forget(device(0))
@@ -410,7 +411,7 @@ def test_products_on_tensor_cores_are_within_their_bound(precision, m, k, n):
 @pytest.mark.parametrize("tile", [tile for tile, _ in HOPPER_SPLIT_TILES], ids=str)
 @pytest.mark.parametrize("precision", ["bf16x6"], indirect=True)
 def test_products_in_any_blocks_are_within_their_bound(precision, tile, monkeypatch):
-    from numfuse.backends.cuda import hopper
+    from numfuse.backends.cuda.kernels.hopper import tier as hopper
 
     monkeypatch.setattr(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1))
     # several blocks for each multiprocessor, and sums that go on in float32 in the midst
@@ -475,8 +476,8 @@ def test_every_device_of_the_machine():
 
 LOST = """
 import numpy as np, numfuse as nf
-from numfuse.backends.cuda.arrays import pool_of
-from numfuse.backends.cuda.driver import device
+from numfuse.backends.cuda.call.arrays import pool_of
+from numfuse.backends.cuda.driver.device import device
 x = nf.to_device(np.ones(64, np.float32), "cuda")
 nf.silu_mul(x, x)
 nf.synchronize(x)

@@ -12,9 +12,9 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 try:
-    from numfuse.backends.cuda import launcher
-    from numfuse.backends.cuda.libcuda import Config
-    from numfuse.backends.cuda.plans import Steps
+    from numfuse.backends.cuda.driver import launcher
+    from numfuse.backends.cuda.driver.libcuda import Config
+    from numfuse.backends.cuda.plan.program import Steps
     from numfuse.errors import DeviceError, DeviceLost
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -240,7 +240,7 @@ import os, sys
 import numpy as np
 import numfuse as nf
 from numfuse.backends import load
-from numfuse.backends.cuda import libcuda
+from numfuse.backends.cuda.driver import libcuda
 
 class Driver:  # one that says yes to all
     def __getattr__(self, name):

@@ -58,7 +58,7 @@ def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
     done = run(
         "-c",
         "import numba_cuda, numpy as np, numfuse as nf\n"
-        "from numfuse.backends.cuda import toolchain\n"
+        "from numfuse.backends.cuda.compile import toolchain\n"
         "assert toolchain.SIMULATED\n"
         "assert toolchain.cuda.__file__.startswith(list(numba_cuda.__path__)[0])\n"
         "from numba.cuda.simulator.kernel import FakeCUDAKernel\n"

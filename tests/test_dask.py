@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 
 from numfuse.adapters import dask as adapter  # noqa: E402
-from numfuse.adapters import dask_blocks  # noqa: E402
+from numfuse.adapters.dask import blocks as dask_blocks  # noqa: E402
 
 M, N, K = 13, 7, 11
 #: Chunks of M, N and K.
@@ -851,7 +851,7 @@ PRELUDE = """
 import os, threading
 import dask, dask.array as da, numba, numpy as np
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu import launch
 
 tiling.PARALLEL_FMAS = 0  # every product may take several threads

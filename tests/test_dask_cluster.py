@@ -217,8 +217,7 @@ def test_tasks_of_a_worker_share_its_cores(client, asked):
     def spy():
         import numba
 
-        from numfuse import tiling
-        from numfuse.backends.cpu import launch
+        from numfuse.backends.cpu import launch, tiling
 
         tiling.PARALLEL_FMAS = 0
         launch.spied_counts = []

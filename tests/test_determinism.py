@@ -20,8 +20,8 @@ from arrays import LAYOUTS, bits, in_layout, normal
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse import tiling
-from numfuse.backends.cpu import launch, library
+from numfuse.backends.cpu import launch, tiling
+from numfuse.backends.cpu.kernels import library
 
 ROWS = 157
 #: (N, K): one column, edges of a vector and of a tile; one block of K and several; a B within level

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import numfuse as nf
-from numfuse import elementary, epilogues
+from numfuse import epilogues
 from numfuse import expr as ex
-from numfuse.derivatives import forward, reverse, second_order
-from numfuse.graph import call, dumps, inputs, loads, named
+from numfuse.language import elementary
+from numfuse.language.derivatives import forward, reverse, second_order
+from numfuse.language.graph import call, dumps, inputs, loads, named
 
 ACTIVATIONS = tuple(nf.activations())
 #: A derived formula and the one written here differ by the order of their products: some roundings.

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import numfuse as nf
-from numfuse import kinds
+from numfuse.runtime import dispatch
 
 F32 = np.float32
 
@@ -20,7 +20,7 @@ F32 = np.float32
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch):
     # A library in the table that has no adapter in this version.
-    monkeypatch.setitem(kinds.ADAPTERS, "mxnet", "numfuse.adapters.mxnet")
+    monkeypatch.setitem(dispatch.ADAPTERS, "mxnet", "numfuse.adapters.mxnet")
     # The checks come before the backend: the slow one, which needs no compilation, will do.
     with nf.use_backend("reference"):
         yield

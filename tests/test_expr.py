@@ -10,11 +10,11 @@ import pytest
 from numba import njit
 
 import numfuse as nf
-from numfuse import elementary, wgsl
 from numfuse import expr as ex
 from numfuse.activations import get
-from numfuse.backends.cpu.primitives import render, scalar_function
-from numfuse.ranges import ranges
+from numfuse.backends.cpu.llvm.primitives import render, scalar_function
+from numfuse.language import elementary, wgsl
+from numfuse.language.bounds import ranges
 
 X = ex.SYMBOL
 DTYPES = ["float32", "float64"]
@@ -519,7 +519,7 @@ def test_what_holds_formulas_is_compared_without_asking_a_formula_for_its_truth(
 
 
 def test_the_backends_kernels_are_equal_where_their_formulas_are():
-    from numfuse.backends.webgpu.kernels import Gated, Operand
+    from numfuse.backends.webgpu.shaders.kernels import Gated, Operand
 
     kernels = [Gated("f32", Operand("float32"), f) for f in (ex.exp(X), ex.tanh(X), None)]
     for i, a in enumerate(kernels):

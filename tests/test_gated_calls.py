@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse import problem, tiling
-from numfuse.backends.cpu import BACKEND, driver, rows
+from numfuse.backends.cpu import descriptors, tiling
+from numfuse.backends.cpu.face import BACKEND
+from numfuse.backends.cpu.kernels import rows
+from numfuse.problem import product
 
 FORMATS = tuple(DTYPES)
 STEP = tiling.STREAM_STEP
@@ -29,14 +31,14 @@ ACTIVATION = "gelu"
 def streamed(monkeypatch):
     """Results of any size go past the caches; says how often a plan was made for that."""
     made: list[Any] = []
-    plain = driver.elementwise
+    plain = descriptors.elementwise
 
     def spied(*arguments, stream=None, **options):
         made.append(stream)
         return plain(*arguments, stream=stream, **options)
 
     monkeypatch.setattr(BACKEND, "_kept", {})
-    monkeypatch.setattr(driver, "elementwise", spied)
+    monkeypatch.setattr(descriptors, "elementwise", spied)
     monkeypatch.setattr(tiling, "STREAM_BYTES", 0)
     return made
 
@@ -219,5 +221,5 @@ def test_the_plain_case_refuses_what_the_general_case_refuses():
         nf.activation_mul(a, b.astype(np.float64), "relu")
     with pytest.raises(ValueError, match="shape"):
         nf.activation_mul(a, b[:4].copy(), "relu")
-    assert problem.gated(a, b, "relu").contiguous
-    assert not problem.gated(a.T, b, "relu").contiguous
+    assert product.gated(a, b, "relu").contiguous
+    assert not product.gated(a.T, b, "relu").contiguous

@@ -24,8 +24,10 @@ from test_cpu_kernels import KINDS, called, laid_out
 from tolerance import BF16, DTYPES, assert_within
 
 import numfuse as nf
-from numfuse import specialise, tiling
-from numfuse.backends.cpu import amx, host, library, protocol
+from numfuse.backends.cpu import host, tiling
+from numfuse.backends.cpu.kernels import library, protocol
+from numfuse.backends.cpu.llvm import amx
+from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"

@@ -14,7 +14,8 @@ from tolerance import DTYPES, assert_within
 
 import numfuse as nf
 from numfuse import expr as ex
-from numfuse.backends.cpu import driver, library
+from numfuse.backends.cpu import descriptors
+from numfuse.backends.cpu.kernels import library
 
 
 def operands(fmt, m, n, k, seed=0, batch=()):
@@ -89,14 +90,14 @@ def test_large_gates_past_the_caches_have_the_same_bits(fmt):
 def products(monkeypatch):
     """How many products the calls plan."""
     found = []
-    make = driver.gemm
+    make = descriptors.gemm
 
     def counted(*args, **kwargs):
         found.append(args)
         return make(*args, **kwargs)
 
-    monkeypatch.setattr(driver, "gemm", counted)
-    from numfuse.backends.cpu import BACKEND
+    monkeypatch.setattr(descriptors, "gemm", counted)
+    from numfuse.backends.cpu.face import BACKEND
 
     monkeypatch.setattr(BACKEND, "_kept", {})
     return found

@@ -16,18 +16,23 @@ import numpy as np
 import pytest
 from conftest import SIMULATED, unavailable
 
-from numfuse import tiling
-from numfuse.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES, HopperTile, hopper_tile
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.kernels.hopper.tiling import (
+    HOPPER_SPLIT_TILES,
+    HOPPER_TILES,
+    HopperTile,
+    hopper_tile,
+)
 
 try:
-    from numfuse.backends.cuda import batches
-    from numfuse.backends.cuda.plans import Recorder, View
-    from numfuse.backends.cuda.product import Derived, DeviceInfo, Operand, Product, Slot
-    from numfuse.backends.cuda.unroll import Template, text, unrolled
+    from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
+    from numfuse.backends.cuda.plan import batches
+    from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
+    from numfuse.backends.cuda.plan.program import Recorder, View
 
-    hopper = importlib.import_module("numfuse.backends.cuda.hopper")
-    copies = importlib.import_module("numfuse.backends.cuda.hopper_copies")
-    gemm = importlib.import_module("numfuse.backends.cuda.hopper_gemm")
+    hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
+    copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.copies")
+    gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 

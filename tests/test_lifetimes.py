@@ -17,8 +17,9 @@ import pytest
 
 import numfuse as nf
 from numfuse import expr as ex
-from numfuse import lifetimes, specialise
-from numfuse.backends.cpu import BACKEND, launch
+from numfuse.backends.cpu import launch
+from numfuse.backends.cpu.face import BACKEND
+from numfuse.runtime import lifetimes, specialise
 
 A = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 EYE = np.eye(8, dtype=np.float32)

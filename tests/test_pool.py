@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from numfuse.pool import FreeBlocks
+from numfuse.runtime.pool import FreeBlocks
 
 
 def pool(limit=None):

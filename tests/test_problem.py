@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from arrays import address
 
-from numfuse import problem
-from numfuse.layout import as_one, runs_of_rows
-from numfuse.problem import GemmProblem
+from numfuse.problem import product
+from numfuse.problem.product import GemmProblem
+from numfuse.problem.shapes import as_one, runs_of_rows
 
 F32 = np.float32
 
@@ -24,7 +24,7 @@ def same_memory(x, y):
 
 def test_two_axes_pass_through_without_a_copy():
     a, b, bias = ones(4, 3), ones(3, 5), ones(5)
-    p = problem.gemm(a, b, bias, "relu", True)
+    p = product.gemm(a, b, bias, "relu", True)
     assert (p.m, p.n, p.k, p.batch) == (4, 5, 3, ())
     assert p.a is a and p.b is b and same_memory(p.bias, bias) and p.bias.shape == (1, 5)
     assert p.result == (p.out, p.pre)
@@ -37,9 +37,9 @@ def test_two_axes_pass_through_without_a_copy():
 def test_the_plain_case_is_the_general_one(dtype, save_pre, bias):
     a, b = ones(4, 3, dtype=dtype), ones(3, 5, dtype=dtype)
     bias = ones(5, dtype=dtype) if bias else None
-    plain = problem.gemm(a, b, bias, "silu", save_pre)
-    general = problem._general_gemm(
-        a, b, bias, problem.get_activation("silu"), save_pre, None, None
+    plain = product.gemm(a, b, bias, "silu", save_pre)
+    general = product._general_gemm(
+        a, b, bias, product.get_activation("silu"), save_pre, None, None
     )
     for name in GemmProblem.__slots__:
         one, two = getattr(plain, name), getattr(general, name)
@@ -51,8 +51,8 @@ def test_the_plain_case_is_the_general_one(dtype, save_pre, bias):
 
     grad = ones(4, 5, dtype=dtype)
     pre = ones(4, 5, dtype=plain.acc_dtype) if save_pre else None
-    plain = problem.gemm_backward(grad, a, b, bias, "silu", pre)
-    general = problem.gemm_backward(grad, a, b, bias, "silu", pre, needs=["a", "b", "bias"])
+    plain = product.gemm_backward(grad, a, b, bias, "silu", pre)
+    general = product.gemm_backward(grad, a, b, bias, "silu", pre, needs=["a", "b", "bias"])
     for name in type(plain).__slots__:
         one, two = getattr(plain, name), getattr(general, name)
         if isinstance(one, np.ndarray):
@@ -73,20 +73,20 @@ def test_the_plain_case_is_the_general_one(dtype, save_pre, bias):
 )
 def test_strides_are_passed_on(view):
     a = view(ones(4, 3))
-    p = problem.gemm(a, ones(3, 5), None, "none")
+    p = product.gemm(a, ones(3, 5), None, "none")
     assert same_memory(p.a, a) and p.a.strides == a.strides
 
 
 def test_a_batch_over_one_b_is_folded_into_m_without_a_copy():
     a, b, bias = ones(2, 6, 4, 3), ones(3, 5), ones(5)
-    p = problem.gemm(a, b, bias, "none", True)
+    p = product.gemm(a, b, bias, "none", True)
     assert (p.m, p.batch) == (48, ())
     assert p.a.shape == (48, 3) and same_memory(p.a, a)
     assert p.out.shape == p.pre.shape == (48, 5)
     assert same_memory(p.result[0], p.out) and p.result[0].shape == (2, 6, 4, 5)
 
     grad = ones(2, 6, 4, 5)
-    p = problem.gemm_backward(grad, a, b, bias, "none")
+    p = product.gemm_backward(grad, a, b, bias, "none")
     assert (p.m, p.batch) == (48, ())
     assert p.grad.shape == (48, 5) and same_memory(p.grad, grad)
     assert p.d_a.shape == (48, 3) and p.result.d_a.shape == a.shape
@@ -95,11 +95,11 @@ def test_a_batch_over_one_b_is_folded_into_m_without_a_copy():
 
 def test_axes_of_length_one_do_not_stop_the_folding():
     a, b, bias = ones(2, 4, 3), ones(1, 3, 5), ones(1, 1, 5)
-    p = problem.gemm_backward(ones(2, 4, 5), a, b, bias, "none")
+    p = product.gemm_backward(ones(2, 4, 5), a, b, bias, "none")
     assert (p.m, p.batch, p.b.shape, p.bias.shape) == (8, (), (3, 5), (1, 5))
     assert (p.d_b.shape, p.d_bias.shape) == ((3, 5), (1, 5))
     assert (p.result.d_b.shape, p.result.d_bias.shape) == ((1, 3, 5), (1, 1, 5))
-    p = problem.gemm(ones(4, 3), b, None, "none")
+    p = product.gemm(ones(4, 3), b, None, "none")
     assert (p.m, p.batch, p.result.shape) == (4, (), (1, 4, 5))
 
 
@@ -116,7 +116,7 @@ def test_axes_of_length_one_do_not_stop_the_folding():
     ids=["batched b", "batched b alone", "batched bias", "broadcast a", "sliced a", "reversed a"],
 )
 def test_a_batch_that_cannot_be_folded_is_left(a, b, bias):
-    p = problem.gemm(a, b, bias, "none")
+    p = product.gemm(a, b, bias, "none")
     assert (p.m, p.batch, p.out.shape) == (4, (2,), (2, 4, 5))
     assert same_memory(p.a, a) and p.a.strides == a.strides
 
@@ -133,44 +133,44 @@ def test_a_batch_that_cannot_be_folded_is_left(a, b, bias):
     ],
 )
 def test_a_residual_folds_where_it_can(shape, wanted):
-    p = problem.gemm_residual(ones(2, 4, 3), ones(3, 5), None, ones(*shape))
+    p = product.gemm_residual(ones(2, 4, 3), ones(3, 5), None, ones(*shape))
     assert (p.batch, p.residual.shape) == ((), wanted)
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (4, 1), (2, 1, 5), (2, 1, 1)])
 def test_a_residual_that_repeats_within_the_batch_keeps_it(shape):
-    p = problem.gemm_residual(ones(2, 4, 3), ones(3, 5), None, ones(*shape))
+    p = product.gemm_residual(ones(2, 4, 3), ones(3, 5), None, ones(*shape))
     assert p.batch == (2,)
     assert np.broadcast_shapes(p.residual.shape, (2, 4, 5)) == (2, 4, 5)
 
 
 def test_one_dimensional_operands_are_promoted_and_results_are_views():
     a, b = ones(3), ones(3)
-    p = problem.gemm(a, b, ones(1), "none")
+    p = product.gemm(a, b, ones(1), "none")
     assert (p.a.shape, p.b.shape, p.bias.shape, p.out.shape) == ((1, 3), (3, 1), (1, 1), (1, 1))
     assert p.result.shape == () and same_memory(p.result, p.out)
-    p = problem.gemm_backward(np.array(1, F32), a, b, ones(1), "none")
+    p = product.gemm_backward(np.array(1, F32), a, b, ones(1), "none")
     assert (p.d_a.shape, p.d_b.shape) == ((1, 3), (3, 1))
     assert (p.result.d_a.shape, p.result.d_b.shape) == ((3,), (3,))
 
 
 def test_a_scalar_gradient_of_two_vectors_is_accepted():
     # NumPy turns 0-d arrays into scalars in arithmetic: grad = out - target is one.
-    p = problem.gemm_backward(np.float32(2), ones(3), ones(3), None, "none")
+    p = product.gemm_backward(np.float32(2), ones(3), ones(3), None, "none")
     assert p.grad.shape == (1, 1) and p.grad[0, 0] == 2
 
 
 def test_only_what_is_needed_is_allocated():
-    p = problem.gemm_backward(ones(4, 5), ones(4, 3), ones(3, 5), ones(5), "relu", needs=("bias",))
+    p = product.gemm_backward(ones(4, 5), ones(4, 3), ones(3, 5), ones(5), "relu", needs=("bias",))
     assert p.d_a is None and p.d_b is None and p.d_bias is not None
     assert p.result.d_a is None and p.result.d_bias.shape == (5,)
-    p = problem.gemm_backward(ones(4, 5), ones(4, 3), ones(3, 5), None, "relu")
+    p = product.gemm_backward(ones(4, 5), ones(4, 3), ones(3, 5), None, "relu")
     assert p.d_bias is None and p.result.d_bias is None
 
 
 def test_sum_batch_gives_d_b_the_shape_of_one_member():
     a, b, grad = ones(2, 4, 3), ones(2, 3, 5), ones(2, 4, 5)
-    p = problem.gemm_backward(grad, a, b, None, "none", sum_batch=True)
+    p = product.gemm_backward(grad, a, b, None, "none", sum_batch=True)
     assert p.batch == (2,) and p.b.shape == (2, 3, 5)
     assert p.d_b.shape == p.result.d_b.shape == (3, 5)
 
@@ -183,7 +183,7 @@ def test_a_saved_pre_activation_may_have_the_storage_dtype():
     ]
     for dtype in (np.float16, F32):
         pre = ones(4, 5, dtype=dtype)
-        assert problem.gemm_backward(*half, None, "tanh", pre).pre is pre
+        assert product.gemm_backward(*half, None, "tanh", pre).pre is pre
 
 
 def test_an_unaligned_operand_alone_is_copied():
@@ -192,32 +192,32 @@ def test_an_unaligned_operand_alone_is_copied():
     x = record["x"]
     assert x.strides[1] % x.itemsize  # no whole number of items
     b = ones(3, 5)
-    p = problem.gemm(x, b, None, "none")
+    p = product.gemm(x, b, None, "none")
     assert p.a.flags.aligned and (p.a == x).all() and p.b is b
 
 
 def test_a_file_mapped_array_is_a_plain_one(tmp_path):
     a = np.memmap(tmp_path / "a.bin", F32, "w+", shape=(4, 3))
-    p = problem.gemm(a, ones(3, 5), None, "none")
+    p = product.gemm(a, ones(3, 5), None, "none")
     assert type(p.a) is np.ndarray and same_memory(p.a, a)
     out = np.memmap(tmp_path / "out.bin", F32, "w+", shape=(4, 5))
-    p = problem.gemm(a, ones(3, 5), None, "none", out=out)
+    p = product.gemm(a, ones(3, 5), None, "none", out=out)
     assert p.result is out and same_memory(p.out, out)
 
 
 def test_results_are_new_and_contiguous_whatever_the_operands_are():
     a, b = np.asfortranarray(ones(4, 3)), np.asfortranarray(ones(3, 5))
-    p = problem.gemm_backward(np.asfortranarray(ones(4, 5)), a, b, None, "none")
+    p = product.gemm_backward(np.asfortranarray(ones(4, 5)), a, b, None, "none")
     assert p.d_a.flags.c_contiguous and p.d_b.flags.c_contiguous
-    assert problem.gemm(a, b, None, "none").out.flags.c_contiguous
-    assert problem.gated(a, a, "relu").out.flags.c_contiguous
+    assert product.gemm(a, b, None, "none").out.flags.c_contiguous
+    assert product.gated(a, a, "relu").out.flags.c_contiguous
 
 
 def test_a_given_out_is_used_and_returned():
     out, d_b = ones(2, 4, 5), ones(3, 5)
-    p = problem.gemm(ones(2, 4, 3), ones(3, 5), None, "none", out=out)
+    p = product.gemm(ones(2, 4, 3), ones(3, 5), None, "none", out=out)
     assert p.result is out and same_memory(p.out, out) and p.out.shape == (8, 5)
-    p = problem.gemm_backward(
+    p = product.gemm_backward(
         ones(4, 5), ones(4, 3), ones(3, 5), None, "none", out=(None, d_b, None)
     )
     assert p.d_b is d_b and p.result.d_b is d_b
@@ -241,7 +241,7 @@ def test_runs_of_rows_are_those_rows(shape):
 
 def test_what_cannot_be_folded_is_one_problem_where_its_rows_are_summed():
     a, grad, b = ones(2, 3, 4, 5)[:, :, 1:], ones(2, 3, 3, 6), ones(5, 6)
-    p = problem.gemm_backward(grad, a, b, None, "gelu")
+    p = product.gemm_backward(grad, a, b, None, "gelu")
     assert (p.batch, p.m) == ((2, 3), 3)
     whole = as_one(p)
     assert (whole.batch, whole.m) == ((), 18)
@@ -250,8 +250,8 @@ def test_what_cannot_be_folded_is_one_problem_where_its_rows_are_summed():
     assert whole.d_a.shape == (18, 5) and np.shares_memory(whole.d_a, p.d_a)
     assert (p.batch, p.m) == ((2, 3), 3)
     for other in (
-        problem.gemm_backward(grad, a, b, None, "gelu", needs=("a",)),
-        problem.gemm_backward(grad, a, ones(2, 3, 5, 6), None, "gelu"),
-        problem.gemm_backward(grad, a, b, ones(3, 1, 6), "gelu"),
+        product.gemm_backward(grad, a, b, None, "gelu", needs=("a",)),
+        product.gemm_backward(grad, a, ones(2, 3, 5, 6), None, "gelu"),
+        product.gemm_backward(grad, a, b, ones(3, 1, 6), "gelu"),
     ):
         assert as_one(other) is other

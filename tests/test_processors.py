@@ -20,10 +20,11 @@ from numba.core import config
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse import specialise
 from numfuse.backends import load
-from numfuse.backends.cpu import host, microkernel
-from numfuse.backends.cuda import libcuda
+from numfuse.backends.cpu import host
+from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cuda.driver import libcuda
+from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -36,7 +37,8 @@ import numpy as np
 import tolerance
 from arrays import normal
 import numfuse as nf
-from numfuse.backends.cpu import host, library
+from numfuse.backends.cpu import host
+from numfuse.backends.cpu.kernels import library
 
 for name in sys.argv[1:]:
     dtype = tolerance.DTYPES[name]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 
 PATH = Path(__file__).parents[1] / "docs" / "schedule.py"
 

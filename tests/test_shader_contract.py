@@ -336,7 +336,7 @@ def test_a_backward_is_four_passes_of_one_encoder(foreign, batch, shared, sum_ba
     [{"max-compute-workgroups-per-dimension": 3}, {"max-storage-buffer-binding-size": 4096}],
 )
 def test_a_module_is_dispatched_in_pieces_where_a_limit_asks_for_it(limits):
-    from numfuse.backends.webgpu import WebGpuBackend
+    from numfuse.backends.webgpu.face import WebGpuBackend
 
     shaders = WebGpuBackend(limits=limits).load_shaders(FOREIGN, "foreign")
     grad, a, b, bias = operands(200, 8, 7)
@@ -461,7 +461,7 @@ def test_a_loaded_module_is_a_backend_of_with(foreign):
     ],
 )
 def test_workgroup_sizes_are_read_from_constants(text, size):
-    from numfuse.backends.webgpu.source import parse
+    from numfuse.backends.webgpu.contract.source import parse
 
     module = parse(f"// @compute fn no() {{}}\nconst SIDE = 32 / 2;\n@compute {text}\nfn f() {{}}")
     assert list(module.entry_points) == ["f"]
@@ -563,7 +563,7 @@ def nests(draw):
 
 @given(nests())
 def test_a_module_nests_as_deep_as_its_brackets_and_operators_and_not_its_comments(nest):
-    from numfuse.backends.webgpu.nesting import depth
+    from numfuse.backends.webgpu.contract.nesting import depth
 
     text, levels = nest
     assert levels <= depth(text) <= levels + 1

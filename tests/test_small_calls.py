@@ -12,8 +12,9 @@ from arrays import Fenced, bits, in_layout, normal
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse import tiling
-from numfuse.backends.cpu import BACKEND, launch, library, rows
+from numfuse.backends.cpu import launch, tiling
+from numfuse.backends.cpu.face import BACKEND
+from numfuse.backends.cpu.kernels import library, rows
 
 FORMATS = tuple(DTYPES)
 LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")

@@ -14,7 +14,7 @@ from conftest import SIMULATED
 from tolerance import DTYPES, roundoff
 
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 
 SINGLE, DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 

@@ -8,13 +8,13 @@ import pytest
 from conftest import unavailable
 
 import numfuse as nf
-from numfuse.tiling import WEBGPU_TILES
+from numfuse.backends.webgpu.tiling import WEBGPU_TILES
 
 if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
     unavailable("webgpu", str(nf.backends()["webgpu"]))
 
-from numfuse.backends.webgpu import template
-from numfuse.backends.webgpu.kernels import Copy, Gated, Gemm, Join, Operand
+from numfuse.backends.webgpu.shaders import template
+from numfuse.backends.webgpu.shaders.kernels import Copy, Gated, Gemm, Join, Operand
 
 
 @pytest.fixture

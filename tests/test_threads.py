@@ -20,7 +20,7 @@ PRELUDE = """
 import os, sys, threading, time
 import ml_dtypes, numba, numpy as np
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu import launch
 
 M, N, K = 263, 263, 251
@@ -671,7 +671,7 @@ def test_numbas_pool_is_left_alone_while_its_threads_come_late():
     run(
         """
 import ctypes
-from numfuse.backends.cpu import protocol
+from numfuse.backends.cpu.kernels import protocol
 launch.CROWDED = 0.02
 launch.LATE = 1000  # seconds: none but the calls below find late threads
 wanted = forward(), backward()

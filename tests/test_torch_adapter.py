@@ -20,7 +20,7 @@ from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 import numfuse as nf  # noqa: E402
 from numfuse.adapters import torch as adapter  # noqa: E402
 from numfuse.adapters.surface import NAMES, gate_of  # noqa: E402
-from numfuse.adapters.torch_operators import key_of  # noqa: E402
+from numfuse.adapters.torch.operators import key_of  # noqa: E402
 
 # a, b, bias: plain, broadcast batches, a bias per member, 1-D operands
 SHAPES = {
@@ -882,7 +882,7 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
 def test_redefined_activations_are_held_within_a_bound_and_still_known_by_graphs():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from numfuse.adapters import torch_operators
+    from numfuse.adapters.torch import operators
 
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     w = torch.eye(4, dtype=torch.float64)
@@ -892,11 +892,11 @@ def test_redefined_activations_are_held_within_a_bound_and_still_known_by_graphs
 
     act = define(2.0)
     graph = make_fx(lambda x: nf.matmul_bias_activation(x, w, None, act))(x)
-    before = len(torch_operators._ACTIVATIONS._texts)
-    for step in range(torch_operators._HELD + 5):
+    before = len(operators._ACTIVATIONS._texts)
+    for step in range(operators._HELD + 5):
         act = define(3.0 + step)
         found = nf.matmul_bias_activation(x.requires_grad_(), w, None, act).detach()
         torch.testing.assert_close(found, (3.0 + step) * x.detach() ** 2)
-    assert len(torch_operators._ACTIVATIONS) <= torch_operators._HELD
-    assert len(torch_operators._ACTIVATIONS._texts) > before
+    assert len(operators._ACTIVATIONS) <= operators._HELD
+    assert len(operators._ACTIVATIONS._texts) > before
     torch.testing.assert_close(graph(x.detach()), 2.0 * x.detach() ** 2)  # made from its text

@@ -103,7 +103,7 @@ def test_operands_on_two_devices_are_an_error():
 
 
 def test_calls_that_come_again_are_known_and_right():
-    from numfuse.backends.cuda import entry
+    from numfuse.backends.cuda.call import entry
 
     entry._KNOWN.clear()
     a, b, bias = draw((33, 40), (40, 40), (40,), dtype=torch.float32, needs=False)

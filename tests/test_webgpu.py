@@ -20,7 +20,7 @@ from conftest import served, unavailable
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
-from numfuse import tiling
+from numfuse.backends.webgpu import tiling
 
 #: Default limits of the specification of WebGPU: no device offers less.
 LEAST_STORAGE, LEAST_INVOCATIONS = 16384, 256
@@ -44,7 +44,7 @@ def device(webgpu):
 
 @pytest.fixture
 def adapters(webgpu):
-    from numfuse.backends.webgpu import adapters
+    from numfuse.backends.webgpu.face import adapters
 
     return adapters()
 
@@ -52,7 +52,7 @@ def adapters(webgpu):
 @pytest.fixture
 def giving(adapters):
     """The adapters that give a device: some are listed and do not, as NVIDIA's OpenGL."""
-    from numfuse.backends.webgpu.device import choose
+    from numfuse.backends.webgpu.device.device import choose
 
     found = []
     for adapter in adapters:
@@ -161,7 +161,7 @@ def test_there_is_one_precision(webgpu):
 
 
 def test_the_environment_names_the_adapter(adapters, monkeypatch):
-    from numfuse.backends.webgpu.device import choose
+    from numfuse.backends.webgpu.device.device import choose
 
     for adapter in adapters:
         monkeypatch.setenv("NUMFUSE_WEBGPU_ADAPTER", str(adapter.number))
@@ -200,7 +200,7 @@ def test_info_says_why_the_environments_adapter_is_none(adapters):
 
 def test_a_device_without_a_dtype_refuses_it(giving):
     """Every adapter has float32; what another one lacks depends on its features."""
-    from numfuse.backends.webgpu.device import FEATURES
+    from numfuse.backends.webgpu.device.device import FEATURES
 
     for adapter in giving:
         with nf.use_backend("webgpu", device=adapter.number) as chosen:
@@ -221,8 +221,8 @@ def test_a_device_without_a_dtype_refuses_it(giving):
 
 # --- tiles --------------------------------------------------------------------------------------
 
-CASES = [(tile, "float32") for tile in tiling.WEBGPU_TILES]
-CASES += [(tiling.WEBGPU_TILES[-1], name) for name in ("float64", "float16")]
+CASES = [(tile, "float32") for tile in tiling.TILES]
+CASES += [(tiling.TILES[-1], name) for name in ("float64", "float16")]
 
 
 @pytest.mark.parametrize("tile,dtype", CASES, ids=lambda x: getattr(x, "block_m", x))
@@ -245,7 +245,7 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
     for sizes in ((m, n, 36), (m - 1, n - 1, 35)):
         grad, a, b, bias = operands(*sizes, dtype)
         # Of a large tile, which a CPU's driver compiles for seconds, each product once.
-        assert_layer(grad, a, b, bias, saved=tile is not tiling.WEBGPU_TILES[-1])
+        assert_layer(grad, a, b, bias, saved=tile is not tiling.TILES[-1])
         assert nf.last_call().tiling == tile
         # A^T B^T: the order that neither the forward nor the backward of contiguous operands has
         columns = [np.asfortranarray(x) for x in (a, b)]
@@ -256,7 +256,7 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
             for factors in (columns, (a, b))
         )
         assert same(turned, straight)
-    from numfuse.backends.webgpu import kernels
+    from numfuse.backends.webgpu.shaders import kernels
 
     names = list(kernels.Gemm.__dataclass_fields__)
     keys = [key[1:] for key in device._pipelines if type(key) is tuple and key[0] is kernels.Gemm]
@@ -277,7 +277,7 @@ def test_a_tile_keeps_the_limits_of_its_device(storage, invocations, itemsize):
     found = set()
     for m in sizes:
         for n in sizes:
-            tile = tiling.webgpu_tile(m, n, itemsize, storage, invocations, cpu=False)
+            tile = tiling.tile(m, n, itemsize, storage, invocations, cpu=False)
             assert tile.invocations <= invocations
             assert tiling._workgroup_bytes(tile, tile.block_k, itemsize) <= storage
             assert tile.mr * tile.nr * itemsize <= 512
@@ -435,7 +435,7 @@ def test_calls_from_several_threads_give_what_one_gives(webgpu):
 def test_a_kernel_that_does_not_compile_is_named_and_the_next_call_works(
     device, monkeypatch, broken
 ):
-    from numfuse.backends.webgpu import kernels
+    from numfuse.backends.webgpu.shaders import kernels
 
     grad, a, b, _ = operands(34, 35, 36)
     out = np.full((34, 35), np.nan, np.float32)
@@ -552,7 +552,7 @@ def test_no_compiler_chooses_whether_a_product_and_its_sum_are_one(webgpu, monke
     So the bits of a gradient would depend on which others are asked for. Those of this device may
     not: what is looked at is the text of the kernels.
     """
-    from numfuse.backends.webgpu.device import Commands
+    from numfuse.backends.webgpu.device.device import Commands
 
     met, dispatch = set(), Commands.dispatch
 

@@ -39,7 +39,8 @@ Algorithms, chapter 3):
 six more operations. Underflow of an intermediate adds the smallest normal number. In WGSL it is 24:
 a division errs by up to 2.5 units in the last place, 5 u where IEEE's errs by 1 u, and no formula
 has more than two divisions whose errors add up. WGSL promises no fused multiply-add and no order of
-sums: point 1 asks for neither, and what the formulas need of them is said in `numfuse.wgsl`.
+sums: point 1 asks for neither, and what the formulas need of them is said in
+`numfuse.language.wgsl`.
 """
 
 from __future__ import annotations

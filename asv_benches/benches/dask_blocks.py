@@ -24,7 +24,7 @@ class Overhead:
             import dask
             import dask.array as da
 
-            from numfuse.adapters import dask_blocks
+            from numfuse.adapters.dask import blocks as dask_blocks
         except ImportError as error:
             raise NotImplementedError("this needs dask, and a numfuse that serves it") from error
         self.dask, self.blocks = dask, dask_blocks

@@ -24,7 +24,7 @@ from autograd.tracer import getval, isbox
 from numfuse import differentials, functional
 from numfuse.adapters import pieces
 from numfuse.adapters.surface import NAMES, Functions, How, chosen, made, spread
-from numfuse.gradients import (
+from numfuse.problem.results import (
     GATED_NEEDS,
     GATED_SECOND_NEEDS,
     GEMM_NEEDS,

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse import higher, problem
 from numfuse.activations import get as get_activation
 from numfuse.backends import load
-from numfuse.gradients import (
+from numfuse.problem import product, second_order
+from numfuse.problem.results import (
     GATED_NEEDS,
     GATED_SECOND_NEEDS,
     GEMM_NEEDS,
@@ -35,13 +35,13 @@ from numfuse.gradients import (
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.backends.cuda import batches  # noqa: E402
-from numfuse.backends.cuda import higher as run_higher  # noqa: E402
-from numfuse.backends.cuda.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
-from numfuse.backends.cuda.driver import device  # noqa: E402
-from numfuse.backends.cuda.entry import DeviceCall, again, remembered  # noqa: E402
-from numfuse.backends.cuda.foreign import kind_of  # noqa: E402
-from numfuse.backends.cuda.plans import Recorder  # noqa: E402
+from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
+from numfuse.backends.cuda.call.entry import DeviceCall, again, remembered  # noqa: E402
+from numfuse.backends.cuda.call.foreign import kind_of  # noqa: E402
+from numfuse.backends.cuda.driver.device import device  # noqa: E402
+from numfuse.backends.cuda.plan import batches  # noqa: E402
+from numfuse.backends.cuda.plan import second_order as run_higher  # noqa: E402
+from numfuse.backends.cuda.plan.program import Recorder  # noqa: E402
 
 __all__ = [
     "activation_mul",
@@ -81,7 +81,7 @@ def matmul_bias_activation(
     made.out("out", out)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = problem.gemm(g["a"], g["b"], g.get("bias"), act, save, g.get("out"))
+        p = product.gemm(g["a"], g["b"], g.get("bias"), act, save, g.get("out"))
         return p, (("out", "pre") if save else ("out",)), None
 
     return made.run("forward", options, make)
@@ -96,7 +96,7 @@ def matmul_bias_residual(
     made.out("out", out)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = problem.gemm_residual(g["a"], g["b"], g.get("bias"), g["residual"], g.get("out"))
+        p = product.gemm_residual(g["a"], g["b"], g.get("bias"), g["residual"], g.get("out"))
         return p, ("out",), None
 
     return made.run("forward", ("residual",), make)
@@ -128,7 +128,7 @@ def matmul_bias_activation_bwd(
         made.out(name, x)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = problem.gemm_backward(
+        p = product.gemm_backward(
             g["grad"],
             g["a"],
             g["b"],
@@ -170,7 +170,7 @@ def matmul_bias_residual_bwd(
         made.out(name, x)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p, residual_grad = problem.gemm_residual_backward(
+        p, residual_grad = product.gemm_residual_backward(
             g["grad"],
             g["a"],
             g["b"],
@@ -203,7 +203,7 @@ def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend:
     made.out("out", out)
 
     def make(g: dict[str, ndarray]) -> Any:
-        return problem.gated(g["a"], g["b"], act, g.get("out")), ("out",), None
+        return product.gated(g["a"], g["b"], act, g.get("out")), ("out",), None
 
     return made.run("gated", options, make)
 
@@ -230,7 +230,7 @@ def activation_mul_bwd(
         made.out(name, x)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = problem.gated_backward(
+        p = product.gated_backward(
             g["grad"], g["a"], g["b"], act, needs, guard, (g.get("d_a"), g.get("d_b"))
         )
         return p, ("d_a", "d_b"), None
@@ -259,7 +259,7 @@ def matmul_bias_activation_double_bwd(
     made = DeviceCall(backend, u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = higher.gemm_double_backward(
+        p = second_order.gemm_double_backward(
             g.get("u"),
             g.get("v"),
             g.get("w"),
@@ -300,7 +300,7 @@ def matmul_bias_residual_double_bwd(
     )
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = higher.gemm_residual_double_backward(
+        p = second_order.gemm_residual_double_backward(
             g.get("u"),
             g.get("v"),
             g.get("w"),
@@ -342,7 +342,7 @@ def matmul_bias_activation_jvp(
     made = DeviceCall(backend, a=a, b=b, bias=bias, u=a_dot, v=b_dot, w=bias_dot)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = higher.gemm_tangent(
+        p = second_order.gemm_tangent(
             g["a"], g["b"], g.get("bias"), g.get("u"), g.get("v"), g.get("w"), act, guard
         )
         return p, ("out", "out_dot"), None
@@ -377,7 +377,7 @@ def matmul_bias_residual_jvp(
     )
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = higher.gemm_residual_tangent(
+        p = second_order.gemm_residual_tangent(
             g["a"],
             g["b"],
             g.get("bias"),
@@ -410,7 +410,7 @@ def activation_mul_double_bwd(
     made = DeviceCall(backend, u=u, v=v, grad=grad, a=a, b=b)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = higher.gated_double_backward(
+        p = second_order.gated_double_backward(
             g.get("u"), g.get("v"), g["grad"], g["a"], g["b"], act, needs, guard
         )
         return p, ("d_grad", "d_a", "d_b"), None
@@ -434,7 +434,7 @@ def activation_mul_jvp(
     made = DeviceCall(backend, a=a, b=b, u=a_dot, v=b_dot)
 
     def make(g: dict[str, ndarray]) -> Any:
-        p = higher.gated_tangent(g["a"], g["b"], g.get("u"), g.get("v"), act, guard)
+        p = second_order.gated_tangent(g["a"], g["b"], g.get("u"), g.get("v"), act, guard)
         return p, ("out", "out_dot"), None
 
     return made.run("gated_tangent", (act.name, act.digest, bool(guard)), make)

@@ -11,9 +11,9 @@ from importlib import import_module
 from math import prod
 from typing import Any
 
-from numfuse.backends.cuda.arrays import DeviceArray, dtype_of
-from numfuse.backends.cuda.calls import Argument, Maker
-from numfuse.backends.cuda.foreign import KINDS, LIBRARIES, DLPack, Interface, Kind
+from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
+from numfuse.backends.cuda.call.calls import Argument, Maker
+from numfuse.backends.cuda.call.foreign import KINDS, LIBRARIES, DLPack, Interface, Kind
 
 __all__ = ["CuPy", "Jax", "Numba", "Torch"]
 
@@ -164,7 +164,7 @@ class CuPy(Kind):
 
 class Numba(Interface):
     def wrap(self, made: DeviceArray) -> Any:
-        from numfuse.backends.cuda.toolchain import cuda
+        from numfuse.backends.cuda.compile.toolchain import cuda
 
         if made.dtype.name == "bfloat16":
             return made

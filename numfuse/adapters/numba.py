@@ -88,14 +88,14 @@ _HELD: list[Any] = []
 @functools.cache
 def _product(fmt: str, act: Any, bias: bool) -> Any:
     """``product(a, b, bias, out)``: out = act(a @ b + bias) in the calling thread."""
-    from numfuse import tiling
-    from numfuse.backends.cpu import driver, launch, library, protocol, rows
+    from numfuse.backends.cpu import descriptors, launch, tiling
+    from numfuse.backends.cpu.kernels import library, protocol, rows
 
     r = library.registers(fmt)
     side = tiling.NJIT_CELL
     # Of a deep product of that size; K and what depends on it are known when it is called.
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
-    layout, size = driver._layout(t, r, 1)
+    layout, size = descriptors._layout(t, r, 1)
     row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {

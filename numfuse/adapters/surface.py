@@ -14,7 +14,8 @@ import numpy as np
 
 from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
-from numfuse.gradients import (
+from numfuse.problem.operands import accumulator, required
+from numfuse.problem.results import (
     GATED_NEEDS,
     GATED_SECOND_NEEDS,
     GEMM_NEEDS,
@@ -30,7 +31,6 @@ from numfuse.gradients import (
     Tangent,
     check_needs,
 )
-from numfuse.operands import accumulator, required
 
 __all__ = ["NAMES", "Functions", "How", "chosen", "gate_of", "made", "served", "spread"]
 

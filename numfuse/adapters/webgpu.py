@@ -11,15 +11,17 @@ from typing import Any
 
 from numpy import ndarray
 
-from numfuse import higher, problem
 from numfuse.backends import Backend, latest, load
-from numfuse.backends.webgpu import WebGpuBackend, run, split
-from numfuse.backends.webgpu import higher as run_higher
+from numfuse.backends.webgpu import lower, split
+from numfuse.backends.webgpu import second_order as run_higher
 from numfuse.backends.webgpu.arrays import DeviceArray, address
-from numfuse.backends.webgpu.device import Device
-from numfuse.backends.webgpu.plans import Plan, formulas_of_call, key_of
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.face import WebGpuBackend
+from numfuse.backends.webgpu.program import Plan, formulas_of_call, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
-from numfuse.gradients import (
+from numfuse.problem import product, second_order
+from numfuse.problem.operands import required
+from numfuse.problem.results import (
     GATED_NEEDS,
     GATED_SECOND_NEEDS,
     GEMM_NEEDS,
@@ -27,7 +29,6 @@ from numfuse.gradients import (
     RESIDUAL_NEEDS,
     RESIDUAL_SECOND_NEEDS,
 )
-from numfuse.operands import required
 
 __all__ = [
     "activation_mul",
@@ -167,7 +168,7 @@ def matmul_bias_activation(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_activation`."""
     call = _Call(backend, a=a, b=b, bias=bias)
-    p = problem.gemm(
+    p = product.gemm(
         a.ghost, b.ghost, _ghost(bias), activation, return_pre_activation, call.out("out", out)
     )
     return call.run("forward", p, split.forward)
@@ -178,7 +179,7 @@ def matmul_bias_residual(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_residual`."""
     call = _Call(backend, a=a, b=b, bias=bias, residual=residual)
-    p = problem.gemm_residual(a.ghost, b.ghost, _ghost(bias), residual.ghost, call.out("out", out))
+    p = product.gemm_residual(a.ghost, b.ghost, _ghost(bias), residual.ghost, call.out("out", out))
     return call.run("forward", p, split.forward)
 
 
@@ -198,7 +199,7 @@ def matmul_bias_activation_bwd(
 ) -> Any:
     """As :func:`numfuse.matmul_bias_activation_bwd`."""
     call = _Call(backend, grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
-    p = problem.gemm_backward(
+    p = product.gemm_backward(
         grad.ghost,
         a.ghost,
         b.ghost,
@@ -231,7 +232,7 @@ def matmul_bias_residual_bwd(
     call = _Call(
         backend, grad=grad, a=a, b=b, bias=bias, residual=residual, pre_activation=pre_activation
     )
-    p, residual_grad = problem.gemm_residual_backward(
+    p, residual_grad = product.gemm_residual_backward(
         grad.ghost,
         a.ghost,
         b.ghost,
@@ -247,7 +248,7 @@ def matmul_bias_residual_bwd(
     def both(store: DeviceStore, p: Any) -> None:
         split.backward(store, p)
         if residual_grad is not None:
-            run.sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
+            lower.sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
 
     return call.run("backward", p, both, None if residual_grad is not None else True)
 
@@ -255,7 +256,7 @@ def matmul_bias_residual_bwd(
 def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None) -> Any:
     """As :func:`numfuse.activation_mul`."""
     call = _Call(backend, a=a, b=b)
-    p = problem.gated(a.ghost, b.ghost, activation, call.out("out", out))
+    p = product.gated(a.ghost, b.ghost, activation, call.out("out", out))
     return call.run("gated", p, split.gated)
 
 
@@ -272,7 +273,7 @@ def activation_mul_bwd(
 ) -> Any:
     """As :func:`numfuse.activation_mul_bwd`."""
     call = _Call(backend, grad=grad, a=a, b=b)
-    p = problem.gated_backward(
+    p = product.gated_backward(
         grad.ghost, a.ghost, b.ghost, activation, needs, guard, call.outs(out, GATED_NEEDS)
     )
     return call.run("gated_backward", p, split.gated_backward)
@@ -299,7 +300,7 @@ def matmul_bias_activation_double_bwd(
     call = _Call(backend, **dict(zip(names, operands, strict=True)), pre_activation=pre_activation)
     u, v, w, grad, a, b, bias = map(_ghost, operands)
     pre = _ghost(pre_activation)
-    p = higher.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
+    p = second_order.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
     return call.run("double_backward", p, split.double_backward, None)
 
 
@@ -322,7 +323,9 @@ def matmul_bias_residual_double_bwd(
     call = _Call(backend, u=u, v=v, w=w, z=z, grad=grad, a=a, b=b, bias=bias, residual=residual)
     operands = (u, v, w, z, grad, a, b, bias, residual)
     u, v, w, z, grad, a, b, bias, residual = map(_ghost, operands)
-    p = higher.gemm_residual_double_backward(u, v, w, z, grad, a, b, bias, residual, needs, guard)
+    p = second_order.gemm_residual_double_backward(
+        u, v, w, z, grad, a, b, bias, residual, needs, guard
+    )
 
     def both(store: DeviceStore, p: Any) -> None:
         split.double_backward(store, p)
@@ -348,7 +351,7 @@ def matmul_bias_activation_jvp(
     call = _Call(backend, a=a, b=b, bias=bias, a_dot=a_dot, b_dot=b_dot, bias_dot=bias_dot)
     operands = (a, b, bias, a_dot, b_dot, bias_dot)
     a, b, bias, a_dot, b_dot, bias_dot = map(_ghost, operands)
-    p = higher.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
+    p = second_order.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
     return call.run("tangent", p, split.tangent, None)
 
 
@@ -377,7 +380,7 @@ def matmul_bias_residual_jvp(
         residual_dot=residual_dot,
     )
     operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
-    p = higher.gemm_residual_tangent(*map(_ghost, operands))
+    p = second_order.gemm_residual_tangent(*map(_ghost, operands))
     return call.run("tangent", p, split.tangent, None)
 
 
@@ -396,7 +399,7 @@ def activation_mul_double_bwd(
     """As :func:`numfuse.activation_mul_double_bwd`."""
     call = _Call(backend, u=u, v=v, grad=grad, a=a, b=b)
     u, v, grad, a, b = map(_ghost, (u, v, grad, a, b))
-    p = higher.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
+    p = second_order.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
     return call.run("gated_double_backward", p, split.gated_double_backward, None)
 
 
@@ -413,7 +416,7 @@ def activation_mul_jvp(
     """As :func:`numfuse.activation_mul_jvp`."""
     call = _Call(backend, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
     a, b, a_dot, b_dot = map(_ghost, (a, b, a_dot, b_dot))
-    p = higher.gated_tangent(a, b, a_dot, b_dot, activation, guard)
+    p = second_order.gated_tangent(a, b, a_dot, b_dot, activation, guard)
     return call.run("gated_tangent", p, split.gated_tangent, None)
 
 

@@ -14,23 +14,23 @@ from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
 from numfuse.errors import BackendUnavailable
-from numfuse.interrupts import import_module
+from numfuse.runtime.interrupts import import_module
 
 if TYPE_CHECKING:
     import numpy as np
 
     from numfuse.activations import Activation
-    from numfuse.higher import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
-    from numfuse.problem import (
+    from numfuse.problem.product import (
         GatedBackwardProblem,
         GatedProblem,
         GemmBackwardProblem,
         GemmProblem,
+    )
+    from numfuse.problem.second_order import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
     )
 
 __all__ = [

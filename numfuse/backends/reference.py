@@ -15,26 +15,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse import elementary, epilogues
+from numfuse import epilogues
 from numfuse.backends import Call, latest
-from numfuse.gradients import settled
-from numfuse.graph import named
-from numfuse.layout import as_one, sum_to
+from numfuse.language import elementary
+from numfuse.language.graph import named
+from numfuse.problem.results import settled
+from numfuse.problem.shapes import as_one, sum_to
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.epilogues import Epilogue
-    from numfuse.higher import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
-    from numfuse.problem import (
+    from numfuse.problem.product import (
         GatedBackwardProblem,
         GatedProblem,
         GemmBackwardProblem,
         GemmProblem,
+    )
+    from numfuse.problem.second_order import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
     )
 
 __all__ = ["BACKEND", "Reference"]

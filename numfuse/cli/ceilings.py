@@ -53,7 +53,7 @@ def last_level_cache() -> int:
 def fma_peak(dtype: str, threads: int, seconds: float = 0.05) -> float | None:
     """GFLOP/s of fused multiply-adds on registers alone; None if it cannot be measured."""
     try:
-        from numfuse.backends.cpu import fma_peak
+        from numfuse.backends.cpu.face import fma_peak
     except ImportError:
         return None
     return float(fma_peak(dtype, threads, seconds))
@@ -92,7 +92,8 @@ def _triads(threads: int) -> list[Any]:
             a[i] = b[i] + s * c[i]
 
     try:
-        from numfuse.backends.cpu import host, microkernel
+        from numfuse.backends.cpu import host
+        from numfuse.backends.cpu.llvm import microkernel
     except ImportError:
         return [usual]
     step = 32

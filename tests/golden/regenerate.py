@@ -8,7 +8,7 @@ Look at the difference before you keep it.
 
 import sys
 
-from numfuse import wgsl
 from numfuse.activations import activations
+from numfuse.language import wgsl
 
 print(wgsl.table(activations(), sys.argv[1]), end="")

@@ -35,11 +35,13 @@ import numba
 import numpy as np
 from numba import prange, types
 
-from numfuse import specialise, tiling
 from numfuse.backends import Call
-from numfuse.backends.cpu import microkernel, protocol
+from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu.kernels import protocol
+from numfuse.backends.cpu.llvm import microkernel
 from numfuse.errors import BackendUnavailable
-from numfuse.share import share
+from numfuse.runtime import specialise
+from numfuse.runtime.threads import share
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"

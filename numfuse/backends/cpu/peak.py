@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from numfuse import specialise
-from numfuse.backends.cpu import gemm, library, microkernel, protocol
+from numfuse.backends.cpu.kernels import gemm, library, protocol
+from numfuse.backends.cpu.llvm import microkernel
+from numfuse.runtime import specialise
 
 #: K of the timed panels: 14 x 256 and 256 x 32 values of float32 are 46 KiB, of which the level-1
 #: cache serves the stream.

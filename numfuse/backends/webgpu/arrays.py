@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu import forks
-from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.device import forks
+from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
 from numfuse.errors import DeviceLost
-from numfuse.ghosts import GhostViews
+from numfuse.runtime.views import GhostViews
 
 __all__ = ["DeviceArray"]
 

@@ -19,23 +19,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu import higher, run
+from numfuse.backends.webgpu import lower, second_order
 from numfuse.backends.webgpu.stores import Store, View, copy, fresh
-from numfuse.layout import as_one
+from numfuse.problem.shapes import as_one
 
 if TYPE_CHECKING:
-    from numfuse.backends.webgpu.device import Device
-    from numfuse.higher import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
-    from numfuse.problem import (
+    from numfuse.backends.webgpu.device.device import Device
+    from numfuse.problem.product import (
         GatedBackwardProblem,
         GatedProblem,
         GemmBackwardProblem,
         GemmProblem,
+    )
+    from numfuse.problem.second_order import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
     )
 
 __all__ = [
@@ -172,12 +172,12 @@ def _part(p: Any, piece: Piece, arrays: dict[str, ndarray]) -> Any:
 
 def forward(store: Store, p: GemmProblem) -> None:
     """out = act(a @ b + bias) + residual."""
-    _apart(store, p, ("out", "pre"), run.forward)
+    _apart(store, p, ("out", "pre"), lower.forward)
 
 
 def tangent(store: Store, p: GemmTangentProblem) -> None:
     """out as in the forward, out_dot = act'(pre) * T."""
-    _apart(store, p, ("out", "out_dot"), higher.tangent)
+    _apart(store, p, ("out", "out_dot"), second_order.tangent)
 
 
 def _apart(
@@ -199,12 +199,12 @@ def _apart(
 
 def backward(store: Store, p: GemmBackwardProblem) -> None:
     """The gradients of the forward."""
-    _summed(store, p, ("d_a", "d_b", "d_bias"), run.backward)
+    _summed(store, p, ("d_a", "d_b", "d_bias"), lower.backward)
 
 
 def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
     """The gradients of the backward's gradients."""
-    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), higher.double_backward)
+    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), second_order.double_backward)
 
 
 def _summed(
@@ -259,23 +259,23 @@ def _summed(
 
 def gated(store: Store, p: GatedProblem) -> None:
     """out = act(a) * b."""
-    _gated(store, p, run.gated, ("out",), ("a", "b"))
+    _gated(store, p, lower.gated, ("out",), ("a", "b"))
 
 
 def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
     """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-    _gated(store, p, run.gated_backward, ("d_a", "d_b"), ("grad", "a", "b"))
+    _gated(store, p, lower.gated_backward, ("d_a", "d_b"), ("grad", "a", "b"))
 
 
 def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
     """The gradients of the gate's gradients."""
     names = ("grad", "a", "b", "u", "v")
-    _gated(store, p, higher.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
+    _gated(store, p, second_order.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
 
 
 def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
     """The gate, and its derivative along tangents."""
-    _gated(store, p, higher.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
+    _gated(store, p, second_order.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
 
 
 def _gated(

@@ -16,9 +16,9 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
-from numfuse.backends.webgpu.device import Binding, Buffer, Commands, Device
-from numfuse.backends.webgpu.kernels import COPY_AXES, Copy, Operand
-from numfuse.layout import equal, merge_axes
+from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.shaders.kernels import COPY_AXES, Copy, Operand
+from numfuse.problem.shapes import equal, merge_axes
 
 __all__ = ["DeviceStore", "HostStore", "View"]
 

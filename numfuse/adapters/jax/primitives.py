@@ -1,0 +1,344 @@
+"""numfuse's operations as JAX primitives: on the host at once, or as host callbacks when compiled.
+
+Each primitive has the rules that JAX composes: a batch (`vmap`) is one more mapped axis of the same
+primitive, forward mode is a primitive that is linear in tangents, and reverse mode is that one's
+transpose (`numfuse.adapters.jax.operations`). What is kept moves too: the derivative of a backward
+is its tangent, and that of the others goes through what they are made of
+(`numfuse.adapters.pieces`).
+
+Arrays that are there are read where they are, and the results are made without a callback. A
+callback reads the buffers that XLA hands over: nothing in it waits for XLA's threads, of which it
+holds one, and on one core that is all there are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+from numpy import ndarray
+
+from numfuse.activations import get
+from numfuse.adapters.jax.operations import (
+    OPERATIONS,
+    TRANSPOSES,
+    Form,
+    Operation,
+    Shape,
+    highest_order,
+    on_host,
+    own_shapes,
+    shapes_of,
+)
+from numfuse.adapters.surface import How, made, spread
+from numfuse.problem.operands import accumulator
+
+__all__ = ["call", "through"]
+
+Operands = Sequence[Any]
+
+
+# --- the primitives -------------------------------------------------------------------------------
+def _bind(operation: Operation, form: Form, operands: Operands) -> list[Any]:
+    """The results in their places, None where they are not needed."""
+    form.how.activation.trace(
+        highest_order(operation, form.how, operands)
+    )  # past the table it raises
+    there = tuple(x is not None for x in operands)
+    given = [x for x in operands if x is not None]
+    found = _PRIMITIVES[operation.name].bind(*given, form=form._replace(there=there))
+    if operation.names is None:
+        return list(found)
+    return spread(found, operation.names, form.how.needs)
+
+
+def _refused(platform: str) -> TypeError:
+    return TypeError(
+        f"JAX must run on the CPU for numfuse, got the platform {platform!r}: nothing moves "
+        f"between devices unasked"
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("name", "form"))
+def _compiled(*given: Any, name: str, form: Form) -> Any:
+    return _PRIMITIVES[name].bind(*given, form=form)
+
+
+def _now(operation: Operation, *given: Any, form: Form) -> Any:
+    """The results of arrays that are there: on the host, or compiled where they are on several
+    devices, which JAX then brings together (or refuses to)."""
+    arrays = [x for x in given if isinstance(x, jax.Array)]
+    devices = {device for x in arrays for device in x.devices()}
+    for device in devices:
+        if device.platform != "cpu":
+            raise _refused(device.platform)
+    if len(devices) > 1:
+        return _compiled(*given, name=operation.name, form=form)
+    found = on_host(operation, form, [np.asarray(x) for x in given])
+    where = next((x.sharding for x in arrays if getattr(x, "committed", True)), None)
+    return jax.device_put(found, where)
+
+
+def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
+    """The abstract results: of one shard's kind where JAX maps over a mesh."""
+    shapes = shapes_of(operation, form, tuple(x.shape for x in avals))
+    found = []
+    for kind in operation.wanted(form.how):
+        shape, like = shapes.full(kind), avals[0]
+        sharding: Any = getattr(like, "sharding", None)
+        if sharding is None or sharding.mesh.empty:
+            found.append(jax.core.ShapedArray(shape, like.dtype))
+        else:
+            spec = PartitionSpec(*[None] * len(shape))
+            at = type(sharding)(sharding.mesh, spec)
+            found.append(like.update(shape=shape, weak_type=False, sharding=at))
+    return found
+
+
+def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
+    """A host callback on the buffers themselves. jax.pure_callback would copy its operands on
+    XLA's threads and wait for them in one of these."""
+
+    def run(*given: Any) -> list[ndarray]:
+        return on_host(operation, form, given)
+
+    found, *_ = mlir.emit_python_callback(
+        ctx, run, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False
+    )
+    return found
+
+
+def _lowered_elsewhere(ctx: Any, *operands: Any, form: Form) -> Any:
+    raise _refused(ctx.module_context.platforms[0])
+
+
+# --- their rules ----------------------------------------------------------------------------------
+def _fitted(x: Any, shape: Shape) -> Any:
+    """`x` summed over the axes that `shape` has with length 1, and broadcast along those of `x`."""
+    over = tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1)
+    x = jnp.sum(x, axis=over, keepdims=True) if over else x
+    return x if x.shape == shape else jnp.broadcast_to(x, shape)
+
+
+def _batched(operation: Operation, given: Operands, axes: Operands, *, form: Form) -> Any:
+    moved = [
+        jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(given, axes, strict=True)
+    ]
+    found = _PRIMITIVES[operation.name].bind(*moved, form=form._replace(lead=form.lead + 1))
+    return found, [0] * len(found)
+
+
+def _placed(form: Form, given: Operands) -> list[Any]:
+    rest = iter(given)
+    return [next(rest) if there else None for there in form.there]
+
+
+def _derived(operation: Operation, primals: Operands, tangents: Operands, *, form: Form) -> Any:
+    outs = _PRIMITIVES[operation.name].bind(*primals, form=form)
+    x = _placed(form, primals)
+    dots = _placed(form, [None if type(t) is ad.Zero else t for t in tangents])
+    n = len(operation.kept)
+    if operation.moved and all(dot is None for dot in dots[:n]):
+        found: Sequence[Any] = _bind(operation, form, [*x[:n], *dots[n:]])
+    else:
+        found = _DERIVATIVES[operation.name](form, x, dots)
+    if operation.names is not None:
+        found = made(found, operation.names, form.how.needs)
+    return outs, [
+        jnp.zeros_like(out) if dot is None else _fitted(dot, out.shape)
+        for dot, out in zip(found, outs, strict=True)
+    ]
+
+
+def _transposed(operation: Operation, cotangents: Operands, *given: Any, form: Form) -> Any:
+    x = _placed(form, given)
+    n = len(operation.kept)
+    asked = [ad.is_undefined_primal(one) for one in x]
+    if operation.name not in TRANSPOSES or any(asked[:n]):
+        raise TypeError(
+            f"numfuse's {operation.name} is linear in {operation.moved or 'nothing'} alone, "
+            f"got a transposition in {operation.operands}"
+        )
+    partner = OPERATIONS[TRANSPOSES[operation.name]]
+    cts = [None if type(ct) is ad.Zero else ct for ct in cotangents]
+    if operation.names is not None:
+        cts = spread(cts, operation.names, form.how.needs)
+    found: Sequence[Any] = [None] * len(operation.moved)
+    if any(ct is not None for ct in cts):
+        how = form.how
+        if partner.names is not None:
+            needs = zip(partner.names, asked[n:], strict=True)
+            how = how._replace(needs=tuple(name for name, one in needs if one))
+        form = form._replace(how=how)
+        operands = [*x[:n], *cts]
+        found = _bind(partner, _pooling(partner, form, operands, x[n:]), operands)
+    every: list[Any] = [None] * n
+    for one, dot, ask in zip(x[n:], found, asked[n:], strict=True):
+        zero = ad.Zero(one.aval) if ask else None
+        every.append(zero if dot is None else _fitted(dot, one.aval.shape))
+    return [one for one, there in zip(every, form.there, strict=True) if there]
+
+
+def _pooling(partner: Operation, form: Form, operands: Operands, undefined: Operands) -> Form:
+    """The form in which gradients are summed over mapped axes as they are made, if they all are
+    wanted so: a cotangent of what is the same for all, for an operand that is."""
+    there = tuple(x is not None for x in operands)
+    form = form._replace(there=there, pooled=form.lead)
+    shapes = shapes_of(partner, form, tuple(x.shape for x in operands if x is not None))
+    kinds = zip(partner.results, undefined, strict=True)
+    if all(
+        shapes.full(kind)[i] == x.aval.shape[i] or x.aval.shape[i] == 1
+        for kind, x in kinds
+        if ad.is_undefined_primal(x) and kind in "abc"
+        for i in range(form.lead)
+    ):
+        return form
+    return form._replace(pooled=0)
+
+
+def _by(name: str, first: str | None = None) -> Callable[..., list[Any]]:
+    """The derivative that another operation is, linear in the tangents."""
+
+    def derivative(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
+        if first is not None:  # the operand before the others there
+            x, dots = [x[-1], *x[:-1]], [dots[-1], *dots[:-1]]
+        return _bind(OPERATIONS[name], form, [*x, *dots])
+
+    return derivative
+
+
+def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
+    *product, residual = dots
+    found = None
+    if any(dot is not None for dot in product):
+        plain = form._replace(how=form.how._replace(activation=get("none")))
+        (found,) = _bind(OPERATIONS["product_tangent"], plain, [*x[:3], *product])
+    if residual is not None:
+        shapes = shapes_of(
+            OPERATIONS["residual"], form, tuple(one.shape for one in x if one is not None)
+        )
+        lead, visible = form.lead, shapes.own["o"]
+        own = residual.shape[lead:]
+        full = residual.reshape(residual.shape[:lead] + (1,) * (len(visible) - len(own)) + own)
+        moved = jnp.broadcast_to(full, shapes.full("o"))
+        found = moved if found is None else found + moved
+    return [found]
+
+
+#: By operation: (form, operands, tangents or None) to the tangents of the results.
+_DERIVATIVES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {
+    "product": _by("product_tangent"),
+    "product_bwd": _by("product_bwd_tangent", "grad"),
+    "residual": _residual_tangent,
+    "gate": _by("gate_tangent"),
+    "gate_bwd": _by("gate_bwd_tangent", "grad"),
+}
+
+
+def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> None:
+    """Differentiate an operation through what it is made of.
+
+    `composite`: from (how, operands, None where they are not there) to all results that are needed.
+    """
+    operation = OPERATIONS[name]
+
+    def derivative(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
+        at = [i for i, dot in enumerate(dots) if dot is not None]
+        there = [i for i, one in enumerate(x) if one is not None]
+
+        def one(*members: Any) -> Any:
+            every = [None] * len(x)
+            for i, member in zip(there, members, strict=True):
+                every[i] = member
+            return tuple(composite(form.how, every))
+
+        shapes = shapes_of(operation, form, tuple(x[i].shape for i in there))
+        kinds = operation.wanted(form.how)
+
+        def moving(*values: Any) -> Any:
+            every = list(x)
+            for i, value in zip(at, values, strict=True):
+                every[i] = value
+            found = _mapped(one, form.lead, [every[i] for i in there])
+            return [_fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
+
+        _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
+        return found if operation.names is None else spread(found, operation.names, form.how.needs)
+
+    _DERIVATIVES[name] = derivative
+
+
+def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
+    """A function over the `lead` axes in front, which have length 1 where all share a value."""
+    if lead == 0:
+        return function(*x)
+    length = max(one.shape[0] for one in x)
+    if any(one.shape[0] == 0 for one in x):
+        length = 0
+    axes = [0 if one.shape[0] == length else None for one in x]
+    members = [one if axis == 0 else one[0] for one, axis in zip(x, axes, strict=True)]
+    return jax.vmap(lambda *rest: _mapped(function, lead - 1, rest), axes)(*members)
+
+
+def _primitive(operation: Operation) -> Primitive:
+    p = Primitive(f"numfuse_{operation.name}")
+    p.multiple_results = True
+    p.def_impl(functools.partial(_now, operation))
+    p.def_abstract_eval(functools.partial(_results, operation))
+    mlir.register_lowering(p, functools.partial(_lowered, operation), platform="cpu")
+    mlir.register_lowering(p, _lowered_elsewhere)
+    batching.primitive_batchers[p] = functools.partial(_batched, operation)
+    ad.primitive_jvps[p] = functools.partial(_derived, operation)
+    ad.primitive_transposes[p] = functools.partial(_transposed, operation)
+    return p
+
+
+_PRIMITIVES = {name: _primitive(operation) for name, operation in OPERATIONS.items()}
+
+
+# --- calls ----------------------------------------------------------------------------------------
+def _varying(x: Any) -> frozenset[Any]:
+    """The axes of a mesh along which a value differs, in `jax.shard_map`."""
+    aval = jax.typeof(x)
+    return getattr(getattr(aval, "manual_axis_type", aval), "varying", frozenset())
+
+
+def _agreed(given: list[Any]) -> list[Any]:
+    """Operands of one kind to `jax.shard_map`: each differs along the axes that any does."""
+    if not hasattr(jax.lax, "pcast") or not any(isinstance(x, jax.core.Tracer) for x in given):
+        return given
+    axes = [_varying(x) for x in given]
+    every = frozenset().union(*axes)
+    return [
+        x if own == every else jax.lax.pcast(x, tuple(sorted(every - own)), to="varying")
+        for x, own in zip(given, axes, strict=True)
+    ]
+
+
+def call(name: str, how: How, operands: Operands) -> list[Any]:
+    """The results of an operation in their places, after every check that needs no values."""
+    operation = OPERATIONS[name]
+    given: list[tuple[str, Any]] = []
+    dtypes: dict[str, None] = {}
+    for kind, x in zip(operation.operands, operands, strict=True):
+        if x is None:
+            continue
+        if not isinstance(x, (jax.Array, ndarray, np.generic)):
+            found = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"operands must be JAX arrays, got {found}")
+        accumulator("an operand", np.dtype(x.dtype))
+        dtypes[str(x.dtype)] = None
+        given.append((kind, x))
+    if len(dtypes) > 1:
+        raise TypeError(f"all operands must have the same dtype, got {', '.join(dtypes)}")
+    own_shapes(operation, [(kind, x.shape) for kind, x in given])
+    agreed = iter(_agreed([x for _, x in given]))
+    return _bind(operation, Form(how, ()), [None if x is None else next(agreed) for x in operands])

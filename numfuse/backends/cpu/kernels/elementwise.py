@@ -1,0 +1,217 @@
+"""The elementwise cell, and what row functions share, as templates.
+
+A *cell* is a rectangle of the output; any thread may compute any cell, and a cell's result does
+not depend on who does.  A *row function* (`rows`) is an epilogue: accumulator row in, results out.
+
+Kernels trust the descriptor: every check has been made in `numfuse.problem.product`.  Free names in
+UPPER case are bound by `numfuse.runtime.specialise`.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
+# mypy: disable-error-code="name-defined"
+
+
+def cell_of(descriptor: int, cell: int) -> tuple[int, int, int, int, int]:
+    """Cell number `cell`: its batch element, first and end row, first and end column."""
+    d = WORDS(descriptor)
+    cells_n = d[D_CELLS_N]
+    per_batch = d[D_CELLS_M] * cells_n
+    batch = cell // per_batch
+    place = cell - batch * per_batch
+    i0 = (place // cells_n) * d[D_CELL_M]
+    j0 = (place % cells_n) * d[D_CELL_N]
+    return batch, i0, min(d[D_M], i0 + d[D_CELL_M]), j0, min(d[D_N], j0 + d[D_CELL_N])
+
+
+def elementwise_cell(descriptor: int, cell: int, workspace: int) -> None:
+    """One cell of an operation without a product: its row function over the cell's rows."""
+    d = WORDS(descriptor)
+    batch, i0, i1, j0, j1 = CELL(descriptor, cell)
+    OPEN_CONTEXT(descriptor, batch, workspace)
+    stream = d[D_STREAM]
+    jc = j0
+    while jc < j1:
+        columns = min(d[D_NC], j1 - jc)
+        if stream == 0:
+            for i in range(i0, i1):
+                CALL_ROW(d[D_ROW], workspace, 0, i, jc, columns)
+        else:
+            if jc + columns < j1:
+                # Blocks of the first row end where a line of the result ends.
+                columns -= BEFORE_LINE(descriptor, workspace, i0, jc + columns) % columns
+            for i in range(i0, i1):
+                STREAM_ROW(descriptor, workspace, i, jc, columns)
+        jc += columns
+    if stream != 0:
+        FENCE()
+
+
+def before_line(descriptor: int, context: int, i: int, j: int) -> int:
+    """Elements from the last line boundary of the result's row `i` to its column `j`."""
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    address = c[3 * S_OUT] + i * c[3 * S_OUT + 1] + j * c[3 * S_OUT + 2]
+    return (address & (LINE - 1)) // d[D_STREAM_ITEM]
+
+
+def stream_row(descriptor: int, context: int, i: int, j: int, n: int) -> None:
+    """Part of a row: whole lines of the results past the caches, the elements around them not.
+
+    A second result (`S_EXTRA`) whose lines begin elsewhere makes all of it go the usual way.
+    """
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    whole = 0
+    head = -BEFORE_LINE(descriptor, context, i, j) & (LINE // d[D_STREAM_ITEM] - 1)
+    second = c[3 * S_EXTRA] + i * c[3 * S_EXTRA + 1] + (j + head) * c[3 * S_EXTRA + 2]
+    if head < n and (c[3 * S_EXTRA + 2] == 0 or second & (LINE - 1) == 0):
+        whole = (n - head) // d[D_STREAM_STEP] * d[D_STREAM_STEP]
+    if whole == 0:
+        head = n
+    if head > 0:
+        CALL_ROW(d[D_ROW], context, 0, i, j, head)
+    if whole > 0:
+        CALL_ROW(d[D_STREAM], context, 0, i, j + head, whole)
+    if head + whole < n:
+        CALL_ROW(d[D_ROW], context, 0, i, j + head + whole, n - head - whole)
+
+
+def join_cell(descriptor: int, cell: int, workspace: int) -> None:
+    """Some columns of ``out = total + (sums[0] + sums[1] + ...)``: the partials of d_bias.
+
+    Summed in float64 and in their order, whatever ran on how many threads, and the rounding error
+    of every sum is summed as well: however many partials there are (D_K), as if there were two.
+    `total` is the sum of blocks of rows before this one, if there are any, and its errors; where
+    others follow there is no `out`, and both are written behind each other in place of it.
+    """
+    d = WORDS(descriptor)
+    c = WORDS(workspace)
+    batch, _, _, j0, j1 = CELL(descriptor, cell)
+    OPEN_CONTEXT(descriptor, batch, workspace)
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    sums, out, earlier, later = 3 * S_SUMS, 3 * S_OUT, 3 * S_EXTRA, 3 * S_PRE
+    for jc in range(j0, j1, d[D_NC]):
+        columns = min(d[D_NC], j1 - jc)
+        if c[earlier] != 0:
+            known = TOTALS(c[earlier] + jc * 8)
+            known_lost = TOTALS(c[earlier] + c[earlier + 1] + jc * 8)
+            for q in range(columns):
+                total[q] = known[q]
+                lost[q] = known_lost[q]
+        else:
+            for q in range(columns):
+                total[q] = ZERO
+                lost[q] = ZERO
+        for i in range(d[D_K]):
+            partial = SUMS(c[sums] + i * c[sums + 1] + jc * SIZE)
+            for q in range(columns):
+                # Knuth's exact sum of two numbers, in any order of size
+                before, value = total[q], WIDEN(partial[q])
+                after = before + value
+                added = after - before
+                total[q] = after
+                lost[q] = lost[q] + ((before - (after - added)) + (value - added))
+        if c[later] != 0:
+            kept = TOTALS(c[later] + jc * 8)
+            kept_lost = TOTALS(c[later] + c[later + 1] + jc * 8)
+            for q in range(columns):
+                kept[q] = total[q]
+                kept_lost[q] = lost[q]
+        else:
+            for q in range(columns):
+                # Beside an infinity there is no error to speak of, and inf - inf would be NaN.
+                value = total[q] + (lost[q] if IS_FINITE(lost[q]) else ZERO)
+                STORED(c[out] + (jc + q) * c[out + 2])[0] = NARROW(ROUND(value))
+
+
+def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
+    """Write the context of one batch element; return its addresses of A and B."""
+    d = WORDS(descriptor)
+    c = WORDS(context)
+    for word in range(3 * SLOT_COUNT):
+        c[word] = d[D_SLOTS + word]
+    c[C_SCRATCH] = context + d[D_SCRATCH]
+    c[C_SCRATCH_STRIDE] = d[D_SCRATCH_STRIDE]
+    a, b = d[D_A], d[D_B]
+    rest = batch
+    for axis in range(d[D_BATCH_AXES] - 1, -1, -1):
+        word = D_AXES + axis * AXIS_WORDS
+        index = rest % d[word]
+        rest = rest // d[word]
+        a += index * d[word + 1]
+        b += index * d[word + 2]
+        for slot in range(SLOT_COUNT):
+            c[3 * slot] += index * d[word + 3 + slot]
+    return a, b
+
+
+# Rows of operands.  A row function sees contiguous rows only: a row of any other stride goes
+# through a scratch row, so that the loops with the arithmetic in them always vectorise.
+
+
+def source_row(context: int, slot: int, i: int, j: int, n: int, item: int) -> int:
+    """Address of ``operand[i, j:j + n]`` as contiguous elements of `item` bytes."""
+    c = WORDS(context)
+    step = c[3 * slot + 2]
+    address = c[3 * slot] + i * c[3 * slot + 1] + j * step
+    if step == item:
+        return address
+    scratch = c[C_SCRATCH] + slot * c[C_SCRATCH_STRIDE]
+    MOVE(address, step, scratch, item, n, item)
+    return scratch
+
+
+def target_row(context: int, slot: int, i: int, j: int, item: int) -> int:
+    """Where to write ``operand[i, j:]`` as contiguous elements of `item` bytes."""
+    c = WORDS(context)
+    step = c[3 * slot + 2]
+    if step == item:
+        return c[3 * slot] + i * c[3 * slot + 1] + j * step
+    return c[C_SCRATCH] + slot * c[C_SCRATCH_STRIDE]
+
+
+def finish_row(context: int, slot: int, i: int, j: int, n: int, item: int) -> None:
+    """Scatter a written scratch row to its place; nothing for a contiguous operand."""
+    c = WORDS(context)
+    step = c[3 * slot + 2]
+    if step != item:
+        address = c[3 * slot] + i * c[3 * slot + 1] + j * step
+        MOVE(c[C_SCRATCH] + slot * c[C_SCRATCH_STRIDE], item, address, step, n, item)
+
+
+def move(source: int, source_step: int, target: int, target_step: int, n: int, item: int) -> None:
+    """Copy `n` elements of 2, 4 or 8 bytes between any two strides, bit by bit."""
+    if item == 4:
+        for q in range(n):
+            BITS32(target + q * target_step)[0] = BITS32(source + q * source_step)[0]
+    elif item == 8:
+        for q in range(n):
+            BITS64(target + q * target_step)[0] = BITS64(source + q * source_step)[0]
+    else:
+        for q in range(n):
+            BITS16(target + q * target_step)[0] = BITS16(source + q * source_step)[0]
+
+
+def open_sums(context: int, i: int, j: int, n: int) -> int:
+    """Address of the column sums to which row i belongs, ready to be added to.
+
+    A chunk of CHUNK rows has two rows of partials: the sums of the latest RUN rows, and those of
+    the runs before them.  So no chain of additions is longer than a run, or than a chunk has runs.
+    """
+    place = i % CHUNK
+    sums = TARGET_ROW(context, S_SUMS, i // CHUNK * 2, j, SIZE)
+    if place % RUN == 0:
+        before = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK * 2 + 1, j, SIZE))
+        run = SUMS(sums)
+        if place == 0:
+            for q in range(n):
+                before[q] = ZERO
+        else:
+            for q in range(n):
+                before[q] = before[q] + run[q]
+        for q in range(n):
+            run[q] = ZERO
+    return sums

@@ -1,0 +1,412 @@
+"""Row functions: what a cell does with a row, printed from an epilogue.
+
+A row function reads a row of accumulators and rows of operands, applies the formulas of an
+:class:`numfuse.epilogues.Epilogue` element by element, writes rows of results and adds one of them
+to column sums. Cells call it by address: one compiled product per accumulator dtype serves every
+storage dtype, layout and formula, and a new formula costs one small function.
+
+`text` prints the loop, `row` binds its names and compiles it; the functions after it say which
+slots the operations' inputs and results have. Operands of any stride come through
+`numfuse.backends.cpu.kernels.elementwise.source_row`, so that the loops with the arithmetic in them
+vectorise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from numfuse import epilogues
+from numfuse.backends.cpu.kernels import library
+from numfuse.backends.cpu.llvm import microkernel, primitives
+from numfuse.runtime import specialise
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.epilogues import Epilogue
+    from numfuse.language.graph import Curve
+
+
+class Source(NamedTuple):
+    """Where an epilogue's input is read."""
+
+    name: str
+    #: A slot of the context ("bias", ...); None: the row of accumulators.
+    slot: str | None
+    #: Its storage format.
+    fmt: str
+
+
+class Result(NamedTuple):
+    """Where an epilogue's result is written."""
+
+    name: str
+    slot: str
+    fmt: str
+
+
+def text(
+    name: str,
+    sources: Sequence[Source],
+    results: Sequence[Result],
+    formulas: Sequence[str],
+    sums: str | None,
+    streams: bool,
+) -> str:
+    """Return a row function as Python text.
+
+    Parameters
+    ----------
+    name : str
+        Of the function.
+    sources : sequence of Source
+        In the order of the formula's arguments.
+    results : sequence of Result
+    formulas : sequence of str
+        The names of what the formula returns, in its order.
+    sums : str or None
+        Which of them is added to the column sums.
+    streams : bool
+        Store past the caches: the results begin on a line, and n is a multiple of STEP. A step goes
+        to a few registers first: LLVM makes vectors of the loop over them, and non-temporal stores
+        need whole ones. Spread between the arithmetic, the stores wait for memory while it goes on;
+        copied from a finished row they would not.
+    """
+    at = "at + q" if streams else "q"
+    lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]
+    for name, slot, _ in sources:
+        place = "acc"
+        if slot is not None:
+            place = f"SOURCE_ROW(context, S_{slot.upper()}, i, j, n, ITEM_{name})"
+        lines.append(f"    from_{name} = FROM_{name}({place})")
+    for name, slot, _ in results:
+        place = f"TARGET_ROW(context, S_{slot.upper()}, i, j, SIZE_{name})"
+        lines.append(f"    to_{name} = {place if streams else f'TO_{name}({place})'}")
+        if streams:
+            lines.append(f"    room_{name} = ROOM_{name}()")
+    if sums is not None:
+        lines.append("    sums = SUMS(OPEN_SUMS(context, i, j, n))")
+    arguments = ", ".join(f"WIDEN_{name}(from_{name}[{at}])" for name, _, _ in sources)
+    body = [f"{', '.join(f'new_{name}' for name in formulas)} = FORMULA({arguments})"]
+    for name, _, _ in results:
+        target = f"room_{name}[q]" if streams else f"to_{name}[q]"
+        body.append(f"{target} = NARROW_{name}(new_{name})")
+    if sums is not None:
+        body.append(f"sums[q] = sums[q] + new_{sums}")
+    if streams:
+        lines += ["    for at in range(0, n, STEP):", "        for q in range(STEP):"]
+        lines += [f"            {line}" for line in body]
+        lines += [
+            f"        STREAM_{name}(room_{name}, to_{name} + at * SIZE_{name})"
+            for name, _, _ in results
+        ]
+    else:
+        lines += ["    for q in range(n):", *(f"        {line}" for line in body)]
+        lines += [
+            f"    FINISH_ROW(context, S_{slot.upper()}, i, j, n, SIZE_{name})"
+            for name, slot, _ in results
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _template(name: str, text: str) -> Callable[..., Any]:
+    scope: dict[str, Any] = {"__name__": __name__}
+    # This file's name: Numba's disk cache keeps what is compiled for a file that exists.
+    exec(compile(text, __file__, "exec"), scope)
+    template: Callable[..., Any] = scope[name]
+    return template
+
+
+def row(
+    epilogue: Epilogue,
+    fmt: str,
+    sources: tuple[Source, ...],
+    results: tuple[Result, ...],
+    sums: str | None = None,
+    streams: bool = False,
+) -> specialise.Kernel:
+    """Compile (or find) the row function of an epilogue.
+
+    Parameters
+    ----------
+    epilogue : Epilogue
+    fmt : str
+        The operands' storage format: it decides the accumulator's, in which all is computed.
+    sources : tuple of Source
+        One for each input that the results depend on, in any order.
+    results : tuple of Result
+        Of the epilogue's results those that are stored.
+    sums : str, optional
+        The result that is added to the column sums.
+    streams : bool
+        Store past the caches; see `text`.
+    """
+    acc = library.accumulator(fmt)
+    wanted = tuple(dict.fromkeys([*(result.name for result in results), *([sums] if sums else [])]))
+    chosen = epilogue.select(*wanted)
+    at = {source.name: source for source in sources}
+    read = [at[name] for name in chosen.inputs]
+    formula = primitives.scalar_function(chosen.graphs, acc, chosen.inputs)
+    called = f"{epilogue.name.replace(' ', '_')}_row"
+    printed = text(called, read, results, wanted, sums, streams)
+    names: dict[str, Any] = {"FORMULA": formula, "PRINTED": printed}
+    for name, _, stored in read:
+        names[f"FROM_{name}"] = microkernel.make_elements(stored)
+        names[f"ITEM_{name}"] = microkernel.itemsize(stored)
+        names[f"WIDEN_{name}"] = microkernel.make_widen(stored, acc)
+    for name, _, stored in results:
+        names[f"TO_{name}"] = microkernel.make_elements(stored)
+        names[f"SIZE_{name}"] = microkernel.itemsize(stored)
+        names[f"NARROW_{name}"] = microkernel.make_narrow(stored, acc)
+        if streams:
+            names |= library.stream_names(name, stored)
+    return specialise.kernel(_template(called, printed), **library.row_names(fmt, acc), **names)
+
+
+# --- what is done with a sum of products --------------------------------------------------------
+@library.by_formula
+def store(fmt: str) -> specialise.Kernel:
+    """``out = acc``"""
+    z = Source("z", None, library.accumulator(fmt))
+    return row(epilogues.sum_of_terms(0), fmt, (z,), (Result("out", "out", fmt),))
+
+
+@library.by_formula
+def copy(source: str, fmt: str) -> specialise.Kernel:
+    """``out = extra``, which may be stored in another format of the same accumulator."""
+    copied = epilogues.sum_of_terms(1).without("z")
+    return row(copied, fmt, (Source("term_0", "extra", source),), (Result("out", "out", fmt),))
+
+
+@library.by_formula
+def add(acc: str) -> specialise.Kernel:
+    """``out += acc``, `out` in the accumulator's dtype: a product summed over blocks of rows."""
+    sources = Source("z", None, acc), Source("term_0", "out", acc)
+    return row(epilogues.sum_of_terms(1), acc, sources, (Result("out", "out", acc),))
+
+
+@library.by_formula
+def add_and_store(fmt: str) -> specialise.Kernel:
+    """``out = extra + acc``: the last block of such a sum, rounded to a half type."""
+    acc = library.accumulator(fmt)
+    sources = Source("z", None, acc), Source("term_0", "extra", acc)
+    return row(epilogues.sum_of_terms(1), fmt, sources, (Result("out", "out", fmt),))
+
+
+@library.by_formula
+def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> specialise.Kernel:
+    """``out = acc + w + z + before``, of those that are there; `before` in the accumulator's dtype.
+
+    T = u @ b + a @ v + w + z, what moves a pre-activation, is summed up so.
+    """
+    acc = library.accumulator(fmt)
+    sources = (
+        Source("z", None, acc),
+        Source("term_0", "bias", fmt),
+        Source("term_1", "extra", fmt),
+        Source("term_2", "pre", acc),
+    )
+    there = (product, w, z, before)
+    absent = [x.name for x, present in zip(sources, there, strict=True) if not present]
+    total = epilogues.sum_of_terms(3).without(*absent)
+    return row(total, fmt, sources, (Result("out", "out", out),))
+
+
+# --- layers -------------------------------------------------------------------------------------
+@library.by_formula
+def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specialise.Kernel:
+    """``pre = acc + bias; out = f(pre)``, or ``out = acc + bias + residual``."""
+    acc = library.accumulator(fmt)
+    made = epilogues.residual_layer() if residual else epilogues.layer(f)
+    sources = (
+        Source("z", None, acc),
+        Source("bias", "bias", fmt),
+        Source("residual", "extra", fmt),
+    )
+    results = (Result("out", "out", fmt), *([Result("pre", "pre", acc)] if pre else []))
+    return row(made if bias else made.without("bias"), fmt, sources, results)
+
+
+@library.by_formula
+def grad_pre(
+    f: Curve, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
+) -> specialise.Kernel:
+    """``grad_pre = grad * f'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
+
+    Rows of a chunk are always visited in order by one thread, so its column sums do not depend on
+    the number of threads.
+    """
+    acc = library.accumulator(fmt)
+    made = epilogues.layer(f).select("out").backward()
+    made = made.guarded() if guard else made
+    sources = (
+        Source("z", "extra" if saved else None, acc),
+        Source("bias", "bias", fmt),
+        Source("grad", "grad", fmt),
+    )
+    results = (Result("d_z", "out", library.grad_pre_format(fmt)),) if out else ()
+    made = made if bias else made.without("bias")
+    return row(made, fmt, sources, results, "d_z" if sums else None)
+
+
+@library.by_formula
+def column_sums(fmt: str) -> specialise.Kernel:
+    """The partials of d_bias alone, where grad_pre is grad itself."""
+    backward = epilogues.residual_layer().backward()
+    return row(backward, fmt, (Source("grad", "grad", fmt),), (), "d_bias")
+
+
+@library.by_formula
+def double_backward(
+    f: Curve,
+    fmt: str,
+    guard: bool,
+    t: str | None,
+    *,
+    saved: bool,
+    last: bool,
+    added: bool,
+    results: tuple[str, ...],
+    sums: bool,
+) -> specialise.Kernel:
+    """``d_grad = f'(pre) t``, ``q = grad f''(pre) t``, ``s = grad f'(pre)``, and the partials of
+    d_bias, the column sums of q.
+
+    Parameters
+    ----------
+    t : str or None
+        The format in which T is read, if it is.
+    saved : bool
+        The pre-activation is read; else it is the accumulator and, where it is there, the bias.
+    last : bool
+        The accumulator is a part of T: the rest is what is read, or what is `added`.
+    added : bool
+        Whether the slot of the bias is there: the bias, or w where the accumulator is T's.
+    results : tuple of str
+        Of ``d_grad``, ``q`` and ``s``.
+    sums : bool
+        Whether the column sums of q are made.
+    """
+    acc, held = library.accumulator(fmt), library.grad_pre_format(fmt)
+    made = epilogues.layer_double_backward(f)
+    # T is what is read, or the accumulator and beside it what is read or (from w's place) added
+    read = Source("w" if last else "t", "extra", t or acc)
+    summed = Source("t" if last else "z", None, acc)
+    beside = Source("w" if last else "bias", "bias", fmt)
+    kept = Source("z", "pre", acc)
+    there = [summed, Source("grad", "grad", fmt)]
+    there += [x for x, is_there in ((read, t), (beside, added), (kept, saved)) if is_there]
+    if saved and not last:
+        there.remove(summed)
+    sources = tuple(there)
+    made = made.without(*{"z", "t", "bias", "w", "grad"} - {x.name for x in sources})
+    every = {
+        "d_grad": Result("d_grad", "out", fmt),
+        "q": Result("q", "a", held),
+        "s": Result("s", "b", held),
+    }
+    return row(
+        made.guarded() if guard else made,
+        fmt,
+        sources,
+        tuple(every[name] for name in results),
+        "q" if sums else None,
+    )
+
+
+@library.by_formula
+def tangent(f: Curve, fmt: str, guard: bool, t: str, bias: bool) -> specialise.Kernel:
+    """``pre = acc + bias; out = f(pre)``, ``out_dot = f'(pre) t``; `t`: the format of T."""
+    acc = library.accumulator(fmt)
+    made = epilogues.layer_tangent(f)
+    made = made.guarded() if guard else made
+    sources = Source("z", None, acc), Source("bias", "bias", fmt), Source("z_dot", "extra", t)
+    results = Result("out", "out", fmt), Result("out_dot", "a", fmt)
+    return row(made if bias else made.without("bias"), fmt, sources, results)
+
+
+# --- gates --------------------------------------------------------------------------------------
+def _gate_sources(fmt: str) -> tuple[Source, ...]:
+    return (
+        Source("a", "a", fmt),
+        Source("b", "b", fmt),
+        Source("grad", "grad", fmt),
+        Source("u", "extra", fmt),
+        Source("v", "pre", fmt),
+    )
+
+
+@library.by_formula
+def gate(f: Curve, fmt: str, streams: bool = False) -> specialise.Kernel:
+    """``out = f(a) b``"""
+    out = (Result("out", "out", fmt),)
+    return row(epilogues.gate(f), fmt, _gate_sources(fmt), out, None, streams)
+
+
+@library.by_formula
+def gate_backward(
+    f: Curve, fmt: str, guard: bool, d_b: bool = True, streams: bool = False
+) -> specialise.Kernel:
+    """``d_a = grad b f'(a)``, ``d_b = grad f(a)``"""
+    made = epilogues.gate(f).backward()
+    made = made.guarded() if guard else made
+    results = (Result("d_a", "out", fmt), *([Result("d_b", "extra", fmt)] if d_b else []))
+    return row(made, fmt, _gate_sources(fmt), results, None, streams)
+
+
+@library.by_formula
+def gate_double_backward(
+    f: Curve, fmt: str, guard: bool, u: bool, v: bool, results: tuple[str, ...]
+) -> specialise.Kernel:
+    """``d_grad = u b f'(a) + v f(a)``, ``d_a = u grad b f''(a) + v grad f'(a)``,
+    ``d_b = u grad f'(a)``
+    """
+    made = epilogues.gate_double_backward(f)
+    made = made.guarded() if guard else made
+    absent = [name for name, there in (("u", u), ("v", v)) if not there]
+    slots = {"d_grad": "out", "d_a": "bias", "d_b": "sums"}
+    places = tuple(Result(name, slots[name], fmt) for name in results)
+    return row(made.without(*absent), fmt, _gate_sources(fmt), places)
+
+
+@library.by_formula
+def gate_tangent(
+    f: Curve, fmt: str, guard: bool, u: bool, v: bool, streams: bool = False
+) -> specialise.Kernel:
+    """``out = f(a) b``, ``out_dot = u b f'(a) + v f(a)``, u and v the tangents of a and b."""
+    made = epilogues.gate(f).tangent()
+    made = made.guarded() if guard else made
+    absent = [name for name, there in (("a_dot", u), ("b_dot", v)) if not there]
+    sources = (
+        Source("a", "a", fmt),
+        Source("b", "b", fmt),
+        Source("a_dot", "grad", fmt),
+        Source("b_dot", "pre", fmt),
+    )
+    results = Result("out", "out", fmt), Result("out_dot", "extra", fmt)
+    return row(made.without(*absent), fmt, sources, results, None, streams)
+
+
+def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Kernel]]:
+    """Return calls that compile every row function that the public API can ask for with `act`.
+
+    Left out is what only rare arguments take: guard=False, and needs without d_bias or d_a.
+    """
+    f = act.curve
+    rows: list[Callable[[], specialise.Kernel]] = [
+        partial(gate, f, fmt),
+        partial(gate, f, fmt, True),
+        partial(gate_backward, f, fmt, True),
+        partial(gate_backward, f, fmt, True, True, True),
+    ]
+    for bias in (True, False):
+        for pre in (False, True):
+            rows.append(partial(forward, f, fmt, bias, False, pre))
+        if act.is_identity:
+            rows.append(partial(forward, f, fmt, bias, True, False))
+        else:
+            for saved in (False, True):
+                has_bias = bias and not saved
+                rows.append(partial(grad_pre, f, fmt, has_bias, saved, True, bias, True))
+    return rows

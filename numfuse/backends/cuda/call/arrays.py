@@ -1,0 +1,295 @@
+"""Arrays that live on a CUDA device.
+
+What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
+array, and of an array of a device by its *ghost*: a NumPy array at the device's address, with the
+same shape and strides, that is never read or written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.cuda.call import dlpack
+from numfuse.backends.cuda.call.memory import Block, Pool
+from numfuse.backends.cuda.driver.device import Device, device
+from numfuse.runtime.views import GhostViews
+
+__all__ = [
+    "DeviceArray",
+    "Memory",
+    "address",
+    "bounds",
+    "contiguous",
+    "dtype_of",
+    "ghost",
+    "pool_of",
+]
+
+_POOLS: dict[int, Pool] = {}
+
+
+def pool_of(owner: Device) -> Pool:
+    """The pool of a device."""
+    found = _POOLS.get(owner.ordinal)
+    if found is None:
+        found = _POOLS.setdefault(owner.ordinal, Pool(owner))
+    return found
+
+
+def address(x: ndarray) -> int:
+    """Where the first element of `x` lies."""
+    found: int = x.__array_interface__["data"][0]
+    return found
+
+
+def bounds(at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """The addresses of the first byte and of the one past the last; strides in bytes."""
+    low = high = at
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 0:
+            return at, at
+        reach = (length - 1) * stride
+        low, high = low + min(reach, 0), high + max(reach, 0)
+    return low, high + itemsize
+
+
+def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
+    """The strides of an array in C order: in elements, or in bytes with the bytes of one."""
+    strides, run = [], itemsize
+    for length in reversed(shape):
+        strides.append(run)
+        run *= max(1, length)
+    return tuple(strides[::-1])
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy's dtype of a name; bfloat16 is that of ml_dtypes."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def ghost(
+    at: int, shape: Sequence[int], strides: Sequence[int], dtype: np.dtype[Any], writable: bool
+) -> ndarray:
+    """A NumPy array over memory that is not there; strides in bytes."""
+    low, high = bounds(at, shape, strides, dtype.itemsize)
+    if low == high:
+        return np.empty(tuple(shape), dtype)
+    memory: Any = (ctypes.c_char * (high - low)).from_address(low)
+    x = ndarray(tuple(shape), dtype, memory, at - low, tuple(strides))
+    if not writable:
+        x.flags.writeable = False
+    return x
+
+
+class Memory:
+    """A block of a pool, given back when the last array over it is gone."""
+
+    __slots__ = ("block", "device", "pool", "streams")
+
+    def __init__(self, owner: Device, nbytes: int, stream: int, what: str) -> None:
+        self.device, self.pool = owner, pool_of(owner)
+        self.block: Block | None = self.pool.take(max(1, nbytes), stream, what)
+        #: Streams whose work used it.
+        self.streams = {stream}
+
+    def __del__(self) -> None:
+        block, self.block = getattr(self, "block", None), None
+        if block is not None and self.device.lost is None:
+            self.pool.give(block, self.streams)
+
+
+class DeviceArray(GhostViews):
+    """An array on a CUDA device; made by :func:`numfuse.to_device` and by calls on such arrays.
+
+    It has the views of a NumPy array that move no data: basic indexing, ``.T``, :meth:`transpose`,
+    :meth:`reshape` (where no copy is needed), and other libraries take it without a copy
+    (``__cuda_array_interface__``, but for bfloat16, and DLPack). :func:`numfuse.to_numpy` brings it
+    back.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_ghost",
+        "address",
+        "dtype",
+        "layout",
+        "memory",
+        "shape",
+        "stream",
+        "strides",
+        "writable",
+    )
+
+    def __init__(
+        self,
+        memory: Memory,
+        at: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        stream: int,
+        writable: bool = True,
+    ) -> None:
+        self.memory = memory
+        #: Of the first element.
+        self.address = at
+        self.shape, self.strides, self.dtype, self.writable = shape, strides, dtype, writable
+        #: The stream whose work makes it.
+        self.stream = stream
+        #: All that a call depends on.
+        self.layout = shape, strides, dtype, at & 15
+        self._ghost: ndarray | None = None
+
+    @classmethod
+    def new(
+        cls, owner: Device, shape: Sequence[int], dtype: np.dtype[Any], stream: int
+    ) -> DeviceArray:
+        """A C-contiguous array of any content."""
+        return cls.maker(owner, tuple(shape), dtype, stream)()
+
+    @classmethod
+    def maker(
+        cls, owner: Device, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int
+    ) -> Callable[[], DeviceArray]:
+        """Return a function that makes a C-contiguous array of any content at every call."""
+        strides, nbytes = contiguous(shape, dtype.itemsize), prod(shape) * dtype.itemsize
+        what = f"an array of shape {shape}"
+
+        def make() -> DeviceArray:
+            memory = Memory(owner, nbytes, stream, what)
+            assert memory.block is not None
+            return cls(memory, memory.block.address, shape, strides, dtype, stream)
+
+        return make
+
+    @property
+    def device(self) -> Device:
+        return self.memory.device
+
+    @property
+    def ghost(self) -> ndarray:  # made when it is wanted: a call that comes again does not
+        if self._ghost is None:
+            self._ghost = ghost(self.address, self.shape, self.strides, self.dtype, self.writable)
+        return self._ghost
+
+    def _view(self, x: ndarray) -> DeviceArray:
+        return DeviceArray(
+            self.memory,
+            address(x),
+            x.shape,
+            x.strides,
+            x.dtype,
+            self.stream,
+            bool(x.flags.writeable),
+        )
+
+    def reshape(self, *shape: Any) -> DeviceArray:
+        """Return the same elements in another shape, if that takes no copy.
+
+        Raises
+        ------
+        ValueError
+            The shapes do not fit, or a copy would be needed.
+        """
+        wanted = shape[0] if len(shape) == 1 else shape
+        # What NumPy would copy is not there: the strides are found on an array of one byte an item.
+        size = self.dtype.itemsize
+        steps = tuple(s // size for s in self.strides)
+        low, high = bounds(0, self.shape, steps, 1)
+        like = ndarray(self.shape, np.uint8, np.empty(high - low, np.uint8), -low, steps)
+        made = like.reshape(wanted)
+        if not np.may_share_memory(made, like) and made.size:
+            raise ValueError(
+                f"an array of shape {self.shape} with strides {self.strides} cannot be reshaped "
+                f"without a copy, to {wanted}"
+            )
+        strides = [s * size for s in made.strides]
+        return self._view(ghost(self.address, made.shape, strides, self.dtype, self.writable))
+
+    def __array__(self, *_: Any, **__: Any) -> ndarray:
+        raise TypeError(
+            f"an array on {self.device} is not moved to NumPy unless asked: use numfuse.to_numpy(x)"
+        )
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={str(self.device)!r})"
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if self.dtype.name == "bfloat16":
+            raise AttributeError(
+                "__cuda_array_interface__ has no bfloat16: use DLPack (torch.from_dlpack(x))"
+            )
+        return {
+            "shape": self.shape,
+            "strides": self.strides,
+            "typestr": self.dtype.str,
+            "data": (self.address, not self.writable),
+            "version": 3,
+            # 0 is forbidden there; 1 is the default stream
+            "stream": self.stream or 1,
+        }
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return dlpack.CUDA, self.device.ordinal
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        if stream is not None and stream != -1:
+            taker = 0 if stream == 1 else stream
+            if taker != self.stream:
+                event = self.device.event(self.stream)
+                self.device.wait(taker, event)
+                self.device.forget(event)
+                self.memory.streams.add(taker)
+        size = self.dtype.itemsize
+        return dlpack.export(
+            self,
+            self.address,
+            self.dtype.name,
+            self.device.ordinal,
+            self.shape,
+            tuple(s // size for s in self.strides),
+        )
+
+    def to_numpy(self) -> ndarray:
+        """A copy as a C-contiguous NumPy array."""
+        out = np.empty(self.shape, self.dtype)
+        download(self.device, self.ghost, out, self.stream)
+        return out
+
+
+def upload(owner: Device, x: ndarray, stream: int = 0) -> DeviceArray:
+    """A NumPy array, copied to the device as a C-contiguous array."""
+    x = np.asarray(x, order="C")
+    made = DeviceArray.new(owner, x.shape, x.dtype, stream)
+    if x.size:
+        owner.upload(address(x), made.address, x.nbytes, stream)
+    return made
+
+
+def download(owner: Device, x: ndarray, out: ndarray, stream: int) -> None:
+    """The elements of a ghost into a NumPy array of its shape, after the stream's work."""
+    if not x.size:
+        return
+    low, high = bounds(address(x), x.shape, x.strides, x.itemsize)
+    if x.flags.c_contiguous and out.flags.c_contiguous:
+        owner.download(low, address(out), high - low, stream)
+        return
+    raw = np.empty(high - low, np.uint8)
+    owner.download(low, address(raw), high - low, stream)
+    out[...] = ndarray(x.shape, x.dtype, raw, address(x) - low, x.strides)
+
+
+def to_device(x: ndarray, ordinal: int = 0) -> DeviceArray:
+    """A NumPy array, copied to a device."""
+    return upload(device(ordinal), x)

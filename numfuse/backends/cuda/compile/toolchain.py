@@ -1,0 +1,488 @@
+"""Compiling kernels: Python to PTX by numba-cuda, PTX to machine code by nvJitLink, kept on disk.
+
+The one place that imports numba.cuda. Nothing here needs a GPU or its driver: a kernel is compiled
+for a compute capability, and the result is kept in a directory of its own, so that the next process
+only reads a file. Loading and starting it is `driver`'s part.
+
+A kernel's text is an ordinary function whose UPPER-case names are bound by :func:`kernel`; its
+other names are those of its module. The key in the cache is a digest of everything bound, of every
+file of this directory from which kernel code is made, and of the versions of the tools.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import re
+import sys
+import tempfile
+import threading
+import types as pytypes
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba.core import config as numba_config
+
+from numfuse.runtime import binaries
+from numfuse.runtime.compilation import compiled
+
+__all__ = [
+    "SIMULATED",
+    "Kernel",
+    "cache_directory",
+    "cuda",
+    "device_function",
+    "intrinsic",
+    "ir",
+    "kernel",
+    "kernels",
+    "types",
+    "versions",
+]
+
+
+def _import() -> Any:
+    # numba-cuda 0.30 names functions that NumPy 2.5 dropped, to overload them for kernels.
+    for old, new in (("row_stack", "vstack"), ("in1d", "isin"), ("trapz", "trapezoid")):
+        if not hasattr(np, old) and hasattr(np, new):
+            setattr(np, old, getattr(np, new))
+    # Numba itself has a module of this name, without a compiler for the newer GPUs; the package
+    # numba-cuda takes its place.
+    package = import_module("numba_cuda")
+    version = importlib.metadata.version("numba-cuda")
+    if tuple(int(part) for part in re.findall(r"\d+", version)[:2]) < (0, 30):
+        raise ImportError(f"numba-cuda must be version 0.30 or newer, got {version}")
+    module: Any = import_module("numba.cuda")
+    home = pathlib.Path(str(package.__file__)).resolve().parent
+    if home not in pathlib.Path(module.__file__).resolve().parents:
+        raise ImportError(
+            f"numba.cuda must be that of the package numba-cuda, got {module.__file__}: Numba was "
+            f"imported before numba-cuda was installed, or its redirection is switched off"
+        )
+    return module
+
+
+cuda = _import()
+_config: Any = import_module("numba.cuda.core.config")
+
+#: Whether kernels run in Numba's simulator (NUMBA_ENABLE_CUDASIM=1): plain Python, host memory.
+SIMULATED = bool(_config.ENABLE_CUDASIM)
+#: The types of kernels' values. The simulator has none, but the texts name them.
+types: Any = import_module("numba.core.types" if SIMULATED else "numba.cuda.types")
+
+
+def intrinsic(function: Any) -> Any:
+    """numba-cuda's intrinsic; the simulator has no machine code, and never calls one."""
+    if SIMULATED:
+        return function
+    return import_module("numba.cuda.extending").intrinsic(function)
+
+
+#: Of the kernels' arguments; a map arrives as its address.
+_TYPES = {
+    "u64": types.uint64,
+    "i64": types.int64,
+    "u32": types.uint32,
+    "i32": types.int32,
+    "f32": types.float32,
+    "f64": types.float64,
+    "map": types.uint64,
+}
+#: The simulator runs one kernel at a time.
+_SIMULATING = threading.RLock()
+
+
+def device_function(function: Callable[..., Any]) -> Any:
+    """A function that is inlined into kernels."""
+    if SIMULATED:
+        return function
+    return cuda.jit(device=True, forceinline=True)(function)
+
+
+@functools.cache
+def source_digest() -> str:
+    """Digest of every text from which kernel code is made."""
+    room = pathlib.Path(__file__).resolve().parent
+    language = room.parents[2] / "language"
+    files = [*sorted(room.glob("*.py")), *sorted((room.parent / "kernels").rglob("*.py"))]
+    digest = hashlib.sha256()
+    for path in [language / "scalar.py", language / "coefficients.py", *files]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """The installed packages that make machine code."""
+    found = {}
+    for name in (
+        "numba",
+        "numba-cuda",
+        "llvmlite",
+        "nvidia-nvvm",
+        "nvidia-cuda-nvcc-cu12",
+        "nvidia-nvjitlink",
+        "nvidia-nvjitlink-cu12",
+        "cuda-bindings",
+    ):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
+def identity(value: Any) -> str:
+    """Return what a binding contributes to the key; raise TypeError if a value has no identity."""
+    if isinstance(value, (bool, int, float, str)) or value is None:
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(identity, value))})"
+    if isinstance(value, np.generic):
+        return f"{value.dtype}({value!r})"
+    if isinstance(value, np.dtype):
+        return f"dtype({value})"
+    key = getattr(value, "numfuse_key", None)
+    if key is None and isinstance(value, types.Type):
+        key = f"type({value})"
+    if key is None:
+        # A function of a file here is in the digest of the sources; what it is, its name says.
+        module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
+        if module is None or name is None or "<locals>" in name:
+            raise TypeError(
+                f"cannot bind {value!r}: expected a number, or an object with numfuse_key"
+            )
+        key = f"{module}.{name}"
+    return str(key)
+
+
+class Kernel:
+    """A kernel's text with its names bound; equal ones are one object. Made by :func:`kernel`.
+
+    Attributes
+    ----------
+    name : str
+        For messages and `last_call`.
+    signature : tuple of str
+        "u64", "i64", "u32", "i32", "f32", "f64" or "map".
+    block : tuple of int
+        Threads of a block along x, y, z.
+    """
+
+    def __init__(
+        self,
+        template: Callable[..., Any],
+        signature: tuple[str, ...],
+        block: tuple[int, int, int],
+        blocks: int,
+        feature: str,
+        name: str,
+        bindings: dict[str, Any],
+        material: str,
+    ) -> None:
+        self.name, self.signature, self.block = name, signature, block
+        self._template, self._bindings, self._material = template, bindings, material
+        self._blocks, self._feature = blocks, feature
+        self._binaries: dict[tuple[int, int], tuple[bytes, str]] = {}
+        self._simulated: Any = None
+        #: "memory", "disk" or "compiled": where the latest binary came from.
+        self.origin = "memory"
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name}>"
+
+    def text(self) -> Any:
+        """The function to compile, its names bound."""
+        scope = dict(self._template.__globals__)
+        for name, value in self._bindings.items():
+            build = getattr(value, "build", None)
+            scope[name] = value if build is None else build()
+        code = self._template.__code__
+        clone = pytypes.FunctionType(code, scope, code.co_name)
+        clone.__module__ = self._template.__module__
+        return clone
+
+    def architecture(self, capability: tuple[int, int]) -> tuple[Any, ...]:
+        """(major, minor), with the letter of features that only this one has."""
+        return (*capability, self._feature) if self._feature else capability
+
+    def ptx(self, capability: tuple[int, int]) -> str:
+        """The PTX text; compiled anew."""
+        if SIMULATED:
+            raise RuntimeError("a process that simulates (NUMBA_ENABLE_CUDASIM=1) has no compiler")
+        threads = self.block[0] * self.block[1] * self.block[2]
+        signature = types.void(*[_TYPES[kind] for kind in self.signature])
+        bounds = (threads, self._blocks) if self._blocks else (threads,)
+
+        def make() -> str:
+            with _compiling_for(capability):
+                return _ptx(self.text(), signature, self.architecture(capability), bounds)
+
+        return _with_maps(compiled(make), self.signature)
+
+    def binary(self, capability: tuple[int, int]) -> tuple[bytes, str]:
+        """Machine code for this capability, and the name of its entry; compiled, or from disk."""
+
+        def make() -> tuple[bytes, str]:
+            found = self._binaries.get(capability)
+            if found is not None:  # (another thread has made it)
+                return found
+            key = self.key(capability)
+            found = _read(key)
+            self.origin = "disk"
+            if found is None:
+                self.origin = "compiled"
+                text = self.ptx(capability)
+                match = re.search(r"\.entry\s+([\w$]+)", text)
+                assert match is not None, "numba-cuda made PTX without an entry"
+                found = _assemble(text, self.architecture(capability), self.name), match[1]
+                _write(key, *found)
+            self._binaries[capability] = found
+            return found
+
+        return self._binaries.get(capability) or compiled(make)
+
+    def linked(self, capability: tuple[int, int]) -> bytes:
+        """Machine code of a kernel whose `binary` is text, where the driver cannot assemble it."""
+        text = self.binary(capability)[0].rstrip(b"\0").decode()
+        return compiled(lambda: _link(text, self.architecture(capability), self.name))
+
+    def key(self, capability: tuple[int, int]) -> str:
+        """Its name on disk."""
+        material = (self._material, self.architecture(capability), source_digest(), versions())
+        return hashlib.sha256(repr(material).encode()).hexdigest()[:40]
+
+    def simulate(
+        self, grid: tuple[int, int, int], shared_bytes: int, arguments: Sequence[Any]
+    ) -> None:
+        """Run it in Numba's simulator."""
+        with _SIMULATING, warnings.catch_warnings():
+            # NumPy's scalars warn where a GPU's arithmetic follows IEEE 754 silently.
+            warnings.simplefilter("ignore", RuntimeWarning)
+            if self._simulated is None:
+                self._simulated = cuda.jit(self.text())
+            self._simulated[grid, self.block, 0, shared_bytes](*arguments)
+
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def kernel(
+    template: Any,
+    signature: str,
+    *,
+    threads: int | tuple[int, ...],
+    blocks: int = 0,
+    feature: str = "",
+    name: str | None = None,
+    **bindings: Any,
+) -> Kernel:
+    """The kernel of a text, compiled when it is first used.
+
+    Parameters
+    ----------
+    template : callable
+        A function of a module, or one that was made from text (then it has ``numfuse_key``, a
+        digest of that). Its parameters are those of `signature`; ``cuda``, intrinsics and types are
+        names of its module.
+    signature : str
+        The types of its arguments, separated by blanks: "u64 u64 i32". A "map" is 128 bytes of the
+        launch's arguments, of which the kernel gets the (generic) address as a uint64.
+    threads : int or tuple
+        Threads of a block: the compiler counts registers for exactly that.
+    blocks : int, optional
+        Blocks that shall fit on a multiprocessor, for the same purpose.
+    feature : str, optional
+        "a" for the instructions that one architecture alone has (wgmma: "sm_90a").
+    name : str, optional
+        For messages; default: the function's.
+    **bindings
+        The UPPER-case names: numbers, types, tuples, functions, or objects with ``numfuse_key`` and
+        ``build()`` (as `elementwise.Scalar`), which are built only where a compiler needs them.
+    """
+    x, y, z, *_ = (threads, 1, 1) if isinstance(threads, int) else (*threads, 1, 1)
+    kinds = tuple(signature.split())
+    text = "\n".join(f"{key}={identity(value)}" for key, value in sorted(bindings.items()))
+    own = getattr(template, "numfuse_key", f"{template.__module__}.{template.__qualname__}")
+    material = f"{own}\n{kinds} {x, y, z} {blocks} {feature}\n{text}"
+    found = _KERNELS.get(material)
+    if found is None:
+        found = _KERNELS.setdefault(
+            material,
+            Kernel(
+                template,
+                kinds,
+                (x, y, z),
+                blocks,
+                feature,
+                name or template.__name__,
+                bindings,
+                material,
+            ),
+        )
+    return found
+
+
+def kernels() -> list[Kernel]:
+    """Every kernel of this process."""
+    return list(_KERNELS.values())
+
+
+@contextlib.contextmanager
+def _compiling_for(capability: tuple[int, int]) -> Iterator[None]:
+    """numba-cuda asks its current device for what a device function is compiled for."""
+    dispatcher: Any = import_module("numba.cuda.dispatcher")
+    before = dispatcher.get_current_device
+    dispatcher.get_current_device = lambda: pytypes.SimpleNamespace(
+        compute_capability=capability, id=0
+    )
+    try:
+        yield
+    finally:
+        dispatcher.get_current_device = before
+
+
+def _ptx(
+    function: Any, signature: Any, architecture: tuple[Any, ...], bounds: tuple[int, ...]
+) -> str:
+    compiler: Any = import_module("numba.cuda.compiler")
+    low_level = getattr(compiler, "_compile_pyfunc_with_fixup", None)
+    if low_level is None:
+        text, _ = compiler.compile(
+            function, signature, device=False, abi="numba", cc=architecture, launch_bounds=bounds
+        )
+        return str(text)
+    library, _ = low_level(
+        function, signature, device=False, abi="numba", cc=architecture, launch_bounds=bounds
+    )
+    # A product is merged with a sum where the text says so, and nowhere else: elsewhere it would
+    # depend on what is computed beside it.
+    library._nvvm_options["fma"] = False
+    (text,) = library.get_asm_strs(cc=architecture)
+    return str(text)
+
+
+def _with_maps(text: str, signature: tuple[str, ...]) -> str:
+    """Make the uint64 that stands for a map 128 bytes of the arguments, and its value its address.
+
+    numba-cuda has no argument that is a structure; a tensor map must be one (PTX ISA, tensors: a
+    map lies in the space of the parameters, of constants or in global memory, 64-byte aligned).
+    """
+    for index, kind in enumerate(signature):
+        if kind != "map":
+            continue
+        declared = re.search(rf"\.param \.[bu]64 (\w+_param_{index})\b", text)
+        assert declared is not None, "the PTX has a parameter for each argument"
+        name = declared[1]
+        # the declaration alone: "_param_1" is the beginning of "_param_10" too
+        text = re.sub(rf"{re.escape(declared[0])}\b", f".param .align 64 .b8 {name}[128]", text)
+        text, loads = re.subn(
+            rf"ld\.param\.[bu]64\s+(%\w+), \[{name}\];",
+            rf"mov.b64 \1, {name};\n\tcvta.param.u64 \1, \1;",
+            text,
+        )
+        assert loads, "the kernel reads the map"
+    return text
+
+
+def _assemble(text: str, architecture: tuple[Any, ...], name: str) -> bytes:
+    """Machine code; or the text, for the driver to assemble (it keeps what it makes on disk).
+
+    nvJitLink assembles for being linked with other code, and then ignores ``setmaxnreg`` ("to
+    maintain compatibility across compilation units"): a kernel of three groups has 168 registers a
+    thread where two of the groups were to have 232, and spills. The driver assembles it alone.
+    """
+    if "setmaxnreg" in text:
+        return _oldest(text).encode() + b"\0"
+    try:
+        return _link(text, architecture, name)
+    except ImportError:
+        return text.encode() + b"\0"
+
+
+def _oldest(text: str) -> str:
+    """The text with the version of the PTX ISA that had all of its instructions first.
+
+    A driver refuses a version newer than itself, whatever the text holds. Those with setmaxnreg are
+    made for Hopper, whose instructions 8.0 brought.
+    """
+    return re.sub(r"^\.version .*$", ".version 8.0", text, count=1, flags=re.MULTILINE)
+
+
+def _link(text: str, architecture: tuple[Any, ...], name: str) -> bytes:
+    """Machine code by nvJitLink; ImportError where that is not installed."""
+    nvjitlink: Any = import_module("cuda.bindings.nvjitlink")
+    arch = "sm_" + "".join(map(str, architecture))
+    raw = text.encode()
+    options = [f"-arch={arch}", "-O3"]
+    handle = nvjitlink.create(len(options), options)
+    try:
+        try:
+            nvjitlink.add_data(handle, nvjitlink.InputType.PTX, raw, len(raw), name)
+            nvjitlink.complete(handle)
+        except nvjitlink.nvJitLinkError as error:
+            log = bytearray(nvjitlink.get_error_log_size(handle))
+            nvjitlink.get_error_log(handle, log)
+            raise RuntimeError(
+                f"{name} for {arch}: {error}: {log.decode(errors='replace')}"
+            ) from error
+        made = bytearray(nvjitlink.get_linked_cubin_size(handle))
+        nvjitlink.get_linked_cubin(handle, made)
+    finally:
+        nvjitlink.destroy(handle)
+    return bytes(made)
+
+
+# --- the cache on disk --------------------------------------------------------------------------
+@functools.cache
+def _directory() -> pathlib.Path | None:
+    """Where binaries are kept; None where no directory is writable."""
+    chosen = getattr(numba_config, "CACHE_DIR", "")
+    if chosen:
+        base = pathlib.Path(chosen)
+    elif sys.platform == "win32":
+        base = pathlib.Path(os.environ.get("LOCALAPPDATA", tempfile.gettempdir()))
+    else:
+        base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    path = base / "numfuse" / "cuda"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        binaries.tell(
+            "write",
+            f"{path} is not writable ({error.strerror}), every process compiles its CUDA kernels "
+            "anew (seconds); set NUMBA_CACHE_DIR to a writable directory",
+        )
+        return None
+    return path
+
+
+def cache_directory() -> str:
+    """Where compiled kernels are kept, or that they are not."""
+    path = _directory()
+    return "none" if path is None else str(path)
+
+
+def _read(key: str) -> tuple[bytes, str] | None:
+    path = _directory()
+    if path is None:
+        return None
+    raw = binaries.read(path / f"{key}.bin")
+    if raw is None:
+        return None
+    entry, _, body = raw.partition(b"\n")
+    return body, entry.decode()
+
+
+def _write(key: str, body: bytes, entry: str) -> None:
+    path = _directory()
+    if path is not None:
+        binaries.write(path / f"{key}.bin", entry.encode() + b"\n" + body)

@@ -1,0 +1,301 @@
+"""Writing a kernel template out: constant loops are unrolled, constant conditions decided.
+
+An accumulator of a tensor core lives in registers, and a register has no index: every subscript of
+it must be a constant before the compiler sees it.  So a template says ``for j in unrolled(8):``
+and ``if SLOPE:`` in plain Python, and `expanded` writes both out, with the UPPER-case names that
+are bound to numbers, texts or tuples replaced by their values.  What it makes is Python again: the
+function keeps it as ``numfuse_text``, to be printed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import inspect
+import linecache
+import operator
+import textwrap
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+from numfuse.backends.cuda.compile.toolchain import device_function, identity
+
+__all__ = ["Inlined", "Template", "expanded", "inlined", "names_of", "text", "unrolled"]
+
+
+def unrolled(*bounds: int) -> range:
+    """`range` in a template: its loop is written out."""
+    return range(*bounds)
+
+
+_BINARY: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.LShift: operator.lshift,
+    ast.RShift: operator.rshift,
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Eq: operator.eq,
+    ast.NotEq: operator.ne,
+    ast.Lt: operator.lt,
+    ast.LtE: operator.le,
+    ast.Gt: operator.gt,
+    ast.GtE: operator.ge,
+    ast.In: lambda a, b: a in b,
+    ast.NotIn: lambda a, b: a not in b,
+}
+
+
+def _copied(node: Any) -> Any:
+    """A tree like this one (copy.deepcopy takes ten times as long)."""
+    if isinstance(node, list):
+        return [_copied(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return node
+    made = type(node).__new__(type(node))  # (a call wants its fields)
+    for name in node._fields:
+        setattr(made, name, _copied(getattr(node, name, None)))
+    return made
+
+
+class _Writer(ast.NodeTransformer):
+    """Replaces what is constant, bottom up."""
+
+    def __init__(self, constants: Mapping[str, Any]) -> None:
+        self.constants = dict(constants)
+
+    def _value(self, value: Any) -> ast.expr:
+        return ast.Constant(value)
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        if isinstance(node.ctx, ast.Load) and node.id in self.constants:
+            return self._value(self.constants[node.id])
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
+        self.generic_visit(node)
+        act = _BINARY.get(type(node.op))
+        if isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant) and act:
+            return self._value(act(node.left.value, node.right.value))
+        return node
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.operand, ast.Constant) and isinstance(node.op, ast.Not):
+            return self._value(not node.operand.value)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
+        decides = isinstance(node.op, ast.Or)
+        open_: list[ast.expr] = []
+        for part in node.values:
+            value = self.visit(part)
+            if not isinstance(value, ast.Constant):
+                open_.append(value)
+            elif bool(value.value) == decides:
+                return self._value(decides) if not open_ else self._joined(node, open_, value)
+        if not open_:
+            return self._value(not decides)
+        return self._joined(node, open_)
+
+    def _joined(self, node: ast.BoolOp, parts: list[ast.expr], *more: ast.expr) -> ast.expr:
+        values = [*parts, *more]
+        return values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
+
+    def visit_Compare(self, node: ast.Compare) -> ast.expr:
+        self.generic_visit(node)
+        if len(node.ops) == 1 and isinstance(node.left, ast.Constant):
+            right = node.comparators[0]
+            if isinstance(right, ast.Constant):
+                known = _COMPARE[type(node.ops[0])](node.left.value, right.value)
+                return self._value(known)
+        return node
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
+        self.generic_visit(node)
+        if isinstance(node.value, ast.Constant) and isinstance(node.slice, ast.Constant):
+            sequence: Any = node.value.value
+            return self._value(sequence[node.slice.value])
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        test = self.visit(node.test)
+        if isinstance(test, ast.Constant):
+            return self.visit(node.body if test.value else node.orelse)
+        self.generic_visit(node)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        known = {"min": min, "max": max}.get(getattr(node.func, "id", ""))
+        if known and all(isinstance(a, ast.Constant) for a in node.args):
+            return self._value(known(a.value for a in node.args))  # type: ignore[attr-defined]
+        return node
+
+    def _body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        made: list[ast.stmt] = []
+        for statement in statements:
+            new = self.visit(statement)
+            made.extend(new if isinstance(new, list) else [new])
+            if made and isinstance(made[-1], ast.Return):
+                break  # of a condition that was decided: what follows is never reached
+        return made
+
+    def visit_If(self, node: ast.If) -> ast.stmt | list[ast.stmt]:
+        test = self.visit(node.test)
+        if isinstance(test, ast.Constant):
+            return self._body(node.body if test.value else node.orelse)
+        body = self._body(node.body) or [ast.Pass()]
+        return ast.If(test, body, self._body(node.orelse))
+
+    def visit_Assign(self, node: ast.Assign) -> ast.stmt | list[ast.stmt]:
+        node.value = self.visit(node.value)
+        target = node.targets[0]
+        # an UPPER-case name that is given a constant is one, from here on
+        if isinstance(target, ast.Name) and target.id.isupper():
+            if not isinstance(node.value, ast.Constant):
+                raise ValueError(f"{target.id} must be constant, got {ast.unparse(node.value)}")
+            self.constants[target.id] = node.value.value
+            return []
+        node.targets = [self.visit(t) for t in node.targets]
+        return node
+
+    def visit_While(self, node: ast.While) -> ast.stmt:
+        return ast.While(self.visit(node.test), self._body(node.body) or [ast.Pass()], [])
+
+    def visit_For(self, node: ast.For) -> ast.stmt | list[ast.stmt]:
+        call = node.iter
+        written_out = (
+            isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Name)
+            and call.func.id == "unrolled"
+        )
+        if not written_out:
+            return ast.For(node.target, self.visit(node.iter), self._body(node.body), [])
+        assert isinstance(call, ast.Call) and isinstance(node.target, ast.Name)
+        bounds = [self.visit(bound) for bound in call.args]
+        if not all(isinstance(bound, ast.Constant) for bound in bounds):
+            raise ValueError(f"unrolled() must have constant bounds, got {ast.unparse(call)}")
+        made: list[ast.stmt] = []
+        name = node.target.id
+        for i in range(*[bound.value for bound in bounds]):
+            self.constants[name] = i
+            made += self._body([_copied(statement) for statement in node.body])
+        self.constants.pop(name, None)
+        return made
+
+
+def _constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(_constant(v) for v in value)
+    return isinstance(value, (bool, int, str)) or value is None
+
+
+@functools.cache
+def _tree(template: Callable[..., Any]) -> ast.FunctionDef:
+    function = ast.parse(textwrap.dedent(inspect.getsource(template))).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:]
+    function.decorator_list = []
+    function.returns = None
+    for argument in function.args.args:
+        argument.annotation = None
+    return function
+
+
+def text(template: Callable[..., Any], bindings: Mapping[str, Any]) -> str:
+    """`template` written out under `bindings`, as Python text."""
+    function = _copied(_tree(template))
+    writer = _Writer({name: value for name, value in bindings.items() if _constant(value)})
+    function.body = writer._body(function.body) or [ast.Pass()]
+    return ast.unparse(ast.fix_missing_locations(function)) + "\n"
+
+
+def expanded(template: Callable[..., Any], bindings: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function of `text`; what is no constant stays a free name."""
+    source = text(template, bindings)
+    digest = hashlib.sha256(source.encode()).hexdigest()[:20]
+    filename = f"<{template.__name__} {digest}>"
+    # tracebacks and the compiler's messages show the lines of the text
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    scope = dict(template.__globals__)
+    exec(compile(source, filename, "exec"), scope)
+    function = scope[template.__name__]
+    function.numfuse_text = source
+    function.numfuse_key = f"{template.__module__}.{template.__qualname__} {digest}"
+    return function
+
+
+def names_of(function: Callable[..., Any], bindings: Mapping[str, Any]) -> dict[str, Any]:
+    """The bindings that a function made by `expanded` still names."""
+    used = function.__code__.co_names
+    return {name: bindings[name] for name in sorted(bindings) if name in used}
+
+
+class Template:
+    """A template with its names bound, written out when the compiler asks for it.
+
+    It has what `toolchain.kernel` wants of a function.  Its key needs no text: the template is in
+    the digest of the sources, and what is bound is in the key.
+
+    Parameters
+    ----------
+    template : callable
+    bindings : mapping
+        Of its UPPER-case names.  Those that it does not use do not count.
+    """
+
+    def __init__(self, template: Callable[..., Any], bindings: Mapping[str, Any]) -> None:
+        self._template = template
+        used = {n: bindings[n] for n in sorted(template.__code__.co_names) if n in bindings}
+        self._constants = {name: value for name, value in used.items() if _constant(value)}
+        #: What is no constant, by its name.
+        self.others = {name: value for name, value in used.items() if not _constant(value)}
+        self.__module__, self.__name__ = template.__module__, template.__name__
+        self.__qualname__ = template.__qualname__
+        material = "\n".join(f"{name}={identity(value)}" for name, value in used.items())
+        digest = hashlib.sha256(material.encode()).hexdigest()
+        self.numfuse_key = f"{template.__module__}.{template.__qualname__} {digest}"
+
+    @functools.cached_property
+    def function(self) -> Any:
+        """The function, written out."""
+        return expanded(self._template, self._constants)
+
+    @property
+    def __code__(self) -> CodeType:
+        code: CodeType = self.function.__code__
+        return code
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        scope: dict[str, Any] = self.function.__globals__
+        return scope
+
+
+class Inlined(Template):
+    """A template as a device function, to be bound to a name of a kernel or of another template."""
+
+    def build(self) -> Any:
+        """The device function, for the compiler."""
+        code = self.__code__
+        scope = dict(self.__globals__)
+        for name, value in self.others.items():
+            if name in code.co_names:  # and not only in what a constant condition left out
+                build = getattr(value, "build", None)
+                scope[name] = value if build is None else build()
+        return device_function(FunctionType(code, scope, code.co_name))
+
+
+def inlined(template: Callable[..., Any], **bindings: Any) -> Inlined:
+    """`Inlined`, with the names as keywords."""
+    return Inlined(template, bindings)

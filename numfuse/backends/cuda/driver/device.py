@@ -1,0 +1,493 @@
+"""CUDA devices: memory, modules, launches, errors.
+
+Contexts are the primary ones, which the CUDA runtime (and so PyTorch, CuPy, JAX and Numba) uses
+too. A launch is one C call with arguments that were packed before.
+
+Errors. What a call itself gets wrong is a `DeviceError` (MemoryError for memory). A kernel that
+fails is found at a later call: the message names the launches since the last synchronise. Some
+failures end the context (an illegal address, a failed assertion): then the device is lost for this
+process, and every later call raises `DeviceLost`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends import end
+from numfuse.backends.cuda.compile.toolchain import SIMULATED, Kernel
+from numfuse.backends.cuda.driver.libcuda import FORKED, Attribute, Config, count, forked, library
+from numfuse.backends.cuda.plan.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
+from numfuse.errors import DeviceError, DeviceLost
+
+__all__ = ["Device", "Prepared", "device"]
+
+#: Launches named by the message of an asynchronous error.
+REMEMBERED = 32
+# Errors after which the context can do nothing any more (CUDA driver API, CUresult).
+_FATAL = {
+    214: "an uncorrectable memory error",
+    219: "an uncorrectable NVLink error",
+    700: "an illegal memory address",
+    702: "a kernel that ran too long",
+    709: "a destroyed context",
+    710: "a failed assertion of a kernel",
+    714: "a hardware error of the stack",
+    715: "an illegal instruction",
+    716: "a misaligned address",
+    717: "an address of another address space",
+    718: "an invalid program counter",
+    719: "a failed launch",
+    721: "a failed tensor map",
+    999: "an unknown error",
+}
+_OUT_OF_MEMORY = 2
+# CUdevice_attribute
+_ATTRIBUTES = {
+    "major": 75,
+    "minor": 76,
+    "multiprocessors": 16,
+    "shared_per_block": 97,
+    "shared_per_multiprocessor": 81,
+    "l2_bytes": 38,
+}
+_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
+_CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
+_THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
+_NO_TIMING = 2  # CUevent_flags
+_NOT_READY = 600
+#: What tensor maps are made for at first.
+_SOME_ADDRESS = 1 << 20
+#: A driver without a compiler, one that may not compile, text that is too new for it.
+_NOT_ASSEMBLED = (218, 221, 222, 223)
+
+
+class Device:
+    """A CUDA device and its primary context."""
+
+    def __init__(self, ordinal: int) -> None:
+        self.ordinal = ordinal
+        self.cuda = cuda = library()
+        handle = c_int()
+        status = cuda.cuDeviceGet(byref(handle), ordinal)
+        if status:
+            raise ValueError(f"device must be below {count()}, got {ordinal}")
+        self._handle = handle.value
+        name = ctypes.create_string_buffer(256)
+        cuda.cuDeviceGetName(name, 256, self._handle)
+        values = {key: self._attribute(number) for key, number in _ATTRIBUTES.items()}
+        capability = values.pop("major"), values.pop("minor")
+        self.info = DeviceInfo(name.value.decode(), capability, **values)
+        self._begin()
+
+    def _begin(self) -> None:
+        #: Why the device is lost; None as long as it is not.
+        self.lost: str | None = None
+        #: How products are run, and the steps of calls, by what they depend on.
+        self.kept_products: dict[Any, Any] = {}
+        self.kept_calls: dict[Any, Any] = {}
+        self._launched: deque[str] = deque(maxlen=REMEMBERED)
+        self._many = 0
+        self._functions: dict[Kernel, int] = {}
+        self._lock = threading.RLock()
+        #: The event of the latest `pace`; 0: none.
+        self._piece = 0
+
+    def __str__(self) -> str:
+        return f"cuda:{self.ordinal} ({self.info.name})"
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return self.info.capability
+
+    def _attribute(self, number: int) -> int:
+        found = c_int()
+        self.cuda.cuDeviceGetAttribute(byref(found), number, self._handle)
+        return found.value
+
+    @cached_property
+    def context(self) -> int:
+        """The primary context, kept to the end of the process."""
+        found = c_void_p()
+        self.check(self.cuda.cuDevicePrimaryCtxRetain(byref(found), self._handle), "its context")
+        return found.value or 0
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Make its context the current one of this thread, and the one before again after it."""
+        before = self.enter()
+        try:
+            yield
+        finally:
+            self.leave(before)
+
+    def enter(self) -> int | None:
+        """Make its context current; what `leave` needs (-1: nothing to do)."""
+        if self.lost is not None:
+            raise DeviceLost(self.lost)
+        found = c_void_p()
+        self.cuda.cuCtxGetCurrent(byref(found))
+        if found.value == self.context:
+            return -1
+        self.check(self.cuda.cuCtxSetCurrent(self.context), "its context")
+        return found.value
+
+    def leave(self, before: int | None) -> None:
+        """The end of `enter`."""
+        if before != -1 and before is not None:
+            self.cuda.cuCtxSetCurrent(before)
+
+    # --- errors -----------------------------------------------------------------------------
+    def check(self, status: int, what: str) -> None:
+        """Raise what a status of the driver says."""
+        if not status:
+            return
+        text = self.cuda.text(status)
+        if status in _FATAL:
+            self.lost = (
+                f"{self} is lost for this process after {_FATAL[status]} [{text}], found at "
+                f"{what}; launched since the last synchronise: {self._names()}"
+            )
+            raise DeviceLost(self.lost)
+        if status == _OUT_OF_MEMORY:
+            free, total = self.memory()
+            raise MemoryError(f"{self}: no memory for {what}: {free} of {total} bytes are free")
+        raise DeviceError(f"{self}: {what} failed: {text}; launched before: {self._names()}")
+
+    def _names(self) -> str:
+        names = list(self._launched)
+        more = self._many - len(names)
+        return ", ".join(([f"({more} earlier)"] if more > 0 else []) + names) or "nothing"
+
+    def memory(self) -> tuple[int, int]:
+        """Free and total bytes."""
+        free, total = c_size_t(), c_size_t()
+        self.cuda.cuMemGetInfo_v2(byref(free), byref(total))
+        return free.value, total.value
+
+    # --- work -------------------------------------------------------------------------------
+    def synchronize(self, stream: int | None = None) -> None:
+        """Wait for all work, or for that of one stream; errors of kernels are raised here."""
+        with self.current():
+            if stream is None:
+                self.check(self.cuda.cuCtxSynchronize(), "synchronize")
+                self._launched.clear()
+                self._many = 0
+            else:
+                self.check(self.cuda.cuStreamSynchronize(stream), "synchronize")
+
+    def capture(self, stream: int) -> int:
+        """The number of the CUDA graph that is being captured from this stream; 0: none is."""
+        if not stream:  # the legacy stream never is
+            return 0
+        status, number = c_int(), c_uint64()
+        self.cuda.cuStreamGetCaptureInfo_v2(stream, byref(status), byref(number), None, None, None)
+        return number.value if status.value else 0
+
+    def event(self, stream: int) -> int:
+        """An event recorded on a stream; `forget` it."""
+        found = c_void_p()
+        with self.current():
+            self.check(self.cuda.cuEventCreate(byref(found), _NO_TIMING), "an event")
+            self.check(self.cuda.cuEventRecord(found, stream), "an event")
+        return found.value or 0
+
+    def passed(self, event: int) -> bool:
+        """Whether the work before an event is done."""
+        status = self.cuda.cuEventQuery(event)
+        if status == _NOT_READY:
+            return False
+        self.check(status, "an event")
+        return True
+
+    def pace(self, stream: int) -> None:
+        """The end of a piece of work on a stream: wait until the piece before it is done.
+
+        So one piece is queued behind the one that runs: the device never idles between them, and
+        nothing else (a copy to the host, another's memory) waits for more than these two.
+        """
+        if self.capture(stream):
+            return
+        event = self.event(stream)
+        with self._lock:
+            event, self._piece = self._piece, event
+        if event:
+            with self.current():
+                self.check(self.cuda.cuEventSynchronize(event), "the end of a piece of work")
+            self.forget(event)
+
+    def forget(self, event: int) -> None:
+        """The end of an event."""
+        self.cuda.cuEventDestroy_v2(event)
+
+    @cached_property
+    def entries(self) -> tuple[int, ...]:
+        """The first words of a plan of `launcher.launch_loop`."""
+        names = (
+            "cuLaunchKernelEx",
+            "cuCtxGetCurrent",
+            "cuCtxSetCurrent",
+            None,
+            "cuGraphLaunch",
+            "cuTensorMapReplaceAddress",
+        )
+        return tuple(
+            self.context
+            if name is None
+            else ctypes.cast(getattr(self.cuda, name), c_void_p).value or 0
+            for name in names
+        )
+
+    @cached_property
+    def recording_stream(self) -> int:
+        """A stream of its own, on which nothing runs: launches are recorded as graphs with it."""
+        found = c_void_p()
+        with self.current():
+            self.check(self.cuda.cuStreamCreate(byref(found), 1), "a stream")
+        return found.value or 0
+
+    def record(self, launch: Callable[[int], object]) -> int | None:
+        """Return as a graph what `launch` launches on the stream it gets; None if that fails."""
+        graph, made = c_void_p(), c_void_p()
+        with self._lock, self.current():
+            stream = self.recording_stream
+            # thread-local: other threads, and captures of theirs, are not concerned
+            if self.cuda.cuStreamBeginCapture_v2(stream, _THREAD_LOCAL):
+                return None
+            try:
+                launch(stream)
+            finally:
+                status = self.cuda.cuStreamEndCapture(stream, byref(graph))
+            if status or not graph.value:
+                return None
+            status = self.cuda.cuGraphInstantiateWithFlags(byref(made), graph, 0)
+            self.cuda.cuGraphDestroy(graph)
+            return None if status else made.value
+
+    def drop(self, graph: int) -> None:
+        """The end of a recorded graph (which may still be running)."""
+        self.cuda.cuGraphExecDestroy(graph)
+
+    def wait(self, stream: int, event: int) -> None:
+        """Let a stream wait for an event."""
+        with self.current():
+            self.check(self.cuda.cuStreamWaitEvent(stream, event, 0), "wait for an event")
+
+    @contextmanager
+    def uncaptured(self) -> Iterator[None]:
+        """Allow what a capture of this thread's streams forbids, and does not record: memory."""
+        mode = c_int(_RELAXED)
+        self.cuda.cuThreadExchangeStreamCaptureMode(byref(mode))
+        try:
+            yield
+        finally:
+            self.cuda.cuThreadExchangeStreamCaptureMode(byref(mode))
+
+    def allocate(self, nbytes: int, what: str) -> int:
+        """The address of new memory of the device."""
+        found = c_uint64()
+        with self.current(), self.uncaptured():
+            status = self.cuda.cuMemAlloc_v2(byref(found), nbytes)
+            self.check(status, f"{what} ({nbytes} bytes)" if status == _OUT_OF_MEMORY else what)
+        return found.value
+
+    def free(self, address: int) -> None:
+        """Give memory back; waits for all work of the device."""
+        if self.lost is None:
+            with self.current(), self.uncaptured():
+                self.cuda.cuMemFree_v2(address)
+
+    def upload(self, source: int, address: int, nbytes: int, stream: int) -> None:
+        """From host memory, which may change at once after it."""
+        with self.current():
+            self.check(self.cuda.cuMemcpyHtoDAsync_v2(address, source, nbytes, stream), "upload")
+            self.check(self.cuda.cuStreamSynchronize(stream), "upload")
+
+    def download(self, address: int, target: int, nbytes: int, stream: int) -> None:
+        """To host memory, after all earlier work of the stream."""
+        with self.current():
+            self.check(self.cuda.cuMemcpyDtoHAsync_v2(target, address, nbytes, stream), "download")
+            self.check(self.cuda.cuStreamSynchronize(stream), "download")
+
+    def zero(self, address: int, nbytes: int, stream: int) -> None:
+        """Fill with zero bytes."""
+        with self.current():
+            self.check(self.cuda.cuMemsetD8Async(address, 0, nbytes, stream), "fill with zeros")
+
+    def function(self, kernel: Kernel) -> int:
+        """The handle of a kernel, compiled and loaded at its first use."""
+        found = self._functions.get(kernel)
+        if found is not None:
+            return found
+        binary, entry = kernel.binary(self.capability)
+        with self._lock, self.current(), self.uncaptured():
+            if kernel not in self._functions:
+                module, handle = c_void_p(), c_void_p()
+                status = self.cuda.cuModuleLoadData(byref(module), binary)
+                if status in _NOT_ASSEMBLED and not binary.startswith(b"\x7fELF"):
+                    linked = kernel.linked(self.capability)
+                    status = self.cuda.cuModuleLoadData(byref(module), linked)
+                self.check(status, kernel.name)
+                status = self.cuda.cuModuleGetFunction(byref(handle), module, entry.encode())
+                self.check(status, kernel.name)
+                self._functions[kernel] = handle.value or 0
+        return self._functions[kernel]
+
+    def allow_shared(self, handle: int, nbytes: int, what: str) -> None:
+        """Let a kernel have this much dynamic shared memory (above 48 KiB it must be asked for)."""
+        with self.current():
+            self.check(self.cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, nbytes), what)
+
+    def prepare(self, launch: Launch) -> Prepared:
+        """A launch of this device, ready to be started with addresses."""
+        return Prepared(self, launch)
+
+    def note(self, name: str) -> None:
+        """A launch, for the message of a later error."""
+        self._launched.append(name)
+        self._many += 1
+
+
+class Prepared:
+    """A launch whose arguments are packed, but for addresses: `plans.Steps` writes these.
+
+    Parameters
+    ----------
+    device : Device
+    launch : Launch
+    """
+
+    __slots__ = (
+        "_attributes",
+        "_config",
+        "_pointers",
+        "_words",
+        "device",
+        "handles",
+        "maps",
+        "name",
+        "slots",
+        "table",
+    )
+
+    def __init__(self, device: Device, launch: Launch) -> None:
+        kernel = launch.kernel
+        self.name = kernel.name
+        self.device = device
+        handle = device.function(kernel)
+        if launch.shared_bytes > 48 << 10:
+            device.allow_shared(handle, launch.shared_bytes, kernel.name)
+        if len(kernel.signature) != len(launch.arguments):
+            raise ValueError(
+                f"{kernel.name} must have {len(kernel.signature)} arguments, "
+                f"got {len(launch.arguments)}"
+            )
+        # Each argument begins at 8 bytes of its own, a map at 64.
+        at, starts = 0, []
+        for kind in kernel.signature:
+            at = -(-at // 8) * 8 if kind == "map" else at
+            starts.append(at)
+            at += -(-ARGUMENT_BYTES[kind] // 8)
+        raw = (c_uint64 * (at + 8))()
+        first = -(ctypes.addressof(raw) // 8) % 8
+        self._words = words = (c_uint64 * at).from_buffer(raw, 8 * first)
+        base = ctypes.addressof(words)
+        #: The names of the addresses that a start needs, in its order.
+        self.table = tuple(
+            dict.fromkeys(
+                a.name if isinstance(a, Slot) else a.slot.name
+                for a in launch.arguments
+                if isinstance(a, (Slot, Derived))
+            )
+        )
+        #: (where, number in the table, bytes to add) of each address among the arguments
+        self.slots: list[tuple[int, int, int]] = []
+        #: The same of each tensor map; the driver writes an address into one that is there.
+        self.maps: list[tuple[int, int, int]] = []
+        for kind, start, value in zip(kernel.signature, starts, launch.arguments, strict=True):
+            where = base + 8 * start
+            if isinstance(value, Slot):
+                self.slots.append((where, self.table.index(value.name), value.offset))
+            elif isinstance(value, Derived):
+                made = value.make(_SOME_ADDRESS)
+                ctypes.memmove(where, made, len(made))
+                self.maps.append((where, self.table.index(value.slot.name), value.slot.offset))
+            else:
+                packed = np.array(value, _NUMPY[kind]).tobytes().ljust(8, b"\0")
+                words[start] = int.from_bytes(packed, "little")
+        self._pointers = (c_void_p * max(1, len(starts)))(*[base + 8 * at for at in starts])
+        attributes = []
+        if launch.cluster > 1:
+            size = (c_uint * 16)(launch.cluster, 1, 1)
+            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, size))
+        if launch.overlaps:
+            attributes.append(Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
+        self._attributes = (Attribute * max(1, len(attributes)))(*attributes)
+        self._config = Config(
+            (c_uint * 3)(*launch.grid),
+            (c_uint * 3)(*kernel.block),
+            launch.shared_bytes,
+            None,
+            self._attributes if attributes else None,
+            len(attributes),
+        )
+        #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
+        self.handles = (
+            ctypes.addressof(self._config),
+            handle,
+            ctypes.addressof(self._pointers),
+        )
+
+
+_NUMPY = {
+    "u64": np.uint64,
+    "i64": np.int64,
+    "u32": np.uint32,
+    "i32": np.int32,
+    "f32": np.float32,
+    "f64": np.float64,
+}
+
+
+_lock = threading.RLock()
+_devices: dict[int, Device] = {}
+
+
+def device(ordinal: int = 0) -> Device:
+    """The one object of a device."""
+    found = _devices.get(ordinal)
+    if found is None:
+        with _lock:
+            found = _devices.get(ordinal)
+            if found is None:
+                found = _devices[ordinal] = _made(ordinal)
+    return found
+
+
+def _after_fork_in_child() -> None:
+    # Later than libcuda's own, which is registered before it.
+    if forked():
+        end("cuda", FORKED)
+        for found in _devices.values():
+            found.lost = f"{found} is lost to this process, and the arrays on it: {FORKED}"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _made(ordinal: int) -> Device:
+    if not SIMULATED:
+        return Device(ordinal)
+    from numfuse.backends.cuda.driver.simulated import SimulatedDevice
+
+    return SimulatedDevice(ordinal)

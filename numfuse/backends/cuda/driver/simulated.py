@@ -1,0 +1,94 @@
+"""A device of Numba's simulator: host memory, and kernels that run as Python."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Slot
+
+__all__ = ["SimulatedDevice"]
+
+
+class SimulatedDevice(Device):
+    """A stand-in for `Device` where there is no device."""
+
+    def __init__(self, ordinal: int) -> None:
+        if ordinal:
+            raise ValueError(f"device must be below 1, got {ordinal}")
+        self.ordinal = 0
+        self.cuda = None
+        # No capability: only the tier that runs everywhere takes a product.
+        self.info = DeviceInfo("CUDA simulator", (0, 0), 1, 48 << 10, 48 << 10, 1 << 20)
+        self._begin()
+        self._memory: dict[int, Any] = {}
+
+    def enter(self) -> int | None:
+        return -1
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def synchronize(self, stream: int | None = None) -> None:
+        self._launched.clear()
+        self._many = 0
+
+    def pace(self, stream: int) -> None:
+        pass
+
+    def capture(self, stream: int) -> int:
+        return 0
+
+    def event(self, stream: int) -> int:
+        return 0
+
+    def passed(self, event: int) -> bool:
+        return True
+
+    def forget(self, event: int) -> None:
+        pass
+
+    def wait(self, stream: int, event: int) -> None:
+        pass
+
+    def allocate(self, nbytes: int, what: str) -> int:
+        raw = np.full(nbytes + 256, 255, np.uint8)  # NaN, whatever the dtype
+        address = -(-raw.ctypes.data // 256) * 256
+        self._memory[address] = raw
+        return address
+
+    def free(self, address: int) -> None:
+        del self._memory[address]
+
+    def upload(self, source: int, address: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(address, source, nbytes)
+
+    def download(self, address: int, target: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, address, nbytes)
+
+    def zero(self, address: int, nbytes: int, stream: int) -> None:
+        ctypes.memset(address, 0, nbytes)
+
+    def prepare(self, launch: Launch) -> Any:
+        return _SimulatedLaunch(self, launch)
+
+
+class _SimulatedLaunch:
+    """A launch of the simulator."""
+
+    def __init__(self, device: SimulatedDevice, launch: Launch) -> None:
+        self.name = launch.kernel.name
+        self._device, self._launch = device, launch
+        self.table = tuple(dict.fromkeys(a.name for a in launch.arguments if isinstance(a, Slot)))
+
+    def start(self, stream: int, addresses: tuple[int, ...]) -> None:
+        """Run it to its end."""
+        known = dict(zip(self.table, addresses, strict=True))
+        values = [
+            known[a.name] + a.offset if isinstance(a, Slot) else a for a in self._launch.arguments
+        ]
+        self._device.note(self.name)
+        self._launch.kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)

@@ -1,0 +1,231 @@
+"""The CUDA backend: kernels in numba-cuda for NVIDIA GPUs.
+
+The files are in the order of the work: `entry` takes a call on arrays of any library (`foreign`),
+`calls` makes a problem of it or repeats it, `run` makes products of a problem (over `batches`), a
+tier (`mirror`, `simt`, `tensor_core`, `hopper`) makes launches of a product (`product` has what
+they hand over), `toolchain` compiles kernels and `driver` starts them. `elementwise` prints an
+activation, `scalars` has what its arithmetic needs, `intrinsics` every line of PTX.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends import latest
+from numfuse.errors import BackendUnavailable
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.backends.cuda.call.arrays import DeviceArray
+    from numfuse.backends.cuda.driver.device import Device
+    from numfuse.problem.product import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+    from numfuse.problem.second_order import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
+
+__all__ = ["PRECISIONS", "CudaBackend", "default"]
+
+#: How float32 products are made: as IEEE 754 says, of three bfloat16 parts each (six products), or
+#: rounded to the 10 bits of tf32.
+PRECISIONS = ("ieee", "bf16x6", "tf32")
+_OUTPUTS = {
+    "forward": ("out", "pre"),
+    "backward": ("d_a", "d_b", "d_bias"),
+    "gated": ("out",),
+    "gated_backward": ("d_a", "d_b"),
+    "double_backward": ("d_grad", "d_a", "d_b", "d_bias"),
+    "tangent": ("out", "out_dot"),
+    "gated_double_backward": ("d_grad", "d_a", "d_b"),
+    "gated_tangent": ("out", "out_dot"),
+}
+
+
+class CudaBackend:
+    """A CUDA device; see :class:`numfuse.backends.Backend` for what each method is.
+
+    Parameters
+    ----------
+    ordinal : int
+        The number of the device, as CUDA counts them.
+    precision : {"ieee", "bf16x6", "tf32"}
+        Of float32 products.
+    """
+
+    name = "cuda"
+
+    def __init__(self, ordinal: int = 0, precision: str = "ieee") -> None:
+        self.ordinal, self.precision = ordinal, precision
+
+    def __repr__(self) -> str:
+        return f"CudaBackend({self.ordinal}, {self.precision!r})"
+
+    @property
+    def device(self) -> Device:
+        """The device, made at its first use."""
+        from numfuse.backends.cuda.driver.device import device
+
+        return device(self.ordinal)
+
+    def forward(self, p: GemmProblem) -> None:
+        """out = act(a @ b + bias) + residual."""
+        self._host("forward", p)
+
+    def backward(self, p: GemmBackwardProblem) -> None:
+        """The gradients of the forward."""
+        self._host("backward", p)
+
+    def gated(self, p: GatedProblem) -> None:
+        """out = act(a) * b."""
+        self._host("gated", p)
+
+    def gated_backward(self, p: GatedBackwardProblem) -> None:
+        """The gradients of the gate."""
+        self._host("gated_backward", p)
+
+    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
+        """The gradients of the backward's gradients."""
+        self._host("double_backward", p)
+
+    def tangent(self, p: GemmTangentProblem) -> None:
+        """The forward and its directional derivative."""
+        self._host("tangent", p)
+
+    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
+        """The gradients of the gate's gradients."""
+        self._host("gated_double_backward", p)
+
+    def gated_tangent(self, p: GatedTangentProblem) -> None:
+        """The gate and its directional derivative."""
+        self._host("gated_tangent", p)
+
+    def _host(self, kind: str, p: Any) -> None:
+        from numfuse.backends.cuda.call.calls import host_call
+
+        latest.call = host_call(self.device, self.precision, kind, p, _OUTPUTS[kind])
+
+    def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
+        """This backend on another device, or with another precision of float32 products."""
+        from numfuse.backends.cuda.driver.libcuda import count
+
+        ordinal = self.ordinal
+        if device is not None:
+            there = count()
+            chosen = _ordinal(str(device), there)
+            if chosen is None:
+                raise ValueError(
+                    f"device must be the number of a CUDA device below {there}, got {device!r}"
+                )
+            ordinal = chosen
+        if precision not in (None, *PRECISIONS):
+            known = ", ".join(map(repr, PRECISIONS))
+            raise ValueError(f"precision must be one of {known} or None, got {precision!r}")
+        return _on(ordinal, self.precision if precision is None else precision)
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `info` shows, by name."""
+        from numfuse.backends.cuda.compile import toolchain
+        from numfuse.backends.cuda.driver.device import device as device_of
+        from numfuse.backends.cuda.driver.libcuda import count, driver_version
+        from numfuse.backends.cuda.plan.tiers import TIERS
+
+        info = self.device.info
+        return {
+            "device": str(self.device),
+            "capability": ".".join(map(str, info.capability)),
+            "driver": f"CUDA {driver_version()}",
+            "devices": [str(device_of(i)) for i in range(count())],
+            "tiers": ", ".join(tier.name for tier in TIERS),
+            "compiler": ", ".join(f"{k} {v}" for k, v in toolchain.versions().items()),
+            "kernel cache": toolchain.cache_directory(),
+        }
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
+        """A new array for this backend's NumPy results."""
+        return np.empty(shape, dtype)
+
+    def to_device(self, x: ndarray) -> DeviceArray:
+        """A NumPy array, copied to the device."""
+        from numfuse.backends.cuda.call.arrays import upload
+
+        return upload(self.device, x)
+
+    def warmup(
+        self,
+        activations: Sequence[Activation],
+        dtypes: Sequence[np.dtype[Any]],
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Compile the kernels of contiguous operands, small and large, into the disk cache.
+
+        Nothing runs: the calls are recorded on arrays that are not there.
+        """
+        from numfuse.backends.cuda.call.calls import foresee
+
+        for dtype in dtypes:
+            for act in activations:
+                for m, k, n in _WARM:
+                    if progress is not None:
+                        progress(f"{act.name} {dtype.name} {m} x {k} x {n}")
+                    foresee(self.device, self.precision, dtype.name, act, m, k, n)
+
+
+#: (M, K, N) of what is compiled ahead: odd and small, small, and large enough for the widest tiles.
+_WARM = ((63, 63, 63), (64, 64, 64), (512, 512, 512), (4096, 4096, 4096))
+#: The environment's variable that names the device of calls which name none.
+_VARIABLE = "NUMFUSE_CUDA_DEVICE"
+_BACKENDS: dict[tuple[int, str], CudaBackend] = {}
+_LOCK = threading.Lock()
+
+
+def _ordinal(text: str, there: int) -> int | None:
+    """The number in "1" or "cuda:1"; None where there is no such device."""
+    digits = text.removeprefix("cuda:")
+    if not digits.isdecimal():
+        return None
+    number = digits.lstrip("0") or "0"  # (compared as text: int refuses thousands of digits)
+    return next((i for i in range(there) if str(i) == number), None)
+
+
+def _on(ordinal: int, precision: str = "ieee") -> CudaBackend:
+    """The one backend object of a device and a precision."""
+    with _LOCK:
+        return _BACKENDS.setdefault((ordinal, precision), CudaBackend(ordinal, precision))
+
+
+def default() -> CudaBackend:
+    """Return the backend of the device that the environment names, else of the first.
+
+    Raises
+    ------
+    BackendUnavailable
+        There is no driver, no device, or not the one that is named.
+    """
+    from numfuse.backends.cuda.driver.libcuda import Unusable, count
+
+    try:
+        there = count()
+    except Unusable as error:
+        raise BackendUnavailable("cuda", str(error), "cuda") from error
+    wanted = os.environ.get(_VARIABLE) or "0"
+    ordinal = _ordinal(wanted, there)
+    if ordinal is None:
+        # Not the caller's mistake: the backend is set to a device that is not here.
+        raise BackendUnavailable(
+            "cuda",
+            f"{_VARIABLE} must be the number of a CUDA device below {there}, got {wanted!r}",
+        )
+    return _on(ordinal)

@@ -1,0 +1,8 @@
+"""Kernels of the CUDA backend. Start with `mirror`: the tiled loop that the CPU and WGSL have too.
+
+- `mirror`: the product that runs on every device
+- `ampere`, `hopper`: the products of newer devices, by cp.async and by TMA with wgmma
+- `epilogue`, `elementwise`: formulas as device functions, and what a product does with its sums
+- `gated`: gates, element by element
+- `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
+"""

@@ -1,0 +1,134 @@
+"""d_b of few rows, a product with a short K: what matters is how fast the result is written.
+
+A thread keeps its columns of Y in registers and walks down some rows, of which it stores 16 bytes
+each. A sum is one chain in the order of K.
+"""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile.scalars import fused
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel
+from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
+from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+
+
+def _outer(x, y, out, m, n, x_place, x_row, x_column, y_place, y_row, out_place, out_row):
+    column = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VALUES
+    row = cuda.blockIdx.y * ROWS
+    place = cuda.blockIdx.z
+    if column < n:
+        factors = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
+        total = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+        y_at = y + place * y_place + column * Y_BYTES
+        for q in unrolled(DEPTH):
+            loaded = LOAD_Y(y_at + q * y_row)
+            for v in unrolled(VALUES):
+                factors[q * VALUES + v] = loaded[v]
+        x_at = x + place * x_place + row * x_row
+        out_at = out + place * out_place + row * out_row + column * OUT_BYTES
+        end = min(row + ROWS, m)
+        while row < end:
+            for v in unrolled(VALUES):
+                total[v] = ACCUMULATOR(0)
+            for q in unrolled(DEPTH):
+                factor = LOAD_X(x_at + q * x_column)
+                for v in unrolled(VALUES):
+                    total[v] = fused(factor, factors[q * VALUES + v], total[v])
+            STORE(out_at, total)
+            x_at += x_row
+            out_at += out_row
+            row += 1
+
+
+@dataclass(frozen=True)
+class Outer:
+    """A kernel, and what `last_call` shows."""
+
+    dtype: str
+    out: str
+    accumulator: str
+    #: K.
+    depth: int
+
+    @property
+    def values(self) -> int:
+        """Columns of a thread."""
+        return 16 // intrinsics.itemsize(self.accumulator)
+
+    def __str__(self) -> str:
+        return f"{tiling.OUTER_ROWS} rows of {self.values} columns a thread, K = {self.depth}"
+
+    def kernel(self) -> Kernel:
+        """Its kernel."""
+        one, acc = intrinsics, self.accumulator
+        bindings = {
+            "THREADS": tiling.OUTER_THREADS,
+            "VALUES": self.values,
+            "DEPTH": self.depth,
+            "ROWS": tiling.OUTER_ROWS,
+            "Y_BYTES": one.itemsize(self.dtype),
+            "OUT_BYTES": one.itemsize(self.out),
+            "ACCUMULATOR": one.ACCUMULATORS[acc][1],
+            "LOAD_X": one.load(self.dtype, 1, acc),
+            "LOAD_Y": one.load(self.dtype, self.values, acc),
+            "STORE": one.store_array(self.out, self.values, acc),
+        }
+        template = expanded(_outer, bindings)
+        return kernel(
+            template,
+            " ".join(["i64"] * 12),
+            threads=tiling.OUTER_THREADS,
+            name=f"short K {self.out}",
+            **names_of(template, bindings),
+        )
+
+
+class ShortK:
+    """Takes d_b where its time is that of writing it."""
+
+    name = "cores"
+
+    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
+        """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
+        p = product
+        if device.capability < (8, 0) or p.k > tiling.OUTER_K or p.precision != "ieee":
+            return None
+        # d_b alone has no epilogue for sure, and may have its sum in an order of its own
+        if not p.free or p.m * p.n < tiling.OUTER_LEAST:
+            return None
+        made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
+        if p.x.dtype != p.y.dtype or not all(_whole(o, p.n, made.values) for o in (p.y, p.out)):
+            return None
+        grid = (
+            -(-p.n // (tiling.OUTER_THREADS * made.values)),
+            -(-p.m // tiling.OUTER_ROWS),
+            p.places,
+        )
+        if max(grid[1:]) >= 1 << 16:
+            return None
+        arguments = (
+            Slot("x"),
+            Slot("y"),
+            Slot("out"),
+            p.m,
+            p.n,
+            *p.x.steps,
+            *p.y.steps[:2],
+            *p.out.steps[:2],
+        )
+        return Plan((Launch(made.kernel(), grid, arguments),), made)
+
+
+def _whole(operand: Operand, n: int, values: int) -> bool:
+    return n % values == 0 and runs_wide(operand, 2, values)
+
+
+SHORT_K = ShortK()

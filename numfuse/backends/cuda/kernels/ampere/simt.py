@@ -1,0 +1,245 @@
+"""Tier (b) on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
+
+A thread has MR x NR sums, each over K in its order, in chains that are the same whatever the tile
+(`tiling.CHAIN`). Factors come from shared memory by fours, where K is their outer axis:
+cp.async copies there what lies so in memory, the other layout is turned, on its way or, where the
+other factor is long, by a copy before. The threads of a warp share them: 8 of them lie along M and
+4 along N, so that a warp's part is square where MR = 8 and NR = 16.
+"""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile.intrinsics import F32, I32, fused, shared_vector
+from numfuse.backends.cuda.compile.toolchain import types
+from numfuse.backends.cuda.compile.unroll import inlined
+from numfuse.backends.cuda.kernels import layouts
+from numfuse.backends.cuda.kernels.ampere import blocks
+from numfuse.backends.cuda.kernels.ampere.blocks import Engine
+from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch, runs_wide
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.tiling import CudaBlock
+
+i32 = np.int32
+
+#: Values of an access of shared memory.
+FOUR = 4
+
+
+def _thread_row(t):
+    """A thread's number along M: 8 of a warp.
+
+    Neighbouring lanes share their rows, and every second pair its columns: a warp's 16-byte reads
+    then take two turns of shared memory instead of four.
+    """
+    return (t >> 5) // WARPS_N * 8 + ((t >> 1) & 7)
+
+
+def _thread_column(t):
+    """Return a thread's number along N: 4 of a warp."""
+    return (t >> 5) % WARPS_N * 4 + ((t & 1) | ((t >> 3) & 2))
+
+
+def _from(t, memory):
+    return i32(memory + NUMBER(t) * 16)
+
+
+def _put_to(t, memory):
+    return i32(memory + ROW(t) * (4 * PITCH) + COLUMN(t) * 16)
+
+
+def _pass_row(r, turn):
+    return r + turn * PASS_ROWS
+
+
+class _Factor:
+    """A thread's values of one factor, and how it reads them: by fours.
+
+    In shared memory K is outermost; the fours of the threads of a warp are neighbours, and those
+    of one thread a part of the block apart.
+    """
+
+    def __init__(self, fetch: Fetch, count: int) -> None:
+        self.fetch, self.count = fetch, count
+
+    def place(self, i: int) -> int:
+        """Where a thread's value `i` lies, from its first."""
+        return i // FOUR * (self.fetch.block * FOUR // self.count) + i % FOUR
+
+    def line(self, builder: Any, at: Any, k: int) -> list[Any]:
+        """All values for one `k`."""
+        own, along = self.fetch.offsets
+        found = []
+        for i in range(0, self.count, FOUR):
+            offset = self.place(i) * own + k * along
+            found += shared_vector(builder, builder.add(at, I32(offset)), F32, FOUR)
+        return found
+
+
+class _Tile:
+    """The arithmetic of a thread's tile, as LLVM instructions.
+
+    One value of k after the other, and one row after the other: a factor of X is used NR times in
+    a row, so that an instruction reads two registers and not three. (Four values of k of X or of Y
+    as one access need no turning, but ptxas then streams the registers of one bank: 0.74 to 0.92
+    of the speed on an H200, in every order of the same instructions that was tried.) The factors of
+    the next k are on their way while this one's are multiplied.
+    """
+
+    def __init__(self, x: _Factor, y: _Factor) -> None:
+        self.x, self.y = x, y
+
+    @property
+    def factors(self) -> int:
+        """Registers: of X and Y for this k, and for the next."""
+        return 2 * (self.x.count + self.y.count)
+
+    def first(self, builder: Any, x: Any, y: Any) -> list[Any]:
+        """The factors of the first k, and room for the next."""
+        return (self.x.line(builder, x, 0) + self.y.line(builder, y, 0)) * 2
+
+    def rows(
+        self, builder: Any, total: list[Any], now: list[Any], part: int, x: Any, y: Any, next_k: int
+    ) -> list[Any]:
+        """Four rows (number `part`) for one k, of which the successor is `next_k` of x and y."""
+        half, n = len(now) // 2, self.y.count
+        current, following = now[:half], now[half:]
+        if part == 0:
+            following = self.x.line(builder, x, next_k) + self.y.line(builder, y, next_k)
+        a, b = current[: self.x.count], current[self.x.count :]
+        for i in range(FOUR * part, FOUR * part + FOUR):
+            # back and forth: the turn shares a factor of Y
+            for j in range(n) if i % 2 == 0 else reversed(range(n)):
+                total[i * n + j] = fused(builder, a[i], b[j], total[i * n + j])
+        last = part == self.x.count // FOUR - 1
+        return following * 2 if last else current + following
+
+
+@functools.cache
+def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
+    """The engine of a tile."""
+    mr, nr = tile.part_m, tile.part_n
+    rows, columns = _Factor(x_fetch, mr), _Factor(y_fetch, nr)
+    part = _Tile(rows, columns)
+    key = f"{tile},{x_fetch},{y_fetch}"
+    parts = mr // FOUR
+    put_pitch = (tile.block_n + FOUR) * 4
+
+    def passed(turn: int) -> list[tuple[int, int, int]]:
+        return [
+            ((turn * FOUR + i) * nr + j, FOUR, rows.place(i) * put_pitch + columns.place(j) * 4)
+            for i in range(FOUR)
+            for j in range(0, nr, FOUR)
+        ]
+
+    made = arithmetic(
+        key, mr * nr, part.factors, parts, range(1, tile.block_k), part.first, part.rows, passed
+    )
+    warps_n = tile.block_n // nr // 4
+    row = inlined(_thread_row, WARPS_N=warps_n)
+    column = inlined(_thread_column, WARPS_N=warps_n)
+    pass_rows = tile.block_m * FOUR // mr
+    return Engine(
+        accumulator="float32",
+        factor=types.float32,
+        arithmetic=made,
+        x_from=inlined(_from, NUMBER=row),
+        y_from=inlined(_from, NUMBER=column),
+        put_to=inlined(
+            _put_to,
+            ROW=row,
+            COLUMN=column,
+            PITCH=put_pitch,
+        ),
+        put_pitch=put_pitch,
+        passes=parts,
+        pass_rows=pass_rows,
+        pass_row=inlined(_pass_row, PASS_ROWS=pass_rows),
+    )
+
+
+def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
+    """How a factor comes to shared memory; `own`: its axis that is not K (1: rows, 2: columns)."""
+    along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
+    wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
+    return Fetch(
+        block,
+        tile.block_k,
+        tile.threads,
+        4,
+        along_k,
+        FOUR if wide else 1,
+        k_inner=False,
+        # four values of k are turned on their way through registers
+        held=wide and along_k,
+        # 8 values of k (two vectors) side by side: whole sectors of memory, no bank conflicts
+        side_by_side=(2 if wide else 8) if along_k else 0,
+    )
+
+
+def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
+    """How to run it with this tile; a factor that cannot be copied as it lies is copied before."""
+    p = product
+    before: list[Launch] = []
+    workspace = 0
+    slots, operands = [Slot("x"), Slot("y")], [p.x, p.y]
+    for own, shape, uses in ((1, (p.m, p.k), p.n), (2, (p.k, p.n), p.m)):
+        way = fetch(operands[own - 1], own, tile.block_m, tile)
+        turned = way.held and uses >= tiling.TURN_USES[own - 1]
+        turned = turned and min(p.m, p.n) >= tiling.COPY_USES
+        single = way.values == 1 and uses >= tiling.COPY_USES
+        if (turned or single) and layouts.fits(shape, p.places, own):
+            to = Slot("work", workspace)
+            launch, operands[own - 1], size = layouts.laid_out(
+                operands[own - 1], shape, p.places, own, slots[own - 1], to
+            )
+            before.append(launch)
+            slots[own - 1] = to
+            workspace += -(-size // 256) * 256
+    p = replace(p, x=operands[0], y=operands[1])
+    x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
+    return blocks.plan(
+        p,
+        device,
+        tile,
+        part,
+        parts,
+        x,
+        y,
+        engine(tile, x, y),
+        "cores",
+        tuple(before),
+        (slots[0], slots[1]),
+        workspace,
+    )
+
+
+class Cores:
+    """Takes float32 products; see the module."""
+
+    name = "cores"
+
+    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
+        """How to run it; None for other types, and before compute capability 8.0."""
+        p = product
+        if not blocks.takes(p, device) or p.precision != "ieee":
+            return None
+        if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
+            return None
+        tile, part, parts = tiling.block(
+            tiling.CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+        )
+        return plan(p, device, tile, part, parts)
+
+
+CORES = Cores()

@@ -1,0 +1,237 @@
+"""How a factor's slices come to shared memory, in the kernel of `blocks`.
+
+By cp.async as they lie in memory, or through registers what it cannot copy or turn. Lengths are
+masked here: what lies beyond the factor's end arrives as zeros.
+"""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile.intrinsics import advance, least, most
+from numfuse.backends.cuda.compile.unroll import inlined, unrolled
+from numfuse.backends.cuda.plan.product import Operand
+
+__all__ = ["Fetch", "mover", "runs_wide"]
+
+i32 = np.int32
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """How the threads of a block copy their slice of one factor to shared memory.
+
+    A slice is `block` values of the factor's own axis (rows of X, columns of Y) by `depth` of K.
+    """
+
+    block: int
+    depth: int
+    threads: int
+    itemsize: int
+    #: Neighbouring threads, and the values of one copy, lie along K.
+    along_k: bool
+    #: Values of one copy: 16 bytes, or one value where the strides are any.
+    values: int
+    #: K is the contiguous axis in shared memory too.
+    k_inner: bool
+    #: Through registers, a slice ahead: what cp.async cannot copy or turn.
+    held: bool = False
+    #: Threads side by side; 0: all that fit.
+    side_by_side: int = 0
+
+    @property
+    def fast(self) -> int:
+        """Threads along the axis of the copies; all threads are within the slice."""
+        lengths = self.depth, self.block
+        length, other = lengths if self.along_k else lengths[::-1]
+        length //= self.values
+        return min(max(self.side_by_side or length, self.threads // other), length, self.threads)
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Distance of a thread's copies along (own axis, K)."""
+        slow, fast = self.threads // self.fast, self.fast * self.values
+        return (slow, fast) if self.along_k else (fast, slow)
+
+    @property
+    def repeats(self) -> tuple[int, int]:
+        own, k = self.steps
+        return self.block // own, self.depth // k
+
+    @property
+    def pitch(self) -> int:
+        """Values from one row in shared memory to the next.
+
+        16 bytes or four values are added, so that the rows that a warp reads or writes together lie
+        in different banks.
+        """
+        return (self.depth if self.k_inner else self.block) + max(4, 16 // self.itemsize)
+
+    @property
+    def bytes(self) -> int:
+        rows = self.block if self.k_inner else self.depth
+        return self.pitch * rows * self.itemsize
+
+    @property
+    def offsets(self) -> tuple[int, int]:
+        """Bytes in shared memory of one value along (own axis, K)."""
+        long, short = self.pitch * self.itemsize, self.itemsize
+        return (long, short) if self.k_inner else (short, long)
+
+    def check(self) -> None:
+        own, k = self.steps
+        assert self.block % own == 0 and self.depth % k == 0, self
+        assert self.fast & (self.fast - 1) == 0, self
+
+    def bindings(self) -> dict[str, Any]:
+        self.check()
+        own, k = self.steps
+        repeats_own, repeats_k = self.repeats
+        offset_own, offset_k = self.offsets
+        return {
+            "FAST_BITS": self.fast.bit_length() - 1,
+            "ALONG_K": self.along_k,
+            "VALUES": self.values,
+            "OWN_STEP": own,
+            "K_STEP": k,
+            "OWN_REPEATS": repeats_own,
+            "K_REPEATS": repeats_k,
+            "OWN_OFFSET": offset_own,
+            "K_OFFSET": offset_k,
+            "ITEMSIZE": self.itemsize,
+            "BLOCK_K": self.depth,
+        }
+
+
+def _own(t):
+    """A thread's first value along the factor's own axis."""
+    if ALONG_K:
+        return i32(t >> FAST_BITS)
+    return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
+
+
+def _along(t):
+    """Return a thread's first value along K."""
+    if ALONG_K:
+        return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
+    return i32(t >> FAST_BITS)
+
+
+def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
+    """A thread's copies of a slice, from `at`; beyond the factor's end they write zeros."""
+    here = i32(k_left - along)
+    for a in unrolled(K_REPEATS):
+        for b in unrolled(OWN_REPEATS):
+            if ALONG_K:
+                count = i32(least(i32(here - a * K_STEP), VALUES))
+                other = i32(own_left - b * OWN_STEP)
+            else:
+                count = i32(least(i32(own_left - b * OWN_STEP), VALUES))
+                other = i32(here - a * K_STEP)
+            # Under the condition: outside, what does not depend on the slice would be computed
+            # before the loop, and kept in registers that spill (float64: five times as long).
+            count = i32(most(count, 0)) if other > 0 else i32(0)
+            COPY_PART(
+                shared + (a * K_STEP * K_OFFSET + b * OWN_STEP * OWN_OFFSET),
+                at,
+                i32(count * ITEMSIZE),
+            )
+            at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
+
+
+def _load_ahead(registers, at, own_left, k_left, along, whole, own_step, k_step):
+    """A thread's values of a slice, from `at`, to registers; beyond the factor's end zeros."""
+    if whole and k_left >= BLOCK_K:
+        for a in unrolled(K_REPEATS):
+            for b in unrolled(OWN_REPEATS):
+                if VALUES == 1:
+                    registers[a * OWN_REPEATS + b] = LOAD_ONE(at)
+                else:
+                    loaded = LOAD(at)
+                    for v in unrolled(VALUES):
+                        registers[(a * OWN_REPEATS + b) * VALUES + v] = loaded[v]
+                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
+    else:
+        here = i32(k_left - along)
+        for a in unrolled(K_REPEATS):
+            for b in unrolled(OWN_REPEATS):
+                for v in unrolled(VALUES):
+                    registers[(a * OWN_REPEATS + b) * VALUES + v] = REGISTER(0)
+                    if own_left > b * OWN_STEP and here > a * K_STEP + v:
+                        registers[(a * OWN_REPEATS + b) * VALUES + v] = LOAD_ONE(at + v * ITEMSIZE)
+                at = advance(at, own_step if b + 1 < OWN_REPEATS else k_step)
+
+
+def _put_held(shared, registers):
+    """Put the values that were loaded ahead into shared memory."""
+    for a in unrolled(K_REPEATS):
+        for b in unrolled(OWN_REPEATS):
+            for v in unrolled(VALUES):
+                PUT(
+                    i32(shared + ((a * K_STEP + v) * K_OFFSET + b * OWN_STEP * OWN_OFFSET)),
+                    registers[(a * OWN_REPEATS + b) * VALUES + v],
+                )
+
+
+def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
+    """The functions by which a factor comes to shared memory."""
+    f = fetch.bindings()
+    bound: dict[str, Any] = {
+        "OWN": inlined(_own, **f),
+        "ALONG": inlined(_along, **f),
+        "OWN_STEP": f["OWN_STEP"],
+        "K_STEP": f["K_STEP"],
+        "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
+        "OWN_OFFSET": f["OWN_OFFSET"],
+        "K_OFFSET": f["K_OFFSET"],
+        "OWN_REPEATS": f["OWN_REPEATS"],
+        "HELD": 0,
+        "COPIES": 0,
+    }
+    if fetch.held:
+        own, k = fetch.repeats
+        kind, register = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[
+            fetch.itemsize
+        ]
+        one = intrinsics.load(kind, 1, register)
+        bound["HELD"] = own * k * fetch.values
+        bound["REGISTER"] = intrinsics.ACCUMULATORS[register][1]
+        bound["PUT"] = inlined(
+            _put_held, PUT=intrinsics.store(kind, 1, register, intrinsics.SHARED), **f
+        )
+        bound["AHEAD"] = inlined(
+            _load_ahead,
+            LOAD=intrinsics.load(kind, fetch.values, register),
+            LOAD_ONE=one,
+            REGISTER=bound["REGISTER"],
+            **f,
+        )
+    else:
+        bytes_ = fetch.values * fetch.itemsize
+        own, k = fetch.repeats
+        bound |= {
+            "COPIES": own * k,
+            "COPY": intrinsics.fetch(bytes_),
+            "MASKED": inlined(
+                _masked_copies, COPY_PART=intrinsics.fetch(bytes_, partial=True), **f
+            ),
+        }
+    return {f"{axis}_{name}": value for name, value in bound.items()}
+
+
+def runs_wide(operand: Operand, axis: int, values: int) -> bool:
+    """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
+    size = values * operand.itemsize
+    others = (operand.strides[0], operand.strides[3 - axis])
+    return (
+        operand.strides[axis] == 1
+        and operand.alignment >= size
+        and all(step % values == 0 for step in others)
+    )

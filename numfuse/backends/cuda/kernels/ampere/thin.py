@@ -1,0 +1,548 @@
+"""Products of few rows on CUDA cores: what matters is how fast Y comes through memory.
+
+A block has 32 columns of the result, all rows and all of K. Y comes by cp.async in slices through a
+long ring in shared memory, so that most of that is on its way at any time. Of each slice every warp
+has its share of K, for all rows: an element is the sum of eight parts, one a warp, added up in the
+order of the warps, each in chains of `tiling.CHAIN`. That order depends on K and the dtype
+alone.
+
+Up to 16 rows a lane has one column and all of them. Of more it has a quarter or an eighth of them,
+and 4 or 8 columns: a value comes from shared memory once for 4 to 8 products.
+"""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile.intrinsics import (
+    FORMATS,
+    I32,
+    array_pointer,
+    block_barrier,
+    fetch16,
+    fetch_commit,
+    fused,
+    least,
+    most,
+    named,
+    put_shared_vector,
+    read_registers,
+    shared_address,
+    shared_vector,
+    write_registers,
+)
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
+from numfuse.backends.cuda.compile.unroll import expanded, inlined, names_of, unrolled
+from numfuse.backends.cuda.kernels.ampere.registers import add, clear
+from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
+from numfuse.backends.cuda.kernels.epilogue import Epilogue
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
+
+i32, i64 = np.int32, np.int64
+#: Columns of a block.
+COLUMNS = 32
+
+
+def _of_eight(lane):
+    """A lane's number along the axis of 8 of a warp's 8 x 4 lanes; `simt` says why so."""
+    return i32((lane >> 1) & 7)
+
+
+def _of_four(lane):
+    """Its number along the axis of 4."""
+    return i32((lane & 1) | ((lane >> 3) & 2))
+
+
+def _copy_y(to, at, step, bytes_left, lines_left):
+    """This thread's copies of a slice of Y; zeros for what is not there."""
+    for c in unrolled(COPIES):
+        inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
+        fetch16(i32(to + c * (REACH * PITCH)), at, inside)
+        at = at + step
+
+
+def _copy_x(to, at, step, left, row0, m):
+    """Make this thread's copies of a slice of X; zeros for what is not there."""
+    for c in unrolled(X_COPIES):
+        if row0 + c * X_STEP < ROWS:
+            inside = i32(least(most(left, 0), X_VALUES) * SIZE)
+            inside = inside if row0 + c * X_STEP < m else i32(0)
+            FETCH_X(i32(to + c * (X_STEP * X_PITCH)), at, inside)
+        at = at + step
+
+
+def _copy_whole_y(to, at, step):
+    """The copies of a slice of Y of which all is there."""
+    for c in unrolled(COPIES):
+        FETCH_16(i32(to + c * (REACH * PITCH)), at)
+        at = at + step
+
+
+def _copy_whole_x(to, at, step, row0):
+    """Make the copies of a slice of X of which all is there."""
+    for c in unrolled(X_COPIES):
+        if (c + 1) * X_STEP <= ROWS:
+            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
+        elif row0 + c * X_STEP < ROWS:
+            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
+        at = at + step
+
+
+def _product(
+    x,
+    y,
+    bias,
+    extra,
+    pre,
+    out,
+    sums,
+    m,
+    n,
+    k,
+    x_place,
+    x_row,
+    x_column,
+    y_place,
+    y_row,
+    y_column,
+    bias_place,
+    bias_column,
+    extra_place,
+    extra_row,
+    extra_column,
+    pre_place,
+    pre_row,
+    pre_column,
+    out_place,
+    out_row,
+    out_column,
+):
+    memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
+    t = i32(cuda.threadIdx.x)
+    lane, warp = i32(t & 31), i32(t >> 5)
+    place = i64(cuda.blockIdx.y)
+    column0 = i32(cuda.blockIdx.x * 32)
+    slices = i32((k + (DEPTH - 1)) // DEPTH)
+
+    # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
+    # values of K where Y's columns are neighbours, else columns.
+    line, piece = i32(t >> PIECE_BITS), i32(t & (PIECES - 1))
+    to = i32(memory + line * PITCH + piece * 16)
+    if ALONG_K:
+        y_at = y + place * y_place + i64(column0 + line) * y_column + piece * 16
+        lines_left = i32(n - column0 - line)
+        bytes_left = i32(k * SIZE - piece * 16)
+        y_line, y_slice = y_column * REACH, i64(DEPTH * SIZE)
+    else:
+        y_at = y + place * y_place + i64(line) * y_row + i64(column0) * SIZE + piece * 16
+        lines_left = i32(k - line)
+        bytes_left = i32(least(i32((n - column0) * SIZE), LINE_BYTES) - piece * 16)
+        y_line, y_slice = y_row * REACH, y_row * DEPTH
+    # ... and of X's: the same K of every X_STEP-th row
+    x_k, x_row0 = i32((t & (X_PIECES - 1)) * X_VALUES), i32(t >> X_BITS)
+    x_to = i32(memory + Y_SLICE + x_row0 * X_PITCH + x_k * SIZE)
+    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
+    x_left = i32(k - x_k)
+    x_line, x_slice = x_row * X_STEP, x_column * DEPTH
+    whole = m == ROWS and column0 + 32 <= n
+    write = i32(0)
+    while write < (STAGES - 1) * SLICE:
+        if whole and x_left + x_k >= DEPTH:
+            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+        else:
+            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+        fetch_commit()
+        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
+        if ALONG_K:
+            bytes_left = i32(bytes_left - DEPTH * SIZE)
+        else:
+            lines_left = i32(lines_left - DEPTH)
+        write = i32(write + SLICE)
+
+    total = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(total)
+    # a lane's first row and column; its share of K begins at that of the warp
+    own_row, own_column = i32(0), lane
+    if LANES_M > 1:
+        own_row, own_column = LANE_ROW(lane), i32(LANE_COLUMN(lane) * (1 if ALONG_K else FEW))
+    y_from = i32(memory + (own_column * PITCH + warp * (SHARE * SIZE)))
+    if not ALONG_K:
+        y_from = i32(memory + (own_column * SIZE + warp * (SHARE * PITCH)))
+    x_from = i32(memory + (Y_SLICE + own_row * X_PITCH + warp * (SHARE * SIZE)))
+    kept = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(kept)
+    read, done = i32(0), i32(0)
+    while done < slices:
+        WAIT()
+        block_barrier()  # the slice is there, and the one before has been read by all
+        if whole and x_left + x_k >= DEPTH:
+            if PARTS == 1:
+                COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+                COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+                MULTIPLY(total, 0, i32(x_from + read), i32(y_from + read))
+            else:
+                # copies and reads of shared memory share a queue: the copies go between the parts
+                y_run, x_run = y_at, x_at
+                for u in unrolled(PARTS):
+                    MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
+                    for c in unrolled(u * COPIES // PARTS, (u + 1) * COPIES // PARTS):
+                        FETCH_16(i32(to + write + c * (REACH * PITCH)), y_run)
+                        y_run = y_run + y_line
+                    for c in unrolled(u * X_COPIES // PARTS, (u + 1) * X_COPIES // PARTS):
+                        if (c + 1) * X_STEP <= ROWS:
+                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        elif x_row0 + c * X_STEP < ROWS:
+                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        x_run = x_run + x_line
+        else:
+            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+            for u in unrolled(PARTS):
+                MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
+        fetch_commit()
+        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
+        if ALONG_K:
+            bytes_left = i32(bytes_left - DEPTH * SIZE)
+        else:
+            lines_left = i32(lines_left - DEPTH)
+        write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
+        read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
+        done = i32(done + 1)
+        if (done & (CHAIN - 1)) == 0:  # a chain of sums ends
+            ADD(kept, total)
+            CLEAR(total)
+    ADD(total, kept)
+    WAIT_ALL()
+    block_barrier()
+    PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
+    block_barrier()
+
+    column = i64(column0 + lane)
+    inside_n = column0 + lane < n
+    offset = ACCUMULATOR(0)
+    if BIAS:
+        if inside_n:
+            offset = LOAD_BIAS(bias + place * bias_place + column * bias_column)
+    # each warp finishes every WARPS-th row
+    row_here = i32(warp)
+    while row_here < ROWS:
+        row = i64(row_here)
+        result = ACCUMULATOR(0)
+        if row_here < m and inside_n:
+            at = i32(memory + (row_here * 32 + lane) * SIZE)
+            value = TAKE_ONE(at)
+            for w in unrolled(1, WARPS):
+                value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
+            value = value + offset
+            if PRE:
+                STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
+            if EXTRA:
+                added = LOAD_EXTRA(
+                    extra + place * extra_place + row * extra_row + column * extra_column
+                )
+            if HAS_FUNCTION:
+                result = FUNCTION(value)
+            else:
+                result = value
+            if RESIDUAL:
+                result = result + added
+            if SLOPE:
+                if HAS_FUNCTION:
+                    result = result * added
+                else:
+                    result = added
+            STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
+        if SUMS:
+            # behind the chains' sums, which other warps may still read
+            PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)
+        row_here = i32(row_here + WARPS)
+    if SUMS:
+        block_barrier()
+        if t < 32 and inside_n:
+            result_sum = ACCUMULATOR(0)
+            at = i32(0)
+            while at < m:
+                run, end = ACCUMULATOR(0), i32(least(i32(at + RUN), m))
+                while at < end:
+                    run = run + TAKE_ONE(i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE))
+                    at = i32(at + 1)
+                result_sum = result_sum + run
+            STORE_SUM(sums + (place * n + column) * SIZE, result_sum)
+
+
+#: Addresses, sizes, strides in bytes.
+SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 3 + ["i64"] * 17)
+
+
+@dataclass(frozen=True)
+class Thin:
+    """A kernel, and what `last_call` shows."""
+
+    #: "float32" or "float64": of X, Y and the sums.
+    dtype: str
+    #: Whether Y's neighbours lie along K.
+    along_k: bool
+    #: Whether X is copied by 16 bytes along K, or value by value.
+    x_wide: bool
+    #: A power of two up to 16, a multiple of 4 up to 32, of 8 up to 64.
+    rows: int
+    stages: int
+
+    @property
+    def size(self) -> int:
+        return intrinsics.itemsize(self.dtype)
+
+    @property
+    def depth(self) -> int:
+        """Values of K in a slice."""
+        return tiling.THIN_SLICE // (COLUMNS * self.size)
+
+    @property
+    def share(self) -> int:
+        """Values of K in a warp's share of a slice."""
+        return self.depth // tiling.THIN_WARPS
+
+    @property
+    def pitch(self) -> int:
+        """Bytes from a line of a slice to the next: 16 more where lanes read lines of their own."""
+        return self.depth * self.size + 16 if self.along_k else COLUMNS * self.size
+
+    @property
+    def y_bytes(self) -> int:
+        return self.pitch * (COLUMNS if self.along_k else self.depth)
+
+    @property
+    def lanes_m(self) -> int:
+        """Lanes along M, and the columns of each."""
+        return 1 if self.rows <= 16 else 4 if self.rows <= 32 else 8
+
+    @property
+    def part_m(self) -> int:
+        """Rows of a lane."""
+        return self.rows // self.lanes_m
+
+    @property
+    def x_pitch(self) -> int:
+        """Bytes from a row of X to the next: 16 more where lanes read rows of their own."""
+        return self.depth * self.size + (16 if self.lanes_m > 1 else 0)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a warp's share; copies go between them where arithmetic takes the most time."""
+        return self.share * self.size // 16 if self.lanes_m > 1 else 1
+
+    @property
+    def slice_bytes(self) -> int:
+        return self.y_bytes + self.rows * self.x_pitch
+
+    @property
+    def key(self) -> str:
+        """All that the intrinsics depend on."""
+        return f"{self.dtype},{self.along_k},{self.rows},{self.depth}"
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{COLUMNS}x{self.depth}, {self.stages} stages"
+
+
+@functools.cache
+def _multiply(thin: Thin) -> Any:
+    """``multiply(total, part, x, y)``: a lane's sums go on by a part of a warp's share of a slice,
+    whose rows of X and columns of Y begin at these addresses.
+    """
+    kind, size = FORMATS[thin.dtype]
+    few, columns = 16 // size, thin.lanes_m
+    lanes_n = 32 // columns
+
+    def factors(builder: Any, x: Any, y: Any, u: int) -> tuple[list[list[Any]], list[list[Any]]]:
+        """Return the factors of `few` values of K: those of each row, and those of each column."""
+
+        def taken(at: Any, offset: int, count: int) -> list[Any]:
+            return shared_vector(builder, builder.add(at, I32(offset)), kind, count)
+
+        rows = [taken(x, r * columns * thin.x_pitch + 16 * u, few) for r in range(thin.part_m)]
+        if thin.along_k:
+            return rows, [taken(y, j * lanes_n * thin.pitch + 16 * u, few) for j in range(columns)]
+        count = min(few, columns)
+        lines = [
+            [
+                value
+                for j in range(0, columns, count)
+                for value in taken(y, (few * u + v) * thin.pitch + j * lanes_n * size, count)
+            ]
+            for v in range(few)
+        ]
+        return rows, [[line[j] for line in lines] for j in range(columns)]
+
+    def typing(typingctx: Any, total: Any, part: Any, x: Any, y: Any) -> Any:
+        if not isinstance(part, types.IntegerLiteral):
+            return None
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at = array_pointer(context, builder, signature.args[0], args[0])
+            sums = read_registers(builder, at, 0, thin.part_m * columns)
+            steps = thin.share // few // thin.parts
+            for u in range(steps * part.literal_value, steps * (part.literal_value + 1)):
+                rows, ys = factors(builder, args[2], args[3], u)
+                for v in range(few):
+                    for r, row in enumerate(rows):
+                        # back and forth: the turn shares a factor of Y
+                        for j in range(columns) if r % 2 == 0 else reversed(range(columns)):
+                            i = r * columns + j
+                            sums[i] = fused(builder, row[v], ys[j][v], sums[i])
+            write_registers(builder, at, 0, sums)
+            return context.get_dummy_value()
+
+        return types.void(total, part, types.int32, types.int32), codegen
+
+    return named("multiply", thin.key, 4, typing)
+
+
+@functools.cache
+def _put_part(thin: Thin) -> Any:
+    """``put(total, at)``: a lane's sums to rows of 32 values in shared memory."""
+    columns, size = thin.lanes_m, thin.size
+    lanes_n = 32 // columns
+    count = 1 if thin.along_k else min(16 // size, columns)
+
+    def typing(typingctx: Any, total: Any, to: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at = array_pointer(context, builder, signature.args[0], args[0])
+            for r in range(thin.part_m):
+                for j in range(0, columns, count):
+                    offset = (r * columns * 32 + j * lanes_n) * size
+                    values = read_registers(builder, at, r * columns + j, count)
+                    put_shared_vector(builder, builder.add(args[1], I32(offset)), values)
+            return context.get_dummy_value()
+
+        return types.void(total, types.int32), codegen
+
+    return named("put_part", thin.key, 2, typing)
+
+
+@functools.lru_cache(maxsize=256)
+def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
+    one, size = intrinsics, thin.size
+    threads = 32 * tiling.THIN_WARPS
+    line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
+    pieces = line_bytes // 16
+    reach = threads // pieces
+    lines = COLUMNS if thin.along_k else thin.depth
+    few = 16 // size
+    x_values = few if thin.x_wide else 1
+    x_pieces = thin.depth // x_values
+    x_step = max(1, threads // x_pieces)
+    bindings: dict[str, Any] = {
+        "ROWS": thin.rows,
+        "DEPTH": thin.depth,
+        "SHARE": thin.share,
+        "FEW": few,
+        "WARPS": tiling.THIN_WARPS,
+        "PARTS": thin.parts,
+        "ALONG_K": thin.along_k,
+        "SIZE": size,
+        "PITCH": thin.pitch,
+        "LINE_BYTES": line_bytes,
+        "PIECES": pieces,
+        "PIECE_BITS": pieces.bit_length() - 1,
+        "REACH": reach,
+        "COPIES": lines // reach,
+        "STAGES": thin.stages,
+        "SLICE": thin.slice_bytes,
+        "Y_SLICE": thin.y_bytes,
+        "PART": thin.part_m * thin.lanes_m,
+        "LANES_M": thin.lanes_m,
+        "X_PITCH": thin.x_pitch,
+        "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
+        "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),
+        "X_PIECES": x_pieces,
+        "X_BITS": x_pieces.bit_length() - 1,
+        "X_VALUES": x_values,
+        "X_STEP": x_step,
+        "X_COPIES": -(-thin.rows // x_step),
+        "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
+        "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""),
+        "FETCH_16": one.fetch(16, ahead=""),
+        "WAIT": one.fetch_wait(thin.stages - 2),
+        "WAIT_ALL": one.fetch_wait0,
+        "CLEAR": clear(thin.part_m * thin.lanes_m),
+        "MULTIPLY": _multiply(thin),
+        "CHAIN": tiling.CHAIN // thin.share,
+        "ADD": add(thin.part_m * thin.lanes_m),
+        "RUN": tiling.RUN,
+        "PUT_PART": _put_part(thin),
+        **epilogue.bindings(),
+    }
+    bindings["COPY_Y"] = inlined(_copy_y, **bindings)
+    bindings["COPY_X"] = inlined(_copy_x, **bindings)
+    bindings["COPY_WHOLE_Y"] = inlined(_copy_whole_y, **bindings)
+    bindings["COPY_WHOLE_X"] = inlined(_copy_whole_x, **bindings)
+    template = expanded(_product, bindings)
+    return kernel(
+        template,
+        SIGNATURE,
+        threads=threads,
+        blocks=1,
+        name=f"few rows {epilogue.kind}",
+        **names_of(template, bindings),
+    )
+
+
+def plan(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it, whatever its sizes; None where Y has no 16 bytes to copy, or few fit."""
+    p = product
+    few = 16 // intrinsics.itemsize(p.y.dtype)
+    along_k = runs_wide(p.y, 1, few)
+    if p.places > 65535 or not (along_k or runs_wide(p.y, 2, few)):
+        return None
+    rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
+    made = Thin(p.y.dtype, along_k, runs_wide(p.x, 2, few), rows, 0)
+    stages = min(tiling.THIN_STAGES, device.shared_per_block // made.slice_bytes)
+    if stages < 3:
+        return None
+    made = replace(made, stages=stages)
+    arguments = (
+        Slot("x"),
+        Slot("y"),
+        *Epilogue.slots(p, Slot("out")),
+        p.m,
+        p.n,
+        p.k,
+        *p.x.steps,
+        *p.y.steps,
+        *Epilogue.steps(p, p.out),
+    )
+    built = _kernel(made, Epilogue.of(p, p.out.dtype))
+    grid = (-(-p.n // COLUMNS), p.places, 1)
+    launch = Launch(built, grid, arguments, stages * made.slice_bytes)
+    return Plan((launch,), made, block_m=p.m)
+
+
+class FewRows:
+    """Takes products whose time is that of reading Y once; see the module."""
+
+    name = "cores"
+
+    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
+        """How to run it; None for more rows, few columns, and before compute capability 8.0."""
+        p = product
+        if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
+            return None
+        if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
+            return None
+        if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
+            return None
+        return plan(p, device)
+
+
+FEW_ROWS = FewRows()

@@ -1,0 +1,1069 @@
+"""The product on Hopper's tensor cores, as templates: out[p] = epilogue(X[p] @ Y[p]).
+
+One block per multiprocessor stays for the whole launch and takes one unit of work (a block of the
+result, or a part of its K) after the other.  Its threads have two roles:
+
+- group 0, of which one thread acts, is the producer: it asks the copy engine (TMA) for slices of X
+  and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
+  parts, a stage has a slice of each);
+- one or two consumer groups of 128 threads multiply slices as they arrive (wgmma, accumulators in
+  registers) and finish the block: bias, function, residual or slope, column sums, store.
+
+Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
+consumer has read it).  In the "cooperative" schedule each consumer has 64 rows of one block; in
+"ping-pong" each has a block of its own, and while one finishes its block, the other multiplies:
+`turn` keeps them from multiplying at the same time.
+
+Templates trust `hopper.take`.  UPPER-case names are bound there; `unroll` writes loops over
+accumulators out.  A result of 16-bit values goes through `staging` in shared memory, where
+stmatrix puts it in rows with their 16-byte pieces permuted as the copy engine's swizzle has them
+(no bank conflicts).  It leaves by 16 bytes a thread ("vectors"), where rows are not aligned to
+that by single values ("rows"), or by the copy engine ("map"), which keeps such pieces waiting
+behind the slices that it fetches.  The residual and grad come the same three ways.  A warp deals
+with its own 16 rows and waits for no other, but where the residual or grad comes by "map".  The
+bias waits in shared memory, as float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numfuse.backends.cuda.compile.intrinsics import (
+    barrier_arrive,
+    barrier_expect,
+    barrier_fence,
+    barrier_init,
+    barrier_wait,
+    block_barrier,
+    block_count,
+    block_index,
+    copy_fence,
+    dynamic_shared,
+    fetch16,
+    fetch_commit,
+    fetch_wait0,
+    fetch_wait1,
+    fresh,
+    global_load2_f32,
+    global_load16,
+    global_load_f32,
+    global_store2_f32,
+    global_store4_b32,
+    global_store16,
+    global_store_f32,
+    grid_release,
+    grid_wait,
+    group_barrier,
+    map_prefetch,
+    matrix_load,
+    matrix_store,
+    multiply_wait1,
+    prefetch,
+    product_high,
+    quotient,
+    registers_few,
+    registers_many,
+    same,
+    select,
+    shared_load2_f32,
+    shared_load4_b32,
+    shared_load16,
+    shared_load_f32,
+    shared_store32,
+    shared_store_f32,
+    shuffle_xor,
+    store_commit,
+    store_wait_read0,
+    store_wait_read1,
+    tensor_load,
+    tensor_prefetch,
+    tensor_store,
+    thread_index,
+    warp_barrier,
+)
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import unrolled
+
+# ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
+# mypy: disable-error-code="name-defined"
+
+
+def unit_at(unit: int, row_blocks: int, column_blocks: int, places: int) -> tuple[int, ...]:
+    """(part of K, place, first row, first column) of a unit of work.
+
+    GROUP rows of blocks are worked on together, column by column: the slices of X and Y that blocks
+    at work share are then found in the second-level cache.
+    """
+    blocks = row_blocks * column_blocks
+    part, place, block = 0, 0, unit
+    if unit >= blocks:  # a division takes as long as the addresses of 16 sums
+        outer = quotient(unit, blocks)
+        block = unit - outer * blocks
+        part = quotient(outer, places)
+        place = outer - part * places
+    strip = quotient(block, GROUP * fresh(column_blocks))  # computed here: no register keeps it
+    first = strip * GROUP
+    height = min(GROUP, row_blocks - first)
+    rest = block - first * column_blocks
+    column = quotient(rest, height)
+    row = first + rest - column * height
+    return part, place, row * BLOCK_M, column * BLOCK_N
+
+
+def next_stage(stage: int, parity: int) -> tuple[int, int]:
+    """The stage behind one, and the parity of its barriers."""
+    stage += 1
+    if stage == STAGES:
+        stage = 0
+        parity ^= 1
+    return stage, parity
+
+
+def produce(
+    x_map: int,
+    y_map: int,
+    shared: int,
+    slices: int,
+    units: int,
+    row_blocks: int,
+    column_blocks: int,
+    places: int,
+    x_places: int,
+    y_places: int,
+    x_plane: int,
+    y_plane: int,
+    part_slices: int,
+    slice_bytes: int,
+) -> None:
+    """The producer's thread: every slice of every unit of this block, in order."""
+    full = shared + FULL_AT
+    stage, parity, unit = 0, 1, block_index() + 0
+    while unit < units:
+        part, place, row0, column0 = UNIT_AT(unit, row_blocks, column_blocks, places)
+        first = part * part_slices
+        end = min(slices, first + part_slices)
+        at = first
+        while at < end:
+            barrier = full + 8 * stage
+            barrier_wait(barrier + 8 * STAGES, parity)
+            barrier_expect(barrier, slice_bytes)
+            x_at = shared + stage * STAGE_BYTES
+            x_place, y_place = place * x_places, place * y_places
+            for _plane in unrolled(PLANES):
+                y_at = x_at + X_BYTES
+                if X_TURNED:
+                    for i in unrolled(BLOCK_M // 64):
+                        tensor_load(
+                            x_at + 8192 * i, x_map, row0 + 64 * i, at * DEPTH, x_place, barrier
+                        )
+                else:
+                    tensor_load(x_at, x_map, at * DEPTH, row0, x_place, barrier)
+                if Y_TURNED:
+                    for i in unrolled(BLOCK_N // Y_BOX):
+                        tensor_load(
+                            y_at + 128 * Y_BOX * i,
+                            y_map,
+                            column0 + Y_BOX * i,
+                            at * DEPTH,
+                            y_place,
+                            barrier,
+                        )
+                else:
+                    tensor_load(y_at, y_map, at * DEPTH, column0, y_place, barrier)
+                x_at += PLANE_BYTES
+                x_place += x_plane
+                y_place += y_plane
+            stage, parity = NEXT(stage, parity)
+            at += 1
+        unit += block_count()
+
+
+def multiply_slices(
+    acc: Any,
+    shared: int,
+    x_offset: int,
+    stage: int,
+    parity: int,
+    count: int,
+    next_turn: int,
+    leader: bool,
+) -> tuple[int, int]:
+    """acc = the sum of `count` slices' products, from `stage` on; the stage behind them.
+
+    In "ping-pong" the other group's turn begins (at the barrier `next_turn`) when this one's last
+    products are on their way: the tensor cores never wait.  One slice's products are in flight
+    while the next one's are issued.
+    """
+    full = shared + FULL_AT
+    empty = full + 8 * STAGES
+    before = stage
+    done = 0
+    while done < count:
+        barrier_wait(full + 8 * stage, parity)
+        x_at = shared + stage * STAGE_BYTES
+        x = X_DESCRIPTOR | (((x_at + x_offset) & 0x3FFFF) >> 4)
+        y = Y_DESCRIPTOR | (((x_at + X_BYTES) & 0x3FFFF) >> 4)
+        MULTIPLY(acc, x, y, done != 0)
+        if done > 0:
+            multiply_wait1()
+            barrier_arrive(empty + 8 * before, leader)
+        before = stage
+        done += 1
+        stage, parity = NEXT(stage, parity)
+    if PING_PONG:
+        barrier_arrive(next_turn, leader)
+    MULTIPLY_WAIT(acc)
+    barrier_arrive(empty + 8 * before, leader)
+    return stage, parity
+
+
+def multiply_split(
+    low: Any,
+    high: Any,
+    total: Any,
+    shared: int,
+    x_offset: int,
+    stage: int,
+    parity: int,
+    count: int,
+    next_turn: int,
+    leader: bool,
+) -> tuple[int, int]:
+    """total = the sum of the six products of each of `count` slices, of which a stage has all
+    planes, from `stage` on; the stage behind them.  Turns as in `multiply_slices`.
+
+    A plane that is in shared memory is used two or three times: one product after the other, each
+    over all of K, would take twice as much from the second-level cache, which is then the limit.
+    The five products with a low part have sums of their own, which are small and go on to the end.
+    That of the high parts holds no more than PROMOTE slices at a time and is added to `total`: the
+    tensor cores add with fewer bits than float32 has, a float32 addition does not.
+    """
+    full = shared + FULL_AT
+    empty = full + 8 * STAGES
+    before = stage
+    NEXT_PLANE = PLANE_BYTES >> 4
+    CLEAR(total)
+    done = 0
+    while done < count:
+        barrier_wait(full + 8 * stage, parity)
+        x_at = shared + stage * STAGE_BYTES
+        x = X_DESCRIPTOR | (((x_at + x_offset) & 0x3FFFF) >> 4)
+        y = Y_DESCRIPTOR | (((x_at + X_BYTES) & 0x3FFFF) >> 4)
+        MULTIPLY(low, x, y + 2 * NEXT_PLANE, True)
+        if done > 0:
+            # with that one on its way, those of the slice before are done
+            multiply_wait1()
+            barrier_arrive(empty + 8 * before, leader)
+        MULTIPLY(low, x + 2 * NEXT_PLANE, y, True)
+        MULTIPLY(low, x + NEXT_PLANE, y + NEXT_PLANE, True)
+        MULTIPLY(low, x, y + NEXT_PLANE, True)
+        MULTIPLY(low, x + NEXT_PLANE, y, True)
+        MULTIPLY(high, x, y, (done & (PROMOTE - 1)) != 0)
+        before = stage
+        done += 1
+        stage, parity = NEXT(stage, parity)
+        if (done & (PROMOTE - 1)) == 0 and done < count:
+            # (the compiler lets nothing read a sum while another one is on its way)
+            MULTIPLY_WAIT(low)
+            MULTIPLY_WAIT(high)
+            ADD(total, high)
+    if PING_PONG:
+        barrier_arrive(next_turn, leader)
+    MULTIPLY_WAIT(low)
+    MULTIPLY_WAIT(high)
+    barrier_arrive(empty + 8 * before, leader)
+    ADD(total, high)
+    # where a low part is no number (of an infinity) or its product overflows, the high parts'
+    # product alone has IEEE's infinity or NaN
+    for i in unrolled(VALUES):
+        total[i] = total[i] + FINITE(low[i])
+    return stage, parity
+
+
+def finite(x: Any) -> Any:
+    """x, or 0 where it is an infinity or no number."""
+    return SELECT(IS_FINITE(x), x, ZERO)
+
+
+def slices_of(unit: int, units: int, slices: int, part_slices: int) -> int:
+    """How many slices a unit has; `units`: of one part of K."""
+    count = part_slices
+    if part_slices < slices:
+        part = quotient(unit, units)
+        count = min(slices - part * part_slices, part_slices)
+    return count
+
+
+def past(stage: int, parity: int, count: int) -> tuple[int, int]:
+    """The stage and parity behind `count` slices that another consumer takes."""
+    end = stage + count
+    turns = product_high(end, PER_STAGE)
+    return end - turns * STAGES, parity ^ (turns & 1)
+
+
+def consume(
+    out_map: int,
+    extra_map: int,
+    bias: int,
+    extra: int,
+    pre: int,
+    out: int,
+    sums: int,
+    shared: int,
+    m: int,
+    n: int,
+    slices: int,
+    units: int,
+    row_blocks: int,
+    column_blocks: int,
+    places: int,
+    part_slices: int,
+    bias_place: int,
+    bias_column: int,
+    extra_place: int,
+    extra_row: int,
+    extra_column: int,
+    pre_place: int,
+    pre_row: int,
+    pre_column: int,
+    out_part: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
+    """A consumer's thread: its blocks, or its 64 rows of every block."""
+    thread = thread_index() - 128
+    consumer = same(thread >> 7)
+    thread = thread & 127
+    leader = thread == 0
+    acc = cuda.local.array(VALUES, types.float32)
+    CLEAR(acc)
+    total = acc
+    if PLANES > 1:
+        total = cuda.local.array(VALUES, types.float32)
+        low = cuda.local.array(VALUES, types.float32)
+    staging = shared + STAGING_AT + consumer * BUFFERS * BUFFER_BYTES
+    biases = shared + BIAS_AT
+    if PING_PONG:
+        biases += 2 * BIAS_BYTES * consumer
+    ahead = cuda.local.array(BIASES, types.float32)
+    arrived = shared + FULL_AT + 16 * STAGES + 8 * BUFFERS * consumer
+    turn = shared + FULL_AT + 16 * STAGES + 16 * BUFFERS
+    stage, parity, extra_parity, turned = 0, 0, 0, 0
+    unit = block_index() + 0
+    if PING_PONG:
+        turn_parity = 1 - consumer
+        if consumer == 1 and unit < units:
+            count = COUNT(unit, row_blocks * column_blocks * places, slices, part_slices)
+            stage, parity = PAST(stage, parity, count)
+        unit += consumer * block_count()
+    while unit < units:
+        part, place, row0, column0 = UNIT_AT(unit, row_blocks, column_blocks, places)
+        count = min(slices - part * part_slices, part_slices)
+        if not PING_PONG:
+            row0 += 64 * consumer
+        if EXTRA == "map":
+            # its first pieces arrive while the block is multiplied, the others come closer
+            if leader:
+                store_wait_read0()
+                for c in unrolled(BUFFERS):
+                    barrier_expect(arrived + 8 * c, BUFFER_BYTES)
+                    tensor_load(
+                        staging + BUFFER_BYTES * c,
+                        extra_map,
+                        column0 + c % ROW_CHUNKS * WIDTH,
+                        row0 + c // ROW_CHUNKS * 64,
+                        place,
+                        arrived + 8 * c,
+                    )
+                for c in unrolled(BUFFERS, CHUNKS):
+                    tensor_prefetch(
+                        extra_map,
+                        column0 + c % ROW_CHUNKS * WIDTH,
+                        row0 + c // ROW_CHUNKS * 64,
+                        place,
+                    )
+        if BIAS != "":
+            # a thread's columns wait in registers until the block's products are there
+            for i in unrolled(BIASES):
+                ahead[i] = LOAD_BIAS(
+                    bias + (place * bias_place) * BIAS_SIZE,
+                    column0 + thread + 128 * i,
+                    n,
+                    bias_column,
+                )
+        if EXTRA == "vectors":
+            grad = extra + place * extra_place * 2
+            for c in unrolled(BUFFERS):
+                FETCH_VECTORS(
+                    grad,
+                    staging + BUFFER_BYTES * c,
+                    row0 + c // ROW_CHUNKS * 64,
+                    column0 + c % ROW_CHUNKS * WIDTH,
+                    thread,
+                    m,
+                    n,
+                    extra_row,
+                )
+            for c in unrolled(BUFFERS, CHUNKS):
+                row = row0 + c // ROW_CHUNKS * 64 + thread
+                at = grad + (row * extra_row + column0 + c % ROW_CHUNKS * WIDTH) * 2
+                prefetch(at, (thread < 64) & (row < m) & (column0 + c % ROW_CHUNKS * WIDTH < n))
+        if PLANES > 1:
+            # nothing of the block before, so its epilogue has these registers; the waits, for
+            # nothing, keep the compiler from setting them among the products
+            CLEAR(low)
+            CLEAR(acc)
+            MULTIPLY_WAIT(low)
+            MULTIPLY_WAIT(acc)
+        if PING_PONG:
+            barrier_wait(turn + 8 * consumer, turn_parity)
+            turn_parity ^= 1
+        x_offset = 0
+        if not PING_PONG:
+            x_offset = 8192 * consumer
+        next_turn = turn + 8 - 8 * consumer
+        if PLANES > 1:
+            stage, parity = MULTIPLY_SPLIT(
+                low, acc, total, shared, x_offset, stage, parity, count, next_turn, leader
+            )
+        else:
+            stage, parity = MULTIPLY_SLICES(
+                acc, shared, x_offset, stage, parity, count, next_turn, leader
+            )
+        if BIAS != "":
+            # two places by turns: no warp is still reading the block's before the last
+            for i in unrolled(BIASES):
+                shared_store_f32(biases + turned + (thread + 128 * i) * 4, ahead[i])
+            if PING_PONG:
+                group_barrier(1 + consumer, 128)
+            else:
+                group_barrier(3, 128 * CONSUMERS)  # one block, and so one bias
+        FINISH(
+            total,
+            out_map,
+            extra_map,
+            biases + turned,
+            extra,
+            pre,
+            out,
+            staging,
+            arrived,
+            extra_parity,
+            consumer,
+            thread,
+            part,
+            place,
+            row0,
+            column0,
+            m,
+            n,
+            extra_place,
+            extra_row,
+            extra_column,
+            pre_place,
+            pre_row,
+            pre_column,
+            out_part,
+            out_place,
+            out_row,
+            out_column,
+        )
+        turned ^= BIAS_BYTES
+        if EXTRA == "map" and CHUNKS // BUFFERS % 2:
+            extra_parity ^= 1
+        if SUMS:
+            SUM_COLUMNS(total, sums, staging, consumer, thread, place, row0, column0, m, n)
+        unit += block_count()
+        if PING_PONG:
+            if unit < units:
+                count = COUNT(unit, row_blocks * column_blocks * places, slices, part_slices)
+                stage, parity = PAST(stage, parity, count)
+            unit += block_count()
+    if OUT == "map":
+        if ALONE:
+            if (thread & 31) == 0:
+                store_wait_read0()  # written they are when the launch is over
+        else:
+            if leader:
+                store_wait_read0()
+
+
+def finish(
+    acc: Any,
+    out_map: int,
+    extra_map: int,
+    biases: int,
+    extra: int,
+    pre: int,
+    out: int,
+    staging: int,
+    arrived: int,
+    extra_parity: int,
+    consumer: int,
+    thread: int,
+    part: int,
+    place: int,
+    row0: int,
+    column0: int,
+    m: int,
+    n: int,
+    extra_place: int,
+    extra_row: int,
+    extra_column: int,
+    pre_place: int,
+    pre_row: int,
+    pre_column: int,
+    out_part: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
+    """The epilogue of a block: 64 rows x WIDTH columns at a time.
+
+    Of each 8 columns a thread holds two neighbours in a row and in the one 8 below (9.7.15.5.1.1.2
+    of the PTX ISA); a warp has 16 rows.
+    """
+    leader = thread == 0
+    # computed here, and not kept while the block is multiplied
+    thread, part, place = fresh(thread), fresh(part), fresh(place)
+    lane, warp = thread & 31, thread >> 5
+    # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
+    # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
+    own_row = warp * 16 + (lane & 15)
+    swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
+    own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
+    biases = biases + (lane & 3) * 8
+    b = cuda.local.array(WIDTH // 4, types.float32)
+    extra = extra + place * extra_place * EXTRA_SIZE
+    pre = pre + place * pre_place * 4
+    out = out + (part * out_part + place * out_place) * OUT_SIZE
+    for c in unrolled(CHUNKS):
+        ROW = c // ROW_CHUNKS * 64
+        COLUMN = c % ROW_CHUNKS * WIDTH
+        BASE = c * WIDTH // 2
+        buffer = staging + c % BUFFERS * BUFFER_BYTES
+        top, left = row0 + ROW, column0 + COLUMN
+        if STAGED or EXTRA != "" or PRE:
+            # of this piece alone: what pieces have in common would fill registers
+            top, left = fresh(top), fresh(left)
+        row = top + warp * 16 + (lane >> 2)
+        if ALONE:
+            # the buffer is free once the store that was so many pieces ago has been read
+            if lane == 0:
+                if BUFFERS == 2:
+                    store_wait_read1()
+                else:
+                    store_wait_read0()
+            warp_barrier()
+        if EXTRA == "map":
+            barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
+        if EXTRA == "vectors":
+            if BUFFERS == 2:
+                fetch_wait1()
+            else:
+                fetch_wait0()
+            warp_barrier()
+        if EXTRA == "rows":
+            FETCH_ROWS(
+                extra,
+                buffer,
+                top + warp * 16,
+                warp * 16,
+                left,
+                lane,
+                m,
+                n,
+                extra_row,
+                extra_column,
+            )
+        if BIAS != "":
+            for j in unrolled(WIDTH // 8):
+                b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
+        for q in unrolled(WIDTH // 16):
+            # an index that is no literal: PIECE is compiled once, and inlined with the constant
+            PIECE(
+                acc,
+                types.int64(BASE + 8 * q),
+                b,
+                types.int64(4 * q),
+                (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q),
+                row,
+                left + 16 * q + 2 * (lane & 3),
+                m,
+                n,
+                pre,
+                pre_row,
+                pre_column,
+                extra,
+                extra_row,
+                extra_column,
+                out,
+                out_row,
+                out_column,
+            )
+        if ALONE:
+            copy_fence()
+            warp_barrier()
+            if lane == 0:
+                tensor_store(out_map, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
+                store_commit()
+        elif OUT == "map":
+            copy_fence()
+            group_barrier(1 + consumer, 128)
+            if leader:
+                tensor_store(out_map, left, top, place, buffer)
+                store_commit()
+                if c + BUFFERS < CHUNKS:
+                    NEXT = c + BUFFERS
+                    store_wait_read0()
+                    barrier_expect(arrived + 8 * (c % BUFFERS), BUFFER_BYTES)
+                    tensor_load(
+                        buffer,
+                        extra_map,
+                        column0 + NEXT % ROW_CHUNKS * WIDTH,
+                        row0 + NEXT // ROW_CHUNKS * 64,
+                        place,
+                        arrived + 8 * (c % BUFFERS),
+                    )
+        if OUT == "rows":
+            warp_barrier()
+            STORE_ROWS(
+                out, buffer, top + warp * 16, warp * 16, left, lane, m, n, out_row, out_column
+            )
+            warp_barrier()
+        if OUT == "vectors":
+            warp_barrier()
+            STORE_VECTORS(out, buffer, top, left, thread, m, n, out_row)
+            warp_barrier()
+        if EXTRA == "vectors":
+            AHEAD = c + BUFFERS
+            if AHEAD < CHUNKS:
+                FETCH_VECTORS(
+                    extra,
+                    buffer,
+                    row0 + AHEAD // ROW_CHUNKS * 64,
+                    column0 + AHEAD % ROW_CHUNKS * WIDTH,
+                    thread,
+                    m,
+                    n,
+                    extra_row,
+                )
+            else:
+                fetch_commit()  # an empty group: one for each piece, so that they can be counted
+
+
+def piece(
+    acc: Any,
+    index: int,
+    b: Any,
+    b_index: int,
+    at: int,
+    row: int,
+    column: int,
+    m: int,
+    n: int,
+    pre: int,
+    pre_row: int,
+    pre_column: int,
+    extra: int,
+    extra_row: int,
+    extra_column: int,
+    out: int,
+    out_row: int,
+    out_column: int,
+) -> None:
+    """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
+    words = cuda.local.array(4, types.int32)
+    half = cuda.local.array(4, types.int32)
+    v = cuda.local.array(4, types.float32)
+    g = cuda.local.array(4, types.float32)
+    row_in = row < m
+    below_in = row + 8 < m
+    if STAGED and EXTRA != "":
+        words[0], words[1], words[2], words[3] = matrix_load(at)
+    for p in unrolled(2):
+        for i in unrolled(4):
+            v[i] = acc[index + 4 * p + i]
+        if BIAS != "":
+            for i in unrolled(4):
+                v[i] += b[b_index + 2 * p + i % 2]
+        if PRE:
+            STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
+            STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
+        if EXTRA == "float32":
+            g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
+            g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
+        elif EXTRA != "":
+            g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
+            g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
+        for i in unrolled(4):
+            if HAS_FUNCTION:
+                v[i] = FUNCTION(v[i])
+            if SLOPE and HAS_FUNCTION:
+                v[i] = v[i] * g[i]
+            elif SLOPE:
+                v[i] = g[i]
+            elif EXTRA != "":
+                v[i] += g[i]
+        if SUMS:
+            # rows below the last are products of zeros and a bias: they do not count
+            acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
+            acc[index + 4 * p + 1] = select(v[1], ZERO, row_in) + select(v[3], ZERO, below_in)
+        if STAGED:
+            half[2 * p] = PACK(v[0], v[1])
+            half[2 * p + 1] = PACK(v[2], v[3])
+        else:
+            STORE_OUT(out, row, column, m, n, out_row, out_column, v[0], v[1])
+            STORE_OUT(out, row + 8, column, m, n, out_row, out_column, v[2], v[3])
+        column += 8
+    if STAGED:
+        matrix_store(at, half[0], half[1], half[2], half[3])
+
+
+def fetch_rows(
+    extra: int,
+    buffer: int,
+    row: int,
+    in_buffer: int,
+    column: int,
+    lane: int,
+    m: int,
+    n: int,
+    stride: int,
+    column_stride: int,
+) -> None:
+    """16 rows of `extra` into a buffer, in its order; two neighbours a lane."""
+    word = cuda.local.array(4, types.int32)
+    # of 32 columns, the second half of the lanes does the same again
+    lane = fresh(lane) & (WIDTH // 2 - 1)
+    column += 2 * lane
+    rows = m - row
+    at = extra + (row * stride + column * column_stride) * 2
+    low_in, high_in = column < n, column + 1 < n
+    i, end = 0, fresh(16)  # a loop that stays one: written out, it would need too many registers
+    while i < end:
+        for j in unrolled(4):
+            low = global_load16(at, low_in & (i + j < rows))
+            high = global_load16(at + 2 * column_stride, high_in & (i + j < rows))
+            word[j] = low | (high << 16)
+            at += 2 * stride
+        for j in unrolled(4):
+            in_row = in_buffer + i + j
+            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+            piece = ((lane >> 2) ^ swizzle) << 4
+            shared_store32(buffer + in_row * (2 * WIDTH) + piece + ((lane & 3) << 2), word[j])
+        i += 4
+    warp_barrier()
+
+
+def store_rows(
+    out: int,
+    buffer: int,
+    row: int,
+    in_buffer: int,
+    column: int,
+    lane: int,
+    m: int,
+    n: int,
+    stride: int,
+    column_stride: int,
+) -> None:
+    """16 rows of a buffer to `out`: neighbouring lanes store neighbours, any alignment."""
+    lane = fresh(lane)
+    column += lane
+    rows = m - row
+    at = out + (row * stride + column * column_stride) * 2
+    left_in, right_in = column < n, column + 32 < n
+    i, end = 0, fresh(16)
+    while i < end:
+        for j in unrolled(4):
+            in_row = in_buffer + i + j
+            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+            piece = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1)
+            value = shared_load16(piece + (((lane >> 3) ^ swizzle) << 4))
+            global_store16(at, value, left_in & (i + j < rows))
+            if WIDTH == 64:
+                value = shared_load16(piece + ((((lane >> 3) + 4) ^ swizzle) << 4))
+                global_store16(at + 64 * column_stride, value, right_in & (i + j < rows))
+            at += 2 * stride
+        i += 4
+
+
+def fetch_vectors(
+    extra: int, buffer: int, row: int, column: int, thread: int, m: int, n: int, stride: int
+) -> None:
+    """A warp's 16 rows of `extra` on their way into a buffer: one group of 16-byte copies."""
+    thread = fresh(thread)
+    lane, first = thread & 31, (thread >> 5) * 16
+    column += (lane & (PIECES - 1)) * 8
+    at = extra + ((row + first + (lane >> SHIFT)) * stride + column) * 2
+    left = m - row
+    in_row = first + (lane >> SHIFT)
+    i, end = 0, fresh(PIECES // 2)  # a loop that stays one, for want of registers
+    while i < end:
+        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
+        to = buffer + in_row * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
+        fetch16(to, at, 16 * ((in_row < left) & (column < n)))
+        at += 64 // PIECES * stride
+        in_row += 32 // PIECES
+        i += 1
+    fetch_commit()
+
+
+def store_vectors(
+    out: int, buffer: int, row: int, column: int, thread: int, m: int, n: int, stride: int
+) -> None:
+    """A warp's 16 rows of a buffer to `out`, 16 bytes a thread."""
+    thread = fresh(thread)
+    lane, first = thread & 31, (thread >> 5) * 16
+    column += (lane & (PIECES - 1)) * 8
+    at = out + ((row + first + (lane >> SHIFT)) * stride + column) * 2
+    left = m - row
+    in_row = first + (lane >> SHIFT)
+    word = cuda.local.array(PIECES, types.int32)
+    i, end = 0, fresh(2)  # a loop that stays one, for want of registers
+    while i < end:
+        for j in unrolled(PIECES // 4):
+            own = in_row + 32 // PIECES * j
+            swizzle = (own & 7) if WIDTH == 64 else ((own >> 1) & 3)
+            word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3] = shared_load4_b32(
+                buffer + own * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
+            )
+        for j in unrolled(PIECES // 4):
+            global_store4_b32(
+                at,
+                word[4 * j],
+                word[4 * j + 1],
+                word[4 * j + 2],
+                word[4 * j + 3],
+                (in_row < left) & (column < n),
+            )
+            at += 64 // PIECES * stride
+            in_row += 32 // PIECES
+        i += 1
+
+
+def load_bias(bias: int, column: int, n: int, stride: int) -> Any:
+    """The bias of a column; 0 behind the last."""
+    at = bias + column * stride * BIAS_SIZE
+    if BIAS == "float32":
+        return global_load_f32(at, column < n)
+    else:
+        return LOW(global_load16(at, column < n))
+
+
+def load_two(
+    base: int, row: int, column: int, m: int, n: int, stride: int, column_stride: int
+) -> tuple[Any, Any]:
+    """Two neighbours in a row of float32; 0 outside."""
+    if PAIRS:
+        return global_load2_f32(base + (row * stride + column) * 4, (row < m) & (column < n))
+    else:
+        at = base + (row * stride + column * column_stride) * 4
+        low = global_load_f32(at, (row < m) & (column < n))
+        return low, global_load_f32(at + 4 * column_stride, (row < m) & (column + 1 < n))
+
+
+def store_two(
+    base: int,
+    row: int,
+    column: int,
+    m: int,
+    n: int,
+    stride: int,
+    column_stride: int,
+    low: Any,
+    high: Any,
+) -> None:
+    """Two neighbours in a row of float32, where they are inside."""
+    if PAIRS:
+        at = base + (row * stride + column) * 4
+        global_store2_f32(at, low, high, (row < m) & (column < n))
+    else:
+        at = base + (row * stride + column * column_stride) * 4
+        global_store_f32(at, low, (row < m) & (column < n))
+        global_store_f32(at + 4 * column_stride, high, (row < m) & (column + 1 < n))
+
+
+def sum_columns(
+    acc: Any,
+    sums: int,
+    shared: int,
+    consumer: int,
+    thread: int,
+    place: int,
+    row0: int,
+    column0: int,
+    m: int,
+    n: int,
+) -> None:
+    """The sums of the block's columns over a consumer's rows, always in the same order.
+
+    Of each pair of lanes that differ in one bit of their row one keeps the first half of the
+    columns and the other the second: seven eighths of the exchanges are saved.  Then four warps.
+    """
+    leader = thread == 0
+    thread = fresh(thread)
+    lane, warp = thread & 31, thread >> 5
+    N = BLOCK_N // 4
+    s = cuda.local.array(N, types.float32)
+    for i in unrolled(N):
+        AT = i // 2 * 4 + i % 2
+        if HALVES == 2:
+            s[i] = acc[AT] + acc[AT + 2 * N]
+        else:
+            s[i] = acc[AT]
+    for bit in unrolled(3):
+        HALF = N >> (bit + 1)
+        upper = (lane & (16 >> bit)) != 0
+        for i in unrolled(HALF):
+            kept = select(s[i + HALF], s[i], upper)
+            given = select(s[i], s[i + HALF], upper)
+            s[i] = kept + shuffle_xor(given, 16 >> bit)
+    first = (lane >> 4) * (N // 2) + ((lane >> 3) & 1) * (N // 4) + ((lane >> 2) & 1) * (N // 8)
+    # the stores of the block must have left the buffers
+    if OUT == "map":
+        if ALONE:
+            if lane == 0:
+                store_wait_read0()
+        else:
+            if leader:
+                store_wait_read0()
+    group_barrier(1 + consumer, 128)
+    for i in unrolled(N // 8):
+        index = first + i
+        column = (index >> 1) * 8 + (lane & 3) * 2 + (index & 1)
+        shared_store_f32(shared + (warp * BLOCK_N + column) * 4, s[i])
+    group_barrier(1 + consumer, 128)
+    rows = (m + 64 * HALVES - 1) >> (5 + HALVES)  # 64 or 128 of them
+    out = sums + (place * rows + (row0 >> (5 + HALVES))) * n * 4
+    for i in unrolled((BLOCK_N + 127) // 128):
+        column = thread + 128 * i
+        at = shared + (column & (BLOCK_N - 1)) * 4
+        value = shared_load_f32(at)
+        for w in unrolled(1, 4):
+            value += shared_load_f32(at + w * BLOCK_N * 4)
+        inside = (column < BLOCK_N) & (column0 + column < n) & (row0 < m)
+        global_store_f32(out + (column0 + column) * 4, value, inside)
+    copy_fence()  # the copy engine writes the buffers next
+    group_barrier(1 + consumer, 128)
+
+
+def gemm(
+    x_map: int,
+    y_map: int,
+    out_map: int,
+    extra_map: int,
+    bias: int,
+    extra: int,
+    pre: int,
+    out: int,
+    sums: int,
+    m: int,
+    n: int,
+    slices: int,
+    row_blocks: int,
+    column_blocks: int,
+    places: int,
+    units: int,
+    part_slices: int,
+    slice_bytes: int,
+    x_places: int,
+    y_places: int,
+    x_plane: int,
+    y_plane: int,
+    bias_place: int,
+    bias_column: int,
+    extra_place: int,
+    extra_row: int,
+    extra_column: int,
+    pre_place: int,
+    pre_row: int,
+    pre_column: int,
+    out_part: int,
+    out_place: int,
+    out_row: int,
+    out_column: int,
+) -> None:
+    """The kernel: barriers, then each group its role.
+
+    Addresses are in bytes, strides in elements.  `slices`: of K, 128 bytes each; a unit has no
+    more than `part_slices` of them, of `slice_bytes` (X and Y; fewer than a stage has where X has
+    fewer rows than a block).  `x_places`, `y_places`: 0 where an operand is the
+    same at every place.  `x_plane`, `y_plane`: places of one plane of a split operand.
+    """
+    # at a multiple of 1024, the bytes after which the copy engine's swizzle repeats
+    shared = dynamic_shared() + 0
+    thread = thread_index() + 0
+    if thread == 0:
+        map_prefetch(x_map)
+        map_prefetch(y_map)
+        if OUT == "map":
+            map_prefetch(out_map)
+        if EXTRA == "map":
+            map_prefetch(extra_map)
+        full = shared + FULL_AT
+        for s in range(STAGES):
+            barrier_init(full + 8 * s, 1)
+            barrier_init(full + 8 * STAGES + 8 * s, READERS)
+        for s in range(2 * BUFFERS + 2):
+            barrier_init(full + 16 * STAGES + 8 * s, 1)
+        barrier_fence()
+    block_barrier()
+    # what the launch before computed is read from here on
+    grid_wait()
+    grid_release()
+    if thread < 128:
+        if CONSUMERS == 2:
+            registers_few()
+        if thread == 0:
+            PRODUCE(
+                x_map,
+                y_map,
+                shared,
+                slices,
+                units,
+                row_blocks,
+                column_blocks,
+                places,
+                x_places,
+                y_places,
+                x_plane,
+                y_plane,
+                part_slices,
+                slice_bytes,
+            )
+    else:
+        if CONSUMERS == 2:
+            registers_many()
+        CONSUME(
+            out_map,
+            extra_map,
+            bias,
+            extra,
+            pre,
+            out,
+            sums,
+            shared,
+            m,
+            n,
+            slices,
+            units,
+            row_blocks,
+            column_blocks,
+            places,
+            part_slices,
+            bias_place,
+            bias_column,
+            extra_place,
+            extra_row,
+            extra_column,
+            pre_place,
+            pre_row,
+            pre_column,
+            out_part,
+            out_place,
+            out_row,
+            out_column,
+        )

@@ -1,0 +1,153 @@
+"""Tiles of wgmma, what they cost, and which product takes which."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+__all__ = [
+    "HOPPER_BYTES",
+    "HOPPER_BY_MAP",
+    "HOPPER_COPY",
+    "HOPPER_CORES",
+    "HOPPER_FINISH",
+    "HOPPER_HIDDEN",
+    "HOPPER_LAUNCH",
+    "HOPPER_MEMORY",
+    "HOPPER_PART",
+    "HOPPER_ROWS",
+    "HOPPER_SPLIT_TILES",
+    "HOPPER_START",
+    "HOPPER_TENSORS",
+    "HOPPER_TILES",
+    "HopperTile",
+    "hopper_splits",
+    "hopper_tile",
+]
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """A block of a product by wgmma, and how the groups of 128 threads share it."""
+
+    block_m: int
+    block_n: int
+    #: Groups of 128 threads that multiply.
+    consumers: int
+    #: Whether each of them has a block of its own, and not 64 rows of one.
+    ping_pong: bool
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+
+    @property
+    def halves(self) -> int:
+        """Tiles of 64 rows that a group has of a block."""
+        return self.block_m // 64 if self.ping_pong else self.block_m // 64 // self.consumers
+
+    def __str__(self) -> str:
+        schedule = "ping-pong" if self.ping_pong else "cooperative"
+        return f"{self.block_m}x{self.block_n}x64 {schedule}"
+
+
+#: Blocks of wgmma, with the cycles that a slice of 64 of K takes a multiprocessor: numbers that
+#: order the choices as an H200 does (the arithmetic alone is block_m * block_n / 32). Measured in
+#: bfloat16, microseconds, 128 x 256 cooperative / 128 x 128 ping-pong: bare products
+#: (8192,4096,4096) 369 / 367, (65536,512,512) 61 / 55, (4096,1024,4096) 53 / 50, 4096 cubed
+#: 182 / 183; forward with gelu 369 / 371, 77 / 68, 61 / 55, 188 / 188. 64 x 256 ping-pong 2-14%
+#: slower than 128 x 128, 128 x 128 cooperative 2-5%. 1024 cubed: 128 x 64 10.0, 64 x 128 11.4,
+#: 64 x 64 13.0, 128 x 128 13.1 (bare: 9.2, 9.0, 11.1, 11.0); 512 cubed: 64 x 32 7.3, 64 x 64 7.4,
+#: 128 x 64 8.7; M = 16, K = N = 4096: 64 x 64 21.7, 64 x 32 23.3. Two multiprocessors that share
+#: each slice of Y (a cluster, each fetching half of it for both) changed nothing: 0.97-1.00.
+HOPPER_TILES: tuple[tuple[HopperTile, int], ...] = (
+    (HopperTile(128, 256, 2, False), 1080),
+    (HopperTile(128, 128, 2, True), 570),
+    (HopperTile(128, 128, 2, False), 580),
+    (HopperTile(128, 64, 2, False), 400),
+    (HopperTile(64, 128, 1, False), 330),
+    (HopperTile(64, 64, 1, False), 200),
+    (HopperTile(64, 32, 1, False), 220),
+)
+#: The same for six products of bfloat16 parts, of which a thread has three sets of accumulators:
+#: cycles of all six. Measured with their splits, in microseconds, 128 x 128 cooperative / 64 x 128
+#: ping-pong, forward with gelu: (65536,512,512) 386 / 384 (backward 1121 / 1090),
+#: (4096,1024,4096) 301 / 320, 4096 cubed 1116 / 1203, 1024 cubed 48 / 36.
+HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
+    (HopperTile(128, 128, 2, False), 3480),
+    (HopperTile(64, 128, 2, True), 1840),
+    (HopperTile(128, 64, 2, False), 2400),
+    (HopperTile(64, 128, 1, False), 1980),
+    (HopperTile(64, 64, 1, False), 1200),
+    (HopperTile(64, 32, 1, False), 1320),
+)
+#: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
+#: `hopper_gemm`), or threads do ("vectors"): even within 1% in the forward.
+HOPPER_BY_MAP = True
+#: Cycles that an element of the result costs at the end, with and without an activation, where two
+#: groups of threads work on it; and where another group multiplies meanwhile (ping-pong): what is
+#: taken away from that.
+HOPPER_FINISH = (0.24, 0.15)
+HOPPER_HIDDEN = (0.10, 0.05)
+#: And of a result whose rows are not aligned to 16 bytes, and so stored value by value; nothing
+#: hides that. (By way of an array with aligned rows and a launch that copies (4095,4097,4099) takes
+#: 315 microseconds forward and 796 backward, not 288 and 736.)
+HOPPER_ROWS = 0.65
+#: Cycles from a launch to its first product, and from its last to the end.
+HOPPER_START = 2500
+#: Bytes a cycle that all multiprocessors together move to and from memory.
+HOPPER_BYTES = 2300
+#: Slices of K of one part, at the least: the pipeline has to fill.
+HOPPER_PART = 8
+#: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's
+#: launch and its way through memory cost more than tensor cores without it lose.
+HOPPER_COPY = 1 << 30
+#: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
+#: are reached (a sixth of that for six products), its memory; and seconds of a launch.
+HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
+
+
+def hopper_splits(
+    m: int, n: int, k: int, x_places: int, y_places: int, places: int, depth: int
+) -> bool:  # fmt: skip
+    """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
+    four of tf32) for each element that is read."""
+    strict = 2 * m * n * k * places / HOPPER_CORES
+    copied = (m * k * x_places + k * n * y_places) * (10 if depth > 1 else 8)
+    rate = HOPPER_TENSORS / (6 if depth > 1 else 2)
+    return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
+
+
+@functools.lru_cache(maxsize=4096)
+def hopper_tile(
+    m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: bool = False,
+    heavy: bool = False, rows: bool = False, free: bool = False,
+) -> tuple[HopperTile, int]:  # fmt: skip
+    """The tile, and the number of parts of K, of a product on Hopper.
+
+    `split`: of operands in three parts.  `heavy`: an epilogue that computes an activation.
+    `rows`: a result of unaligned rows.  `free`: K may be cut.
+    """
+    best: tuple[float, HopperTile, int] | None = None
+    for tile, cycles in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
+        elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
+        finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
+        if tile.ping_pong or tile.consumers == 1:
+            finish *= 2  # one group alone
+        most = max(1, slices // HOPPER_PART) if free else 1
+        for parts in sorted({1, *(p for p in (2, 3, 4, 6, 8, 12, 16, 24, 32) if p <= most)}):
+            length = -(-slices // parts)
+            taken = -(-slices // length)
+            if taken != parts:
+                continue
+            work = length * cycles
+            units = -(-blocks * parts // multiprocessors)
+            if tile.ping_pong and not rows:  # one consumer finishes while the other multiplies
+                cost = units * (work + elements * HOPPER_HIDDEN[kind]) + finish
+            else:
+                cost = units * (work + finish)
+            if parts > 1:
+                cost += HOPPER_START + 8 * parts * m * n * places / HOPPER_BYTES
+            if best is None or cost < best[0] * 0.995:
+                best = cost, tile, parts
+    assert best is not None
+    return best[1], best[2]

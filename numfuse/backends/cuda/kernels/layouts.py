@@ -1,0 +1,134 @@
+"""A copy of a float32 factor whose rows begin at 16 bytes, turned where it lies the other way."""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile.intrinsics import shared_address
+from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
+from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
+from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
+from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
+
+__all__ = ["fits", "laid_out"]
+
+#: A block's square, and the rows of 16 threads in it.
+SQUARE, ROWS = 64, 16
+
+
+def lay_out(source, out, outer, inner, from_place, from_outer, from_inner, to_place, to_outer):
+    """out[place, o, i] = source[place, o, i], where `out` has i inside; steps in bytes.
+
+    A thread has 4 x 4 values. Behind the last of a row it writes zeros, to a multiple of four.
+    """
+    t = cuda.threadIdx.x
+    i0, o0 = cuda.blockIdx.x * SQUARE, cuda.blockIdx.y * SQUARE
+    source += cuda.blockIdx.z * from_place
+    out += cuda.blockIdx.z * to_place
+    fours, line = t & 15, t >> 4
+    # all loads are on their way before the first value is used
+    held = cuda.local.array(16, types.float32)
+    for v in unrolled(16):
+        held[v] = ZERO
+    if TURNED:
+        # read along the source's rows: four of them, of four values
+        o, i = o0 + 4 * fours, i0 + 4 * line
+        at = source + o * from_outer + i * from_inner
+        for r in unrolled(4):
+            if WIDE:
+                if i + r < inner and o < outer:
+                    loaded = LOAD_4(at + r * from_inner)
+                    for v in unrolled(4):
+                        held[4 * v + r] = loaded[v]
+            else:
+                for v in unrolled(4):
+                    if i + r < inner and o + v < outer:
+                        held[4 * v + r] = LOAD(at + r * from_inner + v * from_outer)
+        # turned within the thread, then to the rows of `out`; their fours are exchanged so that
+        # eight threads of any access meet all banks
+        square = shared_address(cuda.shared.array(0, dtype=types.int64))
+        for v in unrolled(4):
+            to = square + ((4 * fours + v) * SQUARE + 4 * (line ^ fours)) * 4
+            PUT_4(to, held[4 * v], held[4 * v + 1], held[4 * v + 2], held[4 * v + 3])
+        cuda.syncthreads()
+        for r in unrolled(4):
+            row = line + r * ROWS
+            if o0 + row < outer and i0 + 4 * fours < inner:
+                taken = TAKE_4(square + (row * SQUARE + 4 * (fours ^ (row >> 2))) * 4)
+                to = out + (o0 + row) * to_outer + (i0 + 4 * fours) * 4
+                STORE_4(to, taken[0], taken[1], taken[2], taken[3])
+    else:
+        i = i0 + 4 * fours
+        at = source + (o0 + line) * from_outer + i * from_inner
+        for r in unrolled(4):
+            for v in unrolled(4):
+                if o0 + line + r * ROWS < outer and i + v < inner:
+                    held[4 * r + v] = LOAD(at + r * ROWS * from_outer + v * from_inner)
+        for r in unrolled(4):
+            row = o0 + line + r * ROWS
+            if row < outer and i < inner:
+                to = out + row * to_outer + i * 4
+                STORE_4(to, held[4 * r], held[4 * r + 1], held[4 * r + 2], held[4 * r + 3])
+
+
+def fits(shape: tuple[int, int], places: int, inner: int) -> bool:
+    """Whether a grid has enough blocks along y and z."""
+    return max(places, -(-shape[2 - inner] // SQUARE)) < 1 << 16
+
+
+def laid_out(
+    operand: Operand, shape: tuple[int, int], places: int, inner: int, source: Slot, to: Slot
+) -> tuple[Launch, Operand, int]:
+    """The launch, the operand that it makes, and its bytes.
+
+    `shape`: rows and columns; `inner`: the axis (1: rows, 2: columns) that is contiguous after it.
+    """
+    outer = 3 - inner
+    lengths = shape[outer - 1], shape[inner - 1]
+    pitch = tiling.pitch(lengths[1], 4)
+    many = places if operand.strides[0] else 1
+    step = lengths[0] * pitch if many > 1 else 0
+    turned = abs(operand.strides[outer]) < abs(operand.strides[inner])
+    one, kind = intrinsics, "float32"
+    bindings = {
+        "TURNED": turned,
+        "WIDE": turned and runs_wide(operand, outer, 4) and not lengths[0] % 4,
+        "SQUARE": SQUARE,
+        "ROWS": ROWS,
+        "ZERO": np.float32(0),
+        "LOAD": one.load(kind, 1, kind),
+        "LOAD_4": one.load(kind, 4, kind),
+        "STORE_4": one.store(kind, 4, kind),
+        "TAKE_4": one.load(kind, 4, kind, one.SHARED),
+        "PUT_4": one.store(kind, 4, kind, one.SHARED),
+    }
+    template = expanded(lay_out, bindings)
+    made = kernel(
+        template,
+        " ".join(["i64"] * 9),
+        threads=16 * ROWS,
+        name="turned copy" if turned else "copy",
+        **names_of(template, bindings),
+    )
+    arguments = (
+        source,
+        to,
+        *lengths,
+        operand.strides[0] * 4,
+        operand.strides[outer] * 4,
+        operand.strides[inner] * 4,
+        step * 4,
+        pitch * 4,
+    )
+    grid = -(-lengths[1] // SQUARE), -(-lengths[0] // SQUARE), many
+    strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)
+    return (
+        Launch(made, grid, arguments, SQUARE * SQUARE * 4 if turned else 0),
+        Operand("float32", strides, 16),
+        many * lengths[0] * pitch * 4,
+    )

@@ -1,0 +1,163 @@
+"""Products, launches and plans: what a tier is given, and what it gives back.
+
+`run` makes a problem into products; a tier makes a product into launches in which everything is
+fixed but the addresses; a plan that is kept launches again with other addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from numfuse.expr import Expr, Keyed
+
+if TYPE_CHECKING:
+    from numfuse.backends.cuda.compile.toolchain import Kernel
+
+__all__ = ["Derived", "DeviceInfo", "Launch", "Operand", "Plan", "Product", "Slot", "Tier"]
+
+#: Bytes of the types of a kernel's arguments; a map is 128 bytes that the kernel sees the address
+#: of (a TMA tensor map).
+ARGUMENT_BYTES = {"u64": 8, "i64": 8, "f64": 8, "u32": 4, "i32": 4, "f32": 4, "map": 128}
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """The properties that a tier may ask of a device."""
+
+    name: str
+    #: Compute capability, (9, 0) on Hopper.
+    capability: tuple[int, int]
+    multiprocessors: int
+    #: Shared memory of one block (opt-in) and of one multiprocessor, bytes.
+    shared_per_block: int
+    shared_per_multiprocessor: int
+    l2_bytes: int
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An array of a product: nothing of it that changes with its address, but its alignment."""
+
+    #: "float64", "float32", "float16" or "bfloat16"
+    dtype: str
+    #: In elements, of (place, row, column); 0 where it is broadcast.
+    strides: tuple[int, int, int]
+    #: The largest power of two, at most 16, that divides the address: a promise.
+    alignment: int
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZES[self.dtype]
+
+    @property
+    def steps(self) -> tuple[int, int, int]:
+        """The strides in bytes."""
+        place, row, column = self.strides
+        return place * self.itemsize, row * self.itemsize, column * self.itemsize
+
+
+#: {storage dtype: bytes}
+ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True, eq=False)
+class Product(Keyed):
+    """out[p] = epilogue(X[p] @ Y[p]) for every place p; the key of a kept plan."""
+
+    m: int
+    n: int
+    k: int
+    places: int
+    #: (places, M, K) and (places, K, N), any strides
+    x: Operand
+    y: Operand
+    #: (places, M, N)
+    out: Operand
+    #: "float32" or "float64"
+    accumulator: str
+    #: Of float32 operands: "ieee", "bf16x6" or "tf32".
+    precision: str = "ieee"
+    #: "activation": out = f(acc + bias). "residual": out = acc + bias + extra. "slope": out =
+    #: extra * f'(acc + bias), where extra is grad, and out grad_pre in the storage dtype.
+    epilogue: str = "activation"
+    #: f or f'; None: the identity, of which the slope is 1. Printed by `elementwise`.
+    function: Expr | None = None
+    #: Strides (place, 0, column).
+    bias: Operand | None = None
+    #: The residual or grad, (places, M, N).
+    extra: Operand | None = None
+    #: acc + bias is stored too, in the accumulator's dtype.
+    pre: Operand | None = None
+    #: With "slope": the unrounded values are summed by column in every row of blocks, in a fixed
+    #: order, to sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
+    sums: bool = False
+    #: A slope that is not finite counts as 0.
+    guard: bool = False
+    #: K may be cut into planes, which the tier's own launch joins in a fixed order: d_b, whose K is
+    #: the problem's M, of which the order of a sum may depend.
+    free: bool = False
+
+
+@dataclass(frozen=True)
+class Slot:
+    """An argument that is an address: that of x, y, bias, extra, pre, out, sums or work."""
+
+    name: str
+    #: Bytes to add.
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class Derived:
+    """An argument that is made of an address: a tensor map.
+
+    `make` is called once; where the address changes, the driver replaces it within the map.
+    """
+
+    slot: Slot
+    make: Callable[[int], bytes]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel, and how to start it."""
+
+    kernel: Kernel
+    grid: tuple[int, int, int]
+    #: In the order of the kernel's signature; floats for f32 and f64, Derived for map.
+    arguments: tuple[int | float | Slot | Derived, ...]
+    #: Dynamic shared memory, bytes.
+    shared_bytes: int = 0
+    #: Blocks of a cluster along x.
+    cluster: int = 1
+    #: Whether it may start while the launch before it ends (programmatic dependent launch: the
+    #: kernel itself waits with griddepcontrol.wait).
+    overlaps: bool = False
+    #: The slot that it fills ("x copy" or "y copy") with what depends on x or y alone, and its
+    #: bytes: another product of the same factor may find it there.
+    makes: tuple[str, int] | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a tier runs a product."""
+
+    launches: tuple[Launch, ...]
+    #: What `last_call` shows: any object with a short text.
+    tiling: Any
+    #: Bytes of workspace, aligned to 256; the slot "work". Its content is undefined at first.
+    workspace: int = 0
+    #: Rows of one row of blocks of the column sums.
+    block_m: int = 0
+
+
+class Tier(Protocol):
+    """One way to run products."""
+
+    name: str
+
+    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
+        """How to run it; None where this tier cannot, or should not."""
+        ...

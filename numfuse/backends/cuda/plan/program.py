@@ -1,0 +1,383 @@
+"""Launches of a call, recorded once and repeated with other addresses.
+
+What a call launches depends on the shapes, strides and alignments of its arrays, never on what is
+in them or where they lie. `run` records it as launches over numbered buffers: the workspace, the
+tiers' own, then the arrays by name. A call that looks like an earlier one repeats its steps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.call.arrays import contiguous
+from numfuse.backends.cuda.call.memory import Pool
+from numfuse.backends.cuda.compile.toolchain import SIMULATED
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.driver.launcher import DRIVER_WORDS, PLAN, launch_all
+from numfuse.backends.cuda.plan import tiers
+from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
+from numfuse.errors import DeviceLost
+
+__all__ = ["Recorder", "Steps", "View"]
+
+_WORK, _SCRATCH = 0, 1
+_ALIGNED = 256
+#: Slots that launches of products and passes read and never write.
+_READ = frozenset("x,y,a,b,bias,extra,grad,planes,x copy,y copy".split(","))
+_STATUS = PLAN.index("STATUS")
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided part of a numbered buffer."""
+
+    buffer: int
+    #: In bytes.
+    offset: int
+    shape: tuple[int, ...]
+    #: In elements.
+    strides: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    #: A power of two, at most 16, that divides the buffer's address.
+    alignment: int
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether it is one run in C order."""
+        run = 1
+        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if length == 1:
+                continue
+            if stride != run:
+                return False
+            run *= length
+        return True
+
+    def part(self, axis: int, first: int, last: int) -> View:
+        """A range of one axis; all of it where it is not there, or repeats."""
+        if axis < 0 or self.shape[axis] == 1:
+            return self
+        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
+        offset = self.offset + first * self.strides[axis] * self.itemsize
+        return replace(self, shape=shape, offset=offset)
+
+
+class Recorder:
+    """A record of what a run asks for.
+
+    Parameters
+    ----------
+    device : Device
+    precision : str
+        Of float32: "ieee", "bf16x6" or "tf32".
+    """
+
+    def __init__(self, device: Device, precision: str = "ieee") -> None:
+        self.device, self.precision = device, precision
+        self._numbers: dict[str, int] = {}
+        self._work = self._scratch = 0
+        self._steps: list[tuple[Any, tuple[tuple[int, int], ...]]] = []
+        #: Of the product with the most arithmetic: that, its kernel and tiling.
+        self._chief: tuple[int, str, Any] | None = None
+        self._tiers: dict[str, None] = {}
+        #: Where there is a copy of a factor, by what it was made of; and their bytes.
+        self._copies: dict[tuple[Any, ...], tuple[int, int]] = {}
+        self._copied = 0
+
+    def number(self, name: str) -> int:
+        """The number of the buffer of an array."""
+        return self._numbers.setdefault(name, len(self._numbers) + 2)
+
+    def fresh(self, shape: tuple[int, ...], dtype: str) -> View:
+        """A new C-contiguous view of the workspace, of any content."""
+        itemsize = ITEMSIZES[dtype]
+        offset = self._room(max(1, prod(shape)) * itemsize)
+        return View(_WORK, offset, shape, contiguous(shape), dtype, itemsize, 16)
+
+    def _room(self, nbytes: int) -> int:
+        offset = self._work
+        self._work += _aligned(nbytes)
+        return offset
+
+    def choose(self, product: Product) -> Plan:
+        """How a tier runs a product; kept by the device."""
+        found = self.device.kept_products.get(product)
+        if found is None:
+            if len(self.device.kept_products) >= 4 * tiling.KEPT_PLANS:
+                self.device.kept_products.clear()
+            found = self.device.kept_products[product] = tiers.choose(product, self.device.info)
+        tier, plan = found
+        self._tiers.setdefault(tier.name)
+        work = product.m * product.n * max(1, product.k) * product.places
+        if self._chief is None or work > self._chief[0]:
+            self._chief = work, plan.launches[0].kernel.name, plan.tiling
+        return plan
+
+    def plan(self, plan: Plan, at: dict[str, tuple[int, int]]) -> None:
+        """Record a tier's launches; `at` has (buffer, offset) of its slots.
+
+        A copy of a factor that an earlier product made is not made again.
+        """
+        found = dict(at)
+        workspace = plan.workspace
+        there = set()
+        for launch in plan.launches:
+            if launch.makes is None:
+                continue
+            copy, nbytes = launch.makes
+            (source,) = (
+                at[a.name] for a in launch.arguments if isinstance(a, Slot) and a.name in at
+            )
+            numbers = tuple(a for a in launch.arguments if not isinstance(a, Slot))
+            key = source, launch.kernel, launch.grid, numbers
+            if key in self._copies:
+                there.add(copy)
+            elif self._copied + nbytes > tiling.COPIES_BYTES:  # room that others take too
+                found[copy] = _SCRATCH, _aligned(workspace)
+                workspace = _aligned(workspace) + nbytes
+                continue
+            else:
+                self._copies[key] = _WORK, self._room(nbytes)
+                self._copied += nbytes
+            found[copy] = self._copies[key]
+        wanted = tuple(x for x in plan.launches if x.makes is None or x.makes[0] not in there)
+        self.launches(wanted, found, workspace)
+
+    def launches(
+        self, launches: tuple[Launch, ...], at: dict[str, tuple[int, int]], workspace: int = 0
+    ) -> None:
+        """Record launches that want so many bytes at the slot "work"."""
+        self._scratch = max(self._scratch, workspace)
+        known = {**at, "work": (_SCRATCH, 0)}
+        for launch in launches:
+            prepared = self.device.prepare(launch)
+            self._steps.append((prepared, tuple(known[name] for name in prepared.table)))
+            if launch.makes is None:
+                # of what is written, no copy is one any more
+                written = {known[name][0] for name in prepared.table if name not in _READ}
+                self._copies = {k: v for k, v in self._copies.items() if k[0][0] not in written}
+            if self._chief is None:
+                self._chief = 0, launch.kernel.name, None
+
+    def steps(self, names: tuple[str, ...]) -> Steps:
+        """Return what was recorded, as steps over the arrays of these names in this order."""
+        order = {number: 2 + names.index(name) for name, number in self._numbers.items()}
+        order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
+        return Steps(
+            tuple(
+                (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
+                for prepared, refs in self._steps
+            ),
+            self._work,
+            self._scratch,
+            " + ".join(self._tiers) or "pass",
+            self._chief,
+            len(names),
+        )
+
+
+class Steps:
+    """Launches over numbered buffers, to be repeated.
+
+    Parameters
+    ----------
+    launches : tuple
+        (prepared launch, (buffer, offset) of each address in the order of its table)
+    work, scratch : int
+        Bytes of workspace, and of that the tiers'.
+    tiers : str
+        The names of the tiers of its products.
+    chief : tuple or None
+        Of its largest product: its work, kernel and tiling.
+    arrays : int
+        How many addresses a run takes.
+    """
+
+    __slots__ = (
+        "_bases",
+        "_call",
+        "_device",
+        "_graphs",
+        "_launches",
+        "_lock",
+        "_plan",
+        "_plan_at",
+        "_seen",
+        "_tables",
+        "_work",
+        "chief",
+        "names",
+        "nbytes",
+        "simple",
+        "tiers",
+    )
+
+    def __init__(
+        self,
+        launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
+        work: int,
+        scratch: int,
+        tiers: str,
+        chief: tuple[int, str, Any] | None,
+        arrays: int,
+    ) -> None:
+        self._launches, self._work = launches, work
+        self.nbytes = work + scratch
+        self.tiers, self.chief = tiers, chief
+        #: Whether it is one launch without workspace (the simulator has no `launch_loop`).
+        self.simple = len(launches) == 1 and not self.nbytes and not SIMULATED
+        self.names = ", ".join(prepared.name for prepared, _ in launches)
+        self._lock = threading.Lock()
+        if not SIMULATED:
+            self._compile(2 + arrays)
+
+    @property
+    def count(self) -> int:
+        """How many launches."""
+        return len(self._launches)
+
+    def _compile(self, buffers: int) -> None:
+        """The tables of `launcher.launch_loop`."""
+        launches: list[int] = []
+        updates: list[int] = []
+        maps: list[int] = []
+        for launch, (prepared, refs) in enumerate(self._launches):
+            launches += prepared.handles
+            for where, index, extra in prepared.slots:
+                buffer, offset = refs[index]
+                updates += (where, buffer, offset + extra)
+            for where, index, extra in prepared.maps:
+                buffer, offset = refs[index]
+                maps += (where, buffer, offset + extra, launch, 0)
+        self._device: Device | None = self._launches[0][0].device if self._launches else None
+        self._bases = _words([0] * buffers)
+        self._tables = _words(launches), _words(updates), _words(maps)
+        at = [ctypes.addressof(table) for table in self._tables]
+        entries = self._device.entries if self._device else (0,) * DRIVER_WORDS
+        self._plan = _words(
+            [
+                *entries,
+                len(self._launches),
+                at[0],
+                len(updates) // 3,
+                at[1],
+                len(maps) // 5,
+                at[2],
+                ctypes.addressof(self._bases),
+                0,
+                0,
+            ]
+        )
+        self._plan_at = ctypes.addressof(self._plan)
+        self._call = launch_all()
+        self._seen: dict[tuple[int, ...], int] = {}
+        self._graphs: dict[tuple[int, ...], int | None] = {}
+
+    def __del__(self) -> None:
+        device = getattr(self, "_device", None)
+        if device is not None and device.lost is None:
+            for graph in getattr(self, "_graphs", {}).values():
+                if graph is not None:
+                    device.drop(graph)
+
+    def run(
+        self,
+        device: Device,
+        pool: Pool,
+        stream: int,
+        addresses: list[int],
+        capture: int | None = None,
+    ) -> None:
+        """Launch all on a stream, with the addresses of the arrays.
+
+        `capture` is the number of the graph that is being captured, where the caller knows it.
+        """
+        if device.lost is not None:
+            raise DeviceLost(device.lost)
+        device.note(self.names)
+        block = pool.take(self.nbytes, stream, "workspace", capture) if self.nbytes else None
+        base = 0 if block is None else block.address
+        bases = (base, base + self._work, *addresses)
+        try:
+            if SIMULATED:
+                for prepared, refs in self._launches:
+                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
+            elif self._launches:
+                self._start(device, stream, bases, capture)
+        finally:
+            if block is not None:
+                pool.give(block)
+
+    def once(self, device: Device, stream: int, addresses: list[int]) -> None:
+        """As `run`, of one launch without workspace: the same in a capture."""
+        if device.lost is not None:
+            raise DeviceLost(device.lost)
+        device.note(self.names)
+        with self._lock:
+            self._bases[2:] = addresses
+            status = self._plan[_STATUS] if self._call(self._plan_at, stream, 0) >= 0 else 0
+        if status:
+            device.check(status, self.names)
+
+    def _start(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> None:
+        with self._lock:  # the driver copies the arguments before it returns
+            graph = 0
+            if len(self._launches) > 1:
+                graph = self._graph(device, stream, bases, capture)
+            if not graph:
+                self._bases[:] = bases
+            failed = self._call(self._plan_at, stream, graph)
+            status = self._plan[_STATUS] if failed >= 0 else 0
+        if failed >= 0:
+            device.check(status, self._launches[failed][0].name)
+
+    def _graph(
+        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
+    ) -> int:
+        """The launches with these addresses as a graph, where they came often enough; else 0."""
+        found = self._graphs.get(bases)
+        if found is None:
+            if bases in self._graphs:
+                return 0  # it could not be recorded
+            seen = self._seen[bases] = self._seen.get(bases, 0) + 1
+            if seen < tiling.GRAPH_AFTER:
+                if len(self._seen) > 8 * tiling.KEPT_GRAPHS:
+                    self._seen.clear()
+                return 0
+        if (device.capture(stream) if capture is None else capture) != 0:
+            return 0  # the caller captures a graph of its own
+        if found is None:
+            self._bases[:] = bases
+            found = device.record(lambda stream: self._call(self._plan_at, stream, 0))
+            while len(self._graphs) >= tiling.KEPT_GRAPHS:
+                old = self._graphs.pop(next(iter(self._graphs)))
+                if old is not None:
+                    device.drop(old)
+            self._graphs[bases] = found
+            self._seen.clear()
+        return found or 0
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED) * _ALIGNED
+
+
+def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """In elements."""
+    size = x.itemsize
+    return tuple(s // size for s in x.strides)
+
+
+def _words(values: list[int]) -> Any:
+    """Integers that compiled code reads."""
+    return (ctypes.c_int64 * max(1, len(values)))(*values)

@@ -1,0 +1,26 @@
+"""Which tier runs a product: each is asked in turn, the fastest first."""
+
+from __future__ import annotations
+
+from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
+from numfuse.backends.cuda.kernels.ampere.simt import CORES
+from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
+from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
+from numfuse.backends.cuda.kernels.hopper.tier import WGMMA
+from numfuse.backends.cuda.kernels.mirror import MIRROR
+from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
+
+__all__ = ["TIERS", "choose"]
+
+#: The last takes every product.
+TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
+
+
+def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:
+    """The first tier that takes it, and how it runs it."""
+    if product.k:
+        for tier in TIERS:
+            plan = tier.take(product, info)
+            if plan is not None:
+                return tier, plan
+    return MIRROR, MIRROR.take(product, info)

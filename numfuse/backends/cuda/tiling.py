@@ -1,0 +1,355 @@
+"""Every block size of the CUDA backend but those of wgmma, each with its reason."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from numfuse.tiling import RUN, round_up
+
+__all__ = [
+    "BLOCKS_PER_MULTIPROCESSOR",
+    "BUSY_SUMS",
+    "CHAIN",
+    "CLUSTER",
+    "CLUSTER_K",
+    "COPIES_BYTES",
+    "COPY_USES",
+    "CORE_BLOCKS",
+    "DOUBLE_BLOCKS",
+    "DOUBLE_FEW",
+    "DOUBLE_LONG",
+    "FEW_LEAST",
+    "FILL",
+    "GATE_VECTORS",
+    "GRAPH_AFTER",
+    "HALF_BLOCKS",
+    "HALF_BLOCKS_HELD",
+    "JOINED",
+    "JOIN_AHEAD",
+    "JOIN_DEEP",
+    "JOIN_LANES",
+    "KEPT_GRAPHS",
+    "KEPT_PLANS",
+    "LAUNCH_COST",
+    "LINE",
+    "LINES",
+    "MIRROR_TILE",
+    "ONE_CHAIN",
+    "OUTER_K",
+    "OUTER_LEAST",
+    "OUTER_ROWS",
+    "OUTER_THREADS",
+    "PART",
+    "PASS_ROWS",
+    "PASS_THREADS",
+    "PLANES_BYTES",
+    "PLANE_COST",
+    "POOL_BYTES",
+    "RUN",
+    "SIMULATED_TILE",
+    "THIN_LEAST",
+    "THIN_ROWS",
+    "THIN_SLICE",
+    "THIN_STAGES",
+    "THIN_WARPS",
+    "TURN_USES",
+    "CudaBlock",
+    "CudaTile",
+    "block",
+    "chain",
+    "few",
+    "parts",
+    "pitch",
+    "round_up",
+]
+
+
+@dataclass(frozen=True)
+class CudaTile:
+    """A thread block's block of a product, and a thread's part of it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    mr: int
+    nr: int
+    #: Rows of blocks that are worked on together: their Y blocks are found in the L2 cache.
+    group: int = 8
+
+    @property
+    def threads(self) -> int:
+        return self.block_m // self.mr * (self.block_n // self.nr)
+
+
+#: Of the tier that runs everywhere: 256 threads with 16 sums each fit every GPU since Maxwell, in
+#: float64 too, with 16 KiB of shared memory.
+MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
+#: In Numba's simulator, where every thread is one of Python's and costs 20 ms: few, with much.
+SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
+#: Values of K that a thread adds up behind one another before that is added to the sum of those
+#: before, as on the CPU (`CHAIN`): errors grow with the root of a chain's length. With 512 those
+#: of positive operands were up to 2.1 times the CPU's, with 1024 they would be four times. The end
+#: of a chain costs time in the tiles of `blocks`: measured on an H200 at 4096 cubed,
+#: (4096,1024,4096), (65536,512,512) and 1024 cubed, by the time of one chain, float32 1.013, 1.010,
+#: 1.008 and 1.016 (384: 1.009, 1.007, 1.008, 1.015; 512: 1.006, 1.003, 1.000, 1.010), float64
+#: 0.999, 1.014, 1.058 and 0.958.
+CHAIN = 256
+#: Sums of so many values are one chain in these tiles: in float64, where the ends of two chains
+#: cost 6%, one of 512 (expected errors 1.4 times the CPU's, of positive operands twice).
+ONE_CHAIN = {"float32": 256, "float64": 512}
+#: Blocks that keep the device busy, to a multiprocessor: where a product of sums over M has fewer,
+#: these are cut into parts.
+BLOCKS_PER_MULTIPROCESSOR = 2
+#: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
+#: through memory by 100 flops a byte.
+PART = 512
+#: Planes that one thread adds up; more are joined in stages.
+JOINED = 64
+#: Bytes of the planes of one product of segments; more segments are added in turns.
+PLANES_BYTES = 256 << 20
+#: Rows that one thread of a pass adds up: enough blocks for a tall array, few planes to join.
+PASS_ROWS = 64
+#: Threads of a block of the passes over memory.
+PASS_THREADS = 256
+#: Planes of which a thread of a join has 16 bytes each in flight.
+JOIN_AHEAD = 4
+#: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).
+JOIN_LANES = 16
+#: Planes from which on they do.
+JOIN_DEEP = 16
+#: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element:
+#: (forward, backward). Measured on an H200 at 2^27 elements (float64: 2^26), torch.compile's time
+#: by ours: bfloat16 1.00 and 1.00 with one, 1.00 and 1.00 with two; float32 1.00 and 1.00, 0.99
+#: and 0.98; float64 0.93 and 1.00, 0.99 and 0.99.
+GATE_VECTORS = {2: (1, 1), 4: (1, 1), 8: (2, 1)}
+#: Plans of calls, and of products, that a device keeps: words, no memory of the device.
+KEPT_PLANS = 512
+#: A call of several launches that comes so many times with the same addresses becomes a CUDA graph
+#: (one launch of 6 us in place of four of 4.5 each; making it takes 100 us), and the graphs that it
+#: keeps: a loop's results go round among a few sets of addresses.
+GRAPH_AFTER = 4
+KEPT_GRAPHS = 8
+#: Bytes of free memory that a device's pool keeps for later calls: the workspace of a step of
+#: training with 8192 x 8192 in float32 is six of 256 MiB.
+POOL_BYTES = 2 << 30
+#: Copies of factors that a call keeps for its later products (grad_pre's and the operands' parts
+#: are wanted by two each of a backward); beyond that each product makes its own.
+COPIES_BYTES = 4 << 30
+
+
+def chain(k: int, dtype: str) -> int:
+    """The length of the chains of a sum over `k`: equal ones, of whole slices of 32."""
+    chains = 1 if k <= ONE_CHAIN[dtype] else -(-k // CHAIN)
+    return round_up(-(-k // chains), 32)
+
+
+def parts(blocks: int, k: int, multiprocessors: int, block_k: int) -> tuple[int, int]:
+    """(length, number) of the parts of a sum over `k`, for a result of so many blocks."""
+    wanted = BLOCKS_PER_MULTIPROCESSOR * multiprocessors // max(1, blocks)
+    parts = max(1, min(wanted, k // PART))
+    part = round_up(-(-k // parts), block_k) if parts > 1 else k
+    return part, -(-k // part) if k else 1
+
+
+@dataclass(frozen=True)
+class CudaBlock:
+    """A thread block's block of a product, fetched by cp.async, and the part of one worker of it.
+
+    A worker is a thread on CUDA cores, a warp on tensor cores.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    part_m: int
+    part_n: int
+    #: Copies of the slices in shared memory.
+    stages: int
+    #: Blocks that share a multiprocessor.
+    resident: int
+    #: Of K in one instruction of a tensor core; 0: CUDA cores.
+    chunk: int = 0
+    #: Rows of blocks that are worked on together: their slices of Y are found in the L2 cache.
+    group: int = 8
+    #: Speed of a full device, in relation to the largest tile.
+    speed: float = 1.0
+    #: Where the chains of a long sum add up, "registers" or "shared" memory; "": all is one chain.
+    kept: str = "registers"
+
+    @property
+    def threads(self) -> int:
+        workers = self.block_m // self.part_m * (self.block_n // self.part_n)
+        return workers * 32 if self.chunk else workers
+
+    def __str__(self) -> str:
+        kind = "warp" if self.chunk else "thread"
+        return (
+            f"{self.block_m}x{self.block_n}x{self.block_k}, {self.part_m}x{self.part_n} a {kind}, "
+            f"{self.stages} stages"
+        )
+
+
+#: Rows (or columns) of the other factor from which on a float32 factor is copied before the
+#: product: one that is not read by 16 bytes in place, and one (X, Y) that would be turned in
+#: registers. On an H200 at 4096 cubed a copy takes 2 to 3% of the product's time, and the more the
+#: fewer uses there are; value by value a product takes 1.2 to 1.4 times as long, with X turned in
+#: registers 1.05 times (51.4 to 49.0 TFLOP/s), with Y too 1.15 times (44.8).
+COPY_USES = 512
+TURN_USES = (3072, 1024)
+#: float32 on CUDA cores. Measured on an H200 at 4096 cubed, in TFLOP/s with both factors as they
+#: are wanted (cuBLAS 51.8), with X turned, and with a slope's epilogue (cuBLAS and a pass 49.6):
+#: 64 x 128 with 8 x 8 sums a thread and three blocks on a multiprocessor 51.4, 49.0 and 48.8;
+#: 128 x 256 with 8 x 16, one block, 50.5, 46.9 and 47.0; 128 x 128 with 8 x 16, two blocks, 49.1,
+#: 45.7 and 46.4; 64 x 64 with 8 x 8, X turned, 45. Slices of 8 and four stages are no better. The
+#: small ones are for results of few blocks. The sum of chains that have ended waits in shared
+#: memory (4096 cubed 2766 us; in registers, with two blocks on a multiprocessor, 2896), where that
+#: holds it of three blocks beside the slices.
+CORE_BLOCKS = (
+    CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
+    CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
+    CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
+    CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.9),
+)
+#: float64 on tensor cores. Measured likewise, the product alone and with the epilogue of gelu
+#: (cuBLAS 63.0, and 30.8 with passes): 64 x 64 with 32 x 32 a warp and three blocks on a
+#: multiprocessor 60.0 and 55.8, 128 x 64 with 64 x 32, two blocks, 58.5 and 52.5; 128 x 128 with
+#: one block 55, chunks of 4 or 16 less.
+DOUBLE_BLOCKS = (
+    CudaBlock(64, 64, 16, 32, 32, 3, 3, 8),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
+)
+#: The same where the sum has several chains, which registers add up. Measured at 4096 cubed,
+#: (4096,1024,4096) and 1024 cubed, microseconds, beside one chain in the tiles above 2530, 711, 53:
+#: 64 x 128 with one block 2528, 721, 51; 128 x 64 2635, 745, 52; 64 x 64 with two blocks and four
+#: stages 2656, 753, 53, three stages 2684, 762, 53; slices of 32 2688, 755, 54.
+DOUBLE_LONG = (
+    CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
+    CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
+    CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
+    CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
+)
+#: 16-bit types by mma.sync: 64 x 64 a warp reads 8 matrices of 16 x 16 for 32 instructions. On an
+#: H200, which has wgmma for what is aligned, 370 TFLOP/s; two blocks of 128 x 128 do 337. Sums are
+#: one chain, as wgmma's: what the unit cuts off is below the rounding of a 16-bit result, and 128
+#: sums a thread leave no registers for a second set.
+HALF_BLOCKS = (
+    CudaBlock(128, 256, 32, 64, 64, 4, 1, 16, kept=""),
+    CudaBlock(128, 128, 32, 64, 64, 4, 2, 16, speed=0.9, kept=""),
+    CudaBlock(64, 64, 32, 32, 32, 4, 4, 16, speed=0.7, kept=""),
+    CudaBlock(32, 64, 32, 32, 16, 4, 4, 16, speed=0.6, kept=""),
+)
+#: The same where a factor comes value by value through registers: fewer sums leave room for them.
+HALF_BLOCKS_HELD = (
+    CudaBlock(128, 128, 32, 64, 32, 3, 1, 16, kept=""),
+    CudaBlock(64, 64, 32, 32, 32, 3, 3, 16, speed=0.8, kept=""),
+)
+#: Sums that keep a multiprocessor busy. Fewer do less: their share of them to the power of 0.6
+#: (measured for float32: 2048 a third, 8192 four fifths of the speed).
+BUSY_SUMS = 12288
+#: Values of K in the time of which a block begins and ends.
+FILL = 64
+#: What a join takes to begin and end, in multiply-adds of one multiprocessor (7 us), and what a
+#: value of a plane takes on its way through memory, in those of all.
+LAUNCH_COST = 1_400_000
+PLANE_COST = 50
+
+
+#: Products of few rows (`thin`): so many, and so many columns and values of K at the least (fewer
+#: take the time of a launch either way). On an H200, K = N = 4096, beside the tiles below and the
+#: best of PyTorch, microseconds: float32, 1 row 27 / 70 / 26, 8 rows 29 / 70 / 52, 16 rows
+#: 35 / 72 / 94, 32 rows 39 / - / 55, 64 rows 60 / 102 / 66; float64, 1 row 44 / 54 / 45, 8 rows
+#: 47 / 55 / 58. 16-bit types by the same way took longer than tiles of wgmma.
+THIN_ROWS = {"float32": 64, "float64": 8}
+THIN_LEAST = 512
+#: Warps of a block; bytes of a slice of Y; slices that are on their way, or read.
+THIN_WARPS = 8
+THIN_SLICE = 16384
+THIN_STAGES = 8
+
+
+#: d_b of few rows (`outer`): K up to which, elements of the result from which on, threads of a
+#: block and their rows. On an H200 the tiles above write d_b of 4096 x 4096 in float64 at 2.6 TB/s,
+#: cuBLAS's kernel for K = 1 at 4.5.
+OUTER_K = 8
+OUTER_LEAST = 1 << 16
+OUTER_THREADS = 128
+OUTER_ROWS = 32
+#: Bytes at whose multiples the rows of a copy begin, where they have so many times that: a run of
+#: 128 bytes is then one line of the second-level cache and not two.
+LINE = 128
+LINES = 8
+
+
+def pitch(length: int, itemsize: int) -> int:
+    """Elements from a row to the next of a copy with rows of so many: whole 16 bytes at least."""
+    long = length * itemsize >= LINES * LINE
+    return round_up(length, (LINE if long else 16) // itemsize)
+
+
+#: float64 of few rows on Hopper: one block on each multiprocessor, with most of its shared memory
+#: full of slices on their way, and a cluster of them that shares K. On an H200 at K = N = 4096,
+#: microseconds beside the tiles above and the best of PyTorch: 16 rows 47 / 73 / 56, 32 rows
+#: 50 / 73 / 58, 64 rows 57 / 74 / 62; with half of the slices 64 rows take 75, with twice the
+#: blocks in clusters of 4 71, with 64 x 128 91, with four warps 63.
+DOUBLE_FEW = (
+    CudaBlock(16, 64, 32, 16, 16, 4, 1, 8),
+    CudaBlock(32, 64, 16, 32, 16, 8, 1, 8),
+    CudaBlock(64, 64, 16, 32, 16, 6, 1, 8),
+)
+#: Columns and values of K from which on; values of K of a block and blocks of a cluster, at most.
+FEW_LEAST = 1024
+CLUSTER_K = 256
+CLUSTER = 8
+
+
+def few(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, multiprocessors: int
+) -> tuple[CudaBlock, int, int] | None:
+    """The tile of a product of few rows, and (length, number) of the parts of K in a cluster.
+
+    None for more rows, and for less than that pays for. They depend on the sizes of one place, as
+    in :func:`block`.
+    """
+    if min(n, k) < FEW_LEAST or m > tiles[-1].block_m:
+        return None
+    tile = next(tile for tile in tiles if m <= tile.block_m)
+    most = min(CLUSTER, k // CLUSTER_K, multiprocessors // -(-n // tile.block_n))
+    part = round_up(-(-k // max(1, most)), tile.block_k)
+    return tile, part, -(-k // part)
+
+
+@functools.lru_cache(maxsize=4096)
+def block(
+    tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
+    multiprocessors: int,
+) -> tuple[CudaBlock, int, int]:  # fmt: skip
+    """The tile of a product, and (length, number) of the parts of its sum, 1 but where `free`.
+
+    The one with the least work on the multiprocessor that has the most. The parts depend on the
+    sizes of one place: an element of a batch gives what it gives alone.
+    """
+    best: tuple[float, CudaBlock, int, int] | None = None
+    places = 1 if free else places
+    for tile in tiles:
+        blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+        choices = [(max(1, k), 1)]
+        if free:
+            wanted = tile.resident * multiprocessors // max(1, blocks)
+            for parts in {max(1, wanted), max(1, wanted // 2)} - {1}:
+                part = round_up(-(-k // min(parts, max(1, k // PART))), tile.block_k)
+                choices.append((part, -(-k // part)))
+        for part, parts in choices:
+            most = -(-blocks * places * parts // multiprocessors)
+            area = tile.block_m * tile.block_n
+            busy = min(1.0, min(most, tile.resident) * area / BUSY_SUMS) ** 0.6
+            cost = most * area * (part + FILL) / (tile.speed * busy)
+            if parts > 1:
+                planes = places * m * n * parts * PLANE_COST
+                cost += LAUNCH_COST + planes / multiprocessors
+            if best is None or cost < best[0]:
+                best = cost, tile, part, parts
+    assert best is not None
+    return best[1:]

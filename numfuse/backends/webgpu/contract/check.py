@@ -1,0 +1,169 @@
+"""A module of the shader contract beside the reference backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.activations import Activation, gelu, none, relu, sigmoid, silu, tanh
+from numfuse.backends import load
+from numfuse.problem import product
+
+if TYPE_CHECKING:
+    from numfuse.backends.webgpu.contract.backend import ContractBackend
+
+__all__ = ["Compared", "check"]
+
+_ACTIVATIONS: tuple[Activation, ...] = (none, relu, gelu, silu, sigmoid, tanh)
+#: (batch, M, K, N): below, at and beyond a tile of 16, long sums, a batch, and sizes of 1.
+_SHAPES = (
+    (1, 1, 1, 1),
+    (1, 15, 16, 17),
+    (1, 16, 17, 15),
+    (1, 17, 15, 16),
+    (1, 16, 16, 16),
+    (1, 33, 300, 5),
+    (1, 3, 7, 301),
+    (1, 290, 4, 6),
+    (3, 17, 18, 19),
+    (2, 5, 33, 1),
+)
+#: With K = N = 1 and b = 1 the pre-activation is a: from one tail to the other.
+_TAILS = (1, 203, 1, 1)
+#: Here a row of a is NaN: its derivative counts as 0.
+_GUARD = (1, 5, 4, 3)
+_LENGTHS = (1, 255, 256, 257, 5000)
+_F64 = np.dtype(np.float64)
+
+
+class Compared(NamedTuple):
+    """The output, shape and activation that an error belongs to."""
+
+    #: "c" (of act(A B + bias)), "c + residual", "d_a", "d_b", "d_bias"; of gates "gate out",
+    #: "gate d_a", "gate d_b".
+    output: str
+    #: (batch, M, K, N), or (numel,).
+    shape: tuple[int, ...]
+    activation: str
+
+
+def check(shaders: ContractBackend) -> dict[Compared, float]:
+    """See :meth:`ContractBackend.check`."""
+    found: dict[Compared, float] = {}
+    for part in (_forward, _residual, _backward, _gates):
+        for output, shape, act, got, exact in part(shaders, set(shaders.entry_points)):
+            found[Compared(output, shape, act.name)] = _error(got, exact)
+    return found
+
+
+_Rows = Iterator[tuple[str, tuple[int, ...], Activation, ndarray, ndarray]]
+
+
+def _error(got: ndarray, exact: ndarray) -> float:
+    finite = np.isfinite(exact)
+    if not np.array_equal(finite, np.isfinite(got)):
+        return float("inf")
+    off = np.abs(got[finite].astype(_F64) - exact[finite]).max(initial=0)
+    largest = np.abs(exact[finite]).max(initial=0)
+    return float(off / largest) if largest else float("inf" if off else 0)
+
+
+def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+    """a, b, bias and grad (or a residual); a batch of one is no batch."""
+    batch, m, k, n = shape
+    rng = np.random.default_rng(shape)
+    if shape == _TAILS:
+        x = np.concatenate([np.linspace(-100, 100, m - 2), [-1e4, 1e4]])
+        a, b, bias = x[None, :, None], np.ones((1, 1, 1)), np.zeros(1)
+    else:
+        # pre-activations of about 2, where the activations bend
+        a = 2 * rng.standard_normal((batch, m, k)) / np.sqrt(k)
+        b, bias = rng.standard_normal((batch, k, n)), rng.standard_normal(n)
+    grad = rng.standard_normal((batch, m, n))
+    if batch == 1:
+        a, b, grad = a[0], b[0], grad[0]
+    single = [x.astype(np.float32) for x in (a, b, bias, grad)]
+    return single[0], single[1], single[2], single[3]
+
+
+def _both(run: str, make: Any, shaders: ContractBackend, *operands: Any) -> tuple[Any, Any]:
+    """The results of the module and of the reference in float64."""
+    mine = make(*operands)
+    getattr(shaders, run)(mine)
+    wide = make(*(x.astype(_F64) if isinstance(x, ndarray) else x for x in operands))
+    getattr(load("reference"), run)(wide)
+    return mine.result, wide.result
+
+
+def _fits(batch: int, kind: str, present: set[str]) -> bool:
+    """Whether a forward of this kind can run for this batch, as it is meant for it."""
+    return f"gemm_bias_{kind}{'_batched' if batch > 1 else ''}_f32" in present
+
+
+def _forward(shaders: ContractBackend, present: set[str]) -> _Rows:
+    for shape in (*_SHAPES, _TAILS):
+        if _fits(shape[0], "act", present):
+            a, b, bias, _ = _operands(shape)
+            for act in _ACTIVATIONS:
+                got, exact = _both("forward", product.gemm, shaders, a, b, bias, act)
+                yield "c", shape, act, got, exact
+
+
+def _residual(shaders: ContractBackend, present: set[str]) -> _Rows:
+    for shape in _SHAPES:
+        if _fits(shape[0], "residual", present):
+            a, b, bias, residual = _operands(shape)
+            got, exact = _both("forward", product.gemm_residual, shaders, a, b, bias, residual)
+            yield "c + residual", shape, none, got, exact
+
+
+def _backward(shaders: ContractBackend, present: set[str]) -> _Rows:
+    if "gemm_bwd_grad_pre_f32" not in present:
+        return  # nothing else of a backward can run without it
+    needs = [name for name in ("a", "b", "bias") if f"gemm_bwd_d{name}_f32" in present]
+    if not needs:
+        return
+    for shape in (*_SHAPES, _TAILS, _GUARD):
+        a, b, bias, grad = _operands(shape)
+        wanted = needs
+        if shape == _GUARD:
+            a[2] = np.nan
+            wanted = [name for name in needs if name != "b"]  # NaN * 0 there
+        for act in _ACTIVATIONS:
+            if shape == _GUARD and act is none:
+                continue  # its derivative is 1 everywhere
+            got, exact = _both(
+                "backward",
+                product.gemm_backward,
+                shaders,
+                grad,
+                a,
+                b,
+                bias,
+                act,
+                None,
+                wanted,
+                True,
+            )
+            for name in wanted:
+                index = ("a", "b", "bias").index(name)
+                yield f"d_{name}", shape, act, got[index], exact[index]
+
+
+def _gates(shaders: ContractBackend, present: set[str]) -> _Rows:
+    for length in _LENGTHS:
+        rng = np.random.default_rng(length)
+        a, b, grad = (x.astype(np.float32) for x in rng.standard_normal((3, length)))
+        a *= 3
+        a[: length // 100] = np.linspace(-100, 100, length // 100)
+        for act in _ACTIVATIONS:
+            if f"{act.name}_mul_f32" in present:
+                got, exact = _both("gated", product.gated, shaders, a, b, act)
+                yield "gate out", (length,), act, got, exact
+            if f"{act.name}_mul_bwd_f32" in present:
+                pair = _both("gated_backward", product.gated_backward, shaders, grad, a, b, act)
+                for name, got, exact in zip(("d_a", "d_b"), *pair, strict=True):
+                    yield f"gate {name}", (length,), act, got, exact

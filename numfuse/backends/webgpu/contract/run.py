@@ -1,0 +1,397 @@
+"""A problem as passes of the shader contract.
+
+The contract knows contiguous arrays: A (batch, M, K), B (batch, K, N), a bias of N, and sums over
+the whole batch for d_b and d_bias. A problem's arrays are made so, and cut in *units*: the elements
+of the batch, or the rows of A where one B serves all, or the elements of a gate. A *group* of
+units is what one dispatch of each entry point computes: all units, where the contract's meaning and
+the device's limits allow it; one unit, where a member of the batch has a bias or a gradient of its
+own. Sums over groups are made here.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu.contract.entry_points import ENTRY_POINTS
+from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
+from numfuse.problem.shapes import sum_to
+
+if TYPE_CHECKING:
+    from numfuse.backends.webgpu.contract.backend import ContractBackend
+    from numfuse.problem.product import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+
+__all__ = ["backward", "forward", "gated", "gated_backward"]
+
+_F32 = np.dtype(np.float32)
+_F64 = np.dtype(np.float64)
+#: Of the contract's workgroups along M and along a line.
+_TILE, _LINE = 16, 256
+
+
+class Array(NamedTuple):
+    """An array of the contract, in pieces of `length` elements."""
+
+    length: int
+    #: What has a piece of its own: every unit, every group (a sum over its units), or the call.
+    per: Literal["unit", "group", "call"] = "unit"
+    #: To be uploaded; None of a result.
+    content: ndarray | None = None
+
+
+class Step(NamedTuple):
+    """A compute pass of every group."""
+
+    entry_point: str
+    #: The words of its uniform and the sizes of its axes, for a group of so many units.
+    words: Any
+    axes: Any
+    #: {name of an array in the contract: name in the plan}, where they differ.
+    names: Mapping[str, str] = {}
+
+
+@dataclass
+class Plan:
+    """The groups of a call, and where each one's piece of every array lies."""
+
+    backend: ContractBackend
+    units: int
+    #: Units that one dispatch may have, for its grid and its meaning.
+    most: int
+    arrays: dict[str, Array]
+    device: Device = field(init=False)
+    per_group: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.device, self._pipelines = self.backend.pipelines()
+        limit = self.device.binding_limit
+        self.per_group = min(self.units, self.most)
+        for name, array in self.arrays.items():
+            if 4 * array.length > limit:
+                raise ValueError(
+                    f"a binding ({name}) must have at most max-storage-buffer-binding-size = "
+                    f"{limit} bytes on {self.device.name}, got {4 * array.length}: the shader "
+                    f"contract cannot split it"
+                )
+            if array.per == "unit":
+                self.per_group = min(self.per_group, limit // (4 * array.length))
+        if self.per_group < self.units and self.per_group > 64:
+            self.per_group = self.per_group // 64 * 64  # so that most pieces need no padding
+
+    @property
+    def sizes(self) -> list[int]:
+        """Units of each group."""
+        full, rest = divmod(self.units, self.per_group)
+        return [self.per_group] * full + [rest] * (rest > 0)
+
+    def _stride(self, array: Array) -> int:
+        """Bytes from one group's piece to the next one's, aligned as a binding has to be."""
+        if array.per == "call":
+            return 0
+        alignment = self.device.alignment
+        return -(-self._nbytes(array, self.per_group) // alignment) * alignment
+
+    def _nbytes(self, array: Array, units: int) -> int:
+        """Return the bytes of a group's piece of an array."""
+        return 4 * array.length * (units if array.per == "unit" else 1)
+
+    def _total(self, array: Array) -> int:
+        full = self._nbytes(array, self.per_group)
+        return self._stride(array) * (len(self.sizes) - 1) + full
+
+    def _upload(self, name: str, array: Array) -> Buffer:
+        buffer = self.device.buffer(max(16, self._total(array)), name)
+        if array.content is not None:
+            stride, piece = self._stride(array), self._nbytes(array, self.per_group)
+            content = np.ascontiguousarray(array.content, _F32)
+            if array.per == "unit" and len(self.sizes) > 1 and stride != piece:
+                flat = content.reshape(-1)
+                content = np.zeros((len(self.sizes), stride // 4), _F32)
+                for i, row in enumerate(content):
+                    part = flat[i * piece // 4 : (i + 1) * piece // 4]
+                    row[: len(part)] = part
+            self.device.upload(content, buffer)
+        return buffer
+
+    def _without_padding(self, array: Array, block: ndarray) -> ndarray:
+        """The pieces of a result: (units, length) or (groups, length)."""
+        groups, stride = len(self.sizes), self._stride(array) // 4
+        piece = self._nbytes(array, self.per_group) // 4
+        if groups > 1 and stride != piece:
+            padded = np.zeros((groups, stride), _F32)
+            padded.reshape(-1)[: len(block)] = block
+            block = np.ascontiguousarray(padded[:, :piece]).reshape(-1)
+        count = self.units if array.per == "unit" else groups
+        return block[: count * array.length].reshape(count, array.length)
+
+    def run(self, steps: Sequence[Step], results: Sequence[str]) -> dict[str, ndarray]:
+        """Run the steps for every group, in one submit, and download results."""
+        device = self.device
+        grids = {}
+        for step in steps:
+            entry = ENTRY_POINTS[step.entry_point]
+            for units in set(self.sizes):
+                axes = {"1": 1, **step.axes(units)}
+                grid = tuple(
+                    -(-axes[axis] // size)
+                    for axis, size in zip(entry.covers, entry.workgroup, strict=True)
+                )
+                if max(grid) > device.grid_limit:
+                    raise ValueError(
+                        f"{step.entry_point} needs {max(grid)} workgroups in a dimension, and "
+                        f"max-compute-workgroups-per-dimension is {device.grid_limit} on "
+                        f"{device.name}: the shader contract cannot split it"
+                    )
+                grids[step.entry_point, units] = grid
+        buffers = {name: self._upload(name, array) for name, array in self.arrays.items()}
+        label = ", ".join(dict.fromkeys(self._pipelines[step.entry_point].label for step in steps))
+        passes = 0
+        with device.reported(label):
+            encoder = device.handle.create_command_encoder(label=label)
+            for i, units in enumerate(self.sizes):
+                groups: dict[Any, Any] = {}  # passes with the same bindings have one bind group
+                for step in steps:
+                    pipeline = self._pipelines[step.entry_point]
+                    words = step.words(units)
+                    key = id(pipeline.layout), words, tuple(step.names.items())
+                    if key not in groups:
+                        arrays = ENTRY_POINTS[step.entry_point].interface.arrays
+                        names = [step.names.get(name, name) for name in arrays]
+                        groups[key] = self._group(pipeline.layout, names, buffers, i, units, words)
+                    run = encoder.begin_compute_pass(label=pipeline.label)
+                    run.set_pipeline(pipeline.handle)
+                    run.set_bind_group(0, groups[key])
+                    run.dispatch_workgroups(*grids[step.entry_point, units])
+                    run.end()
+                    passes += 1
+            device.queue.submit([encoder.finish()])
+            device.submits += 1
+        self.backend.count(passes)
+        downloads = []
+        for name in results:
+            size = self._total(self.arrays[name])
+            downloads.append((Binding(buffers[name], 0, size), np.empty(size // 4, _F32)))
+        blocks = Commands(device).submit(downloads)
+        return {
+            name: self._without_padding(self.arrays[name], block)
+            for name, block in zip(results, blocks, strict=True)
+        }
+
+    def _group(
+        self,
+        layout: Any,
+        names: Sequence[str],
+        buffers: Mapping[str, Buffer],
+        group: int,
+        units: int,
+        words: tuple[int, ...],
+    ) -> Any:
+        resources = []
+        for name in names:
+            array = self.arrays[name]
+            resources.append(
+                {
+                    "buffer": buffers[name].handle,
+                    "offset": group * self._stride(array),
+                    "size": self._nbytes(array, units),
+                }
+            )
+        uniform = self.device.constant(struct.pack(f"<{len(words)}I", *words))
+        resources.append({"buffer": uniform, "offset": 0, "size": uniform.size})
+        return self.device.handle.create_bind_group(
+            layout=layout,
+            entries=[{"binding": i, "resource": r} for i, r in enumerate(resources)],
+        )
+
+
+class Product:
+    """The operands of a product as the contract has them."""
+
+    def __init__(self, backend: ContractBackend, p: GemmProblem | GemmBackwardProblem) -> None:
+        self.p = p
+        self.device = backend.device
+        self.m, self.n = p.m, p.n
+        self.batch = p.batch
+        # A sum over nothing is a sum over one product of zeros.
+        self.k = p.k or 1
+        self.own_bias = p.bias is not None and not _shared(p.bias)
+        #: Whether the batch is rows of A: it is where one B and one bias serve all of it.
+        self.rows = _shared(p.b) and not self.own_bias
+        count = prod(self.batch)
+        self.units = count * self.m if self.rows else count
+
+    def most(self, alone: bool) -> int:
+        """Units of a group; `alone`: one element of the batch at a time."""
+        if self.rows:
+            return _TILE * self.device.grid_limit
+        return 1 if alone else self.device.grid_limit
+
+    def operands(self, alone: bool) -> dict[str, Array]:
+        """a, b and bias."""
+        p, k = self.p, self.k
+        a, b = p.a, p.b
+        if p.k == 0:
+            a, b = np.zeros((self.m, 1), _F32), np.zeros((1, self.n), _F32)
+        bias = Array(self.n, "call", np.zeros(self.n, _F32) if p.bias is None else p.bias)
+        if self.rows:
+            return {"a": self.each(a), "b": Array(k * self.n, "call", b), "bias": bias}
+        one = {
+            name: Array(x.shape[-2] * x.shape[-1], "call", x)
+            for name, x in (("a", a), ("b", b))
+            if alone and _shared(x)
+        }
+        if self.own_bias:
+            assert p.bias is not None
+            bias = self.each(p.bias)
+        return {"a": one.get("a") or self.each(a), "b": one.get("b") or self.each(b), "bias": bias}
+
+    def each(self, x: ndarray) -> Array:
+        """An operand with a piece for each unit, repeated where it was broadcast."""
+        return self.result(x.shape[-2:])._replace(
+            content=np.broadcast_to(x, (*self.batch, *x.shape[-2:]))
+        )
+
+    def result(self, shape: tuple[int, ...]) -> Array:
+        """A result of (rows, columns), with a piece for each unit."""
+        return Array(shape[1] if self.rows else shape[0] * shape[1])
+
+    def axes(self, units: int) -> dict[str, int]:
+        m, batch = (units, 1) if self.rows else (self.m, units)
+        return {"M": m, "K": self.k, "N": self.n, "batch": batch}
+
+    def words(self, activation: int, units: int) -> tuple[int, ...]:
+        """The eight words of the contract's params."""
+        return (*self.axes(units).values(), activation, 0, 0, 0)
+
+
+def _shared(x: ndarray) -> bool:
+    return all(length == 1 for length in x.shape[:-2])
+
+
+def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
+    """out = act(a @ b + bias) + residual; the entry points that ran."""
+    product = Product(backend, p)
+    kind = "act" if p.residual is None else "residual"
+    single, batched = f"gemm_bias_{kind}_f32", f"gemm_bias_{kind}_batched_f32"
+    # For a single product either will do, with a batch of one.
+    entry = backend.require_one(*((single, batched) if product.rows else (batched, single)))
+    if not p.out.size:
+        return []
+    alone = product.own_bias or entry == single
+    arrays = {**product.operands(alone), "c": product.result((p.m, p.n))}
+
+    def step(activation: int, **names: str) -> Step:
+        length = 8 if p.residual is None else 4
+        return Step(entry, lambda u: product.words(activation, u)[:length], product.axes, names)
+
+    assert p.activation.id is not None
+    steps = [step(p.activation.id)]
+    if p.residual is not None:
+        full = np.broadcast_to(p.residual, (*p.residual.shape[:-2], p.m, p.n))
+        arrays["residual"] = product.each(full)
+    if p.pre is not None:
+        arrays["pre"] = arrays["c"]
+        steps.append(step(0, c="pre"))
+    plan = Plan(backend, product.units, product.most(alone), arrays)
+    found = plan.run(steps, ["c"] + ["pre"] * (p.pre is not None))
+    p.out[...] = found["c"].reshape(p.out.shape)
+    if p.pre is not None:
+        p.pre[...] = found["pre"].reshape(p.pre.shape)
+    return [entry]
+
+
+def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
+    """The gradients; the entry points that ran."""
+    wanted = {"d_a": p.d_a, "d_b": p.d_b, "d_bias": p.d_bias}
+    outs = {name: x for name, x in wanted.items() if x is not None}
+    entries = [f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs]
+    if outs:
+        backend.require("gemm_bwd_grad_pre_f32", *entries)
+    outs = {name: x for name, x in outs.items() if x.size}
+    if not p.grad.size:
+        for x in outs.values():
+            x[...] = 0
+        return []
+    if not outs:
+        return []
+    product = Product(backend, p)
+    m, k, n = product.m, product.k, product.n
+    alone = product.own_bias or (p.d_b is not None and not _shared(p.d_b))
+    arrays = {
+        **product.operands(alone),
+        "grad": product.each(p.grad),
+        "grad_pre": product.result((m, n)),
+        "d_a": product.result((m, k)),
+        "d_b": Array(k * n, "group"),
+        "d_bias": Array(n, "group"),
+    }
+    for name in wanted.keys() - outs.keys():
+        arrays[name] = Array(1, "call")  # bound, and never written
+    assert p.activation.id is not None
+    number = p.activation.id
+    entries = ["gemm_bwd_grad_pre_f32"]
+    entries += [f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs]
+    steps = [Step(entry, lambda u: product.words(number, u), product.axes) for entry in entries]
+    found = Plan(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for name, x in outs.items():
+            pieces = found[name]
+            if name == "d_a":
+                pieces = pieces.reshape(*product.batch, m, k)
+            elif not product.rows and alone:
+                pieces = pieces.reshape(*product.batch, *x.shape[-2:])
+            elif len(pieces) > 1:
+                pieces = np.asarray(np.sum(pieces, axis=0, dtype=_F64))
+            if pieces.size == x.size:
+                x[...] = pieces.reshape(x.shape)
+            else:
+                x[...] = sum_to(pieces, x.shape, _F64)
+    return entries
+
+
+def gated(backend: ContractBackend, p: GatedProblem) -> list[str]:
+    """out = act(a) * b; the entry point that ran."""
+    entry = f"{p.activation.name}_mul_f32"
+    backend.require(entry)
+    arrays = {"a": Array(1, content=p.a), "b": Array(1, content=p.b), "out": Array(1)}
+    outs = {"out": p.out}
+    return _elementwise(backend, entry, arrays, outs)
+
+
+def gated_backward(backend: ContractBackend, p: GatedBackwardProblem) -> list[str]:
+    """d_a = grad * b * act'(a), d_b = grad * act(a); the entry point that ran."""
+    entry = f"{p.activation.name}_mul_bwd_f32"
+    operands = {"grad": p.grad, "a": p.a, "b": p.b}
+    outs = {name: x for name, x in (("d_a", p.d_a), ("d_b", p.d_b)) if x is not None}
+    if not outs:
+        return []
+    backend.require(entry)
+    arrays = {name: Array(1, content=x) for name, x in operands.items()}
+    # the entry point writes both
+    arrays |= {"d_a": Array(1), "d_b": Array(1)}
+    return _elementwise(backend, entry, arrays, outs)
+
+
+def _elementwise(
+    backend: ContractBackend, entry: str, arrays: dict[str, Array], outs: dict[str, ndarray]
+) -> list[str]:
+    size = next(iter(outs.values())).size
+    if not size:
+        return []
+    plan = Plan(backend, size, _LINE * backend.device.grid_limit, arrays)
+    step = Step(entry, lambda units: (units,), lambda units: {"numel": units})
+    found = plan.run([step], list(outs))
+    for name, x in outs.items():
+        x[...] = found[name].reshape(x.shape)
+    return [entry]

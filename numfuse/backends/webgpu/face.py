@@ -1,0 +1,222 @@
+"""The WebGPU backend: WGSL compute shaders through wgpu, for any GPU with a driver of Vulkan, Metal
+or Direct3D 12, and for CPUs behind Vulkan.
+
+The files are in the order of the work: `run` makes dispatches of a problem, `stores` finds its
+arrays on the device, `kernels` (with `template` and the .wgsl files) writes the shaders, `device`
+compiles and runs them. `arrays` are arrays that stay on the device, `contract` runs shaders that
+others wrote.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends import Call, latest
+from numfuse.backends.webgpu import lower, split
+from numfuse.backends.webgpu.arrays import DeviceArray, to_device
+from numfuse.backends.webgpu.contract.backend import ContractBackend
+from numfuse.backends.webgpu.contract.entry_points import reference_source
+from numfuse.backends.webgpu.device import forks
+from numfuse.backends.webgpu.device.device import Device, adapters, again, choose
+from numfuse.backends.webgpu.stores import HostStore, Store
+from numfuse.problem.results import settled
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.problem.product import (
+        GatedBackwardProblem,
+        GatedProblem,
+        GemmBackwardProblem,
+        GemmProblem,
+    )
+    from numfuse.problem.second_order import (
+        GatedDoubleBackwardProblem,
+        GatedTangentProblem,
+        GemmDoubleBackwardProblem,
+        GemmTangentProblem,
+    )
+
+__all__ = ["BACKEND", "ContractBackend", "DeviceArray", "WebGpuBackend", "adapters"]
+
+
+class WebGpuBackend:
+    """A device of WebGPU; see :class:`numfuse.backends.Backend` for what each method is.
+
+    Parameters
+    ----------
+    which : str or int, optional
+        A part of an adapter's name, or its index; None: `NUMFUSE_WEBGPU_ADAPTER`, else the best.
+    limits : dict, optional
+        Limits of WebGPU to ask for in place of the adapter's own.
+    """
+
+    name = "webgpu"
+
+    def __init__(
+        self, which: str | int | None = None, limits: dict[str, int] | None = None
+    ) -> None:
+        self._adapter = choose(which)
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._device: Device | None = None
+        self._reference: ContractBackend | None = None
+
+    @property
+    def device(self) -> Device:
+        """The device, made at its first use, and anew after it was lost."""
+        device = self._device
+        if device is None or device.lost:
+            forks.refuse()  # before the lock, which a thread that is gone may hold
+            with self._lock:
+                device = self._device
+                if device is None or device.lost:
+                    if device is not None:
+                        self._adapter = again(self._adapter)
+                    device = self._device = Device(self._adapter, self._limits)
+        return device
+
+    def forward(self, p: GemmProblem) -> None:
+        """out = act(a @ b + bias) + residual."""
+        self._host(split.forward, "forward", p)
+
+    def backward(self, p: GemmBackwardProblem) -> None:
+        """The gradients of the forward."""
+        self._host(split.backward, "backward", p)
+
+    def gated(self, p: GatedProblem) -> None:
+        """out = act(a) * b."""
+        self._host(split.gated, "gated", p)
+
+    def gated_backward(self, p: GatedBackwardProblem) -> None:
+        """The gradients of the gate."""
+        self._host(split.gated_backward, "gated_backward", p)
+
+    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
+        """The gradients of the backward's gradients."""
+        self._host(split.double_backward, "double_backward", p)
+
+    def tangent(self, p: GemmTangentProblem) -> None:
+        """The forward and its derivative along tangents."""
+        self._host(split.tangent, "tangent", p)
+
+    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
+        """The gradients of the gate's gradients."""
+        self._host(split.gated_double_backward, "gated_double_backward", p)
+
+    def gated_tangent(self, p: GatedTangentProblem) -> None:
+        """The gate and its derivative along tangents."""
+        self._host(split.gated_tangent, "gated_tangent", p)
+
+    def _host(self, operation: Callable[[Store, Any], None], kind: str, p: Any) -> None:
+        device = self.device
+        self.check(device, p.dtype, kind)
+        if not settled(p):
+            store = HostStore(device)
+            operation(store, p)
+            store.finish()
+        self.record(device, kind, p)
+
+    def check(self, device: Device, dtype: np.dtype[Any], kind: str) -> None:
+        """Raise TypeError for a dtype that the device does not compute."""
+        if dtype.name not in device.dtypes:
+            known = ", ".join(sorted(device.dtypes))
+            raise TypeError(f"{kind} on {device.name} must have dtype {known}, got {dtype.name}")
+
+    def record(self, device: Device, kind: str, p: Any) -> None:
+        """Record what `last_call` tells."""
+        tiling = None
+        if hasattr(p, "m"):
+            tiling = lower.tile_of(device, p.m, p.n, p.acc_dtype)
+        latest.call = Call(
+            "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
+        )
+
+    def configure(
+        self, device: Any = None, precision: str | None = None, shaders: str | None = None
+    ) -> WebGpuBackend | ContractBackend:
+        """This backend on another adapter, or with the shaders of the contract."""
+        if precision is not None:
+            raise ValueError(f"precision must be None for the backend 'webgpu', got {precision!r}")
+        if shaders not in (None, "reference"):
+            raise ValueError(
+                f"shaders must be None or 'reference', got {shaders!r}; a module of your own is a "
+                f"backend: numfuse.webgpu.load_shaders"
+            )
+        chosen = self if device is None else _on(choose(device).number)
+        return chosen if shaders is None else chosen.reference_shaders()
+
+    def load_shaders(self, source: str, label: str = "shaders") -> ContractBackend:
+        """A module that keeps the shader contract, on this device; see `numfuse.webgpu`."""
+        return ContractBackend(source, self, label)
+
+    def reference_shaders(self) -> ContractBackend:
+        """numfuse's own module for the shader contract, on this device."""
+        with self._lock:
+            found = self._reference
+        if found is None:
+            found = self._reference = self.load_shaders(reference_source(), "reference shaders")
+        return found
+
+    @staticmethod
+    def adapters() -> list[str]:
+        """Every adapter, as `device` may name it."""
+        return [str(adapter) for adapter in adapters()]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what `info` shows, by name."""
+        return {**self.device.describe(), "adapters": [str(a) for a in adapters()]}
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
+        """A new array for this backend's NumPy results."""
+        return np.empty(shape, dtype)
+
+    def to_device(self, x: ndarray) -> DeviceArray:
+        """A NumPy array, copied to the device."""
+        device = self.device
+        self.check(device, x.dtype, "an array")
+        return to_device(x, device)
+
+    def warmup(
+        self,
+        activations: Sequence[Activation],
+        dtypes: Sequence[np.dtype[Any]],
+        progress: Callable[[str], None] | None = None,
+    ) -> None:
+        """Compile the kernels of contiguous operands, for this process."""
+        from numfuse.problem import product
+
+        device = self.device
+        for dtype in dtypes:
+            if dtype.name not in device.dtypes:
+                continue
+            for act in activations:
+                if progress is not None:
+                    progress(f"{act.name} {dtype.name}")
+                for m in (64, 63):  # read by fours, and one by one
+                    x, bias = np.zeros((m, m), dtype), np.zeros(m, dtype)
+                    self.forward(product.gemm(x, x, bias, act))
+                    self.backward(product.gemm_backward(x, x, x, bias, act))
+                    self.gated(product.gated(x, x, act))
+                    self.gated_backward(product.gated_backward(x, x, x, act))
+
+
+_BACKENDS: dict[int, WebGpuBackend] = {}
+_BACKENDS_LOCK = threading.Lock()
+
+
+def _on(index: int) -> WebGpuBackend:
+    """The one backend object of an adapter."""
+    with _BACKENDS_LOCK:
+        found = _BACKENDS.get(index)
+        if found is None:
+            found = _BACKENDS[index] = WebGpuBackend(index)
+    return found
+
+
+# Where there is no adapter, or none of the name asked for, importing this module says so.
+BACKEND = _on(choose().number)

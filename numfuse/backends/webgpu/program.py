@@ -1,0 +1,153 @@
+"""Calls that were made before: their dispatches, with other buffers.
+
+What a call dispatches depends on the shapes, strides and offsets of its arrays, never on what is in
+them. A call on arrays of the device that looks like an earlier one takes over its pipelines,
+uniforms and grids, and only the buffers are its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+from numpy import ndarray
+
+from numfuse.backends.webgpu import tiling
+from numfuse.backends.webgpu.arrays import DeviceArray, address
+from numfuse.backends.webgpu.device.device import Binding, Buffer, Device
+from numfuse.expr import Expr
+
+__all__ = ["Plan", "formulas_of_call", "key_of"]
+
+
+class Plan:
+    """The steps of a call over numbered buffers: the caller's first, then its own.
+
+    Attributes
+    ----------
+    results : tuple
+        The numbers of the buffers of new results.
+    call
+        What `last_call` tells of it.
+    """
+
+    __slots__ = ("_groups", "_sizes", "_steps", "call", "results")
+
+    def __init__(
+        self,
+        steps: Sequence[tuple[Any, Any, tuple[Any, ...], tuple[int, int, int]]],
+        sizes: Sequence[int],
+        results: Sequence[int],
+        call: Any,
+    ) -> None:
+        #: (pipeline, uniform, numbers of buffers or other bindings, grid)
+        self._steps, self._sizes, self.results, self.call = steps, sizes, results, call
+        # The bind groups of the buffers met last: those of a loop are a few sets, by turns.
+        self._groups: OrderedDict[tuple[int, ...], tuple[list[Any], list[Any]]] = OrderedDict()
+
+    @classmethod
+    def of(
+        cls,
+        steps: Sequence[Any],
+        given: Sequence[DeviceArray],
+        results: Sequence[Buffer],
+        call: Any,
+    ) -> Plan | None:
+        """The plan of recorded steps; None where a buffer is not bound as a whole."""
+        numbers: dict[int, int] = {}
+        for x in given:
+            numbers.setdefault(id(x.buffer), len(numbers))
+        first = len(numbers)
+        sizes: list[int] = []
+        made = []
+
+        def number(buffer: Buffer) -> int:
+            found = numbers.get(id(buffer))
+            if found is None:
+                found = numbers[id(buffer)] = first + len(sizes)
+                sizes.append(buffer.size)
+            return found
+
+        for pipeline, uniform, bindings, grid in steps:
+            parts: list[Any] = []
+            for b in bindings:
+                if not isinstance(b, Binding):
+                    parts.append(b)
+                elif b.offset or b.size != b.buffer.size:
+                    return None
+                else:
+                    parts.append(number(b.buffer))
+            made.append((pipeline, uniform, tuple(parts), grid))
+        return cls(made, sizes, [number(buffer) for buffer in results], call)
+
+    def run(self, device: Device, given: Sequence[DeviceArray]) -> list[Buffer]:
+        """Do it again with these arrays; the caller's buffers and the call's own."""
+        buffers = list({id(x.buffer): x.buffer for x in given}.values())
+        buffers += [device.buffer(size) for size in self._sizes]
+        handles = [buffer.handle for buffer in buffers]
+        key = tuple(map(id, handles))
+        known = self._groups.get(key)
+        if known is None:
+            whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
+            groups = [
+                device.group(
+                    pipeline.layout,
+                    uniform,
+                    [whole[b] if isinstance(b, int) else b for b in parts],
+                )
+                for pipeline, uniform, parts, _ in self._steps
+            ]
+            known = groups, handles  # as long as these are held, their identities are theirs
+            self._groups[key] = known
+            if len(self._groups) > tiling.KEPT_SETS:
+                with contextlib.suppress(KeyError):  # another thread was here
+                    self._groups.popitem(last=False)
+        device.submit(
+            [
+                (pipeline, group, grid)
+                for (pipeline, _, _, grid), group in zip(self._steps, known[0], strict=True)
+            ]
+        )
+        return buffers
+
+
+#: The arrays of every kind of problem, in one order.
+_FIELDS = {
+    "forward": ("a", "b", "bias", "residual", "out", "pre"),
+    "backward": ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias"),
+    "gated": ("a", "b", "out"),
+    "gated_backward": ("grad", "a", "b", "d_a", "d_b"),
+}
+
+
+def formulas_of_call(p: Any) -> tuple[Expr, Expr]:
+    """The formulas that what a call dispatches depends on."""
+    return p.activation.trace(0), p.activation.trace(1)
+
+
+def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
+    """Return a key of all that the dispatches of a call depend on.
+
+    `given` are the caller's arrays, of which the last `outs` are outputs.
+    """
+    act = p.activation
+    guard = getattr(p, "guard", None)
+    parts: list[Any] = [
+        kind,
+        p.dtype,
+        act.name,
+        *(e.serial for e in formulas_of_call(p)),
+        guard,
+        outs,
+    ]
+    for name in _FIELDS[kind]:
+        ghost: ndarray | None = getattr(p, name)
+        # (of its own dtype: a saved pre-activation may have the accumulator's)
+        parts.append(None if ghost is None else (ghost.shape, ghost.strides, ghost.dtype))
+    order: dict[int, int] = {}
+    for x in given:
+        # which arrays share a buffer, and where each begins in it
+        parts.append((order.setdefault(id(x.buffer), len(order)), address(x.ghost) - x.base))
+    return tuple(parts)

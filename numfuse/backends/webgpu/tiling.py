@@ -1,0 +1,134 @@
+"""Every block size of the WebGPU backend, each with its reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+__all__ = [
+    "BLOCKS",
+    "CHAIN",
+    "CPU_TILE",
+    "JOINED",
+    "KEPT_CONSTANTS",
+    "KEPT_GROUPS",
+    "KEPT_PLANS",
+    "KEPT_SETS",
+    "KEPT_STAGING",
+    "PART",
+    "POOL_BYTES",
+    "STAGING_BYTES",
+    "TILES",
+    "WebGpuTile",
+    "groups",
+    "parts",
+    "tile",
+]
+
+#: Uniforms and tables of places that a device keeps, by their content: a training step makes a
+#: dozen kinds of call with one or two each.
+KEPT_CONSTANTS = 1024
+#: Plans of calls that a device keeps: words, no memory of the device.
+KEPT_PLANS = 256
+#: Sets of buffers of which a plan keeps the bind groups: those that a loop's calls take by turns.
+KEPT_SETS = 8
+#: Bind groups that a device keeps: one for each set of buffers that a call meets again.
+KEPT_GROUPS = 512
+#: Bytes of free buffers that a device keeps: the temporaries and results of a step of training at
+#: 4096 x 4096 in float32 are six of 64 MiB.
+POOL_BYTES = 512 << 20
+#: Buffers to read from that a device keeps, and the bytes of the largest.
+KEPT_STAGING = 4
+STAGING_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class WebGpuTile:
+    """A workgroup's block of a product on WebGPU, and an invocation's part of it."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    mr: int
+    nr: int
+    #: Rows of blocks that are worked on together: their Y blocks are found in the device's cache.
+    group: int = 8
+    #: Copies of the slices in workgroup memory: with two, one barrier a slice.
+    stages: int = 1
+    #: Whether neighbouring invocations fetch along K where that is the contiguous axis.
+    k_first: bool = False
+
+    @property
+    def invocations(self) -> int:
+        return self.block_m // self.mr * (self.block_n // self.nr)
+
+
+#: Tiles of a GPU, the largest first.  128 x 128 x 16 with 8 x 16 sums an invocation: 6 reads of
+#: four values from workgroup memory for 128 fused multiply-adds.  Measured on an H200 in float32,
+#: in TFLOP/s at 4096, 2048 and 1024 cubed: this one 43.5, 42.7 and 10.9 (64 blocks for 132
+#: multiprocessors), 64 x 64 with 8 x 8 40.7, 36.7 and 31.2, 32 x 64 with 8 x 8 39.4, 33.8 and
+#: 31.7; less with slices of 8, 12 or 20 (31 to 35), two copies of the slices (25), 256 invocations
+#: (33), 128 x 256 (39), 16 x 8 sums (35).  Fetching along K where it is contiguous: 1.04 to 1.16
+#: times.  At 512 cubed the last gives 256 blocks and 10.0, 32 x 64 128 and 7.5.
+TILES = (
+    WebGpuTile(128, 128, 16, 8, 16, k_first=True),
+    WebGpuTile(64, 64, 16, 8, 8, k_first=True),
+    WebGpuTile(32, 64, 16, 8, 8, k_first=True),
+    WebGpuTile(32, 32, 16, 4, 4, k_first=True),
+)
+#: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
+CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
+#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
+#: tile's slices.
+CHAIN = 256
+#: Blocks that keep a large device busy: two on each of 132 multiprocessors.
+BLOCKS = 264
+#: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
+#: through memory by 100 flops a byte.
+PART = 512
+#: Planes that one invocation adds up; more are joined in stages.
+JOINED = 64
+
+
+def tile(
+    m: int, n: int, itemsize: int, storage: int, invocations: int, cpu: bool, depth: int = 0
+) -> WebGpuTile:
+    """The largest tile that the device holds and of which the result has enough.
+
+    Where its sums over `depth` may be cut, each part of one counts.
+    """
+    if cpu:
+        return CPU_TILE
+    fitting = []
+    for tile in TILES:
+        # an invocation's sums are registers: 128 of 4 bytes
+        if tile.mr * tile.nr * itemsize > 512 or tile.invocations > invocations:
+            continue
+        block_k = tile.block_k
+        while block_k >= 8 and storage < _workgroup_bytes(tile, block_k, itemsize):
+            block_k //= 2
+        if block_k >= 4:
+            fitting.append(replace(tile, block_k=block_k))
+    parts = max(1, depth // PART)
+    for tile in fitting:
+        if -(-m // tile.block_m) * -(-n // tile.block_n) * parts >= BLOCKS // 2:
+            return tile
+    return fitting[-1]
+
+
+def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int) -> int:
+    """Both factors, each row padded by four, and the sums of columns."""
+    factors = (tile.block_m + tile.block_n + 8) * depth * tile.stages
+    return (factors + 4 * tile.invocations) * itemsize
+
+
+def parts(blocks: int, k: int, room: int) -> tuple[int, int]:
+    """(length, number) of the parts of a sum over `k`, for a result of so many blocks."""
+    parts = max(1, min(BLOCKS // max(1, blocks), k // PART, room))
+    # a part begins where a slice of any tile does
+    part = -(-k // parts // 32) * 32 if parts > 1 else k
+    return part, -(-k // part) if k else 1
+
+
+def groups(blocks: int, segments: int, room: int) -> int:
+    """In how many groups the segments of a sum are added up."""
+    return max(1, min(BLOCKS // max(1, blocks), segments, room))

@@ -1,0 +1,209 @@
+"""Derivatives of recorded formulas: rewrites of the graph.
+
+One table of rules, each linear in the derivatives of a node's operands, serves all of them. Applied
+from the inputs on it is forward mode (:func:`forward`); as a linear map of scalars is its own
+transpose, the same rule with one operand's slot filled at a time is reverse mode
+(:func:`reverse`); and forward mode of forward mode has the second derivatives that a Taylor
+expansion needs (:func:`second_order`). The rule of a call is its curve's own derivative, which was
+written by hand where stability asks for it.
+
+A derivative that is zero everywhere is None: what it would multiply is left out, NaN or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations_with_replacement
+
+from numfuse import expr as ex
+from numfuse.expr import SYMBOL, Expr, constant, node, topological
+from numfuse.language.graph import Curve, call
+
+__all__ = ["derivative_graph", "forward", "reverse", "second_order"]
+
+_TWO_OVER_SQRT_PI = constant("1.12837916709551257389615890312154517168810125865800")
+_ONE_OVER_SQRT_2PI = constant("0.39894228040143267793994605993438186847585863116493")
+
+
+def _density(x: Expr) -> Expr:
+    return _ONE_OVER_SQRT_2PI * ex.exp(-0.5 * x * x)
+
+
+# Partial derivatives by each operand; None where the operand does not count. `e` is the node.
+_PARTIALS: dict[str, Callable[[Expr], tuple[Expr | None, ...]]] = {
+    "sqrt": lambda e: (0.5 / e,),
+    "copysign": lambda e: (ex.where(node("eq", e, e.args[0]), 1.0, -1.0), None),
+    "exp": lambda e: (e,),
+    "log": lambda e: (1.0 / e.args[0],),
+    "log1p": lambda e: (1.0 / (1.0 + e.args[0]),),
+    # 1 - tanh^2 = 4 s(2x) s(-2x), without the cancellation
+    "tanh": lambda e: (ex.scaled_bell(4.0, 2.0 * e.args[0]),),
+    "sigmoid": lambda e: (ex.scaled_bell(1.0, e.args[0]),),
+    "erf": lambda e: (_TWO_OVER_SQRT_PI * ex.exp(-(e.args[0] * e.args[0])),),
+    "scaled_normal_cdf": lambda e: (ex.normal_cdf(e.args[1]), e.args[0] * _density(e.args[1])),
+    "abs": lambda e: (ex.where(e.args[0] > 0, 1.0, ex.where(e.args[0] < 0, -1.0, 0.0)),),
+}
+
+
+def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
+    return b if a is None else a if b is None else a + b
+
+
+def _times(slope: Expr, d: Expr | None) -> Expr | None:
+    return None if d is None else slope * d
+
+
+def _is_zero(e: Expr) -> bool:
+    return e.op == "const" and e.payload == 0
+
+
+def _scaled(e: Expr, d: list[Expr | None], inner: Callable[[Expr, Expr], Expr]) -> Expr | None:
+    """factor * f(hi + lo): factor' * f + factor * f' * (hi' + lo')."""
+    factor, hi, lo = e.args
+    first = None if d[0] is None else node(e.op, d[0], hi, lo)
+    move = _sum(d[1], d[2])
+    return _sum(first, None if move is None else inner(factor * move, hi + lo))
+
+
+def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
+    """The derivative of node `e` whose operands have derivatives `d` (None is zero)."""
+    a = e.args
+    if all(one is None for one in d):
+        return None
+    match e.op:
+        case "add":
+            return _sum(d[0], d[1])
+        case "sub":
+            return d[0] if d[1] is None else -d[1] if d[0] is None else d[0] - d[1]
+        case "neg":
+            assert d[0] is not None  # the only operand
+            return -d[0]
+        case "mul" | "product":
+            return _sum(_times(a[1], d[0]), _times(a[0], d[1]))
+        case "fma":
+            return _sum(_sum(_times(a[1], d[0]), _times(a[0], d[1])), d[2])
+        case "product_low":
+            return None  # a rounding error
+        case "div":
+            top = None if d[0] is None else d[0] / a[1]
+            bottom = None if d[1] is None else e * (d[1] / a[1])
+            return top if bottom is None else -bottom if top is None else top - bottom
+        case "where" | "maximum" | "minimum":
+            first, second = d[-2], d[-1]
+            test = a[0] if e.op == "where" else a[0] > a[1] if e.op == "maximum" else a[0] < a[1]
+            return ex.where(
+                test,
+                constant(0) if first is None else first,
+                constant(0) if second is None else second,
+            )
+        case "call":
+            assert isinstance(e.payload, Curve)
+            slope = call(e.payload.derivative(), a[0])
+            return None if _is_zero(slope) else _times(slope, d[0])
+        case "scaled_exp":
+            return _scaled(e, d, lambda factor, _: ex.scaled_exp(factor, a[1], a[2]))
+        case "scaled_sigmoid":
+            return _scaled(e, d, lambda factor, _: ex.scaled_bell(factor, a[1], a[2]))
+        case "scaled_bell":
+            # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
+            return _scaled(
+                e, d, lambda factor, h: ex.scaled_bell(-factor * ex.tanh(0.5 * h), a[1], a[2])
+            )
+    out: Expr | None = None
+    for partial, move in zip(_PARTIALS[e.op](e), d, strict=True):
+        if partial is not None:
+            out = _sum(out, _times(partial, move))
+    return out
+
+
+def forward(exprs: Sequence[Expr], tangents: Mapping[Expr, Expr | None]) -> tuple[Expr | None, ...]:
+    """Return the derivatives of the graphs along tangents of their leaves.
+
+    Parameters
+    ----------
+    exprs : sequence of Expr
+    tangents : mapping
+        {leaf: its tangent}; a leaf that is left out, or whose tangent is None, does not move.
+
+    Returns
+    -------
+    tuple of Expr or None
+        None where a graph does not depend on what moves.
+    """
+    made: dict[Expr, Expr | None] = {}
+    for e in topological(exprs):
+        if not e.args:
+            made[e] = tangents.get(e)
+        elif e.op in ex.TRUTH:
+            made[e] = None
+        else:
+            # a condition has no derivative; its slot stays, so that operands keep their places
+            made[e] = _rule(e, [made[a] for a in e.args])
+    return tuple(made[e] for e in exprs)
+
+
+def reverse(
+    exprs: Sequence[Expr], cotangents: Sequence[Expr | None], leaves: Sequence[Expr]
+) -> tuple[Expr | None, ...]:
+    """Return the gradients by `leaves` of the graphs, each weighted with its cotangent.
+
+    Parameters
+    ----------
+    exprs : sequence of Expr
+    cotangents : sequence of Expr or None
+        As many as graphs; None is zero.
+    leaves : sequence of Expr
+
+    Returns
+    -------
+    tuple of Expr or None
+        None for a leaf that nothing depends on.
+    """
+    weight: dict[Expr, Expr | None] = {}
+    for e, cotangent in zip(exprs, cotangents, strict=True):
+        weight[e] = _sum(weight.get(e), cotangent)
+    for e in reversed(topological(exprs)):
+        here = weight.get(e)
+        if here is None or not e.args:
+            continue
+        for at, operand in enumerate(e.args):
+            if operand.op in ex.TRUTH or operand.op == "const":
+                continue
+            alone: list[Expr | None] = [None] * len(e.args)
+            alone[at] = here
+            weight[operand] = _sum(weight.get(operand), _rule(e, alone))
+    return tuple(weight.get(leaf) for leaf in leaves)
+
+
+def second_order(
+    expr: Expr, leaves: Sequence[Expr]
+) -> tuple[tuple[Expr | None, ...], dict[tuple[int, int], Expr]]:
+    """Return the gradient of a graph by `leaves`, and its second derivatives.
+
+    Along a curve whose leaves have the first derivatives d_i and the second s_i, the graph has the
+    second derivative ``sum_i gradient[i] s_i + sum_{i <= j} second[i, j] d_i d_j``.
+
+    Returns
+    -------
+    gradient : tuple of Expr or None
+    second : dict
+        {(i, j): the coefficient of d_i d_j}, i <= j, where it is not zero: the mixed ones count
+        both orders.
+    """
+    one = constant(1)
+    gradient = tuple(forward((expr,), {leaf: one})[0] for leaf in leaves)
+    second: dict[tuple[int, int], Expr] = {}
+    for i, j in combinations_with_replacement(range(len(leaves)), 2):
+        slope = gradient[i]
+        if slope is None:
+            continue
+        bent = forward((slope,), {leaves[j]: one})[0]
+        if bent is not None and not _is_zero(bent):
+            second[i, j] = bent if i == j else 2 * bent
+    return gradient, second
+
+
+def derivative_graph(expr: Expr) -> Expr:
+    """Return the derivative of `expr` by the symbol; see :func:`numfuse.expr.differentiate`."""
+    (result,) = forward((expr,), {SYMBOL: constant(1)})
+    return constant(0) if result is None else result

@@ -1,0 +1,190 @@
+"""The rules for a single operand: its kind of array, its dtype, and which arrays may overlap.
+
+The rules of shapes are in :mod:`numfuse.problem.shapes`; both serve :mod:`numfuse.problem.product`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+__all__ = ["ACCUMULATORS", "accumulator", "as_plain", "output", "required", "same_dtype"]
+
+_F32 = np.dtype(np.float32)
+_F64 = np.dtype(np.float64)
+
+#: {storage dtype: dtype of the accumulator}. bfloat16 is entered when the first such array arrives,
+#: so that the float32 path never imports ml_dtypes.
+ACCUMULATORS: dict[np.dtype[Any], np.dtype[Any]] = {
+    _F64: _F64,
+    _F32: _F32,
+    np.dtype(np.float16): _F32,
+}
+
+
+def accumulator(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The accumulator's dtype for a storage dtype, or TypeError.
+
+    Parameters
+    ----------
+    name : str
+        What to call the operand in the message.
+    dtype : numpy.dtype
+        float64, float32, float16 or ml_dtypes.bfloat16, in native byte order.
+    """
+    known = ACCUMULATORS.get(dtype)
+    if known is not None:
+        return known
+    if dtype.name == "bfloat16" and dtype.type.__module__.partition(".")[0] == "ml_dtypes":
+        ACCUMULATORS[dtype] = _F32
+        return _F32
+    native = dtype.newbyteorder("=") if dtype.kind == "f" else dtype
+    if native in ACCUMULATORS:
+        raise TypeError(
+            f"{name} must be in the native byte order, got {dtype.str!r}; "
+            f"convert it with {name}.astype({name}.dtype.newbyteorder('='))"
+        )
+    raise TypeError(
+        f"{name} must have dtype float64, float32, float16 or ml_dtypes.bfloat16, got {dtype}"
+    )
+
+
+#: Operands that no function does without; any other may be None.
+_REQUIRED = frozenset(("grad", "a", "b", "residual"))
+
+
+def required(operands: Mapping[str, Any]) -> None:
+    """Raise TypeError where one of these operands, by name, has to be there and is None.
+
+    Every way in asks before anything is computed: NumPy's by :func:`as_plain`, an adapter here.
+    """
+    for name, x in operands.items():
+        if x is None and name in _REQUIRED:
+            raise TypeError(f"{name} must be an array, got None")
+
+
+def as_plain(name: str, x: Any) -> ndarray:
+    """`x` as a plain, aligned ndarray over the same memory, or TypeError.
+
+    numpy.memmap is a plain array that lives in a file. Every other subclass of ndarray carries a
+    meaning (a mask, a unit, matrix multiplication under ``*``) that a kernel over raw memory would
+    silently drop, so it is refused.
+    """
+    if type(x) is not ndarray:
+        if x is None:
+            raise TypeError(f"{name} must be an array, got None")
+        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        if not isinstance(x, ndarray):
+            raise TypeError(
+                f"{name} must be a NumPy array, got {kind}; "
+                f"convert it with numpy.asarray({name}, dtype=...)"
+            )
+        if type(x) is not np.memmap:
+            raise TypeError(
+                f"{name} must be a plain numpy.ndarray, got its subclass {kind}; "
+                f"numpy.asarray({name}) drops what the subclass adds"
+            )
+        x = np.asarray(x)
+    if not x.flags.aligned:
+        # A field of a packed record, or a buffer at an odd offset: its strides may be no multiple
+        # of the item size. Kernels count in items, so this rare operand (alone) is copied.
+        x = x.copy()
+    return x
+
+
+def same_dtype(operands: Mapping[str, ndarray]) -> tuple[np.dtype[Any], np.dtype[Any]]:
+    """The one dtype of all operands, and its accumulator's; TypeError names a mixture."""
+    dtypes = {name: x.dtype for name, x in operands.items()}
+    for name, dtype in dtypes.items():
+        acc = accumulator(name, dtype)
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"{_listed(list(dtypes))} must have the same dtype, got {found}")
+    return dtype, acc
+
+
+def output(
+    name: str,
+    given: Any,
+    shape: tuple[int, ...],
+    dtype: np.dtype[Any],
+    others: Mapping[str, ndarray],
+    may_be: tuple[str, ...] = (),
+) -> ndarray:
+    """A new array, or the caller's own after every check on it.
+
+    Parameters
+    ----------
+    name : str
+        What to call it in a message.
+    given : ndarray or None
+        The caller's array; None allocates.
+    shape, dtype
+        What the result has.
+    others : mapping
+        {name: array} of everything that it may not overlap. Judged by the bounds of the memory:
+        interleaved views (``x[::2]`` and ``x[1::2]``) count as overlapping.
+    may_be : tuple of str
+        Names in `others` that it may equal exactly (same memory, same strides).
+    """
+    if given is None:
+        return np.empty(shape, dtype)
+    if not isinstance(given, ndarray):
+        raise TypeError(
+            f"{name} must be a NumPy array of shape {shape} and dtype {dtype}, "
+            f"got {type(given).__module__}.{type(given).__qualname__}".replace("builtins.", "")
+        )
+    if not given.flags.aligned:
+        raise ValueError(f"{name} must be aligned to its item size, got an unaligned array")
+    out = as_plain(name, given)
+    if out.dtype != dtype:
+        raise TypeError(f"{name} must have dtype {dtype}, got {out.dtype}")
+    if out.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {out.shape}")
+    if not out.flags.writeable:
+        raise ValueError(f"{name} must be writable, got a read-only array")
+    if _overlaps_itself(out):
+        raise ValueError(
+            f"{name} must not overlap itself, got shape {shape} with strides {out.strides}"
+        )
+    for other_name, other in others.items():
+        if np.may_share_memory(out, other):
+            if other_name in may_be:
+                if _same_elements(out, other):
+                    continue
+                raise ValueError(
+                    f"{name} must be exactly {other_name} or apart from it, "
+                    f"got memory that overlaps {other_name}"
+                )
+            raise ValueError(
+                f"{name} must not share memory with {other_name}, got overlapping memory bounds"
+            )
+    return out
+
+
+def _overlaps_itself(x: ndarray) -> bool:
+    """Whether two elements may share an address: each axis must step over all that lies within."""
+    if x.size < 2:
+        return False
+    reach = x.itemsize
+    for stride, length in sorted((abs(s), n) for s, n in zip(x.strides, x.shape, strict=True)):
+        if length > 1:
+            if stride < reach:
+                return True
+            reach += (length - 1) * stride
+    return False
+
+
+def _same_elements(x: ndarray, y: ndarray) -> bool:
+    return (
+        x.__array_interface__["data"][0] == y.__array_interface__["data"][0]
+        and x.shape == y.shape
+        and x.strides == y.strides
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

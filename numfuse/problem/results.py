@@ -1,0 +1,201 @@
+"""The results of a backward, the gradients that may be asked for, and where they may be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.problem.operands import ACCUMULATORS, output
+from numfuse.problem.shapes import sum_to
+
+__all__ = [
+    "GATED_NEEDS",
+    "GATED_SECOND_NEEDS",
+    "GEMM_NEEDS",
+    "GEMM_SECOND_NEEDS",
+    "RESIDUAL_NEEDS",
+    "RESIDUAL_SECOND_NEEDS",
+    "GatedGradients",
+    "GatedSecondGradients",
+    "GemmGradients",
+    "GemmResidualGradients",
+    "GemmResidualSecondGradients",
+    "GemmSecondGradients",
+    "ResidualGradient",
+    "Tangent",
+    "allocate",
+    "check_needs",
+    "check_outputs",
+    "settled",
+]
+
+GEMM_NEEDS = ("a", "b", "bias")
+RESIDUAL_NEEDS = ("a", "b", "bias", "residual")
+GATED_NEEDS = ("a", "b")
+GEMM_SECOND_NEEDS = ("grad", *GEMM_NEEDS)
+RESIDUAL_SECOND_NEEDS = ("grad", *RESIDUAL_NEEDS)
+GATED_SECOND_NEEDS = ("grad", *GATED_NEEDS)
+
+
+class GemmGradients(NamedTuple):
+    """The gradients of act(a @ b + bias); None where not needed."""
+
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+
+
+class GemmResidualGradients(NamedTuple):
+    """The gradients of a @ b + bias + residual; None where not needed."""
+
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+    d_residual: Any
+
+
+class GatedGradients(NamedTuple):
+    """The gradients of act(a) * b; None where not needed."""
+
+    d_a: Any
+    d_b: Any
+
+
+class GemmSecondGradients(NamedTuple):
+    """The gradients that the cotangents of a product's gradients give; None where not needed."""
+
+    d_grad: Any
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+
+
+class GemmResidualSecondGradients(NamedTuple):
+    """The gradients that the cotangents of the gradients of a product with a residual give.
+
+    A gradient is None where it is not needed.
+    """
+
+    d_grad: Any
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+    d_residual: Any
+
+
+class GatedSecondGradients(NamedTuple):
+    """The gradients that the cotangents of a gate's gradients give; None where not needed."""
+
+    d_grad: Any
+    d_a: Any
+    d_b: Any
+
+
+class Tangent(NamedTuple):
+    """A value, and its derivative along the tangents of the operands."""
+
+    out: Any
+    out_dot: Any
+
+
+class ResidualGradient(NamedTuple):
+    """d_residual = grad, summed to the residual's shape."""
+
+    grad: ndarray
+    d_residual: ndarray
+
+    def write(self) -> None:
+        """Sum in the accumulator's dtype; one rounding at the store."""
+        acc_dtype = ACCUMULATORS[self.grad.dtype]
+        with np.errstate(all="ignore"):  # as silent as the kernels, whatever the caller has set
+            self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
+
+
+def settled(p: Any) -> bool:
+    """Whether nothing is left to compute of a problem's results.
+
+    Where grad, or the result of a forward, has no element, no sum has a term: what gradients there
+    are become zero here, whatever lengths the other axes have. Where no result has an element, none
+    is written.
+    """
+    forward = hasattr(p, "out")
+    names = ("out", "out_dot", "pre") if forward else ("d_grad", "d_a", "d_b", "d_bias")
+    results = [x for name in names if (x := getattr(p, name, None)) is not None]
+    if (p.out if forward else p.grad).size:
+        return not any(x.size for x in results)
+    for x in results:
+        x[...] = 0
+    return True
+
+
+def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:
+    """The gradients that are wanted, out of `names`."""
+    if needs is names:
+        return names
+    if isinstance(needs, str) or not isinstance(needs, Iterable):
+        raise TypeError(f"needs must be a tuple of names out of {names}, got {needs!r}")
+    wanted = tuple(needs)
+    for name in wanted:
+        if name not in names:
+            raise ValueError(f"needs must hold names out of {names}, got {name!r}")
+    return wanted
+
+
+def check_outputs(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+    """out= of a backward: a tuple like the result of the gradients of `names`."""
+    if out is None:
+        return (None,) * len(names)
+    wanted = ", ".join(f"d_{name}" for name in names)
+    if not isinstance(out, tuple | list):
+        raise TypeError(
+            f"out must be a tuple ({wanted}) with None where to allocate, got {type(out).__name__}"
+        )
+    if len(out) != len(names):
+        raise ValueError(f"out must have {len(names)} entries ({wanted}), got {len(out)}")
+    return tuple(out)
+
+
+def allocate(
+    outs: tuple[Any, ...],
+    shapes: Mapping[str, tuple[int, ...] | None],
+    needs: tuple[str, ...],
+    dtype: np.dtype[Any],
+    operands: dict[str, ndarray],
+) -> tuple[list[ndarray | None], list[Any]]:
+    """New arrays, or the caller's after every check, for the gradients that are needed.
+
+    Parameters
+    ----------
+    outs : tuple
+        What the caller gave, one entry per entry of `shapes`.
+    shapes : mapping
+        {operand: shape of its gradient}; None where the operand is not there.
+    needs : tuple of str
+    dtype : numpy.dtype
+    operands : dict
+        {name: array} of what no output may overlap; each output joins it.
+
+    Returns
+    -------
+    arrays, result : list, list
+        As plain arrays, for a backend, and as the caller's own objects, to be returned.
+    """
+    arrays: list[ndarray | None] = []
+    result: list[Any] = []
+    for (name, shape), given in zip(shapes.items(), outs, strict=True):
+        if name not in needs or shape is None:
+            if given is not None:
+                reason = f"{name!r} is not in needs" if name not in needs else f"{name} is None"
+                raise ValueError(f"d_{name} in out must be None where {reason}, got an array")
+            arrays.append(None)
+            result.append(None)
+            continue
+        array = output(f"d_{name}", given, shape, dtype, operands)
+        if given is not None:
+            operands[f"d_{name}"] = array  # a new array overlaps nothing
+        arrays.append(array)
+        result.append(array if given is None else given)
+    return arrays, result

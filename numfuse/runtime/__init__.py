@@ -1,0 +1,12 @@
+"""What backends share beside formulas and problems: dispatch, compilation, caches, threads.
+
+- `dispatch`: which adapter serves a kind of array
+- `specialise`: kernels as clones of a template with bound names, for Numba
+- `compilation`, `machine_code`, `binaries`: one compilation at a time, an engine for each kernel,
+  and a disk cache whose files say whether they are whole
+- `lifetimes`: tables whose entries go with the formula that they belong to
+- `interrupts`: work that an interrupt does not reach
+- `pool`: free blocks of memory, kept for the next call
+- `views`: views of device memory, without the device
+- `threads`: how many threads a call may use
+"""
