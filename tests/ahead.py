@@ -32,6 +32,9 @@ from typing import Any
 import pytest
 
 _SET = "NUMFUSE_TEST_AHEAD"
+_HERE = Path(__file__).parent
+# The modules beside this one, for a test file that is run by itself.
+_PATH = os.pathsep.join(filter(None, [str(_HERE), os.environ.get("PYTHONPATH")]))
 
 
 class Process:
@@ -73,8 +76,8 @@ class Process:
                 command = self._command(self.directory)
                 self._running = subprocess.Popen(
                     command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                    cwd=Path(__file__).parents[1],
-                    env={**os.environ, **self._environment, _SET: "0"},
+                    cwd=_HERE.parent,
+                    env={**os.environ, **self._environment, "PYTHONPATH": _PATH, _SET: "0"},
                 )  # fmt: skip
                 try:
                     out, err = self._running.communicate(timeout=self._timeout)

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.intrinsics import HALVES, multiply, multiply_wait
 from numfuse.backends.cuda.compile.scalars import is_finite, select
 from numfuse.backends.cuda.compile.toolchain import Kernel, kernel
 from numfuse.backends.cuda.compile.unroll import Inlined, Template
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
-from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels.elementwise import Scalar, scalar
 from numfuse.backends.cuda.kernels.hopper import copies
 from numfuse.backends.cuda.kernels.hopper import gemm as hopper_gemm

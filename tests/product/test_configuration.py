@@ -36,7 +36,7 @@ def test_what_a_test_does_is_an_error():
 def test_only_a_plugin_may_warn_of_itself(plugin, tmp_path):
     (tmp_path / f"{plugin}.py").write_text(PLUGIN)
     (tmp_path / "test_strict.py").write_text(TESTS)
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     paths = [str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider",

@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-DOCS = pathlib.Path(__file__).resolve().parents[1] / "docs"
+DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs"
 
 #: Most ULP by order of differentiation (of derivatives: away from their zeros), and the multiple of
 #: eps / 2 that comes to 4 ULP near them.

@@ -14,7 +14,7 @@ from conftest import unavailable
 
 import numfuse as nf
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [
     page

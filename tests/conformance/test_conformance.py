@@ -793,7 +793,7 @@ def test_no_operand_is_read_or_written_past_its_pages(backend, how, unrecorded):
         pytest.skip("a backward by blocks is the CPU backend's")
     # In a process of its own: a stray access ends it.
     run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("guard_pages.py")), backend, how],
+        [sys.executable, str(Path(__file__).parents[1] / "guard_pages.py"), backend, how],
         capture_output=True,
         text=True,
         timeout=600,

@@ -462,7 +462,7 @@ import pytest
 sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
 """
     # Forward and backward in every dtype, with edges in every direction.
-    suite = here.parent / "test_conformance.py"
+    suite = here.parents[1] / "conformance" / "test_conformance.py"
     names = "thin_deep_and_shallow", "output_fence_is_untouched", "gated_output_fence_is_untouched"
     tests = [str(here), *(f"{suite}::test_{name}" for name in names)]
     chosen = " and not ".join(

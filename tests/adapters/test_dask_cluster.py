@@ -248,7 +248,7 @@ def test_tasks_of_a_worker_share_its_cores(client, asked):
 
 
 def test_the_training_example_learns(tmp_path):
-    example = Path(__file__).parents[1] / "docs" / "gallery" / "train_on_dask.py"
+    example = Path(__file__).parents[2] / "docs" / "gallery" / "train_on_dask.py"
     options = "--blocks 6 --rows 512 --batch 2 --epochs 4 --memory 1GiB --quiet".split()
     done = subprocess.run(
         [sys.executable, str(example), *options], capture_output=True, text=True, timeout=120,

@@ -12,7 +12,7 @@ import pytest
 
 import numfuse
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 # What a user's first program does, far from this repository.
 PROGRAM = """

@@ -35,7 +35,7 @@ ROWS = [name for name, act in nf.activations().items() if act.source != "user-de
 ORDERS = [0, 1, 2, 3]
 #: Most units by order of differentiation; 6 for a value of the array reference (SciPy's erfcx: 4).
 BOUND = [4, 8, 24, 64]
-GOLDEN = pathlib.Path(__file__).parent / "golden"
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 
 #: The formulas as their sources print them, where one can be written in mpmath.
 TEXTBOOK = {
@@ -665,7 +665,7 @@ def test_njit_functions_serve_a_users_own_kernel(name):
 
 @pytest.mark.skipif(
     importlib.util.find_spec("numba_cuda") is not None,
-    reason="numba-cuda is there: tests/test_cuda_compile.py holds .cuda",
+    reason="numba-cuda is there: tests/cuda/test_cuda_compile.py holds .cuda",
 )
 def test_cuda_functions_say_what_is_missing():
     with pytest.raises(nf.BackendUnavailable, match=r"'cuda' is not available.*numfuse\[cuda\]"):

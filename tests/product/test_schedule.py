@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from numfuse.backends.cpu import tiling
 
-PATH = Path(__file__).parents[1] / "docs" / "schedule.py"
+PATH = Path(__file__).parents[2] / "docs" / "schedule.py"
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from tolerance import EVALUATION, roundoff
 import numfuse as nf
 from numfuse import expr as ex
 
-SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "docs" / "webgpu_ulp.py"
+SCRIPT = pathlib.Path(__file__).resolve().parents[2] / "docs" / "webgpu_ulp.py"
 ROWS = [name for name, act in nf.activations().items() if act.source != "user-defined"]
 ORDERS = range(4)
 DTYPES = ["float32", "float64"]

@@ -22,13 +22,13 @@ if find_spec("numba_cuda") is None:
 if SIMULATED:
     pytest.skip("this is the process of the simulator", allow_module_level=True)
 
-TESTS = Path(__file__).parent
+TESTS = Path(__file__).parents[1]
 #: Files of the suite, and which of their tests: not those in a process of their own.
 FILES = {
-    "test_conformance.py": "not pages",
-    "test_conformance_higher.py": "(exact_within or guard or zero)",
-    "test_special_values.py": "",
-    "test_sums.py": "",
+    "conformance/test_conformance.py": "not pages",
+    "conformance/test_conformance_higher.py": "(exact_within or guard or zero)",
+    "conformance/test_special_values.py": "",
+    "conformance/test_sums.py": "",
 }
 
 
@@ -51,7 +51,7 @@ RUNS = {
     file: suite(file, "-k", " and ".join(filter(None, ("cuda", chosen))))
     for file, chosen in FILES.items()
 }
-ARRAYS = suite("test_cuda_arrays.py")
+ARRAYS = suite("cuda/test_cuda_arrays.py")
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
