@@ -5,7 +5,8 @@
     python docs/ulp_table.py --check 100000   the reference itself against mpmath
 
 It stands beside the page that it makes, because it is neither a benchmark nor a test: the test
-suite runs it on a sample (`tests/language/test_ulp_table.py`), so that the page cannot grow stale unnoticed.
+suite runs it on a sample (`tests/language/test_ulp_table.py`), so that the page cannot grow
+stale unnoticed.
 
 What is measured is what users get: values and first derivatives are results of the public
 functions (``activation(x) * 1`` and ``1 * 1 * activation'(x)``, whose products are exact); a second

@@ -4,7 +4,7 @@ A record has one JSON line per test: what the test came to, and in which state o
 state is a digest of ``numfuse/`` and ``tests/``, so that an outcome never counts for other sources.
 A test that has passed in this state does not run again, one that has failed comes first::
 
-    python tests/in_parts.py --minutes 9 --record passed.jsonl -- -n 4 tests/conformance/test_conformance.py
+    python tests/in_parts.py --minutes 9 --record passed.jsonl -- -n 4 tests/conformance
 
 This ends after 9 minutes at the latest (but for the test that is running), with exit code 0 where
 every test has passed, 1 where one has failed and 3 where tests are left. pytest is given what

@@ -1,4 +1,4 @@
-"""What backends share beside formulas and problems: dispatch, compilation, caches, threads.
+"""Dispatch, compilation, caches and threads: the parts that every backend shares.
 
 - `dispatch`: which adapter serves a kind of array
 - `specialise`: kernels as clones of a template with bound names, for Numba

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
-from numfuse.backends.cpu import tiling
+from numfuse.adapters.dask import tiling as sizes
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
@@ -680,11 +680,11 @@ def test_a_saved_pre_activation_spares_the_parts_of_a_product():
 
 def test_many_bytes_along_k_are_a_warning(monkeypatch):
     d = chunked(operands("float64"), 5, 7, 4)
-    monkeypatch.setattr(tiling, "DASK_MOVED_BYTES", 100)
+    monkeypatch.setattr(sizes, "MOVED_BYTES", 100)
     with pytest.warns(da.PerformanceWarning, match=r"K = 11 is in 3 chunks") as caught:
         nf.matmul_bias_activation(d["a"], d["b"], d["bias"], "gelu")
     assert caught[0].filename == __file__
-    monkeypatch.setattr(tiling, "DASK_MOVED_BYTES", 1 << 30)
+    monkeypatch.setattr(sizes, "MOVED_BYTES", 1 << 30)
     nf.matmul_bias_activation(d["a"], d["b"], d["bias"], "gelu")  # warnings are errors here
 
 

@@ -215,8 +215,8 @@ def test_parts_of_a_long_sum_are_joined(dtype):
 @pytest.fixture
 def short_chains(monkeypatch):
     """Chains of sums of 64 values of K, for sums of a few hundred."""
-    monkeypatch.setattr(tiling, "CUDA_CHAIN", 64)
-    monkeypatch.setattr(tiling, "CUDA_ONE_CHAIN", {"float32": 64, "float64": 64})
+    monkeypatch.setattr(tiling, "CHAIN", 64)
+    monkeypatch.setattr(tiling, "ONE_CHAIN", {"float32": 64, "float64": 64})
     thin._kernel.cache_clear()
     yield
     thin._kernel.cache_clear()
@@ -266,9 +266,9 @@ def test_long_sums_of_chains(dtype, kept, k, options, short_chains):
 
 @pytest.mark.parametrize(("dtype", "m"), [("float64", 2), ("float32", 18)])
 def test_few_rows_of_long_sums(dtype, m, short_chains, monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192 if m == 2 else 4096)
-    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3 if m == 2 else 6)
-    monkeypatch.setattr(tiling, "CUDA_CHAIN", 16)  # of each warp's share
+    monkeypatch.setattr(tiling, "THIN_SLICE", 8192 if m == 2 else 4096)
+    monkeypatch.setattr(tiling, "THIN_STAGES", 3 if m == 2 else 6)
+    monkeypatch.setattr(tiling, "CHAIN", 16)  # of each warp's share
     check(dtype, None, m, 20, 400, epilogue="residual")
 
 
@@ -299,8 +299,8 @@ def test_a_factor_of_few_columns_is_turned_by_all_threads():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("m", [1, 9])
 def test_few_rows(dtype, y, m, monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 8192)
-    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 3)
+    monkeypatch.setattr(tiling, "THIN_SLICE", 8192)
+    monkeypatch.setattr(tiling, "THIN_STAGES", 3)
     if m == 1:
         check(dtype, None, 1, 36, 200, y=y, places=2, epilogue="residual", bias=False)
     else:
@@ -310,8 +310,8 @@ def test_few_rows(dtype, y, m, monkeypatch):
 @pytest.mark.parametrize("y", ["rows", "columns"])
 @pytest.mark.parametrize("m", [18, 32, 33, 64])
 def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_THIN_SLICE", 4096)
-    monkeypatch.setattr(tiling, "CUDA_THIN_STAGES", 6)
+    monkeypatch.setattr(tiling, "THIN_SLICE", 4096)
+    monkeypatch.setattr(tiling, "THIN_STAGES", 6)
     if m % 32:
         check("float32", None, m, 20, 40, y=y, x="strided", epilogue="slope", pre=True)
     else:
@@ -321,7 +321,7 @@ def test_more_rows_are_parts_of_several_columns(y, m, monkeypatch):
 @pytest.mark.parametrize("x", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_short_sum_is_written_by_16_bytes(dtype, x, monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_OUTER_LEAST", 1)
+    monkeypatch.setattr(tiling, "OUTER_LEAST", 1)
     acc = "float64" if dtype == "float64" else "float32"
     rng = np.random.default_rng(3)
     for m, k, n in ((37, 3, 40), (5, 1, 516)):
@@ -355,8 +355,8 @@ def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner, shape):
 
 
 def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_TURN_USES", (1, 1))
-    monkeypatch.setattr(tiling, "CUDA_COPY_USES", 1)
+    monkeypatch.setattr(tiling, "TURN_USES", (1, 1))
+    monkeypatch.setattr(tiling, "COPY_USES", 1)
     check("float32", THREADS, 37, 35, 21, offset=1, places=2, bias=False)
     check("float32", THREADS, 36, 40, 24, y="columns")
 

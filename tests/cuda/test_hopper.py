@@ -661,7 +661,7 @@ def test_a_copy_of_what_was_written_since_is_made_again():
 
 
 def test_copies_beyond_the_limit_take_room_that_the_next_product_takes_too(monkeypatch):
-    monkeypatch.setattr(tiling, "CUDA_COPIES_BYTES", 0)
+    monkeypatch.setattr(tiling, "COPIES_BYTES", 0)
     made = copied(backward_products())
     assert [source for source, _ in made] == [2, 3, 4, 3, 2, 4]
     assert {place[0] for _, place in made} == {1} and len({place for _, place in made}) < 6

@@ -8,7 +8,7 @@ import pytest
 from conftest import unavailable
 
 import numfuse as nf
-from numfuse.backends.webgpu.tiling import WEBGPU_TILES
+from numfuse.backends.webgpu.tiling import TILES
 
 if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
     unavailable("webgpu", str(nf.backends()["webgpu"]))
@@ -115,7 +115,7 @@ def test_a_loop_that_is_no_loop_is_an_error(expanded):
 
 def kernels():
     """One of each kind in every combination of what changes its text."""
-    for tile in WEBGPU_TILES:
+    for tile in TILES:
         for wide in (False, True):
             for turned in (False, True):
                 for dtype, acc in (("float32", "float32"), ("float16", "float32")):

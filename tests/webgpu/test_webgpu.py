@@ -236,7 +236,7 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
     limit = device.limits["max-compute-workgroup-storage-size"]
     if tiling._workgroup_bytes(tile, tile.block_k, itemsize) > limit:
         pytest.skip(f"{device.name} has {limit} bytes of workgroup memory")
-    monkeypatch.setattr(tiling, "webgpu_tile", lambda *_: tile)
+    monkeypatch.setattr(tiling, "tile", lambda *_: tile)
     tolerance.vanishing("webgpu", DTYPES[dtype])  # asks the device, at its first use
     monkeypatch.setattr(device, "_pipelines", {})  # what other tests made
     device.plans.clear()
