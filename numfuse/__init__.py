@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from numfuse.activations import activation, activations
 from numfuse.backends import backends, last_call, use_backend
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.registry import compose
 from numfuse.runtime.interrupts import import_module
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
         silu_mul,
         silu_mul_bwd,
     )
+
+compose()
 
 __version__ = "0.1.0"
 

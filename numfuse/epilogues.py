@@ -27,20 +27,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+from numfuse.language.curves import Curve, call, inputs, leaf, rebuilt, replace_leaves
 from numfuse.language.derivatives import forward, reverse, second_order
-from numfuse.language.graph import (
-    Curve,
-    Expr,
-    Keyed,
-    call,
-    constant,
-    inputs,
-    named,
-    node,
-    rebuilt,
-    replace_leaves,
-    topological,
-)
+from numfuse.language.graph import Expr, constant, node, topological
+from numfuse.language.keys import Keyed
 
 __all__ = [
     "Epilogue",
@@ -154,9 +144,9 @@ class Epilogue(Keyed):
             {input: what its gradient is called}; of an input that is left out there is none.
         """
         weights = [
-            named(cotangents[name]) if name in cotangents else None for name, _ in self.results
+            leaf(cotangents[name]) if name in cotangents else None for name, _ in self.results
         ]
-        found = reverse(self.graphs, weights, [named(name) for name in gradients])
+        found = reverse(self.graphs, weights, [leaf(name) for name in gradients])
         results = tuple(
             (name, expr)
             for name, expr in zip(gradients.values(), found, strict=True)
@@ -172,7 +162,7 @@ class Epilogue(Keyed):
         accumulators, those of operands are operands.
         """
         moving = self.inputs if moving is None else moving
-        dots = {named(name): named(f"{name}_dot") for name in moving}
+        dots = {leaf(name): leaf(f"{name}_dot") for name in moving}
         moved = forward(self.graphs, dots)
         results: list[tuple[str, Expr]] = []
         for (name, expr), dot in zip(self.results, moved, strict=True):
@@ -196,7 +186,7 @@ class Epilogue(Keyed):
         and the sums over directions are the kernel's: a formula has none.
         """
         (name, expr) = self.results[0]
-        slopes, bends = second_order(expr, [named(x) for x in self.accumulators])
+        slopes, bends = second_order(expr, [leaf(x) for x in self.accumulators])
         results: list[tuple[str, Expr]] = [(name, expr)]
         for x, slope in zip(self.accumulators, slopes, strict=True):
             if slope is not None:
@@ -241,7 +231,7 @@ def record(
         How many of its parameters are accumulators.
     """
     parameters = tuple(inspect.signature(formula).parameters)
-    made = formula(*(named(parameter) for parameter in parameters))
+    made = formula(*(leaf(parameter) for parameter in parameters))
     if isinstance(made, tuple):
         results = tuple((f"{out}_{i}", constant(value)) for i, value in enumerate(made))
     else:
@@ -276,7 +266,7 @@ def layer_double_backward(f: Curve) -> Epilogue:
     """
     backward = layer(f).select("out").backward().select("d_z")
     twice = backward.pulled_back({"d_z": "t"}, {"grad": "d_grad", "z": "q"})
-    graphs = replace_leaves((*twice.graphs, backward["d_z"]), {named("t"): named("t") + named("w")})
+    graphs = replace_leaves((*twice.graphs, backward["d_z"]), {leaf("t"): leaf("t") + leaf("w")})
     names = (*(name for name, _ in twice.results), "s")
     results = tuple(zip(names, graphs, strict=True))
     return Epilogue("layer double backward", ("z", "t"), ("bias", "w", "grad"), results)
@@ -320,7 +310,7 @@ def gated_layer(f: Curve) -> Epilogue:
 def sum_of_terms(terms: int) -> Epilogue:
     """Return the sum of a product's sum and of `terms` operands: what a matrix grows by."""
     names = tuple(f"term_{i}" for i in range(terms))
-    total = named("z")
+    total = leaf("z")
     for name in names:
-        total = total + named(name)
+        total = total + leaf(name)
     return Epilogue("sum", ("z",), names, (("out", total),))

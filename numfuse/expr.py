@@ -21,19 +21,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from numfuse.language.graph import (
-    SYMBOL,
-    TRUTH,
-    Expr,
-    Keyed,
-    constant,
-    dumps,
-    loads,
-    node,
-    rounded,
-    substitute,
-    topological,
-)
+from numfuse.language import elementary
+from numfuse.language.curves import substitute
+from numfuse.language.derivatives import derivative_graph
+from numfuse.language.graph import SYMBOL, Expr, constant, node, rounded, topological
+from numfuse.language.keys import Keyed
+from numfuse.language.operations import TRUTH
+from numfuse.language.text import dumps, loads
 
 __all__ = [
     "FASTMATH",
@@ -86,8 +80,6 @@ def _apply(op: str, *args: Any) -> Any:
     """A node if any argument is a symbol, else the value over arrays."""
     if any(isinstance(a, Expr) for a in args):
         return node(op, *args)
-    from numfuse.language import elementary
-
     return elementary.apply(op, *args)
 
 
@@ -226,6 +218,4 @@ def differentiate(expr: Expr) -> Expr:
     A kink takes the value of its right-hand operand: ``maximum(x, 0)`` has derivative 0 at 0. Low
     words (`product_low`) are rounding errors and count as constant.
     """
-    from numfuse.language.derivatives import derivative_graph
-
     return derivative_graph(expr)

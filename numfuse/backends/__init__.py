@@ -1,7 +1,8 @@
 """Hop 3: which backend runs a problem.
 
-A backend is any object with the methods of :class:`Backend`. The four that have names are loaded at
-their first use, so that importing numfuse imports neither a compiler nor a device library.
+A backend is any object with the methods of :class:`Backend`. Those that have names, which
+`numfuse.registry` gives them, are loaded at their first use, so that importing numfuse imports
+neither a compiler nor a device library.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ __all__ = [
     "last_call",
     "latest",
     "load",
+    "register",
     "resolve",
     "use_backend",
 ]
@@ -83,19 +85,18 @@ class _Source(NamedTuple):
     extra: str | None
 
 
-# The module of a name has an object BACKEND. The order is that of `info`.
-_SOURCES = {
-    "cpu": _Source("numfuse.backends.cpu", None),
-    "cuda": _Source("numfuse.backends.cuda", "cuda"),
-    "webgpu": _Source("numfuse.backends.webgpu", "webgpu"),
-    "reference": _Source("numfuse.backends.reference", None),
-}
+_SOURCES: dict[str, _Source] = {}
 _DEFAULT = "cpu"
 
 _loaded: dict[str, Backend] = {}
 #: Why a backend that was loaded can run no more.
 _ended: dict[str, str] = {}
 _active: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
+
+
+def register(name: str, module: str, extra: str | None = None) -> None:
+    """Give a name to the object ``BACKEND`` of a module, which needs `extra` of the package."""
+    _SOURCES[name] = _Source(module, extra)
 
 
 def load(name: str) -> Backend:

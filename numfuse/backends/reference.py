@@ -18,7 +18,7 @@ from numpy import ndarray
 from numfuse import epilogues
 from numfuse.backends import Call, latest
 from numfuse.language import elementary
-from numfuse.language.graph import named
+from numfuse.language.curves import leaf
 from numfuse.problem.results import settled
 from numfuse.problem.shapes import as_one, sum_to
 
@@ -221,7 +221,7 @@ def _computed(
 ) -> dict[str, ndarray]:
     """Return the results of an epilogue over arrays, by name, in float64."""
     made = made.guarded() if guard else made
-    leaves = {named(name): operands[name] for name in made.inputs}
+    leaves = {leaf(name): operands[name] for name in made.inputs}
     values = elementary.values(made.graphs, leaves)
     return {name: value for (name, _), value in zip(made.results, values, strict=True)}
 

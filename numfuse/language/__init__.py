@@ -1,10 +1,14 @@
 """The language of formulas, in which activations and epilogues are written, and its printers.
 
-- `graph`: the recorded formula, its nodes, constants and text
+- `operations`, `constants`: the operations by name, and the numbers
+- `graph`: the recorded formula and its nodes
+- `curves`: functions that a formula calls, and putting one graph into another
+- `text`, `keys`: a graph as text, and as a part of a key
 - `bounds`: the range of every node, by interval arithmetic
 - `derivatives`: reverse, forward and Taylor mode, as rewrites of a graph
-- `elementary`: the elementary operations over NumPy arrays in float64, which are their meaning
+- `elementary`: the operations over NumPy arrays in float64, which are their meaning
 - `coefficients`: the polynomials of the elementary functions, for each dtype
-- `scalar`: a formula as the text of a Python function, for Numba and CUDA
-- `wgsl`: a formula as the text of a WGSL function
+- `python`: a formula as the text of a Python function, for Numba and CUDA
+- `arithmetic`, `scalar`: the functions that the text calls, and binding them to a target
+- `wgsl`, `wgsl_arithmetic`: a formula as the text of a WGSL function, and what that calls
 """

@@ -15,9 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 
-from numfuse import expr as ex
-from numfuse.expr import SYMBOL, Expr, constant, node, topological
-from numfuse.language.graph import Curve, call
+from numfuse.language.curves import Curve, call
+from numfuse.language.graph import SYMBOL, Expr, constant, node, topological
+from numfuse.language.operations import TRUTH
 
 __all__ = ["derivative_graph", "forward", "reverse", "second_order"]
 
@@ -26,22 +26,25 @@ _ONE_OVER_SQRT_2PI = constant("0.39894228040143267793994605993438186847585863116
 
 
 def _density(x: Expr) -> Expr:
-    return _ONE_OVER_SQRT_2PI * ex.exp(-0.5 * x * x)
+    return _ONE_OVER_SQRT_2PI * node("exp", -0.5 * x * x)
 
 
 # Partial derivatives by each operand; None where the operand does not count. `e` is the node.
 _PARTIALS: dict[str, Callable[[Expr], tuple[Expr | None, ...]]] = {
     "sqrt": lambda e: (0.5 / e,),
-    "copysign": lambda e: (ex.where(node("eq", e, e.args[0]), 1.0, -1.0), None),
+    "copysign": lambda e: (node("where", node("eq", e, e.args[0]), 1.0, -1.0), None),
     "exp": lambda e: (e,),
     "log": lambda e: (1.0 / e.args[0],),
     "log1p": lambda e: (1.0 / (1.0 + e.args[0]),),
     # 1 - tanh^2 = 4 s(2x) s(-2x), without the cancellation
-    "tanh": lambda e: (ex.scaled_bell(4.0, 2.0 * e.args[0]),),
-    "sigmoid": lambda e: (ex.scaled_bell(1.0, e.args[0]),),
-    "erf": lambda e: (_TWO_OVER_SQRT_PI * ex.exp(-(e.args[0] * e.args[0])),),
-    "scaled_normal_cdf": lambda e: (ex.normal_cdf(e.args[1]), e.args[0] * _density(e.args[1])),
-    "abs": lambda e: (ex.where(e.args[0] > 0, 1.0, ex.where(e.args[0] < 0, -1.0, 0.0)),),
+    "tanh": lambda e: (node("scaled_bell", 4.0, 2.0 * e.args[0], 0.0),),
+    "sigmoid": lambda e: (node("scaled_bell", 1.0, e.args[0], 0.0),),
+    "erf": lambda e: (_TWO_OVER_SQRT_PI * node("exp", -(e.args[0] * e.args[0])),),
+    "scaled_normal_cdf": lambda e: (
+        node("scaled_normal_cdf", 1.0, e.args[1]),
+        e.args[0] * _density(e.args[1]),
+    ),
+    "abs": lambda e: (node("where", e.args[0] > 0, 1.0, node("where", e.args[0] < 0, -1.0, 0.0)),),
 }
 
 
@@ -91,7 +94,8 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
         case "where" | "maximum" | "minimum":
             first, second = d[-2], d[-1]
             test = a[0] if e.op == "where" else a[0] > a[1] if e.op == "maximum" else a[0] < a[1]
-            return ex.where(
+            return node(
+                "where",
                 test,
                 constant(0) if first is None else first,
                 constant(0) if second is None else second,
@@ -101,13 +105,15 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
             slope = call(e.payload.derivative(), a[0])
             return None if _is_zero(slope) else _times(slope, d[0])
         case "scaled_exp":
-            return _scaled(e, d, lambda factor, _: ex.scaled_exp(factor, a[1], a[2]))
+            return _scaled(e, d, lambda factor, _: node("scaled_exp", factor, a[1], a[2]))
         case "scaled_sigmoid":
-            return _scaled(e, d, lambda factor, _: ex.scaled_bell(factor, a[1], a[2]))
+            return _scaled(e, d, lambda factor, _: node("scaled_bell", factor, a[1], a[2]))
         case "scaled_bell":
             # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
             return _scaled(
-                e, d, lambda factor, h: ex.scaled_bell(-factor * ex.tanh(0.5 * h), a[1], a[2])
+                e,
+                d,
+                lambda factor, h: node("scaled_bell", -factor * node("tanh", 0.5 * h), a[1], a[2]),
             )
     out: Expr | None = None
     for partial, move in zip(_PARTIALS[e.op](e), d, strict=True):
@@ -134,7 +140,7 @@ def forward(exprs: Sequence[Expr], tangents: Mapping[Expr, Expr | None]) -> tupl
     for e in topological(exprs):
         if not e.args:
             made[e] = tangents.get(e)
-        elif e.op in ex.TRUTH:
+        elif e.op in TRUTH:
             made[e] = None
         else:
             # a condition has no derivative; its slot stays, so that operands keep their places
@@ -167,7 +173,7 @@ def reverse(
         if here is None or not e.args:
             continue
         for at, operand in enumerate(e.args):
-            if operand.op in ex.TRUTH or operand.op == "const":
+            if operand.op in TRUTH or operand.op == "const":
                 continue
             alone: list[Expr | None] = [None] * len(e.args)
             alone[at] = here

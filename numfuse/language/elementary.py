@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.language.graph import SYMBOL, Expr, expand, rounded, topological
+from numfuse.language.curves import expand
+from numfuse.language.graph import SYMBOL, Expr, rounded, topological
 
 __all__ = ["apply", "evaluate", "values"]
 

@@ -1,9 +1,9 @@
 """The graph that a formula is recorded as: nodes, constants, text.
 
 The leaves are constants, the symbol `x` of a formula of one argument and the named inputs of an
-epilogue. A `call` is a function of one argument with derivatives of its own (a :class:`Curve`: an
+epilogue. A `call` is a function of one argument with derivatives of its own (a curve: an
 activation), kept whole while a formula is differentiated, so that its hand-written derivatives are
-used, and expanded before a target prints it (:func:`expand`).
+used, and expanded before a target prints it (`numfuse.language.curves`).
 
 Nodes are hash-consed, so equal expressions are one object (common subexpressions are shared by
 construction), and constants are exact rationals, rounded once, to the target's dtype. What a symbol
@@ -12,58 +12,34 @@ cannot do fails with a sentence that says what to write instead.
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
-import math
 import os
-import re
-import reprlib
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import numpy as np
 
+from numfuse.language.constants import exact, fits, rounded_value, split
+from numfuse.language.operations import TRUTH, UFUNCS
+
+if TYPE_CHECKING:
+    from numfuse.language.curves import Curve
+
 __all__ = [
-    "ARITY",
     "SYMBOL",
-    "TRUTH",
-    "Curve",
     "Expr",
-    "Keyed",
-    "call",
+    "Payload",
     "constant",
-    "dumps",
-    "expand",
-    "formulas_of",
-    "inputs",
-    "loads",
-    "named",
+    "intern",
     "node",
-    "rebuilt",
-    "replace_leaves",
     "rounded",
-    "substitute",
     "topological",
 ]
 
 Payload: TypeAlias = "Fraction | float | str | Curve | None"
-
-#: Number of operands of every operation but the leaves `x`, `input` and `const`, and of `call`.
-ARITY = {
-    "add": 2, "sub": 2, "mul": 2, "div": 2, "neg": 1, "abs": 1, "sqrt": 1,
-    "lt": 2, "le": 2, "eq": 2, "ne": 2, "both": 2, "either": 2, "negation": 1,
-    "where": 3, "maximum": 2, "minimum": 2, "copysign": 2,
-    "fma": 3, "product": 2, "product_low": 2,
-    "exp": 1, "log": 1, "log1p": 1, "tanh": 1, "sigmoid": 1, "erf": 1, "scaled_normal_cdf": 2,
-    "scaled_exp": 3, "scaled_sigmoid": 3, "scaled_bell": 3, "finite": 1,
-}  # fmt: skip
-#: Operations whose result is a truth value.
-TRUTH = frozenset({"lt", "le", "eq", "ne", "both", "either", "negation"})
 
 #: Characters of a graph's text. What is used twice stands there twice, so that the text of a small
 #: graph can be longer than any memory.
@@ -97,7 +73,7 @@ class Expr:
     Attributes
     ----------
     op : str
-        A key of `ARITY`, or "x" (the symbol), "input", "const" or "call".
+        A key of `operations.ARITY`, or "x" (the symbol), "input", "const" or "call".
     args : tuple of Expr
         The operands.
     payload : Fraction or float or str or Curve or None
@@ -238,7 +214,7 @@ class Expr:
         _refuse("become an array", "use the functions of numfuse.expr, which take symbols")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        same, other = _SAME_UFUNC.get(ufunc.__name__), _OTHER_UFUNC.get(ufunc.__name__)
+        same, other = UFUNCS.get(ufunc.__name__), _OTHER_UFUNC.get(ufunc.__name__)
         if method != "__call__" or kwargs or (same is None and other is None):
             name = f"numpy.{ufunc.__name__}" + ("" if method == "__call__" else f".{method}")
             _refuse(f"be given to {name}", "use arithmetic and the functions of numfuse.expr")
@@ -255,7 +231,7 @@ class Expr:
     def __repr__(self) -> str:
         texts: dict[Expr, str] = {}
         for e in topological((self,)):
-            name = str(e.payload) if isinstance(e.payload, Curve) else e.op
+            name = str(e.payload) if e.op == "call" else e.op
             if e.op == "const":
                 texts[e] = repr(float(rounded(e, "float64")))
             elif not e.args:
@@ -266,44 +242,14 @@ class Expr:
                 texts[e] = f"{name}(...)"
         return texts[self]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _load_one, (dumps((self,)),)
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of the graph's text: equal for equal graphs, in any process."""
-        return hashlib.sha256(dumps((self,)).encode()).hexdigest()
-
     def split(self, bits: int) -> tuple[Expr, Expr]:
-        """A constant as ``head + tail``, the head of at most `bits` significant bits.
-
-        The head is exact in every dtype of at least `bits` bits, so its products with short
-        numbers are exact too; the tail is what is left, exactly.
-        """
+        """Return a constant as ``head + tail``; see :func:`numfuse.language.constants.split`."""
         if not isinstance(self.payload, Fraction):
             raise TypeError(f"only a finite constant can be split, got {self!r}")
-        value = self.payload
-        if not value:
-            return self, self
-        exponent = 0
-        while abs(value) >= Fraction(2) ** (exponent + 1):
-            exponent += 1
-        while abs(value) < Fraction(2) ** exponent:
-            exponent -= 1
-        grid = Fraction(2) ** (exponent + 1 - bits)
-        head = round(value / grid) * grid
-        return constant(head), constant(value - head)
+        head, tail = split(self.payload, bits)
+        return constant(head), constant(tail)
 
 
-# NumPy's functions that mean the same; SciPy's, by the names of their ufuncs, too.
-_SAME_UFUNC = {
-    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "negative": "neg",
-    "less": "lt", "less_equal": "le", "equal": "eq", "not_equal": "ne", "logical_and": "both",
-    "logical_or": "either", "logical_not": "negation", "absolute": "abs", "fabs": "abs",
-    "sqrt": "sqrt", "exp": "exp", "log": "log", "log1p": "log1p", "tanh": "tanh",
-    "maximum": "maximum", "minimum": "minimum", "copysign": "copysign", "erf": "erf",
-    "expit": "sigmoid",
-}  # fmt: skip
 _OTHER_UFUNC: dict[str, Callable[..., Any]] = {
     "greater": lambda a, b: node("lt", b, a),
     "greater_equal": lambda a, b: node("le", b, a),
@@ -316,7 +262,8 @@ _OTHER_UFUNC: dict[str, Callable[..., Any]] = {
 }
 
 
-def _intern(op: str, args: tuple[Expr, ...], payload: Payload) -> Expr:
+def intern(op: str, args: tuple[Expr, ...], payload: Payload) -> Expr:
+    """Return the one node of these operands, folded no further (:func:`node` folds)."""
     # repr tells -0.0 from 0.0 and makes NaN equal to itself
     key = (op, repr(payload), *map(id, args))
     with _LOCK:
@@ -350,189 +297,23 @@ def constant(value: Any) -> Expr:
         _refuse("be mixed with True or False", "write a comparison of x, or a number")
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
-    if isinstance(value, (int, float, np.integer, np.floating)):
-        number = float(value) if not isinstance(value, (int, np.integer)) else int(value)
-        if isinstance(number, float) and (
-            not math.isfinite(number) or (number == 0 and math.copysign(1.0, number) < 0)
-        ):
-            return _intern("const", (), number)
-        return _exact(Fraction(number))
-    if isinstance(value, str):
-        return _exact(_read(value))
-    if isinstance(value, Fraction):
-        return _exact(value)
+    if isinstance(value, np.integer):
+        value = int(value)
+    elif isinstance(value, np.floating):
+        value = float(value)
+    if isinstance(value, (int, float, str, Fraction)):
+        return intern("const", (), exact(value))
     raise TypeError(f"expected a symbol or a real number in a formula, got {type(value).__name__}")
 
 
-#: Bits of the numerator and the denominator of a constant: the smallest float64 is 2^-1074, its 53
-#: bits in decimals have 767 digits (2548 bits), and products of two such are still exact.  A text
-#: of more than 4300 digits is one that Python does not read back.
-_CONSTANT_BITS = 1 << 13
-#: Characters of a constant's text that are read, and the largest exponent there, for as many bits.
-_CONSTANT_DIGITS = 2400
-
-
-def _fits(value: Fraction) -> bool:
-    return max(value.numerator.bit_length(), value.denominator.bit_length()) <= _CONSTANT_BITS
-
-
-def _exact(value: Fraction) -> Expr:
-    if not _fits(value):
-        raise ValueError(
-            f"a constant in a formula must be a fraction of numbers of up to {_CONSTANT_BITS} "
-            f"bits, got one of {value.numerator.bit_length()} over "
-            f"{value.denominator.bit_length()} bits"
-        )
-    return _intern("const", (), value)
-
-
-def _read(text: str) -> Fraction:
-    """The number that a text is, before anything is computed of one that is too long."""
-    exponent = re.search(r"[eE][+-]?([0-9_]+)", text)
-    far = exponent is not None and (
-        len(exponent[1]) > 8 or int(exponent[1].replace("_", "") or 0) > _CONSTANT_DIGITS
-    )
-    try:
-        if far or len(text) > _CONSTANT_DIGITS:
-            raise ValueError
-        return Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise ValueError(
-            f"a constant in a formula must be a number of up to {_CONSTANT_DIGITS} digits, such "
-            f"as '0.044715', got {reprlib.repr(text)}"
-        ) from None
-
-
 def rounded(e: Expr, dtype: str) -> Any:
-    """The value of a constant as a NumPy scalar of "float32" or "float64", rounded once, to even.
-
-    Through float64 a float32 could be rounded twice. A number beyond the dtype is infinite.
-    """
-    value = e.payload
-    if not isinstance(value, Fraction):
-        with np.errstate(all="ignore"):
-            return np.dtype(dtype).type(value)
-    try:
-        wide = float(value)
-    except OverflowError:
-        wide = math.inf if value > 0 else -math.inf
-    if dtype == "float64":
-        return np.float64(wide)
-    with np.errstate(all="ignore"):
-        near = np.float32(wide)
-        if not np.isfinite(near):
-            return near
-        infinity = np.float32(np.inf)
-        around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
-    return min(
-        (c for c in around if np.isfinite(c)),
-        key=lambda c: (abs(Fraction(float(c)) - value), int(c.view(np.int32)) & 1),
-    )
+    """Return the value of a constant as a NumPy scalar of "float32" or "float64", rounded once."""
+    value: Any = e.payload
+    return rounded_value(value, dtype)
 
 
 #: The argument of every formula.
-SYMBOL: Expr = _intern("x", (), None)
-
-
-class Curve:
-    """A function of one variable that a formula calls, with the derivatives that it brings.
-
-    Parameters
-    ----------
-    name : str
-    trace : callable
-        From an order to the graph, in the symbol, of that derivative; ValueError where there is
-        none. It is asked for what a formula needs, and for no more.
-    order : int, default 0
-        Which derivative this curve is the value of.
-
-    Attributes
-    ----------
-    serial : int
-        A number that no other curve of this process ever has.
-    """
-
-    __slots__ = ("__weakref__", "_made", "_trace", "name", "order", "serial")
-
-    def __init__(
-        self,
-        name: str,
-        trace: Callable[[int], Expr],
-        order: int = 0,
-        made: dict[int, Curve] | None = None,
-    ) -> None:
-        self.name, self.order, self.serial = name, order, next(_SERIALS)
-        self._trace = trace
-        self._made = {} if made is None else made
-        self._made[order] = self
-
-    @property
-    def trace(self) -> Expr:
-        """The graph of the value, in the symbol."""
-        return self._trace(self.order)
-
-    def derivative(self) -> Curve:
-        """Return the derivative."""
-        known = self._made.get(self.order + 1)
-        return known or Curve(self.name, self._trace, self.order + 1, self._made)
-
-    def formulas(self) -> list[Expr]:
-        """Return the graphs of the curve and of its derivatives, as far as they were asked for."""
-        found = []
-        for order, curve in list(self._made.items()):
-            with contextlib.suppress(ValueError):  # (one that was asked for, and does not exist)
-                if order >= self.order:
-                    found.append(curve.trace)
-        return found
-
-    def __repr__(self) -> str:
-        return f"curve {self.serial}"  # what a node is interned by
-
-    def __str__(self) -> str:
-        return self.name + "'" * self.order
-
-
-#: Curves by their text: what is read again is the same curve, as long as that lives.
-_CURVES: weakref.WeakValueDictionary[str, Curve] = weakref.WeakValueDictionary()
-
-
-def named(name: str) -> Expr:
-    """Return the input of an epilogue that has this name."""
-    return _intern("input", (), name)
-
-
-def call(curve: Curve, argument: Any) -> Expr:
-    """Return a curve at `argument`; folded where it is the identity or constant."""
-    if curve.trace is SYMBOL:
-        return constant(argument)
-    if curve.trace.op == "const":
-        return curve.trace
-    return _intern("call", (constant(argument),), curve)
-
-
-def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
-    """Return the node over other operands; a leaf is returned as it is."""
-    if isinstance(e.payload, Curve):
-        return call(e.payload, args[0])
-    return node(e.op, *args) if args else e
-
-
-def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
-    """Return the graphs with every call replaced by what it calls."""
-    exprs = tuple(exprs)
-    made: dict[Expr, Expr] = {}
-    for e in topological(exprs):
-        args = [made[a] for a in e.args]
-        if isinstance(e.payload, Curve):
-            made[e] = substitute(e.payload.trace, args[0])
-        else:
-            made[e] = rebuilt(e, args)
-    return tuple(made[e] for e in exprs)
-
-
-def inputs(exprs: Iterable[Expr]) -> tuple[str, ...]:
-    """Return the names of the inputs that the graphs depend on, sorted."""
-    return tuple(sorted(str(e.payload) for e in topological(exprs) if e.op == "input"))
+SYMBOL: Expr = intern("x", (), None)
 
 
 def _value(e: Expr) -> Fraction | None:
@@ -562,7 +343,7 @@ def node(op: str, *operands: Any) -> Expr:
         a, b = v
         if a is not None and b is not None and not (op == "div" and b == 0):
             exact = {"add": a + b, "sub": a - b, "mul": a * b}[op] if op != "div" else a / b
-            if _fits(exact):  # else it is computed in the dtype
+            if fits(exact):  # else it is computed in the dtype
                 return constant(exact)
         # Only what holds for every float, signed zeros, infinities and NaN included.
         if (op == "mul" and b == 1) or (op == "div" and b == 1) or (op == "sub" and b == 0):
@@ -575,7 +356,7 @@ def node(op: str, *operands: Any) -> Expr:
         # One order for commutative operations: a constant goes last (equal graphs become one).
         if args[0].op == "const" and args[1].op != "const":
             args = args[::-1]
-    return _intern(op, args, None)
+    return intern(op, args, None)
 
 
 def _binary(op: str, a: Any, b: Any) -> Any:
@@ -601,20 +382,6 @@ def _power(x: Expr, n: int) -> Expr:
     return square * x if n % 2 else square
 
 
-def substitute(expr: Expr, argument: Expr) -> Expr:
-    """The graph with `argument` in the place of the symbol."""
-    return replace_leaves((expr,), {SYMBOL: argument})[0]
-
-
-def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[Expr, ...]:
-    """Return the graphs with other expressions in the place of some leaves."""
-    exprs = tuple(exprs)
-    made: dict[Expr, Expr] = {}
-    for e in topological(exprs):
-        made[e] = rebuilt(e, [made[a] for a in e.args]) if e.args else leaves.get(e, e)
-    return tuple(made[e] for e in exprs)
-
-
 def topological(exprs: Iterable[Expr]) -> list[Expr]:
     """Every node once, operands before the nodes that use them."""
     order: dict[Expr, None] = {}
@@ -629,118 +396,3 @@ def topological(exprs: Iterable[Expr]) -> list[Expr]:
             stack.append((e, True))
             stack.extend((a, False) for a in reversed(e.args))
     return list(order)
-
-
-def dumps(exprs: Sequence[Expr]) -> str:
-    """The graphs as text, one node a line, then the line numbers of the results."""
-    order = topological(exprs)
-    at = {e: i for i, e in enumerate(order)}
-    lines = [" ".join([e.op, *(str(at[a]) for a in e.args), *_word(e.payload)]) for e in order]
-    return "\n".join([*lines, " ".join(["=", *(str(at[e]) for e in exprs)])])
-
-
-def _word(payload: Payload) -> list[str]:
-    """The payload in the text of a graph: one word, or none."""
-    if payload is None:
-        return []
-    if not isinstance(payload, Curve):
-        return [str(payload)]
-    traces = []
-    with contextlib.suppress(ValueError):  # (where they end)
-        for order in range(4):
-            traces.append(payload._trace(order))
-    word = json.dumps([payload.name, payload.order, dumps(traces)], separators=(",", ":"))
-    word = word.replace(" ", "\\u0020")  # (spaces are within strings; a word has none)
-    _CURVES[word] = payload
-    return [word]
-
-
-def _curve(word: str) -> Curve:
-    known = _CURVES.get(word)
-    if known is not None:
-        return known
-    name, order, text = json.loads(word)
-    traces = loads(text)
-
-    def trace(order: int) -> Expr:
-        if order < len(traces):
-            return traces[order]
-        if traces[-1].op == "const":
-            return constant(0)
-        raise ValueError(
-            f"the table of activations ends with derivatives of order {len(traces) - 1}, "
-            f"got order {order} of {name!r}"
-        )
-
-    made = _CURVES[word] = Curve(name, trace, order)
-    return made
-
-
-def loads(text: str) -> tuple[Expr, ...]:
-    """The graphs of :func:`dumps`, interned in this process."""
-    made: list[Expr] = []
-    for line in text.splitlines():
-        op, *rest = line.split()
-        if op == "=":
-            return tuple(made[int(i)] for i in rest)
-        if op == "const":
-            special = rest[0] in ("inf", "-inf", "nan", "-0.0")
-            made.append(_intern(op, (), float(rest[0]) if special else Fraction(rest[0])))
-        elif op == "x":
-            made.append(SYMBOL)
-        elif op == "input":
-            made.append(named(rest[0]))
-        elif op == "call":
-            made.append(_intern(op, (made[int(rest[0])],), _curve(rest[1])))
-        elif ARITY.get(op) == len(rest):
-            # not `node`: the text was folded when it was recorded
-            made.append(_intern(op, tuple(made[int(i)] for i in rest), None))
-        else:
-            break
-    raise ValueError("expected the text of numfuse.expr.dumps, got something else")
-
-
-def _load_one(text: str) -> Expr:
-    return loads(text)[0]
-
-
-class Keyed:
-    """Base of a frozen dataclass (with ``eq=False``) that holds formulas and is a key.
-
-    Equal where the fields are, formulas by identity: their own ``==`` makes a formula, which has no
-    truth. The equality that a dataclass makes for itself asks for it from Python 3.13 on.
-    """
-
-    def _key(self) -> tuple[Any, ...]:
-        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
-        return tuple(_plain(getattr(self, name)) for name in fields)
-
-    def named(self) -> tuple[Any, ...]:
-        """A key that stands for it and holds no formula."""
-        return type(self), *self._key()
-
-    def formulas(self) -> list[Expr]:
-        """The formulas in its fields, and in tuples there."""
-        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
-        return formulas_of(tuple(getattr(self, name) for name in fields))
-
-    def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Expr):
-        return value.serial
-    return tuple(map(_plain, value)) if type(value) is tuple else value
-
-
-def formulas_of(value: Any) -> list[Expr]:
-    """The formulas in a key, and in tuples there."""
-    if isinstance(value, Expr):
-        return [value]
-    if isinstance(value, Curve):
-        return value.formulas()
-    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []

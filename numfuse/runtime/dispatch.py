@@ -1,36 +1,42 @@
 """Kinds of array that are not NumPy's, and who serves them.
 
-The table holds names, not imports: an adapter is imported when an array of its kind arrives, and
-never otherwise.
+The tables hold names, not imports: an adapter is imported when an array of its kind arrives, and
+never otherwise. They are filled by `numfuse.registry`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy import generic, ndarray
 
-__all__ = ["ADAPTERS", "CUDA_ADAPTER", "PLAIN", "adapter_for", "adapter_of"]
+__all__ = [
+    "ADAPTERS",
+    "PLAIN",
+    "adapter_for",
+    "adapter_of",
+    "serve",
+    "serve_device",
+    "serve_library",
+]
 
 #: {root of the module that defines an array's class: the module that serves it}. An adapter has the
 #: public functions under their own names, with the same signatures.
-ADAPTERS = {
-    "autograd": "numfuse.adapters.autograd",
-    "torch": "numfuse.adapters.torch",
-    "jax": "numfuse.adapters.jax",
-    "jaxlib": "numfuse.adapters.jax",
-    "dask": "numfuse.adapters.dask",
-    "cupy": "numfuse.adapters.cuda",
-    "numba": "numfuse.adapters.cuda",
-    "numfuse.backends.webgpu": "numfuse.adapters.webgpu",
-    "numfuse.backends.cuda": "numfuse.adapters.cuda",
-}
-#: What serves an array of any other library that says that it is on a CUDA device: by
-#: ``__cuda_array_interface__``, or by DLPack (the device types are dlpack.h's).
-CUDA_ADAPTER = "numfuse.adapters.cuda"
-_DLPACK_CUDA = (2, 13)
+ADAPTERS: dict[str, str] = {}
+
+
+class _Device(NamedTuple):
+    """How an array of any library says that it is on a kind of device, and who serves it then."""
+
+    attribute: str
+    dlpack_types: tuple[int, ...]
+    adapter: str
+
+
+_DEVICES: list[_Device] = []
 
 #: What needs no adapter: the public functions compare types with these before anything else.
 PLAIN = frozenset({ndarray, type(None)})
@@ -40,6 +46,25 @@ PLAIN = frozenset({ndarray, type(None)})
 _LOADED: dict[str, ModuleType] = {}
 #: By class, of those that were met: the adapter, None of what needs none.
 _SERVED: dict[type, ModuleType | None] = {ndarray: None, type(None): None}
+
+
+def serve_library(root: str, adapter: str) -> None:
+    """Let a module serve the arrays whose class is defined below `root`."""
+    ADAPTERS[root] = adapter
+
+
+def serve_device(attribute: str, dlpack_types: tuple[int, ...], adapter: str) -> None:
+    """Let a module serve the arrays of any other library that are on a kind of device.
+
+    They say so by an attribute of their class, or by DLPack, with one of its device types.
+    """
+    _DEVICES.append(_Device(attribute, dlpack_types, adapter))
+
+
+def serve(adapter: ModuleType, kinds: Iterable[type]) -> None:
+    """Let an adapter that has been imported serve these classes, without a look-up by name."""
+    _LOADED[adapter.__name__] = adapter
+    _SERVED.update(dict.fromkeys(kinds, adapter))
 
 
 def adapter_for(**operands: Any) -> Any:
@@ -121,7 +146,9 @@ def _adapter_name(kind: type) -> str | None:
 def _protocol_name(x: Any) -> str | None:
     if isinstance(x, (ndarray, generic)):
         return None
-    if hasattr(type(x), "__cuda_array_interface__"):
-        return CUDA_ADAPTER
-    device = getattr(type(x), "__dlpack_device__", None)
-    return CUDA_ADAPTER if device is not None and device(x)[0] in _DLPACK_CUDA else None
+    for device in _DEVICES:
+        if hasattr(type(x), device.attribute):
+            return device.adapter
+    place = getattr(type(x), "__dlpack_device__", None)
+    kind = None if place is None else place(x)[0]
+    return next((d.adapter for d in _DEVICES if kind in d.dlpack_types), None)

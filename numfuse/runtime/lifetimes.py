@@ -13,18 +13,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from numfuse.language.graph import Curve, Expr, formulas_of
+from numfuse.language.graph import Expr
+from numfuse.language.keys import formulas_of, named
 
 __all__ = ["Table", "Ties", "formulas_of", "named"]
-
-
-def named(value: Any) -> Any:
-    """A key, or a part of one, with formulas by their serial numbers, inside tuples too."""
-    if isinstance(value, Expr):
-        return "formula", value.serial
-    if isinstance(value, Curve):
-        return "curve", value.serial
-    return tuple(map(named, value)) if type(value) is tuple else value
 
 
 class Ties:

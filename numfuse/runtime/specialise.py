@@ -39,17 +39,41 @@ from numfuse.runtime.compilation import compiled
 OPTIONS: dict[str, Any] = {"error_model": "numpy", "fastmath": FASTMATH}
 
 
+#: {package or module that has templates: its folder or file}
+_ROOMS: dict[str, pathlib.Path] = {}
+
+
+def register(room: str, place: str) -> None:
+    """Let the kernels of a package's or a module's templates depend on all of its source texts.
+
+    Parameters
+    ----------
+    room : str
+        The name of the package or module.
+    place : str
+        Its ``__file__``: of a package, all texts beside and below that.
+    """
+    path = pathlib.Path(place).resolve()
+    _ROOMS[room] = path.parent if path.name == "__init__.py" else path
+
+
+def source_digest(module: str) -> str:
+    """Digest of every source text from which a module's kernels are made, and of how.
+
+    For a module of no registered room (a test), of the texts of all rooms.
+    """
+    own = [room for room in _ROOMS if f"{module}.".startswith(f"{room}.")]
+    return _digest(tuple(sorted(own or _ROOMS)))
+
+
 @functools.cache
-def source_digest() -> str:
-    """Digest of every source text from which kernel code is made, and of how it is compiled."""
-    package = pathlib.Path(__file__).resolve().parents[1]
+def _digest(rooms: tuple[str, ...]) -> str:
     digest = hashlib.sha256(repr(sorted(FASTMATH)).encode())
-    kernel_texts = [
-        package / "runtime" / "specialise.py",
-        package / "runtime" / "machine_code.py",
-        *(package / "backends" / "cpu").rglob("*.py"),
-    ]
-    for path in sorted(kernel_texts):
+    texts = [pathlib.Path(__file__).resolve(), pathlib.Path(machine_code.__file__).resolve()]
+    for room in rooms:
+        place = _ROOMS[room]
+        texts += place.rglob("*.py") if place.is_dir() else [place]
+    for path in sorted(texts):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
@@ -71,14 +95,15 @@ def identity(value: Any) -> str:
 def bound(template: Callable[..., Any], bindings: dict[str, Any]) -> Callable[..., Any]:
     """A clone of `template` whose globals are `bindings`, named after their digest."""
     text = "\n".join(f"{name}={identity(value)}" for name, value in sorted(bindings.items()))
-    material = f"{template.__module__}.{template.__qualname__}\n{text}\n{source_digest()}"
+    module = template.__module__
+    material = f"{module}.{template.__qualname__}\n{text}\n{source_digest(module)}"
     digest = hashlib.sha256(material.encode()).hexdigest()[:20]
     name = f"{template.__name__}_{digest}"
-    scope = {"__builtins__": __builtins__, "__name__": template.__module__, **bindings}
+    scope = {"__builtins__": __builtins__, "__name__": module, **bindings}
     code = template.__code__.replace(co_name=name, co_qualname=name)
     clone = pytypes.FunctionType(code, scope, name, template.__defaults__)
     clone.__qualname__ = name
-    clone.__module__ = template.__module__
+    clone.__module__ = module
     clone.numfuse_key = name  # type: ignore[attr-defined]
     return clone
 

@@ -44,7 +44,7 @@ SLOPE_AT_ZERO = {"none": 1, "relu": None, "gelu": 0.5, "silu": 0.5, "sigmoid": N
 @pytest.fixture(scope="module")
 def second():
     """Activations whose values are second derivatives; their names vanish after the module."""
-    module = sys.modules["numfuse.activations"]
+    module = sys.modules["numfuse.activations.table"]
     before = module._TABLE
     module._TABLE = dict(before)
     yield {
@@ -185,9 +185,9 @@ def test_what_numpy_is_to_do_with_an_overflow_changes_nothing(backend, dtype, mo
     """Errors of NumPy's are not the kernels', and a call that raises would have written a part; in
     the first call of a formula too, when its constants are rounded."""
     monkeypatch.setattr(
-        sys.modules["numfuse.activations"],
+        sys.modules["numfuse.activations.table"],
         "_TABLE",
-        dict(sys.modules["numfuse.activations"]._TABLE),
+        dict(sys.modules["numfuse.activations.table"]._TABLE),
     )
     large, small = (float(f(ml_dtypes.finfo(dtype))) for f in (lambda i: i.max, lambda i: i.tiny))
     a = np.full((4, 3), large, dtype)

@@ -274,9 +274,13 @@ def test_a_changed_source_text_makes_other_kernels(tmp_path):
     before = kernel_names(package)
     assert len(before) == 3
     assert kernel_names(package) == before
-    cpu = package / "backends" / "cpu"
-    files = [cpu / f"{name}.py" for name in ("microkernel", "kernels", "packing", "primitives")]
-    for path in [*files, package / "specialise.py"]:
+    cpu, runtime = package / "backends" / "cpu", package / "runtime"
+    files = [
+        *(cpu / "kernels" / f"{name}.py" for name in ("gemm", "packing")),
+        *(cpu / "llvm" / f"{name}.py" for name in ("microkernel", "primitives")),
+        *(runtime / f"{name}.py" for name in ("specialise", "machine_code")),
+    ]
+    for path in files:
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n# another line\n", encoding="utf-8")
         assert not kernel_names(package) & before, path
@@ -288,8 +292,8 @@ def test_a_changed_source_text_makes_other_kernels(tmp_path):
     assert not kernel_names(package) & before, "the compiler's options"
     path.write_text(text, encoding="utf-8")
     # The coefficients and the primitives are in formulas only.
-    for name in ("coefficients.py", "scalar.py"):
-        path = package / name
+    for name in ("arithmetic.py", "bounds.py", "coefficients.py", "python.py", "scalar.py"):
+        path = package / "language" / name
         text = path.read_text(encoding="utf-8")
         path.write_text(text + "\n# another line\n", encoding="utf-8")
         changed = kernel_names(package) - before

@@ -13,8 +13,9 @@ import numfuse as nf
 from numfuse import epilogues
 from numfuse import expr as ex
 from numfuse.language import elementary
+from numfuse.language.curves import call, inputs, leaf
 from numfuse.language.derivatives import forward, reverse, second_order
-from numfuse.language.graph import call, dumps, inputs, loads, named
+from numfuse.language.text import dumps, loads
 
 ACTIVATIONS = tuple(nf.activations())
 #: A derived formula and the one written here differ by the order of their products: some roundings.
@@ -27,7 +28,7 @@ def drawn(names, seed=0, size=200):
 
 
 def computed(epilogue, x):
-    found = elementary.values(epilogue.graphs, {named(n): x[n] for n in epilogue.inputs})
+    found = elementary.values(epilogue.graphs, {leaf(n): x[n] for n in epilogue.inputs})
     return {name: value for (name, _), value in zip(epilogue.results, found, strict=True)}
 
 
@@ -111,15 +112,15 @@ def test_a_curve_ends_where_the_table_does():
     for _ in range(4):
         curve = curve.derivative()
     with pytest.raises(ValueError, match="ends with third derivatives, got order 4 of 'tanh'"):
-        call(curve, named("z"))
+        call(curve, leaf("z"))
     flat = nf.activations()["relu"].curve
     for _ in range(6):
         flat = flat.derivative()
-    assert call(flat, named("z")).payload == 0
+    assert call(flat, leaf("z")).payload == 0
 
 
 # --- any formula --------------------------------------------------------------------------------
-LEAVES = tuple(named(name) for name in "abc")
+LEAVES = tuple(leaf(name) for name in "abc")
 
 
 @st.composite
@@ -160,7 +161,7 @@ def formulas(draw):
 
 
 def at(exprs, x, **more):
-    leaves = dict(zip(LEAVES, x, strict=True)) | {named(n): v for n, v in more.items()}
+    leaves = dict(zip(LEAVES, x, strict=True)) | {leaf(n): v for n, v in more.items()}
     shape = np.shape(x[0])
     zero = ex.constant(0)
     found = elementary.values([zero if e is None else e for e in exprs], leaves)
@@ -171,10 +172,10 @@ def at(exprs, x, **more):
 def test_forward_and_reverse_mode_are_transposes(expr, seed):
     rng = np.random.default_rng(seed)
     x, dots, weight = rng.normal(size=(3, 50)), rng.normal(size=(3, 50)), rng.normal(size=50)
-    tangents = {leaf: named(f"{leaf.payload}_dot") for leaf in LEAVES}
+    tangents = {leaf: leaf(f"{leaf.payload}_dot") for leaf in LEAVES}
     more = {f"{name}_dot": dot for name, dot in zip("abc", dots, strict=True)} | {"w": weight}
     (moved,) = at(forward((expr,), tangents), x, **more)
-    pulled = at(reverse((expr,), (named("w"),), LEAVES), x, **more)
+    pulled = at(reverse((expr,), (leaf("w"),), LEAVES), x, **more)
     terms = np.array([p * dot for p, dot in zip(pulled, dots, strict=True)])
     size = np.abs(terms).sum(0) + np.abs(weight * moved)
     assert (np.abs(terms.sum(0) - weight * moved) <= 1e-12 * size + 1e-300).all()
@@ -187,8 +188,8 @@ def test_second_derivatives_are_those_of_a_curve(expr, seed):
     x, dots, ddots = rng.normal(size=(3, 50)), rng.normal(size=(3, 50)), rng.normal(size=(3, 50))
     names = {"dot": dots, "ddot": ddots}
     more = {f"{n}_{k}": v[i] for k, v in names.items() for i, n in enumerate("abc")}
-    first = {leaf: named(f"{leaf.payload}_dot") for leaf in LEAVES}
-    second = {leaf: named(f"{leaf.payload}_ddot") for leaf in LEAVES}
+    first = {leaf: leaf(f"{leaf.payload}_dot") for leaf in LEAVES}
+    second = {leaf: leaf(f"{leaf.payload}_ddot") for leaf in LEAVES}
     (moved,) = forward((expr,), first)
     bent = None if moved is None else forward((moved,), first)[0]
     (pushed,) = forward((expr,), second)

@@ -39,7 +39,7 @@ MODULES = {
 @pytest.fixture(autouse=True)
 def table(monkeypatch):
     """An activation that an example registers is gone after it."""
-    module = sys.modules["numfuse.activations"]  # `numfuse.activations` is the function
+    module = sys.modules["numfuse.activations.table"]
     monkeypatch.setattr(module, "_TABLE", dict(module._TABLE))
 
 

@@ -43,7 +43,7 @@ from numfuse.problem.results import (
     GEMM_SECOND_NEEDS,
     RESIDUAL_NEEDS,
 )
-from numfuse.runtime.dispatch import _LOADED, _SERVED
+from numfuse.runtime import dispatch
 
 __all__ = [*NAMES, "GatedLinear", "Linear", "activation", "synchronize", "to_numpy"]
 
@@ -623,5 +623,4 @@ class GatedLinear(nn.Module):
 
 
 # Imported in advance, the adapter is found where torch.compile follows a call.
-_LOADED[__name__] = sys.modules[__name__]
-_SERVED.update(dict.fromkeys(_TENSORS, sys.modules[__name__]))
+dispatch.serve(sys.modules[__name__], _TENSORS)

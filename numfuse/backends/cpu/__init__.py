@@ -11,5 +11,8 @@
 """
 
 from numfuse.backends.cpu.face import BACKEND, CpuBackend
+from numfuse.runtime import specialise
 
 __all__ = ["BACKEND", "CpuBackend"]
+
+specialise.register(__name__, __file__)

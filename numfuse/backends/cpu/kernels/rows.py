@@ -25,7 +25,7 @@ from numfuse.runtime import specialise
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.epilogues import Epilogue
-    from numfuse.language.graph import Curve
+    from numfuse.language.curves import Curve
 
 
 class Source(NamedTuple):

@@ -23,9 +23,10 @@ from numba import njit, types
 from numba.extending import intrinsic, overload
 
 from numfuse.expr import Expr, dumps
-from numfuse.language import coefficients, scalar
+from numfuse.language import scalar
 from numfuse.language.coefficients import EXP
-from numfuse.language.scalar import Target, render
+from numfuse.language.python import render
+from numfuse.language.scalar import Target
 from numfuse.runtime import machine_code
 
 __all__ = ["device_function", "primitives", "render", "scalar_function"]
@@ -217,9 +218,7 @@ def primitives(dtype: str) -> SimpleNamespace:
 # --- functions ----------------------------------------------------------------------------------
 @functools.cache
 def _own_text() -> bytes:
-    return b"".join(
-        pathlib.Path(f).read_bytes() for f in (__file__, scalar.__file__, coefficients.__file__)
-    )
+    return b"".join(path.read_bytes() for path in (pathlib.Path(__file__), *scalar.SOURCES))
 
 
 #: Those that a kernel, or a function of the user's, is made of.

@@ -31,6 +31,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import config as numba_config
 
+from numfuse.language.scalar import SOURCES
 from numfuse.runtime import binaries
 from numfuse.runtime.compilation import compiled
 
@@ -111,10 +112,9 @@ def device_function(function: Callable[..., Any]) -> Any:
 def source_digest() -> str:
     """Digest of every text from which kernel code is made."""
     room = pathlib.Path(__file__).resolve().parent
-    language = room.parents[2] / "language"
     files = [*sorted(room.glob("*.py")), *sorted((room.parent / "kernels").rglob("*.py"))]
     digest = hashlib.sha256()
-    for path in [language / "scalar.py", language / "coefficients.py", *files]:
+    for path in [*SOURCES, *files]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 

@@ -23,6 +23,8 @@ from numfuse.runtime import specialise
 
 __all__ = ["DRIVER_WORDS", "PLAN", "STREAM_OFFSET", "launch_all"]
 
+specialise.register(__name__, __file__)
+
 #: Bytes from the beginning of a CUlaunchConfig to its stream.
 STREAM_OFFSET = 32
 _I64 = ir.IntType(64)

@@ -27,7 +27,7 @@ from numfuse.backends.cuda.compile.scalars import TARGET, fused, is_finite, sele
 from numfuse.backends.cuda.compile.toolchain import SIMULATED, intrinsic, types
 from numfuse.backends.cuda.compile.toolchain import device_function as device
 from numfuse.expr import Expr, Keyed, dumps
-from numfuse.language.scalar import render
+from numfuse.language.python import render
 
 __all__ = ["Scalar", "device_function", "scalar"]
 

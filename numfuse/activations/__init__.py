@@ -1,0 +1,37 @@
+"""Activations: scalar functions with three derivatives, each written once for every target.
+
+- `row`: the class of an activation
+- `table`: the activations by name, and defining one
+- `formulas`: the built-in ones
+"""
+
+from numfuse.activations.formulas import (
+    gelu,
+    gelu_erf,
+    none,
+    relu,
+    short_form,
+    sigmoid,
+    silu,
+    softplus,
+    tanh,
+)
+from numfuse.activations.row import Activation, register_compiler
+from numfuse.activations.table import activation, activations, get
+
+__all__ = [
+    "Activation",
+    "activation",
+    "activations",
+    "gelu",
+    "gelu_erf",
+    "get",
+    "none",
+    "register_compiler",
+    "relu",
+    "short_form",
+    "sigmoid",
+    "silu",
+    "softplus",
+    "tanh",
+]

@@ -1,0 +1,125 @@
+"""Functions that a formula calls, its named inputs, and putting one graph into another."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from numfuse.language.graph import SYMBOL, Expr, constant, intern, node, topological
+
+__all__ = ["Curve", "call", "expand", "inputs", "leaf", "rebuilt", "replace_leaves", "substitute"]
+
+_SERIALS = itertools.count()
+
+
+class Curve:
+    """A function of one variable that a formula calls, with the derivatives that it brings.
+
+    Parameters
+    ----------
+    name : str
+    trace : callable
+        From an order to the graph, in the symbol, of that derivative; ValueError where there is
+        none. It is asked for what a formula needs, and for no more.
+    order : int, default 0
+        Which derivative this curve is the value of.
+
+    Attributes
+    ----------
+    serial : int
+        A number that no other curve of this process ever has.
+    """
+
+    __slots__ = ("__weakref__", "_made", "name", "order", "serial", "trace_of")
+
+    def __init__(
+        self,
+        name: str,
+        trace: Callable[[int], Expr],
+        order: int = 0,
+        made: dict[int, Curve] | None = None,
+    ) -> None:
+        self.name, self.order, self.serial = name, order, next(_SERIALS)
+        self.trace_of = trace
+        self._made = {} if made is None else made
+        self._made[order] = self
+
+    @property
+    def trace(self) -> Expr:
+        """The graph of the value, in the symbol."""
+        return self.trace_of(self.order)
+
+    def derivative(self) -> Curve:
+        """Return the derivative."""
+        known = self._made.get(self.order + 1)
+        return known or Curve(self.name, self.trace_of, self.order + 1, self._made)
+
+    def formulas(self) -> list[Expr]:
+        """Return the graphs of the curve and of its derivatives, as far as they were asked for."""
+        found = []
+        for order, curve in list(self._made.items()):
+            with contextlib.suppress(ValueError):  # (one that was asked for, and does not exist)
+                if order >= self.order:
+                    found.append(curve.trace)
+        return found
+
+    def __repr__(self) -> str:
+        return f"curve {self.serial}"  # what a node is interned by
+
+    def __str__(self) -> str:
+        return self.name + "'" * self.order
+
+
+def leaf(name: str) -> Expr:
+    """Return the input of an epilogue that has this name."""
+    return intern("input", (), name)
+
+
+def call(curve: Curve, argument: Any) -> Expr:
+    """Return a curve at `argument`; folded where it is the identity or constant."""
+    if curve.trace is SYMBOL:
+        return constant(argument)
+    if curve.trace.op == "const":
+        return curve.trace
+    return intern("call", (constant(argument),), curve)
+
+
+def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
+    """Return the node over other operands; a leaf is returned as it is."""
+    if isinstance(e.payload, Curve):
+        return call(e.payload, args[0])
+    return node(e.op, *args) if args else e
+
+
+def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
+    """Return the graphs with every call replaced by what it calls."""
+    exprs = tuple(exprs)
+    made: dict[Expr, Expr] = {}
+    for e in topological(exprs):
+        args = [made[a] for a in e.args]
+        if isinstance(e.payload, Curve):
+            made[e] = substitute(e.payload.trace, args[0])
+        else:
+            made[e] = rebuilt(e, args)
+    return tuple(made[e] for e in exprs)
+
+
+def inputs(exprs: Iterable[Expr]) -> tuple[str, ...]:
+    """Return the names of the inputs that the graphs depend on, sorted."""
+    return tuple(sorted(str(e.payload) for e in topological(exprs) if e.op == "input"))
+
+
+def substitute(expr: Expr, argument: Expr) -> Expr:
+    """The graph with `argument` in the place of the symbol."""
+    return replace_leaves((expr,), {SYMBOL: argument})[0]
+
+
+def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[Expr, ...]:
+    """Return the graphs with other expressions in the place of some leaves."""
+    exprs = tuple(exprs)
+    made: dict[Expr, Expr] = {}
+    for e in topological(exprs):
+        made[e] = rebuilt(e, [made[a] for a in e.args]) if e.args else leaves.get(e, e)
+    return tuple(made[e] for e in exprs)

@@ -1,0 +1,55 @@
+"""Formulas in keys: a key that names a formula by its serial number does not keep it alive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numfuse.language.curves import Curve
+from numfuse.language.graph import Expr
+
+__all__ = ["Keyed", "formulas_of", "named"]
+
+
+def named(value: Any) -> Any:
+    """Return a key, or a part of one, with formulas by their serial numbers, inside tuples too."""
+    if isinstance(value, Expr):
+        return "formula", value.serial
+    if isinstance(value, Curve):
+        return "curve", value.serial
+    return tuple(map(named, value)) if type(value) is tuple else value
+
+
+class Keyed:
+    """Base of a frozen dataclass (with ``eq=False``) that holds formulas and is a key.
+
+    Equal where the fields are, formulas by identity: their own ``==`` makes a formula, which has no
+    truth. The equality that a dataclass makes for itself asks for it from Python 3.13 on.
+    """
+
+    def _key(self) -> tuple[Any, ...]:
+        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return tuple(named(getattr(self, name)) for name in fields)
+
+    def named(self) -> tuple[Any, ...]:
+        """A key that stands for it and holds no formula."""
+        return type(self), *self._key()
+
+    def formulas(self) -> list[Expr]:
+        """The formulas in its fields, and in tuples there."""
+        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
+        return formulas_of(tuple(getattr(self, name) for name in fields))
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+
+def formulas_of(value: Any) -> list[Expr]:
+    """The formulas in a key, and in tuples there."""
+    if isinstance(value, Expr):
+        return [value]
+    if isinstance(value, Curve):
+        return value.formulas()
+    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []

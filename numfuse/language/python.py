@@ -1,0 +1,160 @@
+"""A formula as the text of a Python function, over the primitives of `numfuse.language.scalar`.
+
+A product is merged with a sum here, as a node (`fma`), and never by a compiler: that would do it
+where a product has no other use, which depends on what is computed beside it, and a derivative
+would have other bits alone than together with its value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from numfuse.language.bounds import Range, ranges
+from numfuse.language.coefficients import GROWTH_FACTOR
+from numfuse.language.curves import expand
+from numfuse.language.graph import Expr, constant, node, rounded, topological
+
+__all__ = ["render"]
+
+_INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+}
+
+
+def _lowered(op: str, args: list[Expr]) -> Expr:
+    """A node as the primitives have it."""
+    if op == "sub" and args[1].op == "unscaled":
+        return node("less_unscaled", args[0], args[1].args[0])
+    if op in ("add", "sub"):
+        # a * b + c is one fma wherever it occurs, whatever else uses the product.
+        for at, other in ((0, 1), (1, 0)):
+            if args[at].op == "mul":
+                a, b = args[at].args
+                c = args[other]
+                if op == "sub":
+                    a, c = (a, node("neg", c)) if at == 0 else (node("neg", a), c)
+                return node("fma", a, b, c)
+    if op not in ("scaled_exp", "scaled_sigmoid", "scaled_bell"):
+        return node(op, *args)
+    factor, hi, lo = args
+    kind = op.removeprefix("scaled")
+    plain = lo is constant(0)
+    if kind == "_sigmoid" and hi.op == "neg" and (plain or lo.op == "neg"):
+        kind, hi, lo = "_complement", hi.args[0], lo if plain else lo.args[0]
+    if plain:
+        return node(f"plain{kind}", factor, hi)
+    return node(f"scaled{kind}", factor, hi, lo)
+
+
+def _shared(op: str, args: list[Expr], high: Range) -> Expr:
+    """A sigmoid or bell with a small factor, made of nodes that all of one argument share."""
+    factor, hi, lo = args
+    plain = lo is constant(0)
+    if high[1] <= 0 and hi.op == "neg":
+        size, low = hi.args[0], lo.args[0] if lo.op == "neg" else node("neg", lo)
+    elif high[0] >= 0:
+        size, low = hi, lo
+    else:
+        size, low = node("abs", hi), node("toward", lo, hi)
+    g = node("plain_growth", size) if plain else node("growth", size, low)
+    inverse = node("inverse", g)
+    if op == "scaled_bell":
+        rise = node("less_unscaled", 1, inverse)
+        return node("unscaled", node("mul", node("mul", factor, rise), inverse))
+    q = inverse if factor is constant(1) else node("quotient", factor, inverse, g)
+    below, above = node("unscaled", q), node("less_unscaled", factor, q)
+    if high[0] >= 0:
+        return above
+    return below if high[1] <= 0 else node("where", node("lt", hi, 0), below, above)
+
+
+def _divided(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The graphs with a ratio for each quotient that is the only use of its inverse.
+
+    The bits are the same (see `quotient`); a lone division has three instructions less.
+    """
+    order = topological(exprs)
+    uses = Counter(a for e in order for a in e.args)
+    made: dict[Expr, Expr] = {}
+    for e in order:
+        args = [made[a] for a in e.args]
+        if e.op == "quotient" and uses[e.args[1]] == 1:
+            made[e] = node("ratio", args[0], args[2])
+        else:
+            made[e] = node(e.op, *args) if args else e
+    return tuple(made[e] for e in exprs)
+
+
+def _primitive_graphs(exprs: tuple[Expr, ...], growth: bool = True) -> tuple[Expr, ...]:
+    """Return the graphs with every node as the primitives have it."""
+    made: dict[Expr, Expr] = {}
+    known = ranges(exprs)
+    for e in topological(exprs):
+        op, args, old = e.op, [made[a] for a in e.args], e.args
+        if op == "sigmoid":
+            one, zero = constant(1), constant(0)
+            op, args, old = "scaled_sigmoid", [one, *args, zero], (one, *old, zero)
+        small = growth and op in ("scaled_sigmoid", "scaled_bell")
+        if small and max(map(abs, known.get(old[0], (1.0, 1.0)))) <= GROWTH_FACTOR:
+            made[e] = _shared(op, args, known[old[1]])
+        else:
+            made[e] = _lowered(op, args) if args else e
+    return _divided(tuple(made[e] for e in exprs))
+
+
+def render(
+    exprs: tuple[Expr, ...],
+    dtype: str,
+    name: str = "formula",
+    growth: bool = True,
+    arguments: tuple[str, ...] | None = None,
+) -> tuple[str, dict[str, Any]]:
+    """Return the graphs as the text of one Python function, and the constants that it names.
+
+    Parameters
+    ----------
+    exprs : tuple of Expr
+        One for a scalar result, several for a tuple of results that share what they can.
+    dtype : {"float32", "float64"}
+    name : str
+        Of the function.
+    growth : bool
+        False: no sigmoid is made of a growing exponential, for targets whose own is short.
+    arguments : tuple of str, optional
+        The names of the graphs' inputs in the order of the function's arguments. By default the
+        function has one argument, the symbol.
+    """
+    constants: dict[str, Any] = {}
+    names: dict[Expr, str] = {}
+    lines: list[str] = []
+    exprs = _primitive_graphs(expand(exprs), growth)
+    for e in topological(exprs):
+        if e.op == "x":
+            names[e] = "x"
+        elif e.op == "input":
+            names[e] = f"in_{e.payload}"
+        elif e.op == "const":
+            names[e] = f"c{len(constants)}"
+            constants[names[e]] = rounded(e, dtype)
+        else:
+            args = [names[a] for a in e.args]
+            sign = _INFIX.get(e.op)
+            if sign is not None:
+                text = f"{args[0]} {sign} {args[1]}"
+            elif e.op == "neg":
+                text = f"-{args[0]}"
+            else:
+                text = f"{e.op}({', '.join(args)})"
+            names[e] = f"t{len(lines)}"
+            lines.append(f"    {names[e]} = {text}")
+    result = ", ".join(names[e] for e in exprs)
+    given = "x" if arguments is None else ", ".join(f"in_{name}" for name in arguments)
+    return "\n".join([f"def {name}({given}):", *lines, f"    return {result}", ""]), constants
