@@ -11,7 +11,18 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-__all__ = ["ACCUMULATORS", "accumulator", "as_plain", "output", "required", "same_dtype"]
+__all__ = [
+    "ACCUMULATORS",
+    "accumulator",
+    "array_of",
+    "as_operands",
+    "as_plain",
+    "output",
+    "required",
+    "same_dtype",
+    "saved_pre_activation",
+    "shaped",
+]
 
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
@@ -93,6 +104,38 @@ def as_plain(name: str, x: Any) -> ndarray:
         # of the item size. Kernels count in items, so this rare operand (alone) is copied.
         x = x.copy()
     return x
+
+
+def as_operands(**operands: Any) -> dict[str, ndarray]:
+    """Return the operands that are there as plain arrays; bias and residual may be None."""
+    return {
+        name: as_plain(name, x)
+        for name, x in operands.items()
+        if x is not None or name not in ("bias", "residual")
+    }
+
+
+def array_of(x: Any) -> Any:
+    """Return an array for a NumPy scalar, which arithmetic on 0-d arrays gives; else `x` itself."""
+    return np.asarray(x) if isinstance(x, np.generic) and x.dtype in ACCUMULATORS else x
+
+
+def shaped(x: ndarray, name: str, shape: tuple[int, ...], what: str = "the result's shape") -> Any:
+    """Return `x`; raise ValueError if it does not have this shape."""
+    if x.shape != shape:
+        raise ValueError(f"{name} must have {what} {shape}, got {x.shape}")
+    return x
+
+
+def saved_pre_activation(
+    pre: Any, shape: tuple[int, ...], dtype: np.dtype[Any], acc_dtype: np.dtype[Any]
+) -> ndarray:
+    """Return what a forward saved as a plain array, checked: of the operands' dtype or wider."""
+    pre = as_plain("pre_activation", array_of(pre))
+    if pre.dtype != acc_dtype and pre.dtype != dtype:
+        wanted = f"{acc_dtype}" if acc_dtype == dtype else f"{acc_dtype} or {dtype}"
+        raise TypeError(f"pre_activation must have dtype {wanted}, got {pre.dtype}")
+    return shaped(pre, "pre_activation", shape)
 
 
 def same_dtype(operands: Mapping[str, ndarray]) -> tuple[np.dtype[Any], np.dtype[Any]]:

@@ -11,14 +11,22 @@ nothing. Where grad or a result meets them there is one matrix of them all,
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy import empty, ndarray
 
 from numfuse.activations import get as get_activation
-from numfuse.problem import product as problem
-from numfuse.problem.operands import ACCUMULATORS, as_plain, same_dtype
+from numfuse.problem import plain
+from numfuse.problem.operands import (
+    array_of,
+    as_operands,
+    as_plain,
+    required,
+    same_dtype,
+    saved_pre_activation,
+    shaped,
+)
 from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 from numfuse.problem.results import (
     GATED_SECOND_NEEDS,
@@ -30,7 +38,7 @@ from numfuse.problem.results import (
     Tangent,
     check_needs,
 )
-from numfuse.problem.shapes import GemmShape, gemm_shape, residual_view
+from numfuse.problem.shapes import column_view, fold_rows, gemm_shape, residual_view, row_view
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -48,7 +56,8 @@ __all__ = [
     "gemm_tangent",
 ]
 
-_DType = np.dtype[Any]
+_DType: TypeAlias = np.dtype[Any]
+_Maybe: TypeAlias = ndarray | None
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -123,70 +132,48 @@ class GatedTangentProblem:
     result: Tangent
 
 
+#: What u, v, w and z move along with, in their order.
+_MOVED = ("a", "b", "bias", "residual")
+
+
 class _Product:
-    """The operands of a product and what moves along with them, checked and promoted."""
+    """The operands of a product and what moves along with them, checked and promoted.
+
+    Parameters
+    ----------
+    operands : dict
+        grad (in a double backward), a, b, bias, residual by name; the last two may be None.
+    names, moved : tuple of str, tuple
+        What moves along with a, b, bias and residual, and what to call each in a message.
+    """
 
     def __init__(
-        self,
-        known: dict[str, Any],
-        moved: dict[str, tuple[str, Any]],
-        grad: tuple[Any] | None = None,
+        self, operands: dict[str, Any], names: tuple[str, ...], moved: tuple[Any, ...]
     ) -> None:
-        """`known`: a, b, bias and maybe residual, by name; `moved`: for each of u, v, w, z the name
-        of what it moves."""
-        operands: dict[str, ndarray] = {}
-        if grad is not None:
-            operands["grad"] = as_plain("grad", _array(grad[0]))
-        for name, x in known.items():
-            if x is not None or name != "bias":
-                operands[name] = as_plain(name, _array(x))
-        self.given = operands
-        everything = dict(operands)
-        for name, x in moved.values():
-            if x is not None:
-                everything[name] = as_plain(name, _array(x))
-        self.dtype, self.acc_dtype = same_dtype(everything)
-        self.shape: GemmShape
-        self.shape, self.a, self.b, self.bias = gemm_shape(
-            operands["a"], operands["b"], operands.get("bias")
-        )
-        self.residual: ndarray | None = None
-        if "residual" in operands:
-            self.residual = residual_view(self.shape, operands["residual"])
+        x = self.given = as_operands(**{name: array_of(x) for name, x in operands.items()})
+        tangents = {
+            name: as_plain(name, array_of(t))
+            for name, t in zip(names, moved, strict=True)
+            if t is not None
+        }
+        self.dtype, self.acc_dtype = same_dtype({**x, **tangents})
+        self.shape, self.a, self.b, self.bias = gemm_shape(x["a"], x["b"], x.get("bias"))
+        self.residual = self._residual(x["residual"]) if "residual" in x else None
         self.grad: ndarray | None = None
-        if grad is not None:
-            self.grad = self.shape.full(
-                problem._shaped(operands["grad"], "grad", self.shape.visible)
-            )
-        promote = {"a": _row, "b": _column, "bias": _row, "residual": self._residual}
-        self.moved: dict[str, ndarray | None] = {}
-        for letter, (of, (name, x)) in zip(
-            "uvwz", zip(("a", "b", "bias", "residual"), moved.values(), strict=True), strict=True
-        ):
-            self.moved[letter] = None
-            if x is None:
+        if "grad" in x:
+            self.grad = self.shape.full(shaped(x["grad"], "grad", self.shape.visible))
+        promote = (row_view, column_view, row_view, self._residual)
+        found: list[_Maybe] = [None] * 4
+        for at, (of, name) in enumerate(zip(_MOVED, names, strict=True)):
+            if name not in tangents:
                 continue
-            if of not in operands:
+            if of not in x:
                 raise ValueError(f"{name} must be None where {of} is None, got an array")
-            wanted = operands[of].shape
-            x = problem._shaped(everything[name], name, wanted, f"the shape of {of}")
-            self.moved[letter] = promote[of](x)
+            found[at] = promote[at](shaped(tangents[name], name, x[of].shape, f"the shape of {of}"))
+        self.u, self.v, self.w, self.z = found
 
     def _residual(self, x: ndarray) -> ndarray:
         return residual_view(self.shape, x)
-
-
-def _array(x: Any) -> Any:
-    # Arithmetic on 0-d arrays gives NumPy scalars.
-    return np.asarray(x) if isinstance(x, np.generic) and x.dtype in ACCUMULATORS else x
-
-
-def _row(x: ndarray) -> ndarray:
-    return x[None, :] if x.ndim == 1 else x
-
-
-def _column(x: ndarray) -> ndarray:
-    return x[:, None] if x.ndim == 1 else x
 
 
 def gemm_double_backward(
@@ -203,10 +190,9 @@ def gemm_double_backward(
     guard: bool = True,
 ) -> GemmDoubleBackwardProblem:
     """The problem of `matmul_bias_activation_double_bwd`; see there for what is accepted."""
-    act, needs = get_activation(activation), check_needs(needs, GEMM_SECOND_NEEDS)
-    moved = {"u": ("u", u), "v": ("v", v), "w": ("w", w), "z": ("z", None)}
-    product = _Product({"a": a, "b": b, "bias": bias}, moved, (grad,))
-    return _double_backward(product, act, pre_activation, needs, guard)
+    operands = {"grad": grad, "a": a, "b": b, "bias": bias, "residual": None}
+    moved = (u, v, w, None)
+    return _double_backward(operands, moved, activation, pre_activation, needs, guard)
 
 
 def gemm_residual_double_backward(
@@ -223,54 +209,44 @@ def gemm_residual_double_backward(
     guard: bool = True,
 ) -> GemmDoubleBackwardProblem:
     """The problem of `matmul_bias_residual_double_bwd`; see there for what is accepted."""
-    needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
-    moved = {"u": ("u", u), "v": ("v", v), "w": ("w", w), "z": ("z", z)}
-    known = {"a": a, "b": b, "bias": bias, "residual": residual}
-    product = _Product(known, moved, (grad,))
-    return _double_backward(product, get_activation("none"), None, needs, guard)
+    required({"residual": residual})
+    operands = {"grad": grad, "a": a, "b": b, "bias": bias, "residual": residual}
+    return _double_backward(operands, (u, v, w, z), "none", None, needs, guard)
 
 
 def _double_backward(
-    x: _Product, act: Activation, pre: Any, needs: tuple[str, ...], guard: bool
+    operands: dict[str, Any],
+    moved: tuple[Any, ...],
+    activation: Any,
+    pre: Any,
+    needs: Any,
+    guard: bool,
 ) -> GemmDoubleBackwardProblem:
+    act = get_activation(activation)
+    names = GEMM_SECOND_NEEDS if operands["residual"] is None else RESIDUAL_SECOND_NEEDS
+    needs = check_needs(needs, names)
+    x = _Product(operands, ("u", "v", "w", "z"), moved)
     shape, dtype = x.shape, x.dtype
     if pre is not None:
-        pre = shape.full(problem._pre_activation(pre, shape, dtype, x.acc_dtype))
-    made: dict[str, ndarray | None] = dict.fromkeys(("grad", "a", "b", "bias"))
-    for name in made:
-        if name in needs and name in x.given:
-            made[name] = empty(x.given[name].shape, dtype)
-    d_grad, d_a, d_b, d_bias = made.values()
-    gradients: Any = GemmSecondGradients(d_grad, d_a, d_b, d_bias)
+        pre = shape.full(saved_pre_activation(pre, shape.visible, dtype, x.acc_dtype))
+    made = [
+        empty(x.given[name].shape, dtype) if name in needs and name in x.given else None
+        for name in names
+    ]
+    d_grad, d_a, d_b, d_bias = made[:4]
+    gradients: Any = GemmSecondGradients(*made[:4])
     if x.residual is not None:
-        # The result is linear in its residual: nothing depends on it.
-        d_residual = None
-        if "residual" in needs:
-            d_residual = np.zeros(x.given["residual"].shape, dtype)
-        gradients = GemmResidualSecondGradients(d_grad, d_a, d_b, d_bias, d_residual)
+        gradients = GemmResidualSecondGradients(*made)
+        if made[4] is not None:
+            made[4][...] = 0  # the result is linear in its residual: nothing depends on it
     assert x.grad is not None
-    p = GemmDoubleBackwardProblem(
-        m=shape.m,
-        n=shape.n,
-        k=shape.k,
-        batch=shape.batch,
-        dtype=dtype,
-        acc_dtype=x.acc_dtype,
-        activation=act,
-        a=x.a,
-        b=x.b,
-        bias=x.bias,
-        grad=x.grad,
-        pre=pre,
-        guard=bool(guard),
-        d_a=None if d_a is None else _row(d_a),
-        d_b=None if d_b is None else _column(d_b),
-        d_bias=None if d_bias is None else _row(d_bias),
-        result=gradients,
-        d_grad=None if d_grad is None else shape.full(d_grad),
-        **x.moved,
-    )
-    problem._fold(p, p.BY_ROWS)
+    d_grad = None if d_grad is None else shape.full(d_grad)
+    d_a, d_b, d_bias = row_view(d_a), column_view(d_b), row_view(d_bias)
+    sizes: tuple[Any, ...] = (*shape[:4], dtype, x.acc_dtype, act)
+    backward: tuple[Any, ...] = (x.a, x.b, x.bias, x.grad, pre, bool(guard))
+    results: tuple[Any, ...] = (d_a, d_b, d_bias, gradients, x.u, x.v, x.w, x.z, d_grad)
+    p = GemmDoubleBackwardProblem(*sizes, *backward, *results)
+    fold_rows(p, p.BY_ROWS)
     return p
 
 
@@ -286,47 +262,22 @@ def gemm_tangent(
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_activation_jvp`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    # The plain case on its own, for the same reason as in `problem.gemm`.
-    plain = problem._plain_product(a, b, bias)
-    if plain is not None:
-        m, n, k, dtype, acc_dtype = plain
+    found = plain.product(a, b, bias)
+    if found is not None:
+        m, n, k, dtype, acc_dtype = found
         if (
-            (a_dot is None or problem._is_plain(a_dot, (m, k), dtype))
-            and (b_dot is None or problem._is_plain(b_dot, (k, n), dtype))
-            and (
-                bias_dot is None or (bias is not None and problem._is_plain(bias_dot, (n,), dtype))
-            )
+            (a_dot is None or plain.is_operand(a_dot, (m, k), dtype))
+            and (b_dot is None or plain.is_operand(b_dot, (k, n), dtype))
+            and (bias_dot is None or (bias is not None and plain.is_operand(bias_dot, (n,), dtype)))
         ):
             out, out_dot = empty((m, n), dtype), empty((m, n), dtype)
+            forward = (a, b, row_view(bias), None, out, None, Tangent(out, out_dot))
+            moved = (a_dot, b_dot, row_view(bias_dot), None)
             return GemmTangentProblem(
-                m,
-                n,
-                k,
-                (),
-                dtype,
-                acc_dtype,
-                act,
-                a,
-                b,
-                None if bias is None else bias[None],
-                None,
-                out,
-                None,
-                Tangent(out, out_dot),
-                a_dot,
-                b_dot,
-                None if bias_dot is None else bias_dot[None],
-                None,
-                bool(guard),
-                out_dot,
+                m, n, k, (), dtype, acc_dtype, act, *forward, *moved, bool(guard), out_dot
             )
-    moved = {
-        "u": ("a_dot", a_dot),
-        "v": ("b_dot", b_dot),
-        "w": ("bias_dot", bias_dot),
-        "z": ("residual_dot", None),
-    }
-    return _tangent(_Product({"a": a, "b": b, "bias": bias}, moved), act, guard)
+    operands = {"a": a, "b": b, "bias": bias, "residual": None}
+    return _tangent(operands, (a_dot, b_dot, bias_dot, None), act, guard)
 
 
 def gemm_residual_tangent(
@@ -340,39 +291,24 @@ def gemm_residual_tangent(
     residual_dot: Any,
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_residual_jvp`; see there for what is accepted and raised."""
-    moved = {
-        "u": ("a_dot", a_dot),
-        "v": ("b_dot", b_dot),
-        "w": ("bias_dot", bias_dot),
-        "z": ("residual_dot", residual_dot),
-    }
-    known = {"a": a, "b": b, "bias": bias, "residual": residual}
-    return _tangent(_Product(known, moved), get_activation("none"), True)
+    required({"residual": residual})
+    operands = {"a": a, "b": b, "bias": bias, "residual": residual}
+    moved = (a_dot, b_dot, bias_dot, residual_dot)
+    return _tangent(operands, moved, get_activation("none"), True)
 
 
-def _tangent(x: _Product, act: Activation, guard: bool) -> GemmTangentProblem:
+def _tangent(
+    operands: dict[str, Any], moved: tuple[Any, ...], act: Activation, guard: bool
+) -> GemmTangentProblem:
+    x = _Product(operands, ("a_dot", "b_dot", "bias_dot", "residual_dot"), moved)
     shape = x.shape
     out, out_dot = (empty(shape.visible, x.dtype) for _ in range(2))
-    p = GemmTangentProblem(
-        m=shape.m,
-        n=shape.n,
-        k=shape.k,
-        batch=shape.batch,
-        dtype=x.dtype,
-        acc_dtype=x.acc_dtype,
-        activation=act,
-        a=x.a,
-        b=x.b,
-        bias=x.bias,
-        residual=x.residual,
-        out=shape.full(out),
-        pre=None,
-        result=Tangent(out, out_dot),
-        guard=bool(guard),
-        out_dot=shape.full(out_dot),
-        **x.moved,
-    )
-    problem._fold(p, ("a", "out", "out_dot", "residual", "u", "z"))
+    sizes: tuple[Any, ...] = (*shape[:4], x.dtype, x.acc_dtype, act)
+    result = Tangent(out, out_dot)
+    forward: tuple[Any, ...] = (x.a, x.b, x.bias, x.residual, shape.full(out), None, result)
+    moving: tuple[Any, ...] = (x.u, x.v, x.w, x.z, bool(guard), shape.full(out_dot))
+    p = GemmTangentProblem(*sizes, *forward, *moving)
+    fold_rows(p, ("a", "out", "out_dot", "residual", "u", "z"))
     return p
 
 
@@ -389,25 +325,13 @@ def gated_double_backward(
     """The problem of `activation_mul_double_bwd`; see there for what is accepted and raised."""
     act, needs = get_activation(activation), check_needs(needs, GATED_SECOND_NEEDS)
     x, dtype, acc_dtype = _gate({"a": a, "b": b, "grad": grad}, {"u": u, "v": v})
-    shape = x["a"].shape
+    a, b, grad, u, v = (x.get(name) for name in ("a", "b", "grad", "u", "v"))
     d_grad, d_a, d_b = (
-        empty(shape, dtype) if name in needs else None for name in GATED_SECOND_NEEDS
+        empty(a.shape, dtype) if name in needs else None for name in GATED_SECOND_NEEDS
     )
+    result = GatedSecondGradients(d_grad, d_a, d_b)
     return GatedDoubleBackwardProblem(
-        shape,
-        dtype,
-        acc_dtype,
-        act,
-        x.get("u"),
-        x.get("v"),
-        x["grad"],
-        x["a"],
-        x["b"],
-        bool(guard),
-        d_grad,
-        d_a,
-        d_b,
-        GatedSecondGradients(d_grad, d_a, d_b),
+        a.shape, dtype, acc_dtype, act, u, v, grad, a, b, bool(guard), d_grad, d_a, d_b, result
     )
 
 
@@ -417,29 +341,20 @@ def gated_tangent(
     """The problem of `activation_mul_jvp`; see there for what is accepted and raised."""
     act = get_activation(activation)
     x, dtype, acc_dtype = _gate({"a": a, "b": b}, {"a_dot": a_dot, "b_dot": b_dot})
-    out, out_dot = (empty(x["a"].shape, dtype) for _ in range(2))
+    a, b, u, v = (x.get(name) for name in ("a", "b", "a_dot", "b_dot"))
+    out, out_dot = empty(a.shape, dtype), empty(a.shape, dtype)
+    result = Tangent(out, out_dot)
     return GatedTangentProblem(
-        out.shape,
-        dtype,
-        acc_dtype,
-        act,
-        x["a"],
-        x["b"],
-        x.get("a_dot"),
-        x.get("b_dot"),
-        bool(guard),
-        out,
-        out_dot,
-        Tangent(out, out_dot),
+        a.shape, dtype, acc_dtype, act, a, b, u, v, bool(guard), out, out_dot, result
     )
 
 
 def _gate(
     known: dict[str, Any], moved: dict[str, Any]
-) -> tuple[dict[str, ndarray], _DType, _DType]:
+) -> tuple[dict[str, Any], np.dtype[Any], np.dtype[Any]]:
     every = {**known, **{name: x for name, x in moved.items() if x is not None}}
-    found = {name: as_plain(name, _array(x)) for name, x in every.items()}
+    found = {name: as_plain(name, array_of(x)) for name, x in every.items()}
     dtype, acc_dtype = same_dtype(found)
     for name, x in found.items():
-        problem._shaped(x, name, found["a"].shape, "the shape of a")
+        shaped(x, name, found["a"].shape, "the shape of a")
     return found, dtype, acc_dtype

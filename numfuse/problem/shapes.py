@@ -13,12 +13,16 @@ from numpy import ndarray
 __all__ = [
     "GemmShape",
     "as_one",
+    "column_view",
     "equal",
+    "fold_rows",
     "gemm_shape",
     "merge_axes",
     "merge_rows",
     "residual_view",
+    "row_view",
     "runs_of_rows",
+    "shares_weights",
     "sum_to",
 ]
 
@@ -92,6 +96,16 @@ def gemm_shape(
     visible = batch + (() if row else (m,)) + (() if column else (n,))
     promote = (_CELL if column else _ROW) if row else (_COLUMN if column else None)
     return GemmShape(m, n, k, batch, visible, promote), a, b, bias
+
+
+def row_view(x: ndarray | None) -> ndarray | None:
+    """A 1-D `a` or `bias`, or the gradient of one, as a row; any other as it is."""
+    return x if x is None or x.ndim > 1 else x[None, :]
+
+
+def column_view(x: ndarray | None) -> ndarray | None:
+    """A 1-D `b`, or its gradient, as a column; any other as it is."""
+    return x if x is None or x.ndim > 1 else x[:, None]
 
 
 def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:
@@ -180,6 +194,31 @@ def fold(p: Any, views: dict[str, ndarray | None]) -> None:
         x = getattr(p, name, None)
         if x is not None and x.ndim > 2:
             setattr(p, name, x[(0,) * (x.ndim - 2)])  # (a view: d_b and d_bias are written to)
+
+
+def fold_rows(p: Any, rows: tuple[str, ...]) -> None:
+    """Fold the batch into M where one `b` and one `bias` serve all of it: one product, not many.
+
+    `rows` are the names of what has rows. A problem of which one cannot be merged without a copy
+    stays as it is.
+    """
+    if not p.batch or not shares_weights(p):
+        return
+    # Neither b nor bias has a batch of its own, so a has all of it (less leading axes of length 1).
+    views: dict[str, ndarray | None] = {}
+    m = p.m * prod(p.batch)
+    for name in rows:
+        x = getattr(p, name)
+        if x is None:
+            continue
+        if name in ("residual", "z") and x.size == x.shape[-1]:
+            views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
+            continue
+        merged = merge_rows(x)
+        if merged is None or merged.shape[0] != m:
+            return
+        views[name] = merged
+    fold(p, views)
 
 
 def as_one(p: Any) -> Any:

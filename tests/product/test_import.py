@@ -280,9 +280,6 @@ PRIVATE: dict[str, set[str]] = {
     },
     "backends/cpu/llvm/amx.py": {"_pointer", "_prefetched"},
     "backends/cpu/second_order.py": {"_growing", "_merged", "_streams", "_summed_axes"},
-    "problem/second_order.py": {
-        "_fold", "_is_plain", "_plain_product", "_pre_activation", "_shaped",
-    },
     "backends/webgpu/second_order.py": {
         "_enable", "_guarded", "_join", "_launch", "_product", "_turned",
     },
