@@ -7,6 +7,7 @@ included, goes to them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +15,15 @@ from numpy import empty, may_share_memory, ndarray
 
 from numfuse.problem.operands import ACCUMULATORS
 
-__all__ = ["SOURCE", "gate", "gradients", "is_flat", "is_operand", "is_target", "product"]
+__all__ = [
+    "SOURCE",
+    "is_flat",
+    "is_operand",
+    "is_target",
+    "plain_gate",
+    "plain_gradients",
+    "plain_product",
+]
 
 DType: TypeAlias = np.dtype[Any]
 
@@ -24,7 +33,7 @@ _TARGET = SOURCE | 0x0400  # and writable
 _OWNER = 0x0004  # its memory is its own
 
 
-def product(a: Any, b: Any, bias: Any) -> tuple[int, int, int, DType, DType] | None:
+def plain_product(a: Any, b: Any, bias: Any) -> tuple[int, int, int, DType, DType] | None:
     """Return M, N, K, dtype and accumulator of a plain product; None if it is not plain."""
     if type(a) is not ndarray or type(b) is not ndarray or a.ndim != 2 or b.ndim != 2:
         return None
@@ -44,7 +53,7 @@ def product(a: Any, b: Any, bias: Any) -> tuple[int, int, int, DType, DType] | N
     return None
 
 
-def gate(a: Any, b: Any) -> tuple[DType, DType] | None:
+def plain_gate(a: Any, b: Any) -> tuple[DType, DType] | None:
     """Return dtype and accumulator of two plain factors of a gate; None if they are not plain."""
     if type(a) is not ndarray or a.flags.num & SOURCE != SOURCE:
         return None
@@ -75,18 +84,20 @@ def is_target(x: Any, shape: tuple[int, ...], dtype: DType, others: tuple[Any, .
     return is_flat(x, shape, dtype, _TARGET) and _is_apart(x, others)
 
 
-def gradients(
+def plain_gradients(
     names: tuple[str, ...],
-    shapes: tuple[tuple[int, ...] | None, ...],
+    shapes: Sequence[tuple[int, ...] | None],
     needs: tuple[str, ...],
-    outs: tuple[Any, ...],
+    outs: tuple[Any, ...] | None,
     dtype: DType,
     others: tuple[Any, ...],
 ) -> list[Any] | None:
     """Return the arrays of `results.allocate`; None where an output needs its longer checks."""
+    if outs is None and needs is names:
+        return [None if shape is None else empty(shape, dtype) for shape in shapes]
     found: list[Any] = []
-    for name, shape, given in zip(names, shapes, outs, strict=True):
-        if shape is None or (needs is not names and name not in needs):
+    for name, shape, given in zip(names, shapes, outs or (None,) * len(names), strict=True):
+        if shape is None or name not in needs:
             if given is not None:
                 return None
             found.append(None)

@@ -23,7 +23,6 @@ import numpy as np
 from numpy import empty, ndarray
 
 from numfuse.activations import get as get_activation
-from numfuse.problem import plain
 from numfuse.problem.operands import (
     array_of,
     as_operands,
@@ -33,6 +32,15 @@ from numfuse.problem.operands import (
     same_dtype,
     saved_pre_activation,
     shaped,
+)
+from numfuse.problem.plain import (
+    SOURCE,
+    is_flat,
+    is_operand,
+    is_target,
+    plain_gate,
+    plain_gradients,
+    plain_product,
 )
 from numfuse.problem.results import (
     GATED_NEEDS,
@@ -168,11 +176,11 @@ def gemm(
 ) -> GemmProblem:
     """The problem of `matmul_bias_activation`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    found = plain.product(a, b, bias)
+    found = plain_product(a, b, bias)
     if found is not None:
         m, n, k, dtype, acc_dtype = found
-        if (residual is None or plain.is_operand(residual, (m, n), dtype)) and (
-            out is None or plain.is_target(out, (m, n), dtype, (a, b, bias, residual))
+        if (residual is None or is_operand(residual, (m, n), dtype)) and (
+            out is None or is_target(out, (m, n), dtype, (a, b, bias, residual))
         ):
             if out is None:
                 out = empty((m, n), dtype)
@@ -265,22 +273,26 @@ def _backward(
     names: tuple[str, ...] = GEMM_NEEDS if residual is None else RESIDUAL_NEEDS
     gradients = GemmGradients if residual is None else GemmResidualGradients
     needs = check_needs(needs, names)
-    outs = check_outputs(out, names)
+    outs = None if out is None else check_outputs(out, names)
     guard = bool(guard)
     grad, a, b, bias, pre = operands
-    found = plain.product(a, b, bias)
+    found = plain_product(a, b, bias)
     if found is not None:
         m, n, k, dtype, acc = found
         if (
-            plain.is_operand(grad, (m, n), dtype)
-            and (pre is None or plain.is_operand(pre, (m, n), acc))
-            and (residual is None or plain.is_operand(residual, (m, n), dtype))
+            is_operand(grad, (m, n), dtype)
+            and (pre is None or is_operand(pre, (m, n), acc))
+            and (residual is None or is_operand(residual, (m, n), dtype))
         ):
-            shapes = ((m, k), (k, n), None if bias is None else (n,), (m, n))[: len(names)]
-            made = plain.gradients(names, shapes, needs, outs, dtype, (*operands, residual))
+            shapes = [(m, k), (k, n), None if bias is None else (n,)]
+            if residual is not None:
+                shapes.append((m, n))
+            made = plain_gradients(names, shapes, needs, outs, dtype, (*operands, residual))
             if made is not None:
-                d_a, d_b, d_bias = made[0], made[1], row_view(made[2])
-                result, sizes, bias = gradients(*made), (m, n, k, ()), row_view(bias)
+                d_a, d_b, d_bias = made[:3]
+                bias = None if bias is None else bias[None]
+                result, d_bias = gradients(*made), None if d_bias is None else d_bias[None]
+                sizes = m, n, k, ()
                 return GemmBackwardProblem(
                     *sizes, dtype, acc, act, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, result
                 )
@@ -309,14 +321,14 @@ def _backward(
 def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
     """The problem of `activation_mul`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    found = plain.gate(a, b)
+    found = plain_gate(a, b)
     if found is not None:
         dtype, acc_dtype = found
         if out is None:
             out = empty(a.shape, dtype)
             return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, out, True, out)
         others = (None if out is a else a, None if out is b else b)
-        if plain.is_target(out, a.shape, dtype, others):
+        if is_target(out, a.shape, dtype, others):
             return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, out, True, out)
     x = as_operands(a=a, b=b)
     dtype, acc_dtype = same_dtype(x)
@@ -338,12 +350,14 @@ def gated_backward(
     """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
     act = get_activation(activation)
     needs = check_needs(needs, GATED_NEEDS)
-    outs = check_outputs(out, GATED_NEEDS)
-    found = plain.gate(a, b) if needs is GATED_NEEDS else None
-    if found is not None and plain.is_flat(grad, a.shape, a.dtype, plain.SOURCE):
+    outs = None if out is None else check_outputs(out, GATED_NEEDS)
+    found = plain_gate(a, b) if needs is GATED_NEEDS else None
+    if found is not None and is_flat(grad, a.shape, a.dtype, SOURCE):
         dtype, acc_dtype = found
         shape = a.shape
-        made = plain.gradients(GATED_NEEDS, (shape, shape), needs, outs, dtype, (grad, a, b))
+        made: list[Any] | None = [empty(shape, dtype), empty(shape, dtype)]
+        if outs is not None:
+            made = plain_gradients(GATED_NEEDS, [shape, shape], needs, outs, dtype, (grad, a, b))
         if made is not None:
             d_a, d_b = made
             result = GatedGradients(d_a, d_b)

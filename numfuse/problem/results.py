@@ -159,7 +159,7 @@ def check_outputs(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def allocate(
-    outs: tuple[Any, ...],
+    outs: tuple[Any, ...] | None,
     shapes: Mapping[str, tuple[int, ...] | None],
     needs: tuple[str, ...],
     dtype: np.dtype[Any],
@@ -169,8 +169,8 @@ def allocate(
 
     Parameters
     ----------
-    outs : tuple
-        What the caller gave, one entry per entry of `shapes`.
+    outs : tuple or None
+        What the caller gave, one entry per entry of `shapes`; None for all of them new.
     shapes : mapping
         {operand: shape of its gradient}; None where the operand is not there.
     needs : tuple of str
@@ -185,7 +185,7 @@ def allocate(
     """
     arrays: list[ndarray | None] = []
     result: list[Any] = []
-    for (name, shape), given in zip(shapes.items(), outs, strict=True):
+    for (name, shape), given in zip(shapes.items(), outs or (None,) * len(shapes), strict=True):
         if name not in needs or shape is None:
             if given is not None:
                 reason = f"{name!r} is not in needs" if name not in needs else f"{name} is None"

@@ -17,7 +17,6 @@ import numpy as np
 from numpy import empty, ndarray
 
 from numfuse.activations import get as get_activation
-from numfuse.problem import plain
 from numfuse.problem.operands import (
     array_of,
     as_operands,
@@ -27,6 +26,7 @@ from numfuse.problem.operands import (
     saved_pre_activation,
     shaped,
 )
+from numfuse.problem.plain import is_operand, plain_product
 from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 from numfuse.problem.results import (
     GATED_SECOND_NEEDS,
@@ -262,13 +262,13 @@ def gemm_tangent(
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_activation_jvp`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    found = plain.product(a, b, bias)
+    found = plain_product(a, b, bias)
     if found is not None:
         m, n, k, dtype, acc_dtype = found
         if (
-            (a_dot is None or plain.is_operand(a_dot, (m, k), dtype))
-            and (b_dot is None or plain.is_operand(b_dot, (k, n), dtype))
-            and (bias_dot is None or (bias is not None and plain.is_operand(bias_dot, (n,), dtype)))
+            (a_dot is None or is_operand(a_dot, (m, k), dtype))
+            and (b_dot is None or is_operand(b_dot, (k, n), dtype))
+            and (bias_dot is None or (bias is not None and is_operand(bias_dot, (n,), dtype)))
         ):
             out, out_dot = empty((m, n), dtype), empty((m, n), dtype)
             forward = (a, b, row_view(bias), None, out, None, Tangent(out, out_dot))
