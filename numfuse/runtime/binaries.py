@@ -27,7 +27,7 @@ def tell(kind: str, text: str) -> None:
 
 
 def unsaid() -> list[str]:
-    """Return what is to be warned of, and forget it."""
+    """Return the warnings that are due, and clear them."""
     texts = _UNSAID[:]
     del _UNSAID[: len(texts)]
     return texts

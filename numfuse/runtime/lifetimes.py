@@ -20,19 +20,19 @@ __all__ = ["Table", "Ties", "formulas_of", "named"]
 
 
 class Ties:
-    """Which keys name a formula; `forget` is called with each of them when that is gone.
+    """Which keys name a formula; `drop` is called with each of them when that is gone.
 
     Every step is one of a dict or a set, which no other thread can come between. A formula that is
     tied is alive, as the caller has it, so none goes meanwhile.
     """
 
-    def __init__(self, forget: Callable[[Any], object]) -> None:
-        self._forget = forget
+    def __init__(self, drop: Callable[[Any], object]) -> None:
+        self._drop = drop
         self._keys: dict[int, set[Any]] = {}
         self._watched: dict[int, weakref.ref[Expr]] = {}
 
     def tie(self, key: Any, formulas: Iterable[Expr]) -> None:
-        """Forget `key` when one of the formulas is gone."""
+        """Drop `key` when one of the formulas is gone."""
         for formula in formulas:
             number = formula.serial
             self._keys.setdefault(number, set()).add(key)
@@ -52,7 +52,7 @@ class Ties:
         self._watched.pop(number, None)
         for key in self._keys.pop(number, ()):
             self.untie(key)  # (the other formulas of a key would hold it, and what it names)
-            self._forget(key)
+            self._drop(key)
 
 
 class Table:
