@@ -28,7 +28,8 @@ from test_expr import DTYPES, compiled, exact, ulps
 
 import numfuse as nf
 from numfuse import expr as ex
-from numfuse.activations import Activation, _row, get
+from numfuse.activations import Activation, get
+from numfuse.activations.table import register
 from numfuse.language import elementary, wgsl, wgsl_arithmetic
 
 ROWS = [name for name, act in nf.activations().items() if act.source != "user-defined"]
@@ -673,5 +674,5 @@ def test_cuda_functions_say_what_is_missing():
 
 def test_a_row_is_one_formula():
     # What the table's own decorator does, a user's does too, but for the number.
-    row = _row(7, "a test")(lambda x: x + 1)
+    row = register(lambda x: x + 1, "<lambda>", "a test", 7)
     assert row.id == 7 and row.trace(1) is ex.constant(1) and row.trace(2) is ex.constant(0)
