@@ -51,8 +51,9 @@ class Module:
         self.uses = 0 if retired is None else ctypes.addressof(self._words)
 
     def __del__(self) -> None:
-        # Anywhere, also in the midst of a call of the driver: so nothing is asked of that here.
-        if self._retired is not None:
+        # Anywhere, also in the midst of a call of the driver: so nothing is asked of that here. At
+        # the end of the process the names of this module are gone, and the modules go with it.
+        if self._retired is not None and _Waiting is not None:
             captured, more, *noted = self._words
             if not captured:
                 streams = {stream - 1 for stream in noted if stream}
