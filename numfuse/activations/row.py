@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.errors import BackendUnavailable
@@ -56,6 +56,8 @@ class Activation:
 
     #: How often any formula was defined: what is kept by a name is stale after the next.
     definitions = 0
+    #: Called after each definition, to drop what is kept by a name.
+    forgetters: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(self, name: str, source: str, number: int | None = None) -> None:
         self.name = name
@@ -89,6 +91,8 @@ class Activation:
         for derived in self._derivatives:
             derived.key = derived._curve = None
         Activation.definitions += 1
+        for forget in Activation.forgetters:
+            forget()
 
     def restore(self, traces: tuple[Expr, ...]) -> None:
         """Take graphs that were recorded before, as of a pickle."""
@@ -106,6 +110,10 @@ class Activation:
             made = self._traces[order] = ex.differentiate(self.trace(order - 1))
         return made
 
+    def formulas(self) -> list[Expr]:
+        """Return the recorded graphs that its digest is made of."""
+        return [self.trace(order) for order in range(4)]
+
     def derived(self, order: int) -> Activation:
         """Its derivative of this order as an activation: ``derived(1)`` of f has the value f'.
 
@@ -121,7 +129,7 @@ class Activation:
     def digest(self) -> str:
         """Hash of the four graphs: equal for equal formulas, in any process."""
         if self._digest is None:
-            self._digest = digest(self.trace(order) for order in range(4))
+            self._digest = digest(self.formulas())
         return self._digest
 
     def _order_of(self, order: int) -> Expr:
@@ -276,6 +284,10 @@ class _Derived(Activation):
             f"the table of activations ends with third derivatives, "
             f"got order {self._order + order} of {self._base.name!r}"
         )
+
+    def formulas(self) -> list[Expr]:
+        """Return the base's."""
+        return self._base.formulas()
 
     def derived(self, order: int) -> Activation:
         """The base's derivative of a higher order."""

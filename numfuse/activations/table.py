@@ -145,8 +145,7 @@ def _from_text(name: str, source: str, number: int | None, text: str) -> Activat
 
 
 def _reduced(act: Activation) -> tuple[Any, ...]:
-    text = dumps([act.trace(order) for order in range(4)])
-    return _from_text, (act.name, act.source, act.id, text)
+    return _from_text, (act.name, act.source, act.id, dumps(act.formulas()))
 
 
 copyreg.pickle(Activation, _reduced)
