@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from math import prod
 from typing import NoReturn
 
-import ahead
 import hypothesis
 import numpy as np
 import pytest
@@ -44,10 +43,6 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(ahead.Plugin())
 
 
 def unavailable(name: str, reason: str) -> NoReturn:
@@ -97,10 +92,12 @@ def served(backend: str) -> tuple[str, ...]:
     return tuple(name for name in DTYPES if found is None or name in found.dtypes)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a backend's device has no dtype for, named by a parameter or by a mark.
 
-    ``test_a_dtype_that_is_not_served_is_a_type_error`` holds it to refuse those.
+    ``test_a_dtype_that_is_not_served_is_a_type_error`` holds it to refuse those. The long tests
+    come first, so that no process waits for one at the end.
     """
     kept, left = [], []
     for item in items:
@@ -119,7 +116,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = _few(kept, left)
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("long") is None)
+    _mark_quick(items)
 
 
 def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> bool:
@@ -132,6 +130,20 @@ def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> b
         taken = found is not None and "cupy" in found.libraries
         return taken and find_spec("cupy") is not None and dtype != "bfloat16"
     return found is None or found.memory == "device"
+
+
+def _mark_quick(items: list[pytest.Item]) -> None:
+    """Mark one set of parameters of each test that is not long; the backends take turns."""
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend", "")
+        missing = backend in BACKENDS and traits(backend) is None
+        if not missing and item.get_closest_marker("long") is None:
+            sets = tests.setdefault(item.nodeid.partition("[")[0], {})
+            sets.setdefault(backend, []).append(item)
+    for turn, sets in enumerate(tests.values()):
+        found = list(sets.values())[turn % len(sets)]
+        found[turn % len(found)].add_marker("quick")
 
 
 def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:
