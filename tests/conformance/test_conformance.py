@@ -780,6 +780,7 @@ def test_a_batch_in_out_is_written_in_place(backend):
     assert np.isnan(base[:, :2]).all() and np.isnan(base[:, 7:]).all()
 
 
+@pytest.mark.long
 @pytest.mark.host
 @pytest.mark.skipif(sys.platform == "win32", reason="guard pages are set up with mprotect")
 def test_no_operand_is_read_or_written_past_its_pages(backend, unrecorded):

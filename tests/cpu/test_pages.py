@@ -1,7 +1,8 @@
 """Operands beside inaccessible pages, with the CPU's own way to cut a call.
 
-``docs/numerics.md`` promises that a call reads its operands and writes its results, no more; the
-conformance suite holds every backend to it with the block sizes that it has.
+The conformance suite holds every backend to reading and writing arrays alone, with the block sizes
+that it has; this is the same for blocks of one chunk of rows (docs/design.md, "A backward goes by
+blocks of rows").
 """
 
 import subprocess
@@ -11,9 +12,9 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="guard pages are set up with mprotect")
 def test_a_backward_by_blocks_reads_and_writes_nothing_past_its_pages():
-    """Guards that no operand is read past its end, whatever blocks a backward is cut into."""
     run = subprocess.run(
         [sys.executable, str(Path(__file__).parents[1] / "guard_pages.py"), "cpu", "blocks"],
         capture_output=True,

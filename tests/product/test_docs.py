@@ -6,7 +6,6 @@ import doctest
 import importlib
 import pkgutil
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ MODULES = {
     "docs/distributed.md": ("dask.array",),
     "docs/guide/arrays.md": ("autograd", "dask.array"),
 }
-
-
-@pytest.fixture(autouse=True)
-def table(monkeypatch):
-    """An activation that an example registers is gone after it."""
-    module = sys.modules["numfuse.activations"]  # `numfuse.activations` is the function
-    monkeypatch.setattr(module, "_TABLE", dict(module._TABLE))
 
 
 def programs(name):
