@@ -115,6 +115,13 @@ def test_links_between_pages_and_their_anchors_exist():
                 assert anchor in anchors(page.read_text(encoding="utf-8")), f"{name}: {target}"
 
 
+def test_the_files_that_contributing_names_exist():
+    text = TEXTS["docs/contributing.md"]
+    named = re.findall(r"`((?:numfuse|tests|asv_benches|\.ci)/[\w./]*\w)`", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert len(named) > 15 and not missing, missing
+
+
 def test_pictures_have_a_text_for_those_who_do_not_see_them():
     for name, text in TEXTS.items():
         for alt, target in re.findall(r"!\[([^\]]*)\]\(([^)]+)\)", text):
