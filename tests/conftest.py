@@ -13,19 +13,20 @@ from importlib.util import find_spec
 from math import prod
 from typing import NoReturn
 
-import ahead
 import hypothesis
 import numpy as np
 import pytest
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse.backends import resolve
+from numfuse.backends import Traits, resolve
 
 #: Whether CUDA kernels run in Numba's simulator, a million times slower than on a GPU.
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 #: Of every test, so many sets of parameters run there.
 SIMULATED_SETS = 2
+#: Every backend that has a name: one joins the suite with its line in `numfuse.backends`.
+BACKENDS = tuple(nf.backends())
 #: The kinds of array that a conformance test is run on: NumPy's, numfuse's own on a device, CuPy's.
 ARRAYS = ("host", "device", "cupy")
 REQUIRED = {name.strip() for name in os.environ.get("NUMFUSE_REQUIRE", "").split(",")} - {""}
@@ -44,10 +45,6 @@ hypothesis.settings.register_profile("explore", deadline=None, max_examples=2000
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(ahead.Plugin())
-
-
 def unavailable(name: str, reason: str) -> NoReturn:
     """Skip a test, or a file, for want of a backend or an adapter; fail where it is required."""
     if name in REQUIRED:
@@ -62,7 +59,7 @@ def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["numfuse.activations.table"], "_TABLE", nf.activations())
 
 
-@pytest.fixture(scope="session", params=["reference", "cpu", "cuda", "webgpu"])
+@pytest.fixture(scope="session", params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """The name of each backend in turn."""
     name: str = request.param
@@ -73,13 +70,16 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 
 @cache
-def device_of(backend: str) -> str:
-    """The name of the device that a backend's calls must run on."""
-    if backend == "webgpu":
-        from numfuse.backends.webgpu.device.device import choose
+def traits(backend: str) -> Traits | None:
+    """Return what a backend leaves open; None where it cannot run here."""
+    return resolve(backend).traits if nf.backends()[backend] else None
 
-        return choose().name  # as NUMFUSE_WEBGPU_ADAPTER asks
-    nf.silu_mul(np.ones(1), np.ones(1), backend=backend)
+
+@cache
+def device_of(backend: str) -> str:
+    """Return the name of the device that a backend's calls must run on."""
+    one = np.ones(1, DTYPES[served(backend)[0]])
+    nf.silu_mul(one, one, backend=backend)
     call = nf.last_call()
     assert call is not None
     return call.device
@@ -87,23 +87,17 @@ def device_of(backend: str) -> str:
 
 @cache
 def served(backend: str) -> tuple[str, ...]:
-    """The names of the dtypes that a backend computes on its device."""
-    if backend != "webgpu" or not nf.backends()[backend]:
-        return tuple(DTYPES)
-    known = resolve(backend).describe()["dtypes"]
-    return tuple(name for name in DTYPES if name in known)
+    """Return the names of the dtypes that a backend computes, as far as is known here."""
+    found = traits(backend)
+    return tuple(name for name in DTYPES if found is None or name in found.dtypes)
 
 
-@cache
-def flushes(backend: str) -> tuple[str, ...]:
-    """The names of the dtypes of which a backend says that subnormal numbers may count as zero."""
-    return tuple(resolve(backend).describe().get("flushes subnormals", ()))
-
-
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what a backend's device has no dtype for, named by a parameter or by a mark.
 
-    ``test_a_dtype_that_is_not_served_is_a_type_error`` holds it to refuse those.
+    ``test_a_dtype_that_is_not_served_is_a_type_error`` holds it to refuse those. The long tests
+    come first, so that no process waits for one at the end.
     """
     kept, left = [], []
     for item in items:
@@ -112,6 +106,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         dtype = mark.args[0] if mark else parameters.get("dtype")
         backend = parameters.get("backend")
         without = backend is not None and dtype in DTYPES and dtype not in served(backend)
+        memory = item.get_closest_marker("memory")
+        found = traits(backend) if backend in BACKENDS else None
+        without |= None not in (memory, found) and found.memory != memory.args[0]
         arrays = parameters.get("arrays", "host")
         without |= arrays != "host" and not _there(item, arrays, backend, dtype)
         (left if without else kept).append(item)
@@ -119,22 +116,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = _few(kept, left)
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("long") is None)
+    _mark_quick(items)
 
 
 def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> bool:
     """Whether a test can be given arrays of this kind of a device."""
-    if backend not in ("cuda", "webgpu") or item.get_closest_marker("host"):
+    if item.get_closest_marker("host"):
         return False
+    found = traits(backend)
     if arrays == "cupy":
         # CuPy takes no bfloat16
-        return backend == "cuda" and not SIMULATED and _cupy() and dtype != "bfloat16"
-    return True
+        taken = found is not None and "cupy" in found.libraries
+        return taken and find_spec("cupy") is not None and dtype != "bfloat16"
+    return found is None or found.memory == "device"
 
 
-@cache
-def _cupy() -> bool:
-    return find_spec("cupy") is not None and bool(nf.backends()["cuda"])
+def _mark_quick(items: list[pytest.Item]) -> None:
+    """Mark one set of parameters of each test that is not long; the backends take turns."""
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        backend = getattr(getattr(item, "callspec", None), "params", {}).get("backend", "")
+        missing = backend in BACKENDS and traits(backend) is None
+        if not missing and item.get_closest_marker("long") is None:
+            sets = tests.setdefault(item.nodeid.partition("[")[0], {})
+            sets.setdefault(backend, []).append(item)
+    for turn, sets in enumerate(tests.values()):
+        found = list(sets.values())[turn % len(sets)]
+        found[turn % len(found)].add_marker("quick")
 
 
 def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:
@@ -142,7 +151,8 @@ def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]
     sets: dict[str, list[pytest.Item]] = {}
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if parameters.get("backend", "cuda") != "cuda":
+        found = traits(parameters["backend"]) if "backend" in parameters else None
+        if found is not None and not found.simulator:
             continue
         lengths = [x for x in parameters.values() if type(x) is int]
         if prod(lengths) > 10_000 or max(lengths, default=0) > 600:
@@ -157,14 +167,14 @@ def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    found = nf.backends()
     lines = [f"numfuse {nf.__version__}"]
-    lines += [f"  {name}: {status}" for name, status in found.items()]
-    if found["webgpu"]:
-        device = resolve("webgpu").describe()
-        lines.append(f"  webgpu on {device['device']}, of {'; '.join(device['adapters'])}")
-    if found["cuda"]:
-        lines.append(f"  cuda on {resolve('cuda').describe()['device']}")
+    for name, status in nf.backends().items():
+        lines.append(f"  {name}: {status}")
+        found = traits(name)
+        if found is not None and found.memory == "device":
+            told = resolve(name).describe()
+            others = f", of {'; '.join(told['adapters'])}" if "adapters" in told else ""
+            lines.append(f"  {name} on {told['device']}{others}")
     if REQUIRED:
         lines.append(f"  required: {', '.join(sorted(REQUIRED))}")
     return lines

@@ -122,7 +122,6 @@ def main() -> int:
     digest, records = state(), [*arguments.earlier, arguments.record]
     os.environ[_RECORDS] = os.pathsep.join(str(path.resolve()) for path in records)
     os.environ[_DIGEST] = digest
-    os.environ["NUMFUSE_TEST_AHEAD"] = "0"  # (a part has no time for what it may not wait for)
     sys.path.insert(0, str(ROOT / "tests"))
     os.environ["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH")])

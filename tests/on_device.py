@@ -9,14 +9,14 @@ not an array's, or leaves a part of a result unwritten, gives NaN and not what c
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
 
 import numpy as np
 import pytest
 from arrays import address, bits, in_layout
-from conftest import SIMULATED
+from conftest import traits
 from numpy import ndarray
 from numpy.lib.stride_tricks import as_strided
 
@@ -135,7 +135,7 @@ class OnDevice:
             memory.assert_unwritten()
         for memory in written.values():
             memory.bring_back()
-        if out is None and not SIMULATED:
+        if out is None and not traits(self._backend).simulator:
             # once more, by what the first call has left
             again = self._back(function(**given), back, there.values())
             for x, y in zip(_arrays((found,)), _arrays((again,)), strict=True):
@@ -174,45 +174,59 @@ def owner(x: Any) -> Any:
     return x.data.mem
 
 
+def poison(nbytes: int) -> ndarray:
+    """Return so many bytes that are NaN in every dtype."""
+    return np.full(nbytes, 255, np.uint8)
+
+
+def _poison_webgpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numfuse.backends.webgpu.device.device import Buffer, Device
+
+    buffer = Device.buffer
+
+    def given(self: Device, size: int, what: str = "array") -> Buffer:
+        made = buffer(self, size, what)
+        self.queue.write_buffer(made.handle, 0, poison(made.size))
+        return made
+
+    monkeypatch.setattr(Device, "buffer", given)
+
+
+def _poison_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from numfuse.adapters.cuda_arrays import CuPy
+    from numfuse.backends.cuda.call.memory import Block, Pool
+
+    take, maker = Pool.take, CuPy.maker
+
+    def taken(self: Pool, nbytes: int, stream: int, *rest: Any, **named: Any) -> Block:
+        block = take(self, nbytes, stream, *rest, **named)
+        if not block.owner[1]:  # (no upload while a graph is captured)
+            content = poison(block.nbytes)
+            self._device.upload(address(content), block.address, block.nbytes, stream)
+        return block
+
+    def making(self: CuPy, ordinal: int, stream: int) -> Any:
+        make = maker(self, ordinal, stream)
+
+        def filled(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
+            made, at = make(shape, dtype)
+            made.fill(np.nan)
+            return made, at
+
+        return filled
+
+    monkeypatch.setattr(Pool, "take", taken)
+    monkeypatch.setattr(CuPy, "maker", making)
+
+
+#: How the memory that a device gives is filled: one function for each backend with such memory.
+POISON: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "cuda": _poison_cuda,
+    "webgpu": _poison_webgpu,
+}
+
+
 def poisoned(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Let all memory that a device gives, of its pool or new, hold NaN; until the test is over."""
-
-    def poison(nbytes: int) -> ndarray:
-        return np.full(nbytes, 255, np.uint8)  # NaN, whatever the dtype
-
-    if backend == "webgpu":
-        from numfuse.backends.webgpu.device.device import Buffer, Device
-
-        buffer = Device.buffer
-
-        def given(self: Device, size: int, what: str = "array") -> Buffer:
-            made = buffer(self, size, what)
-            self.queue.write_buffer(made.handle, 0, poison(made.size))
-            return made
-
-        monkeypatch.setattr(Device, "buffer", given)
-    if backend == "cuda":
-        from numfuse.adapters.cuda_arrays import CuPy
-        from numfuse.backends.cuda.call.memory import Block, Pool
-
-        take, maker = Pool.take, CuPy.maker
-
-        def taken(self: Pool, nbytes: int, stream: int, *rest: Any, **named: Any) -> Block:
-            block = take(self, nbytes, stream, *rest, **named)
-            if not block.owner[1]:  # (no upload while a graph is captured)
-                content = poison(block.nbytes)
-                self._device.upload(address(content), block.address, block.nbytes, stream)
-            return block
-
-        def making(self: CuPy, ordinal: int, stream: int) -> Any:
-            make = maker(self, ordinal, stream)
-
-            def filled(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
-                made, at = make(shape, dtype)
-                made.fill(np.nan)
-                return made, at
-
-            return filled
-
-        monkeypatch.setattr(Pool, "take", taken)
-        monkeypatch.setattr(CuPy, "maker", making)
+    if traits(backend).memory == "device":
+        POISON[backend](monkeypatch)

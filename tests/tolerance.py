@@ -24,10 +24,10 @@ Algorithms, chapter 3):
 6. Where bfloat16 factors are multiplied as they are, a subnormal factor counts as 0, and so does a
    product or a sum below the smallest normal number t of float32: at most t (\|x\| + \|y\| + 2)
    more in each of the n terms.  (float16 factors and their products are far above t.)
-7. WGSL lets a device take any subnormal number for 0. Where the device at hand does (`vanishing`
-   asks it, in each dtype), point 6 holds for its products, an argument and a value of an activation
-   and grad f'(P) lose t each, and so does a half type at the store, with its own t. What is not
-   below t keeps its relative bound.
+7. WGSL lets a device take any subnormal number for 0. Where the device at hand does (its backend's
+   trait `subnormals` says in which dtypes), point 6 holds for its products, an argument and a value
+   of an activation and grad f'(P) lose t each, and so does a half type at the store, with its own
+   t. What is not below t keeps its relative bound.
 
 8. T = u B + A v + w + z is a sum of all their terms: gamma of their number, times the sum of their
    magnitudes. A product of factors that err by x and y errs by \|f\| y + \|g\| x + x y, and by
@@ -37,17 +37,16 @@ Algorithms, chapter 3):
 
 `EVALUATION` is 16: exp and tanh are polynomials that err by 1 to 2 u, and the formulas have at most
 six more operations. Underflow of an intermediate adds the smallest normal number. In WGSL it is 24:
-a division errs by up to 2.5 units in the last place, 5 u where IEEE's errs by 1 u, and no formula
-has more than two divisions whose errors add up. WGSL promises no fused multiply-add and no order of
-sums: point 1 asks for neither, and what the formulas need of them is said in
-`numfuse.language.wgsl`.
+a division errs by up to 2.5 units in the last place (the trait `division`), 5 u where IEEE's errs
+by 1 u, and no formula has more than two divisions whose errors add up. WGSL promises no fused
+multiply-add and no order of sums: point 1 asks for neither, and what the formulas need of them is
+said in `numfuse.language.wgsl`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import ml_dtypes
@@ -55,11 +54,9 @@ import numpy as np
 import oracle
 from numpy import ndarray
 
-import numfuse as nf
+from numfuse.backends import resolve
 
 EVALUATION = 16
-#: Units that divisions of WGSL add to that.
-WGSL_DIVISIONS = 8
 BF16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {
     "float64": np.dtype(np.float64),
@@ -84,17 +81,10 @@ def gamma(n: int, dtype: np.dtype) -> float:
     return n * u / (1 - n * u)
 
 
-@cache
 def vanishing(backend: str, dtype: np.dtype) -> float:
-    """The number below which a number of this dtype may count as 0; 0 where none does (point 7)."""
-    if backend != "webgpu":
-        return 0.0
-    info = ml_dtypes.finfo(dtype)
-    tiny, one = np.array([info.smallest_normal]).astype(dtype), np.ones(1, dtype)
-    half, large = one / dtype.type(2), one / np.array([info.smallest_normal]).astype(dtype)
-    made = nf.activation_mul(tiny, half, "none", backend=backend)  # a subnormal result
-    read = nf.activation_mul(tiny * half, large, "none", backend=backend)  # and operand
-    return 0.0 if made[0] and read[0] else float(info.smallest_normal)
+    """Return the number below which one of this dtype may count as 0; 0 if none does (point 7)."""
+    flushes = dtype.name in resolve(backend).traits.subnormals
+    return float(ml_dtypes.finfo(dtype).smallest_normal) if flushes else 0.0
 
 
 def flushed(x: ndarray, y: ndarray, dtype: np.dtype, backend: str = "cpu") -> ndarray | float:
@@ -134,8 +124,8 @@ def evaluated(
     backend: str = "cpu",
 ) -> ndarray:  # fmt: skip
     """The error of f(x) where x errs by `error` (points 2 and 7)."""
-    units = EVALUATION + (WGSL_DIVISIONS if backend == "webgpu" else 0)
-    u = units * roundoff(accumulator(dtype))
+    divisions = 2 * (2 * resolve(backend).traits.division - 1)
+    u = (EVALUATION + divisions) * roundoff(accumulator(dtype))
     tiny = max(vanishing(backend, dtype), vanishing(backend, accumulator(dtype)))
     reach = error + u * np.abs(x) + tiny
     here = f(x)

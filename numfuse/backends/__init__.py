@@ -12,7 +12,8 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
 
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.interrupts import import_module
@@ -38,6 +39,7 @@ __all__ = [
     "Backend",
     "BackendStatus",
     "Call",
+    "Traits",
     "active",
     "backends",
     "end",
@@ -48,6 +50,49 @@ __all__ = [
     "resolve",
     "use_backend",
 ]
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What a backend's device and kernels leave open; the defaults leave nothing open.
+
+    A property that holds for every backend asks these, and never a backend's name.
+
+    Parameters
+    ----------
+    memory : {"host", "device"}
+        Where its own arrays live. With "device" it moves NumPy operands there, and has
+        ``to_device``.
+    dtypes : tuple of str
+        What it computes.
+    subnormals : tuple of str
+        The dtypes whose subnormal numbers may count as zero.
+    division : float
+        The largest error of a division, in units in the last place.
+    grad_pre : tuple of str
+        The dtypes in which grad_pre is rounded before the products for d_a and d_b take it; others
+        keep it in the accumulator's.
+    intermediate : str, optional
+        The dtype of a pre-activation that a backward computes again; None: the accumulator's.
+    order : tuple of {"tier", "axes", "saved"}
+        What decides on the order of a sum beside dtype and shape: the tier of a call, which follows
+        from strides and alignment; whether the axes of a batch merge to one, in sums over its rows;
+        whether a pre-activation was saved, in d_bias.
+    libraries : tuple of str
+        Libraries whose arrays of a device are operands as they are.
+    simulator : bool
+        Whether kernels run in an interpreter, where only small shapes are affordable.
+    """
+
+    memory: Literal["host", "device"] = "host"
+    dtypes: tuple[str, ...] = ("float64", "float32", "float16", "bfloat16")
+    subnormals: tuple[str, ...] = ()
+    division: float = 0.5
+    grad_pre: tuple[str, ...] = ()
+    intermediate: str | None = None
+    order: tuple[Literal["tier", "axes", "saved"], ...] = ()
+    libraries: tuple[str, ...] = ()
+    simulator: bool = False
 
 
 class Backend(Protocol):
@@ -62,6 +107,8 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def traits(self) -> Traits: ...
     def forward(self, p: GemmProblem) -> None: ...
     def backward(self, p: GemmBackwardProblem) -> None: ...
     def gated(self, p: GatedProblem) -> None: ...

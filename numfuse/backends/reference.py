@@ -16,7 +16,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse import epilogues
-from numfuse.backends import Call, latest
+from numfuse.backends import Call, Traits, latest
 from numfuse.language import elementary
 from numfuse.language.curves import leaf
 from numfuse.problem.results import settled
@@ -50,6 +50,7 @@ class Reference:
     """The reference backend; see :class:`numfuse.backends.Backend` for what each method is."""
 
     name = "reference"
+    traits = Traits(intermediate="float64")
 
     @_quietly
     def forward(self, p: GemmProblem) -> None:

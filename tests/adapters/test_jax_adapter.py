@@ -6,8 +6,8 @@ import itertools
 import os
 import sys
 
-import ahead
 import numpy as np
+import once
 import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
@@ -252,10 +252,10 @@ for _ in range(3):
 out.block_until_ready()
 print("done")
 """
-LARGE = ahead.Process(lambda _: [sys.executable, "-c", _LARGE], timeout=240)
+LARGE = once.Process(lambda _: [sys.executable, "-c", _LARGE], timeout=240)
 
 
-@pytest.mark.ahead(process=LARGE)
+@pytest.mark.long
 def test_large_callbacks_in_one_computation_do_not_wait_for_each_other():
     run = LARGE.result()
     assert run.stdout == "done\n", run.stderr[-2000:]
@@ -286,11 +286,11 @@ for name, f in {"grad": jax.grad(loss, (0, 1)), "jit of grad": jax.jit(jax.grad(
     jax.block_until_ready((v, d, w))
     print(name, flush=True)
 """
-ONE_CORE = ahead.Process(lambda _: [sys.executable, "-c", _ONE_CORE], timeout=180)
+ONE_CORE = once.Process(lambda _: [sys.executable, "-c", _ONE_CORE], timeout=180)
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system binds no processes")
-@pytest.mark.ahead(process=ONE_CORE)
+@pytest.mark.long
 def test_on_one_core_nothing_waits_for_ever():
     run = ONE_CORE.result()
     names = ["eager", "jit", "vmap", "grad", "jit of grad", "forward"]
@@ -351,14 +351,14 @@ for f in (own, jax.jit(own)):
 assert own(jnp.asarray(y), y).devices() == {devices[0]}
 print("committed", flush=True)
 """
-DEVICES = ahead.Process(
+DEVICES = once.Process(
     lambda _: [sys.executable, "-c", _DEVICES],
     {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"},
     timeout=240,
 )
 
 
-@pytest.mark.ahead(process=DEVICES)
+@pytest.mark.long
 def test_several_devices_of_the_host():
     run = DEVICES.result()
     wanted = ["sharded", "shard_map", "pmap", "committed"]

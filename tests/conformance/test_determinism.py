@@ -100,6 +100,7 @@ for threads in range(1, numba.config.NUMBA_NUM_THREADS + 1):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_number_of_threads_gives_the_same_bits(dtype):
     """Also more threads than there are cores, and a process that has one only."""
@@ -271,7 +272,10 @@ def test_an_element_has_the_same_bits_at_every_place_of_a_row(activation, dtype)
 
 
 def test_a_repeated_call_gives_the_same_bits_whatever_ran_before():
-    """Workspaces are kept from call to call: nothing of another call may be left in a result."""
+    """Workspaces are kept from call to call: nothing of another call may be left in a result.
+
+    How many are kept is what docs/design.md promises under "Memory is bounded".
+    """
     grad, a, b, bias = operands(61, 70, 1100, "float32")
     wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, ACTIVATION)
     noise = [np.full(shape, np.nan, np.float32) for shape in ((300, 300), (300, 1300), (1300, 300))]

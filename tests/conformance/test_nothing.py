@@ -13,7 +13,6 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from conftest import unavailable
 from hypothesis import example, given
 from hypothesis import settings as of
 
@@ -99,9 +98,6 @@ def gates(shape, backend):
         assert all(x.shape == shape for x in found)
 
 
-BACKENDS = pytest.mark.parametrize("backend", ["cpu", "reference"])
-
-
 LENGTHS = st.sampled_from([0, 0, 1, 3, 1 << 20, LONG])
 
 
@@ -122,7 +118,7 @@ def shapes(draw):
     return batch, m, n, k, own
 
 
-@BACKENDS
+@pytest.mark.memory("host")
 @example(sizes=((), LONG, 0, 3, ()), activation="gelu", sum_batch=False)
 @example(sizes=((), LONG, 0, 0, ()), activation="gelu", sum_batch=False)
 @example(sizes=((), 0, LONG, 0, ()), activation="none", sum_batch=False)
@@ -136,7 +132,7 @@ def test_a_product_without_a_result_returns_at_once(backend, sizes, activation, 
     products(batch, m, n, k, own, activation, backend, sum_batch)
 
 
-@BACKENDS
+@pytest.mark.memory("host")
 @example(shape=(LONG, 0))
 @example(shape=(0, LONG))
 @example(shape=(1 << 20, 1 << 20, 0))
@@ -146,7 +142,7 @@ def test_a_gate_without_an_element_returns_at_once(backend, shape):
     gates(shape if 0 in shape else (*shape[:2], 0), backend)
 
 
-@BACKENDS
+@pytest.mark.memory("host")
 def test_gradients_that_have_no_element_cost_nothing_beside_long_sums(backend):
     """K = 0: the product of (M, 0) and (0, N) is zero, and d_a and d_b are empty."""
     a, b, grad = seen(LONG, 0), seen(0, 5), seen(LONG, 5)
@@ -156,16 +152,14 @@ def test_gradients_that_have_no_element_cost_nothing_beside_long_sums(backend):
     assert found.d_a.shape == a.shape and found.d_b.shape == b.shape
 
 
-@pytest.mark.parametrize("name", ["webgpu", "cuda"])
-def test_devices_return_at_once_too(name):
-    if not nf.backends()[name]:
-        unavailable(name, str(nf.backends()[name]))
-    products((), 0, 0, 0, (), "gelu", name)
-    gates((0,), name)
-    products((), 1 << 20, 0, 3, (), "gelu", name)
+@pytest.mark.memory("device")
+def test_devices_return_at_once_too(backend):
+    products((), 0, 0, 0, (), "gelu", backend)
+    gates((0,), backend)
+    products((), 1 << 20, 0, 3, (), "gelu", backend)
     for batch, m, n, k, own in (
         ((), LONG, 0, 3, ()), ((), 0, LONG, 0, ()), ((LONG,), 0, 4, 3, ()), ((LONG,), 2, 0, 3, ()),
         ((), LONG, 0, 0, ()), ((1 << 20, 1 << 20), 0, 4, 3, (1 << 20, 1 << 20)),
     ):  # fmt: skip
-        products(batch, m, n, k, own, "gelu", name, True)
-    gates((LONG, 0), name)
+        products(batch, m, n, k, own, "gelu", backend, True)
+    gates((LONG, 0), backend)

@@ -134,7 +134,7 @@ def test_products_are_as_accurate_as_those_of_blas(dtype, k, kind):
         assert frobenius(got, exact) <= 1.15 * peer
 
 
-@pytest.mark.parametrize("backend", ["cuda", "webgpu"], indirect=True)
+@pytest.mark.memory("device")
 @pytest.mark.parametrize("kind", ["normal", "positive"])
 @pytest.mark.parametrize("k", [600, 100_000])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

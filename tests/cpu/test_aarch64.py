@@ -20,7 +20,7 @@ from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import protocol
 
 #: It compiles for a minute.
-pytestmark = pytest.mark.apart
+pytestmark = pytest.mark.long
 TRIPLE = "aarch64-unknown-linux-gnu"
 #: NEON alone, and with 256-bit SVE beside it, which LLVM takes for the loops of row functions.
 PROCESSORS = ("neoverse-n1", "neoverse-v1")

@@ -24,7 +24,7 @@ import numfuse
 from numfuse.runtime import binaries
 
 #: Minutes of compiling, in processes of their own.
-pytestmark = pytest.mark.apart
+pytestmark = pytest.mark.long
 PACKAGE = Path(numfuse.__file__).parent
 
 

@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 
-import ahead
+import once
 import pytest
 
 from numfuse.runtime import interrupts
@@ -35,7 +35,7 @@ def right(out, name="silu"):
 """
 
 
-def process(code: str, cached: bool = False) -> ahead.Process:
+def process(code: str, cached: bool = False) -> once.Process:
     """A process with a cache of its own; `cached`: a second one that finds what the first left."""
     words = [sys.executable, "-c", PRELUDE + code]
     if cached:
@@ -45,10 +45,10 @@ def process(code: str, cached: bool = False) -> ahead.Process:
     def command(directory: object) -> list[str]:
         return ["env", f"NUMBA_CACHE_DIR={directory}", *words]
 
-    return ahead.Process(command, {"NUMBA_NUM_THREADS": "2"}, timeout=300)
+    return once.Process(command, {"NUMBA_NUM_THREADS": "2"}, timeout=300)
 
 
-def lines(of: ahead.Process) -> list[str]:
+def lines(of: once.Process) -> list[str]:
     """What it has printed; it ended well and complained of nothing."""
     done = of.result()
     assert done.returncode == 0 and not done.stderr, (done.returncode, done.stderr[-3000:])
@@ -90,7 +90,7 @@ print(count)
 
 
 @needs_timers
-@pytest.mark.ahead(process=INTERRUPTED)
+@pytest.mark.long
 def test_a_first_call_interrupted_again_and_again_is_right_in_the_end():
     """Each call raises the interrupt and gets on, whether kernels are compiled or read from disk;
     the process ends as one that was never interrupted."""
@@ -202,7 +202,7 @@ print("left taken", np.allclose(nf.activation_mul(x, x, fresh), 3 * x**3))
 
 
 @needs_timers
-@pytest.mark.ahead(process=CALLED)
+@pytest.mark.long
 def test_a_signals_handler_may_call_while_a_kernel_is_compiled():
     own, users, inside, left = lines(CALLED)
     assert own == "own True 0"
@@ -299,7 +299,7 @@ print("afterwards", np.allclose(nf.activation_mul(x, x, other), 5 * x**3))
 
 
 @needs_fork
-@pytest.mark.ahead(process=FORKED)
+@pytest.mark.long
 def test_a_child_forked_while_a_thread_compiles_may_call():
     beside, handler, refused, interrupted, afterwards = lines(FORKED)
     assert beside == "beside [0, 0, 0, 0] True"

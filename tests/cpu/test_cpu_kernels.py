@@ -15,9 +15,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import ahead
 import ml_dtypes
 import numpy as np
+import once
 import pytest
 from arrays import address
 from hypothesis import given
@@ -448,7 +448,7 @@ def test_the_context_has_room_for_what_is_in_it():
 
 
 @functools.cache
-def narrower(width: int, lanes: bool) -> ahead.Process | None:
+def narrower(width: int, lanes: bool) -> once.Process | None:
     """All of this file, and whole products, as on a host with such vectors; None for our own."""
     if width >= host.vector_bytes():
         return None
@@ -469,11 +469,11 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
         ("cpu", "reference", "cuda", "webgpu", "tile_the_output", "vector_code")
     )
     words = [sys.executable, "-c", code, *tests, "-k", chosen]
-    return ahead.Process(lambda _: words, {"NUMFUSE_TEST_VECTORS": str(width)})
+    return once.Process(lambda _: words, {"NUMFUSE_TEST_VECTORS": str(width)})
 
 
 @pytest.mark.skipif("NUMFUSE_TEST_VECTORS" in os.environ, reason="this is the inner run")
-@pytest.mark.ahead(process=narrower)
+@pytest.mark.long
 @pytest.mark.parametrize(("width", "lanes"), [(32, False), (16, False), (16, True)])
 def test_all_of_this_and_whole_products_on_hosts_with_narrower_vectors(width, lanes):
     process = narrower(width, lanes)

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import ahead
 import numba
 import numpy as np
+import once
 import pytest
 import tolerance
 from arrays import address, bits, in_layout, normal
@@ -304,7 +304,7 @@ def test_the_permission_for_tiles_may_be_asked_for_twice():
 
 
 @functools.cache
-def whole(kind: str) -> ahead.Process | None:
+def whole(kind: str) -> once.Process | None:
     """All of this file, and whole products, with this kind; None of one that is not there or is
     what the other tests run.
     """
@@ -327,11 +327,11 @@ sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *sys.argv[1:]]))
     tests = [str(here), *(f"{suite}::test_{name}" for name in names)]
     chosen = "(cpu and bfloat16) or (test_half_products and not packed_halves)"
     words = [sys.executable, "-c", code, *tests, "-k", chosen]
-    return ahead.Process(lambda _: words, {"NUMFUSE_TEST_PRODUCT": kind})
+    return once.Process(lambda _: words, {"NUMFUSE_TEST_PRODUCT": kind})
 
 
 @pytest.mark.skipif(INNER is not None, reason="this is the inner run")
-@pytest.mark.ahead(process=whole)
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["amx", "dot", "fma"])
 def test_all_of_this_and_whole_products_with_each_kind(kind):
     native(kind)

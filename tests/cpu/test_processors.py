@@ -10,8 +10,8 @@ import os
 import subprocess
 import sys
 
-import ahead
 import numpy as np
+import once
 import pytest
 from arrays import bits
 from conftest import unavailable
@@ -76,13 +76,13 @@ TOLD: dict[str, tuple[dict[str, str], tuple[str, ...], int, bool | None]] = {
     "without AVX": ({"NUMBA_ENABLE_AVX": "0"}, ("bfloat16",), 32, None),
 }  # fmt: skip
 PROCESSES = {
-    name: ahead.Process(lambda _, d=dtypes: [sys.executable, "-c", WORK, *d], environment)
+    name: once.Process(lambda _, d=dtypes: [sys.executable, "-c", WORK, *d], environment)
     for name, (environment, dtypes, *_) in TOLD.items()
 }
 
 
 @pytest.mark.skipif(not host.is_x86(), reason="these are processors of x86")
-@pytest.mark.ahead(process=lambda told: PROCESSES[told])
+@pytest.mark.long
 @pytest.mark.parametrize("told", TOLD)
 def test_every_dtype_is_right_on_a_processor_that_numba_is_told_of(told):
     done = PROCESSES[told].result()

@@ -27,7 +27,7 @@ if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
 
 #: Minutes of kernels that run in Python.
-pytestmark = pytest.mark.apart
+pytestmark = pytest.mark.long
 
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)

@@ -7,7 +7,7 @@ import os
 import sys
 from types import SimpleNamespace
 
-import ahead
+import once
 import pytest
 from conftest import SIMULATED, unavailable
 
@@ -290,11 +290,11 @@ assert child(used) == 7
 assert child(lambda: child(used) == 7 or os._exit(1)) == 7
 device.synchronize()
 """
-FORKING = ahead.Process(lambda _: [sys.executable, "-c", FORKS], timeout=120)
+FORKING = once.Process(lambda _: [sys.executable, "-c", FORKS], timeout=120)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.ahead(process=FORKING)
+@pytest.mark.long
 def test_a_forked_child_is_told_to_use_spawn():
     done = FORKING.result()
     assert done.returncode == 0, done.stderr[-3000:]

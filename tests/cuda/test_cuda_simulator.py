@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-import ahead
+import once
 import pytest
 from conftest import SIMULATED, unavailable
 
@@ -42,9 +42,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
-def suite(file: str, *options: str) -> ahead.Process:
+def suite(file: str, *options: str) -> once.Process:
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"]
-    return ahead.Process(lambda _: [*words, *options], ENVIRONMENT)
+    return once.Process(lambda _: [*words, *options], ENVIRONMENT)
 
 
 RUNS = {
@@ -77,7 +77,7 @@ def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():
     assert done.stdout.strip() == "cuda:0 (CUDA simulator) mirror"
 
 
-@pytest.mark.ahead(process=lambda file: RUNS[file])
+@pytest.mark.long
 @pytest.mark.parametrize("file", FILES)
 def test_the_suite_passes_in_the_simulator(file):
     done = RUNS[file].result()
@@ -88,7 +88,7 @@ def test_the_suite_passes_in_the_simulator(file):
     assert passed and int(passed[1]) >= least, done.stdout[-1000:]
 
 
-@pytest.mark.ahead(process=ARRAYS)
+@pytest.mark.long
 def test_arrays_of_a_device_stay_there_in_the_simulator():
     done = ARRAYS.result()
     assert done.returncode == 0, done.stdout[-6000:]

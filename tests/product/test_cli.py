@@ -50,12 +50,14 @@ def demo(tmp_path_factory):
     return done, directory
 
 
+@pytest.mark.long
 def test_demo_learns_the_digits_and_says_so_in_its_last_line(demo):
     last = demo[0].stdout.splitlines()[-1]
     assert re.fullmatch(r"test accuracy: [01]\.\d{4}", last)
     assert float(last.split()[-1]) >= 0.97
 
 
+@pytest.mark.long
 def test_demo_draws_a_picture(demo):
     from matplotlib.image import imread
 
@@ -69,6 +71,7 @@ def test_demo_draws_a_picture(demo):
     assert ink[:, width // 2 :].mean() > 0.1
 
 
+@pytest.mark.long
 def test_demo_compares_its_step_with_numpy_and_checks_the_gradients(demo):
     text = demo[0].stdout
     assert "time per training step" in text
@@ -78,11 +81,13 @@ def test_demo_compares_its_step_with_numpy_and_checks_the_gradients(demo):
     assert "compiling kernels, once; cached afterwards" in text
 
 
+@pytest.mark.long
 def test_demo_leaves_the_terminal_alone_when_its_output_is_a_file(demo):
     assert "\x1b" not in demo[0].stdout
     assert demo[0].stderr == ""
 
 
+@pytest.mark.long
 def test_demo_on_another_backend_and_path(tmp_path):
     path = tmp_path / "named.png"
     done = python(
@@ -192,6 +197,7 @@ def measured(tmp_path_factory):
     return done.stdout, json.loads((directory / "b.json").read_text()), page.read_text()
 
 
+@pytest.mark.long
 def test_bench_measures_every_operation_and_checks_every_result(measured):
     cases = measured[1]["cases"]
     assert {(case["operation"], case["dtype"]) for case in cases} == {
@@ -205,6 +211,7 @@ def test_bench_measures_every_operation_and_checks_every_result(measured):
         assert (case["peak_gflops"] is None) == case["operation"].startswith("gated")
 
 
+@pytest.mark.long
 def test_bench_finds_a_wrong_result(measured):
     assert bench.wrong_results(measured[1]) == []
     broken = json.loads(json.dumps(measured[1]))
@@ -214,6 +221,7 @@ def test_bench_finds_a_wrong_result(measured):
         assert "numfuse: forward float32 24x40x16" in sentence
 
 
+@pytest.mark.long
 def test_bench_tables_stand_between_the_marks(measured):
     page = measured[2]
     assert page.startswith(f"before\n{report.BEGIN}\n") and page.endswith(f"{report.END}\nafter\n")
@@ -221,6 +229,7 @@ def test_bench_tables_stand_between_the_marks(measured):
     assert page.count("| forward | 24x40x16 |") == 2
 
 
+@pytest.mark.long
 def test_bench_says_in_words_where_a_peer_is_faster(measured):
     loser = json.loads(json.dumps(measured[1]))
     loser["cases"] = loser["cases"][:2]
@@ -234,6 +243,7 @@ def test_bench_says_in_words_where_a_peer_is_faster(measured):
     assert "numfuse is faster than every peer" in measured[0]
 
 
+@pytest.mark.long
 def test_bench_draws_every_case_under_the_ceilings(measured, tmp_path, monkeypatch):
     from matplotlib.axes import Axes
     from matplotlib.image import imread
@@ -263,6 +273,7 @@ def test_bench_draws_every_case_under_the_ceilings(measured, tmp_path, monkeypat
     assert picture.shape[1] >= 1000 and (picture[..., :3].min(axis=-1) < 0.9).mean() > 0.01
 
 
+@pytest.mark.long
 def test_bench_stops_when_its_time_is_up_and_says_what_it_left_out(tmp_path):
     done = python(
         *("-m", "numfuse", "bench", "--sizes", "8", "12", "16", "--threads", "1", "--rounds", "1"),
@@ -447,6 +458,7 @@ def test_the_floor_is_the_longer_of_arithmetic_and_memory():
     assert report.floor(cube, None, 10.0) is report.floor(cube, 100.0, None) is None
 
 
+@pytest.mark.long
 def test_tables_say_which_floor_applies_and_its_share(measured):
     for line in measured[2].splitlines():
         if line.startswith("| operation"):

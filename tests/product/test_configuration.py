@@ -39,7 +39,7 @@ def test_only_a_plugin_may_warn_of_itself(plugin, tmp_path):
     root = Path(__file__).parents[2]
     paths = [str(tmp_path), str(root), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", plugin, "-p", "no:cacheprovider",
+        [sys.executable, "-m", "pytest", "-q", "-n0", "-p", plugin, "-p", "no:cacheprovider",
          "-c", str(root / "pyproject.toml"), "--rootdir", str(tmp_path),
          str(tmp_path / "test_strict.py")],
         capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,

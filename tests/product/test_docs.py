@@ -6,7 +6,6 @@ import doctest
 import importlib
 import pkgutil
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,13 +33,6 @@ MODULES = {
     "docs/distributed.md": ("dask.array",),
     "docs/guide/arrays.md": ("autograd", "dask.array"),
 }
-
-
-@pytest.fixture(autouse=True)
-def table(monkeypatch):
-    """An activation that an example registers is gone after it."""
-    module = sys.modules["numfuse.activations.table"]
-    monkeypatch.setattr(module, "_TABLE", dict(module._TABLE))
 
 
 def programs(name):
@@ -121,6 +113,13 @@ def test_links_between_pages_and_their_anchors_exist():
             assert page.exists(), f"{name} links to {target}"
             if anchor and page.suffix == ".md":
                 assert anchor in anchors(page.read_text(encoding="utf-8")), f"{name}: {target}"
+
+
+def test_the_files_that_contributing_names_exist():
+    text = TEXTS["docs/contributing.md"]
+    named = re.findall(r"`((?:numfuse|tests|asv_benches|\.ci)/[\w./]*\w)`", text)
+    missing = [name for name in named if not (ROOT / name).exists()]
+    assert len(named) > 15 and not missing, missing
 
 
 def test_pictures_have_a_text_for_those_who_do_not_see_them():

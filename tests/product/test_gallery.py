@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import ahead
+import once
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "gallery"
@@ -14,14 +14,14 @@ QUICK = ("perceptron_and_gate", "gated_network", "hessian_vector_product", "newt
 
 
 RUNS = {
-    name: ahead.Process(
+    name: once.Process(
         lambda _, name=name: [sys.executable, str(EXAMPLES / f"{name}.py")], {"MPLBACKEND": "agg"}
     )
     for name in QUICK
 }
 
 
-@pytest.mark.ahead(process=lambda name: RUNS[name])
+@pytest.mark.long
 @pytest.mark.parametrize("name", QUICK)
 def test_an_example_runs(name):
     for package in ("autograd", "matplotlib", "sklearn"):

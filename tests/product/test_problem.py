@@ -35,6 +35,7 @@ def test_two_axes_pass_through_without_a_copy():
 @pytest.mark.parametrize("save_pre", [False, True])
 @pytest.mark.parametrize("bias", [None, "vector"])
 def test_the_plain_case_is_the_general_one(dtype, save_pre, bias):
+    """The short way of plain calls has the meaning of every other call, as README.md promises."""
     a, b = ones(4, 3, dtype=dtype), ones(3, 5, dtype=dtype)
     bias = ones(5, dtype=dtype) if bias else None
     plain = product.gemm(a, b, bias, "silu", save_pre)

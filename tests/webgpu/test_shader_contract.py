@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import sys
 
-import ahead
 import numpy as np
+import once
 import pytest
 import tolerance
 from arrays import normal
@@ -532,10 +532,10 @@ team.start()
 team.join()
 assert not failed, failed
 """
-NESTING = ahead.Process(lambda _: [sys.executable, "-c", DEEP], timeout=240)
+NESTING = once.Process(lambda _: [sys.executable, "-c", DEEP], timeout=240)
 
 
-@pytest.mark.ahead(process=NESTING)
+@pytest.mark.long
 def test_a_module_that_nests_too_deep_is_refused_before_a_compiler_ends_the_process():
     """What is allowed compiles on a stack of 1 MiB; in a process of its own, as it would end."""
     done = NESTING.result()

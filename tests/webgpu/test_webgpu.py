@@ -11,8 +11,8 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import ahead
 import numpy as np
+import once
 import pytest
 import tolerance
 from arrays import bits, normal
@@ -659,11 +659,11 @@ threading.Thread(target=hold, daemon=True).start()
 held.wait()
 assert child(calls, sys.exit) == child(collected, sys.exit) == 7
 """
-FORKING = ahead.Process(lambda _: [sys.executable, "-c", FORKS], timeout=240)
+FORKING = once.Process(lambda _: [sys.executable, "-c", FORKS], timeout=240)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-@pytest.mark.ahead(process=FORKING)
+@pytest.mark.long
 def test_a_forked_child_is_told_to_use_spawn_and_ends_like_any_other(device):
     """Calls are refused at once, with arrays and objects of the parent too; the CPU computes; what
     the parent made may be collected; and the process ends by itself, with its exit status."""

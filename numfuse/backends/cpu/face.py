@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from numfuse.backends import latest
+from numfuse.backends import Traits, latest
 from numfuse.backends.cpu import descriptors, host, launch, second_order, tiling
 from numfuse.backends.cpu.descriptors import Slots, operand
 from numfuse.backends.cpu.kernels import gemm, library, rows
@@ -284,6 +284,12 @@ class CpuBackend:
         launch.launch(known.sequence, arrays)
         latest.call = known.sequence.call
         return True
+
+    @property
+    def traits(self) -> Traits:
+        """Return what the processor's products leave open."""
+        halves = ("float16", "bfloat16")
+        return Traits(grad_pre=tuple(x for x in halves if library.grad_pre_format(x) == x))
 
     def forward(self, p: GemmProblem) -> None:
         """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends import latest
+from numfuse.backends import Traits, latest
 from numfuse.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -72,6 +72,19 @@ class CudaBackend:
 
     def __repr__(self) -> str:
         return f"CudaBackend({self.ordinal}, {self.precision!r})"
+
+    @property
+    def traits(self) -> Traits:
+        """Return what the kernels leave open."""
+        from numfuse.backends.cuda.compile import toolchain
+
+        return Traits(
+            memory="device",
+            grad_pre=("float16", "bfloat16"),
+            order=("tier", "axes", "saved"),
+            libraries=() if toolchain.SIMULATED else ("cupy",),
+            simulator=toolchain.SIMULATED,
+        )
 
     @property
     def device(self) -> Device:

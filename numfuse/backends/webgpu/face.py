@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends import Call, latest
+from numfuse.backends import Call, Traits, latest
 from numfuse.backends.webgpu import lower, split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
@@ -65,6 +65,17 @@ class WebGpuBackend:
         self._lock = threading.Lock()
         self._device: Device | None = None
         self._reference: ContractBackend | None = None
+
+    @property
+    def traits(self) -> Traits:
+        """Return what the device leaves open, and WGSL for any device."""
+        device = self.device
+        return Traits(
+            memory="device",
+            dtypes=tuple(sorted(device.dtypes)),
+            subnormals=tuple(sorted(device.flushes_subnormals)),
+            division=2.5,
+        )
 
     @property
     def device(self) -> Device:

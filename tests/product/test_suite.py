@@ -1,0 +1,42 @@
+"""The suite itself: what it holds every backend to, and its quick part."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import numfuse as nf
+
+TESTS = Path(__file__).parents[1]
+ROOMS = sorted({path.parent.name for path in TESTS.glob("*/test_*.py")})
+
+
+def test_no_property_of_every_backend_depends_on_a_backends_name():
+    """A backend says in its traits what it leaves open, so that another one needs no test."""
+    found = [
+        f"{path.name}:{number}: {line.strip()}"
+        for path in sorted((TESTS / "conformance").glob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.search(r"\bbackend (==|!=|in|not in) |indirect=True", line)
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.long
+def test_every_room_and_every_backend_has_quick_tests():
+    words = ["-m", "pytest", "--co", "-q", "-n0", "-m", "quick", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, *words],
+        capture_output=True, text=True, timeout=300, check=False, cwd=TESTS.parent,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    names = [line for line in done.stdout.splitlines() if "::" in line]
+    for room in ROOMS:
+        assert any(name.startswith(f"tests/{room}/") for name in names), room
+    for backend, there in nf.backends().items():
+        chosen = [x for x in names if "conformance.py" in x and re.search(rf"\b{backend}\b", x)]
+        assert len(chosen) >= 10 * bool(there), backend
