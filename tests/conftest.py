@@ -76,7 +76,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 def device_of(backend: str) -> str:
     """The name of the device that a backend's calls must run on."""
     if backend == "webgpu":
-        from numfuse.backends.webgpu.device.device import choose
+        from numfuse.backends.webgpu.device.adapters import choose
 
         return choose().name  # as NUMFUSE_WEBGPU_ADAPTER asks
     nf.silu_mul(np.ones(1), np.ones(1), backend=backend)

@@ -181,7 +181,8 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
         return np.full(nbytes, 255, np.uint8)  # NaN, whatever the dtype
 
     if backend == "webgpu":
-        from numfuse.backends.webgpu.device.device import Buffer, Device
+        from numfuse.backends.webgpu.device.device import Device
+        from numfuse.backends.webgpu.device.memory import Buffer
 
         buffer = Device.buffer
 

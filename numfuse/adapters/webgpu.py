@@ -13,11 +13,10 @@ from numpy import ndarray
 
 from numfuse.backends import Backend, latest, load
 from numfuse.backends.webgpu import lower, split
-from numfuse.backends.webgpu import second_order as run_higher
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
-from numfuse.backends.webgpu.program import Plan, formulas_of_call, key_of
+from numfuse.backends.webgpu.program import Program, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.problem import product, second_order
 from numfuse.problem.operands import required
@@ -109,16 +108,16 @@ class _Call:
         device = self.device
         arrays = self._operands + self._outs
         key = None if plain is None else key_of(kind, p, arrays, len(self._outs))
-        plan = device.plans.get(key)
+        program = device.programs.get(key)
         result = p.result
         results = result if isinstance(result, tuple) else (result,)
         known: dict[int, DeviceArray] = {id(x.ghost): x for x in self._outs}
         new = [ghost for ghost in results if ghost is not None and id(ghost) not in known]
-        if plan is not None:
-            buffers = plan.run(device, arrays)
-            for ghost, number in zip(new, plan.results, strict=True):
+        if program is not None:
+            buffers = program.run(device, arrays)
+            for ghost, number in zip(new, program.results, strict=True):
                 known[id(ghost)] = DeviceArray(device, buffers[number], ghost, address(ghost))
-            latest.call = plan.call
+            latest.call = program.call
         else:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
@@ -130,8 +129,8 @@ class _Call:
             steps = store.steps
             if key is not None and steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
-                plan = Plan.of(steps, arrays, made, latest.call)
-                device.keep_plan(key, plan, formulas_of_call(p))
+                program = Program.of(steps, arrays, made, latest.call)
+                device.keep_program(key, program, p.activation.curve.formulas())
         if result is results:
             found = [None if ghost is None else known[id(ghost)] for ghost in results]
             return getattr(result, "_make", tuple)(found)
@@ -330,7 +329,7 @@ def matmul_bias_residual_double_bwd(
     def both(store: DeviceStore, p: Any) -> None:
         split.double_backward(store, p)
         if p.result.d_residual is not None:
-            run_higher.zero(store, p.result.d_residual, p.acc_dtype)
+            lower.zero(store, p.result.d_residual, p.acc_dtype)
 
     return call.run("double_backward", p, both, None)
 

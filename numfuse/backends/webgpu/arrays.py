@@ -14,7 +14,9 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.device.commands import Commands
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
 from numfuse.runtime.views import GhostViews
 

@@ -1,10 +1,8 @@
 """The WebGPU backend: WGSL compute shaders through wgpu, for any GPU with a driver of Vulkan, Metal
 or Direct3D 12, and for CPUs behind Vulkan.
 
-The files are in the order of the work: `run` makes dispatches of a problem, `stores` finds its
-arrays on the device, `kernels` (with `template` and the .wgsl files) writes the shaders, `device`
-compiles and runs them. `arrays` are arrays that stay on the device, `contract` runs shaders that
-others wrote.
+`split` cuts a problem that is too large, `lower` makes dispatches of one, `stores` finds its arrays
+on the device, `shaders` writes the shaders, `device` compiles and runs them.
 """
 
 from __future__ import annotations
@@ -22,7 +20,8 @@ from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
 from numfuse.backends.webgpu.contract.entry_points import reference_source
 from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.device import Device, adapters, again, choose
+from numfuse.backends.webgpu.device.adapters import adapters, again, choose
+from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.stores import HostStore, Store
 from numfuse.problem.results import settled
 
@@ -144,8 +143,8 @@ class WebGpuBackend:
             raise ValueError(f"precision must be None for the backend 'webgpu', got {precision!r}")
         if shaders not in (None, "reference"):
             raise ValueError(
-                f"shaders must be None or 'reference', got {shaders!r}; a module of your own is a "
-                f"backend: numfuse.webgpu.load_shaders"
+                f"shaders must be None or 'reference', got {shaders!r}; load_shaders makes a "
+                f"backend of a module of your own"
             )
         chosen = self if device is None else _on(choose(device).number)
         return chosen if shaders is None else chosen.reference_shaders()

@@ -16,13 +16,13 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.arrays import DeviceArray, address
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Device
-from numfuse.expr import Expr
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.device.memory import Binding, Buffer
 
-__all__ = ["Plan", "formulas_of_call", "key_of"]
+__all__ = ["Program", "key_of"]
 
 
-class Plan:
+class Program:
     """The steps of a call over numbered buffers: the caller's first, then its own.
 
     Attributes
@@ -54,8 +54,8 @@ class Plan:
         given: Sequence[DeviceArray],
         results: Sequence[Buffer],
         call: Any,
-    ) -> Plan | None:
-        """The plan of recorded steps; None where a buffer is not bound as a whole."""
+    ) -> Program | None:
+        """Return the program of recorded steps; None where a buffer is not bound as a whole."""
         numbers: dict[int, int] = {}
         for x in given:
             numbers.setdefault(id(x.buffer), len(numbers))
@@ -83,7 +83,7 @@ class Plan:
         return cls(made, sizes, [number(buffer) for buffer in results], call)
 
     def run(self, device: Device, given: Sequence[DeviceArray]) -> list[Buffer]:
-        """Do it again with these arrays; the caller's buffers and the call's own."""
+        """Do it again with these arrays; return the caller's buffers and the call's own."""
         buffers = list({id(x.buffer): x.buffer for x in given}.values())
         buffers += [device.buffer(size) for size in self._sizes]
         handles = [buffer.handle for buffer in buffers]
@@ -122,11 +122,6 @@ _FIELDS = {
 }
 
 
-def formulas_of_call(p: Any) -> tuple[Expr, Expr]:
-    """The formulas that what a call dispatches depends on."""
-    return p.activation.trace(0), p.activation.trace(1)
-
-
 def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     """Return a key of all that the dispatches of a call depend on.
 
@@ -138,7 +133,7 @@ def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
         kind,
         p.dtype,
         act.name,
-        *(e.serial for e in formulas_of_call(p)),
+        act.curve.serial,
         guard,
         outs,
     ]

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu import lower, second_order
-from numfuse.backends.webgpu.stores import Store, View, copy, fresh
+from numfuse.backends.webgpu import lower
+from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.shapes import as_one
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _pieces(device: Device, p: GemmProblem | GemmBackwardProblem) -> list[Piece]
     sizes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
     if "grad" in arrays or "out_dot" in arrays:  # or T, Q, S and the pre-activation
         sizes["grad_pre"] = (*p.batch, p.m, p.n), p.acc_dtype.itemsize
-    limit = device.binding_limit - 2 * device.alignment
+    limit = device.room
 
     def cut(piece: Piece) -> Iterator[Piece]:
         name, nbytes = max(
@@ -177,7 +177,7 @@ def forward(store: Store, p: GemmProblem) -> None:
 
 def tangent(store: Store, p: GemmTangentProblem) -> None:
     """out as in the forward, out_dot = act'(pre) * T."""
-    _apart(store, p, ("out", "out_dot"), second_order.tangent)
+    _apart(store, p, ("out", "out_dot"), lower.tangent)
 
 
 def _apart(
@@ -204,14 +204,14 @@ def backward(store: Store, p: GemmBackwardProblem) -> None:
 
 def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
     """The gradients of the backward's gradients."""
-    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), second_order.double_backward)
+    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), lower.double_backward)
 
 
 def _summed(
     store: Store,
     p: Any,
     names: Sequence[str],
-    operation: Callable[[Store, Any, dict[str, tuple[View, bool]]], None],
+    operation: Callable[[Store, Any, dict[str, tuple[Region, bool]]], None],
 ) -> None:
     """Run an operation, parts of whose results are sums over pieces."""
     p = as_one(p)
@@ -233,11 +233,11 @@ def _summed(
         return name, str(piece.index(name, arrays[name].shape))
 
     left = Counter(key(piece, name) for piece in pieces for name in results)
-    totals: dict[tuple[str, str], View] = {}
+    totals: dict[tuple[str, str], Region] = {}
     several = {k for k, count in left.items() if count > 1}
     for piece in pieces:
         part = _part(p, piece, arrays)
-        outs: dict[str, tuple[View, bool]] = {}
+        outs: dict[str, tuple[Region, bool]] = {}
         for name in results:
             mine = key(piece, name)
             if mine not in several:
@@ -270,19 +270,19 @@ def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
 def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
     """The gradients of the gate's gradients."""
     names = ("grad", "a", "b", "u", "v")
-    _gated(store, p, second_order.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
+    _gated(store, p, lower.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
 
 
 def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
     """The gate, and its derivative along tangents."""
-    _gated(store, p, second_order.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
+    _gated(store, p, lower.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
 
 
 def _gated(
     store: Store, p: Any, operation: Any, results: tuple[str, ...], operands: tuple[str, ...]
 ) -> None:
     names = [name for name in (*operands, *results) if getattr(p, name) is not None]
-    limit = store.device.binding_limit - 2 * store.device.alignment
+    limit = store.device.room
     if prod(p.shape) * p.dtype.itemsize <= limit:
         operation(store, p)
         return

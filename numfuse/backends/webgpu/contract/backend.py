@@ -21,7 +21,8 @@ from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
 from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS, Interface
 from numfuse.backends.webgpu.contract.source import Variable, parse
-from numfuse.backends.webgpu.device.device import Device, Pipeline
+from numfuse.backends.webgpu.device.commands import Pipeline
+from numfuse.backends.webgpu.device.device import Device
 from numfuse.errors import DeviceError, DeviceLost
 from numfuse.problem.results import settled
 

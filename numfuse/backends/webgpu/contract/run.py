@@ -20,7 +20,9 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.contract.entry_points import ENTRY_POINTS
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.device.commands import Commands
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.problem.shapes import sum_to
 
 if TYPE_CHECKING:
@@ -57,12 +59,12 @@ class Step(NamedTuple):
     #: The words of its uniform and the sizes of its axes, for a group of so many units.
     words: Any
     axes: Any
-    #: {name of an array in the contract: name in the plan}, where they differ.
+    #: {name of an array in the contract: name in the call}, where they differ.
     names: Mapping[str, str] = {}
 
 
 @dataclass
-class Plan:
+class Grouping:
     """The groups of a call, and where each one's piece of every array lies."""
 
     backend: ContractBackend
@@ -303,8 +305,8 @@ def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
     if p.pre is not None:
         arrays["pre"] = arrays["c"]
         steps.append(step(0, c="pre"))
-    plan = Plan(backend, product.units, product.most(alone), arrays)
-    found = plan.run(steps, ["c"] + ["pre"] * (p.pre is not None))
+    grouping = Grouping(backend, product.units, product.most(alone), arrays)
+    found = grouping.run(steps, ["c"] + ["pre"] * (p.pre is not None))
     p.out[...] = found["c"].reshape(p.out.shape)
     if p.pre is not None:
         p.pre[...] = found["pre"].reshape(p.pre.shape)
@@ -343,7 +345,7 @@ def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
     entries = ["gemm_bwd_grad_pre_f32"]
     entries += [f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs]
     steps = [Step(entry, lambda u: product.words(number, u), product.axes) for entry in entries]
-    found = Plan(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
+    found = Grouping(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
     with np.errstate(over="ignore", invalid="ignore"):
         for name, x in outs.items():
             pieces = found[name]
@@ -389,9 +391,9 @@ def _elementwise(
     size = next(iter(outs.values())).size
     if not size:
         return []
-    plan = Plan(backend, size, _LINE * backend.device.grid_limit, arrays)
+    grouping = Grouping(backend, size, _LINE * backend.device.grid_limit, arrays)
     step = Step(entry, lambda units: (units,), lambda units: {"numel": units})
-    found = plan.run([step], list(outs))
+    found = grouping.run([step], list(outs))
     for name, x in outs.items():
         x[...] = found[name].reshape(x.shape)
     return [entry]
