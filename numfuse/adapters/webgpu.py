@@ -300,7 +300,7 @@ def matmul_bias_activation_double_bwd(
     u, v, w, grad, a, b, bias = map(_ghost, operands)
     pre = _ghost(pre_activation)
     p = second_order.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
-    return call.run("double_backward", p, split.double_backward, None)
+    return call.run("double_backward", p, split.double_backward)
 
 
 def matmul_bias_residual_double_bwd(
@@ -351,7 +351,7 @@ def matmul_bias_activation_jvp(
     operands = (a, b, bias, a_dot, b_dot, bias_dot)
     a, b, bias, a_dot, b_dot, bias_dot = map(_ghost, operands)
     p = second_order.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
-    return call.run("tangent", p, split.tangent, None)
+    return call.run("tangent", p, split.tangent)
 
 
 def matmul_bias_residual_jvp(
@@ -380,7 +380,7 @@ def matmul_bias_residual_jvp(
     )
     operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
     p = second_order.gemm_residual_tangent(*map(_ghost, operands))
-    return call.run("tangent", p, split.tangent, None)
+    return call.run("tangent", p, split.tangent)
 
 
 def activation_mul_double_bwd(
@@ -399,7 +399,7 @@ def activation_mul_double_bwd(
     call = _Call(backend, u=u, v=v, grad=grad, a=a, b=b)
     u, v, grad, a, b = map(_ghost, (u, v, grad, a, b))
     p = second_order.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
-    return call.run("gated_double_backward", p, split.gated_double_backward, None)
+    return call.run("gated_double_backward", p, split.gated_double_backward)
 
 
 def activation_mul_jvp(
@@ -416,7 +416,7 @@ def activation_mul_jvp(
     call = _Call(backend, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
     a, b, a_dot, b_dot = map(_ghost, (a, b, a_dot, b_dot))
     p = second_order.gated_tangent(a, b, a_dot, b_dot, activation, guard)
-    return call.run("gated_tangent", p, split.gated_tangent, None)
+    return call.run("gated_tangent", p, split.gated_tangent)
 
 
 def to_numpy(x: DeviceArray) -> ndarray:

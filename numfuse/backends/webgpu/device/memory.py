@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from typing import Any, NamedTuple
 
@@ -43,6 +44,15 @@ class Binding(NamedTuple):
     size: int
 
 
+@functools.lru_cache(1024)
+def _capacity(size: int, limit: int) -> int:
+    """Return `size` rounded up so that buffers of nearly one size can stand in for each other."""
+    if size <= 256:
+        return 256
+    step = max(256, 1 << (size.bit_length() - 3))
+    return min(-(-size // step) * step, limit)
+
+
 class Memory:
     """The part of a device that gives buffers; what it keeps is guarded by a lock."""
 
@@ -65,13 +75,6 @@ class Memory:
         """Turn wgpu's errors into Python's and numfuse's, with what was being done."""
         raise NotImplementedError
 
-    def _capacity(self, size: int) -> int:
-        """`size` rounded up so that buffers of nearly one size can stand in for each other."""
-        if size <= 256:
-            return 256
-        step = max(256, 1 << (size.bit_length() - 3))
-        return min(-(-size // step) * step, self.buffer_limit)
-
     def buffer(self, size: int, what: str = "array") -> Buffer:
         """A buffer of at least `size` bytes, with any content.
 
@@ -85,7 +88,7 @@ class Memory:
                 f"{what} must have at most max-buffer-size = {self.buffer_limit} bytes on "
                 f"{self.name}, got {size}"
             )
-        size = self._capacity(size)
+        size = _capacity(size, self.buffer_limit)
         free = self._free.take(None, size, size)
         if free is not None:
             return Buffer(self, free, size)
@@ -101,12 +104,10 @@ class Memory:
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
         # What reads it has been submitted, and what the next owner does comes later in the queue.
-        if forks.forked():
-            return
-        if self.lost:
-            self._destroy(handle)
-        else:
+        if not self.lost:
             self._free.keep(None, size, handle)
+        elif not forks.forked():  # (in a child every device is lost, and the handle its parent's)
+            self._destroy(handle)
 
     def _destroy(self, handle: Any) -> None:
         self._live.discard(handle)
@@ -136,7 +137,7 @@ class Memory:
 
     def staging(self, size: int) -> Any:
         """A buffer to read from, of at least `size` bytes."""
-        capacity = self._capacity(size)
+        capacity = _capacity(size, self.buffer_limit)
         with self._lock:
             for i, (handle, held) in enumerate(self._staging):
                 if held == capacity:

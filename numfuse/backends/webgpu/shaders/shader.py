@@ -48,6 +48,11 @@ class Uniform:
     def _layout(self) -> struct.Struct:
         return struct.Struct(f"<{sum(_WORDS[kind] for _, kind in self.fields)}I")
 
+    @property
+    def words(self) -> int:
+        """How many words of 32 bits the fields have."""
+        return self._layout.size // 4
+
     def struct(self, name: str = "Params") -> str:
         """Return the declaration in WGSL."""
         members = "".join(f"    {field}: {kind},\n" for field, kind in self.fields)
