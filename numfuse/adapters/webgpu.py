@@ -12,10 +12,12 @@ from typing import Any
 from numpy import ndarray
 
 from numfuse.backends import Backend, latest, load
-from numfuse.backends.webgpu import lower, split
+from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
+from numfuse.backends.webgpu.lower.elementwise import zero
+from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.program import Program, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.problem import product, second_order
@@ -247,7 +249,7 @@ def matmul_bias_residual_bwd(
     def both(store: DeviceStore, p: Any) -> None:
         split.backward(store, p)
         if residual_grad is not None:
-            lower.sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
+            sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
 
     return call.run("backward", p, both, None if residual_grad is not None else True)
 
@@ -329,7 +331,7 @@ def matmul_bias_residual_double_bwd(
     def both(store: DeviceStore, p: Any) -> None:
         split.double_backward(store, p)
         if p.result.d_residual is not None:
-            lower.zero(store, p.result.d_residual, p.acc_dtype)
+            zero(store, p.result.d_residual, p.acc_dtype)
 
     return call.run("double_backward", p, both, None)
 

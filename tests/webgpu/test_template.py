@@ -16,10 +16,10 @@ if not nf.backends()["webgpu"]:  # the package cannot be imported without an ada
     unavailable("webgpu", str(nf.backends()["webgpu"]))
 
 from numfuse.backends.webgpu.shaders import template
-from numfuse.backends.webgpu.shaders.epilogues import Elementwise, Gemm, Read, Write
+from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise, Gemm
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.moves import Copy, Join
-from numfuse.backends.webgpu.shaders.probes import Rounding, Subnormals
+from numfuse.backends.webgpu.shaders.probes import Probe
 from numfuse.backends.webgpu.shaders.shader import Access, Uniform
 
 
@@ -119,6 +119,10 @@ def test_a_loop_that_is_no_loop_is_an_error(expanded):
         expanded("first\n//$ for i:\n//$ end")
 
 
+def gate_arrays(access):
+    return Array("a", access), Array("b", access), Array("out", access, stored=True)
+
+
 def shaders():
     """One of each kind in every combination of what changes its text."""
     curve = nf.activations()["gelu"].curve
@@ -130,24 +134,23 @@ def shaders():
                 for dtype, acc in (("float32", "float32"), ("float16", "float32")):
                     factors = Access(dtype, wide, turned), Access(dtype, wide, not turned)
                     row = Access(dtype, wide)
-                    bias, out = Read("bias", row, by_column=True), Write("out", row)
-                    yield Gemm(tile, acc, factors, layer.choose("out"), (bias,), (out,))
+                    bias, out = Array("bias", row, by_column=True), Array("out", row, stored=True)
+                    yield Gemm(tile, acc, factors, layer.choose("out"), (bias, out))
                     yield Gemm(
-                        tile, acc, factors, layer.choose("out", "pre", summed="out"), (bias,),
-                        (out, Write("pre", Access(acc))), places=True, segments=True, planes=True,
+                        tile, acc, factors, layer.choose("out", "pre", summed="out"),
+                        (bias, out, Array("pre", Access(acc), stored=True)),
+                        places=True, segments=True, planes=True,
                     )  # fmt: skip
-                    reads = tuple(Read(name, row) for name in ("z", "t", "grad"))
-                    yield Gemm(tile, acc, None, slope.choose("q"), reads, (Write("q", row),))
+                    reads = [Array(name, row) for name in ("z", "t", "grad")]
+                    arrays = (*reads, Array("q", row, stored=True))
+                    yield Gemm(tile, acc, None, slope.choose("q"), arrays)
     gate = Formula.of(epilogues.gate, nf.activations()["none"].curve).choose("out")
     for wide in (False, True):
         access = Access("float64", wide)
         yield Join("float64", access, access, add=wide)
-        yield Elementwise(
-            "float64", gate, (Read("a", access), Read("b", access)), (Write("out", access),)
-        )
+        yield Elementwise("float64", gate, gate_arrays(access))
     yield Copy(Access("float32"), Access("float16"))
-    yield Rounding("float64")
-    yield Subnormals(Access("float16"), "float32")
+    yield Probe("a probe", Access("float16"), "float32", "f[0]")
 
 
 def test_every_shader_is_wgsl_without_leftovers():
@@ -168,10 +171,7 @@ def test_shaders_are_equal_where_their_formulas_are():
 
     def shader(act, **how):
         formula = Formula.of(epilogues.gate, nf.activations()[act].curve, **how).choose("out")
-        access = Access("float32")
-        return Elementwise(
-            "float32", formula, (Read("a", access), Read("b", access)), (Write("out", access),)
-        )
+        return Elementwise("float32", formula, gate_arrays(Access("float32")))
 
     cases = [("gelu", {}), ("tanh", {}), ("gelu", {"guard": True}), ("gelu", {"absent": ("b",)})]
     made = [shader(act, **how) for act, how in cases]

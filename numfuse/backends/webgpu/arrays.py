@@ -125,8 +125,3 @@ def to_device(x: ndarray, device: Device) -> DeviceArray:
     device.upload(x, buffer)
     ghost = np.empty(x.shape, x.dtype)
     return DeviceArray(device, buffer, ghost, address(ghost))
-
-
-def wrap(device: Device, buffer: Buffer, ghost: ndarray) -> DeviceArray:
-    """A C-contiguous result that begins at the beginning of its buffer."""
-    return DeviceArray(device, buffer, ghost, address(ghost))

@@ -13,30 +13,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu import lower
+from numfuse.backends.webgpu.lower import gates, layers
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.shapes import as_one
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
+    from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 
 __all__ = [
     "backward",
@@ -170,16 +160,6 @@ def _part(p: Any, piece: Piece, arrays: dict[str, ndarray]) -> Any:
     )
 
 
-def forward(store: Store, p: GemmProblem) -> None:
-    """out = act(a @ b + bias) + residual."""
-    _apart(store, p, ("out", "pre"), lower.forward)
-
-
-def tangent(store: Store, p: GemmTangentProblem) -> None:
-    """out as in the forward, out_dot = act'(pre) * T."""
-    _apart(store, p, ("out", "out_dot"), lower.tangent)
-
-
 def _apart(
     store: Store, p: Any, results: Sequence[str], operation: Callable[[Store, Any], None]
 ) -> None:
@@ -195,16 +175,6 @@ def _apart(
     for piece in pieces:
         operation(store, _part(p, piece, arrays))
         store.flush()
-
-
-def backward(store: Store, p: GemmBackwardProblem) -> None:
-    """The gradients of the forward."""
-    _summed(store, p, ("d_a", "d_b", "d_bias"), lower.backward)
-
-
-def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
-    """The gradients of the backward's gradients."""
-    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), lower.double_backward)
 
 
 def _summed(
@@ -257,30 +227,10 @@ def _summed(
         store.flush()
 
 
-def gated(store: Store, p: GatedProblem) -> None:
-    """out = act(a) * b."""
-    _gated(store, p, lower.gated, ("out",), ("a", "b"))
-
-
-def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
-    """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-    _gated(store, p, lower.gated_backward, ("d_a", "d_b"), ("grad", "a", "b"))
-
-
-def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
-    """The gradients of the gate's gradients."""
-    names = ("grad", "a", "b", "u", "v")
-    _gated(store, p, lower.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
-
-
-def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
-    """The gate, and its derivative along tangents."""
-    _gated(store, p, lower.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
-
-
 def _gated(
-    store: Store, p: Any, operation: Any, results: tuple[str, ...], operands: tuple[str, ...]
+    store: Store, p: Any, results: tuple[str, ...], operands: tuple[str, ...], operation: Any
 ) -> None:
+    """Run an operation, in halves where its arrays are too large."""
     names = [name for name in (*operands, *results) if getattr(p, name) is not None]
     limit = store.device.room
     if prod(p.shape) * p.dtype.itemsize <= limit:
@@ -303,3 +253,27 @@ def _gated(
             cut(replace(p, shape=views["a"].shape, **views))
 
     cut(p)
+
+
+forward = partial(_apart, results=("out", "pre"), operation=layers.forward)
+tangent = partial(_apart, results=("out", "out_dot"), operation=layers.tangent)
+backward = partial(_summed, names=("d_a", "d_b", "d_bias"), operation=layers.backward)
+double_backward = partial(
+    _summed, names=("d_grad", "d_a", "d_b", "d_bias"), operation=layers.double_backward
+)
+gated = partial(_gated, results=("out",), operands=("a", "b"), operation=gates.gated)
+gated_backward = partial(
+    _gated, results=("d_a", "d_b"), operands=("grad", "a", "b"), operation=gates.gated_backward
+)
+gated_double_backward = partial(
+    _gated,
+    results=("d_grad", "d_a", "d_b"),
+    operands=("grad", "a", "b", "u", "v"),
+    operation=gates.gated_double_backward,
+)
+gated_tangent = partial(
+    _gated,
+    results=("out", "out_dot"),
+    operands=("a", "b", "u", "v"),
+    operation=gates.gated_tangent,
+)

@@ -1,4 +1,4 @@
-"""What WGSL leaves open, found by trying it on a device."""
+"""Trials of a device: what WGSL leaves open, and only a result tells."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.memory import Binding
-from numfuse.backends.webgpu.shaders.probes import Probe, Rounding, Subnormals
+from numfuse.backends.webgpu.shaders.probes import Probe
 from numfuse.backends.webgpu.shaders.shader import Access
 
 if TYPE_CHECKING:
@@ -31,7 +31,9 @@ def one_rounding(device: Device) -> dict[str, bool]:
         factors = 1 + rng.random((64, 2)).astype(dtype)
         exact = [Fraction(float(a)) * Fraction(float(b)) for a, b in factors]
         rest = [float(e - Fraction(float(a * b))) for e, (a, b) in zip(exact, factors, strict=True)]
-        got = _tried(device, Rounding(name), factors)
+        # what fma leaves beside a rounded product: 0 if it is two roundings
+        left = "fma(f[0], f[1], -(f[0] * f[1]))"
+        got = _tried(device, Probe("rounding of fma", Access(name), name, left), factors)
         found[name] = bool((got == np.array(rest, dtype)).all())
     return found
 
@@ -48,7 +50,9 @@ def flushed_subnormals(device: Device) -> frozenset[str]:
         # an argument that is subnormal, and a result; 16 of each, for a length in words
         given = [(2 * info.smallest_subnormal, 1), (info.smallest_normal, 0.5)] * 16
         factors = np.array(given, dtype)
-        probe = Subnormals(Access(name), "float64" if name == "float64" else "float32")
+        acc = "float64" if name == "float64" else "float32"
+        positive = "select(ACC(), f[0] * f[1], f[0] > ACC())"
+        probe = Probe(f"subnormal numbers of {name}", Access(name), acc, positive)
         products = _tried(device, probe, factors)
         if not (products == factors[:, 0] * factors[:, 1]).all():
             found.add(name)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu.shaders.epilogues import Elementwise, Read, Write
+from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
@@ -112,12 +112,14 @@ def _part(
     for wide, first, last in ((True, 0, fours), (False, 4 * fours, size)):
         if first < last:
             unit = 4 if wide else 1
-            accesses = {name: Access(region.dtype, wide) for name, region in found.items()}
+            arrays = [
+                Array(name.partition("_")[2], Access(region.dtype, wide), name.startswith("to_"))
+                for name, region in found.items()
+            ]
             shader = Elementwise(
                 accumulator.name,
                 formula,
-                tuple(Read(name, accesses[f"from_{name}"]) for name in formula.inputs),
-                tuple(Write(name, accesses[f"to_{name}"]) for name in formula.results),
+                tuple(arrays),
                 device.one_rounding[accumulator.name],
             )
             values = {name: offset // unit for name, offset in offsets.items()}

@@ -19,7 +19,7 @@ from numfuse.backends.webgpu.lower.places import (
     tile_of,
 )
 from numfuse.backends.webgpu.lower.sums import join
-from numfuse.backends.webgpu.shaders.epilogues import Gemm, Read, Write
+from numfuse.backends.webgpu.shaders.epilogues import Array, Gemm
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, fresh
 
@@ -36,7 +36,7 @@ def bare_product() -> epilogues.Epilogue:
 
 @dataclass(frozen=True)
 class Launch:
-    """What one dispatch of `gemm.wgsl` computes: an (M, N) result of sums over K in every place."""
+    """A dispatch of `gemm.wgsl`: an (M, N) result of sums over K in every place."""
 
     m: int
     n: int
@@ -71,7 +71,7 @@ class Launch:
         stacked : bool
             Whether `outs` is a stack of planes.
         """
-        device, places, cut = store.device, self.places, self.cut
+        device, places = store.device, self.places
         bindings: dict[str, Any] = {}
         at: dict[str, Region] = {}  # as bound
 
@@ -84,13 +84,14 @@ class Launch:
         if factors is not None:
             x, y = bind("x", factors[0]), bind("y", factors[1])
             accesses = factor_access(x, -2, -1), factor_access(y, -1, -2)
-        reads, writes = [], []
+        described = []
         for name in formula.inputs:
             if name in arrays:
                 region = bind(f"from_{name}", arrays[name])
-                reads.append(Read(name, row_access(region), region.shape[-2] == 1))
+                by_column = region.shape[-2] == 1
+                described.append(Array(name, row_access(region), by_column=by_column))
         for name, out in outs.items():
-            writes.append(Write(name, row_access(bind(f"to_{name}", out))))
+            described.append(Array(name, row_access(bind(f"to_{name}", out)), stored=True))
         many = places.count != 1 or places.segments != 1
         if column_sums is not None:
             bindings["column_sums"] = column_sums.bound(device)[0]
@@ -102,13 +103,23 @@ class Launch:
             self.accumulator.name,
             accesses,
             formula,
-            tuple(reads),
-            tuple(writes),
+            tuple(described),
             places=many,
             segments=places.segments != 1,
             planes=stacked,
             one_rounding=device.one_rounding[self.accumulator.name],
         )
+        values = self._values(at, stacked, many)
+        total = places.count * self.cut.planes
+        blocks = -(-self.m // self.tile.block_m) * -(-self.n // self.tile.block_n)
+        for first in range(0, total, device.grid_limit):
+            values["first_plane"] = first
+            grid = (*device.grid(blocks), min(total - first, device.grid_limit))
+            store.commands.dispatch(shader, bindings, values, grid)
+
+    def _values(self, at: Mapping[str, Region], stacked: bool, many: bool) -> dict[str, int]:
+        """Return the fields of the uniform but ``first_plane``, for these arrays as bound."""
+        cut = self.cut
         values = {
             "m": self.m,
             "n": self.n,
@@ -116,23 +127,18 @@ class Launch:
             "part": cut.part,
             "parts": cut.parts,
             "segments": cut.per_group,
-            "summed": places.segments,
+            "summed": self.places.segments,
             "groups": cut.groups,
         }
         for name, region in at.items():
             strides = region.strides[-2:]
             if stacked and name.startswith("to_"):
                 strides = self.n, 1
-            elif factors is None or name not in ("x", "y"):
+            elif name not in ("x", "y"):
                 strides = repeated(region.shape[-2:], strides)
             values[f"{name}_row"], values[f"{name}_column"] = strides
             values[name] = 0 if many else region.offset
-        total = places.count * cut.planes
-        blocks = -(-self.m // self.tile.block_m) * -(-self.n // self.tile.block_n)
-        for first in range(0, total, device.grid_limit):
-            values["first_plane"] = first
-            grid = (*device.grid(blocks), min(total - first, device.grid_limit))
-            store.commands.dispatch(shader, bindings, values, grid)
+        return values
 
 
 _BARE = Formula.of(bare_product, None).choose("out")

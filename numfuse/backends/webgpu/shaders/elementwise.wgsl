@@ -12,7 +12,7 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
         return;
     }
     //$ for r in INPUTS:
-    let ${r.NAME}_here = ${r.TYPE}(${r.ARRAY}[p.${r.ARRAY} + i]);
+    let ${r.NAME}_here = ${r.READ}(${r.ARRAY}[p.${r.ARRAY} + i]);
     //$ end
     //$ for a in ARGUMENTS:
     let made_${a[0]} = epilogue(${a[1]});

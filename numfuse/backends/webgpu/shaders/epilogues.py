@@ -13,54 +13,35 @@ from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.backends.webgpu.tiling import WebGpuTile
 from numfuse.expr import Expr
 
-__all__ = ["Elementwise", "Gemm", "Read", "Write"]
+__all__ = ["Array", "Elementwise", "Gemm"]
 
 
 @dataclass(frozen=True)
-class Read:
-    """An input of a formula that a shader reads."""
+class Array:
+    """An input of a formula that a shader reads, or a result that it stores."""
 
     name: str
     access: Access
-    #: One row for all rows.
+    stored: bool = False
+    #: Whether one row is read for all rows.
     by_column: bool = False
 
     @property
     def array(self) -> str:
         """The name of the buffer, and of its offset and strides."""
-        return f"from_{self.name}"
+        return f"{'to' if self.stored else 'from'}_{self.name}"
 
 
-@dataclass(frozen=True)
-class Write:
-    """A result of a formula that a shader stores."""
+class _Lanes:
+    """An array as the templates see it: as many neighbours at a time as the epilogue has calls."""
 
-    name: str
-    access: Access
-
-    @property
-    def array(self) -> str:
-        """The name of the buffer, and of its offset and strides."""
-        return f"to_{self.name}"
-
-
-class _Input:
-    """An input as the templates see it."""
-
-    def __init__(self, read: Read, accumulator: str) -> None:
-        self.NAME, self.ARRAY, self.WIDE = read.name, read.array, read.access.wide
-        self.BY_COLUMN = read.by_column
-        self.TYPE = f"vec4<{accumulator}>" if read.access.wide else accumulator
-
-
-class _Output:
-    """A result as the templates see it: of one call of the epilogue, or of four neighbours'."""
-
-    def __init__(self, write: Write, accumulator: str, lanes: int) -> None:
-        self.NAME, self.ARRAY, self.WIDE = write.name, write.array, write.access.wide
-        self.SCALAR, self.ELEMENT = write.access.scalar, write.access.element
-        made = ", ".join(f"made_{d}.{write.name}" for d in range(lanes))
-        self.VALUE = made if lanes == 1 else f"vec4<{accumulator}>({made})"
+    def __init__(self, array: Array, accumulator: str, lanes: int) -> None:
+        access, wide = array.access, f"vec4<{accumulator}>"
+        self.NAME, self.ARRAY, self.WIDE = array.name, array.array, access.wide
+        self.SCALAR, self.ELEMENT, self.BY_COLUMN = access.scalar, access.element, array.by_column
+        self.READ = accumulator if lanes == 1 else wide
+        made = ", ".join(f"made_{d}.{array.name}" for d in range(lanes))
+        self.VALUE = made if lanes == 1 else f"{wide}({made})"
 
 
 class _Factor:
@@ -89,8 +70,7 @@ class _Epilogue(Shader):
 
     accumulator: str
     formula: Formula
-    reads: tuple[Read, ...]
-    writes: tuple[Write, ...]
+    arrays: tuple[Array, ...]
     one_rounding: bool
 
     def formulas(self) -> list[Expr]:
@@ -98,14 +78,18 @@ class _Epilogue(Shader):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return (*(r.array for r in self.reads), *(w.array for w in self.writes))
+        return tuple(array.array for array in self.arrays)
 
     @property
-    def _arrays(self) -> list[Storage]:
+    def _storage(self) -> list[Storage]:
         return [
-            *(Storage(r.array, r.access.element, "read") for r in self.reads),
-            *(Storage(w.array, w.access.element, "read_write") for w in self.writes),
+            Storage(a.array, a.access.element, "read_write" if a.stored else "read")
+            for a in self.arrays
         ]
+
+    @property
+    def _operation(self) -> str:
+        return self.formula.operation.__name__.replace("_", " ")
 
     def _bindings(self, lanes: int) -> dict[str, Any]:
         """Return what the templates know of the epilogue, which is called once for each lane."""
@@ -118,8 +102,8 @@ class _Epilogue(Shader):
             "EPILOGUE": self.formula.text(self.accumulator, self.one_rounding),
             "ARGUMENTS": list(enumerate(arguments)),
             "ACC": acc,
-            "INPUTS": [_Input(r, acc) for r in self.reads],
-            "OUTPUTS": [_Output(w, acc, lanes) for w in self.writes],
+            "INPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if not a.stored],
+            "OUTPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if a.stored],
         }
 
 
@@ -132,8 +116,7 @@ class Gemm(_Epilogue):
     #: X and Y; None where the formula has no accumulator.
     factors: tuple[Access, Access] | None
     formula: Formula
-    reads: tuple[Read, ...]
-    writes: tuple[Write, ...]
+    arrays: tuple[Array, ...]
     places: bool = False
     segments: bool = False
     #: Whether the result is a stack of planes to be joined.
@@ -144,17 +127,15 @@ class Gemm(_Epilogue):
     @cached_property
     def label(self) -> str:  # type: ignore[override]
         x, y = self.factors or ("-", "-")
-        out = self.writes[0].access if self.writes else "-"
         t = self.tile
-        what = self.formula.operation.__name__.replace("_", " ")
-        return f"gemm {what} {x}.{y}->{out} {t.block_m}x{t.block_n}x{t.block_k}"
+        return f"gemm {self._operation} {x}.{y} {t.block_m}x{t.block_n}x{t.block_k}"
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
         found = [
             Storage(n, a.element, "read") for n, a in zip("xy", self.factors or (), strict=False)
         ]
-        found += self._arrays
+        found += self._storage
         if self.formula.summed:
             found.append(Storage("column_sums", TYPES[self.accumulator], "read_write"))
         if self.places:
@@ -229,25 +210,23 @@ class Elementwise(_Epilogue):
 
     accumulator: str
     formula: Formula
-    reads: tuple[Read, ...]
-    #: All arrays are read and written by fours, or none.
-    writes: tuple[Write, ...]
+    #: All are read and written by fours, or none.
+    arrays: tuple[Array, ...]
     #: Whether the device's fma rounds once.
     one_rounding: bool = False
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]
-        what = self.formula.operation.__name__.replace("_", " ")
-        return f"elementwise {what} {self.writes[0].access}"
+        return f"elementwise {self._operation} {self.arrays[-1].access}"
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        return tuple(self._arrays)
+        return tuple(self._storage)
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
         return Uniform.of("first", "last", *self._names)
 
     def text(self) -> str:
-        lanes = 4 if self.writes[0].access.wide else 1
+        lanes = 4 if self.arrays[-1].access.wide else 1
         return expand("elementwise.wgsl", {**self._bindings(lanes), "HEADER": self.header()})

@@ -1,7 +1,7 @@
 """An epilogue's formulas in a shader: the one printer, and what a lowering asks of an operation.
 
 A :class:`Formula` names an operation of `numfuse.epilogues` and holds none of its graphs: what is
-kept by one (pipelines, and the table here) must not keep an activation alive.
+kept by one (a pipeline) must not keep an activation alive.
 """
 
 from __future__ import annotations
@@ -14,21 +14,37 @@ from typing import Any, NamedTuple
 from numfuse.epilogues import Epilogue
 from numfuse.language import wgsl
 from numfuse.language.graph import Curve, Expr, inputs, named
-from numfuse.runtime.lifetimes import Table, formulas_of
+from numfuse.runtime.lifetimes import formulas_of, kept
 
 __all__ = ["Formula"]
 
 
 class _Result(NamedTuple):
-    """What a result depends on."""
+    """A result as a lowering needs to know it."""
 
     inputs: frozenset[str]
     #: The input that it is, unchanged.
     alias: str | None
 
 
-#: By formulas without a choice of results: the names of inputs, and {name of a result: _Result}.
-_KNOWN = Table(1024)
+def _epilogue(
+    operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
+) -> Epilogue:
+    made = (operation() if curve is None else operation(curve)).without(*absent)
+    return made.guarded() if guard else made
+
+
+@kept(1024)
+def _facts(
+    operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
+) -> tuple[tuple[str, ...], dict[str, _Result]]:
+    """Return the inputs of an epilogue in their order, and its results by name."""
+    made = _epilogue(operation, curve, absent, guard)
+    results = {}
+    for name, expr in made.results:
+        alias = str(expr.payload) if expr.op == "input" else None
+        results[name] = _Result(frozenset(inputs((expr,))), alias)
+    return made.inputs, results
 
 
 def _identity(curve: Curve | None) -> tuple[Any, ...]:
@@ -87,37 +103,24 @@ class Formula:
         """Return the graphs with which goes what is kept of this formula."""
         return [] if self._curve is None else formulas_of(self._curve())
 
-    def _epilogue(self) -> Epilogue:
-        made = self.operation() if self._curve is None else self.operation(self._curve())
-        made = made.without(*self.absent)
-        return made.guarded() if self.guard else made
-
-    def _facts(self) -> tuple[tuple[str, ...], dict[str, _Result]]:
-        key = replace(self, results=(), summed=None)
-        known: tuple[tuple[str, ...], dict[str, _Result]] | None = _KNOWN.get(key)
-        if known is None:
-            made = self._epilogue()
-            results = {}
-            for name, expr in made.results:
-                alias = str(expr.payload) if expr.op == "input" else None
-                results[name] = _Result(frozenset(inputs((expr,))), alias)
-            known = made.inputs, results
-            _KNOWN.keep(key, known, self.formulas())
-        return known
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        curve = None if self._curve is None else self._curve()
+        return self.operation, curve, self.absent, self.guard
 
     def has(self, result: str) -> bool:
         """Whether a result is not zero everywhere."""
-        return result in self._facts()[1]
+        return result in _facts(*self._arguments)[1]
 
     def alias(self, result: str) -> str | None:
         """Return the input that a result is, unchanged; None if there is none."""
-        known = self._facts()[1].get(result)
+        known = _facts(*self._arguments)[1].get(result)
         return None if known is None else known.alias
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that the chosen results depend on, accumulators first."""
-        order, known = self._facts()
+        order, known = _facts(*self._arguments)
         chosen = (*self.results, *((self.summed,) if self.summed else ()))
         used = frozenset[str]().union(*(known[name].inputs for name in chosen if name in known))
         return tuple(name for name in order if name in used)
@@ -127,7 +130,7 @@ class Formula:
 
         Its ``Results`` has a member for each chosen result, and the next ``sum``.
         """
-        made, chosen = self._epilogue(), self.results
+        made, chosen = _epilogue(*self._arguments), self.results
         results = list(made.select(*chosen).results)
         arguments = self.inputs
         if self.summed is not None:

@@ -1,4 +1,4 @@
-"""What every shader has: what it binds, its uniform, its WGSL text.
+"""The base of shaders: what one binds, its uniform, its WGSL text.
 
 A shader is a frozen description; equal descriptions are one pipeline (`device.Device.pipeline`).
 `text()` is the whole module, to be read or to be given to another tool.
