@@ -376,6 +376,29 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
     assert grown < 1050 * 256
 
 
+def test_what_is_compiled_for_a_formula_goes_with_it(device):
+    """A redefinition is another formula: pipelines and programs of the one before are dropped."""
+    x = np.ones((8, 8), np.float32)
+    there = nf.to_device(x, "webgpu")
+
+    def held(k):
+        def renewed(t):
+            return nf.expr.tanh(k * t)
+
+        nf.activation(renewed)
+        nf.activation_mul_bwd(x, x, x, "renewed", backend="webgpu")
+        nf.matmul_bias_activation_double_bwd(
+            there, there, None, there, there, there, None, "renewed"
+        )
+        gc.collect()
+        return device.pipelines, len(device.programs)
+
+    before = device.pipelines
+    first = held(2)
+    assert first[0] > before
+    assert held(3) == held(4) == first
+
+
 def test_a_buffer_of_a_cycle_comes_back_alive(device):
     """A cycle of garbage ends its members in any order: not the handle before its buffer."""
     for _ in range(20):
