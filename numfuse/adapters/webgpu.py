@@ -30,6 +30,7 @@ from numfuse.problem.results import (
     RESIDUAL_NEEDS,
     RESIDUAL_SECOND_NEEDS,
 )
+from numfuse.runtime.lifetimes import formulas_of
 
 __all__ = [
     "activation_mul",
@@ -132,7 +133,7 @@ class _Call:
             if key is not None and steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
                 program = Program.of(steps, arrays, made, latest.call)
-                device.keep_program(key, program, p.activation.curve.formulas())
+                device.keep_program(key, program, formulas_of(p.activation.curve))
         if result is results:
             found = [None if ghost is None else known[id(ghost)] for ghost in results]
             return getattr(result, "_make", tuple)(found)
