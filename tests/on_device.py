@@ -180,7 +180,8 @@ def poison(nbytes: int) -> ndarray:
 
 
 def _poison_webgpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from numfuse.backends.webgpu.device.device import Buffer, Device
+    from numfuse.backends.webgpu.device.device import Device
+    from numfuse.backends.webgpu.device.memory import Buffer
 
     buffer = Device.buffer
 

@@ -12,12 +12,13 @@ from typing import Any
 from numpy import ndarray
 
 from numfuse.backends import Backend, latest, load
-from numfuse.backends.webgpu import lower, split
-from numfuse.backends.webgpu import second_order as run_higher
+from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
-from numfuse.backends.webgpu.program import Plan, formulas_of_call, key_of
+from numfuse.backends.webgpu.lower.elementwise import zero
+from numfuse.backends.webgpu.lower.sums import sum_to
+from numfuse.backends.webgpu.program import Program, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.problem import product, second_order
 from numfuse.problem.operands import required
@@ -29,6 +30,7 @@ from numfuse.problem.results import (
     RESIDUAL_NEEDS,
     RESIDUAL_SECOND_NEEDS,
 )
+from numfuse.runtime.lifetimes import formulas_of
 
 __all__ = [
     "activation_mul",
@@ -109,16 +111,16 @@ class _Call:
         device = self.device
         arrays = self._operands + self._outs
         key = None if plain is None else key_of(kind, p, arrays, len(self._outs))
-        plan = device.plans.get(key)
+        program = device.programs.get(key)
         result = p.result
         results = result if isinstance(result, tuple) else (result,)
         known: dict[int, DeviceArray] = {id(x.ghost): x for x in self._outs}
         new = [ghost for ghost in results if ghost is not None and id(ghost) not in known]
-        if plan is not None:
-            buffers = plan.run(device, arrays)
-            for ghost, number in zip(new, plan.results, strict=True):
+        if program is not None:
+            buffers = program.run(device, arrays)
+            for ghost, number in zip(new, program.results, strict=True):
                 known[id(ghost)] = DeviceArray(device, buffers[number], ghost, address(ghost))
-            latest.call = plan.call
+            latest.call = program.call
         else:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
@@ -130,8 +132,8 @@ class _Call:
             steps = store.steps
             if key is not None and steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
-                plan = Plan.of(steps, arrays, made, latest.call)
-                device.keep_plan(key, plan, formulas_of_call(p))
+                program = Program.of(steps, arrays, made, latest.call)
+                device.keep_program(key, program, formulas_of(p.activation.curve))
         if result is results:
             found = [None if ghost is None else known[id(ghost)] for ghost in results]
             return getattr(result, "_make", tuple)(found)
@@ -248,7 +250,7 @@ def matmul_bias_residual_bwd(
     def both(store: DeviceStore, p: Any) -> None:
         split.backward(store, p)
         if residual_grad is not None:
-            lower.sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
+            sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
 
     return call.run("backward", p, both, None if residual_grad is not None else True)
 
@@ -301,7 +303,7 @@ def matmul_bias_activation_double_bwd(
     u, v, w, grad, a, b, bias = map(_ghost, operands)
     pre = _ghost(pre_activation)
     p = second_order.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
-    return call.run("double_backward", p, split.double_backward, None)
+    return call.run("double_backward", p, split.double_backward)
 
 
 def matmul_bias_residual_double_bwd(
@@ -330,7 +332,7 @@ def matmul_bias_residual_double_bwd(
     def both(store: DeviceStore, p: Any) -> None:
         split.double_backward(store, p)
         if p.result.d_residual is not None:
-            run_higher.zero(store, p.result.d_residual, p.acc_dtype)
+            zero(store, p.result.d_residual, p.acc_dtype)
 
     return call.run("double_backward", p, both, None)
 
@@ -352,7 +354,7 @@ def matmul_bias_activation_jvp(
     operands = (a, b, bias, a_dot, b_dot, bias_dot)
     a, b, bias, a_dot, b_dot, bias_dot = map(_ghost, operands)
     p = second_order.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
-    return call.run("tangent", p, split.tangent, None)
+    return call.run("tangent", p, split.tangent)
 
 
 def matmul_bias_residual_jvp(
@@ -381,7 +383,7 @@ def matmul_bias_residual_jvp(
     )
     operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
     p = second_order.gemm_residual_tangent(*map(_ghost, operands))
-    return call.run("tangent", p, split.tangent, None)
+    return call.run("tangent", p, split.tangent)
 
 
 def activation_mul_double_bwd(
@@ -400,7 +402,7 @@ def activation_mul_double_bwd(
     call = _Call(backend, u=u, v=v, grad=grad, a=a, b=b)
     u, v, grad, a, b = map(_ghost, (u, v, grad, a, b))
     p = second_order.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
-    return call.run("gated_double_backward", p, split.gated_double_backward, None)
+    return call.run("gated_double_backward", p, split.gated_double_backward)
 
 
 def activation_mul_jvp(
@@ -417,7 +419,7 @@ def activation_mul_jvp(
     call = _Call(backend, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
     a, b, a_dot, b_dot = map(_ghost, (a, b, a_dot, b_dot))
     p = second_order.gated_tangent(a, b, a_dot, b_dot, activation, guard)
-    return call.run("gated_tangent", p, split.gated_tangent, None)
+    return call.run("gated_tangent", p, split.gated_tangent)
 
 
 def to_numpy(x: DeviceArray) -> ndarray:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from numfuse.language.curves import Curve, rebuilt
 from numfuse.language.elementary import evaluate
-from numfuse.language.graph import SYMBOL, Expr, rounded, topological
+from numfuse.language.graph import SYMBOL, Expr, node, rounded, topological
 from numfuse.language.wgsl_arithmetic import FEATURES, literal, primitives, real
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
 
-__all__ = ["FEATURES", "function", "prelude", "table"]
+__all__ = ["FEATURES", "epilogue", "function", "prelude", "table"]
 
 _INFIX = {
     "add": "+", "sub": "-", "mul": "*", "product": "*", "div": "/", "lt": "<", "le": "<=",
@@ -37,6 +38,21 @@ def _is_nonzero(e: Expr) -> bool:
     return e.op == "const" and rounded(e, "float64") != 0
 
 
+def _operation(e: Expr, args: Sequence[str]) -> str:
+    """Return the text of a node over the texts of its operands."""
+    sign = _INFIX.get(e.op)
+    if sign is not None:
+        return f"{args[0]} {sign} {args[1]}"
+    if e.op in ("neg", "negation"):
+        return f"{'-' if e.op == 'neg' else '!'}{args[0]}"
+    if e.op == "where":
+        return f"select({args[2]}, {args[1]}, {args[0]})"
+    if e.op in ("minimum", "maximum") and _held(e) and _is_nonzero(e.args[1]):
+        # x = NaN has a select of its own; of -0 and 0 WGSL may choose either
+        return f"{e.op[:3]}({', '.join(args)})"
+    return f"{e.op if e.op in _BUILTIN else 'nf_' + e.op}({', '.join(args)})"
+
+
 def function(expr: Expr, name: str, dtype: str = "float32") -> str:
     """The graph as ``fn name(x: f32) -> f32``, or of f64; its primitives: :func:`prelude`."""
     if name in _CALLED or name.startswith("nf_"):
@@ -51,19 +67,7 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
         if e.op == "const":
             names[e] = literal(rounded(e, dtype), dtype)
             continue
-        args = [names[a] for a in e.args]
-        sign = _INFIX.get(e.op)
-        if sign is not None:
-            text = f"{args[0]} {sign} {args[1]}"
-        elif e.op in ("neg", "negation"):
-            text = f"{'-' if e.op == 'neg' else '!'}{args[0]}"
-        elif e.op == "where":
-            text = f"select({args[2]}, {args[1]}, {args[0]})"
-        elif e.op in ("minimum", "maximum") and _held(e) and _is_nonzero(e.args[1]):
-            # x = NaN has a select of its own, below; of -0 and 0 WGSL may choose either
-            text = f"{e.op[:3]}({', '.join(args)})"
-        else:
-            text = f"{e.op if e.op in _BUILTIN else 'nf_' + e.op}({', '.join(args)})"
+        text = _operation(e, [names[a] for a in e.args])
         names[e] = f"t{len(lines)}"
         lines.append(f"    let {names[e]} = {text};")
     result = names[expr]
@@ -76,6 +80,82 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
         kept = kept and not evaluate(expr, zeros).any()
         result = f"select({result}, {limit}, nf_is_{'zero_or_' if kept else ''}nan(x))"
     return "\n".join([f"fn {name}(x: {kind}) -> {kind} {{", *lines, f"    return {result};", "}"])
+
+
+def _contracted(exprs: Sequence[Expr]) -> tuple[list[Expr], set[Expr]]:
+    """Return the graphs with an fma for every sum that has a product, and the fmas that are new.
+
+    Of a product and a sum a compiler makes one operation or does not, by what else needs the
+    product: a result would have other bits alone than beside another.
+    """
+    order = topological(exprs)
+    made: dict[Expr, Expr] = {}
+    new: set[Expr] = set()
+    for e in order:
+        args = [made[a] for a in e.args]
+        made[e] = rebuilt(e, args)
+        at = next((i for i, a in enumerate(args) if a.op == "mul"), None)
+        if e.op in ("add", "sub") and at is not None:
+            (a, b), c = args[at].args, args[1 - at]
+            if e.op == "sub":
+                a, c = (a, -c) if at == 0 else (-a, c)
+            made[e] = node("fma", a, b, c)
+            new.add(made[e])
+    return [made[e] for e in exprs], new.difference(order)
+
+
+def epilogue(
+    results: Sequence[tuple[str, Expr]], arguments: Sequence[str], dtype: str = "float32"
+) -> str:
+    """Return formulas of named inputs as one function, and the curves that it calls.
+
+    Parameters
+    ----------
+    results : sequence of (str, Expr)
+        The members of what the function returns: each one's name and its graph.
+    arguments : sequence of str
+        The names of the inputs, in the order of the function's arguments.
+    dtype : {"float32", "float64"}
+
+    Returns
+    -------
+    str
+        ``struct Results`` and ``fn epilogue(...) -> Results``, a function of scalars; its
+        primitives: :func:`prelude`.
+    """
+    kind = real(dtype)
+    exprs, contracted = _contracted([expr for _, expr in results])
+    names: dict[Expr, str] = {}
+    curves: dict[Curve, str] = {}
+    lines: list[str] = []
+    for e in topological(exprs):
+        if e.op == "input":
+            names[e] = f"in_{e.payload}"
+            continue
+        if e.op == "const":
+            names[e] = literal(rounded(e, dtype), dtype)
+            continue
+        args = [names[a] for a in e.args]
+        if isinstance(e.payload, Curve):
+            text = f"{curves.setdefault(e.payload, f'curve_{len(curves)}')}({args[0]})"
+        elif e in contracted:
+            text = f"fma({', '.join(args)})"
+        else:
+            text = _operation(e, args)
+        names[e] = f"t{len(lines)}"
+        lines.append(f"    let {names[e]} = {text};")
+    members = ", ".join(f"{name}: {kind}" for name, _ in results)
+    given = ", ".join(f"in_{name}: {kind}" for name in arguments)
+    made = ", ".join(names[e] for e in exprs)
+    main = [
+        f"struct Results {{ {members} }}\n",
+        f"fn epilogue({given}) -> Results {{",
+        *lines,
+        f"    return Results({made});",
+        "}",
+    ]
+    functions = [function(curve.trace, name, dtype) for curve, name in curves.items()]
+    return "\n\n".join([*functions, "\n".join(main)])
 
 
 def prelude(text: str, dtype: str = "float32", one_rounding: bool = False) -> str:

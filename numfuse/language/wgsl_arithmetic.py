@@ -133,6 +133,11 @@ fn nf_is_nan(x: REAL) -> bool {
 fn nf_is_zero_or_nan(x: REAL) -> bool {
     return (bitcast<UINT>(x) & MAGNITUDE_BITS) - ONE_BIT >= INFINITY_BITS;
 }""",
+    # An infinity and a NaN have all bits of the exponent.
+    "nf_finite": """\
+fn nf_finite(x: REAL) -> REAL {
+    return select(x, 0.0, (bitcast<UINT>(x) & INFINITY_BITS) == INFINITY_BITS);
+}""",
     "nf_maximum": """\
 fn nf_maximum(a: REAL, b: REAL) -> REAL {
     let larger = select(a, b, a <= b);

@@ -250,7 +250,7 @@ def test_a_kept_call_reads_a_pre_activation_in_its_own_dtype():
 
 def test_a_copy_of_another_shape_is_refused():
     """It would be read with another's strides, past its buffer."""
-    from numfuse.backends.webgpu.device.device import Commands
+    from numfuse.backends.webgpu.device.commands import Commands
     from numfuse.backends.webgpu.stores import copy, fresh
 
     device = nf.to_device(np.ones(1, F32), WEBGPU).device

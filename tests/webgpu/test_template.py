@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 from conftest import unavailable
 
 import numfuse as nf
+from numfuse import epilogues
 from numfuse.backends.webgpu.tiling import TILES
 
 if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
     unavailable("webgpu", str(nf.backends()["webgpu"]))
 
 from numfuse.backends.webgpu.shaders import template
-from numfuse.backends.webgpu.shaders.kernels import Copy, Gated, Gemm, Join, Operand
+from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise, Gemm
+from numfuse.backends.webgpu.shaders.formula import Formula
+from numfuse.backends.webgpu.shaders.moves import Copy, Join
+from numfuse.backends.webgpu.shaders.probes import Probe
+from numfuse.backends.webgpu.shaders.shader import Access, Uniform
 
 
 @pytest.fixture
@@ -113,34 +119,74 @@ def test_a_loop_that_is_no_loop_is_an_error(expanded):
         expanded("first\n//$ for i:\n//$ end")
 
 
-def kernels():
+def gate_arrays(access):
+    return Array("a", access), Array("b", access), Array("out", access, stored=True)
+
+
+def shaders():
     """One of each kind in every combination of what changes its text."""
+    curve = nf.activations()["gelu"].curve
+    layer = Formula.of(epilogues.layer, curve)
+    slope = Formula.of(epilogues.layer_double_backward, curve, ("w", "bias"), guard=True)
     for tile in TILES:
         for wide in (False, True):
             for turned in (False, True):
                 for dtype, acc in (("float32", "float32"), ("float16", "float32")):
-                    x, y = Operand(dtype, wide, turned), Operand(dtype, wide, not turned)
-                    row = Operand(dtype, wide)
-                    yield Gemm(tile, acc, x, y, row, row, out=row)
+                    factors = Access(dtype, wide, turned), Access(dtype, wide, not turned)
+                    row = Access(dtype, wide)
+                    bias, out = Array("bias", row, by_column=True), Array("out", row, stored=True)
+                    yield Gemm(tile, acc, factors, layer.choose("out"), (bias, out))
                     yield Gemm(
-                        tile, acc, x, y, row, row, pre=Operand(acc), out=row, places=True,
-                        segments=True, planes=True, column_sums=True,
+                        tile, acc, factors, layer.choose("out", "pre", summed="out"),
+                        (bias, out, Array("pre", Access(acc), stored=True)),
+                        places=True, segments=True, planes=True,
                     )  # fmt: skip
-                    yield Gemm(tile, acc, None, None, extra=row, pre=row, pre_is_read=True, out=row)
+                    reads = [Array(name, row) for name in ("z", "t", "grad")]
+                    arrays = (*reads, Array("q", row, stored=True))
+                    yield Gemm(tile, acc, None, slope.choose("q"), arrays)
+    gate = Formula.of(epilogues.gate, nf.activations()["none"].curve).choose("out")
     for wide in (False, True):
-        operand = Operand("float64", wide)
-        yield Join("float64", operand, operand, add=wide)
-        for backward in (False, True):
-            yield Gated("float64", operand, None, backward=backward, d_a=True, d_b=True)
-    yield Copy(Operand("float32"), Operand("float16"))
+        access = Access("float64", wide)
+        yield Join("float64", access, access, add=wide)
+        yield Elementwise("float64", gate, gate_arrays(access))
+    yield Copy(Access("float32"), Access("float16"))
+    yield Probe("a probe", Access("float16"), "float32", "f[0]")
 
 
-def test_every_kernel_is_wgsl_without_leftovers():
-    for kernel in kernels():
-        text = kernel.text()
-        assert "$" not in text and "None" not in text and "True" not in text, kernel.label
+def test_every_shader_is_wgsl_without_leftovers():
+    for shader in shaders():
+        text = shader.text()
+        assert "$" not in text and "None" not in text and "True" not in text, shader.label
         assert text.count("{") == text.count("}") and text.count("(") == text.count(")")
         bindings = [int(b) for b in re.findall(r"@binding\((\d+)\)", text)]
-        assert bindings == list(range(1 + len(kernel.buffers)))
-        assert ("enable f16;" in text) == any("f16" in kind for _, kind, _ in kernel.buffers)
-        assert text == kernel.text()
+        assert bindings == list(range(1 + len(shader.buffers)))
+        assert ("enable f16;" in text) == any("f16" in b.element for b in shader.buffers)
+        assert text == shader.text()
+        used = set(re.findall(r"\bp\.(\w+)", text))
+        assert used <= set(shader.uniform.names), shader.label
+
+
+def test_shaders_are_equal_where_their_formulas_are():
+    """Or a redefined activation would be computed by the pipeline of the one before."""
+
+    def shader(act, **how):
+        formula = Formula.of(epilogues.gate, nf.activations()[act].curve, **how).choose("out")
+        return Elementwise("float32", formula, gate_arrays(Access("float32")))
+
+    cases = [("gelu", {}), ("tanh", {}), ("gelu", {"guard": True}), ("gelu", {"absent": ("b",)})]
+    made = [shader(act, **how) for act, how in cases]
+    for i, one in enumerate(made):
+        assert [one == other for other in made] == [i == j for j in range(len(made))]
+        again = shader(cases[i][0], **cases[i][1])
+        assert one == again and hash(one) == hash(again)
+
+
+def test_a_uniform_is_packed_as_its_struct_says():
+    uniform = Uniform((("strides", "vec4<u32>"), ("first", "u32"), ("size", "u32")))
+    assert uniform.struct() == (
+        "struct Params {\n    strides: vec4<u32>,\n    first: u32,\n    size: u32,\n}"
+    )
+    words = uniform.pack({"size": 7, "first": 5, "strides": (1, -2, 3, 4)})
+    assert np.frombuffer(words, np.int32).tolist() == [1, -2, 3, 4, 5, 7]
+    with pytest.raises(KeyError, match="first"):
+        uniform.pack({"size": 7, "strides": (1, 2, 3, 4)})

@@ -9,7 +9,6 @@ import re
 import subprocess
 import sys
 import threading
-from types import SimpleNamespace
 
 import numpy as np
 import once
@@ -52,7 +51,7 @@ def adapters(webgpu):
 @pytest.fixture
 def giving(adapters):
     """The adapters that give a device: some are listed and do not, as NVIDIA's OpenGL."""
-    from numfuse.backends.webgpu.device.device import choose
+    from numfuse.backends.webgpu.device.adapters import choose
 
     found = []
     for adapter in adapters:
@@ -101,6 +100,20 @@ def assert_layer(grad, a, b, bias, activation="gelu", saved=False):
     assert_within("out", got[0], forward.out, forward.out_error)
     for name, value in zip(("d_a", "d_b", "d_bias"), got[1:], strict=True):
         assert_within(name, value, getattr(backward, name), getattr(backward, f"{name}_error"))
+
+
+def met(monkeypatch):
+    """The shaders that calls dispatch from now on."""
+    from numfuse.backends.webgpu.device.commands import Commands
+
+    found, dispatch = set(), Commands.dispatch
+
+    def spied(self, shader, *rest):
+        found.add(shader)
+        dispatch(self, shader, *rest)
+
+    monkeypatch.setattr(Commands, "dispatch", spied)
+    return found
 
 
 def same(first, second):
@@ -161,7 +174,7 @@ def test_there_is_one_precision(webgpu):
 
 
 def test_the_environment_names_the_adapter(adapters, monkeypatch):
-    from numfuse.backends.webgpu.device.device import choose
+    from numfuse.backends.webgpu.device.adapters import choose
 
     for adapter in adapters:
         monkeypatch.setenv("NUMFUSE_WEBGPU_ADAPTER", str(adapter.number))
@@ -238,8 +251,8 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
         pytest.skip(f"{device.name} has {limit} bytes of workgroup memory")
     monkeypatch.setattr(tiling, "tile", lambda *_: tile)
     tolerance.vanishing("webgpu", DTYPES[dtype])  # asks the device, at its first use
-    monkeypatch.setattr(device, "_pipelines", {})  # what other tests made
-    device.plans.clear()
+    made = met(monkeypatch)
+    device.programs.clear()
     # more than one block each way, the last ones in part, and more than one slice of K
     m, n = tile.block_m + 4, tile.block_n + 8
     for sizes in ((m, n, 36), (m - 1, n - 1, 35)):
@@ -256,14 +269,10 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
             for factors in (columns, (a, b))
         )
         assert same(turned, straight)
-    from numfuse.backends.webgpu.shaders import kernels
-
-    names = list(kernels.Gemm.__dataclass_fields__)
-    keys = [key[1:] for key in device._pipelines if type(key) is tuple and key[0] is kernels.Gemm]
-    made = [SimpleNamespace(**dict(zip(names, key, strict=True))) for key in keys]
-    made = [kernel for kernel in made if kernel.x is not None]
-    assert {kernel.tile for kernel in made} == {tile}
-    orders = {(k.x.turned, k.y.turned, k.x.wide, k.y.wide) for k in made}
+    products = [shader for shader in made if getattr(shader, "factors", None)]
+    assert {shader.tile for shader in products} == {tile}
+    factors = [shader.factors for shader in products]
+    orders = {(x.turned, y.turned, x.wide, y.wide) for x, y in factors}
     assert orders >= {
         (x, y, wide, wide) for x in (False, True) for y in (False, True) for wide in (False, True)
     }
@@ -351,7 +360,7 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
         return (
             device._free.nbytes, len(device._free), len(device._live),
             len(device._staging), device.pipelines, len(device._constants._entries),
-            len(device._groups._entries), len(device.plans),
+            len(device._groups._entries), len(device.programs),
         )  # fmt: skip
 
     some(100)
@@ -365,6 +374,29 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
         if grown < 1050 * 256:
             break
     assert grown < 1050 * 256
+
+
+def test_what_is_compiled_for_a_formula_goes_with_it(device):
+    """A redefinition is another formula: pipelines and programs of the one before are dropped."""
+    x = np.ones((8, 8), np.float32)
+    there = nf.to_device(x, "webgpu")
+
+    def held(k):
+        def renewed(t):
+            return nf.expr.tanh(k * t)
+
+        nf.activation(renewed)
+        nf.activation_mul_bwd(x, x, x, "renewed", backend="webgpu")
+        nf.matmul_bias_activation_double_bwd(
+            there, there, None, there, there, there, None, "renewed"
+        )
+        gc.collect()
+        return device.pipelines, len(device.programs)
+
+    before = device.pipelines
+    first = held(2)
+    assert first[0] > before
+    assert held(3) == held(4) == first
 
 
 def test_a_buffer_of_a_cycle_comes_back_alive(device):
@@ -435,17 +467,17 @@ def test_calls_from_several_threads_give_what_one_gives(webgpu):
 def test_a_kernel_that_does_not_compile_is_named_and_the_next_call_works(
     device, monkeypatch, broken
 ):
-    from numfuse.backends.webgpu.shaders import kernels
+    from numfuse.backends.webgpu.shaders.epilogues import Gemm
 
     grad, a, b, _ = operands(34, 35, 36)
     out = np.full((34, 35), np.nan, np.float32)
-    text = kernels.Gemm.text
+    text = Gemm.text
     with monkeypatch.context() as patch:
         patch.setattr(device, "_pipelines", {})
-        patch.setattr(kernels.Gemm, "text", lambda kernel: broken(text(kernel)))
+        patch.setattr(Gemm, "text", lambda shader: broken(text(shader)))
         with pytest.raises(nf.DeviceError, match=f"^{device.name.split('(')[0]}") as caught:
             nf.matmul_bias_residual(a, b, None, grad, out=out, backend="webgpu")
-    assert "refused 'gemm product f32" in str(caught.value)
+    assert "refused 'gemm residual layer f32" in str(caught.value)
     assert not isinstance(caught.value, nf.DeviceLost)
     assert np.isnan(out).all()
     got = nf.matmul_bias_residual(a, b, None, grad, out=out, backend="webgpu")
@@ -552,30 +584,26 @@ def test_no_compiler_chooses_whether_a_product_and_its_sum_are_one(webgpu, monke
     So the bits of a gradient would depend on which others are asked for. Those of this device may
     not: what is looked at is the text of the kernels.
     """
-    from numfuse.backends.webgpu.device.device import Commands
-
-    met, dispatch = set(), Commands.dispatch
-
-    def spied(self, kernel, *rest):
-        met.add(kernel)
-        dispatch(self, kernel, *rest)
-
-    monkeypatch.setattr(Commands, "dispatch", spied)
+    shaders = met(monkeypatch)
     grad, a, b, bias = operands(5, 4, 3)
     for needs in (("bias",), ("a", "b", "bias")):
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=needs, backend="webgpu")
     for needs in (("grad",), ("grad", "a", "b")):
         nf.activation_mul_double_bwd(a, a, a, a, a, "silu", needs=needs, backend="webgpu")
-    assert {kernel.label.split()[0] for kernel in met} >= {"gemm", "join", "double"}
-    for kernel in met:
-        text = kernel.text()
-        main = text[text.index("@compute") :]
-        main = re.sub(r"\[[^][]*\]", "[]", main)  # what is between brackets is an index
-        for name in re.findall(r"(\w+) \*= ", main):  # what is multiplied last is in no sum
-            after = main[main.rindex(f"{name} *= ") :]
-            assert not re.search(rf"\+=? {name}\b|\b{name} \+", after), (kernel.label, name)
-        for value in re.findall(r"\[\] = \w+\((.*)\);", main):
-            assert not (" * " in value and " + " in value), (kernel.label, value)
+    assert {s.label.split()[0] for s in shaders} >= {"gemm", "join", "elementwise"}
+    sums = 0
+    for shader in shaders:
+        text = shader.text()
+        if "fn epilogue" not in text:
+            continue
+        # an operation a line, each with a name of its own
+        lines = text[text.index("fn epilogue") : text.index("@compute")].splitlines()
+        products = {line.split()[1] for line in lines if " * " in line}
+        for line in lines:
+            sums += "fma(" in line
+            terms = set(re.findall(r"\w+", line)) if re.search(r" [+-] ", line) else set()
+            assert not terms & products, (shader.label, line)
+    assert sums
 
 
 # --- a fork -------------------------------------------------------------------------------------

@@ -2,9 +2,9 @@
 
 - `face`: the backend
 - `arrays`, `stores`: device arrays, and where the arrays of a problem are found
-- `lower`, `second_order`, `split`: a problem as dispatches, in pieces where it is too large
+- `split`, `lower`: a problem in pieces where it is too large, and as dispatches
 - `program`: a call that was made before
-- `shaders`, `tiling`: the kernels and their block sizes
+- `shaders`, `tiling`: the shaders and their block sizes
 - `device`: adapters, pipelines, buffers
 - `contract`: the WGSL modules of others
 """

@@ -14,7 +14,9 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.device.commands import Commands
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
 from numfuse.runtime.views import GhostViews
 
@@ -44,30 +46,20 @@ class DeviceArray(GhostViews):
     needed). :func:`numfuse.to_numpy` brings it back.
     """
 
-    __slots__ = ("_base", "_ghost", "buffer", "device", "dtype", "shape", "strides")
+    __slots__ = ("base", "buffer", "device", "dtype", "ghost", "offset", "shape", "strides")
 
     def __init__(self, device: Device, buffer: Buffer, ghost: ndarray, base: int) -> None:
-        self.device, self.buffer, self._ghost = device, buffer, ghost
+        # Attributes, not properties: a call that comes again reads them of every operand.
+        self.device, self.buffer = device, buffer
+        self.ghost = ghost  # type: ignore[misc]
         self.shape, self.strides, self.dtype = ghost.shape, ghost.strides, ghost.dtype
         #: The address in the ghost's memory that stands for the beginning of the buffer.
-        self._base = base
-
-    @property
-    def ghost(self) -> ndarray:
-        return self._ghost
-
-    @property
-    def offset(self) -> int:
-        """Bytes from the beginning of the buffer to the first element."""
-        return address(self.ghost) - self._base
-
-    @property
-    def base(self) -> int:
-        """The address that stands for the beginning of the buffer."""
-        return self._base
+        self.base = base
+        #: Bytes from the beginning of the buffer to the first element.
+        self.offset = address(ghost) - base
 
     def _view(self, ghost: ndarray) -> DeviceArray:
-        return DeviceArray(self.device, self.buffer, ghost, self._base)
+        return DeviceArray(self.device, self.buffer, ghost, self.base)
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """Return the same elements in another shape, if that takes no copy.
@@ -103,11 +95,11 @@ class DeviceArray(GhostViews):
         if not out.size:
             return out
         low, high = bounds(self.ghost)
-        first = (low - self._base) // 16 * 16
-        last = min(-(-(high - self._base) // 16) * 16, self.buffer.size)
+        first = (low - self.base) // 16 * 16
+        last = min(-(-(high - self.base) // 16) * 16, self.buffer.size)
         block = _download(self.device, self.buffer, first, last)
         strided = ndarray(
-            self.shape, self.dtype, block, address(self.ghost) - self._base - first, self.strides
+            self.shape, self.dtype, block, address(self.ghost) - self.base - first, self.strides
         )
         out[...] = strided
         return out
@@ -132,9 +124,4 @@ def to_device(x: ndarray, device: Device) -> DeviceArray:
     buffer = device.buffer(max(x.nbytes, 4), f"an array of shape {x.shape}")
     device.upload(x, buffer)
     ghost = np.empty(x.shape, x.dtype)
-    return DeviceArray(device, buffer, ghost, address(ghost))
-
-
-def wrap(device: Device, buffer: Buffer, ghost: ndarray) -> DeviceArray:
-    """A C-contiguous result that begins at the beginning of its buffer."""
     return DeviceArray(device, buffer, ghost, address(ghost))

@@ -1,45 +1,34 @@
 """The WebGPU backend: WGSL compute shaders through wgpu, for any GPU with a driver of Vulkan, Metal
 or Direct3D 12, and for CPUs behind Vulkan.
 
-The files are in the order of the work: `run` makes dispatches of a problem, `stores` finds its
-arrays on the device, `kernels` (with `template` and the .wgsl files) writes the shaders, `device`
-compiles and runs them. `arrays` are arrays that stay on the device, `contract` runs shaders that
-others wrote.
+`split` cuts a problem that is too large, `lower` makes dispatches of one, `stores` finds its arrays
+on the device, `shaders` writes the shaders, `device` compiles and runs them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, Traits, latest
-from numfuse.backends.webgpu import lower, split
+from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
 from numfuse.backends.webgpu.contract.entry_points import reference_source
 from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.device import Device, adapters, again, choose
-from numfuse.backends.webgpu.stores import HostStore, Store
+from numfuse.backends.webgpu.device.adapters import adapters, again, choose
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.lower.places import tile_of
+from numfuse.backends.webgpu.stores import HostStore
 from numfuse.problem.results import settled
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
 
 __all__ = ["BACKEND", "ContractBackend", "DeviceArray", "WebGpuBackend", "adapters"]
 
@@ -91,46 +80,26 @@ class WebGpuBackend:
                     device = self._device = Device(self._adapter, self._limits)
         return device
 
-    def forward(self, p: GemmProblem) -> None:
-        """out = act(a @ b + bias) + residual."""
-        self._host(split.forward, "forward", p)
+    # --- problems -------------------------------------------------------------------------------
 
-    def backward(self, p: GemmBackwardProblem) -> None:
-        """The gradients of the forward."""
-        self._host(split.backward, "backward", p)
-
-    def gated(self, p: GatedProblem) -> None:
-        """out = act(a) * b."""
-        self._host(split.gated, "gated", p)
-
-    def gated_backward(self, p: GatedBackwardProblem) -> None:
-        """The gradients of the gate."""
-        self._host(split.gated_backward, "gated_backward", p)
-
-    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
-        """The gradients of the backward's gradients."""
-        self._host(split.double_backward, "double_backward", p)
-
-    def tangent(self, p: GemmTangentProblem) -> None:
-        """The forward and its derivative along tangents."""
-        self._host(split.tangent, "tangent", p)
-
-    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
-        """The gradients of the gate's gradients."""
-        self._host(split.gated_double_backward, "gated_double_backward", p)
-
-    def gated_tangent(self, p: GatedTangentProblem) -> None:
-        """The gate and its derivative along tangents."""
-        self._host(split.gated_tangent, "gated_tangent", p)
-
-    def _host(self, operation: Callable[[Store, Any], None], kind: str, p: Any) -> None:
+    def _host(self, kind: str, p: Any) -> None:
+        """Run a problem of NumPy arrays."""
         device = self.device
         self.check(device, p.dtype, kind)
         if not settled(p):
             store = HostStore(device)
-            operation(store, p)
+            getattr(split, kind)(store, p)
             store.finish()
         self.record(device, kind, p)
+
+    forward = partialmethod(_host, "forward")
+    backward = partialmethod(_host, "backward")
+    gated = partialmethod(_host, "gated")
+    gated_backward = partialmethod(_host, "gated_backward")
+    double_backward = partialmethod(_host, "double_backward")
+    tangent = partialmethod(_host, "tangent")
+    gated_double_backward = partialmethod(_host, "gated_double_backward")
+    gated_tangent = partialmethod(_host, "gated_tangent")
 
     def check(self, device: Device, dtype: np.dtype[Any], kind: str) -> None:
         """Raise TypeError for a dtype that the device does not compute."""
@@ -142,7 +111,7 @@ class WebGpuBackend:
         """Record what `last_call` tells."""
         tiling = None
         if hasattr(p, "m"):
-            tiling = lower.tile_of(device, p.m, p.n, p.acc_dtype)
+            tiling = tile_of(device, p.m, p.n, p.acc_dtype)
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
         )
@@ -155,8 +124,8 @@ class WebGpuBackend:
             raise ValueError(f"precision must be None for the backend 'webgpu', got {precision!r}")
         if shaders not in (None, "reference"):
             raise ValueError(
-                f"shaders must be None or 'reference', got {shaders!r}; a module of your own is a "
-                f"backend: numfuse.webgpu.load_shaders"
+                f"shaders must be None or 'reference', got {shaders!r}; load_shaders makes a "
+                f"backend of a module of your own"
             )
         chosen = self if device is None else _on(choose(device).number)
         return chosen if shaders is None else chosen.reference_shaders()

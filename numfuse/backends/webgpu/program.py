@@ -15,14 +15,14 @@ from typing import Any
 from numpy import ndarray
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.arrays import DeviceArray, address
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Device
-from numfuse.expr import Expr
+from numfuse.backends.webgpu.arrays import DeviceArray
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.device.memory import Binding, Buffer
 
-__all__ = ["Plan", "formulas_of_call", "key_of"]
+__all__ = ["Program", "key_of"]
 
 
-class Plan:
+class Program:
     """The steps of a call over numbered buffers: the caller's first, then its own.
 
     Attributes
@@ -44,7 +44,7 @@ class Plan:
     ) -> None:
         #: (pipeline, uniform, numbers of buffers or other bindings, grid)
         self._steps, self._sizes, self.results, self.call = steps, sizes, results, call
-        # The bind groups of the buffers met last: those of a loop are a few sets, by turns.
+        # Dispatches with the buffers met last: those of a loop are a few sets, by turns.
         self._groups: OrderedDict[tuple[int, ...], tuple[list[Any], list[Any]]] = OrderedDict()
 
     @classmethod
@@ -54,8 +54,8 @@ class Plan:
         given: Sequence[DeviceArray],
         results: Sequence[Buffer],
         call: Any,
-    ) -> Plan | None:
-        """The plan of recorded steps; None where a buffer is not bound as a whole."""
+    ) -> Program | None:
+        """Return the program of recorded steps; None where a buffer is not bound as a whole."""
         numbers: dict[int, int] = {}
         for x in given:
             numbers.setdefault(id(x.buffer), len(numbers))
@@ -83,34 +83,38 @@ class Plan:
         return cls(made, sizes, [number(buffer) for buffer in results], call)
 
     def run(self, device: Device, given: Sequence[DeviceArray]) -> list[Buffer]:
-        """Do it again with these arrays; the caller's buffers and the call's own."""
-        buffers = list({id(x.buffer): x.buffer for x in given}.values())
-        buffers += [device.buffer(size) for size in self._sizes]
-        handles = [buffer.handle for buffer in buffers]
-        key = tuple(map(id, handles))
+        """Do it again with these arrays; return the caller's buffers and the call's own."""
+        # Loops, and no comprehensions, which are calls of Python's.
+        own: dict[int, Buffer] = {}
+        for x in given:
+            own[id(x.buffer)] = x.buffer
+        buffers = list(own.values())
+        for size in self._sizes:
+            buffers.append(device.buffer(size))
+        key: tuple[int, ...] = ()
+        for buffer in buffers:
+            key += (id(buffer.handle),)
         known = self._groups.get(key)
         if known is None:
-            whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
-            groups = [
-                device.group(
-                    pipeline.layout,
-                    uniform,
-                    [whole[b] if isinstance(b, int) else b for b in parts],
-                )
-                for pipeline, uniform, parts, _ in self._steps
-            ]
-            known = groups, handles  # as long as these are held, their identities are theirs
-            self._groups[key] = known
-            if len(self._groups) > tiling.KEPT_SETS:
-                with contextlib.suppress(KeyError):  # another thread was here
-                    self._groups.popitem(last=False)
-        device.submit(
-            [
-                (pipeline, group, grid)
-                for (pipeline, _, _, grid), group in zip(self._steps, known[0], strict=True)
-            ]
-        )
+            known = self._bound(device, buffers, key)
+        device.submit(known[0])
         return buffers
+
+    def _bound(
+        self, device: Device, buffers: Sequence[Buffer], key: tuple[int, ...]
+    ) -> tuple[list[Any], list[Any]]:
+        """Return the dispatches with these buffers, and what has to live as long as they."""
+        whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
+        dispatches = []
+        for pipeline, uniform, parts, grid in self._steps:
+            bindings = [whole[b] if isinstance(b, int) else b for b in parts]
+            dispatches.append((pipeline, device.group(pipeline.layout, uniform, bindings), grid))
+        # As long as the handles are held, their identities are theirs.
+        known = self._groups[key] = dispatches, [buffer.handle for buffer in buffers]
+        if len(self._groups) > tiling.KEPT_SETS:
+            with contextlib.suppress(KeyError):  # another thread was here
+                self._groups.popitem(last=False)
+        return known
 
 
 #: The arrays of every kind of problem, in one order.
@@ -119,12 +123,13 @@ _FIELDS = {
     "backward": ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias"),
     "gated": ("a", "b", "out"),
     "gated_backward": ("grad", "a", "b", "d_a", "d_b"),
-}
-
-
-def formulas_of_call(p: Any) -> tuple[Expr, Expr]:
-    """The formulas that what a call dispatches depends on."""
-    return p.activation.trace(0), p.activation.trace(1)
+    "double_backward": (
+        "u", "v", "w", "z", "grad", "a", "b", "bias", "pre", "d_grad", "d_a", "d_b", "d_bias",
+    ),
+    "tangent": ("a", "b", "bias", "residual", "u", "v", "w", "z", "out", "out_dot"),
+    "gated_double_backward": ("u", "v", "grad", "a", "b", "d_grad", "d_a", "d_b"),
+    "gated_tangent": ("a", "b", "u", "v", "out", "out_dot"),
+}  # fmt: skip
 
 
 def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
@@ -133,13 +138,12 @@ def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     `given` are the caller's arrays, of which the last `outs` are outputs.
     """
     act = p.activation
-    guard = getattr(p, "guard", None)
     parts: list[Any] = [
         kind,
         p.dtype,
         act.name,
-        *(e.serial for e in formulas_of_call(p)),
-        guard,
+        act.curve.serial,
+        getattr(p, "guard", None),
         outs,
     ]
     for name in _FIELDS[kind]:
@@ -149,5 +153,5 @@ def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
     order: dict[int, int] = {}
     for x in given:
         # which arrays share a buffer, and where each begins in it
-        parts.append((order.setdefault(id(x.buffer), len(order)), address(x.ghost) - x.base))
+        parts.append((order.setdefault(id(x.buffer), len(order)), x.offset))
     return tuple(parts)

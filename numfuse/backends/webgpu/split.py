@@ -13,30 +13,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu import lower, second_order
-from numfuse.backends.webgpu.stores import Store, View, copy, fresh
+from numfuse.backends.webgpu.lower import gates, layers
+from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.shapes import as_one
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
+    from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 
 __all__ = [
     "backward",
@@ -122,7 +112,7 @@ def _pieces(device: Device, p: GemmProblem | GemmBackwardProblem) -> list[Piece]
     sizes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
     if "grad" in arrays or "out_dot" in arrays:  # or T, Q, S and the pre-activation
         sizes["grad_pre"] = (*p.batch, p.m, p.n), p.acc_dtype.itemsize
-    limit = device.binding_limit - 2 * device.alignment
+    limit = device.room
 
     def cut(piece: Piece) -> Iterator[Piece]:
         name, nbytes = max(
@@ -170,16 +160,6 @@ def _part(p: Any, piece: Piece, arrays: dict[str, ndarray]) -> Any:
     )
 
 
-def forward(store: Store, p: GemmProblem) -> None:
-    """out = act(a @ b + bias) + residual."""
-    _apart(store, p, ("out", "pre"), lower.forward)
-
-
-def tangent(store: Store, p: GemmTangentProblem) -> None:
-    """out as in the forward, out_dot = act'(pre) * T."""
-    _apart(store, p, ("out", "out_dot"), second_order.tangent)
-
-
 def _apart(
     store: Store, p: Any, results: Sequence[str], operation: Callable[[Store, Any], None]
 ) -> None:
@@ -197,21 +177,11 @@ def _apart(
         store.flush()
 
 
-def backward(store: Store, p: GemmBackwardProblem) -> None:
-    """The gradients of the forward."""
-    _summed(store, p, ("d_a", "d_b", "d_bias"), lower.backward)
-
-
-def double_backward(store: Store, p: GemmDoubleBackwardProblem) -> None:
-    """The gradients of the backward's gradients."""
-    _summed(store, p, ("d_grad", "d_a", "d_b", "d_bias"), second_order.double_backward)
-
-
 def _summed(
     store: Store,
     p: Any,
     names: Sequence[str],
-    operation: Callable[[Store, Any, dict[str, tuple[View, bool]]], None],
+    operation: Callable[[Store, Any, dict[str, tuple[Region, bool]]], None],
 ) -> None:
     """Run an operation, parts of whose results are sums over pieces."""
     p = as_one(p)
@@ -233,11 +203,11 @@ def _summed(
         return name, str(piece.index(name, arrays[name].shape))
 
     left = Counter(key(piece, name) for piece in pieces for name in results)
-    totals: dict[tuple[str, str], View] = {}
+    totals: dict[tuple[str, str], Region] = {}
     several = {k for k, count in left.items() if count > 1}
     for piece in pieces:
         part = _part(p, piece, arrays)
-        outs: dict[str, tuple[View, bool]] = {}
+        outs: dict[str, tuple[Region, bool]] = {}
         for name in results:
             mine = key(piece, name)
             if mine not in several:
@@ -257,32 +227,12 @@ def _summed(
         store.flush()
 
 
-def gated(store: Store, p: GatedProblem) -> None:
-    """out = act(a) * b."""
-    _gated(store, p, lower.gated, ("out",), ("a", "b"))
-
-
-def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
-    """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-    _gated(store, p, lower.gated_backward, ("d_a", "d_b"), ("grad", "a", "b"))
-
-
-def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
-    """The gradients of the gate's gradients."""
-    names = ("grad", "a", "b", "u", "v")
-    _gated(store, p, second_order.gated_double_backward, ("d_grad", "d_a", "d_b"), names)
-
-
-def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
-    """The gate, and its derivative along tangents."""
-    _gated(store, p, second_order.gated_tangent, ("out", "out_dot"), ("a", "b", "u", "v"))
-
-
 def _gated(
-    store: Store, p: Any, operation: Any, results: tuple[str, ...], operands: tuple[str, ...]
+    store: Store, p: Any, results: tuple[str, ...], operands: tuple[str, ...], operation: Any
 ) -> None:
+    """Run an operation, in halves where its arrays are too large."""
     names = [name for name in (*operands, *results) if getattr(p, name) is not None]
-    limit = store.device.binding_limit - 2 * store.device.alignment
+    limit = store.device.room
     if prod(p.shape) * p.dtype.itemsize <= limit:
         operation(store, p)
         return
@@ -303,3 +253,27 @@ def _gated(
             cut(replace(p, shape=views["a"].shape, **views))
 
     cut(p)
+
+
+forward = partial(_apart, results=("out", "pre"), operation=layers.forward)
+tangent = partial(_apart, results=("out", "out_dot"), operation=layers.tangent)
+backward = partial(_summed, names=("d_a", "d_b", "d_bias"), operation=layers.backward)
+double_backward = partial(
+    _summed, names=("d_grad", "d_a", "d_b", "d_bias"), operation=layers.double_backward
+)
+gated = partial(_gated, results=("out",), operands=("a", "b"), operation=gates.gated)
+gated_backward = partial(
+    _gated, results=("d_a", "d_b"), operands=("grad", "a", "b"), operation=gates.gated_backward
+)
+gated_double_backward = partial(
+    _gated,
+    results=("d_grad", "d_a", "d_b"),
+    operands=("grad", "a", "b", "u", "v"),
+    operation=gates.gated_double_backward,
+)
+gated_tangent = partial(
+    _gated,
+    results=("out", "out_dot"),
+    operands=("a", "b", "u", "v"),
+    operation=gates.gated_tangent,
+)

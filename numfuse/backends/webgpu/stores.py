@@ -1,7 +1,7 @@
 """Where the arrays of a problem are found on the device, and where its results go.
 
 A problem holds NumPy arrays: the caller's own, or the ghosts of arrays of the device
-(`arrays.DeviceArray`). A store turns them into views of buffers. For the caller's own arrays that
+(`arrays.DeviceArray`). A store turns them into regions of buffers. For the caller's own arrays that
 is an upload before and a download after the work; for ghosts nothing moves.
 """
 
@@ -16,15 +16,18 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
-from numfuse.backends.webgpu.shaders.kernels import COPY_AXES, Copy, Operand
+from numfuse.backends.webgpu.device.commands import Commands
+from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.device.memory import Binding, Buffer
+from numfuse.backends.webgpu.shaders.moves import COPY_AXES, Copy
+from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.problem.shapes import equal, merge_axes
 
-__all__ = ["DeviceStore", "HostStore", "View"]
+__all__ = ["DeviceStore", "HostStore", "Region"]
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class Region:
     """A strided part of a buffer; offset and strides in elements."""
 
     buffer: Buffer
@@ -47,10 +50,16 @@ class View:
         last = min(-(-(high + 1) * self.itemsize // 16) * 16, self.buffer.size)
         return Binding(self.buffer, first, last - first), self.offset - first // self.itemsize
 
-    def part(self, axis: int, first: int, last: int) -> View:
+    def part(self, axis: int, first: int, last: int) -> Region:
         """A range of one axis."""
         shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
         return replace(self, shape=shape, offset=self.offset + first * self.strides[axis])
+
+    @property
+    def turned(self) -> Region:
+        """The transpose."""
+        (*batch, m, n), (*steps, row, column) = self.shape, self.strides
+        return replace(self, shape=(*batch, n, m), strides=(*steps, column, row))
 
     @property
     def span(self) -> int:
@@ -80,11 +89,11 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> View:
-    """A new C-contiguous view with any content."""
+def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Region:
+    """Return a new C-contiguous region with any content."""
     nbytes = prod(shape) * dtype.itemsize
     buffer = device.buffer(max(nbytes, 16), what)
-    return View(buffer, 0, shape, contiguous_strides(shape), dtype.name, dtype.itemsize)
+    return Region(buffer, 0, shape, contiguous_strides(shape), dtype.name, dtype.itemsize)
 
 
 class Store:
@@ -94,11 +103,11 @@ class Store:
         self.device = device
         self.commands = Commands(device)
 
-    def source(self, x: ndarray) -> View:
+    def source(self, x: ndarray) -> Region:
         """An operand."""
         raise NotImplementedError
 
-    def target(self, x: ndarray) -> View:
+    def target(self, x: ndarray) -> Region:
         """A result, to be written in full."""
         raise NotImplementedError
 
@@ -130,12 +139,12 @@ class HostStore(Store):
 
     def __init__(self, device: Device) -> None:
         super().__init__(device)
-        self._sources: dict[int, tuple[ndarray, View]] = {}
-        self._targets: list[tuple[ndarray, View]] = []
+        self._sources: dict[int, tuple[ndarray, Region]] = {}
+        self._targets: list[tuple[ndarray, Region]] = []
         self._results: list[tuple[ndarray, ndarray]] = []
         self._rows: list[tuple[ndarray, ndarray]] = []
 
-    def source(self, x: ndarray) -> View:
+    def source(self, x: ndarray) -> Region:
         known = self._sources.get(id(x))
         if known is not None:
             return known[1]
@@ -149,11 +158,11 @@ class HostStore(Store):
         strides = [0] * x.ndim
         for axis, stride in zip(order, contiguous_strides(packed.shape), strict=True):
             strides[axis] = stride if x.strides[axis] else 0
-        view = View(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
+        view = Region(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
         self._sources[id(x)] = x, view
         return view
 
-    def target(self, x: ndarray) -> View:
+    def target(self, x: ndarray) -> Region:
         view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
         if x.size:
             self._targets.append((x, view))
@@ -204,26 +213,26 @@ class DeviceStore(Store):
         read = {id(x.buffer) for x in operands}
         # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
         self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
-        self._copies: list[tuple[View, View]] = []
-        self._rows: list[tuple[View, View]] = []
+        self._copies: list[tuple[Region, Region]] = []
+        self._rows: list[tuple[Region, Region]] = []
         #: All that was done, where that is one submit; None where it was several.
         self.steps: list[Any] | None = None
         self._flushed = False
 
-    def _find(self, x: ndarray) -> View | None:
+    def _find(self, x: ndarray) -> Region | None:
         at = address(x)
         size = x.itemsize
         for low, high, base, buffer in self._known:
             if x.size and low <= at < high:
                 strides = tuple(s // size for s in x.strides)
-                return View(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
+                return Region(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
         return None
 
-    def source(self, x: ndarray) -> View:
+    def source(self, x: ndarray) -> Region:
         view = self._find(x)
         if view is None:
             return fresh(self.device, x.shape, x.dtype, "an empty operand")
-        if view.span <= self.device.binding_limit - 2 * self.device.alignment:
+        if view.span <= self.device.room:
             return view
         # A part of a large array whose rows lie too far apart to be bound at once.
         packed = fresh(self.device, x.shape, x.dtype, "a part of an operand")
@@ -248,17 +257,17 @@ class DeviceStore(Store):
             self._rows.append((self._as(made, x.shape), view))
         return made
 
-    def _as(self, made: ndarray, shape: tuple[int, ...]) -> View:
+    def _as(self, made: ndarray, shape: tuple[int, ...]) -> Region:
         """The whole of a new array of rows, in the shape of what it stands for."""
         self.reserve(made)
         found = self._find(made)
         assert found is not None
         return replace(found, shape=shape, strides=contiguous_strides(shape))
 
-    def target(self, x: ndarray) -> View:
+    def target(self, x: ndarray) -> Region:
         self.reserve(x)
         view = self._find(x)
-        room = self.device.binding_limit - 2 * self.device.alignment
+        room = self.device.room
         if view is not None and id(view.buffer) not in self._shared and view.span <= room:
             return view
         apart = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
@@ -294,11 +303,11 @@ class DeviceStore(Store):
         return DeviceArray(self.device, view.buffer, x, address(x))
 
 
-def copy(commands: Commands, source: View, out: View) -> None:
+def copy(commands: Commands, source: Region, out: Region) -> None:
     """Record `out` = `source`, converted; one shape, any strides."""
     equal("the source and the target of a copy", source.shape, out.shape)
     device = commands.device
-    room = device.binding_limit - 2 * device.alignment
+    room = device.room
     wide = source if source.span >= out.span else out
     if wide.span > room:
         axis = max(range(len(out.shape)), key=lambda i: abs(wide.strides[i]) * (out.shape[i] - 1))
@@ -310,18 +319,23 @@ def copy(commands: Commands, source: View, out: View) -> None:
     if not prod(shape):
         return
     lead = max(len(shape) - COPY_AXES, 0)
-    kernel = Copy(Operand(source.dtype), Operand(out.dtype))
+    shader = Copy(Access(source.dtype), Access(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
     sizes = _four(shape[lead:], 1)
-    count = prod(sizes)
-    inner = (*_four(from_strides[lead:], 0), *_four(to_strides[lead:], 0))
-    x, y = device.grid(-(-count // 256))
+    values: dict[str, int | Sequence[int]] = {
+        "source": _four(from_strides[lead:], 0),
+        "out": _four(to_strides[lead:], 0),
+        "shape": sizes,
+        "size": prod(sizes),
+    }
+    grid = (*device.grid(-(-prod(sizes) // 256)), 1)
     for index in np.ndindex(shape[:lead]):
-        firsts = [
-            first + sum(i * s for i, s in zip(index, strides, strict=False))
-            for first, strides in ((from_first, from_strides), (to_first, to_strides))
-        ]
-        commands.dispatch(kernel, (from_, to), (*inner, *sizes, *firsts, count), (x, y, 1))
+        for name, first, strides in (
+            ("source_first", from_first, from_strides),
+            ("out_first", to_first, to_strides),
+        ):
+            values[name] = first + sum(i * s for i, s in zip(index, strides, strict=False))
+        commands.dispatch(shader, {"source": from_, "out": to}, values, grid)
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:

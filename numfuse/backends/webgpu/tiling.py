@@ -11,7 +11,7 @@ __all__ = [
     "JOINED",
     "KEPT_CONSTANTS",
     "KEPT_GROUPS",
-    "KEPT_PLANS",
+    "KEPT_PROGRAMS",
     "KEPT_SETS",
     "KEPT_STAGING",
     "PART",
@@ -27,9 +27,9 @@ __all__ = [
 #: Uniforms and tables of places that a device keeps, by their content: a training step makes a
 #: dozen kinds of call with one or two each.
 KEPT_CONSTANTS = 1024
-#: Plans of calls that a device keeps: words, no memory of the device.
-KEPT_PLANS = 256
-#: Sets of buffers of which a plan keeps the bind groups: those that a loop's calls take by turns.
+#: Programs of calls that a device keeps: words, no memory of the device.
+KEPT_PROGRAMS = 256
+#: Sets of buffers of which a program keeps the bind groups: those that a loop takes by turns.
 KEPT_SETS = 8
 #: Bind groups that a device keeps: one for each set of buffers that a call meets again.
 KEPT_GROUPS = 512

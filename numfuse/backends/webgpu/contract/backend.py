@@ -1,8 +1,8 @@
 """The shader contract: the WGSL modules of others as a backend.
 
 `entry_points` is the contract as data, `source` reads a module, this file holds it against the
-contract, `contract_run` makes passes of a problem, and `contract_check` compares the results with
-the reference backend.
+contract, `run` makes passes of a problem, and `check` compares the results with the reference
+backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
 from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS, Interface
 from numfuse.backends.webgpu.contract.source import Variable, parse
-from numfuse.backends.webgpu.device.device import Device, Pipeline
+from numfuse.backends.webgpu.device.commands import Pipeline
+from numfuse.backends.webgpu.device.device import Device
 from numfuse.errors import DeviceError, DeviceLost
 from numfuse.problem.results import settled
 
@@ -191,7 +192,7 @@ class ContractBackend:
         bound = ", ".join(f"{i} {array}" for i, array in enumerate(interface.arrays))
         raise ValueError(
             f"{self.label}: {name!r} does not fit the shader contract, which binds {bound}, and "
-            f"{len(interface.arrays)} a uniform of {interface.words} u32: {failure}"
+            f"{len(interface.arrays)} a uniform of {interface.uniform.words} u32: {failure}"
         ) from failure
 
     # --- runs -----------------------------------------------------------------------------------
@@ -346,7 +347,7 @@ def _layout(device: Device, interface: Interface, accesses: tuple[str, ...]) -> 
         {"type": kinds[access], "min_binding_size": 4} for access in accesses
     ]
     # a struct of a uniform is rounded up to 16 bytes
-    size = -(-interface.words // 4) * 16
+    size = -(-interface.uniform.words // 4) * 16
     buffers.append({"type": "uniform", "min_binding_size": size})
     group = device.handle.create_bind_group_layout(
         entries=[

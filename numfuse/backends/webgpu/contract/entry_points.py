@@ -9,6 +9,7 @@ from functools import cache
 from typing import NamedTuple
 
 from numfuse.activations import gelu, none, relu, sigmoid, silu, tanh
+from numfuse.backends.webgpu.shaders.shader import Uniform
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.language import wgsl
 
@@ -24,8 +25,7 @@ class Interface(NamedTuple):
     """The bindings of the entry points of one kind, from binding 0 on: arrays, then a uniform."""
 
     arrays: tuple[str, ...]
-    #: u32 words of the uniform.
-    words: int
+    uniform: Uniform
     #: Whether every array is `read_write` in the module; else each is what the module says.
     read_write: bool = False
 
@@ -39,11 +39,17 @@ class EntryPoint(NamedTuple):
     covers: tuple[str, str, str]
 
 
-BACKWARD = Interface(("a", "b", "bias", "grad", "grad_pre", "d_a", "d_b", "d_bias"), 8, True)
-FORWARD = Interface(("a", "b", "bias", "c"), 8)
-RESIDUAL = Interface(("a", "b", "bias", "residual", "c"), 4)
-GATE = Interface(("a", "b", "out"), 1)
-GATE_BACKWARD = Interface(("grad", "a", "b", "d_a", "d_b"), 1)
+_SIZES = ("M", "K", "N", "batch_size")
+_PRODUCT = Uniform.of(*_SIZES, "activation_type", "padding_0", "padding_1", "padding_2")
+_GATE = Uniform.of("numel")
+
+BACKWARD = Interface(
+    ("a", "b", "bias", "grad", "grad_pre", "d_a", "d_b", "d_bias"), _PRODUCT, read_write=True
+)
+FORWARD = Interface(("a", "b", "bias", "c"), _PRODUCT)
+RESIDUAL = Interface(("a", "b", "bias", "residual", "c"), Uniform.of(*_SIZES))
+GATE = Interface(("a", "b", "out"), _GATE)
+GATE_BACKWARD = Interface(("grad", "a", "b", "d_a", "d_b"), _GATE)
 
 _TILE, _LINE = (16, 16, 1), (256, 1, 1)
 
@@ -74,14 +80,8 @@ def reference_source() -> str:
         functions.append(wgsl.function(act.trace(0), f"act_{act.name}"))
         functions.append(wgsl.function(act.trace(1), f"raw_slope_{act.name}"))
         functions.append(
-            f"fn slope_{act.name}(x: f32) -> f32 {{ return finite(raw_slope_{act.name}(x)); }}"
+            f"fn slope_{act.name}(x: f32) -> f32 {{ return nf_finite(raw_slope_{act.name}(x)); }}"
         )
-    functions.insert(
-        0,
-        # found on the bits: a comparison need not know a NaN
-        "fn finite(x: f32) -> f32 {\n"
-        "    return select(x, 0.0, (bitcast<u32>(x) & 0x7f800000u) == 0x7f800000u);\n}",
-    )
     text = "\n\n".join(functions)
     products = expand("reference_gemm.wgsl", {"ACTIVATIONS": acts})
     gates = expand("reference_gated.wgsl", {"GATES": GATES})

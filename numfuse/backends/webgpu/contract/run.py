@@ -10,17 +10,13 @@ own. Sums over groups are made here.
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu.contract.entry_points import ENTRY_POINTS
-from numfuse.backends.webgpu.device.device import Binding, Buffer, Commands, Device
+from numfuse.backends.webgpu.contract.grouping import Array, Grouping, Step
 from numfuse.problem.shapes import sum_to
 
 if TYPE_CHECKING:
@@ -38,181 +34,6 @@ _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
 #: Of the contract's workgroups along M and along a line.
 _TILE, _LINE = 16, 256
-
-
-class Array(NamedTuple):
-    """An array of the contract, in pieces of `length` elements."""
-
-    length: int
-    #: What has a piece of its own: every unit, every group (a sum over its units), or the call.
-    per: Literal["unit", "group", "call"] = "unit"
-    #: To be uploaded; None of a result.
-    content: ndarray | None = None
-
-
-class Step(NamedTuple):
-    """A compute pass of every group."""
-
-    entry_point: str
-    #: The words of its uniform and the sizes of its axes, for a group of so many units.
-    words: Any
-    axes: Any
-    #: {name of an array in the contract: name in the plan}, where they differ.
-    names: Mapping[str, str] = {}
-
-
-@dataclass
-class Plan:
-    """The groups of a call, and where each one's piece of every array lies."""
-
-    backend: ContractBackend
-    units: int
-    #: Units that one dispatch may have, for its grid and its meaning.
-    most: int
-    arrays: dict[str, Array]
-    device: Device = field(init=False)
-    per_group: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.device, self._pipelines = self.backend.pipelines()
-        limit = self.device.binding_limit
-        self.per_group = min(self.units, self.most)
-        for name, array in self.arrays.items():
-            if 4 * array.length > limit:
-                raise ValueError(
-                    f"a binding ({name}) must have at most max-storage-buffer-binding-size = "
-                    f"{limit} bytes on {self.device.name}, got {4 * array.length}: the shader "
-                    f"contract cannot split it"
-                )
-            if array.per == "unit":
-                self.per_group = min(self.per_group, limit // (4 * array.length))
-        if self.per_group < self.units and self.per_group > 64:
-            self.per_group = self.per_group // 64 * 64  # so that most pieces need no padding
-
-    @property
-    def sizes(self) -> list[int]:
-        """Units of each group."""
-        full, rest = divmod(self.units, self.per_group)
-        return [self.per_group] * full + [rest] * (rest > 0)
-
-    def _stride(self, array: Array) -> int:
-        """Bytes from one group's piece to the next one's, aligned as a binding has to be."""
-        if array.per == "call":
-            return 0
-        alignment = self.device.alignment
-        return -(-self._nbytes(array, self.per_group) // alignment) * alignment
-
-    def _nbytes(self, array: Array, units: int) -> int:
-        """Return the bytes of a group's piece of an array."""
-        return 4 * array.length * (units if array.per == "unit" else 1)
-
-    def _total(self, array: Array) -> int:
-        full = self._nbytes(array, self.per_group)
-        return self._stride(array) * (len(self.sizes) - 1) + full
-
-    def _upload(self, name: str, array: Array) -> Buffer:
-        buffer = self.device.buffer(max(16, self._total(array)), name)
-        if array.content is not None:
-            stride, piece = self._stride(array), self._nbytes(array, self.per_group)
-            content = np.ascontiguousarray(array.content, _F32)
-            if array.per == "unit" and len(self.sizes) > 1 and stride != piece:
-                flat = content.reshape(-1)
-                content = np.zeros((len(self.sizes), stride // 4), _F32)
-                for i, row in enumerate(content):
-                    part = flat[i * piece // 4 : (i + 1) * piece // 4]
-                    row[: len(part)] = part
-            self.device.upload(content, buffer)
-        return buffer
-
-    def _without_padding(self, array: Array, block: ndarray) -> ndarray:
-        """The pieces of a result: (units, length) or (groups, length)."""
-        groups, stride = len(self.sizes), self._stride(array) // 4
-        piece = self._nbytes(array, self.per_group) // 4
-        if groups > 1 and stride != piece:
-            padded = np.zeros((groups, stride), _F32)
-            padded.reshape(-1)[: len(block)] = block
-            block = np.ascontiguousarray(padded[:, :piece]).reshape(-1)
-        count = self.units if array.per == "unit" else groups
-        return block[: count * array.length].reshape(count, array.length)
-
-    def run(self, steps: Sequence[Step], results: Sequence[str]) -> dict[str, ndarray]:
-        """Run the steps for every group, in one submit, and download results."""
-        device = self.device
-        grids = {}
-        for step in steps:
-            entry = ENTRY_POINTS[step.entry_point]
-            for units in set(self.sizes):
-                axes = {"1": 1, **step.axes(units)}
-                grid = tuple(
-                    -(-axes[axis] // size)
-                    for axis, size in zip(entry.covers, entry.workgroup, strict=True)
-                )
-                if max(grid) > device.grid_limit:
-                    raise ValueError(
-                        f"{step.entry_point} needs {max(grid)} workgroups in a dimension, and "
-                        f"max-compute-workgroups-per-dimension is {device.grid_limit} on "
-                        f"{device.name}: the shader contract cannot split it"
-                    )
-                grids[step.entry_point, units] = grid
-        buffers = {name: self._upload(name, array) for name, array in self.arrays.items()}
-        label = ", ".join(dict.fromkeys(self._pipelines[step.entry_point].label for step in steps))
-        passes = 0
-        with device.reported(label):
-            encoder = device.handle.create_command_encoder(label=label)
-            for i, units in enumerate(self.sizes):
-                groups: dict[Any, Any] = {}  # passes with the same bindings have one bind group
-                for step in steps:
-                    pipeline = self._pipelines[step.entry_point]
-                    words = step.words(units)
-                    key = id(pipeline.layout), words, tuple(step.names.items())
-                    if key not in groups:
-                        arrays = ENTRY_POINTS[step.entry_point].interface.arrays
-                        names = [step.names.get(name, name) for name in arrays]
-                        groups[key] = self._group(pipeline.layout, names, buffers, i, units, words)
-                    run = encoder.begin_compute_pass(label=pipeline.label)
-                    run.set_pipeline(pipeline.handle)
-                    run.set_bind_group(0, groups[key])
-                    run.dispatch_workgroups(*grids[step.entry_point, units])
-                    run.end()
-                    passes += 1
-            device.queue.submit([encoder.finish()])
-            device.submits += 1
-        self.backend.count(passes)
-        downloads = []
-        for name in results:
-            size = self._total(self.arrays[name])
-            downloads.append((Binding(buffers[name], 0, size), np.empty(size // 4, _F32)))
-        blocks = Commands(device).submit(downloads)
-        return {
-            name: self._without_padding(self.arrays[name], block)
-            for name, block in zip(results, blocks, strict=True)
-        }
-
-    def _group(
-        self,
-        layout: Any,
-        names: Sequence[str],
-        buffers: Mapping[str, Buffer],
-        group: int,
-        units: int,
-        words: tuple[int, ...],
-    ) -> Any:
-        resources = []
-        for name in names:
-            array = self.arrays[name]
-            resources.append(
-                {
-                    "buffer": buffers[name].handle,
-                    "offset": group * self._stride(array),
-                    "size": self._nbytes(array, units),
-                }
-            )
-        uniform = self.device.constant(struct.pack(f"<{len(words)}I", *words))
-        resources.append({"buffer": uniform, "offset": 0, "size": uniform.size})
-        return self.device.handle.create_bind_group(
-            layout=layout,
-            entries=[{"binding": i, "resource": r} for i, r in enumerate(resources)],
-        )
 
 
 class Product:
@@ -270,9 +91,11 @@ class Product:
         m, batch = (units, 1) if self.rows else (self.m, units)
         return {"M": m, "K": self.k, "N": self.n, "batch": batch}
 
-    def words(self, activation: int, units: int) -> tuple[int, ...]:
-        """The eight words of the contract's params."""
-        return (*self.axes(units).values(), activation, 0, 0, 0)
+    def values(self, activation: int, units: int) -> dict[str, int]:
+        """The fields of the contract's params."""
+        axes = self.axes(units)
+        padding = {f"padding_{i}": 0 for i in range(3)}
+        return {**axes, "batch_size": axes["batch"], "activation_type": activation, **padding}
 
 
 def _shared(x: ndarray) -> bool:
@@ -292,8 +115,7 @@ def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
     arrays = {**product.operands(alone), "c": product.result((p.m, p.n))}
 
     def step(activation: int, **names: str) -> Step:
-        length = 8 if p.residual is None else 4
-        return Step(entry, lambda u: product.words(activation, u)[:length], product.axes, names)
+        return Step(entry, lambda u: product.values(activation, u), product.axes, names)
 
     assert p.activation.id is not None
     steps = [step(p.activation.id)]
@@ -303,8 +125,8 @@ def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
     if p.pre is not None:
         arrays["pre"] = arrays["c"]
         steps.append(step(0, c="pre"))
-    plan = Plan(backend, product.units, product.most(alone), arrays)
-    found = plan.run(steps, ["c"] + ["pre"] * (p.pre is not None))
+    grouping = Grouping(backend, product.units, product.most(alone), arrays)
+    found = grouping.run(steps, ["c"] + ["pre"] * (p.pre is not None))
     p.out[...] = found["c"].reshape(p.out.shape)
     if p.pre is not None:
         p.pre[...] = found["pre"].reshape(p.pre.shape)
@@ -342,8 +164,8 @@ def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
     number = p.activation.id
     entries = ["gemm_bwd_grad_pre_f32"]
     entries += [f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs]
-    steps = [Step(entry, lambda u: product.words(number, u), product.axes) for entry in entries]
-    found = Plan(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
+    steps = [Step(entry, lambda u: product.values(number, u), product.axes) for entry in entries]
+    found = Grouping(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
     with np.errstate(over="ignore", invalid="ignore"):
         for name, x in outs.items():
             pieces = found[name]
@@ -389,9 +211,13 @@ def _elementwise(
     size = next(iter(outs.values())).size
     if not size:
         return []
-    plan = Plan(backend, size, _LINE * backend.device.grid_limit, arrays)
-    step = Step(entry, lambda units: (units,), lambda units: {"numel": units})
-    found = plan.run([step], list(outs))
+    grouping = Grouping(backend, size, _LINE * backend.device.grid_limit, arrays)
+
+    def numel(units: int) -> dict[str, int]:
+        return {"numel": units}
+
+    step = Step(entry, numel, numel)
+    found = grouping.run([step], list(outs))
     for name, x in outs.items():
         x[...] = found[name].reshape(x.shape)
     return [entry]

@@ -1,7 +1,10 @@
-"""Kernels in WGSL and what they bind. Start with `gemm.wgsl`: one tiled loop, as on the CPU.
+"""Shaders in WGSL and what they bind. Start with `gemm.wgsl`: one tiled loop, as on the CPU.
 
-- `gemm.wgsl`, `gated.wgsl`, `pointwise.wgsl`, `join.wgsl`, `copy.wgsl`: the kernels
-- `reference_gemm.wgsl`, `reference_gated.wgsl`: the modules of the shader contract's own check
+- `shader`: what every shader has; its uniform is one schema
+- `formula`: an epilogue of `numfuse.epilogues` as a WGSL function
+- `epilogues`: `gemm.wgsl` and `elementwise.wgsl`, which end in one
+- `moves`: `join.wgsl` and `copy.wgsl`
+- `probes`: `probe.wgsl`, which finds out what WGSL leaves open
 - `template`: loops and names in a .wgsl file, expanded
-- `kernels`: what each kernel binds, and its text
+- `reference_gemm.wgsl`, `reference_gated.wgsl`: the modules of the shader contract's own check
 """

@@ -1,17 +1,6 @@
 // out[i, j, k, l] = source[i, j, k, l], each in strides of its own; l is the fastest to change.
 
-$ENABLE
-struct Params {
-    source: vec4<u32>,
-    out: vec4<u32>,
-    shape: vec4<u32>,
-    source_first: u32, out_first: u32, size: u32,
-}
-
-@group(0) @binding(0) var<uniform> p: Params;
-//$ for b in BUFFERS:
-@group(0) @binding(${b[0]}) var<storage, ${b[3]}> ${b[1]}: array<${b[2]}>;
-//$ end
+$HEADER
 
 @compute @workgroup_size(256)
 fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) grid: vec3<u32>) {

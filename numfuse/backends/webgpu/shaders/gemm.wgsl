@@ -1,51 +1,30 @@
-// C = X Y with an epilogue, for X (M, K) and Y (K, N) in any strides: a workgroup makes one
-// BLOCK_M x BLOCK_N block of C, an invocation MR x NR values of it in registers, K in slices of
-// BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
+// An epilogue of C = X Y, or of operands alone, for X (M, K) and Y (K, N) in any strides: a workgroup
+// makes one BLOCK_M x BLOCK_N block of C, an invocation MR x NR values of it in registers, K in slices
+// of BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
 // multiplied.
 //
 // A chain of sums over K ends after CHAIN products, and is added to those before: the errors of a
 // chain grow with the root of its length.
 //
-// Trusted: every index below fits 32 bits; strides may be negative (they wrap); where X_WIDE,
-// Y_WIDE or OUT_WIDE is bound, offsets, strides and lengths are multiples of 4.
+// Trusted: every index below fits 32 bits; strides may be negative (they wrap); where an array is
+// WIDE, its offset, strides and lengths are multiples of 4.
 //
 // A workgroup array has two axes, the first with indices that are bound: only the second, the same
 // for all, is then checked against its length.
 
-$ENABLE
-struct Params {
-    m: u32, n: u32, k: u32,
-    x_row: u32, x_column: u32,
-    y_row: u32, y_column: u32,
-    bias_column: u32,
-    extra_row: u32, extra_column: u32,
-    out_row: u32, out_column: u32,
-    pre_row: u32, pre_column: u32,
-    // planes: number z is part z % parts of K, of the segments of place z / parts
-    first_plane: u32, part: u32, parts: u32, segments: u32,
-    // of all segments that a place adds up, and groups of them
-    summed: u32, groups: u32,
-    x: u32, y: u32, bias: u32, extra: u32, out: u32, pre: u32,
-}
-// Where the operands of a place begin.
-struct Place { x: u32, y: u32, bias: u32, extra: u32, out: u32, pre: u32 }
+$HEADER
 
-@group(0) @binding(0) var<uniform> p: Params;
-//$ for b in BUFFERS:
-@group(0) @binding(${b[0]}) var<storage, ${b[3]}> ${b[1]}: array<${b[2]}>;
-//$ end
-
-$FUNCTIONS
-//$ for b in LOADED:
+$EPILOGUE
+//$ for b in INPUTS:
 // Four neighbours of a row; what lies past the last column is 0.
 fn load_${b.NAME}(at: u32, column: u32) -> vec4<$ACC> {
     //$ if b.WIDE:
-    return vec4<$ACC>(${b.NAME}[at / 4u]);
+    return vec4<$ACC>(${b.ARRAY}[at / 4u]);
     //$ else:
     var value = vec4<$ACC>();
     //$ for d in range(4):
     if (column + ${d}u < p.n) {
-        value[$d] = $ACC(${b.NAME}[at + ${d}u * p.${b.STRIDE}]);
+        value[$d] = $ACC(${b.ARRAY}[at + ${d}u * p.${b.ARRAY}_column]);
     }
     //$ end
     return value;
@@ -53,14 +32,14 @@ fn load_${b.NAME}(at: u32, column: u32) -> vec4<$ACC> {
 }
 //$ end
 
-//$ for b in STORED:
+//$ for b in OUTPUTS:
 fn store_${b.NAME}(at: u32, column: u32, value: vec4<$ACC>) {
     //$ if b.WIDE:
-    ${b.NAME}[at / 4u] = vec4<${b.TYPE}>(value);
+    ${b.ARRAY}[at / 4u] = vec4<${b.SCALAR}>(value);
     //$ else:
     //$ for d in range(4):
     if (column + ${d}u < p.n) {
-        ${b.NAME}[at + ${d}u * p.${b.STRIDE}] = ${b.TYPE}(value[$d]);
+        ${b.ARRAY}[at + ${d}u * p.${b.ARRAY}_column] = ${b.SCALAR}(value[$d]);
     }
     //$ end
     //$ end
@@ -110,7 +89,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     let place = places[place_number];
     //$ end
     //$ else:
-    let place = Place(p.x, p.y, p.bias, p.extra, p.out, p.pre);
+    let place = Place($PLACE);
     //$ end
 
     //$ if PRODUCT:
@@ -129,7 +108,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var k0 = k_first;
     var x_at = place.x;
     var y_at = place.y;
-    //$ for o in OPERANDS:
+    //$ for o in FACTORS:
     //$ for i in range(o.LOADS):
     //$ if o.TURNED:
     // a square of four outputs by four values of k
@@ -164,7 +143,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 //$ if STAGES == 1:
                 workgroupBarrier();
                 //$ end
-                //$ for o in OPERANDS:
+                //$ for o in FACTORS:
                 //$ for i in range(o.LOADS):
                 ${o.IF_IN_TILE[i]}
                 //$ if o.TURNED:
@@ -182,7 +161,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
             let multiply = ahead;
             ahead = running;
             if (running) {
-                //$ for o in OPERANDS:
+                //$ for o in FACTORS:
                 //$ for i in range(o.LOADS):
                 ${o.IF_IN_TILE[i]}
                 {
@@ -288,48 +267,36 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         var sum = vec4<$ACC>();
         //$ end
         if (column < p.n) {
-            //$ if BIAS:
-            let bias_values = load_bias(place.bias + column * p.bias_column, column);
+            //$ for r in INPUTS:
+            //$ if r.BY_COLUMN:
+            let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + column * p.${r.ARRAY}_column, column);
+            //$ end
             //$ end
             for (var i = 0u; i < ${MR}u; i++) {
                 let row = row0 + i / 4u * ${BLOCK_M // (MR // 4)}u + ty * 4u + i % 4u;
                 if (row < p.m) {
-                    //$ if PRE_READ:
-                    var value = load_pre(place.pre + row * p.pre_row + column * p.pre_column, column);
-                    //$ else:
-                    var value = vec4<$ACC>(1, 1, 1, 1);
                     //$ if PRODUCT:
+                    var z_here = vec4<$ACC>();
                     switch (j * ${MR}u + i) {
                         //$ for e in range(MR * NR // 4 - 1):
-                        case ${e}u: { value = c${e % MR}_${e // MR}; }
+                        case ${e}u: { z_here = c${e % MR}_${e // MR}; }
                         //$ end
-                        default: { value = c${MR - 1}_${NR // 4 - 1}; }
+                        default: { z_here = c${MR - 1}_${NR // 4 - 1}; }
                     }
                     //$ end
-                    //$ if BIAS:
-                    value += bias_values;
-                    //$ end
-                    //$ if PRE_WRITTEN:
-                    store_pre(place.pre + row * p.pre_row + column * p.pre_column, column, value);
+                    //$ for r in INPUTS:
+                    //$ if not r.BY_COLUMN:
+                    let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + row * p.${r.ARRAY}_row + column * p.${r.ARRAY}_column, column);
                     //$ end
                     //$ end
-                    //$ if FUNCTION:
-                    value = vec4<$ACC>($FUNCTION(value[0]), $FUNCTION(value[1]), $FUNCTION(value[2]), $FUNCTION(value[3]));
+                    //$ for a in ARGUMENTS:
+                    let made_${a[0]} = epilogue(${a[1]});
                     //$ end
-                    //$ if SLOPE:
-                    let grad = load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
                     //$ if COLUMN_SUMS:
-                    // Written as one: a compiler may make an fma of a product and a sum, and does or does
-                    // not by what else needs the product.
-                    sum = fma(value, grad, sum);
+                    sum = vec4<$ACC>(made_0.sum, made_1.sum, made_2.sum, made_3.sum);
                     //$ end
-                    value *= grad;
-                    //$ end
-                    //$ if RESIDUAL:
-                    value += load_extra(place.extra + row * p.extra_row + column * p.extra_column, column);
-                    //$ end
-                    //$ if OUT:
-                    store_out(place.out + $OUT_AT * p.out_row + column * p.out_column, column, value);
+                    //$ for w in OUTPUTS:
+                    store_${w.NAME}(place.${w.ARRAY} + $ROW * p.${w.ARRAY}_row + column * p.${w.ARRAY}_column, column, ${w.VALUE});
                     //$ end
                 }
             }

@@ -2,16 +2,7 @@
 // makes the sum the same every time.  What the additions lose is summed beside it (Knuth's exact sum
 // of two numbers), so that it is rounded once.
 
-$ENABLE
-struct Params {
-    size: u32, depth: u32, width: u32, groups: u32,
-    planes: u32, out: u32, total: u32,
-}
-
-@group(0) @binding(0) var<uniform> p: Params;
-//$ for b in BUFFERS:
-@group(0) @binding(${b[0]}) var<storage, ${b[3]}> ${b[1]}: array<${b[2]}>;
-//$ end
+$HEADER
 
 // x as a number of its own.  A compiler may take (a + b) - a for b; it knows of no bits that are
 // none (sizes are below 2^31).
@@ -20,17 +11,15 @@ fn rounded(x: $REAL) -> $REAL {
 }
 
 // What is lost beside an infinity is no number, and does not count.
-fn finite(x: $REAL) -> $REAL {
-    return select(x, $REAL(), (bitcast<$WORD>(x) & $EXPONENT) == $EXPONENT);
-}
+$FINITE
 
 //$ if WIDE:
 fn each_rounded(x: $ACC) -> $ACC {
     return $ACC(rounded(x[0]), rounded(x[1]), rounded(x[2]), rounded(x[3]));
 }
 
-fn each_finite(x: $ACC) -> $ACC {
-    return $ACC(finite(x[0]), finite(x[1]), finite(x[2]), finite(x[3]));
+fn each_nf_finite(x: $ACC) -> $ACC {
+    return $ACC(nf_finite(x[0]), nf_finite(x[1]), nf_finite(x[2]), nf_finite(x[3]));
 }
 
 //$ end
@@ -60,6 +49,6 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
         sum = total;
         at += p.size;
     }
-    sum += ${EACH}finite(lost);
+    sum += ${EACH}nf_finite(lost);
     out[p.out + number] = $OUT_TYPE(sum);
 }

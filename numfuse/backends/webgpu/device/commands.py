@@ -1,0 +1,111 @@
+"""The work that a call gives a device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu.device.memory import Binding
+
+if TYPE_CHECKING:
+    from numfuse.backends.webgpu.device.device import Device
+    from numfuse.backends.webgpu.shaders.shader import Shader
+
+__all__ = ["Commands", "Labels", "Pipeline"]
+
+
+class Pipeline(NamedTuple):
+    """A compiled shader."""
+
+    label: str
+    handle: Any
+    layout: Any
+
+
+class Labels:
+    """The labels of steps, put together only where an error needs them."""
+
+    def __init__(self, steps: Sequence[tuple[Any, ...]]) -> None:
+        self._steps = steps
+
+    def __repr__(self) -> str:
+        return repr(", ".join(dict.fromkeys(step[0].label for step in self._steps)) or "copy")
+
+
+class Commands:
+    """The work that a call gives a device to do, in one submit."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        #: What is to be dispatched: pipeline, uniform, bindings, grid.
+        self.steps: list[tuple[Pipeline, Any, Sequence[Binding | Any], tuple[int, int, int]]] = []
+
+    def dispatch(
+        self,
+        shader: Shader,
+        bindings: Mapping[str, Binding | Any],
+        values: Mapping[str, int | Sequence[int]],
+        grid: tuple[int, int, int],
+    ) -> None:
+        """Run a shader with its buffers and the fields of its uniform, by name."""
+        device = self.device
+        pipeline = device.pipeline(shader)
+        uniform = device.constant(shader.uniform.pack(values))
+        bound = [bindings[buffer.name] for buffer in shader.buffers]
+        self.steps.append((pipeline, uniform, bound, grid))
+
+    def submit(self, downloads: Sequence[tuple[Binding, ndarray]] = ()) -> list[ndarray]:
+        """Give the device its work; wait for what is to be downloaded.
+
+        Parameters
+        ----------
+        downloads : sequence of (Binding, ndarray)
+            Parts of buffers, and arrays of their shape and dtype (of which nothing is used but
+            these).
+
+        Returns
+        -------
+        list of ndarray
+            New arrays with the contents.
+        """
+        device = self.device
+        steps, self.steps = self.steps, []
+        if not steps and not downloads:
+            return []
+        sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
+        dispatches = [
+            (pipeline, device.group(pipeline.layout, uniform, bindings), grid)
+            for pipeline, uniform, bindings, grid in steps
+        ]
+        if not downloads:
+            device.submit(dispatches)
+            return []
+        with device.reported(Labels(steps)):
+            encoder = device.encoded(dispatches)
+            staging = device.staging(sum(sizes))
+            at = 0
+            for (binding, _), size in zip(downloads, sizes, strict=True):
+                encoder.copy_buffer_to_buffer(
+                    binding.buffer.handle, binding.offset, staging, at, size
+                )
+                at += size
+            device.queue.submit([encoder.finish()])
+            device.submits += 1
+            try:
+                staging.map_async("READ_NOSYNC", 0, sum(sizes)).sync_wait()
+                mapped = np.frombuffer(staging.read_mapped(0, sum(sizes), copy=False), np.uint8)
+                found, at = [], 0
+                for (_, like), size in zip(downloads, sizes, strict=True):
+                    part = mapped[at : at + like.nbytes].view(like.dtype).reshape(like.shape)
+                    found.append(part.copy())
+                    at += size
+                del mapped, part
+                staging.unmap()
+            except BaseException:
+                staging.destroy()
+                raise
+            device.keep_staging(staging)
+        return found

@@ -1,0 +1,157 @@
+"""The buffers of a device: given from a pool, uploaded to, read from."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import wgpu
+from numpy import ndarray
+
+from numfuse.backends.webgpu import tiling
+from numfuse.backends.webgpu.device import forks
+from numfuse.errors import DeviceLost
+from numfuse.runtime.pool import FreeBlocks
+
+__all__ = ["Binding", "Buffer", "Memory"]
+
+_USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
+_STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
+
+
+class Buffer:
+    """Memory of a device; goes back to the device's pool when nothing refers to it."""
+
+    __slots__ = ("__weakref__", "device", "handle", "size")
+
+    def __init__(self, device: Memory, handle: Any, size: int) -> None:
+        self.device, self.handle, self.size = device, handle, size
+
+    def __del__(self) -> None:
+        # At the end of the process the device's own fields may be gone already.
+        with contextlib.suppress(Exception):
+            self.device.reclaim(self.handle, self.size)
+
+
+class Binding(NamedTuple):
+    """A part of a buffer as a kernel sees it."""
+
+    buffer: Buffer
+    offset: int
+    size: int
+
+
+@functools.lru_cache(1024)
+def _capacity(size: int, limit: int) -> int:
+    """Return `size` rounded up so that buffers of nearly one size can stand in for each other."""
+    if size <= 256:
+        return 256
+    step = max(256, 1 << (size.bit_length() - 3))
+    return min(-(-size // step) * step, limit)
+
+
+class Memory:
+    """The part of a device that gives buffers; what it keeps is guarded by a lock."""
+
+    name: str
+    handle: Any
+    queue: Any
+    lost: bool
+    #: Bytes of the largest buffer.
+    buffer_limit: int
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        #: Every buffer of the pool and of a Buffer. Python may find both a Buffer and wgpu's object
+        #: in one cycle of garbage, and would then end the second before the first gives it back.
+        self._live: set[Any] = set()
+        self._free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.POOL_BYTES)
+        self._staging: list[Any] = []
+
+    def reported(self, label: Any) -> contextlib.AbstractContextManager[None]:
+        """Turn wgpu's errors into Python's and numfuse's, with what was being done."""
+        raise NotImplementedError
+
+    def buffer(self, size: int, what: str = "array") -> Buffer:
+        """A buffer of at least `size` bytes, with any content.
+
+        Raises
+        ------
+        ValueError
+            A buffer of this device cannot be so large.
+        """
+        if size > self.buffer_limit:
+            raise ValueError(
+                f"{what} must have at most max-buffer-size = {self.buffer_limit} bytes on "
+                f"{self.name}, got {size}"
+            )
+        size = _capacity(size, self.buffer_limit)
+        free = self._free.take(None, size, size)
+        if free is not None:
+            return Buffer(self, free, size)
+        if self.lost:
+            forks.refuse()
+            raise DeviceLost(f"{self.name} is lost")
+        with self.reported(f"buffer of {size} bytes"):
+            handle = self.handle.create_buffer(size=size, usage=_USAGE)
+        with self._lock:
+            self._live.add(handle)
+        return Buffer(self, handle, size)
+
+    def reclaim(self, handle: Any, size: int) -> None:
+        """Keep a buffer that nobody refers to any more for the next one of its size."""
+        # What reads it has been submitted, and what the next owner does comes later in the queue.
+        if not self.lost:
+            self._free.keep(None, size, handle)
+        elif not forks.forked():  # (in a child every device is lost, and the handle its parent's)
+            self._destroy(handle)
+
+    def _destroy(self, handle: Any) -> None:
+        self._live.discard(handle)
+        handle.destroy()
+
+    def trim(self) -> None:
+        """Give the memory of the pool back to the driver."""
+        with self._lock:
+            staging, self._staging = self._staging, []
+        self._free.clear()
+        for handle, _ in staging:
+            handle.destroy()
+
+    def upload(self, x: ndarray, buffer: Buffer, offset: int = 0) -> None:
+        """The bytes of a C-contiguous array into a buffer, at a multiple of four bytes."""
+        if x.nbytes == 0:
+            return
+        data = x.reshape(-1).view(np.uint8)
+        whole = data.nbytes // 4 * 4
+        with self.reported("upload"):
+            if whole:
+                self.queue.write_buffer(buffer.handle, offset, data[:whole])
+            if whole < data.nbytes:  # a copy takes whole words
+                tail = np.zeros(4, np.uint8)
+                tail[: data.nbytes - whole] = data[whole:]
+                self.queue.write_buffer(buffer.handle, offset + whole, tail)
+
+    def staging(self, size: int) -> Any:
+        """A buffer to read from, of at least `size` bytes."""
+        capacity = _capacity(size, self.buffer_limit)
+        with self._lock:
+            for i, (handle, held) in enumerate(self._staging):
+                if held == capacity:
+                    del self._staging[i]
+                    return handle
+        return self.handle.create_buffer(size=capacity, usage=_STAGING)
+
+    def keep_staging(self, handle: Any) -> None:
+        """Keep a buffer to read from for the next download, the latest few and no large ones."""
+        size = handle.size
+        with self._lock:
+            if size <= tiling.STAGING_BYTES:
+                self._staging.append((handle, size))
+                if len(self._staging) <= tiling.KEPT_STAGING:
+                    return
+                handle, _ = self._staging.pop(0)
+        handle.destroy()

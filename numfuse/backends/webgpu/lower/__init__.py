@@ -1,0 +1,8 @@
+"""Hop 4: a problem becomes dispatches.
+
+- `places`: the batch of a product, and how its sums are cut
+- `products`: a product with an epilogue over all places
+- `sums`: planes, rows and broadcast axes that are added up
+- `elementwise`: an epilogue of arrays alone
+- `layers`, `gates`: the operations
+"""

@@ -1,0 +1,129 @@
+"""An epilogue of arrays alone, element by element."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise
+from numfuse.backends.webgpu.shaders.formula import Formula
+from numfuse.backends.webgpu.shaders.shader import Access
+from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+from numfuse.epilogues import Epilogue
+from numfuse.problem.shapes import equal
+
+__all__ = ["elementwise", "zero"]
+
+
+def nothing() -> Epilogue:
+    """Return the epilogue all of whose results are zero."""
+    return Epilogue("nothing", (), (), ())
+
+
+_ZERO = Formula.of(nothing, None).choose("out")
+
+
+def zero(store: Store, x: ndarray | Region, accumulator: np.dtype[Any]) -> None:
+    """Record x = 0."""
+    out = x if isinstance(x, Region) else store.target(x)
+    elementwise(store, _ZERO, {}, {"out": out}, accumulator)
+
+
+def elementwise(
+    store: Store,
+    formula: Formula,
+    arrays: Mapping[str, Region],
+    outs: Mapping[str, Region],
+    accumulator: np.dtype[Any],
+) -> None:
+    """Record a formula of arrays of one shape; what is not one run in memory is copied to one.
+
+    Parameters
+    ----------
+    formula : Formula
+        With the results of `outs`.
+    arrays, outs : mapping
+        The inputs of the formula, by name, and where its results go.
+    """
+    given = {f"from_{name}": arrays[name] for name in formula.inputs}
+    given |= {f"to_{name}": region for name, region in outs.items()}
+    shape = next(iter(outs.values())).shape
+    equal("the arrays of an epilogue", shape, *(x.shape for x in given.values()))
+    size = prod(shape)
+    if not size:
+        return
+    device = store.device
+    orders = {_order(region) for region in given.values()}
+    as_one = len(orders) == 1 and None not in orders
+    found: dict[str, Region] = {}
+    late: list[tuple[Region, Region]] = []
+    for name, region in given.items():
+        found[name] = region
+        if not (as_one or region.contiguous):
+            found[name] = fresh(device, shape, np.dtype(region.dtype), "a contiguous copy")
+            if name.startswith("from_"):
+                copy(store.commands, region, found[name])
+            else:
+                late.append((found[name], region))
+    # A device binds a part of a large array at a time.
+    itemsize = max(region.itemsize for region in found.values())
+    step = device.room // itemsize // 4 * 4
+    for start in range(0, size, step):
+        _part(store, formula, found, start, min(step, size - start), accumulator)
+    for source, out in late:
+        copy(store.commands, source, out)
+
+
+def _order(region: Region) -> tuple[int, ...] | None:
+    """Return the order of the axes of an array that is one run in memory; None for another."""
+    order = sorted(
+        (i for i, length in enumerate(region.shape) if length != 1),
+        key=lambda i: -region.strides[i],
+    )
+    run = 1
+    for axis in reversed(order):
+        if region.strides[axis] != run:
+            return None
+        run *= region.shape[axis]
+    return tuple(order)
+
+
+def _part(
+    store: Store,
+    formula: Formula,
+    found: Mapping[str, Region],
+    start: int,
+    size: int,
+    accumulator: np.dtype[Any],
+) -> None:
+    """Record the elements from `start` on: by fours where all arrays lie so, and the rest alone."""
+    device = store.device
+    bindings: dict[str, Any] = {}
+    offsets: dict[str, int] = {}
+    for name, region in found.items():
+        run = replace(region, shape=(size,), strides=(1,), offset=region.offset + start)
+        bindings[name], offsets[name] = run.bound(device)
+    fours = size // 4 if all(offset % 4 == 0 for offset in offsets.values()) else 0
+    for wide, first, last in ((True, 0, fours), (False, 4 * fours, size)):
+        if first < last:
+            unit = 4 if wide else 1
+            arrays = [
+                Array(name.partition("_")[2], Access(region.dtype, wide), name.startswith("to_"))
+                for name, region in found.items()
+            ]
+            shader = Elementwise(
+                accumulator.name,
+                formula,
+                tuple(arrays),
+                device.one_rounding[accumulator.name],
+            )
+            values = {name: offset // unit for name, offset in offsets.items()}
+            grid = (*device.grid(-(-(last - first) // 256)), 1)
+            store.commands.dispatch(
+                shader, bindings, {"first": first, "last": last, **values}, grid
+            )

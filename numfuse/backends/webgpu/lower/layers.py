@@ -1,0 +1,297 @@
+"""A layer and its derivatives: products, each with an epilogue, and passes over their elements.
+
+A double backward and forward mode make T = u @ b + a @ v + w + z and the pre-activation in the
+accumulator's dtype; an elementwise epilogue turns them into the elementwise results and into Q and
+S; what is left are the products of a backward, with Q and S in place of grad_pre.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
+
+from numfuse import epilogues
+from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
+from numfuse.backends.webgpu.lower.places import Cut, Places, tile_of
+from numfuse.backends.webgpu.lower.products import Launch, product
+from numfuse.backends.webgpu.lower.sums import join
+from numfuse.backends.webgpu.shaders.formula import Formula
+from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+
+if TYPE_CHECKING:
+    from numfuse.epilogues import Epilogue
+    from numfuse.language.curves import Curve
+    from numfuse.problem.product import GemmBackwardProblem, GemmProblem
+    from numfuse.problem.second_order import GemmDoubleBackwardProblem, GemmTangentProblem
+
+    _Moving: TypeAlias = GemmDoubleBackwardProblem | GemmTangentProblem
+
+__all__ = ["backward", "double_backward", "forward", "tangent"]
+
+
+def layer_backward(f: Curve) -> Epilogue:
+    """Return the gradient by the pre-activation of a layer."""
+    return epilogues.layer(f).select("out").backward()
+
+
+def residual_backward() -> Epilogue:
+    """Return the gradients of a residual layer, which are those of its result."""
+    return epilogues.residual_layer().backward()
+
+
+def forward(store: Store, p: GemmProblem) -> None:
+    """Record act(a @ b + bias), or a @ b + bias + residual, and the pre-activation if wanted."""
+    absent = () if p.bias is not None else ("bias",)
+    if p.residual is None:
+        formula = Formula.of(epilogues.layer, p.activation.curve, absent)
+    else:
+        formula = Formula.of(epilogues.residual_layer, None, absent)
+    a, b = store.source(p.a), store.source(p.b)
+    given = {"bias": p.bias, "residual": p.residual}
+    arrays = {name: store.source(x) for name, x in given.items() if x is not None}
+    outs = {"out": store.target(p.out)}
+    if p.pre is not None:
+        outs["pre"] = store.target(p.pre)
+    product(store, a, b, p.batch, outs, p.acc_dtype, formula.choose(*outs), arrays)
+
+
+def backward(store: Store, p: GemmBackwardProblem, outs: dict[str, tuple[Region, bool]]) -> None:
+    """Record grad_pre = grad * act'(pre), and what is made of it.
+
+    `outs` has the gradients that are wanted, "d_a", "d_b" and "d_bias": where to write each, and
+    whether it is added to what is there.
+    """
+    absent = () if p.bias is not None and p.pre is None else ("bias",)
+    formula = Formula.of(layer_backward, p.activation.curve, absent, p.guard)
+    grad_pre: Region | None = None
+    arrays = {"grad": store.source(p.grad)}
+    if formula.alias("d_z") == "grad":
+        grad_pre = arrays["grad"]
+        if "d_bias" in outs:
+            _column_sums(store, p, grad_pre, *outs["d_bias"])
+    else:
+        made = {}
+        if "d_a" in outs or "d_b" in outs:
+            grad_pre = fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, "grad_pre")
+            made["d_z"] = grad_pre
+        summed = "d_z" if "d_bias" in outs else None
+        chosen = formula.choose(*made, summed=summed)
+        factors = None
+        if p.pre is not None:
+            arrays["z"] = store.source(p.pre)
+        elif "z" in chosen.inputs:
+            factors = store.source(p.a), store.source(p.b)
+            if p.bias is not None:
+                arrays["bias"] = store.source(p.bias)
+        if made or summed:
+            _rows(store, p, chosen, arrays, made, factors, *outs.get("d_bias", (None, False)))
+    if grad_pre is None:
+        return
+    if "d_a" in outs:
+        out, add = outs["d_a"]
+        b = store.source(p.b).turned
+        product(store, grad_pre, b, p.batch, {"out": out}, p.acc_dtype, add=add)
+    if "d_b" in outs:
+        out, add = outs["d_b"]
+        a = store.source(p.a).turned
+        product(store, a, grad_pre, p.batch, {"out": out}, p.acc_dtype, free=True, add=add)
+
+
+def _column_sums(store: Store, p: GemmBackwardProblem, x: Region, out: Region, add: bool) -> None:
+    """Record the sums of the columns of x, of which each batch axis that `out` lacks is summed."""
+    absent = ("z", "bias", "residual")
+    formula = Formula.of(residual_backward, None, absent).choose(summed="d_bias")
+    _rows(store, p, formula, {"grad": x}, {}, None, out, add)
+
+
+def _rows(
+    store: Store,
+    p: GemmBackwardProblem,
+    formula: Formula,
+    arrays: Mapping[str, Region],
+    outs: Mapping[str, Region],
+    factors: tuple[Region, Region] | None,
+    d_bias: Region | None,
+    add: bool,
+) -> None:
+    """Record a formula of every row, and d_bias from its column sums."""
+    device, acc = store.device, p.acc_dtype
+    by_bias = Places.of(p.batch, () if d_bias is None else d_bias.shape[:-2])
+    places = by_bias.each()
+    tile = tile_of(device, p.m, p.n, acc)
+    rows = -(-p.m // tile.block_m)
+    sums = None
+    if d_bias is not None:
+        sums = fresh(device, (places.count, rows, p.n), acc, "column sums")
+    if p.m and p.n and places.count:
+        k = 0 if factors is None else p.k
+        launch = Launch(p.m, p.n, k, places, Cut(k), tile, acc)
+        launch.record(store, formula, arrays, outs, factors, sums)
+    if d_bias is not None and sums is not None:
+        join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
+
+
+# --- T, tangents and second derivatives ---------------------------------------------------------
+def _moves(p: _Moving) -> bool:
+    return not (p.u is None and p.v is None and p.w is None and p.z is None)
+
+
+def _moved(store: Store, p: _Moving, out: Region) -> None:
+    """Record out = u @ b + a @ v + w + z, by way of the accumulator's dtype where two products of
+    halves meet."""
+    acc = p.acc_dtype
+    products = []
+    a, b = store.source(p.a), store.source(p.b)
+    if p.u is not None:
+        products.append((store.source(p.u), b))
+    if p.v is not None:
+        products.append((a, store.source(p.v)))
+    if not products:  # sums of no products
+        products.append((_empty(a, -1), _empty(b, -2)))
+    given = {"bias": p.w, "residual": p.z}
+    arrays = {name: store.source(x) for name, x in given.items() if x is not None}
+    absent = tuple(name for name, x in given.items() if x is None)
+    formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
+    target = out
+    if len(products) > 1 and out.dtype != acc.name:
+        target = _wide(store, p, "T")
+    (x, y), *rest = products
+    product(store, x, y, p.batch, {"out": target}, acc, formula, arrays)
+    for x, y in rest:
+        product(store, x, y, p.batch, {"out": target}, acc, add=True)
+    if target is not out:
+        copy(store.commands, target, out)
+
+
+def _empty(region: Region, axis: int) -> Region:
+    """Return a factor without products: its axis of K has length 0."""
+    shape = list(region.shape)
+    shape[axis] = 0
+    return replace(region, shape=tuple(shape))
+
+
+def _wide(store: Store, p: _Moving, what: str) -> Region:
+    return fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, what)
+
+
+def _operands(store: Store, p: _Moving, moved: str, needed: tuple[str, ...]) -> dict[str, Region]:
+    """Record the pre-activation ``z`` and T, which is called `moved`, where they are needed."""
+    arrays: dict[str, Region] = {}
+    if "z" in needed and p.pre is not None:
+        arrays["z"] = store.source(p.pre)
+    elif "z" in needed:
+        arrays["z"] = _wide(store, p, "the pre-activation")
+        bias = {} if p.bias is None else {"bias": store.source(p.bias)}
+        absent = ("residual",) if bias else ("residual", "bias")
+        formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
+        a, b = store.source(p.a), store.source(p.b)
+        product(store, a, b, p.batch, {"out": arrays["z"]}, p.acc_dtype, formula, bias)
+    if moved in needed:
+        arrays[moved] = _wide(store, p, "T")
+        _moved(store, p, arrays[moved])
+    return arrays
+
+
+def tangent(store: Store, p: GemmTangentProblem) -> None:
+    """Record the forward, and out_dot = act'(pre) * T."""
+    moves = _moves(p)
+    absent = ("bias",) if moves else ("bias", "z_dot")
+    formula = Formula.of(epilogues.layer_tangent, p.activation.curve, absent, p.guard)
+    if not moves or formula.alias("out") == "z":
+        forward(store, p)
+        if moves:
+            _moved(store, p, store.target(p.out_dot))
+        else:
+            zero(store, p.out_dot, p.acc_dtype)
+        return
+    outs = {"out": store.target(p.out), "out_dot": store.target(p.out_dot)}
+    chosen = formula.choose(*outs)
+    arrays = _operands(store, p, "z_dot", chosen.inputs)
+    elementwise(store, chosen, arrays, outs, p.acc_dtype)
+
+
+def double_backward(
+    store: Store, p: GemmDoubleBackwardProblem, outs: dict[str, tuple[Region, bool]]
+) -> None:
+    """Record T, Q and S, and from them the gradients of the backward's gradients.
+
+    `outs` has the gradients that are wanted, "d_grad", "d_a", "d_b" and "d_bias": where to write
+    each, and whether it is added to what is there.
+    """
+    absent = ("bias", "w") if _moves(p) else ("bias", "w", "t")
+    formula = Formula.of(epilogues.layer_double_backward, p.activation.curve, absent, p.guard)
+    bent, sloped = formula.has("q"), formula.has("s")
+    there = {
+        "d_grad": formula.has("d_grad"),
+        "d_a": bent or (sloped and p.v is not None),
+        "d_b": bent or (sloped and p.u is not None),
+        "d_bias": bent,
+    }
+    wanted = {name: out for name, out in outs.items() if there[name]}
+    for name, (out, add) in outs.items():
+        if name not in wanted and not add:
+            zero(store, out, p.acc_dtype)
+    q, s = _elementwise(store, p, formula, wanted)
+    pairs: dict[str, list[tuple[Region, Region]]] = {"d_a": [], "d_b": []}
+    a, b = store.source(p.a), store.source(p.b)
+    if q is not None:
+        pairs["d_a"].append((q, b.turned))
+        pairs["d_b"].append((a.turned, q))
+    if p.v is not None and s is not None:
+        pairs["d_a"].append((s, store.source(p.v).turned))
+    if p.u is not None and s is not None:
+        pairs["d_b"].append((store.source(p.u).turned, s))
+    for name, factors in pairs.items():
+        if name in wanted:
+            _sum_of_products(store, p, factors, *wanted[name], name == "d_b")
+    if "d_bias" in wanted and q is not None:
+        _column_sums(store, p, q, *wanted["d_bias"])
+
+
+def _elementwise(
+    store: Store,
+    p: GemmDoubleBackwardProblem,
+    formula: Formula,
+    wanted: dict[str, tuple[Region, bool]],
+) -> tuple[Region | None, Region | None]:
+    """Record d_grad, and Q and S where they are needed, which are returned."""
+    outs: dict[str, Region] = {}
+    if "d_grad" in wanted and formula.alias("d_grad") == "t":
+        _moved(store, p, wanted["d_grad"][0])
+    elif "d_grad" in wanted:
+        outs["d_grad"] = wanted["d_grad"][0]
+    q = s = None
+    if formula.has("q") and wanted.keys() & {"d_a", "d_b", "d_bias"}:
+        q = outs["q"] = _wide(store, p, "Q")
+    if ("d_a" in wanted and p.v is not None) or ("d_b" in wanted and p.u is not None):
+        if formula.alias("s") == "grad":
+            s = store.source(p.grad)
+        elif formula.has("s"):
+            s = outs["s"] = _wide(store, p, "S")
+    if outs:
+        chosen = formula.choose(*outs)
+        arrays = _operands(store, p, "t", chosen.inputs)
+        if "grad" in chosen.inputs:
+            arrays["grad"] = store.source(p.grad)
+        elementwise(store, chosen, arrays, outs, p.acc_dtype)
+    return q, s
+
+
+def _sum_of_products(
+    store: Store,
+    p: GemmDoubleBackwardProblem,
+    factors: list[tuple[Region, Region]],
+    out: Region,
+    add: bool,
+    free: bool,
+) -> None:
+    """Record out = the sum of products, rounded once; with `add` out += that sum."""
+    target = out
+    if len(factors) > 1 and out.dtype != p.acc_dtype.name:
+        target = fresh(store.device, out.shape, p.acc_dtype, "a sum of products")
+    for i, (x, y) in enumerate(factors):
+        outs = {"out": target}
+        product(store, x, y, p.batch, outs, p.acc_dtype, free=free, add=add or i > 0)
+    if target is not out:
+        copy(store.commands, target, out)

@@ -1,0 +1,170 @@
+"""The batch of a product, how its sums are cut, and how a shader may read its arrays.
+
+A product is one dispatch over *places*, the elements of the batch of its result. A place may add up
+several *segments*, the elements of a batch that its result is summed over, in groups, and its K may
+be cut in *parts*; each part of each group is then a plane of its own, and the planes are joined in
+their order. Which parts and groups there are depends on the problem alone, and so do the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numfuse.backends.webgpu import tiling
+from numfuse.backends.webgpu.shaders.shader import Access
+
+if TYPE_CHECKING:
+    from numfuse.backends.webgpu.device.device import Device
+    from numfuse.backends.webgpu.stores import Region
+    from numfuse.backends.webgpu.tiling import WebGpuTile
+
+__all__ = ["Cut", "Places", "cut_of", "factor_access", "repeated", "row_access", "tile_of"]
+
+
+def tile_of(
+    device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0
+) -> WebGpuTile:
+    """Return the tile of an M x N result on this device, of which sums over `depth` may be cut."""
+    limits = device.limits
+    return tiling.tile(
+        m,
+        n,
+        accumulator.itemsize,
+        limits["max-compute-workgroup-storage-size"],
+        min(
+            limits["max-compute-invocations-per-workgroup"],
+            limits["max-compute-workgroup-size-x"],
+        ),
+        device.adapter.kind == "CPU",
+        depth,
+    )
+
+
+def factor_access(region: Region, outputs: int, depth: int) -> Access:
+    """Return how a shader may read a factor, the axes of which are the result's and the sum's."""
+    shape, strides = region.shape, region.strides
+    if strides[depth] == 1 or strides[outputs] == 1:
+        turned = strides[depth] == 1
+    else:
+        turned = abs(strides[depth]) < abs(strides[outputs])
+    along, across = (depth, outputs) if turned else (outputs, depth)
+    wide = (
+        strides[along] == 1
+        and shape[along] % 4 == 0
+        and region.offset % 4 == 0
+        and all(s % 4 == 0 for s in (strides[across], *strides[:-2]))
+    )
+    return Access(region.dtype, wide, turned)
+
+
+def row_access(region: Region) -> Access:
+    """Return how a shader may read or write an array along its rows."""
+    wide = (
+        region.strides[-1] == 1
+        and region.shape[-1] % 4 == 0
+        and region.offset % 4 == 0
+        and all(s % 4 == 0 for s in repeated(region.shape, region.strides)[:-1])
+    )
+    return Access(region.dtype, wide)
+
+
+def repeated(lengths: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Return strides with 0 for axes of length 1: those are read again and again."""
+    return tuple(0 if n == 1 else s for n, s in zip(lengths, strides, strict=True))
+
+
+@dataclass(frozen=True)
+class Places:
+    """The batch of a product: axes that its result has, and axes that it is summed over."""
+
+    batch: tuple[int, ...]
+    outer: tuple[int, ...]
+    inner: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batch: tuple[int, ...], result: tuple[int, ...]) -> Places:
+        """Return the places of a result with these batch axes of its own."""
+        own = (1,) * (len(batch) - len(result)) + result
+        axes = [i for i, length in enumerate(batch) if length != 1]
+        return cls(
+            batch, tuple(i for i in axes if own[i] != 1), tuple(i for i in axes if own[i] == 1)
+        )
+
+    @property
+    def count(self) -> int:
+        return prod(self.batch[i] for i in self.outer)
+
+    @property
+    def segments(self) -> int:
+        return prod(self.batch[i] for i in self.inner)
+
+    def each(self) -> Places:
+        """Return every element of the batch as a place of its own, in the same order."""
+        return Places(self.batch, self.outer + self.inner, ())
+
+    def without_segments(self) -> Places:
+        """Return the places with nothing to add up."""
+        return Places(self.batch, self.outer, ())
+
+    def table(self, regions: Sequence[Region | None]) -> bytes:
+        """Return where each of these begins, place by place and segment by segment; None at 0."""
+        order = self.outer + self.inner
+        columns = []
+        for region in regions:
+            at = np.full((), 0 if region is None else region.offset, np.int64)
+            steps = _steps(region, len(self.batch))
+            for axis in order:
+                at = np.add.outer(at, np.arange(self.batch[axis]) * steps[axis])
+            columns.append(at.reshape(-1))
+        return np.stack(columns, axis=1).astype(np.uint32).tobytes()
+
+
+def _steps(region: Region | None, axes: int) -> tuple[int, ...]:
+    """Return the strides of the batch axes, with leading ones for those that an array lacks."""
+    if region is None:
+        return (0,) * axes
+    own = repeated(region.shape[:-2], region.strides[:-2])
+    return (0,) * (axes - len(own)) + own
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How the sum of a place is cut into planes."""
+
+    part: int
+    parts: int = 1
+    per_group: int = 1
+    groups: int = 1
+
+    @property
+    def planes(self) -> int:
+        return self.parts * self.groups
+
+
+def cut_of(
+    device: Device,
+    m: int,
+    n: int,
+    k: int,
+    places: Places,
+    tile: WebGpuTile,
+    accumulator: np.dtype[Any],
+) -> Cut:
+    """Return how a sum over K and segments, the order of which is free, is cut."""
+    blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+    # planes that one binding can hold
+    room = max(1, device.binding_limit // max(1, m * n * accumulator.itemsize * places.count))
+    # Where memory is not short, not of the number of places: an element of a batch gives what it
+    # gives alone.
+    part, parts = tiling.parts(blocks, k, room)
+    segments = places.segments
+    if segments <= 1:
+        return Cut(part, parts, segments, 1)
+    groups = tiling.groups(blocks * parts * places.count, segments, room // parts)
+    per_group = -(-segments // groups)
+    return Cut(part, parts, per_group, -(-segments // per_group))

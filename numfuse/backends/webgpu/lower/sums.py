@@ -1,0 +1,131 @@
+"""Sums in a fixed order: of planes, of the rows of a result, of axes that were broadcast."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends.webgpu import tiling
+from numfuse.backends.webgpu.shaders.moves import Join
+from numfuse.backends.webgpu.shaders.shader import Access
+from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+from numfuse.problem.shapes import equal
+
+if TYPE_CHECKING:
+    from numfuse.backends.webgpu.device.device import Device
+
+__all__ = ["join", "sum_to"]
+
+
+def join(
+    store: Store, planes: Region, count: int, depth: int, out: Region, add: bool = False
+) -> None:
+    """Record out[o] = sum of planes[o, q] over q, in stages where there are many."""
+    device = store.device
+    size = prod(out.shape) // count if count else 0
+    if not size:
+        return
+    equal("planes and their sums", prod(planes.shape), depth * prod(out.shape))
+    while depth > tiling.JOINED:
+        stages = -(-depth // tiling.JOINED)
+        stage = fresh(device, (count, stages, size), np.dtype(planes.dtype), "joined planes")
+        _sum(store, planes, stage, count, depth, tiling.JOINED, size, False)
+        planes, depth = stage, stages
+    target = out
+    if not out.contiguous:
+        target = fresh(device, out.shape, np.dtype(out.dtype), "a joined result")
+        if add:
+            copy(store.commands, out, target)
+    _sum(store, planes, target, count, depth, depth, size, add)
+    if target is not out:
+        copy(store.commands, target, out)
+
+
+def _sum(
+    store: Store,
+    planes: Region,
+    out: Region,
+    count: int,
+    depth: int,
+    width: int,
+    size: int,
+    add: bool,
+) -> None:
+    """Record out[o, g] = the sum of the planes [o, q] with q in the group g of `width`."""
+    device = store.device
+    (source, source_at), (target, target_at) = planes.bound(device), out.bound(device)
+    wide = size % 4 == source_at % 4 == target_at % 4 == 0
+    unit = 4 if wide else 1
+    groups = -(-depth // width) if depth else 1
+    total = count * groups * size // unit
+    store.commands.dispatch(
+        Join(planes.dtype, Access(planes.dtype, wide), Access(out.dtype, wide), add),
+        {"planes": source, "out": target},
+        {
+            "size": size // unit,
+            "depth": depth,
+            "width": width,
+            "groups": groups,
+            "planes": source_at // unit,
+            "out": target_at // unit,
+            "total": total,
+        },
+        (*device.grid(-(-total // 256)), 1),
+    )
+
+
+def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
+    """Record out = x summed over the axes along which out was broadcast to the shape of x."""
+    source, target = store.source(x), store.target(out)
+    missing = x.ndim - out.ndim
+    target = replace(
+        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
+    )
+    if source.shape == target.shape:
+        copy(store.commands, source, target)
+        return
+    total = target
+    if target.dtype != accumulator.name and _beyond(store.device, source.shape, accumulator):
+        total = fresh(store.device, target.shape, accumulator, "the sum of a residual")
+    _sum_to(store, source, total, accumulator, False)
+    if total is not target:
+        copy(store.commands, total, target)
+
+
+def _beyond(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Whether the device cannot bind an array of this shape at once."""
+    return prod(shape) * dtype.itemsize > device.room
+
+
+def _sum_to(
+    store: Store, source: Region, target: Region, accumulator: np.dtype[Any], add: bool
+) -> None:
+    """Record target = source, or target += source, summed over the axes of which target has 1.
+
+    What is beyond the device's limit is summed in halves; where they are of one sum, the target is
+    in the accumulator's dtype.
+    """
+    if _beyond(store.device, source.shape, accumulator):
+        axis = max(range(len(source.shape)), key=lambda i: source.shape[i])
+        middle = source.shape[axis] // 2
+        for first, last in ((0, middle), (middle, source.shape[axis])):
+            half = source.part(axis, first, last)
+            if target.shape[axis] == source.shape[axis]:
+                _sum_to(store, half, target.part(axis, first, last), accumulator, add)
+            else:
+                _sum_to(store, half, target, accumulator, add or first > 0)
+        return
+    summed = [i for i, length in enumerate(target.shape) if length != source.shape[i]]
+    order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
+    turned = replace(
+        source,
+        shape=tuple(source.shape[i] for i in order),
+        strides=tuple(source.strides[i] for i in order),
+    )
+    planes = fresh(store.device, turned.shape, accumulator, "the summands of a residual")
+    copy(store.commands, turned, planes)
+    join(store, planes, 1, prod(source.shape[i] for i in summed), target, add)

@@ -1,0 +1,232 @@
+"""The shaders that end in an epilogue: a product's, and that of arrays alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from numfuse.backends.webgpu import tiling
+from numfuse.backends.webgpu.shaders.formula import Formula
+from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storage, Uniform
+from numfuse.backends.webgpu.shaders.template import expand
+from numfuse.backends.webgpu.tiling import WebGpuTile
+from numfuse.expr import Expr
+
+__all__ = ["Array", "Elementwise", "Gemm"]
+
+
+@dataclass(frozen=True)
+class Array:
+    """An input of a formula that a shader reads, or a result that it stores."""
+
+    name: str
+    access: Access
+    stored: bool = False
+    #: Whether one row is read for all rows.
+    by_column: bool = False
+
+    @property
+    def array(self) -> str:
+        """The name of the buffer, and of its offset and strides."""
+        return f"{'to' if self.stored else 'from'}_{self.name}"
+
+
+class _Lanes:
+    """An array as the templates see it: as many neighbours at a time as the epilogue has calls."""
+
+    def __init__(self, array: Array, accumulator: str, lanes: int) -> None:
+        access, wide = array.access, f"vec4<{accumulator}>"
+        self.NAME, self.ARRAY, self.WIDE = array.name, array.array, access.wide
+        self.SCALAR, self.ELEMENT, self.BY_COLUMN = access.scalar, access.element, array.by_column
+        self.READ = accumulator if lanes == 1 else wide
+        made = ", ".join(f"made_{d}.{array.name}" for d in range(lanes))
+        self.VALUE = made if lanes == 1 else f"{wide}({made})"
+
+
+class _Factor:
+    """A factor of a product as the template sees it."""
+
+    def __init__(self, name: str, access: Access, block: int, tile: WebGpuTile) -> None:
+        row = name == "x"
+        self.NAME, self.WIDE, self.TURNED, self.BLOCK = name, access.wide, access.turned, block
+        self.ORIGIN, self.LENGTH = ("row0", "m") if row else ("column0", "n")
+        self.STRIDE_O = "x_row" if row else "y_column"
+        self.STRIDE_K = "x_column" if row else "y_row"
+        # pieces to fetch: squares of 4 x 4 where turned, else runs of four outputs
+        depth = tile.block_k // 4 if access.turned else tile.block_k
+        pieces = block // 4 * depth
+        self.LOADS = -(-pieces // tile.invocations)
+        self.IF_IN_TILE, self.END_IN_TILE = [], []
+        for i in range(self.LOADS):
+            partial = (i + 1) * tile.invocations > pieces
+            inside = f"{name}_k{i} < {tile.block_k}u && {name}_o{i} < {block // 4}u"
+            self.IF_IN_TILE.append(f"if ({inside}) {{" if partial else "")
+            self.END_IN_TILE.append("}" if partial else "")
+
+
+class _Epilogue(Shader):
+    """The base of shaders that end in an epilogue."""
+
+    accumulator: str
+    formula: Formula
+    arrays: tuple[Array, ...]
+    one_rounding: bool
+
+    def formulas(self) -> list[Expr]:
+        return self.formula.formulas()
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(array.array for array in self.arrays)
+
+    @property
+    def _storage(self) -> list[Storage]:
+        return [
+            Storage(a.array, a.access.element, "read_write" if a.stored else "read")
+            for a in self.arrays
+        ]
+
+    @property
+    def _operation(self) -> str:
+        return self.formula.operation.__name__.replace("_", " ")
+
+    def _bindings(self, lanes: int) -> dict[str, Any]:
+        """Return what the templates know of the epilogue, which is called once for each lane."""
+        acc = TYPES[self.accumulator]
+        names = [f"{name}_here" for name in self.formula.inputs]
+        names += ["sum"] if self.formula.summed else []
+        lane = "" if lanes == 1 else "[{}]"
+        arguments = [", ".join(name + lane.format(d) for name in names) for d in range(lanes)]
+        return {
+            "EPILOGUE": self.formula.text(self.accumulator, self.one_rounding),
+            "ARGUMENTS": list(enumerate(arguments)),
+            "ACC": acc,
+            "INPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if not a.stored],
+            "OUTPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if a.stored],
+        }
+
+
+@dataclass(frozen=True)
+class Gemm(_Epilogue):
+    """An epilogue of a product, or of operands in its place."""
+
+    tile: WebGpuTile
+    accumulator: str
+    #: X and Y; None where the formula has no accumulator.
+    factors: tuple[Access, Access] | None
+    formula: Formula
+    arrays: tuple[Array, ...]
+    places: bool = False
+    segments: bool = False
+    #: Whether the result is a stack of planes to be joined.
+    planes: bool = False
+    #: Whether the device's fma rounds once.
+    one_rounding: bool = False
+
+    @cached_property
+    def label(self) -> str:  # type: ignore[override]
+        x, y = self.factors or ("-", "-")
+        t = self.tile
+        return f"gemm {self._operation} {x}.{y} {t.block_m}x{t.block_n}x{t.block_k}"
+
+    @cached_property
+    def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
+        found = [
+            Storage(n, a.element, "read") for n, a in zip("xy", self.factors or (), strict=False)
+        ]
+        found += self._storage
+        if self.formula.summed:
+            found.append(Storage("column_sums", TYPES[self.accumulator], "read_write"))
+        if self.places:
+            found.append(Storage("places", "Place", "read"))
+        return tuple(found)
+
+    @cached_property
+    def place(self) -> Uniform:
+        """Where the arrays of a place begin."""
+        factors = ("x", "y") if self.factors else ()
+        return Uniform.of(*factors, *self._names)
+
+    @cached_property
+    def uniform(self) -> Uniform:  # type: ignore[override]
+        fields = ["m", "n", "k"]
+        fields += ["x_row", "x_column", "y_row", "y_column"] if self.factors else []
+        for name in self._names:
+            fields += [f"{name}_row", f"{name}_column"]
+        # Planes: number z is part z % parts of K, of the segments of place z / parts. A place adds
+        # up `summed` segments in all, in `groups` of `segments` each.
+        fields += ["first_plane", "part", "parts", "segments", "summed", "groups"]
+        return Uniform.of(*fields, *self.place.names)
+
+    def text(self) -> str:
+        t = self.tile
+        columns, rows = t.block_n // t.nr, t.block_m // t.mr
+        if columns % 8 == 0 and rows % 4 == 0:
+            # 32 invocations, which many devices run together, as 8 x 4: fewer distinct addresses
+            tx = f"(t >> 5u) % {columns // 8}u * 8u + (t & 7u)"
+            ty = f"(t >> 5u) / {columns // 8}u * 4u + ((t >> 3u) & 3u)"
+        else:
+            tx, ty = f"t % {columns}u", f"t / {columns}u"
+        x, y = self.factors or (None, None)
+        factors = [
+            _Factor(name, access, block, t)
+            for name, access, block in (("x", x, t.block_m), ("y", y, t.block_n))
+            if access is not None
+        ]
+        return expand(
+            "gemm.wgsl",
+            {
+                **self._bindings(4),
+                "HEADER": self.header(self.place.struct("Place")),
+                "PRODUCT": bool(factors),
+                "FACTORS": factors,
+                "X_PITCH": t.block_m // 4 + (x is not None and x.turned),
+                "Y_PITCH": t.block_n // 4 + (y is not None and y.turned),
+                "BLOCK_M": t.block_m,
+                "BLOCK_N": t.block_n,
+                "BLOCK_K": t.block_k,
+                "CHAIN": tiling.CHAIN,
+                "MR": t.mr,
+                "NR": t.nr,
+                "GROUP": t.group,
+                "STAGES": t.stages,
+                "K_FIRST": t.k_first,
+                "INVOCATIONS": t.invocations,
+                "TX": tx,
+                "TY": ty,
+                "COLUMN_SUMS": self.formula.summed is not None,
+                "PLACES": self.places,
+                "SEGMENTS": self.segments,
+                "PLACE": ", ".join(f"p.{name}" for name in self.place.names),
+                "ROW": "(plane * p.m + row)" if self.planes else "row",
+            },
+        )
+
+
+@dataclass(frozen=True)
+class Elementwise(_Epilogue):
+    """An epilogue without a product, element by element."""
+
+    accumulator: str
+    formula: Formula
+    #: All are read and written by fours, or none.
+    arrays: tuple[Array, ...]
+    #: Whether the device's fma rounds once.
+    one_rounding: bool = False
+
+    @cached_property
+    def label(self) -> str:  # type: ignore[override]
+        return f"elementwise {self._operation} {self.arrays[-1].access}"
+
+    @cached_property
+    def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
+        return tuple(self._storage)
+
+    @cached_property
+    def uniform(self) -> Uniform:  # type: ignore[override]
+        return Uniform.of("first", "last", *self._names)
+
+    def text(self) -> str:
+        lanes = 4 if self.arrays[-1].access.wide else 1
+        return expand("elementwise.wgsl", {**self._bindings(lanes), "HEADER": self.header()})

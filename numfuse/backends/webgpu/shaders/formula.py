@@ -1,0 +1,141 @@
+"""An epilogue's formulas in a shader: the one printer, and what a lowering asks of an operation.
+
+A :class:`Formula` names an operation of `numfuse.epilogues` and holds none of its graphs: what is
+kept by one (a pipeline) must not keep an activation alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from numfuse.epilogues import Epilogue
+from numfuse.language import wgsl
+from numfuse.language.curves import Curve, inputs, leaf
+from numfuse.language.graph import Expr
+from numfuse.runtime.lifetimes import formulas_of, kept
+
+__all__ = ["Formula"]
+
+
+class _Result(NamedTuple):
+    """A result as a lowering needs to know it."""
+
+    inputs: frozenset[str]
+    #: The input that it is, unchanged.
+    alias: str | None
+
+
+def _epilogue(
+    operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
+) -> Epilogue:
+    made = (operation() if curve is None else operation(curve)).without(*absent)
+    return made.guarded() if guard else made
+
+
+@kept(1024)
+def _facts(
+    operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
+) -> tuple[tuple[str, ...], dict[str, _Result]]:
+    """Return the inputs of an epilogue in their order, and its results by name."""
+    made = _epilogue(operation, curve, absent, guard)
+    results = {}
+    for name, expr in made.results:
+        alias = str(expr.payload) if expr.op == "input" else None
+        results[name] = _Result(frozenset(inputs((expr,))), alias)
+    return made.inputs, results
+
+
+def _identity(curve: Curve | None) -> tuple[Any, ...]:
+    """Return what tells a curve from all others; one that is folded in a graph is its value."""
+    if curve is None:
+        return ()
+    folded = curve.trace.op in ("x", "const")
+    return ("value", curve.trace.serial) if folded else ("curve", curve.serial)
+
+
+@dataclass(frozen=True)
+class Formula:
+    """Chosen results of an operation's epilogue.
+
+    Parameters
+    ----------
+    operation : callable
+        From a curve, if there is one, to an epilogue.
+    curve : identity of the curve, and a reference to it
+        See :meth:`of`.
+    absent : tuple of str
+        Inputs that are zero.
+    guard : bool
+        Whether a derivative that is not finite counts as 0.
+    results : tuple of str
+        The results that are stored. One that is zero everywhere may be among them.
+    summed : str, optional
+        The result of which sums over rows are made.
+    """
+
+    operation: Callable[..., Epilogue]
+    curve: tuple[Any, ...]
+    absent: tuple[str, ...]
+    guard: bool
+    results: tuple[str, ...] = ()
+    summed: str | None = None
+    _curve: Any = field(default=None, compare=False, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        operation: Callable[..., Epilogue],
+        curve: Curve | None,
+        absent: tuple[str, ...] = (),
+        guard: bool = False,
+    ) -> Formula:
+        """Return the formula of an operation with a curve; choose its results next."""
+        held = None if curve is None else weakref.ref(curve)
+        return cls(operation, _identity(curve), absent, guard, _curve=held)
+
+    def choose(self, *results: str, summed: str | None = None) -> Formula:
+        """Return the formula of these results."""
+        return replace(self, results=results, summed=summed)
+
+    def formulas(self) -> list[Expr]:
+        """Return the graphs with which goes what is kept of this formula."""
+        return [] if self._curve is None else formulas_of(self._curve())
+
+    @property
+    def _arguments(self) -> tuple[Any, ...]:
+        curve = None if self._curve is None else self._curve()
+        return self.operation, curve, self.absent, self.guard
+
+    def has(self, result: str) -> bool:
+        """Whether a result is not zero everywhere."""
+        return result in _facts(*self._arguments)[1]
+
+    def alias(self, result: str) -> str | None:
+        """Return the input that a result is, unchanged; None if there is none."""
+        known = _facts(*self._arguments)[1].get(result)
+        return None if known is None else known.alias
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The inputs that the chosen results depend on, accumulators first."""
+        order, known = _facts(*self._arguments)
+        chosen = (*self.results, *((self.summed,) if self.summed else ()))
+        used = frozenset[str]().union(*(known[name].inputs for name in chosen if name in known))
+        return tuple(name for name in order if name in used)
+
+    def text(self, dtype: str, one_rounding: bool) -> str:
+        """Return ``fn epilogue`` of the inputs, and of the sum so far where there is one.
+
+        Its ``Results`` has a member for each chosen result, and the next ``sum``.
+        """
+        made, chosen = _epilogue(*self._arguments), self.results
+        results = list(made.select(*chosen).results)
+        arguments = self.inputs
+        if self.summed is not None:
+            results.append(("sum", leaf("sum") + made.select(self.summed)[self.summed]))
+            arguments = (*arguments, "sum")
+        functions = wgsl.epilogue(results, arguments, dtype)
+        return f"{wgsl.prelude(functions, dtype, one_rounding)}\n\n{functions}\n"
