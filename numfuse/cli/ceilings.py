@@ -53,7 +53,7 @@ def last_level_cache() -> int:
 def fma_peak(dtype: str, threads: int, seconds: float = 0.05) -> float | None:
     """GFLOP/s of fused multiply-adds on registers alone; None if it cannot be measured."""
     try:
-        from numfuse.backends.cpu.face import fma_peak
+        from numfuse.backends.cpu.peak import fma_peak
     except ImportError:
         return None
     return float(fma_peak(dtype, threads, seconds))

@@ -230,9 +230,9 @@ def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specia
 
 @library.by_formula
 def grad_pre(
-    f: Curve, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
+    f: Curve, fmt: str, bias: bool, saved: str | None, out: bool, sums: bool, guard: bool
 ) -> specialise.Kernel:
-    """``grad_pre = grad * f'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
+    """``grad_pre = grad * f'(pre)``, pre = acc + bias, or saved; d_bias partials by chunk.
 
     Rows of a chunk are always visited in order by one thread, so its column sums do not depend on
     the number of threads.
@@ -241,7 +241,7 @@ def grad_pre(
     made = epilogues.layer(f).select("out").backward()
     made = made.guarded() if guard else made
     sources = (
-        Source("z", "extra" if saved else None, acc),
+        Source("z", "extra" if saved else None, saved or acc),
         Source("bias", "bias", fmt),
         Source("grad", "grad", fmt),
     )
@@ -264,7 +264,7 @@ def double_backward(
     guard: bool,
     t: str | None,
     *,
-    saved: bool,
+    saved: str | None,
     last: bool,
     added: bool,
     results: tuple[str, ...],
@@ -277,8 +277,9 @@ def double_backward(
     ----------
     t : str or None
         The format in which T is read, if it is.
-    saved : bool
-        The pre-activation is read; else it is the accumulator and, where it is there, the bias.
+    saved : str or None
+        The format in which the pre-activation is read; without one it is the accumulator and,
+        where it is there, the bias.
     last : bool
         The accumulator is a part of T: the rest is what is read, or what is `added`.
     added : bool
@@ -294,7 +295,7 @@ def double_backward(
     read = Source("w" if last else "t", "extra", t or acc)
     summed = Source("t" if last else "z", None, acc)
     beside = Source("w" if last else "bias", "bias", fmt)
-    kept = Source("z", "pre", acc)
+    kept = Source("z", "pre", saved or acc)
     there = [summed, Source("grad", "grad", fmt)]
     there += [x for x, is_there in ((read, t), (beside, added), (kept, saved)) if is_there]
     if saved and not last:
@@ -395,9 +396,9 @@ def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Ker
     """
     f = act.curve
     rows: list[Callable[[], specialise.Kernel]] = [
-        partial(gate, f, fmt),
+        partial(gate, f, fmt, False),
         partial(gate, f, fmt, True),
-        partial(gate_backward, f, fmt, True),
+        partial(gate_backward, f, fmt, True, True, False),
         partial(gate_backward, f, fmt, True, True, True),
     ]
     for bias in (True, False):
@@ -406,7 +407,7 @@ def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Ker
         if act.is_identity:
             rows.append(partial(forward, f, fmt, bias, True, False))
         else:
-            for saved in (False, True):
+            for saved in dict.fromkeys((None, library.accumulator(fmt), fmt)):
                 has_bias = bias and not saved
                 rows.append(partial(grad_pre, f, fmt, has_bias, saved, True, bias, True))
     return rows
