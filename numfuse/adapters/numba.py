@@ -100,7 +100,6 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {
-        **dict.fromkeys(protocol.DESCRIPTOR, 0),
         **layout,
         "D_NC": t.nc,
         "D_CELL_M": t.cell_m,
@@ -113,7 +112,8 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
         "D_ASK_2": -1,
         "D_ASK_3": -1,
     }
-    template = np.array([*words.values(), *[0] * (3 * protocol.SLOT_COUNT)], np.int64)
+    slots = [0] * (3 * protocol.SLOT_COUNT)
+    template = np.array([*protocol.DESCRIPTOR.words(words), *slots], np.int64)
     # A pointer of ctypes, so that Numba knows that this is of this process alone.
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     cell = kind(library.gemm_cell(fmt).address)

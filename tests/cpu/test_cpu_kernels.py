@@ -28,7 +28,7 @@ from tolerance import DTYPES
 from numfuse.backends.cpu import descriptors, host, tiling
 from numfuse.backends.cpu.kernels import elementwise as kernels
 from numfuse.backends.cpu.kernels import library, protocol
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import conversions, intrinsics, microkernel
 from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
@@ -198,7 +198,7 @@ def moved(source, source_step, target, target_step, n, item):
 
 
 def test_move_copies_bits_between_any_strides():
-    bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
+    bits = {f"BITS{n}": intrinsics.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.entry(
         moved, types.void(*[types.int64] * 6), MOVE=specialise.device(kernels.move, **bits)
     )
@@ -239,10 +239,10 @@ def conversion(template: Callable[..., None], fmt: str) -> Callable[..., None]:
     return specialise.entry(
         template,
         types.void(*[types.int64] * 3),
-        STORED=microkernel.make_elements(fmt),
-        SUMS=microkernel.make_elements("float32"),
-        WIDEN=microkernel.make_widen(fmt, "float32"),
-        NARROW=microkernel.make_narrow(fmt, "float32"),
+        STORED=intrinsics.make_elements(fmt),
+        SUMS=intrinsics.make_elements("float32"),
+        WIDEN=conversions.make_widen(fmt, "float32"),
+        NARROW=conversions.make_narrow(fmt, "float32"),
     )
 
 

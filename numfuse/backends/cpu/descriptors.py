@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from numfuse.backends import Call
@@ -107,12 +109,12 @@ def _plan(
     t: tiling.Tiling,
     r: tiling.Registers,
     elements: int,
-    count: int,
-    row: Kernel | None,
+    threads: int,
+    others: tuple[Kernel, ...] = (),
     group: int = 1,
     tier: str | None = None,
-    others: tuple[Kernel, ...] = (),
 ) -> Plan:
+    """Return a plan; the first of the other kernels is the row function, if there is one."""
     words, stride = layout(t, r, group)
     head |= words | {
         "D_KC": t.kc,
@@ -121,17 +123,24 @@ def _plan(
         "D_CELL_N": t.cell_n,
         "D_CELLS_M": t.cells_m,
         "D_CELLS_N": t.cells_n,
-        "D_ROW": 0 if row is None else row.address,
+        "D_ROW": others[0].address if others else 0,
     }
     present = [(i, x) for i, x in enumerate(operands) if x is not None]
     places = tuple((_WORDS[i], x.name) for i, x in present)
     head["D_NAMED"] = sum(1 << i for i, _ in present)
-    first = [head.get(name, 0) for name in protocol.DESCRIPTOR]
-    descriptor = array("q", first + _slot_words(operands[2:], head["D_N"]) + axes)
-    kernel = " + ".join(readable_name(x.name) for x in (cell, row) if x is not None)
+    slots = _slot_words(operands[2:], head["D_N"])
+    descriptor = array("q", [*protocol.DESCRIPTOR.words(head), *slots, *axes])
+    kernel = " + ".join(readable_name(x.name) for x in (cell, *others[:1]))
     call = Call("cpu", host.name(), tier or host.vector_name(), kernel, t)
-    kernels = tuple(x for x in (cell, row, *others) if x is not None)
-    return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call, kernels)
+    kernels = cell, *others
+    return Plan(
+        cell.address, descriptor, places, t.cells * elements, stride, threads, call, kernels
+    )
+
+
+def _axes(sizes: Iterable[tuple[int, int]], strides: Several[tuple[int, ...]]) -> list[int]:
+    """Return the words of batch axes: the size of each, and every operand's stride along it."""
+    return [word for axis, size in sizes for word in (size, *(s[axis] for s in strides))]
 
 
 def product(
@@ -157,13 +166,10 @@ def product(
     kind = library.kind(left, right)
     r = library.registers(acc, kind)
     strides = [_strides(x, batch) for x in operands]
-    sizes = {axis: size for axis, size in enumerate(batch) if size != 1}
-    outer = [axis for axis in sizes if axis not in summed]
-    inner = [axis for axis in sizes if axis in summed]
-    axes = [word for axis in outer for word in (batch[axis], *(s[axis] for s in strides))]
-    axes += [word for axis in inner for word in (batch[axis], *(s[axis] for s in strides[:2]))]
-    elements = math.prod(batch[axis] for axis in outer)
-    sums = math.prod(batch[axis] for axis in inner)
+    outer = [(axis, n) for axis, n in enumerate(batch) if n != 1 and axis not in summed]
+    inner = [(axis, n) for axis, n in enumerate(batch) if n != 1 and axis in summed]
+    axes = _axes(outer, strides) + _axes(inner, strides[:2])
+    elements, sums = (math.prod(size for _, size in sizes) for sizes in (outer, inner))
     if m == 0 or n == 0 or elements == 0:
         return None
     count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(kind) else threads
@@ -204,7 +210,8 @@ def product(
     group = r.column_group if by_columns else 1
     cell = library.gemm_cell(acc, kind, left)
     tier = host.product_name(kind, left)
-    return _plan(cell, head, operands, axes, t, r, elements, count, row, group, tier, packing)
+    others = row, *packing
+    return _plan(cell, head, operands, axes, t, r, elements, count, others, group, tier)
 
 
 def rows(
@@ -227,7 +234,7 @@ def rows(
     if m * n * elements == 0:
         return None
     strides = [_strides(x, batch) for x in operands]
-    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
+    axes = _axes(enumerate(batch), strides)
     count = 1 if m * n * elements < tiling.PARALLEL_ELEMENTS else threads
     head = {"D_M": m, "D_N": n, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(m, n, chunk)
@@ -242,8 +249,8 @@ def rows(
         t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
     cell = library.elementwise_cell()
-    others = () if stream is None else (stream,)
-    return _plan(cell, head, operands, axes, t, r, elements, count, row, others=others)
+    others = (row,) if stream is None else (row, stream)
+    return _plan(cell, head, operands, axes, t, r, elements, count, others)
 
 
 def join(
@@ -267,10 +274,10 @@ def join(
         return None
     operands = (None, None, *slots)
     strides = [_strides(x, tuple(batch)) for x in operands]
-    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
+    axes = _axes(enumerate(batch), strides)
     count = 1 if rows * n * elements < tiling.PARALLEL_ELEMENTS else threads
     # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
     head = {"D_M": 1, "D_N": n, "D_K": rows, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(1, n, 1)
     r = library.registers("float64")
-    return _plan(cell, head, operands, axes, t, r, elements, count, None)
+    return _plan(cell, head, operands, axes, t, r, elements, count)

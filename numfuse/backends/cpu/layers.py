@@ -27,7 +27,7 @@ from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, rows
 from numfuse.backends.cpu.launch.sequence import Operand, Program, temporary
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import (
     Factors,
     Part,
@@ -71,7 +71,7 @@ def backward(p: GemmBackwardProblem, threads: int) -> Program:
     """Return the program of a backward, in blocks that bound what it holds."""
     arrays = _arrays(p, BACKWARD)
     fmt = p.dtype.name
-    chunk, size = library.chunk(fmt), microkernel.itemsize(library.grad_pre_format(fmt))
+    chunk, size = library.chunk(fmt), vectors.itemsize(library.grad_pre_format(fmt))
     if not p.activation.is_identity:
         held = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, held, size, chunk)
@@ -150,7 +150,7 @@ def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
     """Return rows and batch elements of a block in which T, Q and S are held."""
     fmt = p.dtype.name
     held = p.k if p.dtype != p.acc_dtype else 0
-    itemsize = p.acc_dtype.itemsize + 2 * microkernel.itemsize(library.grad_pre_format(fmt))
+    itemsize = p.acc_dtype.itemsize + 2 * vectors.itemsize(library.grad_pre_format(fmt))
     return tiling.backward_block(p.m, p.n, held, itemsize, library.chunk(fmt))
 
 

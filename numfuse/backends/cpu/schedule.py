@@ -297,7 +297,7 @@ class _Schedule:
         )
 
     def _moves(self, block: Block, phases: list[list[Plan]]) -> tuple[list[Step], list[Step]]:
-        """Return how a block's rows are gathered in its own arrays, and those of results put back."""
+        """Return the passes that gather a block's rows, and those that put results back."""
         before: list[Step] = []
         after: list[Step] = []
         used = {name for phase in phases for plan in phase for _, name in plan.places}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from numba import prange, types
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import protocol
 from numfuse.backends.cpu.launch.workspace import PAGE
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import intrinsics
 from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
@@ -83,8 +85,8 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
     """
     head = WORDS(steps)
     temporaries = workspace
-    if head[0] >= 0:
-        distance = DATA(arrays, head[0]) + LINE - workspace - head[1]
+    if head[H_BESIDE] >= 0:
+        distance = DATA(arrays, head[H_BESIDE]) + LINE - workspace - head[H_PLACE]
         temporaries += distance % PAGE // LINE * LINE
     t = WORDS(table)
     t[T_NEXT] = 0
@@ -92,19 +94,19 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
     t[T_LATE] = 0
     entry = table + 8 * T_ENTRIES
     descriptor = entry + 8 * ENTRY_WORDS * count
-    at = steps + 16
+    at = steps + 8 * HEAD_WORDS
     for _ in range(count):
         step, e, d = WORDS(at), WORDS(entry), WORDS(descriptor)
-        e[0] = step[0]
-        e[1] = step[1]
-        e[2] = step[2]
-        e[3] = descriptor
-        t[T_CELLS] = step[1]
-        words = step[3]
+        e[E_CELL] = step[P_CELL]
+        e[E_END] = step[P_END]
+        e[E_BEFORE] = step[P_BEFORE]
+        e[E_DESCRIPTOR] = descriptor
+        t[T_CELLS] = step[P_END]
+        words = step[P_LENGTH]
         for i in range(words):
-            d[i] = step[4 + i]
+            d[i] = step[STEP_WORDS + i]
         RESOLVE(descriptor, arrays, temporaries)
-        at += 8 * (4 + words)
+        at += 8 * (STEP_WORDS + words)
         entry += 8 * ENTRY_WORDS
         descriptor += 8 * words
 
@@ -135,14 +137,14 @@ def work(table: int, workspace: int, pause: int) -> None:
         FETCH_ADD(table + 8 * T_LATE, 1)
     while cell < cells:
         e = WORDS(entry)
-        while cell >= e[1]:
-            begin = e[1]
+        while cell >= e[E_END]:
+            begin = e[E_END]
             entry += 8 * ENTRY_WORDS
             e = WORDS(entry)
         looks = 0
-        while LOAD(table + 8 * T_FINISHED) < e[2]:
+        while LOAD(table + 8 * T_FINISHED) < e[E_BEFORE]:
             looks = LOOK_AGAIN(looks, pause)
-        CALL(e[0], e[3], cell - begin, workspace)
+        CALL(e[E_CELL], e[E_DESCRIPTOR], cell - begin, workspace)
         FETCH_ADD(table + 8 * T_FINISHED, 1)
         cell = FETCH_ADD(table + 8 * T_NEXT, 1)
 
@@ -200,7 +202,6 @@ def help_with(gate: int, table: int, workspace: int, pause: int) -> None:
     FETCH_ADD(gate, -1)
 
 
-_I = types.int64
 #: Bytes of an object's header, behind which NumPy's C API has an array's data pointer.
 HEADER = object.__basicsize__
 #: Bytes of a tuple before its items.
@@ -228,12 +229,16 @@ OBJECTS_CAN_BE_READ = _objects_can_be_read()
 def entry(name: str) -> Any:
     """Return a native function: "here", "parallel", "helped" or "help"."""
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
-    names |= protocol.TABLE | {
+    for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY):
+        names |= words
+    names |= {
         "D_SLOTS": protocol.D_SLOTS,
-        "WORDS": microkernel.make_elements("int64"),
+        "WORDS": intrinsics.make_elements("int64"),
         "NUMBER_BITS": protocol.NUMBER_BITS,
         "NUMBERS": protocol.NUMBERS,
-        "ENTRY_WORDS": protocol.ENTRY_WORDS,
+        "HEAD_WORDS": len(protocol.HEAD),
+        "STEP_WORDS": len(protocol.STEP),
+        "ENTRY_WORDS": len(protocol.ENTRY),
         "LINE": tiling.LINE,
         "PAGE": PAGE,
     }
@@ -241,34 +246,27 @@ def entry(name: str) -> Any:
     names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     names["RESOLVE"] = specialise.device(resolve, **names)
     waiting = {
-        "FETCH_ADD": microkernel.make_fetch_add(),
-        "LOAD": microkernel.make_atomic_load(),
+        "FETCH_ADD": intrinsics.make_fetch_add(),
+        "LOAD": intrinsics.make_atomic_load(),
         "LOOK_AGAIN": specialise.device(
             look_again,
-            PAUSE=microkernel.make_pause(),
-            CALL_PAUSE=microkernel.make_call(0),
+            PAUSE=intrinsics.make_pause(),
+            CALL_PAUSE=intrinsics.make_call(0),
             SPINS=SPINS,
         ),
     }
     parts = {
         "OPEN": specialise.device(open_sequence, **names),
-        "WORK": specialise.device(work, CALL=microkernel.make_call(3), **names, **waiting),
+        "WORK": specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting),
     }
-    if name == "helped":
-        return specialise.entry(
-            run_with_helpers, types.void(*[_I] * 7), GATE=GATE, **parts, **waiting
-        )
+    ways: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
+        "here": (run_here, {}),
+        "parallel": (run_parallel, {"prange": prange}),
+        "helped": (run_with_helpers, {"GATE": GATE, **waiting}),
+        "help": (help_with, {"GATE": GATE, "PATIENCE": PATIENCE, **waiting}),
+    }
+    template, more = ways[name]
     if name == "help":
-        return specialise.entry(
-            help_with,
-            types.void(*[_I] * 4),
-            GATE=GATE,
-            PATIENCE=PATIENCE,
-            WORK=parts["WORK"],
-            **waiting,
-        )
-    if name == "here":
-        return specialise.entry(run_here, types.void(*[_I] * 5), **parts)
-    return specialise.entry(
-        run_parallel, types.void(*[_I] * 8), parallel=True, prange=prange, **parts
-    )
+        parts.pop("OPEN")
+    signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
+    return specialise.entry(template, signature, name == "parallel", **parts, **more)

@@ -16,7 +16,7 @@ from numfuse.backends.cpu import host, tiling
 from numfuse.backends.cpu.kernels import protocol
 from numfuse.backends.cpu.launch import entries, threads, workspace
 from numfuse.backends.cpu.launch.workspace import PAGE
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import vectors
 from numfuse.runtime.specialise import Kernel
 
 
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        return microkernel.itemsize(self.fmt)
+        return vectors.itemsize(self.fmt)
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +53,7 @@ def operand(name: str, x: np.ndarray) -> Operand:
 
 def temporary(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
     """Return a contiguous array that only the call itself knows."""
-    strides = [microkernel.itemsize(fmt)]
+    strides = [vectors.itemsize(fmt)]
     for length in reversed(shape[1:]):
         strides.append(strides[-1] * length)
     return Operand(name, shape, tuple(reversed(strides)), fmt)
@@ -160,16 +160,16 @@ def program(
     )
     stride = max(plan.stride for plan in plans)
     own, table = _places(temporaries, count * stride)
-    head = array("q", (-1, 0))
+    head = {"H_BESIDE": -1}
     # What a backward writes while it reads grad: see `entries.open_sequence`.
     beside = next((name for name in ("grad_pre", "q") if name in own), None)
     if beside is not None:
-        head = array("q", (names.index("grad"), own[beside]))
+        head = {"H_BESIDE": names.index("grad"), "H_PLACE": own[beside]}
         table += PAGE
     numbers = {name: i for i, name in enumerate([*names, *(total.name for total in totals)])}
     made = []
     for phases in found:
-        words = head + _words(phases, numbers, own)
+        words = array("q", protocol.HEAD.words(head)) + _words(phases, numbers, own)
         steps = sum(map(len, phases))
         made.append(Sequence(words, words.buffer_info()[0], steps, count, stride, table))
     most = max(len(sequence.words) for sequence in made)
@@ -208,7 +208,9 @@ def _words(
         before = end
         for plan, offsets in phase:
             end += plan.cells
-            words.extend((plan.cell, end, before, len(plan.descriptor)))
+            length = len(plan.descriptor)
+            step = {"P_CELL": plan.cell, "P_END": end, "P_BEFORE": before, "P_LENGTH": length}
+            words.extend(protocol.STEP.words(step))
             start = len(words)
             words.extend(plan.descriptor)
             for word, name in plan.places:
