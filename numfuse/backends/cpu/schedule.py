@@ -109,7 +109,7 @@ class Pass(NamedTuple):
 
 
 class Work(NamedTuple):
-    """What is done for a block: passes one after another, then the gradients beside one another."""
+    """The work for a block: passes one after another, then the gradients beside one another."""
 
     passes: Sequence[Pass]
     #: {gradient: the products that it is the sum of}.

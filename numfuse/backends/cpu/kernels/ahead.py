@@ -1,4 +1,4 @@
-"""What happens between two tiles of a GEMM cell, as templates: packing ahead, and requests.
+"""Packing ahead and requests to the caches, between two tiles of a GEMM cell, as templates.
 
 The next block of B and the next group of panels of A are packed slice by slice, and what a cell
 will touch next is asked for by nine streams of requests (`protocol.STREAMS`), whose addresses and

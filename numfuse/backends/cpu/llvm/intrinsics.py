@@ -1,4 +1,4 @@
-"""What Numba code cannot say by itself: typed addresses, calls by address, atomics, fences."""
+"""Typed addresses, calls by address, atomics and fences, which Numba code lacks."""
 
 from __future__ import annotations
 
