@@ -187,6 +187,23 @@ def test_rows_that_lie_apart_are_gathered_block_by_block(tiny, batch, m, fmt):
                 assert (bits(x) == bits(y)).all()
 
 
+def test_rows_that_lie_apart_are_told_by_their_shape_too(whole):
+    """Two views with the same strides, of another shape each, and everything else the same."""
+    rng = np.random.default_rng(7)
+    n, k = 11, 5
+    b, memory = normal(rng, (k, n), np.float32), normal(rng, (1000,), np.float32)
+    a, grad = normal(rng, (6, k), np.float32), normal(rng, (6, n), np.float32)
+    for batch, m in ((2, 3), (3, 2), (2, 3)):
+        pre = np.lib.stride_tricks.as_strided(memory, (batch, m, n), (600, 100, 4))
+        rows = grad.reshape(batch, m, n), a.reshape(batch, m, k), b
+        got, wanted = (
+            nf.matmul_bias_activation_bwd(*rows, None, "silu", pre_activation=saved)
+            for saved in (pre, pre.copy())
+        )
+        for x, y in zip(got[:2], wanted[:2], strict=True):
+            np.testing.assert_array_equal(bits(x), bits(y))
+
+
 @pytest.mark.parametrize("rows", [1, 2 * CHUNK, 6 * CHUNK])
 @pytest.mark.parametrize("a_batch", [(3, 2), (1, 2), ()])
 @pytest.mark.parametrize("b_batch", [(3, 2), (3, 1), (2,), ()])

@@ -94,16 +94,16 @@ class CpuBackend:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
         rows where grad_pre is large.
         """
-        most = 1
+        most, batch = 1, p.batch
         forms: Any = None
-        if p.batch:
+        if batch:
             p = as_one(p)
         a, b, bias, grad, pre = p.a, p.b, p.bias, p.grad, p.pre
         d_a, d_b, d_bias = p.d_a, p.d_b, p.d_bias
         arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
-        if p.batch or p.m * p.n * p.k >= tiling.PARALLEL_FMAS or grad.ndim + a.ndim > 4:
+        if batch:
             most, forms = threads.number(), tuple([x if x is None else x.shape for x in arrays])
-        elif p.m * p.n >= tiling.PARALLEL_ELEMENTS:
+        elif p.m * p.n * p.k >= tiling.PARALLEL_FMAS or p.m * p.n >= tiling.PARALLEL_ELEMENTS:
             most = threads.number()
         fingerprint = (
             p.activation.curve.serial,
