@@ -21,7 +21,8 @@ import os, sys, threading, time
 import ml_dtypes, numba, numpy as np
 import numfuse as nf
 from numfuse.backends.cpu import tiling
-from numfuse.backends.cpu.launch import entries, sequence, threads, workspace
+from numfuse.backends.cpu.launch import entries, sequence, workspace
+from numfuse.backends.cpu.launch import threads as launching
 
 M, N, K = 263, 263, 251
 assert M * N * K > tiling.PARALLEL_FMAS
@@ -51,19 +52,19 @@ def right(result, m=M, n=N, k=K, seed=0):
     return np.allclose(np.frombuffer(result, np.float32).reshape(m, n), wanted, 1e-3, 1e-3)
 
 entered = set()  # names of the entries that launches took
-plain_entry = threads.entry
+plain_entry = launching.entry
 def spied_entry(name):
     entered.add(name)
     return plain_entry(name)
-threads.entry = entries.entry = spied_entry
-threads.CROWDED = 0  # on a busy machine threads come late, which would change later calls
+launching.entry = entries.entry = spied_entry
+launching.CROWDED = 0  # on a busy machine threads come late, which would change later calls
 
 def alone():
     return not entered & {"helped", "parallel"}
 
 def check_layer():
     layer = os.environ["NUMBA_THREADING_LAYER"]
-    assert threads.layer() == layer, threads.layer()
+    assert launching.layer() == layer, launching.layer()
     wanted, other = ("helped", "parallel")[:: 1 if layer == "workqueue" else -1]
     assert wanted in entered and other not in entered, entered
 """
@@ -307,7 +308,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_number_of_threads_in_the_environment_is_respected(layer, threads):
     code = f"""
 forward()
-assert threads.number() == {threads}
+assert launching.number() == {threads}
 found = busy()
 assert 1 <= found <= {threads}, found
 assert set(counts) == {{{threads}}}, set(counts)
@@ -322,7 +323,7 @@ def test_set_num_threads_is_respected(layer, threads):
     code = f"""
 numba.set_num_threads({threads})
 forward()
-assert threads.number() == {threads}
+assert launching.number() == {threads}
 found = busy()
 assert 1 <= found <= {threads}, found
 assert set(counts) == {{{threads}}}, set(counts)
@@ -344,11 +345,11 @@ def work():
     numba.set_num_threads(1)
     entered.clear()
     forward()
-    seen.append((threads.number(), alone()))
+    seen.append((launching.number(), alone()))
 other = threading.Thread(target=work)
 other.start(); other.join()
 assert seen == [(1, True)], seen
-assert threads.number() == 3
+assert launching.number() == 3
 forward()
 check_layer()
 """,
@@ -435,7 +436,7 @@ child = os.fork()
 if child == 0:
     status = 1
     try:
-        assert threads.number() == 1
+        assert launching.number() == 1
         entered.clear()
         got = forward(), backward(), gated()
         assert alone(), entered
@@ -592,7 +593,7 @@ def test_an_interrupt_at_any_step_of_a_launch_leaves_nothing_locked(layer):
 a, b, bias, _ = operands(M, N, K)
 wanted = nf.matmul_bias_activation(a, b, bias, "gelu").tobytes()
 class Interrupt(BaseException): pass
-files = sequence.__file__, threads.__file__, threading.__file__, "<string>"
+files = sequence.__file__, launching.__file__, threading.__file__, "<string>"
 def interrupt_at(step):
     left = step
     def trace(frame, event, _):
@@ -620,7 +621,7 @@ while True:
     assert nf.matmul_bias_activation(a, b, bias, "gelu").tobytes() == wanted
     assert (out == 7).all()
 assert step > 100, step
-assert len(threads._helpers) <= 2 * 3, threads._helpers
+assert len(launching._helpers) <= 2 * 3, launching._helpers
 check_layer()
 """,
         layer,
@@ -672,8 +673,8 @@ def test_numbas_pool_is_left_alone_while_its_threads_come_late():
         """
 import ctypes
 from numfuse.backends.cpu.kernels import protocol
-threads.CROWDED = 0.02
-threads.LATE = 1000  # seconds: none but the calls below find late threads
+launching.CROWDED = 0.02
+launching.LATE = 1000  # seconds: none but the calls below find late threads
 wanted = forward(), backward()
 check_layer()
 entered.clear()
@@ -684,19 +685,19 @@ for came_late, seconds, wanted_pause in (
     (0, 2000, 0), (1, 1, 0), (1, 2000, 0), (0, 2000, 0), (1, 2000, 0), (1, 2000, 1),
     (1, 2000, 2), (1, 2000, 4), (1, 2000, 8), (1, 2000, 8), (1, 1, 0), (1, 2000, 0),
 ):
-    threads._crowded_until = 0.0
+    launching._crowded_until = 0.0
     table[late] = came_late
-    threads._note_late_threads(ctypes.addressof(table), seconds)
-    pause = threads._crowded_until - time.monotonic()
+    launching._note_late_threads(ctypes.addressof(table), seconds)
+    pause = launching._crowded_until - time.monotonic()
     if wanted_pause:
-        assert (wanted_pause - 0.5) * threads.CROWDED < pause <= wanted_pause * threads.CROWDED
+        assert (wanted_pause - 0.5) * launching.CROWDED < pause <= wanted_pause * launching.CROWDED
     else:
-        assert threads._crowded_until == 0.0
-threads._crowded_until = time.monotonic()
-threads._crowded_until += 1000
+        assert launching._crowded_until == 0.0
+launching._crowded_until = time.monotonic()
+launching._crowded_until += 1000
 assert (forward(), backward()) == wanted
 assert "helped" in entered and "parallel" not in entered
-threads._crowded_until = 0.0
+launching._crowded_until = 0.0
 entered.clear()
 assert (forward(), backward()) == wanted
 assert "parallel" in entered
