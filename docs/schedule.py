@@ -5,7 +5,7 @@
     python docs/schedule.py --threads 1 96 --sizes 3000 --noise 0.1
 
 The cells are those of `numfuse.tiling.gemm`, asked as a launch asks it, and they are drawn in order
-from one counter, as `launch.run_shared` draws them.  What a cell costs is a model, told in
+from one counter, as `launch.entries.work` draws them.  What a cell costs is a model, told in
 docs/schedule.md; every parameter of it is a field of `Processor`.
 """
 

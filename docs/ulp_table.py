@@ -41,7 +41,7 @@ from numba import njit
 
 import numfuse as nf
 from numfuse.backends.cpu import host
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import intrinsics
 from numfuse.backends.cpu.llvm.primitives import exponent_parts, fused, select, two_powers_of_two
 
 NAMES = ("gelu", "silu", "sigmoid", "tanh")
@@ -277,7 +277,7 @@ def _units(got, h, n, mantissa, lowest):
     return (_scaled_error(got, h, n) * u1) * u2
 
 
-_wide_vectors = microkernel.make_wide_vectors(8 * host.vector_bytes())
+_wide_vectors = intrinsics.make_wide_vectors(8 * host.vector_bytes())
 
 
 def _measure(name: str) -> Any:

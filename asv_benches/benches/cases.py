@@ -159,7 +159,7 @@ PEAK_SECONDS = 0.002  # of multiply-adds: the time of such a round
 
 def share_of_peak(operation, dtype, shape) -> float:
     """The CPU backend's rate over the FMA peak of one thread, both in the same rounds."""
-    from numfuse.backends.cpu.face import fma_peak  # that of `numfuse.cli` had no third argument
+    from numfuse.backends.cpu.peak import fma_peak  # that of `numfuse.cli` had no third argument
 
     peaks: list[float] = []
     runs = {

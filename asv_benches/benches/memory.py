@@ -40,9 +40,9 @@ def status(name: str) -> int:
 
 def release() -> None:
     """What is kept for the next call goes back to the system, and the peak starts anew."""
-    from numfuse.backends.cpu import launch
+    from numfuse.backends.cpu.launch import workspace
 
-    del launch._pool[:]
+    del workspace.pool[:]
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError as error:

@@ -88,18 +88,18 @@ _HELD: list[Any] = []
 @functools.cache
 def _product(fmt: str, act: Any, bias: bool) -> Any:
     """``product(a, b, bias, out)``: out = act(a @ b + bias) in the calling thread."""
-    from numfuse.backends.cpu import descriptors, launch, tiling
+    from numfuse.backends.cpu import descriptors, tiling
     from numfuse.backends.cpu.kernels import library, protocol, rows
+    from numfuse.backends.cpu.launch import workspace
 
     r = library.registers(fmt)
     side = tiling.NJIT_CELL
     # Of a deep product of that size; K and what depends on it are known when it is called.
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
-    layout, size = descriptors._layout(t, r, 1)
+    layout, size = descriptors.layout(t, r, 1)
     row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {
-        **dict.fromkeys(protocol.DESCRIPTOR, 0),
         **layout,
         "D_NC": t.nc,
         "D_CELL_M": t.cell_m,
@@ -112,7 +112,8 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
         "D_ASK_2": -1,
         "D_ASK_3": -1,
     }
-    template = np.array([*words.values(), *[0] * (3 * protocol.SLOT_COUNT)], np.int64)
+    slots = [0] * (3 * protocol.SLOT_COUNT)
+    template = np.array([*protocol.DESCRIPTOR.words(words), *slots], np.int64)
     # A pointer of ctypes, so that Numba knows that this is of this process alone.
     kind = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
     cell = kind(library.gemm_cell(fmt).address)
@@ -122,7 +123,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     at_a, at_b = d["D_A"], d["D_B"]
     at_bias = protocol.D_SLOTS + 3 * protocol.SLOTS["S_BIAS"]
     at_out = protocol.D_SLOTS + 3 * protocol.SLOTS["S_OUT"]
-    cell_m, cell_n, item, page = t.cell_m, t.cell_n, r.itemsize, launch.PAGE
+    cell_m, cell_n, item, page = t.cell_m, t.cell_n, r.itemsize, workspace.PAGE
     limit = tiling.KC[r.itemsize]
 
     @_jitable

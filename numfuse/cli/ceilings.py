@@ -53,7 +53,7 @@ def last_level_cache() -> int:
 def fma_peak(dtype: str, threads: int, seconds: float = 0.05) -> float | None:
     """GFLOP/s of fused multiply-adds on registers alone; None if it cannot be measured."""
     try:
-        from numfuse.backends.cpu.face import fma_peak
+        from numfuse.backends.cpu.peak import fma_peak
     except ImportError:
         return None
     return float(fma_peak(dtype, threads, seconds))
@@ -93,13 +93,13 @@ def _triads(threads: int) -> list[Any]:
 
     try:
         from numfuse.backends.cpu import host
-        from numfuse.backends.cpu.llvm import microkernel
+        from numfuse.backends.cpu.llvm import intrinsics, moves
     except ImportError:
         return [usual]
     step = 32
-    room = microkernel.make_room("float64", step)
-    stream = microkernel.make_stream("float64", step, host.vector_bytes(), host.is_x86())
-    wide_vectors = microkernel.make_wide_vectors(8 * host.vector_bytes())
+    room = moves.make_room("float64", step)
+    stream = moves.make_stream("float64", step, host.vector_bytes(), host.is_x86())
+    wide_vectors = intrinsics.make_wide_vectors(8 * host.vector_bytes())
 
     @numba.njit
     def part(a: Any, b: Any, c: Any, s: float, start: int, end: int) -> None:

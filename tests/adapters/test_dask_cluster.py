@@ -217,26 +217,25 @@ def test_tasks_of_a_worker_share_its_cores(client, asked):
     def spy():
         import numba
 
-        from numfuse.backends.cpu import launch, tiling
+        from numfuse.backends.cpu import tiling
+        from numfuse.backends.cpu.launch import sequence
 
         tiling.PARALLEL_FMAS = 0
-        launch.spied_counts = []
-        plain = (
-            launch.launch.__wrapped__ if hasattr(launch.launch, "__wrapped__") else launch.launch
-        )
+        sequence.spied_counts = []
+        plain = getattr(sequence.run, "__wrapped__", sequence.run)
 
-        def spied(sequence, arrays):
-            launch.spied_counts.append(sequence.threads)
-            plain(sequence, arrays)
+        def spied(program, arrays):
+            sequence.spied_counts.append(program.threads)
+            plain(program, arrays)
 
         spied.__wrapped__ = plain
-        launch.launch = spied
+        sequence.run = spied
         return int(numba.config.NUMBA_NUM_THREADS)
 
     def seen():
-        from numfuse.backends.cpu import launch
+        from numfuse.backends.cpu.launch import sequence
 
-        return launch.spied_counts
+        return sequence.spied_counts
 
     cores = max(client.run(spy).values())
     x = blocks_of(11, 301, K, 8)

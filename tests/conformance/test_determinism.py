@@ -20,8 +20,9 @@ from arrays import LAYOUTS, bits, in_layout, normal
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse.backends.cpu import launch, tiling
+from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import library
+from numfuse.backends.cpu.launch import workspace
 
 ROWS = 157
 #: (N, K): one column, edges of a vector and of a tile; one block of K and several; a B within level
@@ -285,7 +286,7 @@ def test_a_repeated_call_gives_the_same_bits_whatever_ran_before():
         got = nf.matmul_bias_activation_bwd(grad, a, b, bias, ACTIVATION)
         for name, x, y in zip(got._fields, got, wanted, strict=True):
             assert_same(x, y, name)
-    assert len(launch._pool) <= launch.KEPT_WORKSPACES
+    assert len(workspace.pool) <= workspace.KEPT_WORKSPACES
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -56,7 +56,7 @@ for fmt in library.FORMATS:
         act = get(name)
         row = rows.forward(act.curve, fmt, True, False, False)
         listings[f"row forward {{name}} {{fmt}}"] = row
-    row = rows.grad_pre(get("gelu").curve, fmt, True, False, True, True, True)
+    row = rows.grad_pre(get("gelu").curve, fmt, True, None, True, True, True)
     listings[f"row backward gelu {{fmt}}"] = row
 json.dump({{name: kernel.assembly() for name, kernel in listings.items()}}, sys.stdout)
 """

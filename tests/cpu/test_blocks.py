@@ -12,31 +12,29 @@ from arrays import Fenced, bits, in_layout, normal, unwritten
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
-from numfuse.backends.cpu import launch, tiling
 from numfuse.backends.cpu import schedule as blocks
+from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.backends.cpu.kernels import library
+from numfuse.backends.cpu.launch import workspace
+from numfuse.runtime.replay import Replay
 
 FORMATS = tuple(DTYPES)
 CHUNK = max(library.chunk(fmt) for fmt in FORMATS)
 
 
-@pytest.fixture(params=["one launch", "step by step"])
+@pytest.fixture(params=["one launch", "a launch a block"])
 def whole(request, monkeypatch):
-    """Calls take the general way whatever their size; returns the schedules that are made.
+    """Calls take the general way whatever their size; returns the blocks of each schedule made."""
+    found: list[list] = []
+    make = blocks._Schedule.blocks
 
-    Without batch axes that is one launch, or one for each step of more blocks than it may have.
-    """
-    found: list = []
-    make = BACKEND._schedule
+    def made(schedule):
+        found.append(list(make(schedule)))
+        return found[-1]
 
-    def made(*args):
-        schedule = make(*args)
-        found.append(schedule)
-        return schedule
-
-    monkeypatch.setattr(BACKEND, "_schedule", made)
-    monkeypatch.setattr(BACKEND, "_kept", {})
+    monkeypatch.setattr(blocks._Schedule, "blocks", made)
+    monkeypatch.setattr(BACKEND, "replay", Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES))
     monkeypatch.setattr(tiling, "PARALLEL_FMAS", 0)
     limit = 1000 if request.param == "one launch" else 0
     monkeypatch.setattr(tiling, "BLOCKS_IN_ONE_LAUNCH", limit)
@@ -63,7 +61,7 @@ def operands(rng, m, n, k, fmt, batch=(), layout="c", b_batch=None):
 
 
 def steps(schedules):
-    return [len(schedule.steps) for schedule in schedules]
+    return [len(schedule) for schedule in schedules]
 
 
 def check(grad, a, b, bias, activation, result, **how):
@@ -174,10 +172,10 @@ def test_rows_that_lie_apart_are_gathered_block_by_block(tiny, batch, m, fmt):
                 apart[0], apart[1], b, bias, activation, pre_activation=own,
                 out=(out[..., 1:, :], None, None),
             )  # fmt: skip
-            made = [step for schedule in tiny[before:] for step in schedule.steps]
+            made = [block for schedule in tiny[before:] for block in schedule]
             if activation != "none" or pre is None:  # else it is kept
                 assert len(made) > 1
-                assert any(step.before for step in made) and any(step.after for step in made)
+                assert any(block[0] for block in made) and any(block[-1] for block in made)
             assert np.isnan(out[..., 0, :]).all()
             second = [
                 nf.matmul_bias_activation_double_bwd(
@@ -187,6 +185,23 @@ def test_rows_that_lie_apart_are_gathered_block_by_block(tiny, batch, m, fmt):
             ]
             for x, y in (*zip(got, wanted, strict=True), *zip(*second, strict=True)):
                 assert (bits(x) == bits(y)).all()
+
+
+def test_rows_that_lie_apart_are_told_by_their_shape_too(whole):
+    """Two views with the same strides, of another shape each, and everything else the same."""
+    rng = np.random.default_rng(7)
+    n, k = 11, 5
+    b, memory = normal(rng, (k, n), np.float32), normal(rng, (1000,), np.float32)
+    a, grad = normal(rng, (6, k), np.float32), normal(rng, (6, n), np.float32)
+    for batch, m in ((2, 3), (3, 2), (2, 3)):
+        pre = np.lib.stride_tricks.as_strided(memory, (batch, m, n), (600, 100, 4))
+        rows = grad.reshape(batch, m, n), a.reshape(batch, m, k), b
+        got, wanted = (
+            nf.matmul_bias_activation_bwd(*rows, None, "silu", pre_activation=saved)
+            for saved in (pre, pre.copy())
+        )
+        for x, y in zip(got[:2], wanted[:2], strict=True):
+            np.testing.assert_array_equal(bits(x), bits(y))
 
 
 @pytest.mark.parametrize("rows", [1, 2 * CHUNK, 6 * CHUNK])
@@ -236,7 +251,7 @@ def test_nan_and_infinity_reach_what_they_reach_in_one_block(fmt, whole, monkeyp
     plain = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
     monkeypatch.setattr(tiling, "GRAD_PRE_BYTES", 0)
     monkeypatch.setattr(tiling, "GRAD_PRE_ROWS", 1)
-    BACKEND._kept.clear()
+    BACKEND.replay.clear()
     cut = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
     assert steps(whole) == [1, 3]
     for left, right in zip(plain, cut, strict=True):
@@ -277,7 +292,7 @@ def test_sums_over_blocks_are_no_worse_than_over_one(whole, monkeypatch):
     for rows in (m, 40 * chunk, 4 * chunk):
         monkeypatch.setattr(tiling, "GRAD_PRE_BYTES", 0)
         monkeypatch.setattr(tiling, "GRAD_PRE_ROWS", rows)
-        BACKEND._kept.clear()
+        BACKEND.replay.clear()
         result = nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
         errors.append(
             [float(np.abs(x / y - 1).max()) for x, y in zip(result[1:], exact[1:], strict=True)]
@@ -314,17 +329,17 @@ def extra_bytes(monkeypatch, m, n, k, fmt, **how):
     outs = tuple(np.empty_like(x) for x in (a, b, bias))
     made = []
 
-    class Counted(launch.Workspace):
+    class Counted(workspace.Workspace):
         def __init__(self, size):
             super().__init__(size)
             made.append(self.size)
 
-    monkeypatch.setattr(launch, "Workspace", Counted)
-    monkeypatch.setattr(launch, "_pool", [])
+    monkeypatch.setattr(workspace, "Workspace", Counted)
+    monkeypatch.setattr(workspace, "pool", [])
     activation = how.pop("activation", "gelu")
     warm = tuple(np.empty_like(x) for x in (a[:9], b, bias))
     nf.matmul_bias_activation_bwd(grad[:9], a[:9], b, bias, activation, out=warm)
-    del made[:], launch._pool[:]
+    del made[:], workspace.pool[:]
     tracemalloc.start()
     try:
         nf.matmul_bias_activation_bwd(grad, a, b, bias, activation, out=outs, **how)
@@ -383,20 +398,21 @@ def test_batches_and_wide_blocks_are_bounded_too():
 
 
 def test_kept_workspaces_are_bounded(monkeypatch):
-    monkeypatch.setattr(launch, "_pool", [])
-    page = launch.HUGE_PAGE
+    monkeypatch.setattr(workspace, "pool", [])
+    page = workspace.HUGE_PAGE
     monkeypatch.setattr(tiling, "KEPT_BYTES", 3 * page)
     for size in (page, 2 * page, 4 * page):
-        with launch.room(size) as first, launch.room(size), launch.room(size):
-            assert first.size >= size
-        assert sum(x.size for x in launch._pool) <= 3 * page
+        borrowed = [workspace.borrow(size) for _ in range(3)]
+        assert all(x.size >= size for x in borrowed)
+        for x in borrowed:
+            workspace.give_back(x)
+        assert sum(x.size for x in workspace.pool) <= 3 * page
     for _ in range(10):
-        with launch.room(5 * page):
-            pass
-    assert sum(x.size for x in launch._pool) <= 3 * page
-    del launch._pool[:]
+        workspace.give_back(workspace.borrow(5 * page))
+    assert sum(x.size for x in workspace.pool) <= 3 * page
+    del workspace.pool[:]
     monkeypatch.setattr(tiling, "KEPT_BYTES", 100 * page)
-    borrowed = [launch._borrow(1) for _ in range(9)]
-    for workspace in borrowed:
-        launch._give_back(workspace)
-    assert len(launch._pool) == launch.KEPT_WORKSPACES
+    borrowed = [workspace.borrow(1) for _ in range(9)]
+    for x in borrowed:
+        workspace.give_back(x)
+    assert len(workspace.pool) == workspace.KEPT_WORKSPACES

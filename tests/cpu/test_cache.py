@@ -103,11 +103,11 @@ def test_the_entry_of_numbas_own_threads_is_cached_too(first, cache):
     code = """
 import numpy as np
 import numfuse as nf
-from numfuse.backends.cpu import launch
+from numfuse.backends.cpu.launch import entries
 a = np.ones((270, 270), np.float32)
 out = nf.matmul_bias_activation(a, a, a[0], "gelu")
 assert abs(out - 271).max() < 1e-3
-print(sum(launch._entry("parallel").stats.cache_hits.values()))
+print(sum(entries.entry("parallel").stats.cache_hits.values()))
 """
     found = [run(code, cache, NUMBA_THREADING_LAYER="omp").strip() for _ in range(2)]
     assert found == ["0", "1"]
@@ -235,7 +235,7 @@ for fmt in library.FORMATS:
         f = get(act).curve
         for flag in (False, True):
             made += [rows.forward(f, fmt, flag, False, not flag)]
-            made += [rows.grad_pre(f, fmt, True, False, True, True, flag)]
+            made += [rows.grad_pre(f, fmt, True, None, True, True, flag)]
             made += [rows.gate_backward(f, fmt, flag, True, x) for x in (False, True)]
         made += [rows.gate(f, fmt), rows.gate(f, fmt, True)]
     made += [rows.forward(get("none").curve, fmt, x, True, False) for x in (False, True)]
@@ -400,9 +400,9 @@ with warnings.catch_warnings(record=True) as caught:
 assert np.allclose(out, nf.silu_mul(x, x, backend="reference"))
 from numfuse.runtime import specialise
 from numfuse.backends.cpu.face import BACKEND
-from numfuse.backends.cpu import launch
+from numfuse.backends.cpu.launch import entries
 hits = [kernel.cache_hits for kernel in specialise.kernels()]
-hits += launch._entry("here").stats.cache_hits.values() or [0]
+hits += entries.entry("here").stats.cache_hits.values() or [0]
 place = BACKEND.describe()["kernel cache"]
 assert all(w.category is RuntimeWarning for w in caught)
 print(json.dumps([hits, [str(w.message) for w in caught], place]))

@@ -28,7 +28,7 @@ from tolerance import DTYPES
 from numfuse.backends.cpu import descriptors, host, tiling
 from numfuse.backends.cpu.kernels import elementwise as kernels
 from numfuse.backends.cpu.kernels import library, protocol
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import conversions, intrinsics, microkernel
 from numfuse.runtime import specialise
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
@@ -198,7 +198,7 @@ def moved(source, source_step, target, target_step, n, item):
 
 
 def test_move_copies_bits_between_any_strides():
-    bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
+    bits = {f"BITS{n}": intrinsics.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.entry(
         moved, types.void(*[types.int64] * 6), MOVE=specialise.device(kernels.move, **bits)
     )
@@ -239,10 +239,10 @@ def conversion(template: Callable[..., None], fmt: str) -> Callable[..., None]:
     return specialise.entry(
         template,
         types.void(*[types.int64] * 3),
-        STORED=microkernel.make_elements(fmt),
-        SUMS=microkernel.make_elements("float32"),
-        WIDEN=microkernel.make_widen(fmt, "float32"),
-        NARROW=microkernel.make_narrow(fmt, "float32"),
+        STORED=intrinsics.make_elements(fmt),
+        SUMS=intrinsics.make_elements("float32"),
+        WIDEN=conversions.make_widen(fmt, "float32"),
+        NARROW=conversions.make_narrow(fmt, "float32"),
     )
 
 
@@ -324,7 +324,7 @@ for fmt in library.FORMATS:
         made = [rows.forward(f, fmt, True, False, False)]
         if name == "gelu":
             made += [
-                rows.grad_pre(f, fmt, True, False, True, True, True),
+                rows.grad_pre(f, fmt, True, None, True, True, True),
                 rows.gate_backward(f, fmt, True),
                 rows.gate(f, fmt, True),
                 rows.gate_backward(f, fmt, True, True, True),
@@ -410,7 +410,7 @@ def test_cells_tile_the_output_within_bounded_workspaces(
         assert t.panels * r.mr >= rows  # kept for the next block of columns
     if sums > 1 or k > t.kc:
         assert t.plane_rows >= rows and t.plane_columns >= min(t.cell_n, tiling.round_up(n, r.nr))
-    words, stride = descriptors._layout(t, r, r.column_group if by_columns else 1)
+    words, stride = descriptors.layout(t, r, r.column_group if by_columns else 1)
     # The workspace does not grow with the problem: plane, panels, and where K is one block, which
     # may be of one value, a block of B with rows of its width (two strips, and 8 bytes a slot).
     block = 2 * tiling.level2_bytes() * tiling.BLOCK_SHARE

@@ -19,6 +19,7 @@ from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.backends.cpu.kernels import rows
 from numfuse.problem import product
+from numfuse.runtime.replay import Replay
 
 FORMATS = tuple(DTYPES)
 STEP = tiling.STREAM_STEP
@@ -31,14 +32,14 @@ ACTIVATION = "gelu"
 def streamed(monkeypatch):
     """Results of any size go past the caches; says how often a plan was made for that."""
     made: list[Any] = []
-    plain = descriptors.elementwise
+    plain = descriptors.rows
 
     def spied(*arguments, stream=None, **options):
         made.append(stream)
         return plain(*arguments, stream=stream, **options)
 
-    monkeypatch.setattr(BACKEND, "_kept", {})
-    monkeypatch.setattr(descriptors, "elementwise", spied)
+    monkeypatch.setattr(BACKEND, "replay", Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES))
+    monkeypatch.setattr(descriptors, "rows", spied)
     monkeypatch.setattr(tiling, "STREAM_BYTES", 0)
     return made
 
@@ -70,7 +71,7 @@ def test_stores_past_the_caches_write_the_same_bits_and_nothing_else(fmt, offset
             usual.setattr(tiling, "STREAM_BYTES", 1 << 60)
             wanted = nf.activation_mul(a, b, ACTIVATION)
             wanted_d_a, wanted_d_b = nf.activation_mul_bwd(grad, a, b, ACTIVATION)
-        BACKEND._kept.clear()
+        BACKEND.replay.clear()
         for second in (offset, offset + 3):  # results whose lines begin together, or apart
             buffers = [at_offset(size, DTYPES[fmt], x) for x in (offset, offset, second)]
             out, d_a, d_b = (inner for _, inner in buffers)
@@ -97,7 +98,7 @@ def test_any_strides_with_stores_past_the_caches(fmt, layout, streamed):
         nf.activation_mul_bwd(grad, a, b, ACTIVATION, out=tuple(x.array for x in gradients))
         with pytest.MonkeyPatch.context() as usual:
             usual.setattr(tiling, "STREAM_BYTES", 1 << 60)
-            usual.setattr(BACKEND, "_kept", {})
+            usual.setattr(BACKEND, "replay", Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES))
             wanted = nf.activation_mul(*plain[1:], ACTIVATION)
             wanted_gradients = nf.activation_mul_bwd(*plain, ACTIVATION)
         np.testing.assert_array_equal(bits(out.array), bits(wanted))
@@ -158,7 +159,7 @@ def test_large_results_have_the_same_bits_with_any_number_of_threads(fmt):
 def test_small_results_stay_in_the_caches(monkeypatch):
     made = []
     plain = rows.gate
-    monkeypatch.setattr(BACKEND, "_kept", {})
+    monkeypatch.setattr(BACKEND, "replay", Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES))
     monkeypatch.setattr(rows, "gate", lambda *x: made.append(len(x) > 2 and x[2]) or plain(*x))
     _, a, b = operands((64, 64))
     nf.activation_mul(a, b, ACTIVATION)
@@ -177,8 +178,8 @@ def test_streamed_cells_tile_the_output(m, n, itemsize):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_kept_calls_give_what_the_first_gave(fmt, monkeypatch):
-    kept: dict[Any, Any] = {}
-    monkeypatch.setattr(BACKEND, "_kept", kept)
+    kept = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
+    monkeypatch.setattr(BACKEND, "replay", kept)
     for layout in ("c", "transposed", "inner_sliced", "reversed", "zero_stride"):
         for shape in ((), (5,), (3, 7), (2, 3, 4), (0, 3)):
             if layout != "c" and len(shape) < 2:
@@ -196,11 +197,11 @@ def test_kept_calls_give_what_the_first_gave(fmt, monkeypatch):
                 return [None if x is None else bits(x).tolist() for x in results]
 
             first = every(grad, a, b)
-            count = len(kept)
+            count = len(kept.programs())
             assert every(grad, a, b) == first
-            assert len(kept) == count  # the second time every call is a kept one
+            assert len(kept.programs()) == count  # the second time every call is a kept one
             assert every(*plain) == first
-    assert len(kept) > 20
+    assert len(kept.programs()) > 20
 
 
 def test_the_plain_case_refuses_what_the_general_case_refuses():

@@ -22,7 +22,7 @@ from tolerance import DTYPES
 import numfuse as nf
 from numfuse.backends import load
 from numfuse.backends.cpu import host
-from numfuse.backends.cpu.llvm import microkernel
+from numfuse.backends.cpu.llvm import conversions, intrinsics, moves
 from numfuse.backends.cuda.driver import libcuda
 from numfuse.runtime import specialise
 
@@ -122,17 +122,17 @@ def copy_vectors(source, target, count):
 def by_integers(template, monkeypatch):
     """A function of two addresses and a count, as on a processor without the instruction."""
     monkeypatch.setattr(host, "converts_halves", lambda: False)
-    names = {"HALVES": microkernel.make_elements("float16"),
-             "FLOATS": microkernel.make_elements("float32")}  # fmt: skip
+    names = {"HALVES": intrinsics.make_elements("float16"),
+             "FLOATS": intrinsics.make_elements("float32")}  # fmt: skip
     made = {
-        "WIDEN": microkernel.make_widen, "NARROW": microkernel.make_narrow,
-        "COPY": lambda fmt, acc: microkernel.make_copy_vectors(fmt, acc, 8, 1),
+        "WIDEN": conversions.make_widen, "NARROW": conversions.make_narrow,
+        "COPY": lambda fmt, acc: moves.make_copy_vectors(fmt, acc, 8, 1),
     }  # fmt: skip
     for name, make in made.items():
         # not what is kept of this processor's own
         names[name] = getattr(make, "__wrapped__", make)("float16", "float32")
     if template is copy_vectors:
-        names["COPY"] = microkernel.make_copy_vectors.__wrapped__("float16", "float32", 8, 1)
+        names["COPY"] = moves.make_copy_vectors.__wrapped__("float16", "float32", 8, 1)
     used = {name: value for name, value in names.items() if name in template.__code__.co_names}
     return specialise.entry(template, types.void(*[types.int64] * 3), **used)
 

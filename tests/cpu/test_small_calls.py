@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numba
 import numpy as np
@@ -12,9 +11,11 @@ from arrays import Fenced, bits, in_layout, normal
 from tolerance import DTYPES
 
 import numfuse as nf
-from numfuse.backends.cpu import launch, tiling
+from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.backends.cpu.kernels import library, rows
+from numfuse.backends.cpu.launch import entries
+from numfuse.runtime.replay import Replay
 
 FORMATS = tuple(DTYPES)
 LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")
@@ -22,9 +23,9 @@ LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")
 
 @pytest.fixture
 def kept(monkeypatch):
-    """The sequences that this test makes, and no others."""
-    found: dict[Any, Any] = {}
-    monkeypatch.setattr(BACKEND, "_kept", found)
+    """The programs that this test records, and no others."""
+    found = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
+    monkeypatch.setattr(BACKEND, "replay", found)
     return found
 
 
@@ -71,14 +72,13 @@ def test_a_small_call_has_the_bits_of_a_large_one(fmt, layout, kept, monkeypatch
     shapes = (1, 1, 1), (31, 33, 35), (130, 5, 3), (0, 3, 4), (3, 0, 4), (4, 5, 0)
     small = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
     again = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
-    assert kept
-    # The path of calls that are not kept: each plan a launch of its own, on several threads.
+    assert kept.programs()
+    # Each block a launch of its own, on several threads.
     monkeypatch.setattr(tiling, "PARALLEL_FMAS", 0)
     monkeypatch.setattr(tiling, "BLOCKS_IN_ONE_LAUNCH", 0)
     kept.clear()
     large = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
-    assert any(made.schedules for made in kept.values())
-    assert all(made.sequence is None or made.sequence.steps == 1 for made in kept.values())
+    assert any(len(made.sequences) > 1 for made in kept.programs())
     for got, once_more, wanted in zip(small, again, large, strict=True):
         assert_equal(got, wanted)
         assert_equal(once_more, wanted)
@@ -89,22 +89,21 @@ def test_objects_that_cannot_be_read_are_asked_for_their_address(kept, monkeypat
     kept.clear()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(launch, "OBJECTS_CAN_BE_READ", False)
-            patch.setattr(launch, "_here", None)
-            launch._entry.cache_clear()
+            patch.setattr(entries, "OBJECTS_CAN_BE_READ", False)
+            entries.entry.cache_clear()
             assert_equal(every_call(*operands(31, 33, 35)), wanted)
     finally:
-        launch._entry.cache_clear()
+        entries.entry.cache_clear()
 
 
 def test_a_form_is_kept_once_whatever_the_arrays(kept):
     a, b, bias, grad = operands(8, 8, 8)
     square = nf.matmul_bias_activation(a, a, bias, "gelu")
     both = nf.matmul_bias_activation(a, b, bias, "gelu")
-    assert len(kept) == 1
+    assert len(kept.programs()) == 1
     one = nf.matmul_bias_activation_bwd(a, a, a, bias, "gelu")
     two = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
-    assert len(kept) == 2
+    assert len(kept.programs()) == 2
     kept.clear()
     np.testing.assert_array_equal(both, nf.matmul_bias_activation(a, b, bias, "gelu"))
     np.testing.assert_array_equal(square, nf.matmul_bias_activation(a, a.copy(), bias, "gelu"))
@@ -134,31 +133,31 @@ def test_another_form_is_another_sequence(kept):
             assert (one is None) == (two is None)
             if two is not None:
                 np.testing.assert_allclose(one, two, 1e-4, 1e-5)
-    assert len(kept) == len(calls)
+    assert len(kept.programs()) == len(calls)
 
 
-def test_the_number_of_kept_sequences_is_bounded(kept, monkeypatch):
-    monkeypatch.setattr(tiling, "KEPT_PLANS", 3)
+def test_the_number_of_kept_programs_is_bounded(kept):
+    kept.limits = 3, tiling.KEPT_PLAN_BYTES
     for size in range(1, 12):
         a, b, bias, grad = operands(size, size, size)
         nf.matmul_bias_activation(a, b, bias, "relu")
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
-        assert 0 < len(kept) <= 3
-    monkeypatch.setattr(tiling, "KEPT_PLANS", 1000)
-    monkeypatch.setattr(tiling, "KEPT_PLAN_BYTES", 20_000)
+        assert 0 < len(kept.programs()) <= 3
+    kept.limits = 1000, 20_000
     for size in range(12, 40):
         a, b, bias, grad = operands(size, size, size)
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
-        assert 0 < sum(8 * len(made.sequence.words) for made in kept.values()) <= 20_000
+        assert 0 < sum(made.nbytes for made in kept.programs()) <= 20_000
 
 
 @pytest.mark.parametrize("m", [8, 1000, 30000])
 def test_temporaries_of_a_sequence_are_bounded(kept, m):
     a, b, bias, grad = operands(m, 512, 1)
     nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
-    (made,) = (found.sequence for found in kept.values())
+    (program,) = kept.programs()
+    (made,) = program.sequences
     # The block of grad_pre, and of each thread at most its panels, block, strips and plane.
-    assert made.size - made.threads * made.stride < tiling.GRAD_PRE_BYTES + (1 << 20)
+    assert program.size - made.threads * made.stride < tiling.GRAD_PRE_BYTES + (1 << 20)
     assert made.stride < 32 << 20
 
 
@@ -247,4 +246,4 @@ def test_a_kernel_that_cannot_be_made_leaves_every_output_untouched(kept, monkey
     for fenced in outs:
         fenced.assert_untouched()
         assert np.isnan(fenced.array).all()
-    assert not kept
+    assert not kept.programs()

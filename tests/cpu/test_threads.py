@@ -21,7 +21,8 @@ import os, sys, threading, time
 import ml_dtypes, numba, numpy as np
 import numfuse as nf
 from numfuse.backends.cpu import tiling
-from numfuse.backends.cpu import launch
+from numfuse.backends.cpu.launch import entries, sequence, workspace
+from numfuse.backends.cpu.launch import threads as launching
 
 M, N, K = 263, 263, 251
 assert M * N * K > tiling.PARALLEL_FMAS
@@ -51,19 +52,19 @@ def right(result, m=M, n=N, k=K, seed=0):
     return np.allclose(np.frombuffer(result, np.float32).reshape(m, n), wanted, 1e-3, 1e-3)
 
 entered = set()  # names of the entries that launches took
-plain_entry = launch._entry
+plain_entry = launching.entry
 def spied_entry(name):
     entered.add(name)
     return plain_entry(name)
-launch._entry = spied_entry
-launch.CROWDED = 0  # on a busy machine threads come late, which would change the way of later calls
+launching.entry = entries.entry = spied_entry
+launching.CROWDED = 0  # on a busy machine threads come late, which would change later calls
 
 def alone():
     return not entered & {"helped", "parallel"}
 
 def check_layer():
     layer = os.environ["NUMBA_THREADING_LAYER"]
-    assert launch.threading_layer() == layer, launch.threading_layer()
+    assert launching.layer() == layer, launching.layer()
     wanted, other = ("helped", "parallel")[:: 1 if layer == "workqueue" else -1]
     assert wanted in entered and other not in entered, entered
 """
@@ -292,11 +293,11 @@ def busy():
     spent = {task: t - before.get(task, 0) for task, t in times().items()}
     return sum(t > 0.02 * sum(spent.values()) for t in spent.values())
 counts = []
-plain_launch = launch.launch
-def spied_launch(sequence, arrays):
-    counts.append(sequence.threads)
-    plain_launch(sequence, arrays)
-launch.launch = spied_launch
+plain_run = sequence.run
+def spied_run(program, arrays):
+    counts.append(program.threads)
+    plain_run(program, arrays)
+sequence.run = spied_run
 """
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -307,7 +308,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_number_of_threads_in_the_environment_is_respected(layer, threads):
     code = f"""
 forward()
-assert launch.threads() == {threads}
+assert launching.number() == {threads}
 found = busy()
 assert 1 <= found <= {threads}, found
 assert set(counts) == {{{threads}}}, set(counts)
@@ -322,7 +323,7 @@ def test_set_num_threads_is_respected(layer, threads):
     code = f"""
 numba.set_num_threads({threads})
 forward()
-assert launch.threads() == {threads}
+assert launching.number() == {threads}
 found = busy()
 assert 1 <= found <= {threads}, found
 assert set(counts) == {{{threads}}}, set(counts)
@@ -344,11 +345,11 @@ def work():
     numba.set_num_threads(1)
     entered.clear()
     forward()
-    seen.append((launch.threads(), alone()))
+    seen.append((launching.number(), alone()))
 other = threading.Thread(target=work)
 other.start(); other.join()
 assert seen == [(1, True)], seen
-assert launch.threads() == 3
+assert launching.number() == 3
 forward()
 check_layer()
 """,
@@ -435,7 +436,7 @@ child = os.fork()
 if child == 0:
     status = 1
     try:
-        assert launch.threads() == 1
+        assert launching.number() == 1
         entered.clear()
         got = forward(), backward(), gated()
         assert alone(), entered
@@ -505,7 +506,7 @@ statuses = [os.waitpid(child, 0)[1] for child in children]
 assert wrong == 0 and statuses == [0, 0], (wrong, statuses)
 # The sure proof, whatever the scheduler did: a store by a child is not seen here.
 import ctypes
-word = ctypes.c_int64.from_address(launch._pool[0].address)
+word = ctypes.c_int64.from_address(workspace.pool[0].address)
 word.value = 1
 child = os.fork()
 if child == 0:
@@ -592,7 +593,7 @@ def test_an_interrupt_at_any_step_of_a_launch_leaves_nothing_locked(layer):
 a, b, bias, _ = operands(M, N, K)
 wanted = nf.matmul_bias_activation(a, b, bias, "gelu").tobytes()
 class Interrupt(BaseException): pass
-files = launch.__file__, threading.__file__, "<string>"
+files = sequence.__file__, launching.__file__, threading.__file__, "<string>"
 def interrupt_at(step):
     left = step
     def trace(frame, event, _):
@@ -620,7 +621,7 @@ while True:
     assert nf.matmul_bias_activation(a, b, bias, "gelu").tobytes() == wanted
     assert (out == 7).all()
 assert step > 100, step
-assert len(launch._helpers) <= 2 * 3, launch._helpers
+assert len(launching._helpers) <= 2 * 3, launching._helpers
 check_layer()
 """,
         layer,
@@ -672,8 +673,8 @@ def test_numbas_pool_is_left_alone_while_its_threads_come_late():
         """
 import ctypes
 from numfuse.backends.cpu.kernels import protocol
-launch.CROWDED = 0.02
-launch.LATE = 1000  # seconds: none but the calls below find late threads
+launching.CROWDED = 0.02
+launching.LATE = 1000  # seconds: none but the calls below find late threads
 wanted = forward(), backward()
 check_layer()
 entered.clear()
@@ -684,19 +685,19 @@ for came_late, seconds, wanted_pause in (
     (0, 2000, 0), (1, 1, 0), (1, 2000, 0), (0, 2000, 0), (1, 2000, 0), (1, 2000, 1),
     (1, 2000, 2), (1, 2000, 4), (1, 2000, 8), (1, 2000, 8), (1, 1, 0), (1, 2000, 0),
 ):
-    launch._crowded_until = 0.0
+    launching._crowded_until = 0.0
     table[late] = came_late
-    launch._note_late_threads(ctypes.addressof(table), seconds)
-    pause = launch._crowded_until - time.monotonic()
+    launching._note_late_threads(ctypes.addressof(table), seconds)
+    pause = launching._crowded_until - time.monotonic()
     if wanted_pause:
-        assert (wanted_pause - 0.5) * launch.CROWDED < pause <= wanted_pause * launch.CROWDED
+        assert (wanted_pause - 0.5) * launching.CROWDED < pause <= wanted_pause * launching.CROWDED
     else:
-        assert launch._crowded_until == 0.0
-launch._crowded_until = time.monotonic()
-launch._crowded_until += 1000
+        assert launching._crowded_until == 0.0
+launching._crowded_until = time.monotonic()
+launching._crowded_until += 1000
 assert (forward(), backward()) == wanted
 assert "helped" in entered and "parallel" not in entered
-launch._crowded_until = 0.0
+launching._crowded_until = 0.0
 entered.clear()
 assert (forward(), backward()) == wanted
 assert "parallel" in entered

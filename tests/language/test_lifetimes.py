@@ -17,8 +17,8 @@ import pytest
 
 import numfuse as nf
 from numfuse import expr as ex
-from numfuse.backends.cpu import launch
 from numfuse.backends.cpu.face import BACKEND
+from numfuse.backends.cpu.launch import sequence
 from numfuse.runtime import lifetimes, specialise
 
 A = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
@@ -50,19 +50,20 @@ def before():
 
 
 def test_kernels_and_plans_of_a_definition_that_is_gone_are_let_go(before):
-    kept = set(BACKEND._kept)
+    kept = set(BACKEND.replay.programs())
     for step in range(4):
         define(2.0 + step)
         used("mine", 2.0 + step)
         if step == 0:
-            once, plans = len(living() - before), len(set(BACKEND._kept) - kept)
+            once, plans = len(living() - before), len(set(BACKEND.replay.programs()) - kept)
             assert once >= 3 and plans >= 3
         assert len(living() - before) == once
-        assert len(set(BACKEND._kept) - kept) == plans
+        assert len(set(BACKEND.replay.programs()) - kept) == plans
     nf.activation(lambda x: x, name="mine")
     assert not living() - before
-    assert not set(BACKEND._kept) - kept
-    assert BACKEND._kept_bytes == sum(BACKEND._sizes.values())
+    assert not set(BACKEND.replay.programs()) - kept
+    recorded = BACKEND.replay.programs()
+    assert BACKEND.replay.statistics().nbytes == sum(program.nbytes for program in recorded)
 
 
 def test_a_redefined_derivative_takes_its_own_kernels_alone(before):
@@ -120,18 +121,17 @@ def test_a_formula_that_is_part_of_another_keeps_its_kernels_no_longer_than_that
 def test_what_runs_a_kernel_holds_it(before):
     """A definition that goes between the look-up of a call and its launch."""
     define(29.0)
-    kept = set(BACKEND._kept)
+    kept = set(BACKEND.replay.programs())
     nf.matmul_bias_activation(A, EYE, None, "mine")
-    (key,) = set(BACKEND._kept) - kept
-    sequence = BACKEND._kept[key].sequence
+    (program,) = set(BACKEND.replay.programs()) - kept
     nf.activation(lambda x: x, name="mine")
     gc.collect()  # (an activation and its derivatives refer to each other)
-    assert key not in BACKEND._kept
+    assert program not in BACKEND.replay.programs()
     assert len(living() - before) == 1
     out = np.empty_like(A)
-    launch.launch(sequence, (A, EYE, None, None, None, out))
+    sequence.run(program, (A, EYE, None, None, None, out))
     np.testing.assert_allclose(out, 29 * A * A, 1e-5)
-    del sequence
+    del program
     assert not living() - before
 
 

@@ -1,12 +1,12 @@
 """The CPU backend, in the order of the data.
 
-- `face`: the backend, and each operation as steps of a launch
-- `second_order`: the double backward and forward mode
-- `schedule`: blocks of rows or of batch elements
-- `descriptors`: from arrays to the words of a launch
-- `tiling`, `host`: block sizes, and the processor's features
-- `launch`: cells on threads
+- `face`: the backend; each operation finds its recorded program by a fingerprint of its operands
+- `layers`, `gates`: each operation as products, epilogues and places
+- `schedule`: these in blocks of rows or of batch elements
+- `descriptors`: from operands to the words of a plan
+- `launch`: plans as a program, whose cells run on threads
 - `kernels`, `llvm`: what runs in a cell
+- `tiling`, `host`: block sizes, and the processor's features
 - `peak`: the measured limit of the micro-kernel
 """
 

@@ -1,59 +1,24 @@
-"""From arrays to a launch: the descriptor of a product or of an elementwise pass.
+"""From operands to a plan: the descriptor of a product, of a pass over rows, or of a joined sum.
 
-`gemm` is the one driver.  Forward, grad_pre, d_a and d_b are the same call with strides turned
-round and another row function.
-
-A plan knows the arrays of a call by their numbers only.  So it serves every call of its form:
-alone (`run`), or as a step of a `Sequence`, which runs several plans in one native call.
+`product` is the one driver.  Forward, grad_pre, d_a and d_b are the same call with strides turned
+round and another row function.  A plan knows the arrays of a call by their names only, so it serves
+every call of its form.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from array import array
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from collections.abc import Sequence as Several
+from typing import NamedTuple
 
-import numpy as np
-
-from numfuse.backends import Call, latest
-from numfuse.backends.cpu import host, launch, tiling
+from numfuse.backends import Call
+from numfuse.backends.cpu import host, tiling
 from numfuse.backends.cpu.kernels import library, protocol
-from numfuse.backends.cpu.launch import Sequence
-from numfuse.backends.cpu.llvm import microkernel
-from numfuse.runtime import lifetimes
+from numfuse.backends.cpu.launch.sequence import Operand, Plan
+from numfuse.backends.cpu.launch.workspace import PAGE
 from numfuse.runtime.specialise import Kernel, readable_name
-
-
-class Operand(NamedTuple):
-    """An array (..., rows, columns) as a plan sees it: which one of the call, and its form."""
-
-    number: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    itemsize: int
-
-    def turned(self) -> Operand:
-        """Its transpose."""
-        *batch, rows, columns = self.shape
-        *steps, row_stride, column_stride = self.strides
-        return Operand(
-            self.number, (*batch, columns, rows), (*steps, column_stride, row_stride), self.itemsize
-        )
-
-
-def operand(number: int, x: np.ndarray) -> Operand:
-    return Operand(number, x.shape, x.strides, x.itemsize)
-
-
-def temporary(number: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Operand:
-    """A contiguous array that only the call itself knows."""
-    strides = [dtype.itemsize]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * length)
-    return Operand(number, shape, tuple(reversed(strides)), dtype.itemsize)
 
 
 class Slots(NamedTuple):
@@ -69,12 +34,12 @@ class Slots(NamedTuple):
     b: Operand | None = None
 
 
-def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
-    """The words that lay out a thread's workspace, and its bytes.
+def layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
+    """Return the words that lay out a thread's workspace, and its bytes.
 
     Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
     """
-    line, page = tiling.LINE, launch.PAGE
+    line, page = tiling.LINE, PAGE
     scratch_stride = tiling.round_up(t.nc * 8, line) + line
     scratch = protocol.CONTEXT_BYTES
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
@@ -103,24 +68,6 @@ def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str
         "D_SCRATCH_STRIDE": scratch_stride,
     }
     return words, total
-
-
-@dataclass(slots=True, eq=False)
-class Plan:
-    """Everything of a product or pass but its operands' addresses."""
-
-    cell: int
-    descriptor: array[int]
-    #: (word, number of the array) of every operand that is there.
-    places: tuple[tuple[int, int], ...]
-    cells: int
-    stride: int
-    threads: int
-    call: Call
-    #: Those whose addresses are in it.
-    kernels: tuple[Kernel, ...]
-    #: The plan as a sequence of its own, once it has been asked for.
-    alone: Sequence | None = None
 
 
 _Operands = tuple[Operand | None, ...]
@@ -162,78 +109,67 @@ def _plan(
     t: tiling.Tiling,
     r: tiling.Registers,
     elements: int,
-    count: int,
-    row: Kernel | None,
+    threads: int,
+    others: tuple[Kernel, ...] = (),
     group: int = 1,
     tier: str | None = None,
-    others: tuple[Kernel, ...] = (),
 ) -> Plan:
-    layout, stride = _layout(t, r, group)
-    head |= layout | {
+    """Return a plan; the first of the other kernels is the row function, if there is one."""
+    words, stride = layout(t, r, group)
+    head |= words | {
         "D_KC": t.kc,
         "D_NC": t.nc,
         "D_CELL_M": t.cell_m,
         "D_CELL_N": t.cell_n,
         "D_CELLS_M": t.cells_m,
         "D_CELLS_N": t.cells_n,
-        "D_ROW": 0 if row is None else row.address,
+        "D_ROW": others[0].address if others else 0,
     }
     present = [(i, x) for i, x in enumerate(operands) if x is not None]
-    places = tuple((_WORDS[i], x.number) for i, x in present)
+    places = tuple((_WORDS[i], x.name) for i, x in present)
     head["D_NAMED"] = sum(1 << i for i, _ in present)
-    words = [head.get(name, 0) for name in protocol.DESCRIPTOR]
-    descriptor = array("q", words + _slot_words(operands[2:], head["D_N"]) + axes)
-    kernel = " + ".join(readable_name(x.name) for x in (cell, row) if x is not None)
+    slots = _slot_words(operands[2:], head["D_N"])
+    descriptor = array("q", [*protocol.DESCRIPTOR.words(head), *slots, *axes])
+    kernel = " + ".join(readable_name(x.name) for x in (cell, *others[:1]))
     call = Call("cpu", host.name(), tier or host.vector_name(), kernel, t)
-    kernels = tuple(x for x in (cell, row, *others) if x is not None)
-    return Plan(cell.address, descriptor, places, t.cells * elements, stride, count, call, kernels)
+    kernels = cell, *others
+    return Plan(
+        cell.address, descriptor, places, t.cells * elements, stride, threads, call, kernels
+    )
 
 
-def _by_row(make: Callable[..., Plan | None]) -> Callable[..., Plan | None]:
-    """Keep plans by their arguments, as long as the formulas of their row function live."""
-    table = lifetimes.Table(4096)
-
-    @functools.wraps(make)
-    def found(*args: Any) -> Plan | None:
-        plan: Plan | None = table.get(args)
-        if plan is None:
-            plan = make(*args)
-            row = next((x for x in args if isinstance(x, Kernel)), None)
-            formulas = [] if row is None else [formula() for formula in row.formulas]
-            living = [formula for formula in formulas if formula is not None]
-            if plan is not None and len(living) == len(formulas):
-                plan = table.keep(args, plan, living)
-        return plan
-
-    return found
+def _axes(sizes: Iterable[tuple[int, int]], strides: Several[tuple[int, ...]]) -> list[int]:
+    """Return the words of batch axes: the size of each, and every operand's stride along it."""
+    return [word for axis, size in sizes for word in (size, *(s[axis] for s in strides))]
 
 
-@_by_row
-def _gemm_plan(
+def product(
     a: Operand,
     b: Operand,
-    slots: Slots,
-    left: str,
-    right: str,
     row: Kernel,
-    batch: tuple[int, ...],
-    summed: tuple[int, ...],
+    slots: Slots,
     threads: int,
+    batch: tuple[int, ...] = (),
+    summed: tuple[int, ...] = (),
 ) -> Plan | None:
+    """``row(sum over summed axes of a @ b)`` for every batch element, on so many threads at most.
+
+    `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
+    `summed` are summed over inside the product (the slots have no such axes, or of length 1).
+    None where there is nothing to compute.
+    """
     operands = (a, b, *slots)
     m, k = a.shape[-2:]
     n = b.shape[-1]
+    left, right = a.fmt, b.fmt
     acc = library.accumulator(left)
     kind = library.kind(left, right)
     r = library.registers(acc, kind)
     strides = [_strides(x, batch) for x in operands]
-    sizes = {axis: size for axis, size in enumerate(batch) if size != 1}
-    outer = [axis for axis in sizes if axis not in summed]
-    inner = [axis for axis in sizes if axis in summed]
-    axes = [word for axis in outer for word in (batch[axis], *(s[axis] for s in strides))]
-    axes += [word for axis in inner for word in (batch[axis], *(s[axis] for s in strides[:2]))]
-    elements = math.prod(batch[axis] for axis in outer)
-    sums = math.prod(batch[axis] for axis in inner)
+    outer = [(axis, n) for axis, n in enumerate(batch) if n != 1 and axis not in summed]
+    inner = [(axis, n) for axis, n in enumerate(batch) if n != 1 and axis in summed]
+    axes = _axes(outer, strides) + _axes(inner, strides[:2])
+    elements, sums = (math.prod(size for _, size in sizes) for sizes in (outer, inner))
     if m == 0 or n == 0 or elements == 0:
         return None
     count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(kind) else threads
@@ -268,32 +204,37 @@ def _gemm_plan(
     ]
     for name, slot in zip(("D_ASK", "D_ASK_2", "D_ASK_3"), [*asked, -1, -1, -1], strict=False):
         head[name] = slot
-    head["D_B_BY_ROWS"] = int(b_column == microkernel.itemsize(right))
+    head["D_B_BY_ROWS"] = int(b_column == b.itemsize)
     # Columns of A in memory are packed by groups of panels.
-    by_columns = a_row == microkernel.itemsize(left) != a_k
+    by_columns = a_row == a.itemsize != a_k
     group = r.column_group if by_columns else 1
     cell = library.gemm_cell(acc, kind, left)
     tier = host.product_name(kind, left)
-    return _plan(cell, head, operands, axes, t, r, elements, count, row, group, tier, packing)
+    others = row, *packing
+    return _plan(cell, head, operands, axes, t, r, elements, count, others, group, tier)
 
 
-@_by_row
-def _elementwise_plan(
+def rows(
     m: int,
     n: int,
-    slots: Slots,
     row: Kernel,
-    batch: tuple[int, ...],
-    chunk: int,
+    slots: Slots,
     threads: int,
-    stream: Kernel | None,
+    batch: tuple[int, ...] = (),
+    chunk: int = 1,
+    stream: Kernel | None = None,
 ) -> Plan | None:
+    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
+
+    `stream` is the same row function storing past the caches, for results (`slots.out`, and
+    `slots.extra` if that is there) of contiguous rows.  None where there is nothing to compute.
+    """
     operands = (None, None, *slots)
     elements = math.prod(batch)
     if m * n * elements == 0:
         return None
     strides = [_strides(x, batch) for x in operands]
-    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
+    axes = _axes(enumerate(batch), strides)
     count = 1 if m * n * elements < tiling.PARALLEL_ELEMENTS else threads
     head = {"D_M": m, "D_N": n, "D_BATCH_AXES": len(batch)}
     t = tiling.elementwise(m, n, chunk)
@@ -308,73 +249,14 @@ def _elementwise_plan(
         t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
     cell = library.elementwise_cell()
-    others = () if stream is None else (stream,)
-    return _plan(cell, head, operands, axes, t, r, elements, count, row, others=others)
-
-
-@_by_row
-def _join_plan(cell: Kernel, slots: Slots, threads: int) -> Plan | None:
-    assert slots.sums is not None
-    *batch, rows, n = slots.sums.shape
-    elements = math.prod(batch)
-    if n * elements == 0:
-        return None
-    operands = (None, None, *slots)
-    strides = [_strides(x, tuple(batch)) for x in operands]
-    axes = [word for axis, size in enumerate(batch) for word in (size, *(s[axis] for s in strides))]
-    count = 1 if rows * n * elements < tiling.PARALLEL_ELEMENTS else threads
-    # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
-    head = {"D_M": 1, "D_N": n, "D_K": rows, "D_BATCH_AXES": len(batch)}
-    t = tiling.elementwise(1, n, 1)
-    r = library.registers("float64")
-    return _plan(cell, head, operands, axes, t, r, elements, count, None)
-
-
-def gemm(
-    a: Operand,
-    a_format: str,
-    b: Operand,
-    b_format: str,
-    row: Kernel,
-    slots: Slots,
-    batch: tuple[int, ...] = (),
-    summed: tuple[int, ...] = (),
-) -> Plan | None:
-    """``row(sum over summed axes of a @ b)`` for every batch element.
-
-    `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
-    `summed` are summed over inside the product (the slots have no such axes, or of length 1).
-    None where there is nothing to compute.
-    """
-    # The number of threads costs a call into Numba: not asked for where one is certain.
-    limit = tiling.parallel_fmas(library.kind(a_format, b_format))
-    small = not batch and a.shape[0] * a.shape[1] * b.shape[-1] < limit
-    threads = 1 if small else launch.threads()
-    return _gemm_plan(a, b, slots, a_format, b_format, row, batch, summed, threads)
-
-
-def elementwise(
-    m: int,
-    n: int,
-    row: Kernel,
-    slots: Slots,
-    batch: tuple[int, ...] = (),
-    chunk: int = 1,
-    stream: Kernel | None = None,
-) -> Plan | None:
-    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
-
-    `stream` is the same row function storing past the caches, for results (`slots.out`, and
-    `slots.extra` if that is there) of contiguous rows.  None where there is nothing to compute.
-    """
-    small = not batch and m * n < tiling.PARALLEL_ELEMENTS
-    threads = 1 if small else launch.threads()
-    return _elementwise_plan(m, n, slots, row, batch, chunk, threads, stream)
+    others = (row,) if stream is None else (row, stream)
+    return _plan(cell, head, operands, axes, t, r, elements, count, others)
 
 
 def join(
     cell: Kernel,
     sums: Operand,
+    threads: int,
     out: Operand | None,
     before: Operand | None = None,
     after: Operand | None = None,
@@ -385,103 +267,17 @@ def join(
     A sum that is to go on is written to `after` in float64, two rows (the sum, and the rounding
     errors made in it), and has no `out`.
     """
-    small = math.prod(sums.shape) < tiling.PARALLEL_ELEMENTS
-    threads = 1 if small else launch.threads()
-    return _join_plan(cell, Slots(extra=before, out=out, pre=after, sums=sums), threads)
-
-
-def alone(plan: Plan) -> Sequence:
-    """A plan as a sequence of one step."""
-    if plan.alone is None:
-        plan.alone = sequence([[(plan, {})]], ())
-    return plan.alone
-
-
-def nothing() -> None:
-    """Record a call that launches nothing, as its results have no element or no term."""
-    latest.call = Call("cpu", host.name(), host.vector_name(), "nothing", None)
-
-
-def run(plan: Plan, arrays: tuple[np.ndarray | None, ...], workspace: int = 0) -> None:
-    """Launch a plan on the arrays of a call, each at its number.
-
-    `workspace` is the address of ``alone(plan).size`` bytes; without it the launch finds its own.
-    """
-    own = plan.alone or alone(plan)
-    if workspace:
-        launch.launch_in(workspace, own, arrays)
-    else:
-        launch.launch(own, arrays)
-    latest.call = plan.call
-
-
-def places(temporaries: Iterable[Operand], start: int) -> tuple[dict[int, int], int]:
-    """Where contiguous temporaries lie in memory from `start` on, by number, and its new end.
-
-    Whole pages and a few lines, so that not all begin in one cache set.
-    """
-    found: dict[int, int] = {}
-    for x in temporaries:
-        found[x.number] = start
-        start += tiling.round_up(math.prod(x.shape) * x.itemsize, launch.PAGE) + 3 * tiling.LINE
-    return found, start
-
-
-#: A plan, and by number how many bytes behind the array's beginning its operand begins.
-Step = tuple[Plan, Mapping[int, int]]
-
-
-def sequence(
-    phases: Iterable[list[Step]],
-    temporaries: Iterable[Operand],
-    beside: tuple[int, int] | None = None,
-) -> Sequence:
-    """Plans as one; those of a phase beside one another, when the phases before it are finished.
-
-    Contiguous `temporaries` get places behind the workspaces.  `beside`: the numbers of an array
-    and of a temporary that is to begin in the same place of a page, almost (`open_sequence`).
-    """
-    phases = [phase for phase in phases if phase]
-    steps = [step for phase in phases for step in phase]
-    threads = max(
-        min(max(plan.threads for plan, _ in phase), sum(plan.cells for plan, _ in phase))
-        for phase in phases
-    )
-    stride = max(plan.stride for plan, _ in steps)
-    own, table = places(temporaries, threads * stride)
-    words = array("q", (-1, 0))
-    if beside is not None and beside[1] in own:
-        words = array("q", (beside[0], own[beside[1]]))
-        table += launch.PAGE
-    end = 0
-    for phase in phases:
-        before = end
-        for plan, offsets in phase:
-            end += plan.cells
-            words.extend((plan.cell, end, before, len(plan.descriptor)))
-            start = len(words)
-            words.extend(plan.descriptor)
-            for word, number in plan.places:
-                temporary = number in own
-                offset = offsets.get(number, 0) + own.get(number, 0)
-                name = protocol.NUMBERS if temporary else number
-                words[start + word] = offset << protocol.NUMBER_BITS | name
-    size = table + 8 * (protocol.TABLE["T_ENTRIES"] + len(words))
-    kernels = tuple(dict.fromkeys(kernel for plan, _ in steps for kernel in plan.kernels))
-    return Sequence(
-        words,
-        words.buffer_info()[0],
-        len(steps),
-        threads,
-        stride,
-        table,
-        size,
-        steps[-1][0].call,
-        kernels,
-    )
-
-
-def run_sequence(sequence: Sequence, arrays: tuple[np.ndarray | None, ...]) -> None:
-    """Run a sequence on the arrays of a call, each at its number."""
-    launch.launch(sequence, arrays)
-    latest.call = sequence.call
+    slots = Slots(extra=before, out=out, pre=after, sums=sums)
+    *batch, rows, n = sums.shape
+    elements = math.prod(batch)
+    if n * elements == 0:
+        return None
+    operands = (None, None, *slots)
+    strides = [_strides(x, tuple(batch)) for x in operands]
+    axes = _axes(enumerate(batch), strides)
+    count = 1 if rows * n * elements < tiling.PARALLEL_ELEMENTS else threads
+    # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
+    head = {"D_M": 1, "D_N": n, "D_K": rows, "D_BATCH_AXES": len(batch)}
+    t = tiling.elementwise(1, n, 1)
+    r = library.registers("float64")
+    return _plan(cell, head, operands, axes, t, r, elements, count)

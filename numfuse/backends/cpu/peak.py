@@ -11,20 +11,29 @@ from typing import Any
 import numpy as np
 from numba import types
 
-from numfuse.backends.cpu.kernels import gemm, library, protocol
+from numfuse.backends.cpu.kernels import library, protocol
 from numfuse.backends.cpu.llvm import microkernel
 from numfuse.runtime import specialise
+
+# ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
+# mypy: disable-error-code="name-defined"
 
 #: K of the timed panels: 14 x 256 and 256 x 32 values of float32 are 46 KiB, of which the level-1
 #: cache serves the stream.
 _DEPTH = 256
 
 
+def peak_loop(repeats: int, k: int, a: int, b: int, c: int, ldc: int, streams: int) -> None:
+    """The micro-kernel over and over on panels in level 1: the FMA peak that can be had."""
+    for _ in range(repeats):
+        MICROKERNEL(MR, 1, k, a, b, NR * SIZE, c, ldc, c, ldc, 1, streams)
+
+
 @functools.cache
 def _loop(acc: str) -> Any:
     r = library.registers(acc)
     return specialise.entry(
-        gemm.peak_loop,
+        peak_loop,
         types.void(*[types.int64] * 7),
         MICROKERNEL=microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
         MR=r.mr,

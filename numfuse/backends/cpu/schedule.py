@@ -1,21 +1,46 @@
-"""Parts of a backward: blocks of rows or of batch elements, so that grad_pre is never held whole.
+"""The one scheduler: an operation's passes and products, in blocks of rows or of batch elements.
 
-A block depends on the problem alone, never on threads, and blocks are taken in their order: so the
-order of every sum over them is fixed.
+What an operation holds between its products (grad_pre, T, Q and S) is never held whole where it is
+large. A block depends on the problem alone, never on threads, and blocks are taken in their order:
+so the order of every sum over them is fixed. `layers` says what is done for a block, as data; here
+that becomes plans, and the plans of all blocks a program.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from numfuse.backends.cpu import launch
-from numfuse.backends.cpu.descriptors import Operand, Plan
+from numfuse.backends.cpu import descriptors, tiling
+from numfuse.backends.cpu.descriptors import Slots
+from numfuse.backends.cpu.kernels import library, rows
+from numfuse.backends.cpu.launch.sequence import (
+    Operand,
+    Plan,
+    Program,
+    Step,
+    operand,
+    program,
+    temporary,
+)
+from numfuse.problem.shapes import merge_axes, runs_of_rows
+from numfuse.runtime.specialise import Kernel
+
+#: Operands that have a row for each of M, and are cut where an operation is cut by rows.
+BY_ROWS = frozenset(
+    ("a", "grad", "pre", "d_a", "total d_a", "u", "z", "d_grad", "residual", "out", "out_dot")
+)
+#: Which of them are results: a block's rows are brought to them, not from them.
+RESULTS_BY_ROWS = ("d_a", "d_grad")
+
+Factors = tuple[Operand, Operand]
 
 
+# --- blocks -------------------------------------------------------------------------------------
 class Turn(NamedTuple):
     """Whether a block is the first, and the last, of those that a gradient is summed over."""
 
@@ -31,105 +56,34 @@ class Block(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Its batch shape, then its rows."""
+        """The block's batch shape, then its rows."""
         return tuple(s.stop - s.start for s in (*self.batch, self.rows))
 
-    def of(self, x: np.ndarray, by_rows: bool) -> np.ndarray:
-        """Its part of an operand (..., rows or any, columns); a broadcast axis stays as it is."""
-        own = x.shape[:-2]
-        parts = self.batch[len(self.batch) - len(own) :]
-        where = [slice(None) if size == 1 else s for size, s in zip(own, parts, strict=True)]
-        # One row that serves all is never cut (and one row in all is a block of its own).
-        return x[(*where, self.rows)] if by_rows and x.shape[-2] != 1 else x[tuple(where)]
+    def of(self, x: Operand) -> tuple[Operand, int]:
+        """Return the block's part of an operand, and the bytes before it.
 
-    def shape(self, shape: tuple[int, ...], by_rows: bool) -> tuple[int, ...]:
-        """The shape of its part of an operand of this shape."""
-        *sizes, rows = self.sizes
-        *own, length, columns = shape
-        sizes = sizes[len(sizes) - len(own) :]
-        part = (1 if size == 1 else s for size, s in zip(own, sizes, strict=True))
-        return (*part, rows if by_rows and length != 1 else length, columns)
+        A broadcast axis stays as it is. One row that serves all is never cut.
+        """
+        *own, length, columns = x.shape
+        parts = [*self.batch[len(self.batch) - len(own) :]]
+        if x.name in BY_ROWS:
+            own, parts = [*own, length], [*parts, self.rows]
+        cut = [slice(0, 1) if size == 1 else s for size, s in zip(own, parts, strict=True)]
+        sizes = [s.stop - s.start for s in cut]
+        before = sum(s.start * step for s, step in zip(cut, x.strides, strict=False))
+        lengths = (*sizes, columns) if x.name in BY_ROWS else (*sizes, length, columns)
+        return x._replace(shape=lengths), before
 
-    def turns(
-        self, summed: Sequence[tuple[int, ...]], batch: tuple[int, ...], m: int
-    ) -> tuple[Turn, ...]:
-        """Its turns in the sums of d_a, d_b and d_bias: each over its own batch axes, all but the
-        first over the m rows as well."""
-        found = []
-        for i, axes in enumerate(summed):
-            parts = [(self.batch[axis], batch[axis]) for axis in axes]
-            if i > 0:
-                parts.append((self.rows, m))
-            first = all(s.start == 0 for s, _ in parts)
-            found.append(Turn(first, all(s.stop == size for s, size in parts)))
-        return tuple(found)
-
-
-class Total(NamedTuple):
-    """An array beside a gradient in which that grows, by its number among those of a call."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-
-class Held(NamedTuple):
-    """An array of a block's own, `offset` bytes into the call's memory."""
-
-    number: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-    offset: int
-
-
-class Launches(NamedTuple):
-    """The launches of a block, by phases, and the block's own arrays that these launches need.
-
-    Each phase may read what the phases before it wrote (grad_pre, then all that reads grad_pre).
-    """
-
-    phases: list[list[Plan]]
-    own: list[Operand]
-
-    @property
-    def plans(self) -> list[Plan]:
-        return [plan for phase in self.phases for plan in phase]
-
-
-class Move(NamedTuple):
-    """A pass that copies part of an array to an array of the block's own, or back."""
-
-    plan: Plan
-    #: How many bytes into each of the two, by number, it begins.
-    offsets: dict[int, int]
-    #: The same as a launch of its own.
-    alone: launch.Sequence
-
-
-class Step(NamedTuple):
-    """The work that is run for one block, or for everything where `block` is None."""
-
-    block: Block | None
-    turns: tuple[Turn, ...]
-    launches: Launches
-    #: Where its own arrays lie where each plan is a launch of its own.
-    held: list[Held]
-    #: Rows that are gathered before all this, and scattered afterwards.
-    before: list[Move]
-    after: list[Move]
-
-
-class Schedule(NamedTuple):
-    """A backward by blocks, for every call of its form."""
-
-    steps: list[Step]
-    #: Bytes of its memory: the workspaces of threads, then what the first block holds.
-    size: int
-    totals: list[Total]
+    def turn(self, summed: Sequence[int], batch: tuple[int, ...], m: int | None) -> Turn:
+        """Return its turn in a sum over these batch axes, and over m rows (None: not over rows)."""
+        parts = [(self.batch[axis], batch[axis]) for axis in summed]
+        if m is not None:
+            parts.append((self.rows, m))
+        return Turn(all(s.start == 0 for s, _ in parts), all(s.stop == n for s, n in parts))
 
 
 def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Block]:
-    """Blocks of `rows` rows of up to `members` batch elements; the first one is the largest."""
+    """Yield blocks of `rows` rows of up to `members` batch elements; the first is the largest."""
     axes: list[list[slice]] = []
     for size in reversed(batch):
         step = max(1, min(size, members))
@@ -141,5 +95,266 @@ def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Blo
 
 
 def _pieces(size: int, step: int) -> list[slice]:
-    """A length in slices of `step`; an empty one is a slice too: its sums are zero."""
+    """Return a length in slices of `step`; an empty one is a slice too: its sums are zero."""
     return [slice(i, min(i + step, size)) for i in range(0, max(1, size), step)]
+
+
+# --- what is done for a block -------------------------------------------------------------------
+class Pass(NamedTuple):
+    """An epilogue over a product, or over rows of operands where there is none."""
+
+    row: Kernel
+    slots: Slots
+    factors: Factors | None = None
+
+
+class Work(NamedTuple):
+    """The work for a block: passes one after another, then the gradients beside one another."""
+
+    passes: Sequence[Pass]
+    #: {gradient: the products that it is the sum of}.
+    gradients: Mapping[str, Sequence[Factors]] = {}
+    #: The partial column sums that are joined to d_bias.
+    partials: Operand | None = None
+    #: Contiguous arrays of the block's own.
+    own: Sequence[Operand] = ()
+
+
+class Part(NamedTuple):
+    """Some results of an operation: its arrays by name, what a block is, and what is done for it.
+
+    `work` maps the block's operands and its batch shape to a `Work`.
+    """
+
+    arrays: Mapping[str, np.ndarray]
+    rows: int
+    members: int
+    work: Callable[[dict[str, Operand], tuple[int, ...]], Work]
+
+
+def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the axes of `batch` that a gradient lacks or has with length 1."""
+    own = (1,) * (len(batch) - (len(gradient.shape) - 2)) + gradient.shape[:-2]
+    return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
+
+
+def scattered(p: Any, arrays: Mapping[str, np.ndarray]) -> list[str]:
+    """Return the arrays of which a block gathers its rows; see `problem.shapes.as_one`."""
+    return [] if p.batch else [name for name in BY_ROWS if name in arrays and arrays[name].ndim > 2]
+
+
+def record(
+    p: Any,
+    names: Sequence[str],
+    parts: Sequence[Part],
+    threads: int,
+    zeroed: tuple[int, ...] = (),
+) -> Program:
+    """Return the program of an operation on the arrays of these names."""
+    blocks: list[list[list[Step]]] = []
+    own: list[Operand] = []
+    totals: dict[str, Operand] = {}
+    for part in parts:
+        made = _Schedule(p, part, threads)
+        blocks += made.blocks()
+        own += made.own
+        totals |= made.totals
+    step = max(1, tiling.BLOCKS_IN_ONE_LAUNCH)
+    launches = [
+        [phase for block in blocks[i : i + step] for phase in block]
+        for i in range(0, len(blocks), step)
+    ]
+    return program(names, launches, own, [*totals.values()], zeroed)
+
+
+class _Schedule:
+    """The plans of a part, block by block."""
+
+    def __init__(self, p: Any, part: Part, threads: int) -> None:
+        self.p, self.part, self.threads = p, part, threads
+        self.fmt, self.acc = p.dtype.name, p.acc_dtype.name
+        self.apart = scattered(p, part.arrays)
+        self.whole = {name: operand(name, x) for name, x in part.arrays.items()}
+        self.cuts = list(cut(p.batch, p.m, part.rows, part.members))
+        self.own: list[Operand] = []
+        #: By a block's sizes, as few are of a form of their own: its operands and its work.
+        self.works: dict[Any, tuple[dict[str, Operand], Work]] = {}
+        for block in self.cuts:
+            if block.sizes not in self.works:
+                self.works[block.sizes] = self._work(block)
+        #: What grows block by block: half types in the accumulator's format, d_bias in float64.
+        self.totals = {
+            f"total {name}": total
+            for name, x in self.whole.items()
+            if name in ("d_a", "d_b", "d_bias") and (total := self._total(name, x)) is not None
+        }
+
+    def _work(self, block: Block) -> tuple[dict[str, Operand], Work]:
+        operands = {}
+        for name, x in self.whole.items():
+            if name in self.apart:
+                shape = block.rows.stop - block.rows.start, x.shape[-1]
+                operands[name] = temporary(f"rows of {name}", shape, x.fmt)
+            else:
+                operands[name], _ = block.of(x)
+        return operands, self.part.work(operands, block.sizes[:-1])
+
+    def _turn(self, block: Block, name: str, x: Operand) -> Turn:
+        m = None if name == "d_a" else self.p.m
+        return block.turn(summed_axes(x, self.p.batch), self.p.batch, m)
+
+    def _total(self, name: str, x: Operand) -> Operand | None:
+        grows = any(self._turn(block, name, x) != Turn() for block in self.cuts)
+        if not grows and not any(
+            len(w.gradients.get(name, ())) > 1 for _, w in self.works.values()
+        ):
+            return None
+        if name == "d_bias":  # the sum, and the rounding errors made in it
+            return temporary(f"total {name}", (*x.shape[:-2], 2, x.shape[-1]), "float64")
+        if x.fmt == self.acc:
+            return None
+        shape = (self.p.m, x.shape[-1]) if name in self.apart else x.shape
+        return temporary(f"total {name}", shape, self.acc)
+
+    def blocks(self) -> Iterator[list[list[Step]]]:
+        """Yield the phases of each block."""
+        made: dict[Any, list[list[Plan]]] = {}
+        for block in self.cuts:
+            turns = {
+                name: self._turn(block, name, x)
+                for name, x in self.whole.items()
+                if name in ("d_a", "d_b", "d_bias")
+            }
+            form = block.sizes, *turns.values()
+            if form not in made:
+                made[form] = self._plans(block, turns)
+            phases = made[form]
+            every = {**self.whole, **self.totals}.items()
+            offsets = {name: block.of(x)[1] for name, x in every if name not in self.apart}
+            steps: list[list[Step]] = [[(plan, offsets) for plan in phase] for phase in phases]
+            before, after = self._moves(block, phases)
+            yield [before, *steps, after]
+
+    def _plans(self, block: Block, turns: Mapping[str, Turn]) -> list[list[Plan]]:
+        operands, work = self.works[block.sizes]
+        batch = block.sizes[:-1]
+        totals = {name: block.of(x)[0] for name, x in self.totals.items()}
+        self.own += work.own
+        phases: list[list[Plan | None]] = [[self._pass(x, batch)] for x in work.passes]
+        after: list[list[Plan | None]] = [[], []]
+        if work.partials is not None:
+            total, turn = totals.get("total d_bias"), turns["d_bias"]
+            after[0].append(self._join(work.partials, operands["d_bias"], total, turn, batch))
+        for name, products in work.gradients.items():
+            x, total = operands[name], totals.get(f"total {name}")
+            for i, (left, right) in enumerate(products):
+                turn = Turn(
+                    turns[name].first and i == 0, turns[name].last and i == len(products) - 1
+                )
+                row, slots = growing(self.acc, x, total, turn)
+                summed = summed_axes(x, batch)
+                after[i].append(
+                    descriptors.product(left, right, row, slots, self.threads, batch, summed)
+                )
+        return [[plan for plan in phase if plan is not None] for phase in (*phases, *after)]
+
+    def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
+        if x.factors is not None:
+            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch)
+        over = x.slots.grad or x.slots.out
+        assert over is not None
+        chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
+        m, n = over.shape[-2:]
+        return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk)
+
+    def _join(
+        self,
+        partials: Operand,
+        d_bias: Operand,
+        total: Operand | None,
+        turn: Turn,
+        batch: tuple[int, ...],
+    ) -> Plan | None:
+        """Join a block's partial sums (see `layers.partials`) to those of the blocks before."""
+        summed = summed_axes(d_bias, batch)
+        outer = [axis for axis, size in enumerate(batch) if size != 1 and axis not in summed]
+        sizes = tuple(batch[axis] for axis in outer)
+        *_, n = partials.shape
+        count = math.prod(partials.shape[:-1]) // max(1, math.prod(sizes))
+        missing = len(batch) - (len(d_bias.shape) - 2)
+
+        def kept(x: Operand) -> Operand:
+            steps = tuple(x.strides[axis - missing] for axis in outer)
+            return x._replace(shape=(*sizes, *x.shape[-2:]), strides=(*steps, *x.strides[-2:]))
+
+        return descriptors.join(
+            library.join_cell(self.fmt),
+            temporary(partials.name, (*sizes, count, n), partials.fmt),
+            self.threads,
+            kept(d_bias) if turn.last else None,
+            None if turn.first or total is None else kept(total),
+            None if turn.last or total is None else kept(total),
+        )
+
+    def _moves(self, block: Block, phases: list[list[Plan]]) -> tuple[list[Step], list[Step]]:
+        """Return the passes that gather a block's rows, and those that put results back."""
+        before: list[Step] = []
+        after: list[Step] = []
+        used = {name for phase in phases for plan in phase for _, name in plan.places}
+        for name in self.apart:
+            x, held = self.part.arrays[name], self.works[block.sizes][0][name]
+            if held.name not in used:
+                continue
+            self.own.append(held)
+            back = name in RESULTS_BY_ROWS
+            for index, start, _ in runs_of_rows(x.shape, block.rows.start, block.rows.stop):
+                part = x[index]
+                # (the first is never touched: it has the strides)
+                inside, outside = merged((np.empty(part.shape, x.dtype), part))
+                ends = operand(held.name, inside), operand(name, outside)
+                source, target = ends if back else ends[::-1]
+                *batch, m, n = inside.shape
+                row, slots = rows.copy(held.fmt, held.fmt), Slots(extra=source, out=target)
+                plan = descriptors.rows(m, n, row, slots, self.threads, tuple(batch))
+                if plan is not None:
+                    at = (start - block.rows.start) * x.shape[-1] * x.itemsize
+                    offsets = {name: _address(part) - _address(x), held.name: at}
+                    (after if back else before).append((plan, offsets))
+        return before, after
+
+
+def growing(acc: str, out: Operand, total: Operand | None, turn: Turn) -> tuple[Kernel, Slots]:
+    """Return the row function that stores a block's part of a sum or adds to it, and its operands.
+
+    `total` is where a half type is summed; others are summed in `out`.
+    """
+    if turn.first and (turn.last or total is None):
+        return rows.store(out.fmt), Slots(out=out)
+    if turn.first:
+        return rows.store(acc), Slots(out=total)
+    if total is None or not turn.last:
+        return rows.add(acc), Slots(out=total or out)
+    return rows.add_and_store(out.fmt), Slots(extra=total, out=out)
+
+
+def merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Return the elements, in one order, as (..., rows, columns) with as few axes as strides allow.
+
+    The last axis is the one along which the first array is densest.
+    """
+    if all(x.flags.c_contiguous for x in arrays):
+        return [x.reshape(1, -1) for x in arrays]
+    shape = arrays[0].shape
+    order = sorted(range(len(shape)), key=lambda axis: -abs(arrays[0].strides[axis]))
+    sizes, strides = merge_axes(
+        [shape[axis] for axis in order], *([x.strides[axis] for axis in order] for x in arrays)
+    )
+    missing = 2 - len(sizes)
+    return [
+        np.lib.stride_tricks.as_strided(x, (1,) * missing + sizes, (0,) * missing + steps)
+        for x, steps in zip(arrays, strides, strict=True)
+    ]
+
+
+def _address(x: np.ndarray) -> int:
+    return int(x.__array_interface__["data"][0])

@@ -11,65 +11,8 @@ import math
 import pathlib
 from dataclasses import dataclass
 
-from numfuse.tiling import RUN, round_up
-
-__all__ = [
-    "AMX_TILE",
-    "BLOCKS_IN_ONE_LAUNCH",
-    "BLOCK_SHARE",
-    "CELLS",
-    "CHAIN",
-    "CHUNK_TILES",
-    "CHUNK_TILES_AMX",
-    "COLUMN_GROUP",
-    "COLUMN_GROUP_AMX",
-    "ELEMENTWISE_CELL",
-    "GRAD_PRE_BYTES",
-    "GRAD_PRE_ROWS",
-    "IN_PLACE_ROWS",
-    "KC",
-    "KC_HALVES",
-    "KEPT_BYTES",
-    "KEPT_PLANS",
-    "KEPT_PLAN_BYTES",
-    "KEPT_STEP_BYTES",
-    "KIND_VECTORS",
-    "K_STEPS",
-    "LANE_TILES",
-    "LATE",
-    "LEVEL2_WAYS",
-    "LINE",
-    "NJIT_CELL",
-    "PACK_A_CYCLES",
-    "PACK_B_CYCLES",
-    "PANELS_BYTES",
-    "PARALLEL_ELEMENTS",
-    "PARALLEL_FMAS",
-    "PARALLEL_SPEED",
-    "PLANE_BYTES",
-    "PLANE_COLUMNS",
-    "REGISTER_TILES",
-    "ROW_BLOCK",
-    "RUN",
-    "STREAMED_ROWS",
-    "STREAM_BYTES",
-    "STREAM_CELLS",
-    "STREAM_CELL_BYTES",
-    "STREAM_ROW_BLOCK",
-    "STREAM_STEP",
-    "Registers",
-    "Tiling",
-    "backward_block",
-    "elementwise",
-    "gemm",
-    "k_block",
-    "level2_bytes",
-    "parallel_fmas",
-    "reads_in_place",
-    "registers",
-    "round_up",
-    "streamed",
-]
+from numfuse.tiling import RUN as RUN
+from numfuse.tiling import round_up as round_up
 
 #: Registers: (MR, vectors of NR) by vector bytes.  An ``MR x (vectors * VL)`` tile must leave
 #: registers for the row of B and one broadcast, and have at least (latency x FMA ports) = 8-10
@@ -159,12 +102,11 @@ PARALLEL_FMAS = 16 << 20
 #: The same in relation, for products that are faster.
 PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8}
 PARALLEL_ELEMENTS = 1 << 18
-#: Calls kept by their exact form, and bytes of them: most take 1-4 KiB, a backward by many blocks
-#: more.  A step of one that is not one launch is Python objects of about so many bytes.
+#: Programs kept by the form of their call, and bytes of them: most take 1-4 KiB, a backward by
+#: many blocks more.
 KEPT_PLANS = 4096
 KEPT_PLAN_BYTES = 32 << 20
-KEPT_STEP_BYTES = 2048
-#: Blocks of a backward up to which it is one launch: a block's steps are 3 KiB.
+#: Blocks of a backward in one launch, whose steps are copied there: 3 KiB a block.
 BLOCKS_IN_ONE_LAUNCH = 64
 #: Cost of packing, in cycles an element, for choosing cells: measured with sources in level 3
 #: (Granite Rapids).

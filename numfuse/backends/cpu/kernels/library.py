@@ -10,8 +10,16 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cpu import host, tiling
-from numfuse.backends.cpu.kernels import elementwise, gemm, packing, pairs, protocol
-from numfuse.backends.cpu.llvm import amx, microkernel
+from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, protocol
+from numfuse.backends.cpu.llvm import (
+    amx,
+    conversions,
+    intrinsics,
+    microkernel,
+    moves,
+    pairs,
+    vectors,
+)
 from numfuse.runtime import lifetimes, specialise
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
@@ -35,7 +43,7 @@ def kind(left: str, right: str) -> str:
 @functools.cache
 def registers(acc: str, kind: str = "fma") -> tiling.Registers:
     lanes = kind == "fma" and host.multiplies_by_lanes()
-    return tiling.registers(host.vector_bytes(), microkernel.itemsize(acc), lanes, kind)
+    return tiling.registers(host.vector_bytes(), vectors.itemsize(acc), lanes, kind)
 
 
 def chunk(fmt: str) -> int:
@@ -61,12 +69,11 @@ def _words() -> dict[str, Any]:
                 "D_AXES",
                 "AXIS_WORDS",
                 "SLOT_COUNT",
-                "C_SCRATCH",
-                "C_SCRATCH_STRIDE",
             )
         },
+        **protocol.SCRATCH,
         **protocol.DESCRIPTOR,
-        "WORDS": microkernel.make_elements("int64"),
+        "WORDS": intrinsics.make_elements("int64"),
     }
 
 
@@ -77,7 +84,7 @@ def _cell_names() -> dict[str, Any]:
         **words,
         "CELL": specialise.device(elementwise.cell_of, **words),
         "OPEN_CONTEXT": specialise.device(elementwise.open_context, **words),
-        "CALL_ROW": microkernel.make_call(5),
+        "CALL_ROW": intrinsics.make_call(5),
     }
 
 
@@ -100,10 +107,10 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         "LINE": tiling.LINE,
         "NR": r.nr,
         "SIZE": r.itemsize,
-        "CALL_PACK_A": microkernel.make_call(7),
-        "CALL_PACK_B": microkernel.make_call(7),
+        "CALL_PACK_A": intrinsics.make_call(7),
+        "CALL_PACK_B": intrinsics.make_call(7),
         "PANEL_ROWS": r.panel_rows,
-        "SLICE": max(gemm.SLICE, r.k_step),
+        "SLICE": max(ahead.SLICE, r.k_step),
         "K_STEP": r.k_step,
         "FACTOR": r.factor,
         "REQUESTS": r.requests,
@@ -112,18 +119,18 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     for name, template in (
         ("PLACE", gemm.place),
         ("SUM_OFFSETS", gemm.sum_offsets),
-        ("ASK", gemm.ask),
-        ("PLAN_AHEAD", gemm.plan_ahead),
-        ("PACK_AHEAD", gemm.pack_ahead),
-        ("ASK_A", gemm.ask_a),
-        ("ASK_B", gemm.ask_b),
-        ("ASK_ROW", gemm.ask_row),
-        ("REST", gemm.rest),
-        ("ASK_PANEL", gemm.ask_panel),
-        ("PLAN_GROUP", gemm.plan_group),
-        ("ASK_GROUP", gemm.ask_group),
-        ("PACK_GROUP", gemm.pack_group),
-        ("PACK_SLICE", gemm.pack_slice),
+        ("ASK", ahead.ask),
+        ("PLAN_AHEAD", ahead.plan_ahead),
+        ("PACK_AHEAD", ahead.pack_ahead),
+        ("ASK_A", ahead.ask_a),
+        ("ASK_B", ahead.ask_b),
+        ("ASK_ROW", ahead.ask_row),
+        ("REST", ahead.rest),
+        ("ASK_PANEL", ahead.ask_panel),
+        ("PLAN_GROUP", ahead.plan_group),
+        ("ASK_GROUP", ahead.ask_group),
+        ("PACK_GROUP", ahead.pack_group),
+        ("PACK_SLICE", ahead.pack_slice),
     ):
         words[name] = specialise.device(template, **words)
     return specialise.kernel(
@@ -132,9 +139,9 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         MICROKERNEL=amx.make_tile_kernel(fmt, r, protocol.STREAM_COUNT)
         if tiles
         else microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
-        OPEN_UNIT=amx.make_open_tiles() if tiles else microkernel.make_nothing(),
-        CLOSE_UNIT=amx.make_close_tiles() if tiles else microkernel.make_nothing(),
-        SUMS=microkernel.make_elements(acc),
+        OPEN_UNIT=amx.make_open_tiles() if tiles else intrinsics.make_nothing(),
+        CLOSE_UNIT=amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
+        SUMS=intrinsics.make_elements(acc),
         ZERO=_zero(acc),
         MR=r.mr,
         TILE=r.mr * r.nr * r.itemsize,
@@ -150,7 +157,7 @@ def elementwise_cell() -> specialise.Kernel:
         elementwise.elementwise_cell,
         **words,
         STREAM_ROW=specialise.device(elementwise.stream_row, **words),
-        FENCE=microkernel.make_fence(),
+        FENCE=intrinsics.make_fence(),
     )
 
 
@@ -160,15 +167,15 @@ def join_cell(fmt: str) -> specialise.Kernel:
     return specialise.kernel(
         elementwise.join_cell,
         **{**_cell_names(), **protocol.SLOTS},
-        IS_FINITE=microkernel.make_is_finite(),
-        SIZE=microkernel.itemsize(acc),
-        TOTALS=microkernel.make_elements("float64"),
-        SUMS=microkernel.make_elements(acc),
-        STORED=microkernel.make_elements(fmt),
+        IS_FINITE=conversions.make_is_finite(),
+        SIZE=vectors.itemsize(acc),
+        TOTALS=intrinsics.make_elements("float64"),
+        SUMS=intrinsics.make_elements(acc),
+        STORED=intrinsics.make_elements(fmt),
         ZERO=_zero("float64"),
-        WIDEN=microkernel.make_widen(acc, "float64"),
-        ROUND=microkernel.make_narrow(acc, "float64"),
-        NARROW=microkernel.make_narrow(fmt, acc),
+        WIDEN=conversions.make_widen(acc, "float64"),
+        ROUND=conversions.make_narrow(acc, "float64"),
+        NARROW=conversions.make_narrow(fmt, acc),
     )
 
 
@@ -180,11 +187,11 @@ def _pairs_names(r: tiling.Registers, width: int, height: int) -> dict[str, Any]
         "HEIGHT": height,
         "WIDTH": width,
         "K_STEP": r.k_step,
-        "HALVES": microkernel.make_elements("uint16"),
+        "HALVES": intrinsics.make_elements("uint16"),
         "HALF_ZERO": np.uint16(0),
         "PAIR_ROW": pairs.make_pair_row(height),
         "PAIR_LANES": pairs.make_pair_lanes(),
-        "TRANSPOSE": microkernel.make_transpose("pair", "pair", r.vl, min(r.vl, height)),
+        "TRANSPOSE": moves.make_transpose("pair", "pair", r.vl, min(r.vl, height)),
     }
 
 
@@ -200,23 +207,23 @@ def pack_a(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
             packing.pack_tiles,
             ITEM=2,
             MR=r.mr,
-            HALVES=microkernel.make_elements("uint16"),
+            HALVES=intrinsics.make_elements("uint16"),
             HALF_ZERO=np.uint16(0),
             COPY_HALVES=pairs.make_copy_halves(),
             TURNED_HALVES=pairs.make_turned_halves(),
         )
     return specialise.kernel(
         packing.pack_a,
-        ITEM=microkernel.itemsize(fmt),
+        ITEM=vectors.itemsize(fmt),
         SIZE=r.itemsize,
         VL=r.vl,
         MR=r.mr,
         PANEL_ROWS=r.panel_rows,
         HIGH_ROWS=(r.mr - 1) // r.vl * r.vl,
-        COPY_ROWS=microkernel.make_copy_rows(fmt, acc, r.vl, r.mr),
-        COPY_LANES=microkernel.make_copy_lanes(fmt, acc, r.vl),
-        COPY_ONE=microkernel.make_copy_one(fmt, acc),
-        TRANSPOSE=microkernel.make_transpose(fmt, acc, r.vl, min(r.vl, r.mr)),
+        COPY_ROWS=moves.make_copy_rows(fmt, acc, r.vl, r.mr),
+        COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
+        COPY_ONE=moves.make_copy_one(fmt, acc),
+        TRANSPOSE=moves.make_transpose(fmt, acc, r.vl, min(r.vl, r.mr)),
     )
 
 
@@ -227,14 +234,14 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
         return specialise.kernel(packing.pack_pairs, **_pairs_names(r, r.nr, r.nr))
     return specialise.kernel(
         packing.pack_b,
-        ITEM=microkernel.itemsize(fmt),
+        ITEM=vectors.itemsize(fmt),
         SIZE=r.itemsize,
         VL=r.vl,
         NR=r.nr,
-        COPY_LANES=microkernel.make_copy_lanes(fmt, acc, r.vl),
-        COPY_ONE=microkernel.make_copy_one(fmt, acc),
-        COPY_PANEL_ROW=microkernel.make_copy_vectors(fmt, acc, r.vl, r.vectors),
-        TRANSPOSE_B=microkernel.make_transpose(fmt, acc, r.vl, r.vl),
+        COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
+        COPY_ONE=moves.make_copy_one(fmt, acc),
+        COPY_PANEL_ROW=moves.make_copy_vectors(fmt, acc, r.vl, r.vectors),
+        TRANSPOSE_B=moves.make_transpose(fmt, acc, r.vl, r.vl),
     )
 
 
@@ -242,26 +249,25 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
 def row_names(fmt: str, acc: str) -> dict[str, Any]:
     """Return the names that every row function of a storage format binds."""
     context = {
-        "WORDS": microkernel.make_elements("int64"),
-        "C_SCRATCH": protocol.C_SCRATCH,
-        "C_SCRATCH_STRIDE": protocol.C_SCRATCH_STRIDE,
+        "WORDS": intrinsics.make_elements("int64"),
+        **protocol.SCRATCH,
     }
-    bits = {f"BITS{n}": microkernel.make_elements(f"uint{n}") for n in (16, 32, 64)}
+    bits = {f"BITS{n}": intrinsics.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.device(elementwise.move, **bits)
     target_row = specialise.device(elementwise.target_row, **context)
     sums = {
         "S_SUMS": protocol.SLOTS["S_SUMS"],
-        "SIZE": microkernel.itemsize(acc),
+        "SIZE": vectors.itemsize(acc),
         "ZERO": _zero(acc),
-        "SUMS": microkernel.make_elements(acc),
+        "SUMS": intrinsics.make_elements(acc),
         "TARGET_ROW": target_row,
         "CHUNK": chunk(fmt),
         "RUN": tiling.RUN,
     }
     return {
         **protocol.SLOTS,
-        "SUMS": microkernel.make_elements(acc),
-        "WIDE_VECTORS": microkernel.make_wide_vectors(8 * host.vector_bytes()),
+        "SUMS": intrinsics.make_elements(acc),
+        "WIDE_VECTORS": intrinsics.make_wide_vectors(8 * host.vector_bytes()),
         "SOURCE_ROW": specialise.device(elementwise.source_row, **context, MOVE=move),
         "TARGET_ROW": target_row,
         "OPEN_SUMS": specialise.device(elementwise.open_sums, **sums),
@@ -290,6 +296,6 @@ def stream_names(result: str, fmt: str) -> dict[str, Any]:
     step = tiling.STREAM_STEP
     return {
         "STEP": step,
-        f"ROOM_{result}": microkernel.make_room(fmt, step),
-        f"STREAM_{result}": microkernel.make_stream(fmt, step, host.vector_bytes(), host.is_x86()),
+        f"ROOM_{result}": moves.make_room(fmt, step),
+        f"STREAM_{result}": moves.make_stream(fmt, step, host.vector_bytes(), host.is_x86()),
     }

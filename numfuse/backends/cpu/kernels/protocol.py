@@ -1,122 +1,91 @@
-"""The words through which the driver, the cells and the row functions speak.
+"""The words through which a launch, the cells and the row functions speak.
 
-A launch is described by int64 words (`DESCRIPTOR`, the slots, the axes).  A cell keeps a *context*
-at the start of its thread's workspace: the slots of its batch element, what it knows of the next
-block of B, and its streams of requests to the caches.
+Everything is int64. A step of a launch is described by a *descriptor*: the words of `DESCRIPTOR`,
+three for each of `SLOTS`, then the batch axes. A cell keeps a *context* at the start of its
+thread's workspace: the slots of its batch element, what it knows of the next block of B, and its
+streams of requests to the caches.
+
+A `Schema` is the one place that knows the order of words: kernels bind its names to their numbers,
+and the host makes a table from values by name.
 """
 
 from __future__ import annotations
 
-#: Word numbers of the descriptor.  Strides are bytes.
-DESCRIPTOR = {
-    name: index
-    for index, name in enumerate(
-        [
-            "D_M",
-            "D_N",
-            "D_K",
-            "D_KC",
-            "D_NC",
-            "D_CELL_M",
-            "D_CELL_N",
-            "D_CELLS_M",
-            "D_CELLS_N",
-            "D_PACK_A",
-            "D_PACK_B",
-            "D_ROW",
-            "D_BATCH_AXES",
-            "D_SUM_AXES",
-            "D_SUM_SIZE",
-            "D_A",
-            "D_A_ROW",
-            "D_A_K",
-            "D_B",
-            "D_B_K",
-            "D_B_COLUMN",
-            "D_NAMED",
-            "D_B_DIRECT",
-            "D_PANEL",
-            "D_PANEL_STRIDE",
-            "D_PANELS",
-            "D_GROUP",
-            "D_BLOCK",
-            "D_BLOCK_STRIDE",
-            "D_B_BY_ROWS",
-            "D_PLANE",
-            "D_STRIP",
-            "D_STRIP_STRIDE",
-            "D_ASK",
-            "D_ASK_2",
-            "D_ASK_3",
-            "D_SCRATCH",
-            "D_SCRATCH_STRIDE",
-            # Row function that stores past the caches, bytes of its elements and how many of them
-            # it writes at a time; 0 where there is none (elementwise cells only).
-            "D_STREAM",
-            "D_STREAM_ITEM",
-            "D_STREAM_STEP",
-        ]
-    )
-}
+from collections.abc import Mapping
+
+
+class Schema(dict[str, int]):
+    """{name: number of its word}, in the order of the words, the first of which is `first`."""
+
+    def __init__(self, text: str, first: int = 0) -> None:
+        lines = (line.partition("#")[0] for line in text.splitlines())
+        names = " ".join(lines).split()
+        super().__init__((name, first + i) for i, name in enumerate(names))
+        if len(self) < len(names):
+            raise ValueError(f"a schema's names must be different, got {names}")
+        #: The number of the word behind the last.
+        self.end = first + len(names)
+
+    def words(self, values: Mapping[str, int]) -> list[int]:
+        """Return the words of these values, 0 where there is none."""
+        unknown = values.keys() - self.keys()
+        if unknown:
+            raise KeyError(f"words must be of the schema, got {sorted(unknown)}")
+        return [values.get(name, 0) for name in self]
+
+
+#: Strides are in bytes, D_ functions by their addresses.
+DESCRIPTOR = Schema("""
+    D_M D_N D_K D_KC D_NC D_CELL_M D_CELL_N D_CELLS_M D_CELLS_N
+    D_PACK_A D_PACK_B D_ROW
+    D_BATCH_AXES D_SUM_AXES D_SUM_SIZE
+    D_A D_A_ROW D_A_K D_B D_B_K D_B_COLUMN
+    D_NAMED  # bit i: operand i (A, B, then the slots) is there
+    D_B_DIRECT D_PANEL D_PANEL_STRIDE D_PANELS D_GROUP D_BLOCK D_BLOCK_STRIDE D_B_BY_ROWS
+    D_PLANE D_STRIP D_STRIP_STRIDE
+    D_ASK D_ASK_2 D_ASK_3  # slots whose rows are asked for ahead of time, or -1
+    D_SCRATCH D_SCRATCH_STRIDE
+    D_STREAM D_STREAM_ITEM  # row function that stores past the caches (elementwise cells only), or
+    D_STREAM_STEP           # 0; bytes of its elements and how many of them it writes at a time
+""")
 #: Operands of a row function: three words each (address, row stride, column stride).
-SLOTS = {
-    name: index
-    for index, name in enumerate(
-        ["S_BIAS", "S_EXTRA", "S_GRAD", "S_OUT", "S_PRE", "S_SUMS", "S_A", "S_B"]
-    )
-}
+SLOTS = Schema("S_BIAS S_EXTRA S_GRAD S_OUT S_PRE S_SUMS S_A S_B")
 SLOT_COUNT = len(SLOTS)
-D_SLOTS = len(DESCRIPTOR)
+D_SLOTS = DESCRIPTOR.end
 #: After the slots: per batch axis its size and the strides of A, B and every slot, then per
 #: summed axis its size and the strides of A and B.
 D_AXES = D_SLOTS + 3 * SLOT_COUNT
 AXIS_WORDS = 3 + SLOT_COUNT
 #: Context words: the slots, then the address and stride of the scratch rows.
-C_SCRATCH = 3 * SLOT_COUNT
-C_SCRATCH_STRIDE = C_SCRATCH + 1
-#: Then the block of B that is packed between the tiles of the one before it.
-AHEAD = {
-    name: C_SCRATCH_STRIDE + 1 + index
-    for index, name in enumerate(
-        [
-            "N_SOURCE",
-            "N_TARGET",
-            "N_COLUMNS",
-            "N_DEPTH",
-            "N_PANEL",  # bytes of a packed panel
-            "N_SLICES",  # rows, or panels of columns, to be packed
-            "N_PACKED",  # slices that are
-            "N_TILES",  # tiles between which that is done
-            "N_CREDIT",
-            "N_LINES",  # rows or columns of the source to be asked for
-            "N_LINE_STEP",
-            "N_ASKED",  # lines that have been
-            "N_AHEAD",  # lines to ask for ahead of a slice
-            "N_SHARE",  # bytes from request to request
-            # The same of the next group of panels of A, where its columns are contiguous.
-            "G_SOURCE",
-            "G_TARGET",
-            "G_ROWS",
-            "G_DEPTH",
-            "G_PACKED",  # columns
-            "G_TILES",
-            "G_CREDIT",
-            "G_RUNS",  # requested: one line of as many columns as a stream asks for in a tile
-        ]
-    )
-}
+SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * SLOT_COUNT)
+#: Then the block of B that is packed between the tiles of the one before it, and the same of the
+#: next group of panels of A, where its columns are contiguous.
+AHEAD = Schema(
+    """
+    N_SOURCE N_TARGET N_COLUMNS N_DEPTH
+    N_PANEL  # bytes of a packed panel
+    N_SLICES  # rows, or panels of columns, to be packed
+    N_PACKED  # slices that are
+    N_TILES  # tiles between which that is done
+    N_CREDIT
+    N_LINES  # rows or columns of the source to be asked for
+    N_LINE_STEP
+    N_ASKED  # lines that have been
+    N_AHEAD  # lines to ask for ahead of a slice
+    N_SHARE  # bytes from request to request
+    G_SOURCE G_TARGET G_ROWS G_DEPTH
+    G_PACKED  # columns
+    G_TILES G_CREDIT
+    G_RUNS  # requested: one line of as many columns as a stream asks for in a tile
+    """,
+    SCRATCH.end,
+)
 #: Then an address and a step for each stream of requests.
-STREAM_TABLE = C_SCRATCH_STRIDE + 1 + len(AHEAD)
+STREAM_TABLE = AHEAD.end
 #: What the streams are for, by number: the next panel of A (or its source) by halves, the source of
 #: the next block of B, the plane by halves, operands of the next row of the epilogue, where the
 #: next panels of A will be packed.
-STREAMS = {
-    "FOR_A": 0,
-    "FOR_B": 2,
-    "FOR_PLANE": 3,
-    "FOR_ROWS": 5,
-    "FOR_PANELS": 8,
-}
+STREAMS = {"FOR_A": 0, "FOR_B": 2, "FOR_PLANE": 3, "FOR_ROWS": 5, "FOR_PANELS": 8}
 STREAM_COUNT = 9
 ROW_STREAMS = STREAMS["FOR_PANELS"] - STREAMS["FOR_ROWS"]
 CONTEXT_BYTES = 640
@@ -125,9 +94,14 @@ CONTEXT_BYTES = 640
 #: last number is the launch's own memory.
 NUMBER_BITS = 5
 NUMBERS = (1 << NUMBER_BITS) - 1
+#: Before the steps of a sequence: the number of the array that a temporary is to lie beside (-1:
+#: none), and where that temporary is planned.
+HEAD = Schema("H_BESIDE H_PLACE")
+#: Of a step, before its descriptor: the cell function, the numbers of cells up to the step's end
+#: and before its phase, and the words of the descriptor.
+STEP = Schema("P_CELL P_END P_BEFORE P_LENGTH")
 #: The table of an open sequence: the next cell to be taken and how many are finished (a line each),
 #: all cells, how many threads came when none was left, and from T_ENTRIES on an entry a step.
 TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_LATE": 17, "T_ENTRIES": 24}
-#: Of an entry: the cell function, the numbers of cells up to the step's end and before its phase,
-#: the descriptor's address.
-ENTRY_WORDS = 4
+#: Of an entry: as of a step, but the descriptor's address in place of its length.
+ENTRY = Schema("E_CELL E_END E_BEFORE E_DESCRIPTOR")

@@ -5,7 +5,7 @@ A row function reads a row of accumulators and rows of operands, applies the for
 to column sums. Cells call it by address: one compiled product per accumulator dtype serves every
 storage dtype, layout and formula, and a new formula costs one small function.
 
-`text` prints the loop, `row` binds its names and compiles it; the functions after it say which
+`printer` prints the loop, `row` binds its names and compiles it; the functions after it say which
 slots the operations' inputs and results have. Operands of any stride come through
 `numfuse.backends.cpu.kernels.elementwise.source_row`, so that the loops with the arithmetic in them
 vectorise.
@@ -13,109 +13,20 @@ vectorise.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from numfuse import epilogues
-from numfuse.backends.cpu.kernels import library
-from numfuse.backends.cpu.llvm import microkernel, primitives
+from numfuse.backends.cpu.kernels import library, printer
+from numfuse.backends.cpu.kernels.printer import Result, Source
+from numfuse.backends.cpu.llvm import conversions, intrinsics, primitives, vectors
 from numfuse.runtime import specialise
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.epilogues import Epilogue
     from numfuse.language.curves import Curve
-
-
-class Source(NamedTuple):
-    """Where an epilogue's input is read."""
-
-    name: str
-    #: A slot of the context ("bias", ...); None: the row of accumulators.
-    slot: str | None
-    #: Its storage format.
-    fmt: str
-
-
-class Result(NamedTuple):
-    """Where an epilogue's result is written."""
-
-    name: str
-    slot: str
-    fmt: str
-
-
-def text(
-    name: str,
-    sources: Sequence[Source],
-    results: Sequence[Result],
-    formulas: Sequence[str],
-    sums: str | None,
-    streams: bool,
-) -> str:
-    """Return a row function as Python text.
-
-    Parameters
-    ----------
-    name : str
-        Of the function.
-    sources : sequence of Source
-        In the order of the formula's arguments.
-    results : sequence of Result
-    formulas : sequence of str
-        The names of what the formula returns, in its order.
-    sums : str or None
-        Which of them is added to the column sums.
-    streams : bool
-        Store past the caches: the results begin on a line, and n is a multiple of STEP. A step goes
-        to a few registers first: LLVM makes vectors of the loop over them, and non-temporal stores
-        need whole ones. Spread between the arithmetic, the stores wait for memory while it goes on;
-        copied from a finished row they would not.
-    """
-    at = "at + q" if streams else "q"
-    lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]
-    for name, slot, _ in sources:
-        place = "acc"
-        if slot is not None:
-            place = f"SOURCE_ROW(context, S_{slot.upper()}, i, j, n, ITEM_{name})"
-        lines.append(f"    from_{name} = FROM_{name}({place})")
-    for name, slot, _ in results:
-        place = f"TARGET_ROW(context, S_{slot.upper()}, i, j, SIZE_{name})"
-        lines.append(f"    to_{name} = {place if streams else f'TO_{name}({place})'}")
-        if streams:
-            lines.append(f"    room_{name} = ROOM_{name}()")
-    if sums is not None:
-        lines.append("    sums = SUMS(OPEN_SUMS(context, i, j, n))")
-    arguments = ", ".join(f"WIDEN_{name}(from_{name}[{at}])" for name, _, _ in sources)
-    body = [f"{', '.join(f'new_{name}' for name in formulas)} = FORMULA({arguments})"]
-    for name, _, _ in results:
-        target = f"room_{name}[q]" if streams else f"to_{name}[q]"
-        body.append(f"{target} = NARROW_{name}(new_{name})")
-    if sums is not None:
-        body.append(f"sums[q] = sums[q] + new_{sums}")
-    if streams:
-        lines += ["    for at in range(0, n, STEP):", "        for q in range(STEP):"]
-        lines += [f"            {line}" for line in body]
-        lines += [
-            f"        STREAM_{name}(room_{name}, to_{name} + at * SIZE_{name})"
-            for name, _, _ in results
-        ]
-    else:
-        lines += ["    for q in range(n):", *(f"        {line}" for line in body)]
-        lines += [
-            f"    FINISH_ROW(context, S_{slot.upper()}, i, j, n, SIZE_{name})"
-            for name, slot, _ in results
-        ]
-    return "\n".join([*lines, ""])
-
-
-def _template(name: str, text: str) -> Callable[..., Any]:
-    scope: dict[str, Any] = {"__name__": __name__}
-    # This file's name: Numba's disk cache keeps what is compiled for a file that exists.
-    exec(compile(text, __file__, "exec"), scope)
-    template: Callable[..., Any] = scope[name]
-    return template
 
 
 def row(
@@ -140,7 +51,7 @@ def row(
     sums : str, optional
         The result that is added to the column sums.
     streams : bool
-        Store past the caches; see `text`.
+        Store past the caches; see `printer.text`.
     """
     acc = library.accumulator(fmt)
     wanted = tuple(dict.fromkeys([*(result.name for result in results), *([sums] if sums else [])]))
@@ -149,19 +60,21 @@ def row(
     read = [at[name] for name in chosen.inputs]
     formula = primitives.scalar_function(chosen.graphs, acc, chosen.inputs)
     called = f"{epilogue.name.replace(' ', '_')}_row"
-    printed = text(called, read, results, wanted, sums, streams)
+    printed = printer.text(called, read, results, wanted, sums, streams)
     names: dict[str, Any] = {"FORMULA": formula, "PRINTED": printed}
     for name, _, stored in read:
-        names[f"FROM_{name}"] = microkernel.make_elements(stored)
-        names[f"ITEM_{name}"] = microkernel.itemsize(stored)
-        names[f"WIDEN_{name}"] = microkernel.make_widen(stored, acc)
+        names[f"FROM_{name}"] = intrinsics.make_elements(stored)
+        names[f"ITEM_{name}"] = vectors.itemsize(stored)
+        names[f"WIDEN_{name}"] = conversions.make_widen(stored, acc)
     for name, _, stored in results:
-        names[f"TO_{name}"] = microkernel.make_elements(stored)
-        names[f"SIZE_{name}"] = microkernel.itemsize(stored)
-        names[f"NARROW_{name}"] = microkernel.make_narrow(stored, acc)
+        names[f"TO_{name}"] = intrinsics.make_elements(stored)
+        names[f"SIZE_{name}"] = vectors.itemsize(stored)
+        names[f"NARROW_{name}"] = conversions.make_narrow(stored, acc)
         if streams:
             names |= library.stream_names(name, stored)
-    return specialise.kernel(_template(called, printed), **library.row_names(fmt, acc), **names)
+    return specialise.kernel(
+        printer.template(called, printed), **library.row_names(fmt, acc), **names
+    )
 
 
 # --- what is done with a sum of products --------------------------------------------------------
@@ -230,9 +143,9 @@ def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specia
 
 @library.by_formula
 def grad_pre(
-    f: Curve, fmt: str, bias: bool, saved: bool, out: bool, sums: bool, guard: bool
+    f: Curve, fmt: str, bias: bool, saved: str | None, out: bool, sums: bool, guard: bool
 ) -> specialise.Kernel:
-    """``grad_pre = grad * f'(pre)``, pre = acc + bias or saved; d_bias partials by chunk.
+    """``grad_pre = grad * f'(pre)``, pre = acc + bias, or saved; d_bias partials by chunk.
 
     Rows of a chunk are always visited in order by one thread, so its column sums do not depend on
     the number of threads.
@@ -241,7 +154,7 @@ def grad_pre(
     made = epilogues.layer(f).select("out").backward()
     made = made.guarded() if guard else made
     sources = (
-        Source("z", "extra" if saved else None, acc),
+        Source("z", "extra" if saved else None, saved or acc),
         Source("bias", "bias", fmt),
         Source("grad", "grad", fmt),
     )
@@ -264,7 +177,7 @@ def double_backward(
     guard: bool,
     t: str | None,
     *,
-    saved: bool,
+    saved: str | None,
     last: bool,
     added: bool,
     results: tuple[str, ...],
@@ -277,8 +190,9 @@ def double_backward(
     ----------
     t : str or None
         The format in which T is read, if it is.
-    saved : bool
-        The pre-activation is read; else it is the accumulator and, where it is there, the bias.
+    saved : str or None
+        The format in which the pre-activation is read; without one it is the accumulator and,
+        where it is there, the bias.
     last : bool
         The accumulator is a part of T: the rest is what is read, or what is `added`.
     added : bool
@@ -294,7 +208,7 @@ def double_backward(
     read = Source("w" if last else "t", "extra", t or acc)
     summed = Source("t" if last else "z", None, acc)
     beside = Source("w" if last else "bias", "bias", fmt)
-    kept = Source("z", "pre", acc)
+    kept = Source("z", "pre", saved or acc)
     there = [summed, Source("grad", "grad", fmt)]
     there += [x for x, is_there in ((read, t), (beside, added), (kept, saved)) if is_there]
     if saved and not last:
@@ -395,9 +309,9 @@ def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Ker
     """
     f = act.curve
     rows: list[Callable[[], specialise.Kernel]] = [
-        partial(gate, f, fmt),
+        partial(gate, f, fmt, False),
         partial(gate, f, fmt, True),
-        partial(gate_backward, f, fmt, True),
+        partial(gate_backward, f, fmt, True, True, False),
         partial(gate_backward, f, fmt, True, True, True),
     ]
     for bias in (True, False):
@@ -406,7 +320,7 @@ def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Ker
         if act.is_identity:
             rows.append(partial(forward, f, fmt, bias, True, False))
         else:
-            for saved in (False, True):
+            for saved in dict.fromkeys((None, library.accumulator(fmt), fmt)):
                 has_bias = bias and not saved
                 rows.append(partial(grad_pre, f, fmt, has_bias, saved, True, bias, True))
     return rows

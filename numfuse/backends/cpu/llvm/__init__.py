@@ -1,6 +1,9 @@
 """LLVM vectors, for the loops that Numba cannot express.
 
-- `microkernel`: the rank-1 updates of a register tile, and loads, stores and conversions of vectors
+- `microkernel`: the rank-1 updates of a register tile
 - `amx`: the same update on AMX tiles
+- `moves`, `pairs`: the copies and transposes of packing, and stores past the caches
+- `conversions`: storage formats to the accumulator's and back
+- `vectors`, `intrinsics`: what these are made of, and what cells take beside them
 - `primitives`: the elementary operations of formulas as branch-free functions
 """

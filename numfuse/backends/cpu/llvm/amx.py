@@ -20,7 +20,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from numfuse.backends.cpu.llvm.microkernel import I8, I64, _pointer, _prefetched, address_intrinsic
+from numfuse.backends.cpu.llvm.vectors import I8, I64, address_intrinsic, pointer_to, prefetch
 from numfuse.backends.cpu.tiling import LINE, Registers
 
 _P8 = I8.as_pointer()
@@ -43,7 +43,7 @@ def make_open_tiles() -> Any:
 
     def body(builder: ir.IRBuilder, scratch: ir.Value) -> None:
         for i, word in enumerate(words):
-            builder.store(I64(word), _pointer(builder, scratch, 8 * i, I64), align=8)
+            builder.store(I64(word), pointer_to(builder, scratch, 8 * i, I64), align=8)
         _tile_call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(scratch, _P8))
 
     return address_intrinsic("open_tiles", "amx", 1, body)
@@ -73,7 +73,7 @@ def _sums_of(
     places = [(i, j) for i in range(heights) for j in range(widths)]
 
     def move(name: str, number: int, address: ir.Value, offset: Any, step: ir.Value) -> None:
-        _tile_call(builder, name, I8(number), _pointer(builder, address, offset, I8), step)
+        _tile_call(builder, name, I8(number), pointer_to(builder, address, offset, I8), step)
 
     def of_sums(name: str, base: ir.Value, step: ir.Value) -> None:
         for i, j in places:
@@ -81,8 +81,8 @@ def _sums_of(
             move(name, 2 * i + j, base, offset, step)
 
     def requested(stream: int) -> tuple[ir.Value, ir.Value]:
-        word = _pointer(builder, table, 16 * stream, I64)
-        return builder.load(word), builder.load(_pointer(builder, table, 16 * stream + 8, I64))
+        word = pointer_to(builder, table, 16 * stream, I64)
+        return builder.load(word), builder.load(pointer_to(builder, table, 16 * stream + 8, I64))
 
     with builder.if_else(builder.icmp_signed("!=", first, I64(0))) as (fresh, running):
         with fresh:
@@ -110,7 +110,7 @@ def _sums_of(
         number = builder.mul(builder.sub(k, left), I64(asks))
         at = builder.add(first_at, builder.mul(number, step))
         for _ in range(asks):
-            _prefetched(builder, at)
+            prefetch(builder, at)
             at = builder.add(at, step)
     following = [
         builder.sub(left, I64(1)),
@@ -126,7 +126,7 @@ def _sums_of(
     for stream in range(streams):
         first_at, step = requested(stream)
         end = builder.add(first_at, builder.mul(builder.mul(k, I64(asks)), step))
-        builder.store(end, _pointer(builder, table, 16 * stream, I64))
+        builder.store(end, pointer_to(builder, table, 16 * stream, I64))
 
 
 @functools.cache

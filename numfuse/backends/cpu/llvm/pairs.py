@@ -12,19 +12,19 @@ from typing import Any
 
 from llvmlite import ir
 
-from numfuse.backends.cpu.llvm.microkernel import (
+from numfuse.backends.cpu.llvm.vectors import (
     I1,
     I16,
     I32,
     I64,
-    _inserted,
-    _lanes,
-    _masked_load,
-    _pointer,
-    _splat,
-    _transposed_lanes,
-    _vector,
     address_intrinsic,
+    broadcast,
+    insert_part,
+    lane_numbers,
+    masked_load,
+    pointer_to,
+    transpose_lanes,
+    vector_of,
 )
 
 #: Lanes of 32 bits, and halves, in 512 bits.
@@ -70,21 +70,21 @@ def _interleaved(
 ) -> None:
     there = builder.icmp_signed("!=", both, I64(0))
     second = builder.add(source, builder.select(there, step, I64(0)))
-    halves = _vector(I16, _PAIRS)
+    halves = vector_of(I16, _PAIRS)
     for v in range(vectors):
         rows = []
         for address in (source, second):
-            pointer = _pointer(builder, address, 2 * _PAIRS * v, halves)
+            pointer = pointer_to(builder, address, 2 * _PAIRS * v, halves)
             if known >= _PAIRS * (v + 1):
                 rows.append(builder.load(pointer, align=2))
             else:
                 rest = builder.sub(live, I64(_PAIRS * v))
-                rows.append(_masked_load(builder, pointer, rest, 2))
-        mask = _splat(builder, builder.sext(there, I16), _PAIRS)
+                rows.append(masked_load(builder, pointer, rest, 2))
+        mask = broadcast(builder, builder.sext(there, I16), _PAIRS)
         rows[1] = builder.and_(rows[1], mask)
-        pattern = _lanes([x for q in range(_PAIRS) for x in (q, q + _PAIRS)])
+        pattern = lane_numbers([x for q in range(_PAIRS) for x in (q, q + _PAIRS)])
         pairs = builder.shuffle_vector(rows[0], rows[1], pattern)
-        builder.store(pairs, _pointer(builder, target, 4 * _PAIRS * v, pairs.type), align=4)
+        builder.store(pairs, pointer_to(builder, target, 4 * _PAIRS * v, pairs.type), align=4)
 
 
 @functools.cache
@@ -92,14 +92,14 @@ def make_copy_halves() -> Any:
     """``copy_halves(source, live, target)``: `live` values and zeros, 32 in all."""
 
     def body(builder: ir.IRBuilder, source: ir.Value, live: ir.Value, target: ir.Value) -> None:
-        halves = _vector(I16, _HALVES)
-        pointer = _pointer(builder, source, 0, halves)
-        place = _pointer(builder, target, 0, halves)
+        halves = vector_of(I16, _HALVES)
+        pointer = pointer_to(builder, source, 0, halves)
+        place = pointer_to(builder, target, 0, halves)
         with builder.if_else(builder.icmp_signed(">=", live, I64(_HALVES))) as (full, part):
             with full:
                 builder.store(builder.load(pointer, align=2), place, align=4)
             with part:
-                builder.store(_masked_load(builder, pointer, live, 2), place, align=4)
+                builder.store(masked_load(builder, pointer, live, 2), place, align=4)
 
     return address_intrinsic("copy_halves", "", 3, body)
 
@@ -117,33 +117,35 @@ def make_turned_halves() -> Any:
 
     def body(builder: ir.IRBuilder, *args: ir.Value) -> None:
         source, step, rows, k, target = args
-        piece, whole, pairs = _vector(I16, 8), _vector(I16, _HALVES), _vector(I32, _PAIRS)
+        piece, whole, pairs = vector_of(I16, 8), vector_of(I16, _HALVES), vector_of(I32, _PAIRS)
 
         def turned(load: Any) -> None:
             gathered = []
             for t in range(8):
                 vector = ir.Constant(whole, ir.Undefined)
                 for lane in range(4):
-                    vector = _inserted(builder, vector, load(8 * lane + t), 8 * lane)
+                    vector = insert_part(builder, vector, load(8 * lane + t), 8 * lane)
                 gathered.append(vector)
             for half in range(2):
                 starts = [8 * lane + 4 * half for lane in range(4)]
-                pattern = _lanes([x for s in starts for q in range(s, s + 4) for x in (q, q + 32)])
+                pattern = lane_numbers(
+                    [x for s in starts for q in range(s, s + 4) for x in (q, q + 32)]
+                )
                 four = [
                     builder.bitcast(
                         builder.shuffle_vector(gathered[t], gathered[t + 1], pattern), pairs
                     )
                     for t in range(0, 8, 2)
                 ]
-                for r, row in enumerate(_transposed_lanes(builder, four), 4 * half):
-                    builder.store(row, _pointer(builder, target, 64 * r, pairs), align=4)
+                for r, row in enumerate(transpose_lanes(builder, four), 4 * half):
+                    builder.store(row, pointer_to(builder, target, 64 * r, pairs), align=4)
 
         def address(p: int) -> ir.Value:
-            return _pointer(builder, source, builder.mul(step, I64(p)), piece)
+            return pointer_to(builder, source, builder.mul(step, I64(p)), piece)
 
         def masked(p: int) -> ir.Value:
             live = builder.select(builder.icmp_signed("<", I64(p), k), rows, I64(0))
-            return _masked_load(builder, address(p), live, 2)
+            return masked_load(builder, address(p), live, 2)
 
         full: ir.Value = builder.and_(
             builder.icmp_signed(">=", rows, I64(8)), builder.icmp_signed(">=", k, I64(_HALVES))

@@ -1,0 +1,129 @@
+"""The operations without a product: one pass each, over elements in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numfuse.backends.cpu import descriptors, tiling
+from numfuse.backends.cpu.descriptors import Slots
+from numfuse.backends.cpu.kernels import rows
+from numfuse.backends.cpu.launch.sequence import Program, nothing, operand, program
+from numfuse.backends.cpu.schedule import merged
+from numfuse.runtime.specialise import Kernel
+
+if TYPE_CHECKING:
+    from numfuse.problem.product import GatedBackwardProblem, GatedProblem
+    from numfuse.problem.second_order import GatedDoubleBackwardProblem, GatedTangentProblem
+
+#: The slot of each array, in the order in which an operation's program is given them.
+GATE = {"a": "a", "b": "b", "out": "out"}
+BACKWARD = {"a": "a", "b": "b", "grad": "grad", "d_a": "out", "d_b": "extra"}
+DOUBLE_BACKWARD = {
+    "a": "a",
+    "b": "b",
+    "grad": "grad",
+    "u": "extra",
+    "v": "pre",
+    "d_grad": "out",
+    "d_a": "bias",
+    "d_b": "sums",
+}
+TANGENT = {"a": "a", "b": "b", "u": "grad", "v": "pre", "out": "out", "out_dot": "extra"}
+
+#: A row function, which stores past the caches or not.
+Row = Callable[[bool], Kernel]
+
+
+def gate(p: GatedProblem, threads: int) -> Program:
+    """Return the program of ``out = act(a) * b``."""
+    row = partial(rows.gate, p.activation.curve, p.dtype.name)
+    return _pass(p, GATE, ("out",), row, threads)
+
+
+def backward(p: GatedBackwardProblem, threads: int) -> Program:
+    """Return the program of ``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``."""
+    curve, fmt = p.activation.curve, p.dtype.name
+    if p.d_a is None:  # a forward with another factor
+        slots = {"a": "a", "b": "", "grad": "b", "d_a": "", "d_b": "out"}
+        return _pass(p, slots, ("d_b",), partial(rows.gate, curve, fmt), threads)
+    if p.d_b is None:
+        row = rows.gate_backward(curve, fmt, p.guard, False)
+        return _pass(p, BACKWARD, ("d_a",), lambda streams: row, threads, streams=False)
+    row_of = partial(rows.gate_backward, curve, fmt, p.guard, True)
+    return _pass(p, BACKWARD, ("d_a", "d_b"), row_of, threads)
+
+
+def double_backward(p: GatedDoubleBackwardProblem, threads: int) -> Program:
+    """Return the program of a gate's double backward; what nothing contributes to is zeroed."""
+    bent = p.u is not None and not p.activation.second_derivative_is_zero()
+    there = {
+        "d_grad": p.u is not None or p.v is not None,
+        "d_a": bent or p.v is not None,
+        "d_b": p.u is not None,
+    }
+    wanted = {
+        name: contributes for name, contributes in there.items() if getattr(p, name) is not None
+    }
+    results = tuple(name for name, contributes in wanted.items() if contributes)
+    order = list(DOUBLE_BACKWARD)
+    zeroed = tuple(order.index(name) for name, contributes in wanted.items() if not contributes)
+    if not results:
+        return nothing(zeroed)
+    row = rows.gate_double_backward(
+        p.activation.curve, p.dtype.name, p.guard, p.u is not None, p.v is not None, results
+    )
+    slots = {name: "" if there.get(name) is False else x for name, x in DOUBLE_BACKWARD.items()}
+    return _pass(p, slots, results, lambda streams: row, threads, False, zeroed)
+
+
+def tangent(p: GatedTangentProblem, threads: int) -> Program:
+    """Return the program of a gate and of its derivative along tangents."""
+    curve, fmt = p.activation.curve, p.dtype.name
+    if p.u is None and p.v is None:
+        slots = {**TANGENT, "out_dot": ""}
+        zeroed = (list(TANGENT).index("out_dot"),)
+        return _pass(p, slots, ("out",), partial(rows.gate, curve, fmt), threads, zeroed=zeroed)
+    there = p.u is not None, p.v is not None
+    row = partial(rows.gate_tangent, curve, fmt, p.guard, *there)
+    return _pass(p, TANGENT, ("out", "out_dot"), row, threads)
+
+
+def _pass(
+    p: Any,
+    slots: Mapping[str, str],
+    results: tuple[str, ...],
+    row: Row,
+    threads: int,
+    streams: bool = True,
+    zeroed: tuple[int, ...] = (),
+) -> Program:
+    """Return a row function over every row of the arrays, large results past the caches.
+
+    Arrays without a slot are not touched.
+    """
+    arrays = {
+        name: x for name, slot in slots.items() if slot and (x := getattr(p, name)) is not None
+    }
+    # The last axis is the one along which the first result is densest. The views number the same
+    # elements in another way: the addresses are those of the arrays.
+    order = [*results, *(name for name in arrays if name not in results)]
+    flat = dict(zip(order, merged([arrays[name] for name in order]), strict=True))
+    places = Slots(**{slots[name]: operand(name, x) for name, x in flat.items()})
+    *batch, m, n = flat[results[0]].shape
+    stream = None
+    if streams and _past_the_caches([flat[name] for name in results]):
+        stream = row(True)
+    plan = descriptors.rows(m, n, row(False), places, threads, tuple(batch), stream=stream)
+    return program(tuple(slots), [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
+
+
+def _past_the_caches(results: list[np.ndarray]) -> bool:
+    """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
+    return (
+        all(x.strides[-1] == x.itemsize and x.shape[-1] >= tiling.STREAM_STEP for x in results)
+        and sum(x.nbytes for x in results) >= tiling.STREAM_BYTES
+    )

@@ -1,0 +1,97 @@
+"""The text of row functions: the one place where an epilogue becomes a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+
+class Source(NamedTuple):
+    """Where an epilogue's input is read."""
+
+    name: str
+    #: A slot of the context ("bias", ...); None: the row of accumulators.
+    slot: str | None
+    #: Its storage format.
+    fmt: str
+
+
+class Result(NamedTuple):
+    """Where an epilogue's result is written."""
+
+    name: str
+    slot: str
+    fmt: str
+
+
+def text(
+    name: str,
+    sources: Sequence[Source],
+    results: Sequence[Result],
+    formulas: Sequence[str],
+    sums: str | None,
+    streams: bool,
+) -> str:
+    """Return a row function as Python text.
+
+    Parameters
+    ----------
+    name : str
+        Of the function.
+    sources : sequence of Source
+        In the order of the formula's arguments.
+    results : sequence of Result
+    formulas : sequence of str
+        The names of what the formula returns, in its order.
+    sums : str or None
+        Which of them is added to the column sums.
+    streams : bool
+        Store past the caches: the results begin on a line, and n is a multiple of STEP. A step goes
+        to a few registers first: LLVM makes vectors of the loop over them, and non-temporal stores
+        need whole ones. Spread between the arithmetic, the stores wait for memory while it goes on;
+        copied from a finished row they would not.
+    """
+    at = "at + q" if streams else "q"
+    lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]
+    for name, slot, _ in sources:
+        place = "acc"
+        if slot is not None:
+            place = f"SOURCE_ROW(context, S_{slot.upper()}, i, j, n, ITEM_{name})"
+        lines.append(f"    from_{name} = FROM_{name}({place})")
+    for name, slot, _ in results:
+        place = f"TARGET_ROW(context, S_{slot.upper()}, i, j, SIZE_{name})"
+        lines.append(f"    to_{name} = {place if streams else f'TO_{name}({place})'}")
+        if streams:
+            lines.append(f"    room_{name} = ROOM_{name}()")
+    if sums is not None:
+        lines.append("    sums = SUMS(OPEN_SUMS(context, i, j, n))")
+    arguments = ", ".join(f"WIDEN_{name}(from_{name}[{at}])" for name, _, _ in sources)
+    body = [f"{', '.join(f'new_{name}' for name in formulas)} = FORMULA({arguments})"]
+    for name, _, _ in results:
+        target = f"room_{name}[q]" if streams else f"to_{name}[q]"
+        body.append(f"{target} = NARROW_{name}(new_{name})")
+    if sums is not None:
+        body.append(f"sums[q] = sums[q] + new_{sums}")
+    if streams:
+        lines += ["    for at in range(0, n, STEP):", "        for q in range(STEP):"]
+        lines += [f"            {line}" for line in body]
+        lines += [
+            f"        STREAM_{name}(room_{name}, to_{name} + at * SIZE_{name})"
+            for name, _, _ in results
+        ]
+    else:
+        lines += ["    for q in range(n):", *(f"        {line}" for line in body)]
+        lines += [
+            f"    FINISH_ROW(context, S_{slot.upper()}, i, j, n, SIZE_{name})"
+            for name, slot, _ in results
+        ]
+    return "\n".join([*lines, ""])
+
+
+def template(name: str, text: str) -> Callable[..., Any]:
+    """Return a printed row function, as a template."""
+    scope: dict[str, Any] = {"__name__": __name__}
+    # This file's name: Numba's disk cache keeps what is compiled for a file that exists.
+    exec(compile(text, __file__, "exec"), scope)
+    made: Callable[..., Any] = scope[name]
+    return made

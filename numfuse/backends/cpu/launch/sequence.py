@@ -1,0 +1,263 @@
+"""From plans to a program, and running that on the arrays of a call."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numfuse.backends import Call, latest
+from numfuse.backends.cpu import host, tiling
+from numfuse.backends.cpu.kernels import protocol
+from numfuse.backends.cpu.launch import entries, threads, workspace
+from numfuse.backends.cpu.launch.workspace import PAGE
+from numfuse.backends.cpu.llvm import vectors
+from numfuse.runtime.specialise import Kernel
+
+
+class Operand(NamedTuple):
+    """An array (..., rows, columns) as a plan sees it: its name in the call, and its form."""
+
+    name: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    fmt: str
+
+    @property
+    def itemsize(self) -> int:
+        return vectors.itemsize(self.fmt)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements, if they are contiguous."""
+        return math.prod(self.shape) * self.itemsize
+
+    def turned(self) -> Operand:
+        """Return the transpose."""
+        *batch, rows, columns = self.shape
+        *steps, row_stride, column_stride = self.strides
+        return self._replace(
+            shape=(*batch, columns, rows), strides=(*steps, column_stride, row_stride)
+        )
+
+
+def operand(name: str, x: np.ndarray) -> Operand:
+    """Return an array of the call as an operand."""
+    return Operand(name, x.shape, x.strides, x.dtype.name)
+
+
+def temporary(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
+    """Return a contiguous array that only the call itself knows."""
+    strides = [vectors.itemsize(fmt)]
+    for length in reversed(shape[1:]):
+        strides.append(strides[-1] * length)
+    return Operand(name, shape, tuple(reversed(strides)), fmt)
+
+
+@dataclass(slots=True, eq=False)
+class Plan:
+    """Everything of a product or pass but its operands' addresses."""
+
+    cell: int
+    descriptor: array[int]
+    #: (word, name) of every operand that is there.
+    places: tuple[tuple[int, str], ...]
+    cells: int
+    stride: int
+    threads: int
+    call: Call
+    #: Those whose addresses are in it.
+    kernels: tuple[Kernel, ...]
+
+
+#: A plan, and by name how many bytes behind the array's beginning its operand begins.
+Step = tuple[Plan, Mapping[str, int]]
+
+
+class Sequence(NamedTuple):
+    """Steps that are run in one native call."""
+
+    #: The steps that `open_sequence` reads, their address, and how many they are.
+    words: array[int]
+    address: int
+    steps: int
+    #: Threads, and the bytes of workspace of each.
+    threads: int
+    stride: int
+    #: Where in the memory of a launch its table lies.
+    table: int
+
+
+@dataclass(slots=True, eq=False)
+class Program:
+    """How every call of one form is run."""
+
+    sequences: tuple[Sequence, ...]
+    #: Bytes of the memory of a launch.
+    size: int
+    #: The numbers of arrays that are set to zero before.
+    zeroed: tuple[int, ...]
+    #: Shape and dtype of what a call needs beside its arrays; they come behind these.
+    totals: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    #: What `last_call` tells of it.
+    call: Call
+    #: Those whose addresses are in the steps.
+    kernels: tuple[Kernel, ...]
+
+    @property
+    def threads(self) -> int:
+        """Return the most threads that a sequence takes."""
+        return max((sequence.threads for sequence in self.sequences), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the recorded steps."""
+        return 8 * sum(len(sequence.words) for sequence in self.sequences)
+
+
+def nothing(zeroed: tuple[int, ...] = ()) -> Program:
+    """Return the program of a call whose results have no element or no term."""
+    call = Call("cpu", host.name(), host.vector_name(), "nothing", None)
+    return Program((), 0, zeroed, (), call, ())
+
+
+def program(
+    names: Several[str],
+    launches: Iterable[Several[Several[Step]]],
+    temporaries: Iterable[Operand] = (),
+    totals: Several[Operand] = (),
+    zeroed: tuple[int, ...] = (),
+) -> Program:
+    """Return plans as a program.
+
+    Parameters
+    ----------
+    names : sequence of str
+        Of the arrays of a call, in their order.
+    launches : iterable of sequences of phases
+        Steps of a phase run beside one another, when the phases before it are finished.
+    temporaries : iterable of Operand
+        Contiguous arrays in the memory of the launches, behind the workspaces.
+    totals : sequence of Operand
+        Contiguous arrays that every call allocates.
+    zeroed : tuple of int
+        The numbers of arrays that are set to zero.
+    """
+    found = [[phase for phase in phases if phase] for phases in launches]
+    found = [phases for phases in found if phases]
+    if not found:
+        return nothing(zeroed)
+    phases = [phase for launch in found for phase in launch]
+    plans = [plan for phase in phases for plan, _ in phase]
+    count = max(
+        min(max(plan.threads for plan, _ in phase), sum(plan.cells for plan, _ in phase))
+        for phase in phases
+    )
+    stride = max(plan.stride for plan in plans)
+    own, table = _places(temporaries, count * stride)
+    head = {"H_BESIDE": -1}
+    # What a backward writes while it reads grad: see `entries.open_sequence`.
+    beside = next((name for name in ("grad_pre", "q") if name in own), None)
+    if beside is not None:
+        head = {"H_BESIDE": names.index("grad"), "H_PLACE": own[beside]}
+        table += PAGE
+    numbers = {name: i for i, name in enumerate([*names, *(total.name for total in totals)])}
+    made = []
+    for phases in found:
+        words = array("q", protocol.HEAD.words(head)) + _words(phases, numbers, own)
+        steps = sum(map(len, phases))
+        made.append(Sequence(words, words.buffer_info()[0], steps, count, stride, table))
+    most = max(len(sequence.words) for sequence in made)
+    return Program(
+        tuple(made),
+        table + 8 * (protocol.TABLE["T_ENTRIES"] + most),
+        zeroed,
+        tuple((total.shape, np.dtype(total.fmt)) for total in totals),
+        plans[-1].call,
+        tuple(dict.fromkeys(kernel for plan in plans for kernel in plan.kernels)),
+    )
+
+
+def _places(temporaries: Iterable[Operand], start: int) -> tuple[dict[str, int], int]:
+    """Return where temporaries lie in memory from `start` on, by name, and the end of the last.
+
+    They begin whole pages and a few lines apart, so that not all begin in one cache set. Of those
+    with one name the largest has room.
+    """
+    sizes: dict[str, int] = {}
+    for x in temporaries:
+        sizes[x.name] = max(sizes.get(x.name, 0), x.nbytes)
+    found = {}
+    for name, size in sizes.items():
+        found[name] = start
+        start += tiling.round_up(size, PAGE) + 3 * tiling.LINE
+    return found, start
+
+
+def _words(
+    phases: Several[Several[Step]], numbers: Mapping[str, int], own: Mapping[str, int]
+) -> array[int]:
+    words = array("q")
+    end = 0
+    for phase in phases:
+        before = end
+        for plan, offsets in phase:
+            end += plan.cells
+            length = len(plan.descriptor)
+            step = {"P_CELL": plan.cell, "P_END": end, "P_BEFORE": before, "P_LENGTH": length}
+            words.extend(protocol.STEP.words(step))
+            start = len(words)
+            words.extend(plan.descriptor)
+            for word, name in plan.places:
+                offset = offsets.get(name, 0) + own.get(name, 0)
+                number = protocol.NUMBERS if name in own else numbers[name]
+                words[start + word] = offset << protocol.NUMBER_BITS | number
+    return words
+
+
+def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
+    """Run a program on the arrays of a call, each at its number.
+
+    Trusts that the program and the arrays stay alive until the return, and that no kernel raises.
+    """
+    for number in program.zeroed:
+        arrays[number][...] = 0  # type: ignore[index]
+    if program.totals:
+        arrays = (*arrays, *[np.empty(shape, dtype) for shape, dtype in program.totals])
+    # The usual case of `workspace.borrow` and `give_back` in place: each would take a call.
+    try:
+        memory = workspace.pool.pop()
+    except IndexError:
+        memory = None
+    if memory is None or memory.size < program.size:
+        memory = None  # it may be what the larger one lacks
+        memory = workspace.borrow(program.size)
+    for sequence in program.sequences:
+        if sequence.threads == 1 and entries.OBJECTS_CAN_BE_READ:
+            entries.entry("here")(
+                sequence.address, sequence.steps, id(arrays), memory.address, sequence.table
+            )
+        else:
+            _run_anyhow(sequence, arrays, memory.address)
+    if workspace.pool or memory.size > workspace.usual_bytes:
+        workspace.give_back(memory)
+    else:
+        workspace.pool.append(memory)
+    latest.call = program.call
+
+
+def _run_anyhow(sequence: Sequence, arrays: tuple[np.ndarray | None, ...], memory: int) -> None:
+    """Run a sequence on any number of threads, whether or not array objects can be read."""
+    if entries.OBJECTS_CAN_BE_READ:
+        operands = id(arrays)
+    else:
+        data = [0 if x is None else x.__array_interface__["data"][0] for x in arrays]
+        addresses = array("q", data)
+        operands = addresses.buffer_info()[0]
+    how = sequence.address, sequence.steps, operands, memory, sequence.table
+    threads.run(how, sequence.stride, sequence.threads)

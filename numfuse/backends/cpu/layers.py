@@ -1,0 +1,322 @@
+"""The operations of a layer, each as products, the epilogues of their passes, and places.
+
+========== ========================================= ==========================================
+operation  passes                                    gradients
+========== ========================================= ==========================================
+forward    a b -> out, pre
+backward   a b (or a saved pre) -> grad_pre, sums    d_a = grad_pre b', d_b = a' grad_pre
+double     T = u b + a v + w + z, then a b (or pre)  d_a = q b' + s v', d_b = a' q + u' s
+backward   -> d_grad, q, s, sums
+tangent    T, then a b -> out, out_dot
+========== ========================================= ==========================================
+
+The product that comes last, a b or (where that is saved) the last one of T, has in its epilogue all
+that is elementwise. The identity has no grad_pre: grad stands for it, and for s.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu.descriptors import Slots
+from numfuse.backends.cpu.kernels import library, rows
+from numfuse.backends.cpu.launch.sequence import Operand, Program, temporary
+from numfuse.backends.cpu.llvm import vectors
+from numfuse.backends.cpu.schedule import (
+    Factors,
+    Part,
+    Pass,
+    Work,
+    record,
+    scattered,
+    summed_axes,
+)
+
+if TYPE_CHECKING:
+    from numfuse.problem.product import GemmBackwardProblem, GemmProblem
+    from numfuse.problem.second_order import GemmDoubleBackwardProblem, GemmTangentProblem
+
+#: The arrays of each operation, in the order in which its program is given them.
+FORWARD = ("a", "b", "bias", "residual", "pre", "out")
+BACKWARD = ("a", "b", "bias", "grad", "pre", "d_a", "d_b", "d_bias")
+DOUBLE_BACKWARD = (*BACKWARD, "u", "v", "w", "z", "d_grad")
+TANGENT = ("a", "b", "bias", "residual", "u", "v", "w", "z", "out_dot", "out")
+
+Operands = dict[str, Operand]
+Batch = tuple[int, ...]
+
+
+def _arrays(p: Any, names: tuple[str, ...]) -> dict[str, np.ndarray]:
+    every = {name: getattr(p, name) for name in names}
+    return {name: x for name, x in every.items() if x is not None}
+
+
+def _less(arrays: Mapping[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
+    return {name: x for name, x in arrays.items() if name not in names}
+
+
+# --- programs -----------------------------------------------------------------------------------
+def forward(p: GemmProblem, threads: int) -> Program:
+    """Return the program of a forward."""
+    return record(p, FORWARD, [_whole(p, _arrays(p, FORWARD), _forward)], threads)
+
+
+def backward(p: GemmBackwardProblem, threads: int) -> Program:
+    """Return the program of a backward, in blocks that bound what it holds."""
+    arrays = _arrays(p, BACKWARD)
+    fmt = p.dtype.name
+    chunk, size = library.chunk(fmt), vectors.itemsize(library.grad_pre_format(fmt))
+    if not p.activation.is_identity:
+        held = p.k if p.dtype != p.acc_dtype else 0
+        blocks = tiling.backward_block(p.m, p.n, held, size, chunk)
+        return record(p, BACKWARD, [Part(arrays, *blocks, partial(_backward, p))], threads)
+    # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in blocks
+    # that take as much room as grad_pre would.
+    parts = []
+    if p.d_a is not None or p.d_b is not None:
+        parts.append(_whole(p, _less(arrays, "pre", "d_bias"), _backward))
+    if p.d_bias is not None:
+        sums = _less(arrays, "pre", "d_a", "d_b")
+        size = p.acc_dtype.itemsize
+        count, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, size, 1)
+        count *= chunk
+        if scattered(p, sums):  # here grad is held; whole chunks are joined in any blocks
+            count, members = tiling.backward_block(p.m, p.n, 0, size, chunk)
+        parts.append(Part(sums, count, members, partial(_backward, p)))
+    return record(p, BACKWARD, parts, threads)
+
+
+def double_backward(p: GemmDoubleBackwardProblem, threads: int) -> Program:
+    """Return the program of a double backward; what nothing contributes to is set to zero."""
+    arrays = _arrays(p, DOUBLE_BACKWARD)
+    identity = p.activation.is_identity
+    moved = any(name in arrays for name in "uvwz")
+    bent = moved and not identity and not p.activation.second_derivative_is_zero()
+    there = {
+        "d_grad": moved,
+        "d_a": bent or "v" in arrays,
+        "d_b": bent or "u" in arrays,
+        "d_bias": bent,
+    }
+    absent = [name for name, contributes in there.items() if not contributes]
+    zeroed = tuple(DOUBLE_BACKWARD.index(name) for name in absent if name in arrays)
+    arrays = _less(arrays, *absent)
+    parts = []
+    if identity:
+        if "d_grad" in arrays:
+            work = partial(_moved, p, "d_grad")
+            parts.append(Part(_less(arrays, "pre", "d_a", "d_b"), *_rows(p), work))
+        if "d_a" in arrays or "d_b" in arrays:
+            parts.append(_whole(p, _less(arrays, "pre", "d_grad"), _linear))
+    elif any(name in arrays for name in there):
+        parts.append(Part(arrays, *_rows(p), partial(_double_backward, p, bent)))
+    return record(p, DOUBLE_BACKWARD, parts, threads, zeroed)
+
+
+def tangent(p: GemmTangentProblem, threads: int) -> Program:
+    """Return the program of the forward with its derivative along tangents."""
+    arrays = _arrays(p, TANGENT)
+    moved = any(name in arrays for name in "uvwz")
+    if moved and not p.activation.is_identity:
+        # A tangent of the bias alone is read as it is: no T is held that a block would bound.
+        products = "u" in arrays or "v" in arrays
+        blocks = _rows(p) if products else (max(1, p.m), max(1, math.prod(p.batch)))
+        return record(p, TANGENT, [Part(arrays, *blocks, partial(_tangent, p))], threads)
+    parts = [_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward)]
+    if moved:
+        work = partial(_moved, p, "out_dot")
+        parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p), work))
+    return record(p, TANGENT, parts, threads, () if moved else (TANGENT.index("out_dot"),))
+
+
+def _whole(p: Any, arrays: Mapping[str, np.ndarray], work: Any) -> Part:
+    """Return a part that holds nothing, so in one block; but of what has to be gathered one block
+    of K of d_b's product. The sums are the same, as they begin with zero in each.
+    """
+    fmt = p.dtype.name
+    kind, count = library.kind(fmt, fmt), max(1, p.m)
+    if kind != "amx" and scattered(p, arrays):
+        count = tiling.k_block(p.m, p.acc_dtype.itemsize, kind)
+    return Part(arrays, count, max(1, math.prod(p.batch)), partial(work, p))
+
+
+def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
+    """Return rows and batch elements of a block in which T, Q and S are held."""
+    fmt = p.dtype.name
+    held = p.k if p.dtype != p.acc_dtype else 0
+    itemsize = p.acc_dtype.itemsize + 2 * vectors.itemsize(library.grad_pre_format(fmt))
+    return tiling.backward_block(p.m, p.n, held, itemsize, library.chunk(fmt))
+
+
+# --- what is done for a block -------------------------------------------------------------------
+def _forward(p: Any, x: Operands, batch: Batch) -> Work:
+    bias, residual, pre = x.get("bias"), x.get("residual"), x.get("pre")
+    there = (operand is not None for operand in (bias, residual, pre))
+    row = rows.forward(p.activation.curve, p.dtype.name, *there)
+    slots = Slots(bias=bias, extra=residual, out=x["out"], pre=pre)
+    return Work([Pass(row, slots, (x["a"], x["b"]))])
+
+
+def _backward(p: Any, x: Operands, batch: Batch) -> Work:
+    fmt, grad = p.dtype.name, x["grad"]
+    products = "d_a" in x or "d_b" in x
+    sums = partials(p, x, batch)
+    own = [] if sums is None else [sums]
+    if p.activation.is_identity:
+        passes = [Pass(rows.column_sums(fmt), Slots(grad=grad, sums=sums))] if own else []
+        return Work(passes, _gradients(x, grad), sums, own)
+    if not products and sums is None:
+        return Work([])
+    pre = x.get("pre")
+    bias = x.get("bias") if pre is None else None
+    saved = None if pre is None else pre.fmt
+    out = None
+    if products:
+        # In the accumulator's dtype: d_a and d_b then read it without another rounding.
+        # But products of halves as they are take it in halves too.
+        out = temporary("grad_pre", (*batch, *grad.shape[-2:]), library.grad_pre_format(fmt))
+        own.append(out)
+    row = rows.grad_pre(
+        p.activation.curve, fmt, bias is not None, saved, products, sums is not None, p.guard
+    )
+    slots = Slots(bias, pre, grad, out, None, sums)
+    factors = (x["a"], x["b"]) if pre is None else None
+    return Work([Pass(row, slots, factors)], _gradients(x, out), sums, own)
+
+
+def _linear(p: Any, x: Operands, batch: Batch) -> Work:
+    """Return d_a and d_b of an identity's double backward."""
+    return Work([], _gradients(x, None, x["grad"]))
+
+
+def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
+    fmt, acc, held = p.dtype.name, p.acc_dtype.name, library.grad_pre_format(p.dtype.name)
+    grad, pre, w, d_grad = x["grad"], x.get("pre"), x.get("w"), x.get("d_grad")
+    shape = *batch, *grad.shape[-2:]
+    sums = partials(p, x, batch)
+    own = [] if sums is None else [sums]
+    wanted = bent and ("d_a" in x or "d_b" in x)
+    moved = _moved_factors(x)
+    if d_grad is None and not wanted and sums is None:
+        moved, w = [], None
+    last = moved.pop() if pre is not None and moved else None
+    t, added = None, x.get("bias") if pre is None else None
+    passes: list[Pass] = []
+    if moved:
+        t = temporary("t", shape, acc)
+        own.append(t)
+        passes = _summed_up(moved, fmt, t, w)
+    elif w is not None and last is not None:
+        added = w
+    elif w is not None:
+        t = w
+    q = s = None
+    if ("d_a" in x and "v" in x) or ("d_b" in x and "u" in x):
+        own.append(s := temporary("s", shape, held))
+    if wanted:
+        own.append(q := temporary("q", shape, held))
+    made = {"d_grad": d_grad, "q": q, "s": s}
+    row = rows.double_backward(
+        p.activation.curve,
+        fmt,
+        p.guard,
+        None if t is None else t.fmt,
+        saved=None if pre is None else pre.fmt,
+        last=last is not None,
+        added=added is not None,
+        results=tuple(name for name, operand in made.items() if operand is not None),
+        sums=sums is not None,
+    )
+    slots = Slots(added, t, grad, d_grad, pre, sums, q, s)
+    passes.append(Pass(row, slots, (x["a"], x["b"]) if pre is None else last))
+    return Work(passes, _gradients(x, q, s), sums, own)
+
+
+def _tangent(p: Any, x: Operands, batch: Batch) -> Work:
+    fmt, bias, t = p.dtype.name, x.get("bias"), x.get("w")
+    moved, own, passes = _moved_factors(x), [], []
+    if moved:
+        own = [temporary("t", (*batch, *x["out"].shape[-2:]), p.acc_dtype.name)]
+        passes = _summed_up(moved, fmt, own[0], t)
+        t = own[0]
+    assert t is not None
+    row = rows.tangent(p.activation.curve, fmt, p.guard, t.fmt, bias is not None)
+    slots = Slots(bias=bias, extra=t, out=x["out"], a=x["out_dot"])
+    return Work([*passes, Pass(row, slots, (x["a"], x["b"]))], own=own)
+
+
+def _moved(p: Any, name: str, x: Operands, batch: Batch) -> Work:
+    """Return T rounded to its result: the d_grad, or the tangent, of an identity."""
+    fmt, out, w, z = p.dtype.name, x[name], x.get("w"), x.get("z")
+    moved, own, passes, before = _moved_factors(x), [], [], None
+    if len(moved) > 1:
+        before = temporary("t", (*batch, *out.shape[-2:]), p.acc_dtype.name)
+        own = [before]
+        passes = _summed_up(moved[:-1], fmt, before, w)
+        w = None
+    there = (operand is not None for operand in (w, z, before))
+    row = rows.terms(fmt, fmt, bool(moved), *there)
+    slots = Slots(bias=w, extra=z, out=out, pre=before)
+    return Work([*passes, Pass(row, slots, moved[-1] if moved else None)], own=own)
+
+
+def _moved_factors(x: Operands) -> list[Factors]:
+    """Return the products of T."""
+    found = []
+    if "u" in x:
+        found.append((x["u"], x["b"]))
+    if "v" in x:
+        found.append((x["a"], x["v"]))
+    return found
+
+
+def _summed_up(moved: list[Factors], fmt: str, t: Operand, w: Operand | None) -> list[Pass]:
+    """Return ``t = w + the products``, one after another."""
+    passes = []
+    for i, factors in enumerate(moved):
+        row = rows.terms(fmt, t.fmt, True, i == 0 and w is not None, False, i > 0)
+        slots = Slots(bias=None if i else w, pre=t if i else None, out=t)
+        passes.append(Pass(row, slots, factors))
+    return passes
+
+
+def _gradients(
+    x: Operands, q: Operand | None, s: Operand | None = None
+) -> dict[str, list[Factors]]:
+    """Return the products of ``d_a = q b' + s v'`` and ``d_b = a' q + u' s`` that are there."""
+    turned = {name: x[name].turned() for name in ("a", "b", "u", "v") if name in x}
+    terms = {
+        "d_a": ((q, turned["b"]), (s, turned.get("v"))),
+        "d_b": ((turned["a"], q), (turned.get("u"), s)),
+    }
+    return {
+        name: [(left, right) for left, right in products if left and right]
+        for name, products in terms.items()
+        if name in x
+    }
+
+
+def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
+    """Return the partial column sums of d_bias, two rows for every chunk of rows, if it is there.
+
+    Batch axes that d_bias has come first in memory: for each of its members, what is joined is
+    contiguous rows.
+    """
+    if "d_bias" not in x:
+        return None
+    fmt = p.dtype.name
+    m, n = x["grad"].shape[-2:]
+    shape = *batch, 2 * -(-m // library.chunk(fmt)), n
+    summed = summed_axes(x["d_bias"], batch)
+    inner = [axis for axis, size in enumerate(batch) if size == 1 or axis in summed]
+    outer = [axis for axis in range(len(batch)) if axis not in inner]
+    order = [*outer, *inner, len(batch), len(batch) + 1]
+    made = temporary("sums", tuple(shape[axis] for axis in order), p.acc_dtype.name)
+    steps = dict(zip(order, made.strides, strict=True))
+    return made._replace(shape=shape, strides=tuple(steps[axis] for axis in range(len(shape))))

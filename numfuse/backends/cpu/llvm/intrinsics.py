@@ -1,0 +1,152 @@
+"""Typed addresses, calls by address, atomics and fences, which Numba code lacks."""
+
+from __future__ import annotations
+
+import functools
+import platform
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+from numfuse.backends.cpu.llvm.vectors import I32, I64, address_intrinsic
+
+
+@functools.cache
+def make_fence() -> Any:
+    """``fence()``: stores before it, non-temporal ones included, are seen before any after it."""
+
+    def body(builder: ir.IRBuilder) -> None:
+        builder.fence("seq_cst")
+
+    return address_intrinsic("fence", "", 0, body)
+
+
+@functools.cache
+def make_call(nargs: int) -> Any:
+    """``call(function, *args)``: call ``void function(int64, ...)`` by its address."""
+
+    def body(builder: ir.IRBuilder, function: ir.Value, *args: ir.Value) -> None:
+        ty = ir.FunctionType(ir.VoidType(), [I64] * nargs)
+        builder.call(builder.inttoptr(function, ty.as_pointer()), args)
+
+    return address_intrinsic("call", str(nargs), nargs + 1, body)
+
+
+@functools.cache
+def make_nothing() -> Any:
+    """``nothing(address)``: for a name that only other kinds of kernel need."""
+    return address_intrinsic("nothing", "", 1, lambda builder, address: None)
+
+
+@functools.cache
+def make_fetch_add() -> Any:
+    """``fetch_add(address, number) -> int64``: adds atomically, and tells the value before."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        # What was written before is seen by whoever sees the new value.
+        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
+
+    def fetch_add(typingctx: Any, address: Any, number: Any) -> Any:
+        return types.int64(types.int64, types.int64), codegen
+
+    made: Any = intrinsic(fetch_add)
+    made.numfuse_key = "fetch_add 2"
+    return made
+
+
+@functools.cache
+def make_atomic_load() -> Any:
+    """``atomic_load(address) -> int64``: a counter's value, and all that was written before it."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        pointer = builder.inttoptr(args[0], I64.as_pointer())
+        return builder.load_atomic(pointer, "acquire", 8)
+
+    def atomic_load(typingctx: Any, address: Any) -> Any:
+        return types.int64(types.int64), codegen
+
+    made: Any = intrinsic(atomic_load)
+    made.numfuse_key = "atomic_load"
+    return made
+
+
+@functools.cache
+def make_pause() -> Any:
+    """``pause()``: tells the processor that this thread waits in a loop."""
+    machine = platform.machine().lower()
+
+    def body(builder: ir.IRBuilder) -> None:
+        if machine in ("x86_64", "amd64"):
+            ty = ir.FunctionType(ir.VoidType(), [])
+            builder.call(
+                cgutils.get_or_insert_function(builder.module, ty, "llvm.x86.sse2.pause"), []
+            )
+        elif machine in ("aarch64", "arm64"):
+            ty = ir.FunctionType(ir.VoidType(), [I32])
+            hint = cgutils.get_or_insert_function(builder.module, ty, "llvm.aarch64.hint")
+            builder.call(hint, [I32(1)])
+
+    return address_intrinsic("pause", machine, 0, body)
+
+
+@functools.cache
+def _typed_pointer(name: str, element: Any) -> Any:
+    pointer = types.CPointer(element)
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    def typing(typingctx: Any, address: Any) -> Any:
+        return pointer(types.int64), codegen
+
+    typing.__name__ = name
+    made: Any = intrinsic(typing)
+    made.numfuse_key = f"{name}({element})"
+    return made
+
+
+#: How a storage format looks to Numba: half types travel as their 16 bits.
+CARRIERS: dict[str, Any] = {
+    "float64": types.float64,
+    "float32": types.float32,
+    "float16": types.uint16,
+    "bfloat16": types.uint16,
+    "int64": types.int64,
+    "uint16": types.uint16,
+    "uint32": types.uint32,
+    "uint64": types.uint64,
+}
+
+
+@functools.cache
+def make_elements(fmt: str) -> Any:
+    """``elements(address)``: the address as a pointer ``p`` for ``p[i]`` in Numba code."""
+    return _typed_pointer("elements", CARRIERS[fmt])
+
+
+@functools.cache
+def make_wide_vectors(bits: int) -> Any:
+    """``wide_vectors()``: let LLVM use vectors of `bits` bits in the loops of this function.
+
+    For many processors with AVX-512 LLVM prefers 256 bits, for fear of lower clocks.  Between two
+    tiles of the micro-kernel, which is written in 512 bits, the clock is what it is, and the wider
+    loops of an epilogue take half the time.  The function is kept out of line, because inlined into
+    its C wrapper it would lose the attribute.
+    """
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        attributes = builder.function.attributes
+        attributes.add("noinline")
+        # llvmlite lists the attributes that it knows; one with a value goes past that list.
+        set.add(attributes, f'"prefer-vector-width"="{bits}"')
+        return context.get_dummy_value()
+
+    def wide_vectors(typingctx: Any) -> Any:
+        return types.void(), codegen
+
+    made: Any = intrinsic(wide_vectors)
+    made.numfuse_key = f"wide_vectors({bits})"
+    return made

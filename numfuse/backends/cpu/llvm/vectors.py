@@ -1,0 +1,166 @@
+"""LLVM vectors and pointers, and intrinsics made of them.
+
+All `make_` functions of this folder build an intrinsic whose arguments are ``int64``: addresses,
+byte strides and counts.  They trust their caller: every address is valid for the extent that its
+docstring names.  The results carry ``numfuse_key``, the identity that `numfuse.runtime.specialise`
+hashes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+
+
+#: LLVM type and bytes of an element, by storage format.  bfloat16 travels as its 16 bits: a
+#: shift widens it exactly, and no instruction set before AVX512-BF16 knows the type.
+FORMATS: dict[str, tuple[ir.Type, int]] = {
+    "float64": (ir.DoubleType(), 8),
+    "float32": (ir.FloatType(), 4),
+    "float16": (ir.HalfType(), 2),
+    "bfloat16": (I16, 2),
+}
+
+
+#: Two neighbours of K as one element, as packing for dot products and tiles moves them.
+FORMATS["pair"] = (I32, 4)
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite lacks; only on hosts whose processor has it."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+BFLOAT = _BFloat()
+
+
+def itemsize(fmt: str) -> int:
+    return FORMATS[fmt][1]
+
+
+def vector_of(element: ir.Type, count: int) -> ir.VectorType:
+    return ir.VectorType(element, count)
+
+
+def lane_numbers(values: list[int]) -> ir.Constant:
+    return ir.Constant(vector_of(I32, len(values)), values)
+
+
+def pointer_to(builder: ir.IRBuilder, address: ir.Value, offset: Any, ty: ir.Type) -> ir.Value:
+    """``address + offset`` (bytes) as a pointer to `ty`."""
+    if not isinstance(offset, ir.Value):
+        offset = I64(offset)
+    return builder.inttoptr(builder.add(address, offset), ty.as_pointer())
+
+
+def broadcast(builder: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
+    """Broadcast a scalar to all lanes (one broadcasting load, once LLVM has folded it)."""
+    ty = vector_of(scalar.type, count)
+    one = builder.insert_element(ir.Constant(ty, ir.Undefined), scalar, I32(0))
+    return builder.shuffle_vector(one, one, lane_numbers([0] * count))
+
+
+def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]) -> Any:
+    """An intrinsic of `nargs` int64 and no result; `body(builder, *args)` emits it."""
+
+    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+        body(builder, *args)
+        return context.get_dummy_value()
+
+    def typing(typingctx: Any, *args: Any) -> Any:
+        return types.void(*[types.int64] * len(args)), codegen
+
+    typing.__name__ = name
+    # Numba folds the arguments of a call by the signature, and cannot fold into *args.
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    names = ["typingctx", *(f"arg{i}" for i in range(nargs))]
+    typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter(n, kind) for n in names]
+    )
+    made: Any = intrinsic(typing)
+    made.numfuse_key = f"{name}({key})"
+    return made
+
+
+def masked_load(builder: ir.IRBuilder, pointer: ir.Value, live: ir.Value, bytes_: int) -> ir.Value:
+    """Lanes ``< live`` (an int64) from memory, zero elsewhere; other lanes are not touched."""
+    ty = pointer.type.pointee
+    lane = ir.Constant(vector_of(I64, ty.count), list(range(ty.count)))
+    mask = builder.icmp_signed("<", lane, broadcast(builder, live, ty.count))
+    element = (
+        str(ty.element).replace("float", "f32").replace("double", "f64").replace("half", "f16")
+    )
+    fn = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(ty, [pointer.type, I32, mask.type, ty]),
+        f"llvm.masked.load.v{ty.count}{element}.p0",
+    )
+    return builder.call(fn, [pointer, I32(bytes_), mask, ir.Constant(ty, None)])
+
+
+def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+    p8 = I8.as_pointer()
+    fn = cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(ir.VoidType(), [p8, I32, I32, I32]), "llvm.prefetch.p0"
+    )
+    # For reading, into level 2: level 1 has no room beside the panel of A and the stream of B.
+    builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(2), I32(1)])
+
+
+def insert_part(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
+    """`whole` with its lanes from `at` on replaced by `part`: one insertion, from memory too."""
+    names = {
+        ir.DoubleType(): "f64",
+        ir.FloatType(): "f32",
+        ir.HalfType(): "f16",
+        I16: "i16",
+        I32: "i32",
+    }
+    name = names[part.type.element]
+    fn = cgutils.get_or_insert_function(
+        builder.module,
+        ir.FunctionType(whole.type, [whole.type, part.type, I64]),
+        f"llvm.vector.insert.v{whole.type.count}{name}.v{part.type.count}{name}",
+    )
+    return builder.call(fn, [whole, part, I64(at)])
+
+
+def transpose_lanes(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
+    """Columns of the square block in each 128-bit lane of `rows` (as many as a lane has values)."""
+    e, vl = len(rows), rows[0].type.count
+
+    def lanes(pattern: list[int]) -> ir.Constant:
+        # pattern: of e + e values of two lanes, as for a vector of one lane.
+        return lane_numbers(
+            [lane + (x if x < e else x - e + vl) for lane in range(0, vl, e) for x in pattern]
+        )
+
+    if e == 2:
+        one, two = rows
+        return [builder.shuffle_vector(one, two, lanes(p)) for p in ([0, 2], [1, 3])]
+    low, high = lanes([0, 4, 1, 5]), lanes([2, 6, 3, 7])
+    pairs = [
+        builder.shuffle_vector(rows[x], rows[x + 1], pattern)
+        for pattern in (low, high)
+        for x in (0, 2)
+    ]
+    return [
+        builder.shuffle_vector(pairs[x], pairs[x + 1], lanes(pattern))
+        for x in (0, 2)
+        for pattern in ([0, 1, 4, 5], [2, 3, 6, 7])
+    ]
