@@ -6,13 +6,14 @@ never otherwise.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 from numpy import generic, ndarray
 
-__all__ = ["ADAPTERS", "CUDA_ADAPTER", "PLAIN", "adapter_for", "adapter_of"]
+__all__ = ["ADAPTERS", "CUDA_ADAPTER", "PLAIN", "adapter_for", "adapter_of", "serve"]
 
 #: {root of the module that defines an array's class: the module that serves it}. An adapter has the
 #: public functions under their own names, with the same signatures.
@@ -98,6 +99,12 @@ def adapter_of(**operands: Any) -> ModuleType | None:
             f"{name} must be a NumPy array, got {text}: this version of numfuse has no {module} to "
             f"serve it; convert it to NumPy yourself if its gradient and device do not matter"
         ) from error
+
+
+def serve(module: ModuleType, kinds: Iterable[type]) -> None:
+    """Let an adapter that is imported serve these classes without a look at its name."""
+    _LOADED[module.__name__] = module
+    _SERVED.update(dict.fromkeys(kinds, module))
 
 
 #: Of the classes met so far that the libraries themselves define.

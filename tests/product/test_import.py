@@ -176,7 +176,7 @@ ARROWS = {
     },
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "devices",
-        "differentials", "expr", "functional", "problem", "runtime",
+        "differentials", "epilogues", "expr", "functional", "language", "problem", "runtime",
     },
     "cli": {"numfuse", "backends", "backends.cpu"},
     "functional": {"activations", "backends", "problem", "runtime"},
