@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature, of_module
 from numfuse.backends import load
 
 # numba-cuda may be missing, or have no GPU: the reason is a BackendUnavailable, not this import's.
@@ -81,7 +81,9 @@ def _after(p: Any, residual: Any) -> Any:
     return lambda rec, bind: second_order.zero(rec, bind("d_residual", d_residual))
 
 
-globals().update({name: remembered(x) for name, x in _Cuda().functions().items()})
+globals().update(
+    {name: of_module(remembered(x), __name__) for name, x in _Cuda().functions().items()}
+)
 
 
 def to_numpy(x: Any) -> ndarray:

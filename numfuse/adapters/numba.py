@@ -27,8 +27,6 @@ from numfuse import functional
 
 __all__ = ["init"]
 
-_GATES = ("silu", "gelu", "relu", "sigmoid")
-
 # An option that is left out would be the caller's: with fast-math flags a NaN counts as impossible,
 # and the guard that looks for it as needless.
 _OPTIONS: Any = {"fastmath": False}
@@ -95,7 +93,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     side = tiling.NJIT_CELL
     # Of a deep product of that size; K and what depends on it are known when it is called.
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
-    layout, size = descriptors._layout(t, r, 1)
+    layout, size = descriptors.layout_of(t, r, 1)
     row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {
@@ -310,5 +308,5 @@ def _overload_named(name: str) -> None:
     _overload(getattr(functional, f"{name}_mul_bwd"))(backward)
 
 
-for _name in _GATES:
+for _name in functional.GATES:
     _overload_named(_name)

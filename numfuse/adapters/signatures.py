@@ -19,7 +19,7 @@ from numfuse.problem import product, second_order
 from numfuse.problem.operands import required
 from numfuse.problem.results import check_needs, check_outputs
 
-__all__ = ["GATES", "NAMES", "SIGNATURES", "PublicFunctions", "Signature"]
+__all__ = ["GATES", "NAMES", "SIGNATURES", "PublicFunctions", "Signature", "of_module"]
 
 #: Activations whose gates have names of their own: silu_mul is activation_mul with "silu".
 GATES = functional.GATES
@@ -155,6 +155,12 @@ class PublicFunctions:
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
+
+
+def of_module(function: Any, module: str) -> Any:
+    """Return a function that wraps a public one, under its name in a module: so it is pickled."""
+    function.__module__, function.__qualname__ = module, function.__name__
+    return function
 
 
 def _method(function: Any) -> Any:

@@ -18,8 +18,8 @@ from oracle import ACTIVATIONS  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
 import numfuse as nf  # noqa: E402
-from numfuse.adapters import torch as adapter  # noqa: E402
 from numfuse.adapters import signatures  # noqa: E402
+from numfuse.adapters import torch as adapter  # noqa: E402
 from numfuse.adapters.signatures import NAMES  # noqa: E402
 from numfuse.adapters.torch.functions import FUNCTIONS  # noqa: E402
 from numfuse.adapters.torch.keys import key_of  # noqa: E402

@@ -19,6 +19,7 @@ from numpy import ndarray
 
 from numfuse.adapters.jax.primitives import call, through
 from numfuse.adapters.primitives import PRIMITIVES, How
+from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import NAMES, Functions
 
 __all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
@@ -113,7 +114,7 @@ def _public(name: str) -> Any:
                 return getattr(import_module("numfuse.adapters.cuda"), name)(*args, **options)
         return derived(*args, **options)
 
-    return serve
+    return of_module(serve, __name__)
 
 
 globals().update({name: _public(name) for name in NAMES})

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How
+from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import Functions
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.rules import operators
@@ -197,7 +198,7 @@ def public(name: str) -> Any:
                 increment_version(x)
         return found
 
-    return call
+    return of_module(call, "numfuse.adapters.torch")
 
 
 _GATED = public("activation_mul")
