@@ -49,7 +49,7 @@ class _Cuda(PublicFunctions):
     def call(self, signature: Signature, x: dict[str, Any]) -> Any:
         places = {name: _PLACES.get(name, name) for name in signature.arrays}
         made = DeviceCall(x["backend"], **{at: x[name] for name, at in places.items()})
-        names = signature.results(x)
+        names = signature.result_names(x)
         for name, out in signature.outs(x).items():
             made.out(name, out)
 

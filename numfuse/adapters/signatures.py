@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from numfuse import differentials, functional
 from numfuse.activations import get
-from numfuse.problem import product, second_order
+from numfuse.problem import product, results, second_order
 from numfuse.problem.operands import required
-from numfuse.problem.results import check_needs, check_outputs
 
 __all__ = ["GATES", "NAMES", "SIGNATURES", "PublicFunctions", "Signature", "of_module"]
 
@@ -46,6 +45,8 @@ class Signature:
         The parameters that are operands, in their order.
     needs : tuple of str
         The operands whose gradients may be asked for; empty where the results are no gradients.
+    result : type
+        The named tuple of the results, or `tuple`.
     """
 
     def __init__(self, function: Any, kind: str, problem: Callable[..., Any]) -> None:
@@ -56,6 +57,8 @@ class Signature:
         self.options = tuple(x for x in parameters if x in _OPTIONS)
         self.needs: tuple[str, ...] = parameters["needs"].default if "needs" in parameters else ()
         self.has_out = "out" in parameters
+        returned = function.__annotations__["return"]
+        self.result: Any = getattr(results, returned) if returned in results.__all__ else tuple
 
     def checked(self, x: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments by name, in one form, after the checks that need no arrays.
@@ -69,12 +72,12 @@ class Signature:
             if flag in x:
                 x[flag] = bool(x[flag])
         if self.needs:
-            wanted = check_needs(x["needs"], self.needs)
+            wanted = results.check_needs(x["needs"], self.needs)
             if wanted is not self.needs:
                 x["needs"] = tuple(name for name in self.needs if name in wanted)
         return x
 
-    def results(self, x: dict[str, Any]) -> tuple[str, ...]:
+    def result_names(self, x: dict[str, Any]) -> tuple[str, ...]:
         """Return the names of the results of a call, in their order."""
         if self.needs:
             return tuple(f"d_{name}" for name in self.needs)
@@ -88,7 +91,9 @@ class Signature:
             return {}
         if not self.needs:
             return {"out": x["out"]}
-        return dict(zip(self.results(x), check_outputs(x["out"], self.needs), strict=True))
+        return dict(
+            zip(self.result_names(x), results.check_outputs(x["out"], self.needs), strict=True)
+        )
 
     def problem(self, x: dict[str, Any], **arrays: Any) -> Any:
         """Return the problem of a call, with these arrays and None for all others.
@@ -99,7 +104,7 @@ class Signature:
         if "return_pre_activation" in self.options:
             taken["save_pre"] = x["return_pre_activation"]
         if self.has_out:
-            outs = tuple(arrays.get(name) for name in self.results(x))
+            outs = tuple(arrays.get(name) for name in self.result_names(x))
             taken["out"] = outs if self.needs else outs[0]
         return self._problem(**{name: arrays.get(name) for name in self.arrays}, **taken)
 

@@ -16,17 +16,7 @@ from numfuse.adapters import pieces
 from numfuse.adapters.primitives import How, spread
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.problem.operands import accumulator
-from numfuse.problem.results import (
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    GatedGradients,
-    GatedSecondGradients,
-    GemmGradients,
-    GemmResidualGradients,
-    GemmResidualSecondGradients,
-    GemmSecondGradients,
-    Tangent,
-)
+from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, GEMM_NEEDS, GEMM_SECOND_NEEDS
 
 __all__ = ["NAMES", "Functions"]
 
@@ -96,7 +86,8 @@ class Functions(PublicFunctions):
         if x.get("bias", self) is None:
             needs = tuple(name for name in needs if name != "bias")
         how = How(x["activation"], needs, x.get("guard", True), x["backend"])
-        return _CALLS[signature.name](self, how, x)
+        found = _CALLS[signature.name](self, how, x)
+        return found if signature.result is tuple else signature.result(*found)
 
     def activation(self, x: Any, activation: Any) -> Any:
         """Return the values of an activation at an array, by a gate, which has derivatives."""
@@ -141,7 +132,7 @@ def _residual(ops: Functions, how: How, x: dict[str, Any]) -> Any:
     return ops.primitive("residual", how, x["a"], x["b"], x["bias"], x["residual"])
 
 
-def _layer_bwd(ops: Functions, how: How, x: dict[str, Any]) -> GemmGradients:
+def _layer_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     needs = tuple(name for name in how.needs if name != "residual")
     pre = ops.saved(x["pre_activation"], x["grad"])
     if "residual" in x:  # checked, and without a part in the gradients
@@ -151,44 +142,43 @@ def _layer_bwd(ops: Functions, how: How, x: dict[str, Any]) -> GemmGradients:
     d_a, d_b, d_bias = spread(found, GEMM_NEEDS, needs)
     if x["sum_batch"] and d_b is not None and d_b.ndim > 2:
         d_b = ops.sum_to(d_b, d_b.shape[-2:])
-    return GemmGradients(d_a, d_b, d_bias)
+    return [d_a, d_b, d_bias]
 
 
-def _residual_bwd(ops: Functions, how: How, x: dict[str, Any]) -> GemmResidualGradients:
+def _residual_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     found = _layer_bwd(ops, how, x)
     needed = "residual" in how.needs
     d_residual = ops.sum_to(x["grad"], x["residual"].shape) if needed else None
-    return GemmResidualGradients(*found, d_residual)
+    return [*found, d_residual]
 
 
-def _layer_double(ops: Functions, how: How, x: dict[str, Any]) -> GemmSecondGradients:
+def _layer_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     needs = tuple(name for name in how.needs if name != "residual")
     pre = ops.saved(x.get("pre_activation"), x["grad"])
     operands = (x[name] for name in ("u", "v", "w", "grad", "a", "b", "bias"))
     found = ops.primitive("product_double", how._replace(needs=needs), *operands, pre=pre)
-    return GemmSecondGradients(*spread(found, GEMM_SECOND_NEEDS, needs))
+    return spread(found, GEMM_SECOND_NEEDS, needs)
 
 
-def _residual_double(ops: Functions, how: How, x: dict[str, Any]) -> GemmResidualSecondGradients:
+def _residual_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     z, residual = x["z"], x["residual"]
     ops.checked(z=z, residual=residual)
     _same_shape("z", z, "the shape of residual", residual)
-    found = _layer_double(ops, how, x)
-    d_grad = found.d_grad
+    d_grad, *rest = _layer_double(ops, how, x)
     if d_grad is not None and z is not None:
         d_grad = d_grad + z
     d_residual = ops.zeros_like(residual) if "residual" in how.needs else None
-    return GemmResidualSecondGradients(d_grad, found.d_a, found.d_b, found.d_bias, d_residual)
+    return [d_grad, *rest, d_residual]
 
 
-def _layer_jvp(ops: Functions, how: How, x: dict[str, Any]) -> Tangent:
+def _layer_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
     operands = x["a"], x["b"], x["bias"]
     out = ops.primitive("product", how, *operands)
     dots = x["a_dot"], x["b_dot"], x["bias_dot"]
-    return Tangent(out, ops.primitive("product_tangent", how, *operands, *dots))
+    return out, ops.primitive("product_tangent", how, *operands, *dots)
 
 
-def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> Tangent:
+def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
     names = "a", "b", "bias", "residual"
     dots = {f"{name}_dot": x[f"{name}_dot"] for name in names}
     ops.checked(a=x["a"], **dots)
@@ -199,27 +189,27 @@ def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> Tangent:
     dot = pieces.moved(ops, u, v, w, x["a"], x["b"], x["bias"], how.backend)
     # The residual has no part in T, and may enlarge nothing.
     dot = ops.zeros_like(out) if dot is None else dot
-    return Tangent(out, dot if residual_dot is None else dot + residual_dot)
+    return out, dot if residual_dot is None else dot + residual_dot
 
 
 def _gate(ops: Functions, how: How, x: dict[str, Any]) -> Any:
     return ops.primitive("gate", how, x["a"], x["b"])
 
 
-def _gate_bwd(ops: Functions, how: How, x: dict[str, Any]) -> GatedGradients:
+def _gate_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     found = ops.primitive("gate_bwd", how, x["grad"], x["a"], x["b"])
-    return GatedGradients(*spread(found, ("a", "b"), how.needs))
+    return spread(found, GATED_NEEDS, how.needs)
 
 
-def _gate_double(ops: Functions, how: How, x: dict[str, Any]) -> GatedSecondGradients:
+def _gate_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     operands = (x[name] for name in ("u", "v", "grad", "a", "b"))
     found = ops.primitive("gate_double", how, *operands)
-    return GatedSecondGradients(*spread(found, ("grad", "a", "b"), how.needs))
+    return spread(found, GATED_SECOND_NEEDS, how.needs)
 
 
-def _gate_jvp(ops: Functions, how: How, x: dict[str, Any]) -> Tangent:
+def _gate_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
     dot = ops.primitive("gate_tangent", how, x["a"], x["b"], x["a_dot"], x["b_dot"])
-    return Tangent(_gate(ops, how, x), dot)
+    return _gate(ops, how, x), dot
 
 
 #: By public function: what it is made of.

@@ -29,15 +29,6 @@ from numfuse.adapters.dask.operands import Gate, base
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, active, load
 from numfuse.errors import BackendUnavailable
-from numfuse.problem.results import (
-    GatedGradients,
-    GatedSecondGradients,
-    GemmGradients,
-    GemmResidualGradients,
-    GemmResidualSecondGradients,
-    GemmSecondGradients,
-    Tangent,
-)
 
 __all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
 
@@ -97,7 +88,7 @@ class _Dask(PublicFunctions):
         if signature.kind == "forward":
             return Product(task, operands).forward(x.get("return_pre_activation", False))
         if signature.kind == "tangent":
-            return Tangent(*Product(task, operands).tangent())
+            return signature.result(*Product(task, operands).tangent())
         if signature.kind.startswith("gated"):
             return _gate(signature, Gate(task, operands), x)
         product = Gradients(task, operands)
@@ -106,7 +97,7 @@ class _Dask(PublicFunctions):
             found = product.double_backward(wanted)
         else:
             found = product.backward(wanted, x["activation"].is_identity)
-        return _GRADIENTS[signature.name](*(found.get(name) for name in signature.needs))
+        return signature.result(*(found.get(name) for name in signature.needs))
 
 
 def _gate(signature: Signature, gate: Gate, x: dict[str, Any]) -> Any:
@@ -115,24 +106,16 @@ def _gate(signature: Signature, gate: Gate, x: dict[str, Any]) -> Any:
         made = gate.results()
         if signature.kind == "gated":
             return made
-        return Tangent(*(gate.item(made, number, gate.dtype) for number in range(2)))
+        return signature.result(*(gate.item(made, number, gate.dtype) for number in range(2)))
     needs = x["needs"]
     found = {}
     if needs:
         made = gate.results(needs=needs)
         for number, name in enumerate(needs):
             found[name] = made if len(needs) == 1 else gate.item(made, number, gate.dtype)
-    return _GRADIENTS[signature.name](*(found.get(name) for name in signature.needs))
+    return signature.result(*(found.get(name) for name in signature.needs))
 
 
-_GRADIENTS: dict[str, Any] = {
-    "matmul_bias_activation_bwd": GemmGradients,
-    "matmul_bias_residual_bwd": GemmResidualGradients,
-    "matmul_bias_activation_double_bwd": GemmSecondGradients,
-    "matmul_bias_residual_double_bwd": GemmResidualSecondGradients,
-    "activation_mul_bwd": GatedGradients,
-    "activation_mul_double_bwd": GatedSecondGradients,
-}
 globals().update(_Dask().functions())
 
 
