@@ -93,7 +93,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     side = tiling.NJIT_CELL
     # Of a deep product of that size; K and what depends on it are known when it is called.
     t = tiling.gemm(side, side, 2 * tiling.KC[r.itemsize], 1, 1, 1, r, r.mr)
-    layout, size = descriptors.layout_of(t, r, 1)
+    layout, size = descriptors._layout(t, r, 1)
     row = rows.forward(act.curve, fmt, bias, False, False)
     _HELD.append(row)
     words = {

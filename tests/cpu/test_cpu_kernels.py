@@ -410,7 +410,7 @@ def test_cells_tile_the_output_within_bounded_workspaces(
         assert t.panels * r.mr >= rows  # kept for the next block of columns
     if sums > 1 or k > t.kc:
         assert t.plane_rows >= rows and t.plane_columns >= min(t.cell_n, tiling.round_up(n, r.nr))
-    words, stride = descriptors.layout_of(t, r, r.column_group if by_columns else 1)
+    words, stride = descriptors._layout(t, r, r.column_group if by_columns else 1)
     # The workspace does not grow with the problem: plane, panels, and where K is one block, which
     # may be of one value, a block of B with rows of its width (two strips, and 8 bytes a slot).
     block = 2 * tiling.level2_bytes() * tiling.BLOCK_SHARE

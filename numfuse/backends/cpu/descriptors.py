@@ -69,7 +69,7 @@ class Slots(NamedTuple):
     b: Operand | None = None
 
 
-def layout_of(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
+def _layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
     """The words that lay out a thread's workspace, and its bytes.
 
     Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
@@ -168,7 +168,7 @@ def _plan(
     tier: str | None = None,
     others: tuple[Kernel, ...] = (),
 ) -> Plan:
-    layout, stride = layout_of(t, r, group)
+    layout, stride = _layout(t, r, group)
     head |= layout | {
         "D_KC": t.kc,
         "D_NC": t.nc,
