@@ -29,7 +29,7 @@ Shapes
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Protocol, TypeVar, overload
 
 from numpy import ndarray
 
@@ -496,87 +496,64 @@ def activation_mul_bwd(
     return p.result
 
 
-def silu_mul(a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None) -> Array:
-    """silu(a) * b, the gate of SwiGLU: :func:`activation_mul` with "silu"."""
-    return activation_mul(a, b, "silu", out=out, backend=backend)
+# --- gates by the names of their layers -----------------------------------------------------------
+#: Activations whose gates have names of their own.
+GATES = ("silu", "gelu", "relu", "sigmoid")
 
 
-def gelu_mul(a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None) -> Array:
-    """gelu(a) * b (tanh form), the gate of GeGLU: :func:`activation_mul` with "gelu"."""
-    return activation_mul(a, b, "gelu", out=out, backend=backend)
+class _Gate(Protocol):
+    def __call__(
+        self, a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
+    ) -> Array: ...
 
 
-def relu_mul(a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None) -> Array:
-    """relu(a) * b, the gate of ReGLU: :func:`activation_mul` with "relu"."""
-    return activation_mul(a, b, "relu", out=out, backend=backend)
+class _GateBackward(Protocol):
+    def __call__(
+        self,
+        grad: Array,
+        a: Array,
+        b: Array,
+        *,
+        needs: Iterable[str] = GATED_NEEDS,
+        guard: bool = True,
+        out: tuple[Array | None, ...] | None = None,
+        backend: BackendLike = None,
+    ) -> GatedGradients: ...
 
 
-def sigmoid_mul(
-    a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
-) -> Array:
-    """sigmoid(a) * b, the gated linear unit: :func:`activation_mul` with "sigmoid"."""
-    return activation_mul(a, b, "sigmoid", out=out, backend=backend)
+def _gate(activation: str, what: str) -> tuple[_Gate, _GateBackward]:
+    """Return the gate of one activation, and its backward."""
 
+    def forward(
+        a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
+    ) -> Array:
+        return activation_mul(a, b, activation, out=out, backend=backend)
 
-def silu_mul_bwd(
-    grad: Array,
-    a: Array,
-    b: Array,
-    *,
-    needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True,
-    out: tuple[Array | None, ...] | None = None,
-    backend: BackendLike = None,
-) -> GatedGradients:
-    """The gradients of :func:`silu_mul`: :func:`activation_mul_bwd` with "silu"."""
-    return activation_mul_bwd(
-        grad, a, b, "silu", needs=needs, guard=guard, out=out, backend=backend
+    def backward(
+        grad: Array,
+        a: Array,
+        b: Array,
+        *,
+        needs: Iterable[str] = GATED_NEEDS,
+        guard: bool = True,
+        out: tuple[Array | None, ...] | None = None,
+        backend: BackendLike = None,
+    ) -> GatedGradients:
+        return activation_mul_bwd(
+            grad, a, b, activation, needs=needs, guard=guard, out=out, backend=backend
+        )
+
+    name = f"{activation}_mul"
+    forward.__name__ = forward.__qualname__ = name
+    forward.__doc__ = f'{what}: :func:`activation_mul` with "{activation}".'
+    backward.__name__ = backward.__qualname__ = f"{name}_bwd"
+    backward.__doc__ = (
+        f'The gradients of :func:`{name}`: :func:`activation_mul_bwd` with "{activation}".'
     )
+    return forward, backward
 
 
-def gelu_mul_bwd(
-    grad: Array,
-    a: Array,
-    b: Array,
-    *,
-    needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True,
-    out: tuple[Array | None, ...] | None = None,
-    backend: BackendLike = None,
-) -> GatedGradients:
-    """The gradients of :func:`gelu_mul`: :func:`activation_mul_bwd` with "gelu"."""
-    return activation_mul_bwd(
-        grad, a, b, "gelu", needs=needs, guard=guard, out=out, backend=backend
-    )
-
-
-def relu_mul_bwd(
-    grad: Array,
-    a: Array,
-    b: Array,
-    *,
-    needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True,
-    out: tuple[Array | None, ...] | None = None,
-    backend: BackendLike = None,
-) -> GatedGradients:
-    """The gradients of :func:`relu_mul`: :func:`activation_mul_bwd` with "relu"."""
-    return activation_mul_bwd(
-        grad, a, b, "relu", needs=needs, guard=guard, out=out, backend=backend
-    )
-
-
-def sigmoid_mul_bwd(
-    grad: Array,
-    a: Array,
-    b: Array,
-    *,
-    needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True,
-    out: tuple[Array | None, ...] | None = None,
-    backend: BackendLike = None,
-) -> GatedGradients:
-    """The gradients of :func:`sigmoid_mul`: :func:`activation_mul_bwd` with "sigmoid"."""
-    return activation_mul_bwd(
-        grad, a, b, "sigmoid", needs=needs, guard=guard, out=out, backend=backend
-    )
+silu_mul, silu_mul_bwd = _gate("silu", "silu(a) * b, the gate of SwiGLU")
+gelu_mul, gelu_mul_bwd = _gate("gelu", "gelu(a) * b (tanh form), the gate of GeGLU")
+relu_mul, relu_mul_bwd = _gate("relu", "relu(a) * b, the gate of ReGLU")
+sigmoid_mul, sigmoid_mul_bwd = _gate("sigmoid", "sigmoid(a) * b, the gated linear unit")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,16 +21,10 @@ from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.extend import primitive as autograd_primitive
 from autograd.tracer import getval, isbox
 
-from numfuse import differentials, functional
 from numfuse.adapters import pieces
-from numfuse.adapters.surface import NAMES, Functions, How, chosen, made, spread
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GATED_SECOND_NEEDS,
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    RESIDUAL_NEEDS,
-)
+from numfuse.adapters.primitives import CORE, PRIMITIVES, How, chosen, spread
+from numfuse.adapters.surface import NAMES, Functions
+from numfuse.problem.results import RESIDUAL_NEEDS
 
 __all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
 
@@ -51,75 +45,13 @@ def primitive(function: Callable[..., Any]) -> Any:
     return autograd_primitive(call)
 
 
-@primitive
-def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
-    return functional.matmul_bias_activation(a, b, bias, how.activation, backend=how.backend)
+def _runner(name: str) -> Any:
+    run = PRIMITIVES[name].run
+    return primitive(lambda *args: run(CORE, args[-1], *args[:-1]))
 
 
-@primitive
-def _product_bwd(grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
-    found = functional.matmul_bias_activation_bwd(
-        grad, a, b, bias, how.activation, needs=how.needs, guard=how.guard, backend=how.backend
-    )
-    return made(found, GEMM_NEEDS, how.needs)
-
-
-@primitive
-def _product_double(u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
-    found = differentials.matmul_bias_activation_double_bwd(
-        u,
-        v,
-        w,
-        grad,
-        a,
-        b,
-        bias,
-        how.activation,
-        needs=how.needs,
-        guard=how.guard,
-        backend=how.backend,
-    )
-    return made(found, GEMM_SECOND_NEEDS, how.needs)
-
-
-@primitive
-def _product_tangent(a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How) -> Any:
-    return differentials.matmul_bias_activation_jvp(
-        a, b, bias, u, v, w, how.activation, guard=how.guard, backend=how.backend
-    ).out_dot
-
-
-@primitive
-def _gate(a: Any, b: Any, how: How) -> Any:
-    return functional.activation_mul(a, b, how.activation, backend=how.backend)
-
-
-@primitive
-def _gate_bwd(grad: Any, a: Any, b: Any, how: How) -> Any:
-    found = functional.activation_mul_bwd(
-        grad, a, b, how.activation, needs=how.needs, guard=how.guard, backend=how.backend
-    )
-    return made(found, GATED_NEEDS, how.needs)
-
-
-@primitive
-def _gate_double(u: Any, v: Any, grad: Any, a: Any, b: Any, how: How) -> Any:
-    found = differentials.activation_mul_double_bwd(
-        u, v, grad, a, b, how.activation, needs=how.needs, guard=how.guard, backend=how.backend
-    )
-    return made(found, GATED_SECOND_NEEDS, how.needs)
-
-
-@primitive
-def _gate_tangent(a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
-    return differentials.activation_mul_jvp(
-        a, b, u, v, how.activation, guard=how.guard, backend=how.backend
-    ).out_dot
-
-
-@primitive
-def _residual(a: Any, b: Any, bias: Any, residual: Any, how: How) -> Any:
-    return functional.matmul_bias_residual(a, b, bias, residual, backend=how.backend)
+#: Functions of a primitive's operands and, last, its How.
+_RUN = {name: _runner(name) for name in PRIMITIVES}
 
 
 class _Autograd(Functions):
@@ -128,42 +60,29 @@ class _Autograd(Functions):
     arrays = anp
     moves = staticmethod(isbox)
 
-    product = staticmethod(_product)
-    product_bwd = staticmethod(_product_bwd)
-    product_double = staticmethod(_product_double)
-    product_tangent = staticmethod(_product_tangent)
-    gate = staticmethod(_gate)
-    gate_bwd = staticmethod(_gate_bwd)
-    gate_double = staticmethod(_gate_double)
-    gate_tangent = staticmethod(_gate_tangent)
-    residual = staticmethod(_residual)
-
-    def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
-        lead = x.ndim - len(shape)
-        axes = tuple(range(lead)) + tuple(
-            lead + i for i, length in enumerate(shape) if length == 1 and x.shape[lead + i] != 1
-        )
-        return anp.reshape(anp.sum(x, axis=axes, keepdims=True) if axes else x, shape)
-
-    def widened(self, x: Any) -> Any:
-        return x if x.dtype == np.float64 else x.astype(np.float32)
+    def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
+        if pre is not None:
+            return self.composite(name)(how, *operands, pre=pre, guard=how.guard)
+        return _RUN[name](*operands, how)
 
 
 FUNCTIONS = _Autograd()
-globals().update({name: getattr(FUNCTIONS, name) for name in NAMES})
+globals().update(FUNCTIONS.functions())
 activation = FUNCTIONS.activation
 
 
 # --- their derivatives --------------------------------------------------------------------------
-def _fused(names: tuple[str, ...], backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The reverse rule of a primitive whose gradients are one fused call."""
+def _fused(name: str) -> Callable[..., Any]:
+    """Return the reverse rule of a forward: one fused call."""
+    backward, names = _RUN[f"{name}_bwd"], PRIMITIVES[f"{name}_bwd"].names
+    assert names is not None
 
     def make(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         *operands, how = args
         needs = chosen(argnums, names)
 
         def pull(g: Any) -> Any:
-            found = backward(g, operands, how._replace(needs=needs))
+            found = backward(_like(g, operands[0]), *operands, how._replace(needs=needs))
             return tuple(spread(found, names, needs)[i] for i in argnums)
 
         return pull
@@ -171,18 +90,16 @@ def _fused(names: tuple[str, ...], backward: Callable[..., Any]) -> Callable[...
     return make
 
 
-def _through(composite: Callable[..., Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """The reverse and the forward rule of a primitive, through what it is made of.
-
-    `composite` takes the primitive's operands and returns what it returns.
-    """
+def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the reverse and the forward rule of a primitive, through what it is made of."""
+    composite = FUNCTIONS.composite(name)
 
     def replaced(argnums: Any, args: Any) -> Callable[[Any], Any]:
         def call(values: Any) -> Any:
-            operands = list(args)
+            *operands, how = args
             for place, i in enumerate(argnums):
                 operands[i] = values[place]
-            found = composite(*operands)
+            found = composite(how, *operands)
             return traced_tuple(found) if isinstance(found, tuple) else found
 
         return call
@@ -219,82 +136,59 @@ def _tangents(argnums: Any, gs: Any, args: Any) -> list[Any]:
     return found
 
 
-def _linear_bwd_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    """Forward mode of the backward: of a product alone it is bilinear."""
-    grad, a, b, bias, how = args
-    if not pieces.is_linear(how.activation):
-        return _through(FUNCTIONS.product_bwd_pieces)[1](argnums, gs, ans, args, kwargs)
-    grad_dot, a_dot, b_dot, _ = _tangents(argnums, gs, args)
-    return traced_tuple(
-        pieces.linear_backward_tangent(FUNCTIONS, grad, a, b, bias, grad_dot, a_dot, b_dot, how)
-    )
-
-
-def _weighted(g: Any, operands: Any, names: tuple[str, ...], how: How) -> list[Any]:
-    """Cotangents of the gradients `how.needs`, by operand; None of the others."""
-    parts = spread(g, names, how.needs)
-    return [
-        None if part is None else _like(part, x) for part, x in zip(parts, operands, strict=True)
-    ]
-
-
-defvjp_argnums(
-    _product,
-    _fused(GEMM_NEEDS, lambda g, x, how: _product_bwd(_like(g, x[0]), *x, how)),
-)
-defjvp_argnums(
-    _product,
-    lambda argnums, gs, ans, args, kwargs: _product_tangent(
-        *args[:3], *_tangents(argnums, gs, args), args[3]
-    ),
-)
-
-
-def _bwd_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+def _bwd_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+    """Run the forward mode of a product's backward, which is bilinear without an activation."""
     *operands, how = args
-    names = GEMM_SECOND_NEEDS
-    needs = chosen(argnums, names)
-
-    def pull(g: Any) -> Any:
-        cotangents = _weighted(g, operands[1:], GEMM_NEEDS, how)
-        found = _product_double(*cotangents, *operands, how._replace(needs=needs))
-        return tuple(spread(found, names, needs)[i] for i in argnums)
-
-    return pull
+    if not how.activation.is_identity:
+        return _through("product_bwd")[1](argnums, gs, ans, args, kwargs)
+    dots = _tangents(argnums, gs, args)[:3]
+    return traced_tuple(pieces.linear_backward_tangent(FUNCTIONS, how, *operands, *dots))
 
 
-def _gate_bwd_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    *operands, how = args
-    names = GATED_SECOND_NEEDS
-    needs = chosen(argnums, names)
+def _bwd_reverse(name: str) -> Callable[..., Any]:
+    """Return the reverse rule of a backward: the double backward."""
+    names, double = PRIMITIVES[f"{name}_bwd"].names, f"{name}_double"
+    assert names is not None
+    second = ("grad", *names)
 
-    def pull(g: Any) -> Any:
-        cotangents = _weighted(g, operands[1:], GATED_NEEDS, how)
-        found = _gate_double(*cotangents, *operands, how._replace(needs=needs))
-        return tuple(spread(found, names, needs)[i] for i in argnums)
+    def make(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+        *operands, how = args
+        needs = chosen(argnums, second)
 
-    return pull
+        def pull(g: Any) -> Any:
+            parts = spread(g, names, how.needs)
+            cotangents = [
+                None if part is None else _like(part, x)
+                for part, x in zip(parts, operands[1:], strict=True)
+            ]
+            found = _RUN[double](*cotangents, *operands, how._replace(needs=needs))
+            return tuple(spread(found, second, needs)[i] for i in argnums)
+
+        return pull
+
+    return make
 
 
-defvjp_argnums(_product_bwd, _bwd_reverse)
-defjvp_argnums(_product_bwd, _linear_bwd_forward)
-defvjp_argnums(_gate, _fused(GATED_NEEDS, lambda g, x, how: _gate_bwd(_like(g, x[0]), *x, how)))
-defjvp_argnums(
-    _gate,
-    lambda argnums, gs, ans, args, kwargs: _gate_tangent(
-        *args[:2], *_tangents(argnums, gs, args), args[2]
-    ),
-)
-defvjp_argnums(_gate_bwd, _gate_bwd_reverse)
-defjvp_argnums(_gate_bwd, _through(FUNCTIONS.gate_bwd_pieces)[1])
-for _made_of, _composite in (
-    (_product_double, FUNCTIONS.product_double_pieces),
-    (_product_tangent, FUNCTIONS.product_tangent_pieces),
-    (_gate_double, FUNCTIONS.gate_double_pieces),
-    (_gate_tangent, FUNCTIONS.gate_tangent_pieces),
-):
-    defvjp_argnums(_made_of, _through(_composite)[0])
-    defjvp_argnums(_made_of, _through(_composite)[1])
+def _by_tangent(name: str) -> Callable[..., Any]:
+    """Return the forward rule of a forward: one fused call."""
+
+    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+        *operands, how = args
+        return _RUN[f"{name}_tangent"](*operands, *_tangents(argnums, gs, args), how)
+
+    return forward
+
+
+for _name in ("product", "gate"):
+    _bwd = _RUN[f"{_name}_bwd"]
+    defvjp_argnums(_RUN[_name], _fused(_name))
+    defjvp_argnums(_RUN[_name], _by_tangent(_name))
+    defvjp_argnums(_bwd, _bwd_reverse(_name))
+    defjvp_argnums(_bwd, _bwd_forward if _name == "product" else _through("gate_bwd")[1])
+    for _made_of in (f"{_name}_double", f"{_name}_tangent"):
+        _reverse, _forward = _through(_made_of)
+        defvjp_argnums(_RUN[_made_of], _reverse)
+        defjvp_argnums(_RUN[_made_of], _forward)
 
 
 def _residual_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
@@ -319,8 +213,8 @@ def _residual_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -
     return t
 
 
-defvjp_argnums(_residual, _residual_reverse)
-defjvp_argnums(_residual, _residual_forward)
+defvjp_argnums(_RUN["residual"], _residual_reverse)
+defjvp_argnums(_RUN["residual"], _residual_forward)
 
 
 def to_numpy(x: Any) -> Any:

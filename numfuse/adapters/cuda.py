@@ -11,25 +11,13 @@ a capture may forbid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.activations import get as get_activation
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature, of_module
 from numfuse.backends import load
-from numfuse.problem import product, second_order
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GATED_SECOND_NEEDS,
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    RESIDUAL_NEEDS,
-    RESIDUAL_SECOND_NEEDS,
-    check_needs,
-    check_outputs,
-)
 
 # numba-cuda may be missing, or have no GPU: the reason is a BackendUnavailable, not this import's.
 load("cuda")
@@ -39,405 +27,63 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, g
 from numfuse.backends.cuda.call.entry import DeviceCall, again, remembered  # noqa: E402
 from numfuse.backends.cuda.call.foreign import kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.device import device  # noqa: E402
-from numfuse.backends.cuda.plan import batches  # noqa: E402
-from numfuse.backends.cuda.plan import second_order as run_higher  # noqa: E402
+from numfuse.backends.cuda.plan import batches, second_order  # noqa: E402
 from numfuse.backends.cuda.plan.program import Recorder  # noqa: E402
 
-__all__ = [
-    "activation_mul",
-    "activation_mul_bwd",
-    "activation_mul_double_bwd",
-    "activation_mul_jvp",
-    "again",
-    "matmul_bias_activation",
-    "matmul_bias_activation_bwd",
-    "matmul_bias_activation_double_bwd",
-    "matmul_bias_activation_jvp",
-    "matmul_bias_residual",
-    "matmul_bias_residual_bwd",
-    "matmul_bias_residual_double_bwd",
-    "matmul_bias_residual_jvp",
-    "synchronize",
-    "to_numpy",
-]
+__all__ = [*NAMES, "again", "synchronize", "to_numpy"]
 
 
-@remembered
-def matmul_bias_activation(
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    activation: Any = "none",
-    *,
-    return_pre_activation: bool = False,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation`."""
-    act = get_activation(activation)
-    save = bool(return_pre_activation)
-    options = act.name, act.digest, save
-    made = DeviceCall(backend, a=a, b=b, bias=bias)
-    made.out("out", out)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = product.gemm(g["a"], g["b"], g.get("bias"), act, save, g.get("out"))
-        return p, (("out", "pre") if save else ("out",)), None
-
-    return made.run("forward", options, make)
+#: What operands are called in the recorded programs (`numfuse.backends.cuda.plan`).
+_PLACES = {
+    "pre_activation": "pre",
+    "a_dot": "u",
+    "b_dot": "v",
+    "bias_dot": "w",
+    "residual_dot": "z",
+}
 
 
-@remembered
-def matmul_bias_residual(
-    a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual`."""
-    made = DeviceCall(backend, a=a, b=b, bias=bias, residual=residual)
-    made.out("out", out)
+class _Cuda(PublicFunctions):
+    """The public functions as calls that are recorded once for each form of operands."""
 
-    def make(g: dict[str, ndarray]) -> Any:
-        p = product.gemm_residual(g["a"], g["b"], g.get("bias"), g["residual"], g.get("out"))
-        return p, ("out",), None
+    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
+        places = {name: _PLACES.get(name, name) for name in signature.arrays}
+        made = DeviceCall(x["backend"], **{at: x[name] for name, at in places.items()})
+        names = signature.result_names(x)
+        for name, out in signature.outs(x).items():
+            made.out(name, out)
 
-    return made.run("forward", ("residual",), make)
+        def make(ghosts: dict[str, ndarray]) -> Any:
+            arrays = ghosts | {name: ghosts.get(at) for name, at in places.items()}
+            p = signature.problem(x, **arrays)
+            residual = None
+            if isinstance(p, tuple):
+                p, residual = p
+            return p, names, _after(p, residual)
 
-
-@remembered
-def matmul_bias_activation_bwd(
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    activation: Any = "none",
-    *,
-    pre_activation: Any = None,
-    needs: Iterable[str] = GEMM_NEEDS,
-    sum_batch: bool = False,
-    guard: bool = True,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation_bwd`."""
-    act = get_activation(activation)
-    needs = check_needs(needs, GEMM_NEEDS)
-    options = act.name, act.digest, needs, bool(sum_batch), bool(guard)
-    made = DeviceCall(backend, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
-    outs = check_outputs(out, GEMM_NEEDS)
-    names = tuple(f"d_{name}" for name in GEMM_NEEDS)
-    for name, x in zip(names, outs, strict=True):
-        made.out(name, x)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = product.gemm_backward(
-            g["grad"],
-            g["a"],
-            g["b"],
-            g.get("bias"),
-            act,
-            g.get("pre"),
-            needs,
-            sum_batch,
-            guard,
-            tuple(g.get(name) for name in names),
-        )
-        return p, names, None
-
-    return made.run("backward", options, make)
+        act = x["activation"]
+        options = (x[name] for name in signature.options if name != "activation")
+        return made.run(signature.kind, (signature.name, act.name, act.digest, *options), make)
 
 
-@remembered
-def matmul_bias_residual_bwd(
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    *,
-    pre_activation: Any = None,
-    needs: Iterable[str] = RESIDUAL_NEEDS,
-    sum_batch: bool = False,
-    guard: bool = True,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual_bwd`."""
-    made = DeviceCall(
-        backend, grad=grad, a=a, b=b, bias=bias, residual=residual, pre=pre_activation
-    )
-    needs, outs = check_needs(needs, RESIDUAL_NEEDS), check_outputs(out, RESIDUAL_NEEDS)
-    names = tuple(f"d_{name}" for name in RESIDUAL_NEEDS)
-    for name, x in zip(names, outs, strict=True):
-        made.out(name, x)
+def _after(p: Any, residual: Any) -> Any:
+    """Return what is recorded behind a problem: the gradient of a residual, or None."""
+    if residual is not None:
 
-    def make(g: dict[str, ndarray]) -> Any:
-        p, residual_grad = product.gemm_residual_backward(
-            g["grad"],
-            g["a"],
-            g["b"],
-            g.get("bias"),
-            g["residual"],
-            g.get("pre"),
-            needs,
-            sum_batch,
-            guard,
-            tuple(g.get(name) for name in names),
-        )
-        if residual_grad is None:
-            return p, names, None
-        source, target = residual_grad.grad, residual_grad.d_residual
+        def add_up(rec: Recorder, bind: Any) -> None:
+            source, target = bind("grad", residual.grad), bind("d_residual", residual.d_residual)
+            batches.sum_to(rec, source, target, p.acc_dtype.name)
 
-        def after(rec: Recorder, bind: Any) -> None:
-            batches.sum_to(rec, bind("grad", source), bind("d_residual", target), p.acc_dtype.name)
-
-        return p, names, after
-
-    return made.run("backward", ("residual", needs, bool(sum_batch), bool(guard)), make)
+        return add_up
+    d_residual = getattr(p.result, "d_residual", None)
+    if d_residual is None:
+        return None
+    return lambda rec, bind: second_order.zero(rec, bind("d_residual", d_residual))
 
 
-@remembered
-def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None) -> Any:
-    """As :func:`numfuse.activation_mul`."""
-    act = get_activation(activation)
-    options = act.name, act.digest
-    made = DeviceCall(backend, a=a, b=b)
-    made.out("out", out)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        return product.gated(g["a"], g["b"], act, g.get("out")), ("out",), None
-
-    return made.run("gated", options, make)
-
-
-@remembered
-def activation_mul_bwd(
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Any,
-    *,
-    needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.activation_mul_bwd`."""
-    act = get_activation(activation)
-    needs = check_needs(needs, GATED_NEEDS)
-    options = act.name, act.digest, needs, bool(guard)
-    made = DeviceCall(backend, grad=grad, a=a, b=b)
-    outs = check_outputs(out, GATED_NEEDS)
-    for name, x in zip(("d_a", "d_b"), outs, strict=True):
-        made.out(name, x)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = product.gated_backward(
-            g["grad"], g["a"], g["b"], act, needs, guard, (g.get("d_a"), g.get("d_b"))
-        )
-        return p, ("d_a", "d_b"), None
-
-    return made.run("gated_backward", options, make)
-
-
-@remembered
-def matmul_bias_activation_double_bwd(
-    u: Any,
-    v: Any,
-    w: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    activation: Any = "none",
-    *,
-    needs: Iterable[str] = GEMM_SECOND_NEEDS,
-    pre_activation: Any = None,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
-    act, needs = get_activation(activation), check_needs(needs, GEMM_SECOND_NEEDS)
-    made = DeviceCall(backend, u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre=pre_activation)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = second_order.gemm_double_backward(
-            g.get("u"),
-            g.get("v"),
-            g.get("w"),
-            g["grad"],
-            g["a"],
-            g["b"],
-            g.get("bias"),
-            act,
-            g.get("pre"),
-            needs,
-            guard,
-        )
-        return p, ("d_grad", "d_a", "d_b", "d_bias"), None
-
-    return made.run("double_backward", (act.name, act.digest, needs, bool(guard)), make)
-
-
-@remembered
-def matmul_bias_residual_double_bwd(
-    u: Any,
-    v: Any,
-    w: Any,
-    z: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    *,
-    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
-    needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
-    made = DeviceCall(
-        backend, u=u, v=v, w=w, z=z, grad=grad, a=a, b=b, bias=bias, residual=residual
-    )
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = second_order.gemm_residual_double_backward(
-            g.get("u"),
-            g.get("v"),
-            g.get("w"),
-            g.get("z"),
-            g["grad"],
-            g["a"],
-            g["b"],
-            g.get("bias"),
-            g["residual"],
-            needs,
-            guard,
-        )
-        d_residual = p.result.d_residual
-
-        def after(rec: Recorder, bind: Any) -> None:
-            if d_residual is not None:
-                run_higher.zero(rec, bind("d_residual", d_residual))
-
-        return p, ("d_grad", "d_a", "d_b", "d_bias", "d_residual"), after
-
-    return made.run("double_backward", ("residual", needs, bool(guard)), make)
-
-
-@remembered
-def matmul_bias_activation_jvp(
-    a: Any,
-    b: Any,
-    bias: Any,
-    a_dot: Any,
-    b_dot: Any,
-    bias_dot: Any,
-    activation: Any = "none",
-    *,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation_jvp`."""
-    act = get_activation(activation)
-    made = DeviceCall(backend, a=a, b=b, bias=bias, u=a_dot, v=b_dot, w=bias_dot)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = second_order.gemm_tangent(
-            g["a"], g["b"], g.get("bias"), g.get("u"), g.get("v"), g.get("w"), act, guard
-        )
-        return p, ("out", "out_dot"), None
-
-    return made.run("tangent", (act.name, act.digest, bool(guard)), make)
-
-
-@remembered
-def matmul_bias_residual_jvp(
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    a_dot: Any,
-    b_dot: Any,
-    bias_dot: Any,
-    residual_dot: Any,
-    *,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual_jvp`."""
-    made = DeviceCall(
-        backend,
-        a=a,
-        b=b,
-        bias=bias,
-        residual=residual,
-        u=a_dot,
-        v=b_dot,
-        w=bias_dot,
-        z=residual_dot,
-    )
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = second_order.gemm_residual_tangent(
-            g["a"],
-            g["b"],
-            g.get("bias"),
-            g["residual"],
-            g.get("u"),
-            g.get("v"),
-            g.get("w"),
-            g.get("z"),
-        )
-        return p, ("out", "out_dot"), None
-
-    return made.run("tangent", ("residual",), make)
-
-
-@remembered
-def activation_mul_double_bwd(
-    u: Any,
-    v: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Any,
-    *,
-    needs: Iterable[str] = GATED_SECOND_NEEDS,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.activation_mul_double_bwd`."""
-    act, needs = get_activation(activation), check_needs(needs, GATED_SECOND_NEEDS)
-    made = DeviceCall(backend, u=u, v=v, grad=grad, a=a, b=b)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = second_order.gated_double_backward(
-            g.get("u"), g.get("v"), g["grad"], g["a"], g["b"], act, needs, guard
-        )
-        return p, ("d_grad", "d_a", "d_b"), None
-
-    return made.run("gated_double_backward", (act.name, act.digest, needs, bool(guard)), make)
-
-
-@remembered
-def activation_mul_jvp(
-    a: Any,
-    b: Any,
-    a_dot: Any,
-    b_dot: Any,
-    activation: Any,
-    *,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.activation_mul_jvp`."""
-    act = get_activation(activation)
-    made = DeviceCall(backend, a=a, b=b, u=a_dot, v=b_dot)
-
-    def make(g: dict[str, ndarray]) -> Any:
-        p = second_order.gated_tangent(g["a"], g["b"], g.get("u"), g.get("v"), act, guard)
-        return p, ("out", "out_dot"), None
-
-    return made.run("gated_tangent", (act.name, act.digest, bool(guard)), make)
+globals().update(
+    {name: of_module(remembered(x), __name__) for name, x in _Cuda().functions().items()}
+)
 
 
 def to_numpy(x: Any) -> ndarray:

@@ -27,8 +27,6 @@ from numfuse import functional
 
 __all__ = ["init"]
 
-_GATES = ("silu", "gelu", "relu", "sigmoid")
-
 # An option that is left out would be the caller's: with fast-math flags a NaN counts as impossible,
 # and the guard that looks for it as needless.
 _OPTIONS: Any = {"fastmath": False}
@@ -311,5 +309,5 @@ def _overload_named(name: str) -> None:
     _overload(getattr(functional, f"{name}_mul_bwd"))(backward)
 
 
-for _name in _GATES:
+for _name in functional.GATES:
     _overload_named(_name)

@@ -1,49 +1,154 @@
-"""The double backward and the tangents as sums of differentiable pieces, for every adapter.
+"""The derivatives that no fused function gives, as sums of differentiable pieces.
 
 A fused double backward is differentiated again through what it is made of: products (the fused
 functions with the activation "none", which know every batch rule) and the gates act^(k)(x) * y of
 the table's derivatives (`Activation.derived`). Each piece has a derivative of its own, so there is
 no last order but that of the table, past which a derivative raises.
 
-`ops` is an adapter, or anything else with the public functions under their names.
+What is done element by element is no text here: it is the operation's epilogue, which
+`numfuse.epilogues` derives from the forward, evaluated over arrays (:func:`evaluate`). The products
+around it are the adjoints of a matrix product.
+
+`ops` is an adapter, or anything else with the public functions under their names. Every function
+takes the operands of the primitive that it stands for (`numfuse.adapters.primitives`), and returns
+what that returns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import reduce
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, reduce
+from operator import mul
 from typing import Any
 
 from numfuse.activations import Activation
+from numfuse.adapters.primitives import How
+from numfuse.epilogues import (
+    Epilogue,
+    gate,
+    gate_double_backward,
+    layer,
+    layer_double_backward,
+    layer_tangent,
+)
+from numfuse.expr import SYMBOL, Expr, constant, exp
+from numfuse.language.curves import Curve
 
-__all__ = [
-    "backward",
-    "double_backward",
-    "gated_backward",
-    "gated_double_backward",
-    "gated_tangent",
-    "is_linear",
-    "linear_backward_tangent",
-    "moved",
-    "tangent",
-]
+__all__ = ["COMPOSITES", "linear_backward_tangent", "moved"]
 
 NONE = "none"
 
+# --- formulas over arrays -------------------------------------------------------------------------
+_BENT = exp(SYMBOL)
+#: Stand-ins for an activation: which of its derivatives are zero everywhere is all that the form of
+#: a derived formula depends on. So a formula is derived once, and keeps no activation alive.
+_STAND_INS = {
+    "linear": Curve("linear", lambda order: (SYMBOL, constant(1), constant(0))[min(order, 2)]),
+    "bent at corners": Curve("f", lambda order: _BENT if order < 2 else constant(0)),
+    "bent": Curve("f", lambda order: _BENT),
+}
+#: By operation: its derived formula, over an activation's curve.
+_FORMULAS: dict[str, Callable[[Curve], Epilogue]] = {
+    "product_bwd": lambda f: layer(f).select("out").backward().without("bias"),
+    "product_double": lambda f: layer_double_backward(f).without("bias", "w"),
+    "product_tangent": lambda f: layer_tangent(f).without("bias"),
+    "gate_bwd": lambda f: gate(f).backward(),
+    "gate_double": lambda f: gate_double_backward(f),
+    "gate_tangent": lambda f: gate(f).tangent(),
+}
 
-def is_linear(activation: Activation) -> bool:
-    """Whether the activation is the identity."""
-    return activation.trace(0).op == "x"
+
+@cache
+def _formula(name: str, stand_in: str, absent: tuple[str, ...]) -> Epilogue:
+    return _FORMULAS[name](_STAND_INS[stand_in]).without(*absent)
 
 
-def total(terms: Sequence[Any], zero: Callable[[], Any]) -> Any:
-    """The sum of the terms that are there."""
-    there = [term for term in terms if term is not None]
-    return reduce(lambda x, y: x + y, there) if there else zero()
+def evaluate(
+    ops: Any, name: str, how: How, inputs: Mapping[str, Any], guard: bool = False
+) -> Callable[[str], Any]:
+    """Return the function from a result's name to its array; None for one that is zero.
+
+    Parameters
+    ----------
+    ops : adapter
+    name : str
+        The operation whose derived formula it is.
+    how : How
+    inputs : mapping
+        {input: an array, a function that makes one, or None for zero}. An array is made where a
+        result depends on it.
+    guard : bool, default False
+        Count a derivative of the activation that is not finite as 0.
+    """
+    act = how.activation
+    absent = tuple(x for x, array in inputs.items() if array is None)
+    stand_in = "bent"
+    if act.is_identity and name.startswith("product"):
+        stand_in = "linear"  # (a gate stays one, and its value depends on all that it is made of)
+    # (past the table the second derivative raises, where something is to be multiplied by it)
+    elif name.endswith("_double") and "t" not in absent and act.second_derivative_is_zero():
+        stand_in = "bent at corners"
+    results = dict(_formula(name, stand_in, absent).results)
+    known: dict[Expr, Any] = {}
+
+    def value(e: Expr) -> Any:
+        if e not in known:
+            known[e] = compute(e)
+        return known[e]
+
+    def compute(e: Expr) -> Any:
+        if e.op == "input":
+            x = inputs[str(e.payload)]
+            return x() if callable(x) else x
+        if e.op == "add":
+            return value(e.args[0]) + value(e.args[1])
+        curves, rest = _factors(e)
+        if not curves:
+            return reduce(mul, map(value, rest))
+        # one derivative of the activation, times what is left: a gate
+        (curve,) = curves
+        assert isinstance(curve.payload, Curve)
+        y = reduce(mul, map(value, rest))
+        return _gate(ops, value(curve.args[0]), y, act, curve.payload.order, guard, how.backend)
+
+    return lambda result: value(results[result]) if result in results else None
 
 
+def _factors(e: Expr) -> tuple[list[Expr], list[Expr]]:
+    """Return the factors of a product that are calls of an activation, and the others."""
+    if e.op != "mul":
+        return ([e], []) if e.op == "call" else ([], [e])
+    parts = [_factors(factor) for factor in e.args]
+    return [x for curves, _ in parts for x in curves], [x for _, rest in parts for x in rest]
+
+
+def _gate(
+    ops: Any, x: Any, y: Any, activation: Activation, order: int, guard: bool, backend: Any
+) -> Any:
+    """Return activation^(order)(x) * y in y's dtype; a saved `x` may have the accumulator's."""
+    narrow = x.dtype == y.dtype
+    wide = y if narrow else ops.widened(y)
+    if guard:
+        # (of a gate's backward alone there is a guard: its factor is 1 here)
+        ones, act = ops.ones_like(x), activation.derived(order - 1)
+        found = ops.activation_mul_bwd(wide, x, ones, act, needs=("a",), backend=backend).d_a
+    else:
+        found = ops.activation_mul(x, wide, activation.derived(order), backend=backend)
+    return found if narrow else ops.narrowed(found, y)
+
+
+def _gradients(
+    ops: Any, name: str, how: How, inputs: Mapping[str, Any], names: Sequence[str], like: Any
+) -> tuple[Any, ...]:
+    """Return the results ``d_x`` for these names; zeros for those that are zero everywhere."""
+    found = evaluate(ops, name, how, inputs)
+    results = (found(f"d_{x}") for x in names)
+    return tuple(ops.zeros_like(like) if x is None else x for x in results)
+
+
+# --- products -------------------------------------------------------------------------------------
 def moved(ops: Any, u: Any, v: Any, w: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
-    """T = u @ b + a @ v + w, in the result's shape; None where all are None."""
+    """Return T = u @ b + a @ v + w in the result's shape, or None where all are None."""
     terms, enlarged = [], w is not None
     if u is not None:
         terms.append(ops.matmul_bias_activation(u, b, w, NONE, backend=backend))
@@ -65,60 +170,18 @@ def moved(ops: Any, u: Any, v: Any, w: Any, a: Any, b: Any, bias: Any, backend: 
 
 
 def _zeros(ops: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
-    """The bias in the result's shape; `a` and `b` give that alone, whatever their values."""
+    """Return the bias in the result's shape; `a` and `b` give that alone, whatever their values."""
     zeros = ops.zeros_like
     return ops.matmul_bias_activation(zeros(a), zeros(b), bias, NONE, backend=backend)
 
 
-def _sloped(
-    ops: Any, pre: Any, y: Any, activation: Activation, order: int, guard: bool, backend: Any
-) -> Any:
-    """activation^(order)(pre) * y; with the guard, a derivative that is not finite counts as 0."""
-    if not guard:
-        return _gate(ops, pre, y, activation.derived(order), backend)
-    # (of a gate's backward alone there is a guard: its factor is 1 here)
-    wide = y if pre.dtype == y.dtype else ops.widened(y)
-    found = ops.activation_mul_bwd(
-        wide,
-        pre,
-        ops.ones_like(pre),
-        activation.derived(order - 1),
-        needs=("a",),
-        backend=backend,
-    )
-    return found.d_a if pre.dtype == y.dtype else ops.narrowed(found.d_a, y)
-
-
-def _gate(ops: Any, pre: Any, y: Any, activation: Activation, backend: Any) -> Any:
-    """activation(pre) * y in y's dtype; a saved `pre` may have the accumulator's."""
-    if pre.dtype == y.dtype:
-        return ops.activation_mul(pre, y, activation, backend=backend)
-    wide = ops.activation_mul(pre, ops.widened(y), activation, backend=backend)
-    return ops.narrowed(wide, y)
-
-
-def backward(
-    ops: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    activation: Activation,
-    needs: Sequence[str],
-    backend: Any,
-    pre: Any = None,
-    guard: bool = False,
-) -> dict[str, Any]:
-    """{operand: gradient} of act(a @ b + bias); with a saved `pre`, that in its place."""
-    if pre is None:
-        pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-    s = _sloped(ops, pre, grad, activation, 1, guard, backend)
-    found = ops.matmul_bias_activation_bwd(s, a, b, bias, NONE, needs=needs, backend=backend)
-    return dict(zip(("a", "b", "bias"), found, strict=True))
+def _pre(ops: Any, a: Any, b: Any, bias: Any, how: How) -> Callable[[], Any]:
+    return lambda: ops.matmul_bias_activation(a, b, bias, NONE, backend=how.backend)
 
 
 def linear_backward_tangent(
     ops: Any,
+    how: How,
     grad: Any,
     a: Any,
     b: Any,
@@ -126,9 +189,8 @@ def linear_backward_tangent(
     grad_dot: Any,
     a_dot: Any,
     b_dot: Any,
-    how: Any,
 ) -> tuple[Any, ...]:
-    """Tangents of the gradients `how.needs` of a @ b + bias, which are bilinear."""
+    """Return tangents of the gradients `how.needs` of a @ b + bias, which are bilinear."""
     found: dict[str, Any] = {}
     for moved_names, operands in (
         (("a", "b", "bias"), (grad_dot, a, b)),
@@ -137,7 +199,7 @@ def linear_backward_tangent(
     ):
         needs = tuple(name for name in moved_names if name in how.needs)
         if needs and all(x is not None for x in operands):
-            part = ops.product_bwd(*operands, bias, how._replace(needs=needs))
+            part = ops.primitive("product_bwd", how._replace(needs=needs), *operands, bias)
             for i, name in enumerate(needs):
                 found[name] = part[i] if name not in found else found[name] + part[i]
     like = {"a": a, "b": b, "bias": bias}
@@ -145,8 +207,21 @@ def linear_backward_tangent(
     return tuple(found[name] if name in found else ops.zeros_like(like[name]) for name in names)
 
 
-def double_backward(
+# --- the primitives' own --------------------------------------------------------------------------
+def _product_bwd(
+    ops: Any, how: How, grad: Any, a: Any, b: Any, bias: Any, pre: Any = None, guard: bool = False
+) -> tuple[Any, ...]:
+    z = _pre(ops, a, b, bias, how) if pre is None else pre
+    s = evaluate(ops, "product_bwd", how, {"z": z, "grad": grad}, guard)("d_z")
+    found = ops.matmul_bias_activation_bwd(
+        s, a, b, bias, NONE, needs=how.needs, backend=how.backend
+    )
+    return tuple(x for x in found if x is not None)
+
+
+def _product_double(
     ops: Any,
+    how: How,
     u: Any,
     v: Any,
     w: Any,
@@ -154,131 +229,81 @@ def double_backward(
     a: Any,
     b: Any,
     bias: Any,
-    activation: Activation,
-    needs: Sequence[str],
-    backend: Any,
     pre: Any = None,
     guard: bool = False,
-) -> dict[str, Any]:
-    """{operand: gradient} of the backward's gradients, weighted with u, v and w.
+) -> tuple[Any, ...]:
+    """Return the gradients `how.needs` of the backward's gradients, weighted with u, v and w.
 
-    With a saved `pre`, that is in the place of a @ b + bias. Where `needs` has "pre", it is an
+    With a saved `pre`, that is in the place of a @ b + bias. Where `how.needs` has "pre", it is an
     operand of its own: the part of the gradients that goes through it is its own, and theirs not.
     """
-    linear = is_linear(activation)
-    t = moved(ops, u, v, w, a, b, bias, backend)
-    q = None
-    s = grad
-    if not linear:
-        if pre is None:
-            pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-        s = _sloped(ops, pre, grad, activation, 1, guard, backend)
-        if t is not None and not activation.second_derivative_is_zero():
-            q = _sloped(ops, pre, grad * t, activation, 2, guard, backend)
+    t = moved(ops, u, v, w, a, b, bias, how.backend)
+    z = _pre(ops, a, b, bias, how) if pre is None else pre
+    element = evaluate(ops, "product_double", how, {"z": z, "t": t, "grad": grad}, guard)
 
-    def gradient(name: str, g: Any, x: Any, y: Any, beside: Any) -> Any:
-        found = ops.matmul_bias_activation_bwd(
-            g, x, y, beside, NONE, needs=(name,), backend=backend
-        )
-        return dict(zip(("a", "b", "bias"), found, strict=True))[name]
-
-    found: dict[str, Any] = {}
-    if "grad" in needs:
-        if t is None:
-            found["grad"] = ops.zeros_like(grad)
-        else:
-            found["grad"] = t if linear else _sloped(ops, pre, t, activation, 1, guard, backend)
-    if "pre" in needs:
-        found["pre"] = ops.zeros_like(pre) if q is None else ops.narrowed(q, pre)
-        q = None
-    for name, like in (("a", a), ("b", b), ("bias", bias)):
-        if name not in needs or like is None:
-            continue
-        terms = []
-        if q is not None:
-            terms.append(gradient(name, q, a, b, bias))
-        if name == "a" and v is not None:
-            terms.append(gradient("a", s, a, v, bias))
-        if name == "b" and u is not None:
-            terms.append(gradient("b", s, u, b, bias))
-        found[name] = total(terms, lambda like=like: ops.zeros_like(like))  # type: ignore[misc]
-    return found
-
-
-def tangent(
-    ops: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    u: Any,
-    v: Any,
-    w: Any,
-    activation: Activation,
-    backend: Any,
-) -> Any:
-    """out_dot = act'(a @ b + bias) * (u @ b + a @ v + w)."""
-    t = moved(ops, u, v, w, a, b, bias, backend)
-    pre = ops.matmul_bias_activation(a, b, bias, NONE, backend=backend)
-    if t is None:
-        return ops.zeros_like(pre)
-    if is_linear(activation):
-        return t
-    return ops.activation_mul(pre, t, activation.derived(1), backend=backend)
-
-
-def gated_backward(
-    ops: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Activation,
-    needs: Sequence[str],
-    backend: Any,
-) -> dict[str, Any]:
-    """{operand: gradient} of act(a) * b."""
-    found = {}
-    if "a" in needs:
-        found["a"] = ops.activation_mul(a, grad * b, activation.derived(1), backend=backend)
-    if "b" in needs:
-        found["b"] = ops.activation_mul(a, grad, activation, backend=backend)
-    return found
-
-
-def gated_double_backward(
-    ops: Any,
-    u: Any,
-    v: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Activation,
-    needs: Sequence[str],
-    backend: Any,
-) -> dict[str, Any]:
-    """{operand: gradient} of the gate's gradients, weighted with u and v."""
-
-    def gate(order: int, *factors: Any) -> Any:
-        if any(factor is None for factor in factors):
+    def gradient(name: str, g: Any, x: Any, y: Any) -> Any:
+        if any(one is None for one in (g, x, y)):
             return None
-        y = reduce(lambda x, y: x * y, factors)
-        return ops.activation_mul(a, y, activation.derived(order), backend=backend)
+        found = ops.matmul_bias_activation_bwd(
+            g, x, y, bias, NONE, needs=(name,), backend=how.backend
+        )
+        return getattr(found, f"d_{name}")
 
-    bent = not activation.second_derivative_is_zero()
-    terms = {
-        "grad": lambda: (gate(1, u, b), gate(0, v)),
-        "a": lambda: (gate(2, u, grad, b) if bent else None, gate(1, v, grad)),
-        "b": lambda: (gate(1, u, grad),),
+    def through_pre(name: str) -> Any:
+        return None if "pre" in how.needs else gradient(name, element("q"), a, b)
+
+    terms: dict[str, Callable[[], tuple[Any, ...]]] = {
+        "grad": lambda: (element("d_grad"),),
+        "a": lambda: (
+            through_pre("a"),
+            None if v is None else gradient("a", element("s"), a, v),
+        ),
+        "b": lambda: (
+            through_pre("b"),
+            None if u is None else gradient("b", element("s"), u, b),
+        ),
+        "bias": lambda: (through_pre("bias"),),
+        "pre": lambda: (None if (q := element("q")) is None else ops.narrowed(q, pre),),
     }
-    return {name: total(terms[name](), lambda: ops.zeros_like(a)) for name in needs}
+    like = {"grad": grad, "a": a, "b": b, "bias": bias, "pre": pre}
+    found = []
+    for name in how.needs:
+        there = [term for term in terms[name]() if term is not None]
+        found.append(there[0] + there[1] if len(there) > 1 else there[0] if there else None)
+        if not there:
+            found[-1] = ops.zeros_like(like[name])
+    return tuple(found)
 
 
-def gated_tangent(
-    ops: Any, a: Any, b: Any, u: Any, v: Any, activation: Activation, backend: Any
-) -> Any:
-    """out_dot = u * b * act'(a) + v * act(a)."""
-    terms = []
-    if u is not None:
-        terms.append(ops.activation_mul(a, u * b, activation.derived(1), backend=backend))
-    if v is not None:
-        terms.append(ops.activation_mul(a, v, activation, backend=backend))
-    return total(terms, lambda: ops.zeros_like(a))
+def _product_tangent(ops: Any, how: How, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any) -> Any:
+    t = moved(ops, u, v, w, a, b, bias, how.backend)
+    z = _pre(ops, a, b, bias, how)
+    if t is None:
+        return ops.zeros_like(z())
+    return evaluate(ops, "product_tangent", how, {"z": z, "z_dot": t})("out_dot")
+
+
+def _gate_bwd(ops: Any, how: How, grad: Any, a: Any, b: Any) -> tuple[Any, ...]:
+    return _gradients(ops, "gate_bwd", how, {"a": a, "b": b, "grad": grad}, how.needs, a)
+
+
+def _gate_double(ops: Any, how: How, u: Any, v: Any, grad: Any, a: Any, b: Any) -> tuple[Any, ...]:
+    inputs = {"a": a, "b": b, "grad": grad, "u": u, "v": v}
+    return _gradients(ops, "gate_double", how, inputs, how.needs, a)
+
+
+def _gate_tangent(ops: Any, how: How, a: Any, b: Any, u: Any, v: Any) -> Any:
+    inputs = {"a": a, "b": b, "a_dot": u, "b_dot": v}
+    found = evaluate(ops, "gate_tangent", how, inputs)("out_dot")
+    return ops.zeros_like(a) if found is None else found
+
+
+#: By primitive: (ops, how, its operands) to what it returns, through what it is made of.
+COMPOSITES: dict[str, Callable[..., Any]] = {
+    "product_bwd": _product_bwd,
+    "product_double": _product_double,
+    "product_tangent": _product_tangent,
+    "gate_bwd": _gate_bwd,
+    "gate_double": _gate_double,
+    "gate_tangent": _gate_tangent,
+}

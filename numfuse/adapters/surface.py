@@ -1,106 +1,27 @@
-"""The public functions over the few primitives that an array library's adapter has to write.
+"""The public functions over the few primitives that a differentiating library's adapter has.
 
-An adapter is a subclass of :class:`Functions`: nine primitives, each with derivatives in the
-library's own way, and two small helpers. Signatures, names, None and what is made of what are here,
-once for all libraries.
+An adapter is a subclass of :class:`Functions`: one method that runs any of the nine primitives of
+`numfuse.adapters.primitives`, with derivatives in the library's own way, and two small helpers.
+None, and what is made of what, are here, once for all libraries.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from numfuse.activations import Activation, get
 from numfuse.adapters import pieces
-from numfuse.problem.operands import accumulator, required
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GATED_SECOND_NEEDS,
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    RESIDUAL_NEEDS,
-    RESIDUAL_SECOND_NEEDS,
-    GatedGradients,
-    GatedSecondGradients,
-    GemmGradients,
-    GemmResidualGradients,
-    GemmResidualSecondGradients,
-    GemmSecondGradients,
-    Tangent,
-    check_needs,
-)
+from numfuse.adapters.primitives import How, spread
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
+from numfuse.problem.operands import accumulator
+from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, GEMM_NEEDS, GEMM_SECOND_NEEDS
 
-__all__ = ["NAMES", "Functions", "How", "chosen", "gate_of", "made", "served", "spread"]
-
-_GATES = ("silu", "gelu", "relu", "sigmoid")
-#: What an adapter's module offers.
-NAMES = (
-    "activation_mul",
-    "activation_mul_bwd",
-    "activation_mul_double_bwd",
-    "activation_mul_jvp",
-    "matmul_bias_activation",
-    "matmul_bias_activation_bwd",
-    "matmul_bias_activation_double_bwd",
-    "matmul_bias_activation_jvp",
-    "matmul_bias_residual",
-    "matmul_bias_residual_bwd",
-    "matmul_bias_residual_double_bwd",
-    "matmul_bias_residual_jvp",
-    *(f"{name}_mul" for name in _GATES),
-    *(f"{name}_mul_bwd" for name in _GATES),
-)
+__all__ = ["NAMES", "Functions"]
 
 
-class How(NamedTuple):
-    """The arguments of a call other than its arrays."""
-
-    activation: Activation
-    needs: tuple[str, ...] = ()
-    guard: bool = True
-    backend: Any = None
-
-
-def gate_of(name: str) -> tuple[str, tuple[str, ...]]:
-    """The function that a gate's own function is, and its last operand: silu_mul's and "silu"."""
-    gate, found, rest = name.partition("_mul")
-    return (f"activation_mul{rest}", (gate,)) if found and gate in _GATES else (name, ())
-
-
-def served(library: Any, name: str) -> Callable[..., Any]:
-    """A function of `NAMES`, of a module that may lack the gates' own names."""
-    found: Callable[..., Any] | None = getattr(library, name, None)
-    if found is not None:
-        return found
-    name, gate = gate_of(name)
-    function = getattr(library, name)
-
-    def call(*operands: Any, **options: Any) -> Any:
-        return function(*operands, *gate, **options)
-
-    return call
-
-
-def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any, ...]:
-    """The needed ones of a named tuple of gradients, as a plain tuple without None."""
-    return tuple(x for name, x in zip(names, found, strict=True) if name in needs)
-
-
-def spread(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> list[Any]:
-    """Return the gradients from :func:`made` in their places in `names`, and None elsewhere."""
-    at = {name: i for i, name in enumerate(name for name in names if name in needs)}
-    return [found[at[name]] if name in at else None for name in names]
-
-
-def chosen(places: Iterable[int], names: tuple[str, ...]) -> tuple[str, ...]:
-    """The names at these places, in their order."""
-    wanted = {names[i] for i in places}
-    return tuple(name for name in names if name in wanted)
-
-
-class Functions:
+class Functions(PublicFunctions):
     """numfuse's public functions for the arrays of another library."""
 
     #: How the library calls what forbids `out`.
@@ -108,44 +29,27 @@ class Functions:
     #: The library's module of functions on arrays.
     arrays: Any = None
 
-    # --- the primitives, an adapter's own -------------------------------------------------------
-    def product(self, a: Any, b: Any, bias: Any, how: How) -> Any:
-        raise NotImplementedError
+    # --- an adapter's own -----------------------------------------------------------------------
+    def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
+        """Run a primitive: its result, or the tuple of the gradients `how.needs` alone.
 
-    def product_bwd(self, grad: Any, a: Any, b: Any, bias: Any, how: How) -> Any:
-        """The gradients `how.needs` alone."""
-        raise NotImplementedError
-
-    def product_double(
-        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, how: How
-    ) -> Any:
-        raise NotImplementedError
-
-    def product_tangent(self, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How) -> Any:
-        raise NotImplementedError
-
-    def residual(self, a: Any, b: Any, bias: Any, residual: Any, how: How) -> Any:
-        raise NotImplementedError
-
-    def gate(self, a: Any, b: Any, how: How) -> Any:
-        raise NotImplementedError
-
-    def gate_bwd(self, grad: Any, a: Any, b: Any, how: How) -> Any:
-        raise NotImplementedError
-
-    def gate_double(self, u: Any, v: Any, grad: Any, a: Any, b: Any, how: How) -> Any:
-        raise NotImplementedError
-
-    def gate_tangent(self, a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
+        `pre` is a saved pre-activation through which a derivative goes.
+        """
         raise NotImplementedError
 
     def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
-        """`x` summed over the axes along which `shape` was broadcast."""
-        raise NotImplementedError
+        """Return `x` summed over the axes along which `shape` was broadcast."""
+        lead = x.ndim - len(shape)
+        axes = tuple(range(lead)) + tuple(
+            lead + i for i, length in enumerate(shape) if length == 1 and x.shape[lead + i] != 1
+        )
+        if not axes:
+            return x
+        return self.arrays.reshape(self.arrays.sum(x, axis=axes, keepdims=True), shape)
 
     def widened(self, x: Any) -> Any:
-        """A pre-activation in the accumulator's dtype."""
-        raise NotImplementedError
+        """Return a pre-activation in the accumulator's dtype."""
+        return x if x.dtype == np.float64 else x.astype(np.float32)
 
     # --- what an adapter may know better --------------------------------------------------------
     def zeros_like(self, x: Any) -> Any:
@@ -155,38 +59,44 @@ class Functions:
         return self.arrays.ones_like(x)
 
     def narrowed(self, x: Any, like: Any) -> Any:
-        """`x` in the dtype of `like`."""
+        """Return `x` in the dtype of `like`."""
         return x.astype(like.dtype)
 
     def moves(self, x: Any) -> bool:
-        """Whether a derivative may go through an array."""
+        """Return whether a derivative may go through an array."""
         return False
 
     def checked(self, **operands: Any) -> None:
-        """TypeError for operands that no primitive takes."""
+        """Raise TypeError for operands that no primitive takes."""
 
     def saved_dtypes(self, like: Any) -> tuple[Any, ...]:
-        """The dtypes that a saved pre-activation of such operands may have."""
+        """Return the dtypes that a saved pre-activation of such operands may have."""
         return accumulator("grad", np.dtype(like.dtype)), like.dtype
 
-    def product_bwd_saved(self, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How) -> Any:
-        """As `product_bwd`, with a saved pre-activation through which a derivative goes."""
-        return self.product_bwd_pieces(grad, a, b, bias, how, pre, how.guard)
-
-    def product_double_saved(
-        self, u: Any, v: Any, w: Any, grad: Any, a: Any, b: Any, bias: Any, pre: Any, how: How
-    ) -> Any:
-        """As `product_double`, with a saved pre-activation through which a derivative goes."""
-        return self.product_double_pieces(u, v, w, grad, a, b, bias, how, pre, how.guard)
-
-    # --- the public functions -------------------------------------------------------------------
-    def _no_out(self, out: Any) -> None:
+    def refuse_out(self, out: Any) -> None:
+        """Raise ValueError for an `out` of the caller's."""
         if out is not None:
             raise ValueError(f"out must be None under {self.what}, got an array")
 
-    def _saved(self, pre: Any, grad: Any) -> Any:
-        """A saved pre-activation where a derivative goes through it, else None: it is made again,
-        so that what it was made of has its derivatives.
+    # --- the public functions -------------------------------------------------------------------
+    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
+        """Run a public function by the primitives that it is made of."""
+        self.refuse_out(x.get("out"))
+        needs = x.get("needs", ())
+        if x.get("bias", self) is None:
+            needs = tuple(name for name in needs if name != "bias")
+        how = How(x["activation"], needs, x.get("guard", True), x["backend"])
+        found = _CALLS[signature.name](self, how, x)
+        return found if signature.result is tuple else signature.result(*found)
+
+    def activation(self, x: Any, activation: Any) -> Any:
+        """Return the values of an activation at an array, by a gate, which has derivatives."""
+        return self.activation_mul(x, self.ones_like(x), activation)
+
+    def saved(self, pre: Any, grad: Any) -> Any:
+        """Return a saved pre-activation where a derivative goes through it, else None.
+
+        It is made again then, so that what it was made of has its derivatives.
         """
         if pre is None:
             return None
@@ -199,329 +109,128 @@ class Functions:
         _same_shape("pre_activation", pre, "the result's shape", grad)
         return pre if self.moves(pre) else None
 
-    def activation(self, x: Any, activation: Any) -> Any:
-        """The values of an activation at an array: of a gate beside ones, which has derivatives."""
-        return self.activation_mul(x, self.ones_like(x), activation)
+    def composite(self, name: str) -> Callable[..., Any]:
+        """Return a function of (how, operands) that stands for a primitive: what it is made of."""
+        made_of = pieces.COMPOSITES[name]
 
-    def matmul_bias_activation(
-        self,
-        a: Any,
-        b: Any,
-        bias: Any = None,
-        activation: Any = "none",
-        *,
-        return_pre_activation: bool = False,
-        out: Any = None,
-        backend: Any = None,
-    ) -> Any:
-        """As :func:`numfuse.matmul_bias_activation`.
+        def call(how: How, *operands: Any, **options: Any) -> Any:
+            return made_of(self, how, *operands, **options)
 
-        With `return_pre_activation`, that is differentiable too, and costs a product of its own.
-        """
-        required({"a": a, "b": b})
-        self._no_out(out)
-        result = self.product(a, b, bias, How(get(activation), backend=backend))
-        if not return_pre_activation:
-            return result
-        return result, self.widened(self.product(a, b, bias, How(get("none"), backend=backend)))
+        return call
 
-    def matmul_bias_residual(
-        self, a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
-    ) -> Any:
-        """As :func:`numfuse.matmul_bias_residual`."""
-        required({"a": a, "b": b, "residual": residual})
-        self._no_out(out)
-        return self.residual(a, b, bias, residual, How(get("none"), backend=backend))
 
-    def matmul_bias_activation_bwd(
-        self,
-        grad: Any,
-        a: Any,
-        b: Any,
-        bias: Any = None,
-        activation: Any = "none",
-        *,
-        pre_activation: Any = None,
-        needs: Iterable[str] = GEMM_NEEDS,
-        sum_batch: bool = False,
-        guard: bool = True,
-        out: Any = None,
-        backend: Any = None,
-    ) -> GemmGradients:
-        """As :func:`numfuse.matmul_bias_activation_bwd`.
+def _layer(ops: Functions, how: How, x: dict[str, Any]) -> Any:
+    """Run a forward; a pre-activation is differentiable too, and costs a product of its own."""
+    operands = x["a"], x["b"], x["bias"]
+    result = ops.primitive("product", how, *operands)
+    if not x["return_pre_activation"]:
+        return result
+    return result, ops.widened(ops.matmul_bias_activation(*operands, backend=how.backend))
 
-        A saved pre-activation is an operand like the others where a derivative goes through it, and
-        is made again where none does.
-        """
-        required({"grad": grad, "a": a, "b": b})
-        self._no_out(out)
-        needs = _there(check_needs(needs, GEMM_NEEDS), bias)
-        how = How(get(activation), needs, guard, backend)
-        pre = self._saved(pre_activation, grad)
-        if pre is None:
-            found = self.product_bwd(grad, a, b, bias, how)
-        else:
-            found = self.product_bwd_saved(grad, a, b, bias, pre, how)
-        d_a, d_b, d_bias = spread(found, GEMM_NEEDS, needs)
-        if sum_batch and d_b is not None and d_b.ndim > 2:
-            d_b = self.sum_to(d_b, d_b.shape[-2:])
-        return GemmGradients(d_a, d_b, d_bias)
 
-    def matmul_bias_residual_bwd(
-        self,
-        grad: Any,
-        a: Any,
-        b: Any,
-        bias: Any,
-        residual: Any,
-        *,
-        pre_activation: Any = None,
-        needs: Iterable[str] = RESIDUAL_NEEDS,
-        sum_batch: bool = False,
-        guard: bool = True,
-        out: Any = None,
-        backend: Any = None,
-    ) -> GemmResidualGradients:
-        """As :func:`numfuse.matmul_bias_residual_bwd`."""
-        required({"grad": grad, "a": a, "b": b, "residual": residual})
-        needs = check_needs(needs, RESIDUAL_NEEDS)
-        self._saved(pre_activation, grad)
-        found = self.matmul_bias_activation_bwd(
-            grad,
-            a,
-            b,
-            bias,
-            needs=tuple(name for name in needs if name != "residual"),
-            sum_batch=sum_batch,
-            guard=guard,
-            out=out,
-            backend=backend,
-        )
-        d_residual = self.sum_to(grad, residual.shape) if "residual" in needs else None
-        return GemmResidualGradients(*found, d_residual)
+def _residual(ops: Functions, how: How, x: dict[str, Any]) -> Any:
+    return ops.primitive("residual", how, x["a"], x["b"], x["bias"], x["residual"])
 
-    def activation_mul(
-        self, a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None
-    ) -> Any:
-        """As :func:`numfuse.activation_mul`."""
-        required({"a": a, "b": b})
-        self._no_out(out)
-        return self.gate(a, b, How(get(activation), backend=backend))
 
-    def activation_mul_bwd(
-        self,
-        grad: Any,
-        a: Any,
-        b: Any,
-        activation: Any,
-        *,
-        needs: Iterable[str] = GATED_NEEDS,
-        guard: bool = True,
-        out: Any = None,
-        backend: Any = None,
-    ) -> GatedGradients:
-        """As :func:`numfuse.activation_mul_bwd`."""
-        required({"grad": grad, "a": a, "b": b})
-        self._no_out(out)
-        needs = check_needs(needs, GATED_NEEDS)
-        found = self.gate_bwd(grad, a, b, How(get(activation), needs, guard, backend))
-        return GatedGradients(*spread(found, GATED_NEEDS, needs))
+def _layer_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
+    needs = tuple(name for name in how.needs if name != "residual")
+    pre = ops.saved(x["pre_activation"], x["grad"])
+    if "residual" in x:  # checked, and without a part in the gradients
+        pre = None
+    operands = (x[name] for name in ("grad", "a", "b", "bias"))
+    found = ops.primitive("product_bwd", how._replace(needs=needs), *operands, pre=pre)
+    d_a, d_b, d_bias = spread(found, GEMM_NEEDS, needs)
+    if x["sum_batch"] and d_b is not None and d_b.ndim > 2:
+        d_b = ops.sum_to(d_b, d_b.shape[-2:])
+    return [d_a, d_b, d_bias]
 
-    def matmul_bias_activation_double_bwd(
-        self,
-        u: Any,
-        v: Any,
-        w: Any,
-        grad: Any,
-        a: Any,
-        b: Any,
-        bias: Any = None,
-        activation: Any = "none",
-        *,
-        needs: Iterable[str] = GEMM_SECOND_NEEDS,
-        pre_activation: Any = None,
-        guard: bool = True,
-        backend: Any = None,
-    ) -> GemmSecondGradients:
-        """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
-        required({"grad": grad, "a": a, "b": b})
-        needs = _there(check_needs(needs, GEMM_SECOND_NEEDS), bias)
-        how = How(get(activation), needs, guard, backend)
-        pre = self._saved(pre_activation, grad)
-        if pre is None:
-            found = self.product_double(u, v, w, grad, a, b, bias, how)
-        else:
-            found = self.product_double_saved(u, v, w, grad, a, b, bias, pre, how)
-        return GemmSecondGradients(*spread(found, GEMM_SECOND_NEEDS, needs))
 
-    def matmul_bias_residual_double_bwd(
-        self,
-        u: Any,
-        v: Any,
-        w: Any,
-        z: Any,
-        grad: Any,
-        a: Any,
-        b: Any,
-        bias: Any,
-        residual: Any,
-        *,
-        needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
-        guard: bool = True,
-        backend: Any = None,
-    ) -> GemmResidualSecondGradients:
-        """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
-        required({"grad": grad, "a": a, "b": b, "residual": residual})
-        needs = check_needs(needs, RESIDUAL_SECOND_NEEDS)
-        self.checked(z=z, residual=residual)
-        _same_shape("z", z, "the shape of residual", residual)
-        found = self.matmul_bias_activation_double_bwd(
-            u,
-            v,
-            w,
-            grad,
-            a,
-            b,
-            bias,
-            needs=tuple(name for name in needs if name != "residual"),
-            guard=guard,
-            backend=backend,
-        )
-        d_grad = found.d_grad
-        if d_grad is not None and z is not None:
-            d_grad = d_grad + z
-        d_residual = self.zeros_like(residual) if "residual" in needs else None
-        return GemmResidualSecondGradients(d_grad, found.d_a, found.d_b, found.d_bias, d_residual)
+def _residual_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
+    found = _layer_bwd(ops, how, x)
+    needed = "residual" in how.needs
+    d_residual = ops.sum_to(x["grad"], x["residual"].shape) if needed else None
+    return [*found, d_residual]
 
-    def activation_mul_double_bwd(
-        self,
-        u: Any,
-        v: Any,
-        grad: Any,
-        a: Any,
-        b: Any,
-        activation: Any,
-        *,
-        needs: Iterable[str] = GATED_SECOND_NEEDS,
-        guard: bool = True,
-        backend: Any = None,
-    ) -> GatedSecondGradients:
-        """As :func:`numfuse.activation_mul_double_bwd`."""
-        required({"grad": grad, "a": a, "b": b})
-        needs = check_needs(needs, GATED_SECOND_NEEDS)
-        found = self.gate_double(u, v, grad, a, b, How(get(activation), needs, guard, backend))
-        return GatedSecondGradients(*spread(found, GATED_SECOND_NEEDS, needs))
 
-    def matmul_bias_activation_jvp(
-        self,
-        a: Any,
-        b: Any,
-        bias: Any,
-        a_dot: Any,
-        b_dot: Any,
-        bias_dot: Any,
-        activation: Any = "none",
-        *,
-        guard: bool = True,
-        backend: Any = None,
-    ) -> Tangent:
-        """As :func:`numfuse.matmul_bias_activation_jvp`."""
-        required({"a": a, "b": b})
-        how = How(get(activation), (), guard, backend)
-        out = self.product(a, b, bias, how)
-        return Tangent(out, self.product_tangent(a, b, bias, a_dot, b_dot, bias_dot, how))
+def _layer_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
+    needs = tuple(name for name in how.needs if name != "residual")
+    pre = ops.saved(x.get("pre_activation"), x["grad"])
+    operands = (x[name] for name in ("u", "v", "w", "grad", "a", "b", "bias"))
+    found = ops.primitive("product_double", how._replace(needs=needs), *operands, pre=pre)
+    return spread(found, GEMM_SECOND_NEEDS, needs)
 
-    def matmul_bias_residual_jvp(
-        self,
-        a: Any,
-        b: Any,
-        bias: Any,
-        residual: Any,
-        a_dot: Any,
-        b_dot: Any,
-        bias_dot: Any,
-        residual_dot: Any,
-        *,
-        backend: Any = None,
-    ) -> Tangent:
-        """As :func:`numfuse.matmul_bias_residual_jvp`."""
-        required({"a": a, "b": b, "residual": residual})
-        dots = {"a_dot": a_dot, "b_dot": b_dot, "bias_dot": bias_dot, "residual_dot": residual_dot}
-        self.checked(a=a, **dots)
-        for (name, x), like in zip(dots.items(), (a, b, bias, residual), strict=True):
-            _same_shape(name, x, f"the shape of {name.removesuffix('_dot')}", like)
-        out = self.residual(a, b, bias, residual, How(get("none"), backend=backend))
-        dot = pieces.moved(self, a_dot, b_dot, bias_dot, a, b, bias, backend)
-        # The residual has no part in T, and may enlarge nothing.
-        dot = self.zeros_like(out) if dot is None else dot
-        return Tangent(out, dot if residual_dot is None else dot + residual_dot)
 
-    def activation_mul_jvp(
-        self,
-        a: Any,
-        b: Any,
-        a_dot: Any,
-        b_dot: Any,
-        activation: Any,
-        *,
-        guard: bool = True,
-        backend: Any = None,
-    ) -> Tangent:
-        """As :func:`numfuse.activation_mul_jvp`."""
-        required({"a": a, "b": b})
-        how = How(get(activation), (), guard, backend)
-        return Tangent(self.gate(a, b, how), self.gate_tangent(a, b, a_dot, b_dot, how))
+def _residual_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
+    z, residual = x["z"], x["residual"]
+    ops.checked(z=z, residual=residual)
+    _same_shape("z", z, "the shape of residual", residual)
+    d_grad, *rest = _layer_double(ops, how, x)
+    if d_grad is not None and z is not None:
+        d_grad = d_grad + z
+    d_residual = ops.zeros_like(residual) if "residual" in how.needs else None
+    return [d_grad, *rest, d_residual]
 
-    # --- the primitives' pieces -----------------------------------------------------------------
-    def product_bwd_pieces(
-        self, grad: Any, a: Any, b: Any, bias: Any, how: How, pre: Any = None, guard: bool = False
-    ) -> tuple[Any, ...]:
-        found = pieces.backward(
-            self, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
-        )
-        return tuple(found[name] for name in GEMM_NEEDS if name in how.needs)
 
-    def product_double_pieces(
-        self,
-        u: Any,
-        v: Any,
-        w: Any,
-        grad: Any,
-        a: Any,
-        b: Any,
-        bias: Any,
-        how: How,
-        pre: Any = None,
-        guard: bool = False,
-    ) -> tuple[Any, ...]:
-        found = pieces.double_backward(
-            self, u, v, w, grad, a, b, bias, how.activation, how.needs, how.backend, pre, guard
-        )
-        return tuple(found[name] for name in GEMM_SECOND_NEEDS if name in how.needs)
+def _layer_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
+    operands = x["a"], x["b"], x["bias"]
+    out = ops.primitive("product", how, *operands)
+    dots = x["a_dot"], x["b_dot"], x["bias_dot"]
+    return out, ops.primitive("product_tangent", how, *operands, *dots)
 
-    def product_tangent_pieces(
-        self, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any, how: How
-    ) -> Any:
-        return pieces.tangent(self, a, b, bias, u, v, w, how.activation, how.backend)
 
-    def gate_bwd_pieces(self, grad: Any, a: Any, b: Any, how: How) -> tuple[Any, ...]:
-        found = pieces.gated_backward(self, grad, a, b, how.activation, how.needs, how.backend)
-        return tuple(found[name] for name in GATED_NEEDS if name in how.needs)
+def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
+    names = "a", "b", "bias", "residual"
+    dots = {f"{name}_dot": x[f"{name}_dot"] for name in names}
+    ops.checked(a=x["a"], **dots)
+    for name in names:
+        _same_shape(f"{name}_dot", dots[f"{name}_dot"], f"the shape of {name}", x[name])
+    out = _residual(ops, how, x)
+    u, v, w, residual_dot = dots.values()
+    dot = pieces.moved(ops, u, v, w, x["a"], x["b"], x["bias"], how.backend)
+    # The residual has no part in T, and may enlarge nothing.
+    dot = ops.zeros_like(out) if dot is None else dot
+    return out, dot if residual_dot is None else dot + residual_dot
 
-    def gate_double_pieces(
-        self, u: Any, v: Any, grad: Any, a: Any, b: Any, how: How
-    ) -> tuple[Any, ...]:
-        found = pieces.gated_double_backward(
-            self, u, v, grad, a, b, how.activation, how.needs, how.backend
-        )
-        return tuple(found[name] for name in GATED_SECOND_NEEDS if name in how.needs)
 
-    def gate_tangent_pieces(self, a: Any, b: Any, u: Any, v: Any, how: How) -> Any:
-        return pieces.gated_tangent(self, a, b, u, v, how.activation, how.backend)
+def _gate(ops: Functions, how: How, x: dict[str, Any]) -> Any:
+    return ops.primitive("gate", how, x["a"], x["b"])
+
+
+def _gate_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
+    found = ops.primitive("gate_bwd", how, x["grad"], x["a"], x["b"])
+    return spread(found, GATED_NEEDS, how.needs)
+
+
+def _gate_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
+    operands = (x[name] for name in ("u", "v", "grad", "a", "b"))
+    found = ops.primitive("gate_double", how, *operands)
+    return spread(found, GATED_SECOND_NEEDS, how.needs)
+
+
+def _gate_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
+    dot = ops.primitive("gate_tangent", how, x["a"], x["b"], x["a_dot"], x["b_dot"])
+    return _gate(ops, how, x), dot
+
+
+#: By public function: what it is made of.
+_CALLS: dict[str, Callable[[Functions, How, dict[str, Any]], Any]] = {
+    "matmul_bias_activation": _layer,
+    "matmul_bias_residual": _residual,
+    "matmul_bias_activation_bwd": _layer_bwd,
+    "matmul_bias_residual_bwd": _residual_bwd,
+    "matmul_bias_activation_double_bwd": _layer_double,
+    "matmul_bias_residual_double_bwd": _residual_double,
+    "matmul_bias_activation_jvp": _layer_jvp,
+    "matmul_bias_residual_jvp": _residual_jvp,
+    "activation_mul": _gate,
+    "activation_mul_bwd": _gate_bwd,
+    "activation_mul_double_bwd": _gate_double,
+    "activation_mul_jvp": _gate_jvp,
+}
 
 
 def _same_shape(name: str, x: Any, what: str, like: Any) -> None:
-    """ValueError for a tangent, a cotangent or a pre-activation of another shape."""
+    """Raise ValueError for a tangent, a cotangent or a pre-activation of another shape."""
     if x is None:
         return
     if like is None:
@@ -529,44 +238,3 @@ def _same_shape(name: str, x: Any, what: str, like: Any) -> None:
         raise ValueError(f"{name} must be None where {of} is None, got an array")
     if tuple(x.shape) != tuple(like.shape):
         raise ValueError(f"{name} must have {what} {tuple(like.shape)}, got {tuple(x.shape)}")
-
-
-def _there(needs: tuple[str, ...], bias: Any) -> tuple[str, ...]:
-    return needs if bias is not None else tuple(name for name in needs if name != "bias")
-
-
-def _add_gates() -> None:
-    """silu_mul and the others, and their backwards."""
-
-    def add(gate: str) -> None:
-        def forward(
-            self: Functions, a: Any, b: Any, *, out: Any = None, backend: Any = None
-        ) -> Any:
-            return self.activation_mul(a, b, gate, out=out, backend=backend)
-
-        def backward(
-            self: Functions,
-            grad: Any,
-            a: Any,
-            b: Any,
-            *,
-            needs: Iterable[str] = GATED_NEEDS,
-            guard: bool = True,
-            out: Any = None,
-            backend: Any = None,
-        ) -> GatedGradients:
-            return self.activation_mul_bwd(
-                grad, a, b, gate, needs=needs, guard=guard, out=out, backend=backend
-            )
-
-        for function, name in ((forward, f"{gate}_mul"), (backward, f"{gate}_mul_bwd")):
-            function.__name__ = name
-            function.__qualname__ = f"Functions.{name}"
-            function.__doc__ = f"As :func:`numfuse.{name}`."
-            setattr(Functions, name, function)
-
-    for gate in _GATES:
-        add(gate)
-
-
-_add_gates()

@@ -6,11 +6,11 @@ The problem is made, and every check applied, with the arrays' ghosts (see
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from numpy import ndarray
 
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, latest, load
 from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray, address
@@ -20,34 +20,11 @@ from numfuse.backends.webgpu.lower.elementwise import zero
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.program import Program, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
-from numfuse.problem import product, second_order
 from numfuse.problem.operands import required
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GATED_SECOND_NEEDS,
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    RESIDUAL_NEEDS,
-    RESIDUAL_SECOND_NEEDS,
-)
+from numfuse.problem.results import ResidualGradient
 from numfuse.runtime.lifetimes import formulas_of
 
-__all__ = [
-    "activation_mul",
-    "activation_mul_bwd",
-    "activation_mul_double_bwd",
-    "activation_mul_jvp",
-    "matmul_bias_activation",
-    "matmul_bias_activation_bwd",
-    "matmul_bias_activation_double_bwd",
-    "matmul_bias_activation_jvp",
-    "matmul_bias_residual",
-    "matmul_bias_residual_bwd",
-    "matmul_bias_residual_double_bwd",
-    "matmul_bias_residual_jvp",
-    "synchronize",
-    "to_numpy",
-]
+__all__ = [*NAMES, "synchronize", "to_numpy"]
 
 
 class _Call:
@@ -95,22 +72,17 @@ class _Call:
         ghost: ndarray = x.ghost
         return ghost
 
-    def outs(self, out: Any, names: tuple[str, ...]) -> Any:
-        """The ghosts of a tuple of outputs; what is no such tuple is left to the problem."""
-        if not isinstance(out, tuple | list) or len(out) != len(names):
-            return out
-        return tuple(self.out(f"d_{name}", x) for name, x in zip(names, out, strict=True))
-
-    def run(
-        self, kind: str, p: Any, operation: Callable[[DeviceStore, Any], None], plain: Any = True
-    ) -> Any:
+    def run(self, kind: str, p: Any, residual: ResidualGradient | None) -> Any:
         """Run a problem of ghosts, and return its result as arrays of the device.
 
-        `plain` is None where the operation does more than the problem says.
+        `residual` is the gradient of a residual, which is no part of the problem.
         """
         device = self.device
         arrays = self._operands + self._outs
-        key = None if plain is None else key_of(kind, p, arrays, len(self._outs))
+        d_residual = getattr(p.result, "d_residual", None)
+        # What is more than the problem says is not recorded.
+        plain = residual is None and d_residual is None
+        key = key_of(kind, p, arrays, len(self._outs)) if plain else None
         program = device.programs.get(key)
         result = p.result
         results = result if isinstance(result, tuple) else (result,)
@@ -124,7 +96,11 @@ class _Call:
         else:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
-            operation(store, p)
+            getattr(split, kind)(store, p)
+            if residual is not None:
+                sum_to(store, residual.grad, residual.d_residual, p.acc_dtype)
+            elif d_residual is not None:
+                zero(store, d_residual, p.acc_dtype)
             store.finish()
             self.backend.record(device, kind, p)
             for ghost in new:
@@ -158,268 +134,21 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
     )
 
 
-def matmul_bias_activation(
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    activation: Any = "none",
-    *,
-    return_pre_activation: bool = False,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation`."""
-    call = _Call(backend, a=a, b=b, bias=bias)
-    p = product.gemm(
-        a.ghost, b.ghost, _ghost(bias), activation, return_pre_activation, call.out("out", out)
-    )
-    return call.run("forward", p, split.forward)
+class _WebGpu(PublicFunctions):
+    """The public functions as problems of ghosts, run on the arrays' device."""
+
+    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
+        call = _Call(x["backend"], **{name: x[name] for name in signature.arrays})
+        ghosts = {name: _ghost(x[name]) for name in signature.arrays}
+        ghosts |= {name: call.out(name, out) for name, out in signature.outs(x).items()}
+        p = signature.problem(x, **ghosts)
+        residual = None
+        if isinstance(p, tuple):
+            p, residual = p
+        return call.run(signature.kind, p, residual)
 
 
-def matmul_bias_residual(
-    a: Any, b: Any, bias: Any, residual: Any, *, out: Any = None, backend: Any = None
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual`."""
-    call = _Call(backend, a=a, b=b, bias=bias, residual=residual)
-    p = product.gemm_residual(a.ghost, b.ghost, _ghost(bias), residual.ghost, call.out("out", out))
-    return call.run("forward", p, split.forward)
-
-
-def matmul_bias_activation_bwd(
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    activation: Any = "none",
-    *,
-    pre_activation: Any = None,
-    needs: Iterable[str] = GEMM_NEEDS,
-    sum_batch: bool = False,
-    guard: bool = True,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation_bwd`."""
-    call = _Call(backend, grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
-    p = product.gemm_backward(
-        grad.ghost,
-        a.ghost,
-        b.ghost,
-        _ghost(bias),
-        activation,
-        _ghost(pre_activation),
-        needs,
-        sum_batch,
-        guard,
-        call.outs(out, GEMM_NEEDS),
-    )
-    return call.run("backward", p, split.backward)
-
-
-def matmul_bias_residual_bwd(
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    *,
-    pre_activation: Any = None,
-    needs: Iterable[str] = RESIDUAL_NEEDS,
-    sum_batch: bool = False,
-    guard: bool = True,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual_bwd`."""
-    call = _Call(
-        backend, grad=grad, a=a, b=b, bias=bias, residual=residual, pre_activation=pre_activation
-    )
-    p, residual_grad = product.gemm_residual_backward(
-        grad.ghost,
-        a.ghost,
-        b.ghost,
-        _ghost(bias),
-        residual.ghost,
-        _ghost(pre_activation),
-        needs,
-        sum_batch,
-        guard,
-        call.outs(out, RESIDUAL_NEEDS),
-    )
-
-    def both(store: DeviceStore, p: Any) -> None:
-        split.backward(store, p)
-        if residual_grad is not None:
-            sum_to(store, residual_grad.grad, residual_grad.d_residual, p.acc_dtype)
-
-    return call.run("backward", p, both, None if residual_grad is not None else True)
-
-
-def activation_mul(a: Any, b: Any, activation: Any, *, out: Any = None, backend: Any = None) -> Any:
-    """As :func:`numfuse.activation_mul`."""
-    call = _Call(backend, a=a, b=b)
-    p = product.gated(a.ghost, b.ghost, activation, call.out("out", out))
-    return call.run("gated", p, split.gated)
-
-
-def activation_mul_bwd(
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Any,
-    *,
-    needs: Iterable[str] = GATED_NEEDS,
-    guard: bool = True,
-    out: Any = None,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.activation_mul_bwd`."""
-    call = _Call(backend, grad=grad, a=a, b=b)
-    p = product.gated_backward(
-        grad.ghost, a.ghost, b.ghost, activation, needs, guard, call.outs(out, GATED_NEEDS)
-    )
-    return call.run("gated_backward", p, split.gated_backward)
-
-
-def matmul_bias_activation_double_bwd(
-    u: Any,
-    v: Any,
-    w: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    activation: Any = "none",
-    *,
-    needs: Iterable[str] = GEMM_SECOND_NEEDS,
-    pre_activation: Any = None,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation_double_bwd`."""
-    operands = (u, v, w, grad, a, b, bias)
-    names = ("u", "v", "w", "grad", "a", "b", "bias")
-    call = _Call(backend, **dict(zip(names, operands, strict=True)), pre_activation=pre_activation)
-    u, v, w, grad, a, b, bias = map(_ghost, operands)
-    pre = _ghost(pre_activation)
-    p = second_order.gemm_double_backward(u, v, w, grad, a, b, bias, activation, pre, needs, guard)
-    return call.run("double_backward", p, split.double_backward)
-
-
-def matmul_bias_residual_double_bwd(
-    u: Any,
-    v: Any,
-    w: Any,
-    z: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    *,
-    needs: Iterable[str] = RESIDUAL_SECOND_NEEDS,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual_double_bwd`."""
-    call = _Call(backend, u=u, v=v, w=w, z=z, grad=grad, a=a, b=b, bias=bias, residual=residual)
-    operands = (u, v, w, z, grad, a, b, bias, residual)
-    u, v, w, z, grad, a, b, bias, residual = map(_ghost, operands)
-    p = second_order.gemm_residual_double_backward(
-        u, v, w, z, grad, a, b, bias, residual, needs, guard
-    )
-
-    def both(store: DeviceStore, p: Any) -> None:
-        split.double_backward(store, p)
-        if p.result.d_residual is not None:
-            zero(store, p.result.d_residual, p.acc_dtype)
-
-    return call.run("double_backward", p, both, None)
-
-
-def matmul_bias_activation_jvp(
-    a: Any,
-    b: Any,
-    bias: Any,
-    a_dot: Any,
-    b_dot: Any,
-    bias_dot: Any,
-    activation: Any = "none",
-    *,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_activation_jvp`."""
-    call = _Call(backend, a=a, b=b, bias=bias, a_dot=a_dot, b_dot=b_dot, bias_dot=bias_dot)
-    operands = (a, b, bias, a_dot, b_dot, bias_dot)
-    a, b, bias, a_dot, b_dot, bias_dot = map(_ghost, operands)
-    p = second_order.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
-    return call.run("tangent", p, split.tangent)
-
-
-def matmul_bias_residual_jvp(
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    a_dot: Any,
-    b_dot: Any,
-    bias_dot: Any,
-    residual_dot: Any,
-    *,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.matmul_bias_residual_jvp`."""
-    call = _Call(
-        backend,
-        a=a,
-        b=b,
-        bias=bias,
-        residual=residual,
-        a_dot=a_dot,
-        b_dot=b_dot,
-        bias_dot=bias_dot,
-        residual_dot=residual_dot,
-    )
-    operands = (a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot)
-    p = second_order.gemm_residual_tangent(*map(_ghost, operands))
-    return call.run("tangent", p, split.tangent)
-
-
-def activation_mul_double_bwd(
-    u: Any,
-    v: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Any,
-    *,
-    needs: Iterable[str] = GATED_SECOND_NEEDS,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.activation_mul_double_bwd`."""
-    call = _Call(backend, u=u, v=v, grad=grad, a=a, b=b)
-    u, v, grad, a, b = map(_ghost, (u, v, grad, a, b))
-    p = second_order.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
-    return call.run("gated_double_backward", p, split.gated_double_backward)
-
-
-def activation_mul_jvp(
-    a: Any,
-    b: Any,
-    a_dot: Any,
-    b_dot: Any,
-    activation: Any,
-    *,
-    guard: bool = True,
-    backend: Any = None,
-) -> Any:
-    """As :func:`numfuse.activation_mul_jvp`."""
-    call = _Call(backend, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
-    a, b, a_dot, b_dot = map(_ghost, (a, b, a_dot, b_dot))
-    p = second_order.gated_tangent(a, b, a_dot, b_dot, activation, guard)
-    return call.run("gated_tangent", p, split.gated_tangent)
+globals().update(_WebGpu().functions())
 
 
 def to_numpy(x: DeviceArray) -> ndarray:

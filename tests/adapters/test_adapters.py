@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import subprocess
 import sys
 from importlib import import_module
@@ -28,6 +29,40 @@ def test_an_adapter_has_the_public_functions_with_their_signatures(library, name
     ]
     for mine, theirs in zip(own.parameters.values(), public.parameters.values(), strict=True):
         assert mine.default == theirs.default
+
+
+ADAPTERS = (*DIFFERENTIATING, "dask", "webgpu")
+
+
+@pytest.mark.parametrize("library", ADAPTERS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_function_of_an_adapter_is_pickled_and_tells_its_name_and_its_arguments(library, name):
+    package = "wgpu" if library == "webgpu" else library
+    pytest.importorskip(package, reason=f"{package} is not installed")
+    function = getattr(import_module(f"numfuse.adapters.{library}"), name)
+    assert pickle.loads(pickle.dumps(function)).__name__ == name
+    assert function.__doc__.startswith(inspect.getdoc(getattr(nf, name)).partition("\n\n")[0])
+    assert f"numfuse.{name}" in function.__doc__
+    with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument 'bais'"):
+        function(1, 2, bais=3)
+
+
+@pytest.mark.parametrize("library", DIFFERENTIATING)
+def test_needs_may_be_in_any_order(library):
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    functions = import_module(f"numfuse.adapters.{library}")
+    make = {"torch": "torch.tensor", "jax": "jax.numpy.asarray", "autograd": "numpy.asarray"}
+    module, _, maker = make[library].rpartition(".")
+    x = getattr(import_module(module), maker)(np.arange(4.0).reshape(2, 2))
+    if library == "torch":
+        x.requires_grad_()
+    found = functions.matmul_bias_activation_bwd(x, x, x, x[0], "tanh", needs=("bias", "a"))
+    every = functions.matmul_bias_activation_bwd(x, x, x, x[0], "tanh")
+    assert found.d_b is None
+    for name in ("d_a", "d_bias"):
+        assert (getattr(found, name) == getattr(every, name)).all()
+    gate = functions.activation_mul_bwd(x, x, x, "tanh", needs=["b", "a", "b"])
+    assert (gate.d_a == functions.activation_mul_bwd(x, x, x, "tanh").d_a).all()
 
 
 def test_every_operation_has_an_adapters_name():

@@ -18,9 +18,11 @@ from oracle import ACTIVATIONS  # noqa: E402
 from torch.autograd import gradcheck, gradgradcheck  # noqa: E402
 
 import numfuse as nf  # noqa: E402
+from numfuse.adapters import signatures  # noqa: E402
 from numfuse.adapters import torch as adapter  # noqa: E402
-from numfuse.adapters.surface import NAMES, gate_of  # noqa: E402
-from numfuse.adapters.torch.operators import key_of  # noqa: E402
+from numfuse.adapters.signatures import NAMES  # noqa: E402
+from numfuse.adapters.torch.functions import FUNCTIONS  # noqa: E402
+from numfuse.adapters.torch.keys import key_of  # noqa: E402
 
 # a, b, bias: plain, broadcast batches, a bias per member, 1-D operands
 SHAPES = {
@@ -220,7 +222,7 @@ OTHER = {"activation", "needs", "guard", "backend", "sum_batch", "return_pre_act
 SIGNATURES = {
     name: [x for x in inspect.signature(getattr(nf, name)).parameters if x not in OTHER]
     for name in NAMES
-    if gate_of(name)[0] == name
+    if name in signatures.SIGNATURES
 }
 
 
@@ -352,21 +354,24 @@ def cases():
     x, y = draw((5,), (5,), seed=13)
     key, gate = key_of("gelu"), key_of("silu")
     rest, gate_rest = (key, True, None), (gate, True, None)
-    yield adapter._PRODUCT.op, (a, b, bias, *rest)
-    yield adapter._PRODUCT.op, (a, b, None, *rest)
-    yield adapter._RESIDUAL.op, (a, b, bias, residual, key_of("none"), True, None)
-    for op in adapter._PRODUCT_BWD.values():
+    operators: dict = {}
+    for (name, _), op in FUNCTIONS.operators.items():
+        operators.setdefault(name, []).append(op)
+    yield operators["product"][0].op, (a, b, bias, *rest)
+    yield operators["product"][0].op, (a, b, None, *rest)
+    yield operators["residual"][0].op, (a, b, bias, residual, key_of("none"), True, None)
+    for op in operators["product_bwd"]:
         yield op.op, (grad, a, b, bias, None, *rest)
     yield op.op, (grad, a, b, bias, (a @ b + bias).detach().requires_grad_(), *rest)
-    for op in adapter._PRODUCT_DOUBLE.values():
+    for op in operators["product_double"]:
         yield op.op, (a.detach(), None, bias.detach(), grad, a, b, bias, None, *rest)
-    yield adapter._PRODUCT_TANGENT.op, (a, b, bias, a.detach(), None, None, *rest)
-    yield adapter._GATE.op, (x, y, *gate_rest)
-    for op in adapter._GATE_BWD.values():
+    yield operators["product_tangent"][0].op, (a, b, bias, a.detach(), None, None, *rest)
+    yield operators["gate"][0].op, (x, y, *gate_rest)
+    for op in operators["gate_bwd"]:
         yield op.op, (x.detach(), x, y, *gate_rest)
-    for op in adapter._GATE_DOUBLE.values():
+    for op in operators["gate_double"]:
         yield op.op, (x.detach(), y.detach(), x.detach(), x, y, *gate_rest)
-    yield adapter._GATE_TANGENT.op, (x, y, None, y.detach(), *gate_rest)
+    yield operators["gate_tangent"][0].op, (x, y, None, y.detach(), *gate_rest)
 
 
 CASES = list(cases())
@@ -882,7 +887,7 @@ def test_two_processes_give_the_gradients_of_one(tmp_path):
 def test_redefined_activations_are_held_within_a_bound_and_still_known_by_graphs():
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    from numfuse.adapters.torch import operators
+    from numfuse.adapters.torch import keys
 
     x = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4)
     w = torch.eye(4, dtype=torch.float64)
@@ -892,11 +897,11 @@ def test_redefined_activations_are_held_within_a_bound_and_still_known_by_graphs
 
     act = define(2.0)
     graph = make_fx(lambda x: nf.matmul_bias_activation(x, w, None, act))(x)
-    before = len(operators._ACTIVATIONS._texts)
-    for step in range(operators._HELD + 5):
+    before = len(keys._ACTIVATIONS._texts)
+    for step in range(keys._HELD + 5):
         act = define(3.0 + step)
         found = nf.matmul_bias_activation(x.requires_grad_(), w, None, act).detach()
         torch.testing.assert_close(found, (3.0 + step) * x.detach() ** 2)
-    assert len(operators._ACTIVATIONS) <= operators._HELD
-    assert len(operators._ACTIVATIONS._texts) > before
+    assert len(keys._ACTIVATIONS) <= keys._HELD
+    assert len(keys._ACTIVATIONS._texts) > before
     torch.testing.assert_close(graph(x.detach()), 2.0 * x.detach() ** 2)  # made from its text

@@ -216,7 +216,8 @@ ARROWS: dict[str, set[str]] = {
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "devices",
-        "differentials", "errors", "expr", "functional", "problem", "runtime",
+        "differentials", "epilogues", "errors", "expr", "functional", "language", "problem",
+        "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {

@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse import differentials, functional
-from numfuse.adapters.surface import How, made, spread
-from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, GEMM_NEEDS, GEMM_SECOND_NEEDS
+from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive, spread
+from numfuse.problem.results import GATED_NEEDS, GEMM_NEEDS
 from numfuse.problem.shapes import gemm_shape, residual_view
 
 __all__ = [
@@ -42,10 +41,10 @@ Operands = Sequence[Any]
 
 
 class Operation(NamedTuple):
-    """A function of the core; its operands are those that are kept, then those it is linear in.
+    """A primitive of `numfuse.adapters.primitives`, or the tangent of a backward.
 
-    The kinds of operands and results are a, b, c (bias), r (residual) and o (result) of a product,
-    e of a gate. `names`: of the results, where `How.needs` chooses among them.
+    Its operands are those that are kept, then those it is linear in, each by its kind. `names`: of
+    the results, where `How.needs` chooses among them.
     """
 
     name: str
@@ -53,7 +52,7 @@ class Operation(NamedTuple):
     moved: str
     results: str
     names: tuple[str, ...] | None
-    #: (how, operands) -> results, over NumPy arrays.
+    #: (how, operands) -> the result, or the tuple of those that are wanted, over NumPy arrays.
     run: Callable[[How, list[Any]], Any]
 
     @property
@@ -168,8 +167,6 @@ def on_host(operation: Operation, form: Form, given: Sequence[Any]) -> list[ndar
     results = operation.run(form.how, operands)
     if operation.names is None:
         results = (results,)
-    else:
-        results = made(results, operation.names, form.how.needs)
     # Without the axes that were put in, and those that 1-D operands leave out.
     return [
         np.reshape(x, shapes.full(kind))
@@ -181,11 +178,13 @@ def _added(x: Any, y: Any) -> Any:
     return y if x is None else x if y is None else x + y
 
 
-def _backward_tangent(
-    backward: Callable[..., Any], double: Callable[..., Any], names: tuple[str, ...]
-) -> Callable[[How, list[Any]], Any]:
-    """The derivative of a backward: linear in grad, and a product of the Hessian of
-    sum(grad * act(a b + c)), which is symmetric: that is the double backward's."""
+def _backward_tangent(name: str, names: tuple[str, ...]) -> Operation:
+    """Return the derivative of a backward.
+
+    It is linear in grad, and a product of the Hessian of sum(grad * act(a b + c)), which is
+    symmetric: that is the double backward's.
+    """
+    backward, double = OPERATIONS[f"{name}_bwd"], OPERATIONS[f"{name}_double"]
 
     def run(how: How, operands: list[Any]) -> Any:
         n = len(operands) // 2
@@ -193,115 +192,30 @@ def _backward_tangent(
         grad_dot, *dots = operands[n:]
         found: Sequence[Any] = [None] * len(names)
         if grad_dot is not None:
-            found = spread(
-                made(backward(how, [*kept, grad_dot]), names, how.needs), names, how.needs
-            )
+            found = spread(backward.run(how, [*kept, grad_dot]), names, how.needs)
         if any(x is not None for x in dots):
-            second = double(how, [grad, *kept, *dots])
-            parts = [getattr(second, f"d_{name}") for name in names]
-            found = [_added(x, y) for x, y in zip(found, parts, strict=True)]
-        return found
+            second = spread(double.run(how, [grad, *kept, *dots]), names, how.needs)
+            found = [_added(x, y) for x, y in zip(found, second, strict=True)]
+        return tuple(x for x in found if x is not None)
 
-    return run
-
-
-def _product(how: How, x: list[Any]) -> Any:
-    a, b, bias = x
-    return functional.matmul_bias_activation(a, b, bias, how.activation, backend=how.backend)
+    kinds = double.kept
+    return Operation(f"{name}_bwd_tangent", kinds, kinds, kinds[1:], names, run)
 
 
-def _product_tangent(how: How, x: list[Any]) -> Any:
-    a, b, bias, u, v, w = x
-    return differentials.matmul_bias_activation_jvp(
-        a, b, bias, u, v, w, how.activation, guard=how.guard, backend=how.backend
-    ).out_dot
+def _of(primitive: Primitive) -> Operation:
+    """Return a primitive with the operands that it is linear in behind the others."""
+    kinds = "".join(primitive.linear_last(primitive.kinds))
+    n = len(kinds) - len(primitive.moved)
+
+    def run(how: How, x: list[Any]) -> Any:
+        return primitive.run(CORE, how, *primitive.in_place(x))
+
+    return Operation(primitive.name, kinds[:n], kinds[n:], primitive.results, primitive.names, run)
 
 
-def _product_bwd(how: How, x: list[Any]) -> Any:
-    a, b, bias, grad = x
-    return functional.matmul_bias_activation_bwd(
-        grad, a, b, bias, how.activation, needs=how.needs, guard=how.guard, backend=how.backend
-    )
-
-
-def _product_double(how: How, x: list[Any]) -> Any:
-    grad, a, b, bias, u, v, w = x
-    return differentials.matmul_bias_activation_double_bwd(
-        u,
-        v,
-        w,
-        grad,
-        a,
-        b,
-        bias,
-        how.activation,
-        needs=how.needs,
-        guard=how.guard,
-        backend=how.backend,
-    )
-
-
-def _residual(how: How, x: list[Any]) -> Any:
-    a, b, bias, residual = x
-    return functional.matmul_bias_residual(a, b, bias, residual, backend=how.backend)
-
-
-def _gate(how: How, x: list[Any]) -> Any:
-    a, b = x
-    return functional.activation_mul(a, b, how.activation, backend=how.backend)
-
-
-def _gate_tangent(how: How, x: list[Any]) -> Any:
-    a, b, u, v = x
-    return differentials.activation_mul_jvp(
-        a, b, u, v, how.activation, guard=how.guard, backend=how.backend
-    ).out_dot
-
-
-def _gate_bwd(how: How, x: list[Any]) -> Any:
-    a, b, grad = x
-    return functional.activation_mul_bwd(
-        grad, a, b, how.activation, needs=how.needs, guard=how.guard, backend=how.backend
-    )
-
-
-def _gate_double(how: How, x: list[Any]) -> Any:
-    grad, a, b, u, v = x
-    return differentials.activation_mul_double_bwd(
-        u, v, grad, a, b, how.activation, needs=how.needs, guard=how.guard, backend=how.backend
-    )
-
-
-OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation("product", "abc", "", "o", None, _product),
-        Operation("product_tangent", "abc", "abc", "o", None, _product_tangent),
-        Operation("product_bwd", "abc", "o", "abc", GEMM_NEEDS, _product_bwd),
-        Operation(
-            "product_bwd_tangent",
-            "oabc",
-            "oabc",
-            "abc",
-            GEMM_NEEDS,
-            _backward_tangent(_product_bwd, _product_double, GEMM_NEEDS),
-        ),
-        Operation("product_double", "oabc", "abc", "oabc", GEMM_SECOND_NEEDS, _product_double),
-        Operation("residual", "abcr", "", "o", None, _residual),
-        Operation("gate", "ee", "", "e", None, _gate),
-        Operation("gate_tangent", "ee", "ee", "e", None, _gate_tangent),
-        Operation("gate_bwd", "ee", "e", "ee", GATED_NEEDS, _gate_bwd),
-        Operation(
-            "gate_bwd_tangent",
-            "eee",
-            "eee",
-            "ee",
-            GATED_NEEDS,
-            _backward_tangent(_gate_bwd, _gate_double, GATED_NEEDS),
-        ),
-        Operation("gate_double", "eee", "ee", "eee", GATED_SECOND_NEEDS, _gate_double),
-    )
-}
+OPERATIONS = {name: _of(primitive) for name, primitive in PRIMITIVES.items()}
+for _name, _names in (("product", GEMM_NEEDS), ("gate", GATED_NEEDS)):
+    OPERATIONS[f"{_name}_bwd_tangent"] = _backward_tangent(_name, _names)
 TRANSPOSES = {
     "product_tangent": "product_bwd",
     "product_bwd": "product_tangent",

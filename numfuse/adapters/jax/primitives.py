@@ -37,7 +37,7 @@ from numfuse.adapters.jax.operations import (
     own_shapes,
     shapes_of,
 )
-from numfuse.adapters.surface import How, made, spread
+from numfuse.adapters.primitives import How, made, spread
 from numfuse.problem.operands import accumulator
 
 __all__ = ["call", "through"]
@@ -324,7 +324,10 @@ def _agreed(given: list[Any]) -> list[Any]:
 
 
 def call(name: str, how: How, operands: Operands) -> list[Any]:
-    """The results of an operation in their places, after every check that needs no values."""
+    """Return the results of an operation in their places, after the checks that need no values.
+
+    The operands that it is linear in come last.
+    """
     operation = OPERATIONS[name]
     given: list[tuple[str, Any]] = []
     dtypes: dict[str, None] = {}

@@ -1,0 +1,209 @@
+"""The public functions over PyTorch's tensors: by the operators, or at once where nothing watches.
+
+An operator of PyTorch costs 50 us more than the call. It is for what is differentiated, traced or
+transformed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+
+from numfuse.adapters.primitives import CORE, PRIMITIVES, How
+from numfuse.adapters.signatures import of_module
+from numfuse.adapters.surface import Functions
+from numfuse.adapters.torch.operators import on_cuda
+from numfuse.adapters.torch.rules import operators
+from numfuse.adapters.torch.tensors import (
+    checked,
+    is_lazy,
+    moves,
+    own_values,
+    to_numpy,
+    to_tensor,
+    watched,
+)
+
+__all__ = ["FUNCTIONS", "TENSORS", "activation", "public"]
+
+#: Classes whose instances mean no more than their values.
+TENSORS = frozenset({Tensor, nn.Parameter})
+
+
+def _autocast(*operands: Any) -> tuple[Any, ...]:
+    """Operands in the dtype of an autocast region, as torch.nn.functional.linear takes them."""
+    kind = "cuda" if getattr(operands[0], "is_cuda", False) else "cpu"
+    if not torch.is_autocast_enabled(kind):
+        return operands
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
+        for x in operands
+    )
+
+
+class _Torch(Functions):
+    """The public functions over the operators."""
+
+    what = "PyTorch's autograd, transformations, modes and tracing"
+    arrays = torch
+    checked = staticmethod(checked)
+    moves = staticmethod(moves)
+
+    def __init__(self) -> None:
+        self.operators = operators(self)
+
+    def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
+        primitive = PRIMITIVES[name]
+        if primitive.is_forward:
+            operands = _autocast(*operands)
+        names = primitive.operands
+        checked(**dict(zip(names, operands, strict=True)), pre_activation=pre)
+        if primitive.names is None:
+            return self.operators[name, ()](*operands, how=how)[0]
+        if not how.needs:
+            return ()
+        saved = (pre,) if primitive.takes_saved else ()
+        return self.operators[name, how.needs](*operands, *saved, how=how)
+
+    def refuse_out(self, out: Any) -> None:
+        if out is not None:
+            _outputs(out)
+        super().refuse_out(out)
+
+    def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
+        # (an operator's output may not be its input, and nor may this one's)
+        return x.clone() if x.shape == torch.Size(shape) else x.sum_to_size(shape)
+
+    def widened(self, x: Any) -> Any:
+        return x if x.dtype == torch.float64 else x.float()
+
+    def ones_like(self, x: Any) -> Any:
+        return x.new_ones(()).expand(x.shape)  # one element in every place
+
+    def narrowed(self, x: Any, like: Any) -> Any:
+        return x.to(like.dtype)
+
+    def saved_dtypes(self, like: Any) -> tuple[Any, ...]:
+        return torch.float64 if like.dtype == torch.float64 else torch.float32, like.dtype
+
+
+FUNCTIONS = _Torch()
+
+
+# --- without operators --------------------------------------------------------------------------
+def _bare(values: Iterable[Any]) -> Tensor | None:
+    """The first tensor, where all are of one device and nothing is to be derived or traced."""
+    first: Tensor | None = None
+    grad = torch.is_grad_enabled()
+    flat: list[Any] = []
+    for x in values:  # (of needs, or of out)
+        flat.extend(x) if type(x) is tuple or type(x) is list else flat.append(x)
+    for x in flat:
+        if type(x) in TENSORS:
+            if (grad and x.requires_grad) or x.layout != torch.strided:
+                return None
+            first = x if first is None else first
+            if x.device != first.device:
+                return None
+        elif isinstance(x, (Tensor, np.ndarray)):
+            return None
+    if first is None or not (first.is_cpu or first.is_cuda):
+        return None
+    return None if watched(first.device.type) else first
+
+
+def _outputs(out: Any) -> list[Any]:
+    """The tensors of `out`, which may be written to: checked before anything is computed."""
+    outs = [x for x in (out if isinstance(out, (tuple, list)) else (out,)) if x is not None]
+    for x in outs:
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"out must be a torch.Tensor as the operands, got {kind}")
+        if is_lazy(x):
+            raise ValueError(
+                "out must hold its values in its memory, got a tensor with a negative bit or one "
+                "of zeros without memory"
+            )
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise RuntimeError(
+                "out must be no inference tensor outside of torch.inference_mode(), where PyTorch "
+                "does not let one be written to, got one: out.clone() is a tensor like others"
+            )
+    return outs
+
+
+def _in_memory(x: Any) -> Any:
+    """An argument of a call over memory that holds its values."""
+    return own_values(x) if isinstance(x, Tensor) and is_lazy(x) else x
+
+
+def _array(x: Any, known: dict[int, Tensor]) -> Any:
+    """An argument of a call as the core takes it; `known` keeps the tensors of arrays."""
+    if isinstance(x, Tensor):
+        made = to_numpy(x)
+        known[id(made)] = x
+        return made
+    if isinstance(x, (tuple, list)) and any(isinstance(y, Tensor) for y in x):
+        return tuple(_array(y, known) for y in x)
+    return x
+
+
+def _result(x: Any, known: dict[int, Tensor]) -> Any:
+    """A result of the core as tensors: the caller's own where they were given."""
+    if isinstance(x, np.ndarray):
+        return known[id(x)] if id(x) in known else to_tensor(x)
+    if isinstance(x, tuple):
+        made = [_result(y, known) for y in x]
+        return x._make(made) if hasattr(x, "_make") else tuple(made)
+    return x
+
+
+def public(name: str) -> Any:
+    """Return a public function as the module has it: at once where that gives the same."""
+    derived = getattr(FUNCTIONS, name)
+
+    @functools.wraps(derived)
+    def call(*args: Any, **options: Any) -> Any:
+        first: Any = None
+        if not torch.compiler.is_compiling():
+            first = args[0] if args else None
+            if type(first) in TENSORS and first.is_cuda and not watched("cuda"):
+                made = on_cuda().again(name, args, options)
+                if made is not None:
+                    return made
+            first = _bare((*args, *options.values()))
+        if first is None:
+            return derived(*args, **options)
+        out = options.get("out")
+        outs = () if out is None else _outputs(out)
+        if first.is_cuda:
+            operands = [_in_memory(x) for x in args]
+            named = {key: _in_memory(x) for key, x in options.items()}
+            found = getattr(on_cuda(), name)(*operands, **named)
+        else:
+            known: dict[int, Tensor] = {}
+            operands = [_array(x, known) for x in args]
+            named = {key: _array(x, known) for key, x in options.items()}
+            found = _result(getattr(CORE, name)(*operands, **named), known)
+        for x in outs:
+            # What a backward keeps of it is noticed, as where PyTorch itself writes.
+            if not x.is_inference():
+                increment_version(x)
+        return found
+
+    return of_module(call, "numfuse.adapters.torch")
+
+
+_GATED = public("activation_mul")
+
+
+def activation(x: Any, activation: Any) -> Any:
+    """The values of an activation at a tensor, on its device and differentiable."""
+    return _GATED(x, FUNCTIONS.ones_like(x), activation)

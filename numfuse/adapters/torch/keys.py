@@ -1,0 +1,87 @@
+"""Strings for what the schema of an operator cannot name: activations and backend objects."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from numfuse.activations import activations, get
+
+__all__ = ["activation_of", "backend_key", "backend_of", "key_of"]
+
+#: Activations that are held for the strings that stand for them.
+_HELD = 64
+
+
+class _Activations(dict[str, Any]):
+    """Activations by the strings that stand for them in a graph of PyTorch's.
+
+    A compiled graph knows a string for as long as it lives. The object behind it holds its kernels,
+    so only the latest `_HELD` are kept as objects; of the others there is a text of some kilobytes,
+    from which one is made again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._texts: dict[str, bytes] = {}
+
+    def hold(self, key: str, activation: Any) -> None:
+        """Keep an activation; the oldest beyond `_HELD` becomes its text."""
+        self[key] = activation
+        while len(self) > _HELD:
+            try:
+                oldest = next(iter(self))
+            except (RuntimeError, StopIteration):  # another thread was here
+                continue
+            gone = self.get(oldest)
+            if gone is not None:
+                self._texts.setdefault(oldest, pickle.dumps(gone))
+            self.pop(oldest, None)
+
+    def __missing__(self, key: str) -> Any:
+        made = pickle.loads(self._texts[key])
+        self.hold(key, made)
+        return made
+
+
+_ACTIVATIONS = _Activations()
+_BACKENDS: dict[str, Any] = {}
+
+
+# torch.compile runs it, where it cannot follow the hashing of a formula, and keeps the string.
+@torch.compiler.assume_constant_result
+def key_of(activation: Any) -> str:
+    """A string that stands for an activation: equal for equal formulas, in any process."""
+    act = get(activation)
+    key = act.key
+    if key is None:
+        key = act.key = f"{act.name} {act.digest}"
+    if key not in _ACTIVATIONS:
+        _ACTIVATIONS.hold(key, act)
+    return key
+
+
+# torch.compile follows a call only as far as to read this string, not into the making of it.
+for _act in activations().values():
+    key_of(_act)
+
+
+def activation_of(key: str) -> Any:
+    """Return the activation that a string stands for."""
+    return _ACTIVATIONS[key]
+
+
+def backend_key(backend: Any) -> str | None:
+    """Return a string that stands for a backend in this process; None for the default."""
+    if backend is None or isinstance(backend, str):
+        return backend
+    key = f"{backend.name} at {id(backend)}"
+    _BACKENDS[key] = backend
+    return key
+
+
+def backend_of(key: str | None) -> Any:
+    """Return the backend that a string stands for: a name, an object, or None."""
+    return None if key is None else _BACKENDS.get(key, key)

@@ -1,0 +1,96 @@
+"""Layers of numfuse's functions as modules of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from numfuse.activations import Activation, get
+from numfuse.adapters.torch.functions import FUNCTIONS
+
+__all__ = ["GatedLinear", "Linear"]
+
+
+class Linear(nn.Linear):
+    """torch.nn.Linear with its activation fused: activation(x @ weight.T + bias).
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool, default True
+    activation : str or numfuse.Activation, default "none"
+    device, dtype : optional
+        As those of torch.nn.Linear, whose parameters and state these are.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: Any = "none",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation: Activation = get(activation)
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear, activation: Any = "none") -> Linear:
+        """A layer with the parameters of `linear`: the same ones, not copies."""
+        made = cls(1, 1, linear.bias is not None, activation, device="meta")
+        made.in_features, made.out_features = linear.in_features, linear.out_features
+        made.weight, made.bias = linear.weight, linear.bias
+        made.train(linear.training)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = FUNCTIONS.matmul_bias_activation(
+            x, self.weight.t(), self.bias, self.activation
+        )
+        return found
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation.name!r}"
+
+
+class GatedLinear(nn.Module):
+    """A gated layer: activation(gate(x)) * up(x), `gate` and `up` linear.
+
+    Parameters
+    ----------
+    in_features, out_features : int
+    bias : bool, default False
+    activation : str or numfuse.Activation, default "silu"
+        SwiGLU's; "gelu" and "sigmoid" are those of GeGLU and GLU.
+    device, dtype : optional
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        activation: Any = "silu",
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.gate = Linear(in_features, out_features, bias, "none", device, dtype)
+        self.up = Linear(in_features, out_features, bias, "none", device, dtype)
+        self.activation: Activation = get(activation)
+
+    @classmethod
+    def from_torch(cls, gate: nn.Linear, up: nn.Linear, activation: Any = "silu") -> GatedLinear:
+        """A layer with the parameters of `gate` and `up`: the same ones, not copies."""
+        made = cls(1, 1, activation=activation, device="meta")
+        made.gate, made.up = Linear.from_torch(gate), Linear.from_torch(up)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = FUNCTIONS.activation_mul(self.gate(x), self.up(x), self.activation)
+        return found
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation.name!r}"

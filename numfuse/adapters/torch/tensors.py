@@ -1,0 +1,138 @@
+"""Tensors as the adapter looks at them: their memory, and who watches what is done with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy import ndarray
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+__all__ = [
+    "checked",
+    "in_functorch",
+    "is_lazy",
+    "moves",
+    "own_values",
+    "to_numpy",
+    "to_tensor",
+    "transformed",
+    "watched",
+]
+
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+# --- memory -------------------------------------------------------------------------------------
+def to_numpy(x: Any) -> Any:
+    """As :func:`numfuse.to_numpy`: the same memory where that is the CPU's."""
+    if x.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return own_values(x).cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    # In one step: detached, on the CPU, and what a negative bit or a tensor of zeros stands for.
+    return x.numpy(force=True)
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether the memory holds the negative of the values, or a tensor of zeros has none."""
+    return x.is_neg() or x._is_zerotensor()
+
+
+def own_values(x: Tensor) -> Tensor:
+    """The tensor over memory that holds its values."""
+    x = x.detach()
+    return torch.zeros_like(x) if x._is_zerotensor() else x.resolve_neg()
+
+
+def to_tensor(x: ndarray) -> Tensor:
+    if x.dtype.name == "bfloat16":
+        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(x)
+
+
+def checked(**operands: Any) -> None:
+    """TypeError for operands that no operator takes.
+
+    A saved pre-activation alone may have a dtype of its own (see `Functions.saved_dtypes`).
+    """
+    dtypes, devices = {}, {}
+    for name, x in operands.items():
+        if x is None:
+            continue
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+            raise TypeError(f"{name} must be a torch.Tensor as the other operands, got {kind}")
+        if x.dtype not in _DTYPES:
+            raise TypeError(
+                f"{name} must have dtype float64, float32, float16 or bfloat16, got {x.dtype}"
+            )
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a strided tensor, got the layout {x.layout}")
+        devices[name] = x.device
+        if name != "pre_activation":
+            dtypes[name] = x.dtype
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} {str(d).removeprefix('torch.')}" for name, d in dtypes.items())
+        raise TypeError(f"all operands must have the same dtype, got {found}")
+    for name, device in devices.items():
+        if device.type not in ("cpu", "cuda", "meta"):
+            raise TypeError(
+                f"{name} must be on the CPU or on a CUDA device: numfuse has no kernels for "
+                f"PyTorch tensors on {device.type!r}; {name}.cpu() copies it"
+            )
+    if len(set(devices.values())) > 1:
+        found = ", ".join(f"{name} {device}" for name, device in devices.items())
+        raise TypeError(f"all operands must be on one device, got {found}")
+
+
+# --- who watches --------------------------------------------------------------------------------
+#: Whether torch.func is at work.
+in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def transformed() -> bool:
+    """Whether torch.func or forward mode is at work."""
+    return in_functorch() or forward_ad._current_level >= 0
+
+
+def moves(x: Tensor) -> bool:
+    """Whether a derivative may go through a tensor."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    if in_functorch():
+        return torch._C._functorch.is_functorch_wrapped_tensor(x)
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
+
+
+def watched(kind: str) -> bool:
+    """Whether something beside the call has a say: a transformation, forward mode, a mode of the
+    user's or of PyTorch's own tracers, autocast.
+    """
+    # Each question is a call into C of some 30 ns, made here without another function around it.
+    # CUDA's autocast is PyTorch's default, in a fifth of the time that a name takes.
+    return bool(
+        in_functorch()
+        or forward_ad._current_level >= 0
+        or _modes()
+        or (_function_modes() and _functions_watched())
+        or _is_tracing()
+        or (torch.is_autocast_enabled() if kind == "cuda" else torch.is_autocast_enabled(kind))
+    )
+
+
+_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+_is_tracing: Callable[[], bool] = torch._C._is_tracing
+
+
+def _functions_watched() -> bool:
+    """Whether a mode has a say in functions that make no tensor out of nothing."""
+    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
