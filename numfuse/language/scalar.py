@@ -84,11 +84,14 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
         return target.jit(FunctionType(template.__code__, scope, template.__name__))
 
     scope |= {name: target.jit(made) for name, made in _polynomials(dtype, target.fused).items()}
-    scope |= {template.__name__: bound(template) for template in arithmetic.TEMPLATES}
+    templates = [f for f in vars(arithmetic).values() if isinstance(f, FunctionType)]
+    scope |= {template.__name__: bound(template) for template in templates}
     known = (target.inverses or {}).get(dtype)
+    if known is None:
+        scope["ratio"] = scope["divided"]
+    else:
+        scope["inverse"] = known
     scope |= {
-        "inverse": known or bound(arithmetic.inverse),
-        "ratio": bound(arithmetic.ratio if known else arithmetic.divided),
         "abs": target.absolute,
         "sqrt": target.square_root,
         "copysign": target.copy_sign,

@@ -172,7 +172,7 @@ def at(exprs, x, **more):
 def test_forward_and_reverse_mode_are_transposes(expr, seed):
     rng = np.random.default_rng(seed)
     x, dots, weight = rng.normal(size=(3, 50)), rng.normal(size=(3, 50)), rng.normal(size=50)
-    tangents = {leaf: leaf(f"{leaf.payload}_dot") for leaf in LEAVES}
+    tangents = {e: leaf(f"{e.payload}_dot") for e in LEAVES}
     more = {f"{name}_dot": dot for name, dot in zip("abc", dots, strict=True)} | {"w": weight}
     (moved,) = at(forward((expr,), tangents), x, **more)
     pulled = at(reverse((expr,), (leaf("w"),), LEAVES), x, **more)
@@ -188,8 +188,8 @@ def test_second_derivatives_are_those_of_a_curve(expr, seed):
     x, dots, ddots = rng.normal(size=(3, 50)), rng.normal(size=(3, 50)), rng.normal(size=(3, 50))
     names = {"dot": dots, "ddot": ddots}
     more = {f"{n}_{k}": v[i] for k, v in names.items() for i, n in enumerate("abc")}
-    first = {leaf: leaf(f"{leaf.payload}_dot") for leaf in LEAVES}
-    second = {leaf: leaf(f"{leaf.payload}_ddot") for leaf in LEAVES}
+    first = {e: leaf(f"{e.payload}_dot") for e in LEAVES}
+    second = {e: leaf(f"{e.payload}_ddot") for e in LEAVES}
     (moved,) = forward((expr,), first)
     bent = None if moved is None else forward((moved,), first)[0]
     (pushed,) = forward((expr,), second)
