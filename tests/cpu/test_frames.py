@@ -58,10 +58,10 @@ def calls(m):
     [
         ("forward", 3, 10, 51),
         ("backward", 3, 15, 69),
-        ("gate", 4, 11, 32),
+        ("gate", 4, 12, 32),
         ("gate backward", 4, 14, 30),
-        ("double backward", 5, 52, 70),
-        ("tangent", 5, 17, 57),
+        ("double backward", 5, 58, 70),
+        ("tangent", 5, 19, 57),
     ],
 )
 def test_frames_of_a_call_are_bounded(name, backend, total, functions):
