@@ -738,9 +738,10 @@ def _plain(value: Any) -> Any:
 
 
 def formulas_of(value: Any) -> list[Expr]:
-    """The formulas in a key, and in tuples there."""
+    """The formulas in a key, in tuples there, and of what has ``formulas()``."""
     if isinstance(value, Expr):
         return [value]
-    if isinstance(value, Curve):
-        return value.formulas()
-    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []
+    if type(value) is tuple:
+        return [e for part in value for e in formulas_of(part)]
+    found: Callable[[], list[Expr]] | None = getattr(value, "formulas", None)
+    return [] if found is None else found()

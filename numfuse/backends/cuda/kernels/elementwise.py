@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -26,20 +27,22 @@ from numfuse.backends.cuda.compile import intrinsics, scalars
 from numfuse.backends.cuda.compile.scalars import TARGET, fused, is_finite, select
 from numfuse.backends.cuda.compile.toolchain import SIMULATED, intrinsic, types
 from numfuse.backends.cuda.compile.toolchain import device_function as device
-from numfuse.expr import Expr, Keyed, dumps
+from numfuse.expr import Expr, dumps, loads
 from numfuse.language.scalar import render
+from numfuse.runtime import lifetimes
 
 __all__ = ["Scalar", "device_function", "scalar"]
 
 
-@dataclass(frozen=True, eq=False)
-class Scalar(Keyed):
+@dataclass(frozen=True)
+class Scalar:
     """A device function of one scalar, to be bound to a kernel's name; built by the compiler.
 
     Parameters
     ----------
-    expr : Expr or None
-        None: the identity, or with `constant` 1.
+    graph : str or None
+        The formula as text (`expr.dumps`): a kernel does not keep the formula alive. None: the
+        identity, or with `constant` 1.
     dtype : str
         "float32" or "float64": of the argument, every operation and the result.
     short : bool
@@ -48,33 +51,46 @@ class Scalar(Keyed):
         A result that is not finite is 0.
     constant : bool
         Of None alone: the derivative of the identity.
+    formula : weakref to Expr, optional
+        As long as it lives, what is made of this is kept.
     """
 
-    expr: Expr | None
+    graph: str | None
     dtype: str
     short: bool = False
     guard: bool = False
     constant: bool = False
+    formula: weakref.ref[Expr] | None = field(default=None, compare=False)
+
+    def formulas(self) -> list[Expr]:
+        """The formula, if there is one and it still lives."""
+        found = None if self.formula is None else self.formula()
+        return [] if found is None else [found]
 
     @property
     def numfuse_key(self) -> str:
         """Its text in the digest of a kernel."""
         graph = "1" if self.constant else "x"
-        if self.expr is not None:
-            graph = hashlib.sha256(dumps((self.expr,)).encode()).hexdigest()
+        if self.graph is not None:
+            graph = hashlib.sha256(self.graph.encode()).hexdigest()
         return f"scalar {graph} {self.dtype} {self.short} {self.guard}"
 
     def text(self) -> str:
         """The function, to be read."""
-        if self.expr is None:
-            return f"def formula(x):\n    return {'one' if self.constant else 'x'}\n"
-        return _render(self.expr, self.dtype, self.short)[0]
+        return self.rendered()[0]
+
+    def rendered(self) -> tuple[str, dict[str, Any]]:
+        """The text, and the constants that it names."""
+        if self.graph is None:
+            return f"def formula(x):\n    return {'one' if self.constant else 'x'}\n", {}
+        return render(loads(self.graph), self.dtype, growth=not self.short)
 
     def build(self) -> Any:
         """The device function."""
         return _built(self)
 
 
+@lifetimes.kept(1024)
 def scalar(
     expr: Expr | None,
     accumulator: str,
@@ -90,20 +106,16 @@ def scalar(
         # f' of the identity is 1, and never needs the guard
         return Scalar(None, accumulator, constant=constant)
     short |= accumulator == "float32" and storage in ("float16", "bfloat16")
-    return Scalar(short_form(expr) if short else expr, accumulator, short, guard, constant)
+    graph = dumps((short_form(expr) if short else expr,))
+    return Scalar(graph, accumulator, short, guard, constant, weakref.ref(expr))
 
 
-def _render(expr: Expr, dtype: str, short: bool) -> tuple[str, dict[str, Any]]:
-    return render((expr,), dtype, growth=not short)
-
-
-@functools.cache
+@lifetimes.kept(1024)
 def _built(function: Scalar) -> Any:
     real = np.dtype(function.dtype).type
     scope: dict[str, Any] = {"one": real(1), "zero": real(0)}
-    text = function.text()
-    if function.expr is not None:
-        _, constants = _render(function.expr, function.dtype, function.short)
+    text, constants = function.rendered()
+    if function.graph is not None:
         names = _short_primitives() if function.short else scalars.primitives(function.dtype)
         scope |= {**vars(names), **constants}
     exec(compile(text, f"<numfuse {function.dtype} formula>", "exec"), scope)
@@ -125,7 +137,7 @@ def device_function(expr: Expr, name: str) -> Any:
 
         def simulated(x: Any) -> Any:
             dtype = "float32" if isinstance(x, np.float32) else "float64"
-            return Scalar(expr, dtype).build()(np.dtype(dtype).type(x))
+            return scalar(expr, dtype, dtype).build()(np.dtype(dtype).type(x))
 
         simulated.__name__ = simulated.__qualname__ = name
         return simulated
@@ -136,10 +148,11 @@ def device_function(expr: Expr, name: str) -> Any:
     @import_module("numba.cuda.extending").overload(stub)
     def pick(x):  # type: ignore[no-untyped-def]
         if isinstance(x, types.Float):
-            function = Scalar(expr, f"float{x.bitwidth}").build()
+            dtype = f"float{x.bitwidth}"
+            function = scalar(expr, dtype, dtype).build()
             return lambda x: function(x)
         if isinstance(x, (types.Integer, types.Boolean)):
-            function = Scalar(expr, "float64").build()
+            function = scalar(expr, "float64", "float64").build()
             return lambda x: function(types.float64(x))
         return None
 

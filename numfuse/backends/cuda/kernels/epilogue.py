@@ -9,6 +9,8 @@ from numfuse.backends.cuda.compile import intrinsics
 from numfuse.backends.cuda.kernels import elementwise
 from numfuse.backends.cuda.kernels.elementwise import Scalar
 from numfuse.backends.cuda.plan.product import Operand, Product, Slot
+from numfuse.expr import Expr
+from numfuse.runtime.lifetimes import formulas_of
 
 __all__ = ["Epilogue"]
 
@@ -27,6 +29,10 @@ class Epilogue:
     kind: str
     sums: bool
     function: Scalar | None
+
+    def formulas(self) -> list[Expr]:
+        """The formula, where there is one."""
+        return formulas_of(self.function)
 
     @classmethod
     def of(cls, product: Product, out: str) -> Epilogue:

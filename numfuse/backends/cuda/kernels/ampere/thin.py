@@ -46,6 +46,7 @@ from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
 from numfuse.backends.cuda.kernels.epilogue import Epilogue
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
+from numfuse.runtime import lifetimes
 
 i32, i64 = np.int32, np.int64
 #: Columns of a block.
@@ -430,7 +431,7 @@ def _put_part(thin: Thin) -> Any:
     return named("put_part", thin.key, 2, typing)
 
 
-@functools.lru_cache(maxsize=256)
+@lifetimes.kept(256)
 def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
     one, size = intrinsics, thin.size
     threads = 32 * tiling.THIN_WARPS

@@ -38,6 +38,8 @@ from numfuse.backends.cuda.plan.product import (
     Product,
     Slot,
 )
+from numfuse.expr import Expr
+from numfuse.runtime import lifetimes
 
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
@@ -68,6 +70,10 @@ class Gemm:
     extra_pairs: bool = False
     pre: str = ""
     function: Scalar | None = None
+
+    def formulas(self) -> list[Expr]:
+        """The formula of its epilogue."""
+        return lifetimes.formulas_of(self.function)
 
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
@@ -268,7 +274,7 @@ def _descriptor(turned: bool, box: int) -> int:
     return swizzle << 62 | (8 * row >> 4) << 32 | ((64 * row >> 4) if turned else 1) << 16
 
 
-@functools.lru_cache(maxsize=1024)
+@lifetimes.kept(1024)
 def _kernel(g: Gemm) -> Kernel:
     template = Template(hopper_gemm.gemm, g.bindings())
     maps = ["map", "map", "map" if g.out == "map" else "i64", "map" if g.extra == "map" else "i64"]
