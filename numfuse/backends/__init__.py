@@ -54,7 +54,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Traits:
-    """What a backend's device and kernels leave open; the defaults leave nothing open.
+    """The promises that a backend's device and kernels leave open; by default none.
 
     A property that holds for every backend asks these, and never a backend's name.
 

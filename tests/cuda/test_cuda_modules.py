@@ -7,7 +7,7 @@ import ctypes
 import gc
 import sys
 
-import ahead
+import once
 import pytest
 from conftest import SIMULATED, unavailable
 
@@ -430,10 +430,10 @@ nf.synchronize(x)
 assert dropped == [9000]
 assert len(unloaded) - before == 2, (unloaded, before)  # of the gate, and of the slope
 """
-CALLING = ahead.Process(lambda _: [sys.executable, "-c", CALLS], timeout=240)
+CALLING = once.Process(lambda _: [sys.executable, "-c", CALLS], timeout=240)
 
 
-@pytest.mark.ahead(process=CALLING)
+@pytest.mark.long
 def test_calls_load_and_unload_and_pin_what_is_captured():
     done = CALLING.result()
     assert done.returncode == 0, done.stderr[-3000:]
