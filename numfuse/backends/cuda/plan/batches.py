@@ -20,10 +20,11 @@ from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 from numfuse.backends.cuda.plan.program import Recorder, View
+from numfuse.epilogues import sum_of_terms
 from numfuse.problem.shapes import equal, merge_axes
 
 if TYPE_CHECKING:
-    from numfuse.expr import Expr
+    from numfuse.epilogues import Epilogue
 
 __all__ = [
     "Places",
@@ -132,13 +133,15 @@ def launch(
     views: dict[str, View],
     accumulator: str,
     *,
+    epilogue: Epilogue | None = None,
     factors: dict[str, tuple[int, int]] | None = None,
     sums: bool = False,
-    **features: Any,
+    free: bool = False,
 ) -> tuple[View, int] | None:
     """Record one product over the axes `order` of a batch; its column sums, and their rows.
 
-    `factors` are strides (row, column) of x and y in place of their own.
+    `epilogue` is by default the sum itself. `factors` are strides (row, column) of x and y in
+    place of their own.
     """
     places = Places(lengths, views, order)
     strides = {name: matrix(view) for name, view in views.items()} | (factors or {})
@@ -146,6 +149,11 @@ def launch(
     if "bias" in operands:
         bias = operands["bias"]
         operands["bias"] = replace(bias, strides=(bias.strides[0], 0, bias.strides[2]))
+    if epilogue is None:
+        epilogue = sum_of_terms(0)
+    elif "bias" not in views:
+        epilogue = epilogue.without("bias")
+    out, *_ = (name for name, _ in epilogue.results)
     product = Product(
         m,
         n,
@@ -153,9 +161,10 @@ def launch(
         places.count,
         accumulator=accumulator,
         precision=rec.precision if views["x"].dtype == "float32" else "ieee",
+        epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
         sums=sums,
+        free=free,
         **operands,
-        **features,
     )
     plan = rec.choose(product)
     table = None
@@ -179,12 +188,12 @@ def product(
     accumulator: str,
     *,
     free: bool = False,
-    function: Expr | None = None,
+    epilogue: Epilogue | None = None,
     bias: View | None = None,
     extra: View | None = None,
     pre: View | None = None,
 ) -> None:
-    """Record out = X Y, summed over the batch axes that `out` lacks, with the forward's epilogue.
+    """Record out = X Y, summed over the batch axes that `out` lacks, with an epilogue.
 
     With `free` the order of the sum may depend on its length: d_b, the sum over the rows.
     """
@@ -195,14 +204,9 @@ def product(
         return
     given = {"x": x, "y": y, "bias": bias, "extra": extra, "pre": pre, "out": out}
     views = {name: view for name, view in given.items() if view is not None}
-    features: dict[str, Any] = {
-        "epilogue": "activation" if extra is None else "residual",
-        "function": function,
-        "free": free,
-    }
     factors = None
     if inner:
-        # neither bias nor extra is there: it is d_a or d_b
+        # there is no epilogue: it is d_a or d_b
         full = all(_length(view, i, batch) == batch[i] for view in (x, y) for i in inner)
         if not prod(batch[i] for i in inner):
             k = 0
@@ -217,9 +221,21 @@ def product(
             }
             views["x"] = turned(views["x"])
         else:
-            _summed(rec, views, batch, outer, inner, out, accumulator, features)
+            _summed(rec, views, batch, outer, inner, out, accumulator)
             return
-    launch(rec, m, n, k, batch, outer, views, accumulator, factors=factors, **features)
+    launch(
+        rec,
+        m,
+        n,
+        k,
+        batch,
+        outer,
+        views,
+        accumulator,
+        epilogue=epilogue,
+        factors=factors,
+        free=free,
+    )
 
 
 def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
@@ -262,7 +278,6 @@ def _summed(
     inner: list[int],
     out: View,
     accumulator: str,
-    features: dict[str, Any],
 ) -> None:
     """Record a product of which every element of the axes `inner` makes a plane; and their join."""
     m, k = views["x"].shape[-2:]
@@ -306,17 +321,7 @@ def _summed(
             for name, view in views.items()
             if name != "out"
         }
-        launch(
-            rec,
-            m,
-            n,
-            k,
-            lengths,
-            order,
-            {**parts, "out": target},
-            accumulator,
-            **{**features, "free": False},
-        )
+        launch(rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator)
         used = (last - first) * rest + lead
         if last == batch[axis] and len(turns) == 1:
             join(rec, planes, count, depth, out, accumulator)

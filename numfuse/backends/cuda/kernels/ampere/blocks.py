@@ -33,13 +33,22 @@ from numfuse.backends.cuda.compile.intrinsics import (
     quotient,
     shared_address,
 )
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
 from numfuse.backends.cuda.kernels import joins, passes
 from numfuse.backends.cuda.kernels.ampere.registers import Arithmetic, add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover, runs_wide
-from numfuse.backends.cuda.kernels.epilogue import Epilogue
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    strides,
+)
 from numfuse.backends.cuda.tiling import CudaBlock
 
 i32, i64 = np.int32, np.int64
@@ -305,34 +314,19 @@ def _product(
                                     )
             for u in unrolled(ROWS):
                 row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
+                take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
                 if WIDE:
-                    taken = TAKE(i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH))
+                    taken = TAKE(take_row)
                     for v in unrolled(VALUES):
-                        value[v] = taken[v] + offset[v]
+                        value[v] = taken[v]
                 else:
                     for v in unrolled(VALUES):
-                        value[v] = (
-                            TAKE(
-                                i32(
-                                    take_from
-                                    + (r - r0 + u * ROW_STEP) * PUT_PITCH
-                                    + v * (COLUMN_STEP * ACC_BYTES)
-                                )
-                            )
-                            + offset[v]
-                        )
+                        value[v] = TAKE(i32(take_row + v * (COLUMN_STEP * ACC_BYTES)))
                 for v in unrolled(VALUES):
-                    if HAS_FUNCTION:
-                        result[v] = FUNCTION(value[v])
+                    if PRE:
+                        result[v], value[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
                     else:
-                        result[v] = value[v]
-                    if RESIDUAL:
-                        result[v] = result[v] + added[u * VALUES + v]
-                    if SLOPE:
-                        if HAS_FUNCTION:
-                            result[v] = result[v] * added[u * VALUES + v]
-                        else:
-                            result[v] = added[u * VALUES + v]
+                        result[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
                 if row < m:
                     if WIDE:
                         if column < n:
@@ -414,7 +408,7 @@ class Block:
     group: int
     x: Fetch
     y: Fetch
-    epilogue: Epilogue
+    finish: Finish
     #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
     wide: bool = False
     #: Blocks that shall fit on a multiprocessor.
@@ -430,7 +424,7 @@ class Block:
     @property
     def values(self) -> int:
         """Columns of a thread in the epilogue."""
-        return 16 // intrinsics.itemsize(self.epilogue.accumulator)
+        return 16 // intrinsics.itemsize(self.finish.accumulator)
 
     @property
     def stage(self) -> int:
@@ -439,7 +433,7 @@ class Block:
 
     def shared_bytes(self, engine: Engine) -> int:
         """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
-        sums = self.threads * 16 if self.epilogue.sums else 0
+        sums = self.threads * 16 if self.finish.sums else 0
         kept = 0
         if self.kept == "shared":
             size = intrinsics.itemsize(engine.accumulator)
@@ -449,14 +443,14 @@ class Block:
 
 #: Shared memory that the system takes of each block.
 RESERVED_BYTES = 1024
-#: Of `_product`: addresses, sizes, strides in bytes.
-SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 6 + ["i64"] * 17)
+#: Strides are in bytes.
+ARGUMENTS = Schema(_product, i32="m n k part parts chain")
 
 
 def build(block: Block, engine: Engine, name: str) -> Kernel:
     """The kernel."""
     one, made = intrinsics, engine.arithmetic
-    acc, values = block.epilogue.accumulator, block.values
+    acc, values = block.finish.accumulator, block.values
     columns = block.block_n // values
     row_step = block.threads // columns
     rows = max(1, min(block.rows, engine.pass_rows // (row_step * block.cluster)))
@@ -507,7 +501,7 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         "CLUSTER": block.cluster,
         "BARRIER": one.block_barrier if block.cluster == 1 else one.cluster_barrier,
     }
-    bindings |= block.epilogue.bindings(count) | mover("X", block.x) | mover("Y", block.y)
+    bindings |= block.finish.bindings(count) | mover("X", block.x) | mover("Y", block.y)
     if block.cluster == 1:
         bindings["TAKE"] = one.load(acc, count, acc, one.SHARED)
     else:
@@ -516,7 +510,7 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
     template = expanded(_product, bindings)
     return kernel(
         template,
-        SIGNATURE,
+        ARGUMENTS.signature,
         threads=block.threads,
         blocks=block.blocks,
         name=name,
@@ -571,7 +565,7 @@ def plan(
         tile.group,
         x,
         y,
-        Epilogue.of(p, out.dtype),
+        Finish.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
         blocks=tile.resident,
         cluster=cluster,
@@ -581,19 +575,19 @@ def plan(
     if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
         # fewer blocks have registers for it
         block = replace(block, kept="registers", blocks=2)
-    made = build(block, engine, f"{name} {p.epilogue}")
-    arguments = (
-        *slots,
-        *Epilogue.slots(p, target),
-        p.m,
-        p.n,
-        p.k,
-        part,
-        parts,
-        chain,
-        *p.x.steps,
-        *p.y.steps,
-        *Epilogue.steps(p, out),
+    made = build(block, engine, f"{name} {p.epilogue.name}")
+    arguments = ARGUMENTS(
+        x=slots[0],
+        y=slots[1],
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        part=part,
+        parts=parts,
+        chain=chain,
+        **strides("bytes", x=p.x, y=p.y),
+        **addresses(p, target),
+        **steps("bytes", p, out),
     )
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launches: tuple[Launch, ...] = (

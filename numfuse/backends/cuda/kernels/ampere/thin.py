@@ -40,12 +40,13 @@ from numfuse.backends.cuda.compile.intrinsics import (
     shared_vector,
     write_registers,
 )
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
 from numfuse.backends.cuda.compile.unroll import expanded, inlined, names_of, unrolled
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.kernels.epilogue import Epilogue
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
+from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, strides
 
 i32, i64 = np.int32, np.int64
 #: Columns of a block.
@@ -244,24 +245,16 @@ def _product(
             value = TAKE_ONE(at)
             for w in unrolled(1, WARPS):
                 value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
-            value = value + offset
-            if PRE:
-                STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
+            added = ACCUMULATOR(0)
             if EXTRA:
                 added = LOAD_EXTRA(
                     extra + place * extra_place + row * extra_row + column * extra_column
                 )
-            if HAS_FUNCTION:
-                result = FUNCTION(value)
+            if PRE:
+                result, value = EPILOGUE(value, offset, added)
+                STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
             else:
-                result = value
-            if RESIDUAL:
-                result = result + added
-            if SLOPE:
-                if HAS_FUNCTION:
-                    result = result * added
-                else:
-                    result = added
+                result = EPILOGUE(value, offset, added)
             STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
@@ -281,8 +274,8 @@ def _product(
             STORE_SUM(sums + (place * n + column) * SIZE, result_sum)
 
 
-#: Addresses, sizes, strides in bytes.
-SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 3 + ["i64"] * 17)
+#: Strides are in bytes.
+ARGUMENTS = Schema(_product, i32="m n k")
 
 
 @dataclass(frozen=True)
@@ -431,7 +424,7 @@ def _put_part(thin: Thin) -> Any:
 
 
 @functools.lru_cache(maxsize=256)
-def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
+def _kernel(thin: Thin, finish: Finish, name: str) -> Kernel:
     one, size = intrinsics, thin.size
     threads = 32 * tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -481,7 +474,7 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "ADD": add(thin.part_m * thin.lanes_m),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
-        **epilogue.bindings(),
+        **finish.bindings(),
     }
     bindings["COPY_Y"] = inlined(_copy_y, **bindings)
     bindings["COPY_X"] = inlined(_copy_x, **bindings)
@@ -490,10 +483,10 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
     template = expanded(_product, bindings)
     return kernel(
         template,
-        SIGNATURE,
+        ARGUMENTS.signature,
         threads=threads,
         blocks=1,
-        name=f"few rows {epilogue.kind}",
+        name=f"few rows {name}",
         **names_of(template, bindings),
     )
 
@@ -511,18 +504,17 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     if stages < 3:
         return None
     made = replace(made, stages=stages)
-    arguments = (
-        Slot("x"),
-        Slot("y"),
-        *Epilogue.slots(p, Slot("out")),
-        p.m,
-        p.n,
-        p.k,
-        *p.x.steps,
-        *p.y.steps,
-        *Epilogue.steps(p, p.out),
+    arguments = ARGUMENTS(
+        x=Slot("x"),
+        y=Slot("y"),
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        **strides("bytes", x=p.x, y=p.y),
+        **addresses(p, Slot("out")),
+        **steps("bytes", p, p.out),
     )
-    built = _kernel(made, Epilogue.of(p, p.out.dtype))
+    built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name)
     grid = (-(-p.n // COLUMNS), p.places, 1)
     launch = Launch(built, grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)

@@ -7,7 +7,7 @@ result, or a part of its K) after the other.  Its threads have two roles:
   and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
   parts, a stage has a slice of each);
 - one or two consumer groups of 128 threads multiply slices as they arrive (wgmma, accumulators in
-  registers) and finish the block: bias, function, residual or slope, column sums, store.
+  registers) and finish the block: the epilogue, column sums, store.
 
 Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
 consumer has read it).  In the "cooperative" schedule each consumer has 64 rows of one block; in
@@ -678,19 +678,12 @@ def piece(
     half = cuda.local.array(4, types.int32)
     v = cuda.local.array(4, types.float32)
     g = cuda.local.array(4, types.float32)
+    kept = cuda.local.array(4, types.float32)
     row_in = row < m
     below_in = row + 8 < m
     if STAGED and EXTRA != "":
         words[0], words[1], words[2], words[3] = matrix_load(at)
     for p in unrolled(2):
-        for i in unrolled(4):
-            v[i] = acc[index + 4 * p + i]
-        if BIAS != "":
-            for i in unrolled(4):
-                v[i] += b[b_index + 2 * p + i % 2]
-        if PRE:
-            STORE_PRE(pre, row, column, m, n, pre_row, pre_column, v[0], v[1])
-            STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, v[2], v[3])
         if EXTRA == "float32":
             g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
             g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
@@ -698,14 +691,13 @@ def piece(
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
         for i in unrolled(4):
-            if HAS_FUNCTION:
-                v[i] = FUNCTION(v[i])
-            if SLOPE and HAS_FUNCTION:
-                v[i] = v[i] * g[i]
-            elif SLOPE:
-                v[i] = g[i]
-            elif EXTRA != "":
-                v[i] += g[i]
+            if PRE:
+                v[i], kept[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
+            else:
+                v[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
+        if PRE:
+            STORE_PRE(pre, row, column, m, n, pre_row, pre_column, kept[0], kept[1])
+            STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, kept[2], kept[3])
         if SUMS:
             # rows below the last are products of zeros and a bias: they do not count
             acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)

@@ -15,10 +15,12 @@ import numpy as np
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.intrinsics import HALVES, multiply, multiply_wait
 from numfuse.backends.cuda.compile.scalars import is_finite, select
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, kernel
 from numfuse.backends.cuda.compile.unroll import Inlined, Template
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
-from numfuse.backends.cuda.kernels.elementwise import Scalar, scalar
+from numfuse.backends.cuda.kernels.elementwise import Formula
+from numfuse.backends.cuda.kernels.epilogue import addresses, formula_of, steps
 from numfuse.backends.cuda.kernels.hopper import copies
 from numfuse.backends.cuda.kernels.hopper import gemm as hopper_gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
@@ -38,6 +40,7 @@ from numfuse.backends.cuda.plan.product import (
     Product,
     Slot,
 )
+from numfuse.language.graph import named
 
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
@@ -61,13 +64,12 @@ class Gemm:
     extra: str = ""
     #: "", "half" (16-bit values) or "float32".
     bias: str = ""
-    slope: bool = False
     sums: bool = False
     #: Which float32 arrays are read or written two neighbours at a time.
     out_pairs: bool = False
     extra_pairs: bool = False
     pre: str = ""
-    function: Scalar | None = None
+    formula: Formula = Formula((named("z"),), "float32", ("z", "bias", "extra"))
 
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
@@ -205,10 +207,8 @@ class Gemm:
             "BIAS": self.bias,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
             "PRE": self.pre != "",
-            "SLOPE": self.slope,
             "SUMS": self.sums,
-            "HAS_FUNCTION": self.function is not None,
-            "FUNCTION": self.function,
+            "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
             "MULTIPLY": step,
             "MULTIPLY_WAIT": wait,
@@ -239,6 +239,13 @@ class Gemm:
         b["FINISH"] = Inlined(part.finish, b)
         b["CONSUME"] = Inlined(part.consume, b)
         return b
+
+    @property
+    def schema(self) -> Schema:
+        """The arguments: strides are in elements."""
+        there = {"out_map": self.out == "map", "extra_map": self.extra == "map"}
+        maps = ["x_map", "y_map", *(name for name, is_map in there.items() if is_map)]
+        return Schema(hopper_gemm.gemm, map=" ".join(maps))
 
     def kernel(self) -> Kernel:
         return _kernel(self)
@@ -271,11 +278,9 @@ def _descriptor(turned: bool, box: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _kernel(g: Gemm) -> Kernel:
     template = Template(hopper_gemm.gemm, g.bindings())
-    maps = ["map", "map", "map" if g.out == "map" else "i64", "map" if g.extra == "map" else "i64"]
-    signature = " ".join(maps + ["i64"] * 30)
     return kernel(
         template,
-        signature,
+        g.schema.signature,
         threads=128 * (1 + g.tile.consumers),
         blocks=1,
         feature="a",
@@ -549,7 +554,7 @@ def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
         places,
         device.multiprocessors,
         split=split,
-        heavy=product.function is not None,
+        heavy=product.is_curved,
         free=product.free,
         rows=kind in _HALF and not whole,
     )
@@ -623,64 +628,49 @@ def plan_with(
         out_kind,
         extra=extra_kind,
         bias=bias_kind,
-        slope=product.epilogue == "slope",
         sums=product.sums,
         # the planes' rows have room for a neighbour of the last column
         out_pairs=out_kind == "float32" and ((parts > 1 and n % 2 == 0) or _pairs(out, n)),
         extra_pairs=extra_kind == "float32" and extra is not None and _pairs(extra, n),
         pre="" if pre is None else "pairs" if _pairs(pre, n) else "single",
-        function=None
-        if product.function is None
-        else scalar(
-            product.function, "float32", product.out.dtype, guard=product.guard, short=True
-        ),
+        # short: the sums themselves are good to some units in the last place
+        formula=formula_of(product, short=True),
     )
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
     units = row_blocks * column_blocks * places * parts
     if units >= 1 << 31:
         return None
-    none = Operand("float32", (0, 0, 0), 16)
-    b, e, p = (o or none for o in (bias, extra, pre))
-    maps: list[Any] = [Derived(x.slot, x.map), Derived(y.slot, y.map)]
-    maps.append(0 if out_map is None else Derived(Slot("out"), out_map))
-    maps.append(0 if extra_map is None else Derived(Slot("extra"), extra_map))
-    addresses = [
-        Slot("bias") if bias else 0,
-        Slot("extra") if extra else 0,
-        Slot("pre") if pre else 0,
-        out_slot,
-        Slot("sums") if product.sums else 0,
-    ]
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
         for f, b in ((x, tile.block_m), (y, tile.block_n))
     )
-    numbers = [
-        m,
-        n,
-        slices,
-        row_blocks,
-        column_blocks,
-        places,
-        units,
-        part_slices,
-        slice_bytes,
-        x.places,
-        y.places,
-        x.plane,
-        y.plane,
-        b.strides[0],
-        b.strides[2],
-        *e.strides,
-        *p.strides,
-        out_part,
-        *out.strides,
-    ]
+    arguments = gemm.schema(
+        x_map=Derived(x.slot, x.map),
+        y_map=Derived(y.slot, y.map),
+        out_map=0 if out_map is None else Derived(Slot("out"), out_map),
+        extra_map=0 if extra_map is None else Derived(Slot("extra"), extra_map),
+        m=m,
+        n=n,
+        slices=slices,
+        row_blocks=row_blocks,
+        column_blocks=column_blocks,
+        places=places,
+        units=units,
+        part_slices=part_slices,
+        slice_bytes=slice_bytes,
+        x_places=x.places,
+        y_places=y.places,
+        x_plane=x.plane,
+        y_plane=y.plane,
+        out_part=out_part,
+        **addresses(product, out_slot),
+        **steps("elements", product, out),
+    )
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(
         gemm.kernel(),
         grid,
-        (*maps, *addresses, *numbers),
+        arguments,
         shared_bytes=gemm.shared_bytes,
         overlaps=True,
     )
