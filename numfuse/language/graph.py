@@ -517,9 +517,7 @@ def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
     return node(e.op, *args) if args else e
 
 
-def expand(
-    exprs: Iterable[Expr], trace: Callable[[Curve], Expr] | None = None
-) -> tuple[Expr, ...]:
+def expand(exprs: Iterable[Expr], trace: Callable[[Curve], Expr] | None = None) -> tuple[Expr, ...]:
     """Return the graphs with every call replaced by what it calls.
 
     `trace` gives the graph of a curve where that is not its own.

@@ -26,7 +26,7 @@ from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 
 try:
-    from numfuse.backends.cuda.compile import scalars, toolchain
+    from numfuse.backends.cuda.compile import elements, toolchain
     from numfuse.backends.cuda.kernels import joins, passes, pointwise
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
@@ -382,8 +382,8 @@ def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
 
 def test_a_map_is_an_argument_of_128_bytes_whose_address_the_kernel_gets():
     text = toolchain.kernel(
-        _reads_a_map, "u64 map u64", threads=32, LOAD=scalars.loads("float32"),
-        STORE=scalars.stores("float32"),
+        _reads_a_map, "u64 map u64", threads=32, LOAD=elements.loads("float32"),
+        STORE=elements.stores("float32"),
     ).ptx((9, 0))  # fmt: skip
     assert re.search(r"\.param \.align 64 \.b8 \w+_param_1\[128\]", text)
     assert "cvta.param.u64" in text

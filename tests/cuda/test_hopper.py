@@ -27,12 +27,13 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 try:
     from numfuse.backends.cuda.compile.schema import Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
-    from numfuse.backends.cuda.plan import batches
+    from numfuse.backends.cuda.plan import batches, places
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
     from numfuse.backends.cuda.plan.program import Recorder, View
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
     copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.copies")
+    finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.finish")
     gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -390,8 +391,8 @@ class Group:
         self.sizes = m, n, stride
         b = self.kernel.bindings()
         builder = Block(self.kernel, 0, 1, {})
-        finish = builder.build(Template(gemm.finish, b), self.names())
-        fetch = builder.build(Template(gemm.fetch_vectors, b), self.names())
+        finish = builder.build(Template(finishing.finish, b), self.names())
+        fetch = builder.build(Template(finishing.fetch_vectors, b), self.names())
 
         def work(thread):
             self.here.warp, self.here.lane = thread // 32, thread % 32
@@ -631,10 +632,10 @@ def backward_products(overwrite=False):
     rec = Recorder(Recording(), "bf16x6")
     a, b, grad = matrix(2, 2048, 1536), matrix(3, 1536, 2560), matrix(4, 2048, 2560)
     batches.product(rec, a, b, (), matrix(5, 2048, 2560), "float32")
-    batches.product(rec, grad, batches.turned(b), (), matrix(6, 2048, 1536), "float32")
+    batches.product(rec, grad, places.turned(b), (), matrix(6, 2048, 1536), "float32")
     if overwrite:
-        batches.product(rec, grad, batches.turned(b), (), a, "float32")
-    batches.product(rec, batches.turned(a), grad, (), matrix(7, 1536, 2560), "float32", free=True)
+        batches.product(rec, grad, places.turned(b), (), a, "float32")
+    batches.product(rec, places.turned(a), grad, (), matrix(7, 1536, 2560), "float32", free=True)
     return rec
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
 from numfuse.backends.cuda.plan.product import Operand, Product, Slot, strides
 
@@ -51,7 +51,7 @@ class Finish:
     def bindings(self, count: int = 1) -> dict[str, Any]:
         """Return the UPPER-case names; `count`: values of extra, pre and out in one access."""
         one, acc = intrinsics, self.accumulator
-        store = one.store if count == 1 else one.store_array
+        store = accesses.store if count == 1 else accesses.store_array
         found: dict[str, Any] = {
             "ACCUMULATOR": one.ACCUMULATORS[acc][1],
             "BIAS": self.bias is not None,
@@ -59,17 +59,17 @@ class Finish:
             "PRE": self.pre,
             "SUMS": self.sums,
             "EPILOGUE": self.formula,
-            "STORE_SUM": one.store(acc, 1, acc),
+            "STORE_SUM": accesses.store(acc, 1, acc),
             "STORE_PRE": store(acc, count, acc),
             "STORE_OUT": store(self.out, count, acc),
             # sums on their way through shared memory
-            "TAKE_ONE": one.load(acc, 1, acc, one.SHARED),
-            "PUT_ONE": one.store(acc, 1, acc, one.SHARED),
+            "TAKE_ONE": accesses.load(acc, 1, acc, one.SHARED),
+            "PUT_ONE": accesses.store(acc, 1, acc, one.SHARED),
         }
         if self.bias is not None:
-            found["LOAD_BIAS"] = one.load(self.bias, 1, acc)
+            found["LOAD_BIAS"] = accesses.load(self.bias, 1, acc)
         if self.extra is not None:
-            found["LOAD_EXTRA"] = one.load(self.extra, count, acc)
+            found["LOAD_EXTRA"] = accesses.load(self.extra, count, acc)
         return found
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.toolchain import cuda, device_function, kernel, types
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
 from numfuse.backends.cuda.plan.product import Launch, Slot
@@ -101,8 +101,8 @@ def rows(
         "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
         "OUT_BYTES": size,
-        "LOAD": intrinsics.load(accumulator, values, accumulator),
-        "STORE": intrinsics.store_array(dtype, values, accumulator),
+        "LOAD": accesses.load(accumulator, values, accumulator),
+        "STORE": accesses.store_array(dtype, values, accumulator),
     }
     template = expanded(join_rows, bindings)
     made = kernel(
@@ -189,8 +189,8 @@ def columns(
         "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
         "ITEMSIZE": intrinsics.itemsize(accumulator),
-        "LOAD": intrinsics.load(accumulator, 1, accumulator),
-        "STORE": intrinsics.store(dtype, 1, accumulator),
+        "LOAD": accesses.load(accumulator, 1, accumulator),
+        "STORE": accesses.store(dtype, 1, accumulator),
     }
     template = expanded(join_columns, bindings)
     made = kernel(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.intrinsics import shared_address
 from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
@@ -101,11 +101,11 @@ def laid_out(
         "SQUARE": SQUARE,
         "ROWS": ROWS,
         "ZERO": np.float32(0),
-        "LOAD": one.load(kind, 1, kind),
-        "LOAD_4": one.load(kind, 4, kind),
-        "STORE_4": one.store(kind, 4, kind),
-        "TAKE_4": one.load(kind, 4, kind, one.SHARED),
-        "PUT_4": one.store(kind, 4, kind, one.SHARED),
+        "LOAD": accesses.load(kind, 1, kind),
+        "LOAD_4": accesses.load(kind, 4, kind),
+        "STORE_4": accesses.store(kind, 4, kind),
+        "TAKE_4": accesses.load(kind, 4, kind, one.SHARED),
+        "PUT_4": accesses.store(kind, 4, kind, one.SHARED),
     }
     template = expanded(lay_out, bindings)
     made = kernel(

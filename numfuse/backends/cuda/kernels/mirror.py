@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import scalars
+from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
@@ -170,7 +170,7 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
     storage = p.out.dtype
 
     def load(operand: Operand) -> object:
-        return scalars.loads(operand.dtype)
+        return elements.loads(operand.dtype)
 
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
@@ -205,8 +205,8 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
         SUMS=p.sums,
         LOAD_BIAS=load(p.bias or p.x),
         LOAD_EXTRA=load(p.extra or p.x),
-        STORE=scalars.stores(storage),
-        STORE_PRE=scalars.stores(p.accumulator),
+        STORE=elements.stores(storage),
+        STORE_PRE=elements.stores(p.accumulator),
         EPILOGUE=formula_of(p, is_short(p.accumulator, storage)),
     )
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import scalars
+from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, kernel
 from numfuse.backends.cuda.kernels import joins as wide_joins
@@ -98,8 +98,8 @@ def joins(
             "u64 u64" + " i64" * 9,
             threads=threads_of(info),
             name=f"join {kind}",
-            LOAD=scalars.loads(accumulator),
-            STORE=scalars.stores(kind),
+            LOAD=elements.loads(accumulator),
+            STORE=elements.stores(kind),
             ZERO=np.dtype(accumulator).type(0),
         )
         arguments = (source, target, size, columns, depth, width, groups, total, *steps)
@@ -196,10 +196,10 @@ def slopes(
         SUMS=sums,
         RUN=tiling.RUN,
         FORMULA=formula(chosen, ("z", "grad"), accumulator, short=short),
-        LOAD_PRE=scalars.loads(accumulator if pre is None else pre.dtype),
-        LOAD_EXTRA=scalars.loads(extra.dtype),
-        STORE=scalars.stores(accumulator if out is None else out.dtype),
-        STORE_SUM=scalars.stores(accumulator),
+        LOAD_PRE=elements.loads(accumulator if pre is None else pre.dtype),
+        LOAD_EXTRA=elements.loads(extra.dtype),
+        STORE=elements.stores(accumulator if out is None else out.dtype),
+        STORE_SUM=elements.stores(accumulator),
         ZERO=np.dtype(accumulator).type(0),
     )
     arguments = SLOPE(
@@ -246,8 +246,8 @@ def copies(
         "u64 u64" + " i64" * 12,
         threads=threads_of(info),
         name=f"copy {source} {out}",
-        LOAD=scalars.loads(source),
-        STORE=scalars.stores(out),
+        LOAD=elements.loads(source),
+        STORE=elements.stores(out),
     )
     zeros = (0,) * lead
     arguments: tuple[int | Slot, ...] = (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics, scalars
+from numfuse.backends.cuda.compile import accesses, elements, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
 from numfuse.backends.cuda.kernels.ampere import registers
@@ -42,13 +42,13 @@ class Result(NamedTuple):
 
 
 def _call(sources: Sequence[Source], results: Sequence[Result], argument: str) -> str:
-    """The line that computes an element; `argument`: a value, by the name of its source."""
+    """Return the line that computes an element; `argument`: a value, by its source's name."""
     values = ", ".join(argument.format(name) for name, _, _ in sources)
     return f"{', '.join(f'new_{name}' for name in _names(results))} = FORMULA({values})"
 
 
 def _names(results: Sequence[Result]) -> tuple[str, ...]:
-    """The results of the formula: one may be written twice."""
+    """Return the names of the formula's results, of which one may be written twice."""
     return tuple(dict.fromkeys(result.name for result in results))
 
 
@@ -164,18 +164,18 @@ def launch(
         grid = -(-size * itemsize // (threads * vectors * 16)), 1, 1
         bindings |= {
             "REAL": getattr(types, accumulator),
-            "LOAD_WORDS": intrinsics.load_words,
-            "STORE_WORDS": intrinsics.store_words,
+            "LOAD_WORDS": accesses.load_words,
+            "STORE_WORDS": accesses.store_words,
             "AS_VALUES": registers.words_as(dtype, accumulator),
             "AS_WORDS": registers.as_words(dtype, accumulator),
-            "LOAD": intrinsics.load(dtype, 1, accumulator),
-            "STORE": intrinsics.store(dtype, 1, accumulator),
+            "LOAD": accesses.load(dtype, 1, accumulator),
+            "STORE": accesses.store(dtype, 1, accumulator),
         }
     else:
         template = _template(text(sources, results))
         schema = Schema(template, "u64", i64="size")
-        bindings |= {f"LOAD_{x.name}": scalars.loads(x.dtype) for x in sources}
-        bindings |= {f"STORE_{x.slot}": scalars.stores(x.dtype) for x in results}
+        bindings |= {f"LOAD_{x.name}": elements.loads(x.dtype) for x in sources}
+        bindings |= {f"STORE_{x.slot}": elements.stores(x.dtype) for x in results}
     made = kernel(template, schema.signature, threads=threads, name=epilogue.name, **bindings)
     places = {f"from_{x.name}": Slot(x.slot) for x in sources}
     places |= {f"to_{x.slot}": Slot(x.slot) for x in results}

@@ -15,7 +15,7 @@ from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.kernels.elementwise import is_short
 from numfuse.backends.cuda.kernels.pointwise import Result, Source
 from numfuse.backends.cuda.kernels.pointwise import launch as pass_over_elements
-from numfuse.backends.cuda.plan import batches
+from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.language.graph import named
 from numfuse.problem.shapes import equal
@@ -125,11 +125,11 @@ class Backward:
         self.d_b, self.d_bias = _last(self.d_b), _last(self.d_bias)
         if self.d_a is not None:
             out = self.d_a
-            self.d_a = batches.as_rows(out)
+            self.d_a = places.as_rows(out)
             if self.d_a is None:
                 apart = rec.fresh(out.shape, out.dtype)
                 self.late = apart, out
-                self.d_a = batches.as_rows(apart)
+                self.d_a = places.as_rows(apart)
 
 
 def _last(view: View | None) -> View | None:
@@ -158,9 +158,9 @@ def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     elif v.d_bias is not None:
         slopes(rec, v, p.n, p.k, acc, made, None)
     if v.d_a is not None and v.b is not None:
-        batches.product(rec, grad_pre, batches.turned(v.b), v.batch, v.d_a, acc)
+        batches.product(rec, grad_pre, places.turned(v.b), v.batch, v.d_a, acc)
     if v.d_b is not None and v.a is not None:
-        batches.product(rec, batches.turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
+        batches.product(rec, places.turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
     if v.late is not None:
         batches.copy(rec, *v.late)
 
@@ -180,7 +180,7 @@ def slopes(
     """
     m, batch, d_bias = v.m, v.batch, v.d_bias
     # places of one bias are neighbours
-    outer, inner = batches.split(batch, () if d_bias is None else d_bias.shape[:-2])
+    outer, inner = places.split(batch, () if d_bias is None else d_bias.shape[:-2])
     order = outer + inner
     table, rows = None, 0
     if m and n and prod(batch):
@@ -209,9 +209,9 @@ def slopes(
         else:
             if v.pre is not None and grad_pre is not None:
                 views["pre"] = v.pre
-            places = batches.Places(batch, views, order)
+            there = places.Places(batch, views, order)
             operands = {
-                name: places.operand(name, *batches.matrix(view)) for name, view in views.items()
+                name: there.operand(name, *places.matrix(view)) for name, view in views.items()
             }
             if d_bias is not None:
                 rows = passes.chunks(m)
@@ -225,10 +225,10 @@ def slopes(
                 operands.get("out"),
                 m,
                 n,
-                places.count,
+                there.count,
                 table is not None,
             )
-            for first, at in places:
+            for first, at in there:
                 if table is not None:
                     at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
                 rec.launches((launch,), at)
@@ -310,7 +310,7 @@ def pointwise(
         [Source(name, name, found[name].dtype) for name in sources],
         [Result(name, slot, found[slot].dtype) for slot, name in names.items()],
         size,
-        min(batches.alignment(view, ()) for view in found.values()),
+        min(places.alignment(view, ()) for view in found.values()),
         is_short(accumulator, storage),
     )
     rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})

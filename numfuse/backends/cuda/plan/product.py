@@ -126,7 +126,7 @@ class Product(Keyed):
 
     @property
     def extra_name(self) -> str:
-        """What the epilogue calls its operand beside the bias."""
+        """Return the name by which the epilogue knows its operand beside the bias."""
         return next((name for name in self.epilogue.operands if name != "bias"), "")
 
     @property

@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from numfuse import epilogues
-from numfuse.backends.cuda.plan import batches, lower
+from numfuse.backends.cuda.plan import batches, lower, places
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import Epilogue
@@ -112,7 +112,7 @@ def _moved(rec: Recorder, p: Any, bind: Bind, out: View | None) -> list[View]:
 
 
 def _unmoved(p: Any) -> tuple[str, ...]:
-    """The second term of T = t + w, where `_moved` makes one matrix."""
+    """Return ("w",), the second term of T = t + w, where `_moved` makes one matrix."""
     return () if p.u is not None and p.v is not None else ("w",)
 
 
@@ -139,7 +139,7 @@ def _column_sums(rec: Recorder, p: Any, x: View, out: View) -> None:
     m, batch = p.m, p.batch
     shared = all(length == 1 for y in (p.b, p.bias) if y is not None for length in y.shape[:-2])
     if batch and shared and all(batch):
-        rows = batches.as_rows(x)
+        rows = places.as_rows(x)
         assert rows is not None, "x is contiguous"
         m, batch, x = m * prod(batch), (), rows
         out = replace(out, shape=out.shape[-2:], strides=out.strides[-2:])
@@ -221,12 +221,12 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
     pairs: dict[str, list[tuple[View, View]]] = {"d_a": [], "d_b": []}
     a, b = bind("a", p.a), bind("b", p.b)
     if q is not None:
-        pairs["d_a"].append((q, batches.turned(b)))
-        pairs["d_b"].append((batches.turned(a), q))
+        pairs["d_a"].append((q, places.turned(b)))
+        pairs["d_b"].append((places.turned(a), q))
     if p.v is not None and s is not None:
-        pairs["d_a"].append((s, batches.turned(bind("v", p.v))))
+        pairs["d_a"].append((s, places.turned(bind("v", p.v))))
     if p.u is not None and s is not None:
-        pairs["d_b"].append((batches.turned(bind("u", p.u)), s))
+        pairs["d_b"].append((places.turned(bind("u", p.u)), s))
     for name, factors in pairs.items():
         if name in wanted:
             _sum_of_products(rec, p, factors, wanted[name], name == "d_b")

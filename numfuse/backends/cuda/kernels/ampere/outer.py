@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
@@ -77,9 +77,9 @@ class Outer:
             "Y_BYTES": one.itemsize(self.dtype),
             "OUT_BYTES": one.itemsize(self.out),
             "ACCUMULATOR": one.ACCUMULATORS[acc][1],
-            "LOAD_X": one.load(self.dtype, 1, acc),
-            "LOAD_Y": one.load(self.dtype, self.values, acc),
-            "STORE": one.store_array(self.out, self.values, acc),
+            "LOAD_X": accesses.load(self.dtype, 1, acc),
+            "LOAD_Y": accesses.load(self.dtype, self.values, acc),
+            "STORE": accesses.store_array(self.out, self.values, acc),
         }
         template = expanded(_outer, bindings)
         return kernel(

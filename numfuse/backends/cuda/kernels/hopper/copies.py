@@ -10,12 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from numfuse.backends.cuda.compile.intrinsics import (
-    block_barrier,
-    block_index,
-    block_index_y,
-    block_index_z,
-    dynamic_shared,
+from numfuse.backends.cuda.compile.accesses import (
     global_load4_f32,
     global_load16,
     global_load_f32,
@@ -24,13 +19,19 @@ from numfuse.backends.cuda.compile.intrinsics import (
     global_store4_f32,
     global_store16,
     global_store_f32,
-    grid_release,
-    grid_wait,
+    shared_load_f32,
+    shared_store_f32,
+)
+from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
+from numfuse.backends.cuda.compile.intrinsics import (
+    block_barrier,
+    block_index,
+    block_index_y,
+    block_index_z,
+    dynamic_shared,
     quotient,
     round_tf32,
     select,
-    shared_load_f32,
-    shared_store_f32,
     thread_index,
 )
 from numfuse.backends.cuda.compile.toolchain import cuda, types
