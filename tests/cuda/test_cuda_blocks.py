@@ -413,18 +413,37 @@ def test_gates_by_16_bytes(dtype, needs):
 @pytest.mark.parametrize("wide", [False, True], ids=["columns", "rows"])
 @pytest.mark.parametrize("depth", [5, 600])
 def test_a_join_is_rounded_once(depth, wide):
+    """Columns by many threads each, or rows by 16 bytes."""
     planes = np.random.default_rng(0).uniform(0, 1, (2, depth, 36)).astype(np.float32)
     planes[0, depth // 2, 3], planes[1, 3, 5] = np.inf, np.nan
     planes[1, :2, 7] = 3e38
     out = np.full((2, 36), np.nan, np.float32)
-    slots = Slot("work"), Slot("out"), "float32", 2, depth
     if wide:
-        launch = joins.rows("float32", *slots, (3, 12), (36, 12, 1))
+        target = Operand("float32", (36, 12, 1), 16)
+        launch = joins.rows("float32", Slot("work"), target, (2, depth, 3, 12))
     else:
-        launch = joins.columns("float32", *slots, 36, (36, 1))
+        slots = Slot("work"), Slot("out")
+        launch = joins.columns("float32", *slots, "float32", 2, depth, 36, (36, 1))
     Machine([planes, out]).run(launch, work=planes.ctypes.data, out=out.ctypes.data)
     exact = planes.astype(np.float64).sum(1)
     known = abs(exact) < 3e38
     assert (abs(out - exact)[known] <= 2.0**-24 * (1 + 1e-6) * exact[known]).all()
     assert out[0, 3] == np.inf and out[1, 7] == np.inf and np.isnan(out[1, 5])
     assert known.sum() == 72 - 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n", "layout"), [(7, "rows"), (8, "rows"), (8, "columns"), (1, "strided")]
+)
+def test_padded_planes_are_joined_to_a_result_of_any_strides(dtype, n, layout):
+    pitch = tiling.round_up(n, 4)
+    planes = np.random.default_rng(n).standard_normal((3, 2, 5, pitch)).astype(np.float32)
+    planes[..., n:] = np.nan  # behind a row there may be anything
+    out = Array(np.full((2, 5, n), np.nan), dtype, layout)
+    steps = 5 * pitch, 10 * pitch, pitch
+    launch = joins.rows("float32", Slot("work"), out.operand, (2, 3, 5, n), steps, overlaps=True)
+    machine = Machine([planes, out.memory], grid_wait=lambda: None, grid_release=lambda: None)
+    machine.run(launch, work=planes.ctypes.data, out=out.address)
+    exact = planes.astype(np.float64).sum(0)[..., :n]
+    assert (abs(out.view.astype(np.float64) - exact) <= UNITS[dtype] * 1.001 * abs(exact)).all()

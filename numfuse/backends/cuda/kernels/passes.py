@@ -62,6 +62,10 @@ def join(planes, out, size, columns, depth, width, groups, total, out_place, out
         STORE(out, place * out_place + group * size + row * out_row + column * out_column, value)
 
 
+#: Strides are in elements.
+JOIN = Schema(join, u64="planes out")
+
+
 def joins(
     info: DeviceInfo,
     accumulator: str,
@@ -95,14 +99,26 @@ def joins(
         total = count * groups * size
         made = kernel(
             join,
-            "u64 u64" + " i64" * 9,
+            JOIN.signature,
             threads=threads_of(info),
             name=f"join {kind}",
             LOAD=elements.loads(accumulator),
             STORE=elements.stores(kind),
             ZERO=np.dtype(accumulator).type(0),
         )
-        arguments = (source, target, size, columns, depth, width, groups, total, *steps)
+        arguments = JOIN(
+            planes=source,
+            out=target,
+            size=size,
+            columns=columns,
+            depth=depth,
+            width=width,
+            groups=groups,
+            total=total,
+            out_place=steps[0],
+            out_row=steps[1],
+            out_column=steps[2],
+        )
         launches.append(Launch(made, grid_of(total, info), arguments))
 
     while depth > tiling.JOINED:
@@ -228,6 +244,9 @@ def copy(source, out, n1, n2, n3, total, s0, s1, s2, s3, o0, o1, o2, o3):
         STORE(out, i0 * o0 + i1 * o1 + i2 * o2 + i3 * o3, value)
 
 
+COPY = Schema(copy, u64="source out")
+
+
 def copies(
     info: DeviceInfo,
     accumulator: str,
@@ -243,21 +262,16 @@ def copies(
     total = n[0] * n[1] * n[2] * n[3]
     made = kernel(
         copy,
-        "u64 u64" + " i64" * 12,
+        COPY.signature,
         threads=threads_of(info),
         name=f"copy {source} {out}",
         LOAD=elements.loads(source),
         STORE=elements.stores(out),
     )
     zeros = (0,) * lead
-    arguments: tuple[int | Slot, ...] = (
-        Slot("x"),
-        Slot("out"),
-        *n[1:],
-        total,
-        *zeros,
-        *source_strides,
-        *zeros,
-        *out_strides,
+    steps = {f"s{i}": s for i, s in enumerate((*zeros, *source_strides))}
+    steps |= {f"o{i}": s for i, s in enumerate((*zeros, *out_strides))}
+    arguments = COPY(
+        source=Slot("x"), out=Slot("out"), n1=n[1], n2=n[2], n3=n[3], total=total, **steps
     )
     return Launch(made, grid_of(total, info), arguments)

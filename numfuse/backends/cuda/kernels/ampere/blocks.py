@@ -268,16 +268,7 @@ def plan(
     )
     if parts > 1:
         if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
-            join = joins.rows(
-                p.accumulator,
-                target,
-                Slot("out"),
-                p.out.dtype,
-                p.places,
-                parts,
-                (p.m, p.n),
-                p.out.strides,
-            )
+            join = joins.rows(p.accumulator, target, p.out, (p.places, parts, p.m, p.n))
             return Plan((*launches, join), tile, workspace, tile.block_m)
         more, staged = passes.joins(
             device,

@@ -10,6 +10,7 @@ import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.intrinsics import HALVES
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, kernel
 from numfuse.backends.cuda.compile.unroll import Inlined, Template
 from numfuse.backends.cuda.kernels.hopper import copies
@@ -152,7 +153,8 @@ def copy_of(
 ) -> Launch | None:
     """The launch that copies an operand into rows that the copy engine takes."""
     place = operand.strides[0] if places > 1 else 0
-    numbers = (outer, inner, pitch, plane, place, outer_stride, inner_stride)
+    numbers = {"rows": outer, "columns": inner, "pitch": pitch, "plane": plane}
+    steps = {"source_place": place, "source_row": outer_stride, "source_column": inner_stride}
     if exchanged:
         made = copy_kernel("turn", "tf32", False)
         grid = (-(-pitch // 32), -(-outer // 32), places)
@@ -172,11 +174,15 @@ def copy_of(
     return Launch(
         made,
         grid,
-        (source, Slot(makes[0]), *numbers),
+        ARGUMENTS(source=source, out=Slot(makes[0]), **numbers, **steps),
         shared_bytes=shared,
         overlaps=True,
         makes=makes,
     )
+
+
+#: Of both copies; strides are in elements.
+ARGUMENTS = Schema(copies.convert)
 
 
 @functools.lru_cache(maxsize=64)
@@ -191,7 +197,7 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
         "LOW": low,
         "ZERO": real(0),
         "SOURCE_SIZE": 2 if kind == "copy" else 4,
-        "OUT_SIZE": 4 if kind in ("tf32", "float32") else 2,
+        "OUT_SIZE": 4 if kind == "tf32" else 2,
         # of bfloat16 the largest number and the smallest subnormal; the largest float32
         "LARGEST": real(2.0**127 * (2 - 2.0**-7)),
         "SMALLEST": real(2.0**-133),
@@ -201,11 +207,9 @@ def copy_kernel(template: str, kind: str, wide: bool) -> Kernel:
     b["HIGH_PART"] = Inlined(copies.high_part, b)
     b["REST"] = Inlined(copies.rest, b)
     made = Template(getattr(copies, template), b)
-    count = 10 if template == "join" else 9
-    signature = " ".join(["i64"] * count)
     return kernel(
         made,
-        signature,
+        ARGUMENTS.signature,
         threads=256,
         name=f"{template} {kind}{' wide' if wide else ''}",
         **made.others,

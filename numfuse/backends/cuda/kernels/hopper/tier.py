@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels.epilogue import addresses, formula_of, steps
 from numfuse.backends.cuda.kernels.hopper.factors import (
     HALF,
-    copy_kernel,
     factor_of,
     fitted,
     tensor_map,
@@ -155,7 +155,8 @@ def plan_with(
         planes = Operand("float32", (m * pitch, pitch, 1), 16)
         out_part = places * m * pitch
         workspace = parts * out_part * 4
-        joined = (_join(product, pitch, out_part, parts, out_slot),)
+        lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
+        joined = (joins.rows("float32", out_slot, out, lengths, steps_of, overlaps=True),)
         out = planes
     elif half and out.dtype != "float32":
         out_kind = "vectors" if _vectors(out, n) else "rows"
@@ -254,22 +255,3 @@ class HopperTiling:
         return f"{self.tile}, {self.stages} stages" + (
             f", K in {self.parts} parts" if self.parts > 1 else ""
         )
-
-
-def _join(product: Product, pitch: int, plane: int, parts: int, planes: Slot) -> Launch:
-    """The launch that adds up the planes of a product."""
-    out = product.out
-    place, row, column = out.strides
-    wide = (
-        column == 1
-        and not (row % 4 or place % 4 or product.n % 4)
-        and out.alignment >= 4 * out.itemsize
-    )
-    made = copy_kernel("join", out.dtype, wide)
-    grid = (-(-product.m * (pitch // 4) // 256), product.places, 1)
-    return Launch(
-        made,
-        grid,
-        (planes, Slot("out"), product.m, product.n, pitch, plane, parts, place, row, column),
-        overlaps=True,
-    )
