@@ -26,7 +26,7 @@ from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 
 try:
-    from numfuse.backends.cuda.compile import elements, toolchain
+    from numfuse.backends.cuda.compile import elements, schema, toolchain
     from numfuse.backends.cuda.kernels import joins, passes, pointwise
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
@@ -391,6 +391,18 @@ def test_a_map_is_an_argument_of_128_bytes_whose_address_the_kernel_gets():
 
 def _reads_a_map(out, table, unused):
     STORE(out, 0, LOAD(table, 0))  # noqa: F821
+
+
+def test_a_launch_names_every_argument_of_a_kernel_and_no_other():
+    made = schema.Schema(_reads_a_map, "u64", map="table")
+    assert made.signature == "u64 map u64"
+    assert made(table=2, unused=3, out=1) == (1, 2, 3)
+    with pytest.raises(TypeError, match="the kernel wants arguments out, unused"):
+        made(table=2)
+    with pytest.raises(TypeError, match="the kernel has no arguments other"):
+        made(table=2, unused=3, out=1, other=4)
+    with pytest.raises(TypeError, match="the kernel has no arguments pre"):
+        schema.Schema(_reads_a_map, map="pre")
 
 
 def test_what_has_no_identity_is_not_bound():
