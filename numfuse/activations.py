@@ -20,7 +20,7 @@ import hashlib
 import re
 import reprlib
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.expr import Expr, constant
@@ -55,6 +55,8 @@ class Activation:
 
     #: How often any formula was defined: what is kept by a name is stale after the next.
     definitions = 0
+    #: Called after each definition, to forget that.
+    forgetters: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(self, name: str, source: str, number: int | None = None) -> None:
         self.name = name
@@ -87,6 +89,8 @@ class Activation:
         for derived in self._derivatives:
             derived.key = derived._curve = None
         Activation.definitions += 1
+        for forget in Activation.forgetters:
+            forget()
 
     def trace(self, order: int = 0) -> Expr:
         """The recorded graph of the value (0) or of a derivative (1, 2, 3).
@@ -99,6 +103,10 @@ class Activation:
                 raise ValueError(f"order must be 0, 1, 2 or 3, got {order!r}")
             made = self._traces[order] = ex.differentiate(self.trace(order - 1))
         return made
+
+    def formulas(self) -> list[Expr]:
+        """The recorded graphs that its digest is made of."""
+        return [self.trace(order) for order in range(4)]
 
     def derived(self, order: int) -> Activation:
         """Its derivative of this order as an activation: ``derived(1)`` of f has the value f'.
@@ -115,7 +123,7 @@ class Activation:
     def digest(self) -> str:
         """Hash of the four graphs: equal for equal formulas, in any process."""
         if self._digest is None:
-            text = ex.dumps([self.trace(order) for order in range(4)])
+            text = ex.dumps(self.formulas())
             self._digest = hashlib.sha256(text.encode()).hexdigest()
         return self._digest
 
@@ -241,8 +249,7 @@ class Activation:
         return f"<activation {self.name!r}: {self.source}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        text = ex.dumps([self.trace(order) for order in range(4)])
-        return _from_text, (self.name, self.source, self.id, text)
+        return _from_text, (self.name, self.source, self.id, ex.dumps(self.formulas()))
 
 
 def _by_adapter(adapter: Any, x: Any, activation: Activation) -> Any:
@@ -280,6 +287,10 @@ class _Derived(Activation):
             f"the table of activations ends with third derivatives, "
             f"got order {self._order + order} of {self._base.name!r}"
         )
+
+    def formulas(self) -> list[Expr]:
+        """The base's."""
+        return self._base.formulas()
 
     def derived(self, order: int) -> Activation:
         """The base's derivative of a higher order."""

@@ -34,6 +34,8 @@ from numfuse.language.graph import (
     Keyed,
     call,
     constant,
+    dumps,
+    expand,
     inputs,
     named,
     node,
@@ -83,6 +85,16 @@ class Epilogue(Keyed):
     def graphs(self) -> tuple[Expr, ...]:
         """The graphs of the results."""
         return tuple(expr for _, expr in self.results)
+
+    def named(self) -> tuple[Any, ...]:
+        """Return a key that stands for it, whenever it is derived anew, and holds no formula."""
+        names = tuple(name for name, _ in self.results)
+        return self.name, self.accumulators, self.operands, names, dumps(expand(self.graphs))
+
+    def formulas(self) -> list[Expr]:
+        """Return the graphs of the curves that it calls: with them goes what is kept of it."""
+        curves = [e.payload for e in topological(self.graphs) if isinstance(e.payload, Curve)]
+        return [formula for curve in curves for formula in curve.formulas()]
 
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]

@@ -737,13 +737,16 @@ class Keyed:
 def _plain(value: Any) -> Any:
     if isinstance(value, Expr):
         return value.serial
+    if isinstance(value, Keyed):
+        return value.named()
     return tuple(map(_plain, value)) if type(value) is tuple else value
 
 
 def formulas_of(value: Any) -> list[Expr]:
-    """The formulas in a key, and in tuples there."""
+    """The formulas in a key, in tuples there, and of what has ``formulas()``."""
     if isinstance(value, Expr):
         return [value]
-    if isinstance(value, Curve):
-        return value.formulas()
-    return [e for part in value for e in formulas_of(part)] if type(value) is tuple else []
+    if type(value) is tuple:
+        return [e for part in value for e in formulas_of(part)]
+    found: Callable[[], list[Expr]] | None = getattr(value, "formulas", None)
+    return [] if found is None else found()

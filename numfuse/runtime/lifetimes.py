@@ -8,14 +8,17 @@ the formulas in its key is gone. Who runs an entry holds it, so nothing goes und
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from numfuse.language.graph import Curve, Expr, formulas_of
 
-__all__ = ["Table", "Ties", "formulas_of", "named"]
+__all__ = ["Table", "Ties", "formulas_of", "kept", "named"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def named(value: Any) -> Any:
@@ -74,6 +77,15 @@ class Table:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def values(self) -> list[Any]:
+        """The values, the oldest first."""
+        return list(self._entries.values())
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._entries.clear()
+        self._ties.clear()
+
     def get(self, key: Any) -> Any:
         """The value of a key; None where there is none."""
         return self._entries.get(key)
@@ -90,3 +102,27 @@ class Table:
             self._entries.pop(oldest, None)
             self._ties.untie(oldest)
         return found
+
+
+def kept(length: int) -> Callable[[_Function], _Function]:
+    """Keep what a function returns (never None), as long as the formulas in its arguments live.
+
+    A redefined activation is another formula, and what was made of the one before goes.
+    """
+
+    def decorate(make: _Function) -> _Function:
+        table = Table(length)
+
+        @functools.wraps(make)
+        def found(*args: Any, **options: Any) -> Any:
+            key = named((*args, *sorted(options.items())))
+            value = table.get(key)
+            if value is None:
+                made = make(*args, **options)
+                # (after it: what is made of a curve asks it for derivatives)
+                value = table.keep(key, made, formulas_of((*args, *options.values())))
+            return value
+
+        return cast(_Function, found)
+
+    return decorate

@@ -6,6 +6,7 @@ Run on a GPU where there is one, and in the simulator by `test_cuda_simulator`.
 from __future__ import annotations
 
 import gc
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -331,6 +332,99 @@ def test_a_redefined_activation_is_not_the_kept_one(operands):
 
     twice = nf.to_numpy(nf.activation_mul(x, x, "of this test"))
     np.testing.assert_allclose(twice - once, a, rtol=1e-4, atol=1e-5)
+
+
+FORMULAS = {
+    "forward": lambda g, a, b, bias: nf.matmul_bias_activation(a, b, bias, "mine"),
+    "saved": lambda g, a, b, bias: nf.matmul_bias_activation(
+        a, b, bias, "mine", return_pre_activation=True),
+    "backward": lambda g, a, b, bias: nf.matmul_bias_activation_bwd(g, a, b, bias, "mine"),
+    "second": lambda g, a, b, bias: nf.matmul_bias_activation_double_bwd(
+        a, b, bias, g, a, b, bias, "mine"),
+    "tangent": lambda g, a, b, bias: nf.matmul_bias_activation_jvp(a, b, bias, a, b, bias, "mine"),
+    "gate": lambda g, a, b, bias: nf.activation_mul(a, a, "mine"),
+    "gate backward": lambda g, a, b, bias: nf.activation_mul_bwd(a, a, a, "mine"),
+    "gate second": lambda g, a, b, bias: nf.activation_mul_double_bwd(a, a, a, a, a, "mine"),
+    "gate tangent": lambda g, a, b, bias: nf.activation_mul_jvp(a, a, a, a, "mine"),
+}  # fmt: skip
+
+
+def define(factor):
+    return nf.activation(lambda x: factor * x * x, name="mine")
+
+
+def kept():
+    """How much is kept of calls: everything that may hold a formula, or what was made of one."""
+    from numfuse.backends.cuda.call import entry
+    from numfuse.backends.cuda.compile import toolchain
+
+    gc.collect()
+    owner = device(0)
+    return (
+        len(entry._KNOWN), len(owner.kept_calls),
+        sum(map(len, owner.kept_products._ties._keys.values())),  # (others have no formula)
+        sum(1 for kernel in toolchain.kernels() if kernel.formulas),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("arrays", ["host", "device"])
+def test_what_is_kept_of_a_definition_goes_with_it(arrays, operands):
+    given = operands(m=3, n=2, k=4)
+    if arrays == "device":
+        given = [there(x) for x in given]
+    nf.activation(lambda x: x, name="mine")
+    before = kept()
+    for case, call in FORMULAS.items():
+        for factor in (2.0, 3.0):
+            act = define(factor)
+            watched = [weakref.ref(act), *(weakref.ref(act.trace(order)) for order in (0, 1))]
+            del act
+            with nf.use_backend("cuda"):
+                for _ in range(2):  # recorded, then repeated
+                    call(*given)
+            now = kept()
+            assert now[1] == before[1] + 1 and now[3] > before[3], case
+            assert all(ref() is not None for ref in watched), case
+            nf.activation(lambda x: x, name="mine")
+            gc.collect()
+            assert [ref() for ref in watched] == [None] * 3, case
+            assert kept() == (0, *before[1:]), case
+
+
+def test_a_definition_that_somebody_has_keeps_what_was_made_of_it(operands):
+    from numfuse.backends.cuda.compile import toolchain
+
+    x = there(operands(m=3, n=2, k=4)[1])
+    nf.activation(lambda x: x, name="mine")
+    before = kept()
+    held = define(5.0)
+    first = nf.to_numpy(nf.activation_mul(x, x, held))
+    own = set(toolchain.kernels())
+    for step in range(3):
+        define(6.0 + step)
+        nf.activation_mul(x, x, "mine")
+    assert own <= set(toolchain.kernels())
+    assert (nf.to_numpy(nf.activation_mul(x, x, held)) == first).all()
+    assert own <= set(toolchain.kernels())
+    del held, own
+    nf.activation(lambda x: x, name="mine")  # (until then a repeated call is known by its object)
+    assert kept() == (0, *before[1:])
+
+
+def test_a_redefined_derivative_lets_its_own_kernels_go_alone(operands):
+    from numfuse.backends.cuda.compile import toolchain
+
+    x = there(operands(m=3, n=2, k=4)[1])
+    act = define(9.0)
+    nf.activation_mul(x, x, act)
+    forward = {kernel for kernel in toolchain.kernels() if kernel.formulas}
+    for slope in (5.0, 7.0, 11.0):
+        act.derivative(lambda x, slope=slope: slope * x)
+        found = nf.activation_mul_bwd(x, x, x, act, needs=("a",)).d_a
+        np.testing.assert_allclose(nf.to_numpy(found), slope * nf.to_numpy(x) ** 3, rtol=1e-5)
+        gc.collect()
+        now = {kernel for kernel in toolchain.kernels() if kernel.formulas}
+        assert forward <= now and len(now - forward) == 1
 
 
 def test_the_call_is_told(operands):

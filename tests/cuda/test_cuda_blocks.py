@@ -234,9 +234,6 @@ def short_chains(monkeypatch):
     """Chains of sums of 64 values of K, for sums of a few hundred."""
     monkeypatch.setattr(tiling, "CHAIN", 64)
     monkeypatch.setattr(tiling, "ONE_CHAIN", {"float32": 64, "float64": 64})
-    thin._kernel.cache_clear()
-    yield
-    thin._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("k", [64, 65, 201])

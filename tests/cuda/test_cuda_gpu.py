@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import json
 import subprocess
 import sys
+import threading
 
 import ml_dtypes
 import numpy as np
@@ -503,3 +506,216 @@ def test_after_a_fatal_error_the_device_is_lost_and_its_launches_are_named():
     assert len(lines) == 3 and len(set(lines)) == 1, done.stderr[-2000:]
     assert "an illegal memory address" in lines[0]
     assert "launched since the last synchronise: gated" in lines[0]
+
+
+# --- definitions that go --------------------------------------------------------------------------
+
+
+def define(factor, name="mine"):
+    return nf.activation(lambda x: factor * x * x, name=name)
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The modules that are unloaded from here on; what other tests left is given up before."""
+    owner, found = device(0), []
+    gc.collect()
+    owner.synchronize()
+    unload = type(owner).unload
+
+    def watched(owner, module):
+        done = unload(owner, module)
+        if done:
+            found.append(module)
+        return done
+
+    monkeypatch.setattr(type(owner), "unload", watched)
+    return found
+
+
+def redefined(x, factors):
+    """Redefine, and make first calls, whose kernels take the places of those that went."""
+    for factor in factors:
+        define(factor)
+        gc.collect()
+        nf.activation_mul(x, x, "mine")
+        nf.activation_mul_bwd(x, x, x, "mine")
+
+
+def test_kernels_of_a_definition_that_is_gone_are_unloaded(unloaded):
+    x = nf.to_device(np.ones((5, 3), np.float32), "cuda")
+    redefined(x, (2.0, 3.0))
+    nf.synchronize(x)
+    assert len(unloaded) == 2  # the two kernels of the first definition
+    redefined(x, (2.0, 3.0, 2.0))
+    nf.synchronize(x)
+    assert len(unloaded) == 8
+    np.testing.assert_array_equal(nf.to_numpy(nf.activation_mul(x, x, "mine")), 2.0)
+
+
+def test_a_captured_graph_of_a_definition_that_is_gone_gives_its_numbers(unloaded):
+    torch = torch_cuda()
+    a, b, bias, grad = (torch.from_numpy(x).cuda() for x in numbers())
+    other = nf.to_device(np.ones((5, 3), np.float32), "cuda")
+
+    def work(activation):
+        return (
+            nf.matmul_bias_activation(a, b, bias, activation),
+            *nf.matmul_bias_activation_bwd(grad, a, b, bias, activation),
+            nf.activation_mul(a, a, activation),
+        )
+
+    define(2.0)
+    work("mine")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = work("mine")
+    redefined(other, (3.0, 4.0, 5.0))
+    nf.synchronize(a)
+    assert unloaded, "what was not captured goes"
+    a.mul_(0.5)
+    for x in found:
+        x.fill_(torch.nan)
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = work(define(2.0, "again"))
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+    torch.testing.assert_close(found[-1], 2.0 * a**3)
+
+
+def test_a_call_in_flight_on_another_stream_ends_before_its_kernel_goes(unloaded):
+    torch = torch_cuda()
+    x = torch.rand(1000, device="cuda")
+    other = nf.to_device(np.ones((5, 3), np.float32), "cuda")
+    stream = torch.cuda.Stream()
+    define(2.0)
+    with torch.cuda.stream(stream):
+        nf.activation_mul(x, x, "mine")
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(1_000_000_000)  # about half a second
+        out = nf.activation_mul(x, x, "mine")
+    nf.activation(lambda x: x, name="mine")
+    gc.collect()
+    (going,) = (waiting.module for waiting in device(0).retired.modules)
+    for factor in (3.0, 4.0):  # first calls on another stream say nothing of this one
+        nf.activation_mul(other, other, define(factor, "another"))
+    assert going not in unloaded
+    stream.synchronize()
+    torch.testing.assert_close(out, 2.0 * x**3)
+    for factor in (5.0, 6.0):  # the first has an event recorded, which has passed by the second
+        with torch.cuda.stream(stream):
+            nf.activation_mul(x, x, define(factor, "another"))
+        stream.synchronize()
+    assert going in unloaded
+
+
+def test_a_graph_that_another_thread_captures_meanwhile_is_whole(unloaded):
+    torch = torch_cuda()
+    x = torch.rand(1000, device="cuda")
+    other = nf.to_device(np.ones((5, 3), np.float32), "cuda")
+    captured = define(7.0, "captured")
+    nf.activation_mul(x, x, captured)
+    redefined(other, (2.0, 3.0))
+    torch.cuda.synchronize()
+    begun, ended, found = threading.Event(), threading.Event(), []
+
+    def capture():
+        try:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                out = nf.activation_mul(x, x, captured)
+                begun.set()
+                ended.wait(60)
+                again = nf.activation_mul(out, x, captured)
+            found.extend((graph, out, again))
+        finally:
+            begun.set()
+
+    thread = threading.Thread(target=capture)
+    thread.start()
+    begun.wait(60)
+    before = len(unloaded)
+    try:
+        redefined(other, (2.0, 3.0, 2.0, 3.0))
+    finally:
+        ended.set()
+        thread.join()
+    assert len(found) == 3 and len(unloaded) > before
+    graph, out, again = found
+    graph.replay()
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, 7.0 * x**3)
+    torch.testing.assert_close(again, 7.0 * out**2 * x)
+
+
+REDEFINED = """
+import gc, json
+import numpy as np
+import numfuse as nf
+from numfuse.backends.cuda.driver.device import Device, device
+
+rng = np.random.default_rng(1)
+shapes = (64, 64), (64, 64), (64,), (64, 64)
+a, b, bias, grad = (nf.to_device(rng.random(shape, np.float32), "cuda") for shape in shapes)
+loads, unloads = [], []
+module, unload = Device.module, Device.unload
+
+def loaded(self, kernel):
+    known = kernel in self._modules
+    found = module(self, kernel)
+    if not known and kernel.formulas:
+        loads.append(found.handle)
+    return found
+
+def unloaded(self, handle):
+    unloads.append(handle)
+    return unload(self, handle)
+
+Device.module, Device.unload = loaded, unloaded
+
+def define(step):
+    # four formulas by turns: they are compiled once, and loaded from disk at every definition
+    nf.activation(lambda x: x * x * (1.5 + step % 4 / 64), name="mine")
+    nf.matmul_bias_activation(a, b, bias, "mine")
+    nf.matmul_bias_activation_bwd(grad, a, b, bias, "mine")
+    nf.activation_mul(a, b, "mine")
+    nf.activation_mul_bwd(grad, a, b, "mine")
+    nf.matmul_bias_activation_double_bwd(a, b, bias, grad, a, b, bias, "mine")
+    gc.collect()  # (an activation and its derivatives refer to each other)
+
+def taken():
+    with open("/proc/self/statm") as file:
+        resident = int(file.read().split()[1]) * 4096
+    with device(0).current():
+        return resident, -device(0).memory()[0]
+
+for step in range(12):
+    define(step)
+start, before = taken(), len(loads)
+for step in range(60):
+    define(step)
+found = [now - then for now, then in zip(taken(), start)]
+print(json.dumps([*found, len(loads) - before, len(loads) - len(unloads)]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc/self/statm")
+def test_sixty_definitions_take_little_memory():
+    """60 times forward, backward, both gates and double backward: some 300 kernels.
+
+    Of the device: at any time there are the kernels of three definitions at most, 15 binaries of 7
+    to 40 KiB, and the driver takes memory in pieces of 2 MiB: two, in case they lie apart (all 300
+    binaries are more). Of the host: half a MiB a definition, as on the CPU.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", REDEFINED], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    host, on_device, loaded, left = json.loads(done.stdout)
+    per_definition = loaded / 60
+    assert per_definition >= 5
+    assert left <= 3 * per_definition, f"{left} of {loaded} kernels are there"
+    assert on_device <= 4 << 20, f"{on_device / 2**20:.1f} MiB of the device"
+    assert host <= 30 << 20, f"{host / 2**20:.1f} MiB of the host"

@@ -12,7 +12,7 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 try:
-    from numfuse.backends.cuda.driver import launcher
+    from numfuse.backends.cuda.driver import launcher, modules
     from numfuse.backends.cuda.driver.libcuda import Config
     from numfuse.backends.cuda.plan.program import Steps
     from numfuse.errors import DeviceError, DeviceLost
@@ -37,12 +37,13 @@ def at(array):
 class Driver:
     """Functions with the driver's signatures, and what they were called with."""
 
-    def __init__(self, current=OUR, failing=None):
+    def __init__(self, current=OUR, failing=None, uses=()):
         self.launched, self.graphs, self.contexts, self.replaced = [], [], [], []
+        self.captured: set[int] = set()
         self.current, self.failing = current, failing
         kinds = (
             ("launch", 4), ("get_current", 1), ("set_current", 1), (None, 0), ("graph", 2),
-            ("replace", 2),
+            ("replace", 2), ("is_capturing", 2),
         )  # fmt: skip
         self._kept, self.functions = [], []
         for name, count in kinds:
@@ -56,16 +57,16 @@ class Driver:
         self.maps = words(31, 1, 16, 0, 0, 32, 0, 0, 1, 0)
         tables = (
             words(at(config), 3, at(self.first), at(config), 5, at(self.second)),
-            words(at(self.first), 1, 100, at(self.second), 0, 0), self.maps,
+            words(at(self.first), 1, 100, at(self.second), 0, 0), self.maps, words(*uses),
         )  # fmt: skip
         self.bases = words(10_000, 20_000)
         self._kept += [config, *tables]
-        lengths = 2, 2, 2
+        lengths = 2, 2, 2, len(uses)
         plan = list(self.functions)
         assert len(plan) == launcher.DRIVER_WORDS
         for length, table in zip(lengths, tables, strict=True):
             plan += [length, at(table)]
-        self.plan = words(*plan, at(self.bases), 0, 0)
+        self.plan = words(*plan, at(self.bases), 0, 0, 0)
         assert len(self.plan) == len(launcher.PLAN)
 
     def launch(self, config, handle, arguments, extra):
@@ -89,8 +90,12 @@ class Driver:
         self.replaced.append((where, address))
         return 8 if where == self.failing else 0
 
-    def run(self, graph=0):
-        failed = launcher.launch_all()(at(self.plan), 55, graph)
+    def is_capturing(self, stream, where):
+        ctypes.c_int.from_address(where).value = stream in self.captured
+        return 0
+
+    def run(self, graph=0, stream=55):
+        failed = launcher.launch_all()(at(self.plan), stream, graph)
         return failed, self.plan[launcher.PLAN.index("STATUS")]
 
 
@@ -178,6 +183,7 @@ class Owner:
 
     def __init__(self, driver):
         self.entries, self.lost, self.noted = tuple(driver.functions), None, []
+        self.retired = modules.Retired()
 
     def note(self, names):
         self.noted.append(names)
@@ -195,7 +201,7 @@ def test_a_single_launch_is_repeated_at_once_as_through_a_run(failing):
     table = words(at(first), at(second))
     prepared = SimpleNamespace(
         name="one kernel", device=owner, handles=(at(config), 3, at(table)),
-        slots=((at(first), 0, 0), (at(second), 1, 64)), maps=(),
+        slots=((at(first), 0, 0), (at(second), 1, 64)), maps=(), module=SimpleNamespace(uses=0),
     )  # fmt: skip
     steps = Steps(((prepared, ((2, 16), (3, 0))),), 0, 0, "tier", None, 2)
     assert steps.simple

@@ -23,6 +23,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
     hopper_tile,
 )
+from numfuse.runtime import lifetimes
 
 try:
     from numfuse.backends.cuda.compile.schema import Schema
@@ -614,7 +615,7 @@ class Recording:
     info = HOPPER
 
     def __init__(self):
-        self.kept_products = {}
+        self.kept_products = lifetimes.Table(100)
 
     def prepare(self, launch):
         slots = [a for a in launch.arguments if isinstance(a, Slot)]

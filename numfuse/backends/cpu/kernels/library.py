@@ -274,18 +274,12 @@ def by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., speciali
 
     A redefined activation is another formula, and the kernels of the one before go.
     """
-    table = lifetimes.Table(1024)
 
+    @lifetimes.kept(1024)
     @functools.wraps(make)
     def found(*args: Any, **options: Any) -> specialise.Kernel:
-        key = lifetimes.named((*args, *sorted(options.items())))
-        kernel: specialise.Kernel | None = table.get(key)
-        if kernel is None:
-            kernel = make(*args, **options)
-            formulas = lifetimes.formulas_of(args)
-            kernel.formulas = tuple(map(weakref.ref, formulas))
-            kernel = table.keep(key, kernel, formulas)
-        assert kernel is not None
+        kernel = make(*args, **options)
+        kernel.formulas = tuple(map(weakref.ref, lifetimes.formulas_of(args)))
         return kernel
 
     return found

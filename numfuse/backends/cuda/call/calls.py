@@ -15,7 +15,6 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, latest
-from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.arrays import address, bounds, contiguous, dtype_of, ghost, pool_of
 from numfuse.backends.cuda.call.memory import Block
 from numfuse.backends.cuda.driver.device import Device
@@ -25,6 +24,7 @@ from numfuse.problem import product
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
+    from numfuse.expr import Expr
 
 __all__ = [
     "Argument",
@@ -159,10 +159,9 @@ def call(
     )
     kept = device.kept_calls.get(key)
     if kept is None or (outs and _overlap(operands, outs)):
-        kept = _record(device, precision, kind, operands, outs, make_problem)
-        if len(device.kept_calls) >= tiling.KEPT_PLANS:
-            device.kept_calls.clear()
-        device.kept_calls[key] = kept
+        device.release(stream)
+        kept, formulas = _record(device, precision, kind, operands, outs, make_problem)
+        device.kept_calls.keep(key, kept, formulas)
     addresses = [a.address for a in operands.values()]
     addresses += [a.address for _, a in outs.values()]
     given = [x for x, _ in outs.values()]
@@ -202,13 +201,15 @@ def _record(
     operands: dict[str, Argument],
     outs: dict[str, tuple[Any, Argument]],
     make_problem: Callable[[dict[str, ndarray]], Any],
-) -> Kept:
+) -> tuple[Kept, list[Expr]]:
+    """The steps of a call, and the formulas with which they go."""
     ghosts: dict[str, ndarray] = {}
     for name, a in (*operands.items(), *((name, a) for name, (_, a) in outs.items())):
         dtype = dtype_of(a.dtype)
         strides = [s * dtype.itemsize for s in a.strides]
         ghosts[name] = ghost(a.address, a.shape, strides, dtype, a.writable)
     p, result_names, after = make_problem(ghosts)
+    formulas = p.activation.formulas()
     parts = p.result if isinstance(p.result, tuple) else (p.result,)
     news: list[str] = []
     results: list[int | tuple[str, tuple[int, ...], str] | None] = []
@@ -244,7 +245,7 @@ def _record(
     pack: Callable[[Sequence[Any]], Any] | None = None
     if isinstance(p.result, tuple):
         pack = getattr(type(p.result), "_make", tuple)
-    return Kept(steps, tuple(results), pack, told)
+    return Kept(steps, tuple(results), pack, told), formulas
 
 
 def foresee(
@@ -392,10 +393,10 @@ def host_call(device: Device, precision: str, kind: str, p: Any, outputs: Sequen
     try:
         kept = device.kept_calls.get(key)
         if kept is None:
+            device.release(0)
+            formulas = act.formulas()
             steps, told = recorded(device, precision, kind, p, host.bind, _FIELDS, act.name)
-            if len(device.kept_calls) >= tiling.KEPT_PLANS:
-                device.kept_calls.clear()
-            kept = device.kept_calls[key] = steps, tuple(host.blocks), told
+            kept = device.kept_calls.keep(key, (steps, tuple(host.blocks), told), formulas)
         else:
             for name in kept[1]:
                 host.place(name, arrays[name])

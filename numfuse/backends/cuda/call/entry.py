@@ -142,6 +142,8 @@ class _Known(NamedTuple):
 
 #: They, by what is seen of them at a glance.
 _KNOWN: dict[tuple[Any, ...], _Known] = {}
+# A key may hold an activation, so none is kept longer than it can be found.
+Activation.forgetters.append(_KNOWN.clear)
 _LATEST = threading.local()  # .kept: of this thread's latest `DeviceCall`
 
 
@@ -235,6 +237,7 @@ def remembered(function: _Function) -> _Function:
         _LATEST.kept = None
         result = function(*args, **options)
         seen, kept = _glance(name, args, options), _LATEST.kept
+        _LATEST.kept = None  # (nor a call of a formula that goes)
         if seen is None or kept is None:
             return result
         kind, key, _, ordinal = seen

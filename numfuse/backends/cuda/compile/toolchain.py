@@ -23,6 +23,7 @@ import tempfile
 import threading
 import types as pytypes
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -31,8 +32,10 @@ import numpy as np
 from llvmlite import ir
 from numba.core import config as numba_config
 
+from numfuse.expr import Expr
 from numfuse.runtime import binaries
 from numfuse.runtime.compilation import compiled
+from numfuse.runtime.lifetimes import Ties, formulas_of
 
 __all__ = [
     "SIMULATED",
@@ -173,7 +176,11 @@ class Kernel:
         "u64", "i64", "u32", "i32", "f32", "f64" or "map".
     block : tuple of int
         Threads of a block along x, y, z.
+    formulas : tuple of weakref to Expr
+        The formulas in it, with which it goes; none are held by it.
     """
+
+    formulas: tuple[weakref.ref[Expr], ...] = ()
 
     def __init__(
         self,
@@ -271,6 +278,7 @@ class Kernel:
 
 
 _KERNELS: dict[str, Kernel] = {}
+_TIES = Ties(lambda material: _KERNELS.pop(material, None))
 
 
 def kernel(
@@ -304,7 +312,7 @@ def kernel(
         For messages; default: the function's.
     **bindings
         The UPPER-case names: numbers, types, tuples, functions, or objects with ``numfuse_key`` and
-        ``build()`` (as `elementwise.Scalar`), which are built only where a compiler needs them.
+        ``build()`` (as `elementwise.Formula`), which are built only where a compiler needs them.
     """
     x, y, z, *_ = (threads, 1, 1) if isinstance(threads, int) else (*threads, 1, 1)
     kinds = tuple(signature.split())
@@ -326,11 +334,14 @@ def kernel(
                 material,
             ),
         )
+        formulas = formulas_of(tuple(bindings.values()))
+        found.formulas = tuple(map(weakref.ref, formulas))
+        _TIES.tie(material, formulas)
     return found
 
 
 def kernels() -> list[Kernel]:
-    """Every kernel of this process."""
+    """Every kernel of this process whose formulas live."""
     return list(_KERNELS.values())
 
 

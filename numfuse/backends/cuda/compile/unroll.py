@@ -21,6 +21,8 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from numfuse.backends.cuda.compile.toolchain import device_function, identity
+from numfuse.expr import Expr
+from numfuse.runtime.lifetimes import formulas_of
 
 __all__ = ["Inlined", "Template", "expanded", "inlined", "names_of", "text", "unrolled"]
 
@@ -265,6 +267,10 @@ class Template:
         material = "\n".join(f"{name}={identity(value)}" for name, value in used.items())
         digest = hashlib.sha256(material.encode()).hexdigest()
         self.numfuse_key = f"{template.__module__}.{template.__qualname__} {digest}"
+
+    def formulas(self) -> list[Expr]:
+        """The formulas in what is bound."""
+        return formulas_of(tuple(self.others.values()))
 
     @functools.cached_property
     def function(self) -> Any:

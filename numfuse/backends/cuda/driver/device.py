@@ -14,20 +14,23 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from numfuse.backends import end
+from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.toolchain import SIMULATED, Kernel
 from numfuse.backends.cuda.driver.libcuda import FORKED, Attribute, Config, count, forked, library
+from numfuse.backends.cuda.driver.modules import Module, Retired
 from numfuse.backends.cuda.plan.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
 from numfuse.errors import DeviceError, DeviceLost
+from numfuse.runtime.lifetimes import Table
 
 __all__ = ["Device", "Prepared", "device"]
 
@@ -93,11 +96,13 @@ class Device:
         #: Why the device is lost; None as long as it is not.
         self.lost: str | None = None
         #: How products are run, and the steps of calls, by what they depend on.
-        self.kept_products: dict[Any, Any] = {}
-        self.kept_calls: dict[Any, Any] = {}
+        self.kept_products = Table(4 * tiling.KEPT_PLANS)
+        self.kept_calls = Table(tiling.KEPT_PLANS)
         self._launched: deque[str] = deque(maxlen=REMEMBERED)
         self._many = 0
-        self._functions: dict[Kernel, int] = {}
+        #: Of every kernel that was loaded and still is kept.
+        self._modules: weakref.WeakKeyDictionary[Kernel, Module] = weakref.WeakKeyDictionary()
+        self.retired = Retired()
         self._lock = threading.RLock()
         #: The event of the latest `pace`; 0: none.
         self._piece = 0
@@ -177,13 +182,17 @@ class Device:
     # --- work -------------------------------------------------------------------------------
     def synchronize(self, stream: int | None = None) -> None:
         """Wait for all work, or for that of one stream; errors of kernels are raised here."""
-        with self.current():
-            if stream is None:
-                self.check(self.cuda.cuCtxSynchronize(), "synchronize")
-                self._launched.clear()
-                self._many = 0
-            else:
+        if stream is None:
+            self.retired.synchronize(self)
+        else:
+            with self.current():
                 self.check(self.cuda.cuStreamSynchronize(stream), "synchronize")
+
+    def wait_for_all(self) -> None:
+        """Wait for all work; its context is current."""
+        self.check(self.cuda.cuCtxSynchronize(), "synchronize")
+        self._launched.clear()
+        self._many = 0
 
     def capture(self, stream: int) -> int:
         """The number of the CUDA graph that is being captured from this stream; 0: none is."""
@@ -192,6 +201,11 @@ class Device:
         status, number = c_int(), c_uint64()
         self.cuda.cuStreamGetCaptureInfo_v2(stream, byref(status), byref(number), None, None, None)
         return number.value if status.value else 0
+
+    def capturing(self, stream: int) -> bool:
+        """Whether a stream is captured, or is the legacy one and any capture forbids its use."""
+        status = c_int()
+        return bool(self.cuda.cuStreamIsCapturing(stream, byref(status)) or status.value)
 
     def event(self, stream: int) -> int:
         """An event recorded on a stream; `forget` it."""
@@ -239,6 +253,7 @@ class Device:
             None,
             "cuGraphLaunch",
             "cuTensorMapReplaceAddress",
+            "cuStreamIsCapturing",
         )
         return tuple(
             self.context
@@ -323,14 +338,15 @@ class Device:
         with self.current():
             self.check(self.cuda.cuMemsetD8Async(address, 0, nbytes, stream), "fill with zeros")
 
-    def function(self, kernel: Kernel) -> int:
-        """The handle of a kernel, compiled and loaded at its first use."""
-        found = self._functions.get(kernel)
+    def module(self, kernel: Kernel) -> Module:
+        """A kernel, compiled and loaded at its first use."""
+        found = self._modules.get(kernel)
         if found is not None:
             return found
         binary, entry = kernel.binary(self.capability)
         with self._lock, self.current(), self.uncaptured():
-            if kernel not in self._functions:
+            found = self._modules.get(kernel)  # (another thread may have loaded it)
+            if found is None:
                 module, handle = c_void_p(), c_void_p()
                 status = self.cuda.cuModuleLoadData(byref(module), binary)
                 if status in _NOT_ASSEMBLED and not binary.startswith(b"\x7fELF"):
@@ -339,8 +355,18 @@ class Device:
                 self.check(status, kernel.name)
                 status = self.cuda.cuModuleGetFunction(byref(handle), module, entry.encode())
                 self.check(status, kernel.name)
-                self._functions[kernel] = handle.value or 0
-        return self._functions[kernel]
+                retired = self.retired if kernel.formulas else None
+                found = Module(module.value or 0, handle.value or 0, retired)
+                self._modules[kernel] = found
+        return found
+
+    def unload(self, module: int) -> bool:
+        """Whether a module could be unloaded, which no launch needs; its context is current."""
+        return not self.cuda.cuModuleUnload(module)
+
+    def release(self, stream: int) -> None:
+        """Give up what belonged to formulas that are gone; called by one that works on `stream`."""
+        self.retired.release(self, stream)
 
     def allow_shared(self, handle: int, nbytes: int, what: str) -> None:
         """Let a kernel have this much dynamic shared memory (above 48 KiB it must be asked for)."""
@@ -374,6 +400,7 @@ class Prepared:
         "device",
         "handles",
         "maps",
+        "module",
         "name",
         "slots",
         "table",
@@ -383,9 +410,10 @@ class Prepared:
         kernel = launch.kernel
         self.name = kernel.name
         self.device = device
-        handle = device.function(kernel)
+        #: Held as long as this may be started.
+        self.module = device.module(kernel)
         if launch.shared_bytes > 48 << 10:
-            device.allow_shared(handle, launch.shared_bytes, kernel.name)
+            device.allow_shared(self.module.function, launch.shared_bytes, kernel.name)
         if len(kernel.signature) != len(launch.arguments):
             raise ValueError(
                 f"{kernel.name} must have {len(kernel.signature)} arguments, "
@@ -443,7 +471,7 @@ class Prepared:
         #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
         self.handles = (
             ctypes.addressof(self._config),
-            handle,
+            self.module.function,
             ctypes.addressof(self._pointers),
         )
 

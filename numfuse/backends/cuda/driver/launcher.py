@@ -19,6 +19,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
+from numfuse.backends.cuda.driver.modules import STREAMS
 from numfuse.runtime import specialise
 
 __all__ = ["DRIVER_WORDS", "PLAN", "STREAM_OFFSET", "launch_all"]
@@ -87,6 +88,19 @@ def call_two(typingctx, function, first, second):
     return types.int64(types.int64, types.int64, types.int64), codegen
 
 
+@intrinsic
+def claim(typingctx, address, value):
+    """Write an int64 where 0 is, in one step; what was there."""
+
+    def codegen(context, builder, signature, args):
+        pointer = builder.inttoptr(args[0], _I64.as_pointer())
+        order = "monotonic"
+        both = builder.cmpxchg(pointer, ir.Constant(_I64, 0), args[1], order, order)
+        return builder.extract_value(both, 0)
+
+    return types.int64(types.int64, types.int64), codegen
+
+
 def launch_loop(plan, stream, graph):
     """Launch all of a call on a stream; a `graph` that is not 0 is launched instead.
 
@@ -94,7 +108,8 @@ def launch_loop(plan, stream, graph):
 
     plan: the words that `PLAN` names. launches: (config, handle, arguments) each. updates: (where,
     number of the base, offset) of each address among the arguments. maps: (where, number of the
-    base, offset, launch, address that it is made for) of each tensor map.
+    base, offset, launch, address that it is made for) of each tensor map. uses: the words of each
+    `modules.Module` that may be unloaded; calls without one do not ask whether there is a capture.
     """
     context = LOAD(plan + CONTEXT)
     CALL_ONE(LOAD(plan + GET_CURRENT), plan + BEFORE)
@@ -102,6 +117,28 @@ def launch_loop(plan, stream, graph):
     if before != context:
         CALL_ONE(LOAD(plan + SET_CURRENT), context)
     failed = -1
+    uses = LOAD(plan + USES)
+    captured = 0
+    if LOAD(plan + USE_COUNT) != 0 and stream != 0:  # (the legacy stream never is)
+        STORE(plan + CAPTURED, 0)
+        CALL_TWO(LOAD(plan + IS_CAPTURING), stream, plan + CAPTURED)
+        captured = LOAD(plan + CAPTURED)
+    for i in range(LOAD(plan + USE_COUNT)):
+        words = LOAD(uses + 8 * i)
+        if captured != 0:
+            STORE(words, 1)
+        else:
+            noted = False
+            for j in range(STREAMS):
+                at = words + 8 * (2 + j)
+                found = LOAD(at)
+                if found == 0:
+                    found = CLAIM(at, stream + 1)
+                if found == 0 or found == stream + 1:
+                    noted = True
+                    break
+            if not noted:
+                STORE(words + 8, 1)
     if graph != 0:
         status = CALL_TWO(LOAD(plan + LAUNCH_GRAPH), graph, stream)
         if status != 0:
@@ -144,11 +181,12 @@ def launch_loop(plan, stream, graph):
 # The text of an intrinsic is in the key by a number that a change of it raises.
 load.numfuse_key, store.numfuse_key = "launcher.load 1", "launcher.store 1"
 call.numfuse_key = "launcher.call 1"
+claim.numfuse_key = "launcher.claim 1"
 call_one.numfuse_key, call_two.numfuse_key = "launcher.call_one 1", "launcher.call_two 1"
 
 
 #: The words of a plan: the driver's functions and the context, tables, the status of a launch that
-#: failed, and the context of the thread before.
+#: failed, the context of the thread before, and whether the stream is captured.
 PLAN = (
     "LAUNCH",
     "GET_CURRENT",
@@ -156,15 +194,19 @@ PLAN = (
     "CONTEXT",
     "LAUNCH_GRAPH",
     "REPLACE_ADDRESS",
+    "IS_CAPTURING",
     "LAUNCH_COUNT",
     "LAUNCHES",
     "UPDATE_COUNT",
     "UPDATES",
     "MAP_COUNT",
     "MAPS",
+    "USE_COUNT",
+    "USES",
     "BASES",
     "STATUS",
     "BEFORE",
+    "CAPTURED",
 )
 #: How many of them are the device's, not the call's.
 DRIVER_WORDS = PLAN.index("LAUNCH_COUNT")
@@ -180,9 +222,11 @@ def launch_all() -> Callable[[int, int, int], int]:
         LOAD=load,
         STORE=store,
         CALL=call,
+        CLAIM=claim,
         CALL_ONE=call_one,
         CALL_TWO=call_two,
         STREAM_OFFSET=STREAM_OFFSET,
+        STREAMS=STREAMS,
         **words,
     )
     return made

@@ -39,6 +39,9 @@ class SimulatedDevice(Device):
     def pace(self, stream: int) -> None:
         pass
 
+    def release(self, stream: int) -> None:
+        pass
+
     def capture(self, stream: int) -> int:
         return 0
 

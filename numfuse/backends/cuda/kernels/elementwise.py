@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from dataclasses import dataclass
+import weakref
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -27,21 +28,23 @@ from numfuse.backends.cuda.compile.scalars import TARGET, fused, select
 from numfuse.backends.cuda.compile.toolchain import SIMULATED, intrinsic, types
 from numfuse.backends.cuda.compile.toolchain import device_function as device
 from numfuse.epilogues import Epilogue
-from numfuse.expr import Expr, Keyed, dumps
+from numfuse.expr import Expr, dumps, loads
 from numfuse.language.graph import expand
 from numfuse.language.scalar import render
+from numfuse.runtime import lifetimes
 
 __all__ = ["Formula", "device_function", "formula"]
 
 
-@dataclass(frozen=True, eq=False)
-class Formula(Keyed):
+@dataclass(frozen=True)
+class Formula:
     """A device function of scalars, to be bound to a kernel's name; built by the compiler.
 
     Parameters
     ----------
-    graphs : tuple of Expr
-        One for a scalar result, several for a tuple of results.
+    graphs : str
+        The graphs as text (`expr.dumps`): a kernel does not keep a formula alive. There is one for
+        a scalar result, several for a tuple of results.
     dtype : str
         "float32" or "float64": of the arguments, every operation and the results.
     arguments : tuple of str, optional
@@ -49,22 +52,30 @@ class Formula(Keyed):
         one argument, the symbol.
     short : bool
         The short form.
+    ties : tuple of weakref to Expr
+        As long as these formulas live, what is made of this is kept.
     """
 
-    graphs: tuple[Expr, ...]
+    graphs: str
     dtype: str
     arguments: tuple[str, ...] | None = None
     short: bool = False
+    ties: tuple[weakref.ref[Expr], ...] = field(default=(), compare=False)
+
+    def formulas(self) -> list[Expr]:
+        """Return the formulas of its ties that still live."""
+        return [found for tie in self.ties if (found := tie()) is not None]
 
     @property
     def numfuse_key(self) -> str:
         """Its text in the digest of a kernel."""
-        graphs = hashlib.sha256(dumps(self.graphs).encode()).hexdigest()
+        graphs = hashlib.sha256(self.graphs.encode()).hexdigest()
         return f"formula {graphs} {self.dtype} {self.arguments} {self.short}"
 
     def print(self) -> tuple[str, dict[str, Any]]:
         """Return the function's text and the constants that it names."""
-        return render(self.graphs, self.dtype, growth=not self.short, arguments=self.arguments)
+        graphs = loads(self.graphs)
+        return render(graphs, self.dtype, growth=not self.short, arguments=self.arguments)
 
     def build(self) -> Any:
         """Return the device function."""
@@ -88,7 +99,8 @@ def formula(
         units in the last place.
     """
     graphs = expand(epilogue.graphs, (lambda c: short_form(c.trace)) if short else None)
-    return Formula(graphs, accumulator, arguments, short)
+    ties = tuple(map(weakref.ref, epilogue.formulas()))
+    return Formula(dumps(graphs), accumulator, arguments, short, ties)
 
 
 def is_short(accumulator: str, storage: str) -> bool:
@@ -96,7 +108,7 @@ def is_short(accumulator: str, storage: str) -> bool:
     return accumulator == "float32" and storage in ("float16", "bfloat16")
 
 
-@functools.cache
+@lifetimes.kept(1024)
 def _built(made: Formula) -> Any:
     text, constants = made.print()
     names = _short_primitives() if made.short else scalars.primitives(made.dtype)
@@ -105,13 +117,18 @@ def _built(made: Formula) -> Any:
     return device(scope["formula"])
 
 
+def _alone(expr: Expr, dtype: str) -> Formula:
+    """Return the function of a graph of the symbol."""
+    return Formula(dumps((expr,)), dtype, ties=(weakref.ref(expr),))
+
+
 def device_function(expr: Expr, name: str) -> Any:
     """The graph as a device function for kernels of your own; integers become float64."""
     if SIMULATED:
 
         def simulated(x: Any) -> Any:
             dtype = "float32" if isinstance(x, np.float32) else "float64"
-            return Formula((expr,), dtype).build()(np.dtype(dtype).type(x))
+            return _alone(expr, dtype).build()(np.dtype(dtype).type(x))
 
         simulated.__name__ = simulated.__qualname__ = name
         return simulated
@@ -122,10 +139,10 @@ def device_function(expr: Expr, name: str) -> Any:
     @import_module("numba.cuda.extending").overload(stub)
     def pick(x):  # type: ignore[no-untyped-def]
         if isinstance(x, types.Float):
-            function = Formula((expr,), f"float{x.bitwidth}").build()
+            function = _alone(expr, f"float{x.bitwidth}").build()
             return lambda x: function(x)
         if isinstance(x, (types.Integer, types.Boolean)):
-            function = Formula((expr,), "float64").build()
+            function = _alone(expr, "float64").build()
             return lambda x: function(types.float64(x))
         return None
 

@@ -8,6 +8,7 @@ from typing import Any
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
 from numfuse.backends.cuda.plan.product import Operand, Product, Slot, strides
+from numfuse.expr import Expr
 
 __all__ = ["Finish", "addresses", "formula_of", "steps"]
 
@@ -33,6 +34,10 @@ class Finish:
     pre: bool
     sums: bool
     formula: Formula
+
+    def formulas(self) -> list[Expr]:
+        """Return the formulas with which its kernel goes."""
+        return self.formula.formulas()
 
     @classmethod
     def of(cls, product: Product, out: str) -> Finish:

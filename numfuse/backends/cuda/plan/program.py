@@ -31,7 +31,7 @@ _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
 #: Slots that launches of products and passes read and never write.
 _READ = frozenset("x,y,a,b,bias,extra,grad,planes,x copy,y copy".split(","))
-_STATUS = PLAN.index("STATUS")
+_STATUS, _USE_COUNT = PLAN.index("STATUS"), PLAN.index("USE_COUNT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +109,10 @@ class Recorder:
 
     def choose(self, product: Product) -> Plan:
         """How a tier runs a product; kept by the device."""
-        found = self.device.kept_products.get(product)
-        if found is None:
-            if len(self.device.kept_products) >= 4 * tiling.KEPT_PLANS:
-                self.device.kept_products.clear()
-            found = self.device.kept_products[product] = tiers.choose(product, self.device.info)
-        tier, plan = found
+        products, key = self.device.kept_products, product.named()
+        tier, plan = products.get(key) or products.keep(
+            key, tiers.choose(product, self.device.info), product.formulas()
+        )
         self._tiers.setdefault(tier.name)
         work = product.m * product.n * max(1, product.k) * product.places
         if self._chief is None or work > self._chief[0]:
@@ -257,9 +255,11 @@ class Steps:
             for where, index, extra in prepared.maps:
                 buffer, offset = refs[index]
                 maps += (where, buffer, offset + extra, launch, 0)
+        # a module once, however many launches it has
+        uses = list(dict.fromkeys(p.module.uses for p, _ in self._launches if p.module.uses))
         self._device: Device | None = self._launches[0][0].device if self._launches else None
         self._bases = _words([0] * buffers)
-        self._tables = _words(launches), _words(updates), _words(maps)
+        self._tables = _words(launches), _words(updates), _words(maps), _words(uses)
         at = [ctypes.addressof(table) for table in self._tables]
         entries = self._device.entries if self._device else (0,) * DRIVER_WORDS
         self._plan = _words(
@@ -271,7 +271,10 @@ class Steps:
                 at[1],
                 len(maps) // 5,
                 at[2],
+                len(uses),
+                at[3],
                 ctypes.addressof(self._bases),
+                0,
                 0,
                 0,
             ]
@@ -283,10 +286,9 @@ class Steps:
 
     def __del__(self) -> None:
         device = getattr(self, "_device", None)
-        if device is not None and device.lost is None:
-            for graph in getattr(self, "_graphs", {}).values():
-                if graph is not None:
-                    device.drop(graph)
+        if device is not None:
+            graphs = getattr(self, "_graphs", {}).values()
+            device.retired.graphs.extend(graph for graph in graphs if graph is not None)
 
     def run(
         self,
@@ -358,7 +360,12 @@ class Steps:
             return 0  # the caller captures a graph of its own
         if found is None:
             self._bases[:] = bases
-            found = device.record(lambda stream: self._call(self._plan_at, stream, 0))
+            # (this capture is no other's, and ends with these steps)
+            uses, self._plan[_USE_COUNT] = self._plan[_USE_COUNT], 0
+            try:
+                found = device.record(lambda stream: self._call(self._plan_at, stream, 0))
+            finally:
+                self._plan[_USE_COUNT] = uses
             while len(self._graphs) >= tiling.KEPT_GRAPHS:
                 old = self._graphs.pop(next(iter(self._graphs)))
                 if old is not None:

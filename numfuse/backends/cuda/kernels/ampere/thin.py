@@ -48,6 +48,7 @@ from numfuse.backends.cuda.kernels.ampere.thin_product import (
 )
 from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, strides
+from numfuse.runtime import lifetimes
 
 #: Columns of a block.
 COLUMNS = 32
@@ -212,8 +213,8 @@ def _put_part(thin: Thin) -> Any:
     return named("put_part", thin.key, 2, typing)
 
 
-@functools.lru_cache(maxsize=256)
-def _kernel(thin: Thin, finish: Finish, name: str) -> Kernel:
+@lifetimes.kept(256)
+def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
     size = thin.size
     threads = 32 * tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -259,7 +260,7 @@ def _kernel(thin: Thin, finish: Finish, name: str) -> Kernel:
         "WAIT_ALL": accesses.fetch_wait0,
         "CLEAR": clear(thin.part_m * thin.lanes_m),
         "MULTIPLY": _multiply(thin),
-        "CHAIN": tiling.CHAIN // thin.share,
+        "CHAIN": chain // thin.share,
         "ADD": add(thin.part_m * thin.lanes_m),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
@@ -303,7 +304,7 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         **addresses(p, Slot("out")),
         **steps("bytes", p, p.out),
     )
-    built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name)
+    built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name, tiling.CHAIN)
     grid = (-(-p.n // COLUMNS), p.places, 1)
     launch = Launch(built, grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)

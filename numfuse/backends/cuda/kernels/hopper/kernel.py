@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +19,9 @@ from numfuse.backends.cuda.kernels.hopper import finish, gemm
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
 )
+from numfuse.expr import Expr, dumps
 from numfuse.language.graph import named
+from numfuse.runtime import lifetimes
 
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
@@ -29,7 +30,7 @@ EXTRA_BYTES = 256
 
 
 #: The formula of a product whose result is the sum itself.
-SUM = Formula((named("z"),), "float32", ("z", "bias", "extra"))
+SUM = Formula(dumps((named("z"),)), "float32", ("z", "bias", "extra"))
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,10 @@ class Gemm:
     extra_pairs: bool = False
     pre: str = ""
     formula: Formula = SUM
+
+    def formulas(self) -> list[Expr]:
+        """Return the formulas with which its kernel goes."""
+        return self.formula.formulas()
 
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
@@ -258,7 +263,7 @@ def _descriptor(turned: bool, box: int) -> int:
     return swizzle << 62 | (8 * row >> 4) << 32 | ((64 * row >> 4) if turned else 1) << 16
 
 
-@functools.lru_cache(maxsize=1024)
+@lifetimes.kept(1024)
 def kernel_of(g: Gemm) -> Kernel:
     template = Template(gemm.gemm, g.bindings())
     return kernel(

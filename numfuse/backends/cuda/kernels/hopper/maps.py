@@ -18,6 +18,7 @@ __all__ = ["TensorMap"]
 _TYPES = {"float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
 # CUtensorMapSwizzle, by the bytes of a row of the box
 _SWIZZLES = {64: 2, 128: 3}
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _PROMOTE_TO_128_BYTES = 2  # CUtensorMapL2promotion
 
 
@@ -40,13 +41,16 @@ class TensorMap:
         return made
 
     def possible(self) -> bool:
-        """Whether the driver takes such a map (without a driver: as far as its rules are known)."""
+        """Whether the driver takes such a map.
+
+        Without a driver, or in a thread without a context, its rules are applied as far as known.
+        """
         _, itemsize = _TYPES[self.dtype]
         for stride in self.strides:
             if stride <= 0 or stride * itemsize % 16 or stride * itemsize >= 1 << 40:
                 return False
         try:
-            return self._encoded(1 << 20)[0] == 0
+            return self._encoded(1 << 20)[0] != _INVALID_VALUE
         except Unusable:
             return True
 
