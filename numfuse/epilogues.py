@@ -27,10 +27,11 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from numfuse.language.curves import Curve, call, inputs, leaf, rebuilt, replace_leaves
+from numfuse.language.curves import Curve, call, expand, inputs, leaf, rebuilt, replace_leaves
 from numfuse.language.derivatives import forward, reverse, second_order
 from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
+from numfuse.language.text import dumps
 
 __all__ = [
     "Epilogue",
@@ -73,6 +74,16 @@ class Epilogue(Keyed):
     def graphs(self) -> tuple[Expr, ...]:
         """The graphs of the results."""
         return tuple(expr for _, expr in self.results)
+
+    def named(self) -> tuple[Any, ...]:
+        """Return a key that stands for it, whenever it is derived anew, and holds no formula."""
+        names = tuple(name for name, _ in self.results)
+        return self.name, self.accumulators, self.operands, names, dumps(expand(self.graphs))
+
+    def formulas(self) -> list[Expr]:
+        """Return the graphs of the curves that it calls: with them goes what is kept of it."""
+        curves = [e.payload for e in topological(self.graphs) if isinstance(e.payload, Curve)]
+        return [formula for curve in curves for formula in curve.formulas()]
 
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]

@@ -41,12 +41,13 @@ FORCED = (
 
 def main() -> None:
     """Run them all; an AssertionError where a result is off."""
+    from numfuse.backends.cuda.kernels.hopper import factors
     from numfuse.backends.cuda.kernels.hopper import tier as hopper
 
     # what large products do, for small ones: tensor cores for float32, copies of factors whose
     # rows are not aligned, or lie the other way
     hopper.hopper_splits = lambda *_: True
-    hopper.HOPPER_COPY = 1
+    factors.HOPPER_COPY = 1
     tiling.TURN_USES, tiling.COPY_USES = (64, 64), 64
     rng = np.random.default_rng(0)
     tolerances = {"float64": 1e-12, "float32": 1e-4}

@@ -93,14 +93,17 @@ def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
     return node(e.op, *args) if args else e
 
 
-def expand(exprs: Iterable[Expr]) -> tuple[Expr, ...]:
-    """Return the graphs with every call replaced by what it calls."""
+def expand(exprs: Iterable[Expr], trace: Callable[[Curve], Expr] | None = None) -> tuple[Expr, ...]:
+    """Return the graphs with every call replaced by what it calls.
+
+    `trace` gives the graph of a curve where that is not its own.
+    """
     exprs = tuple(exprs)
     made: dict[Expr, Expr] = {}
     for e in topological(exprs):
         args = [made[a] for a in e.args]
         if isinstance(e.payload, Curve):
-            made[e] = substitute(e.payload.trace, args[0])
+            made[e] = substitute(trace(e.payload) if trace else e.payload.trace, args[0])
         else:
             made[e] = rebuilt(e, args)
     return tuple(made[e] for e in exprs)

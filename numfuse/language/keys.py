@@ -17,6 +17,8 @@ def named(value: Any) -> Any:
         return "formula", value.serial
     if isinstance(value, Curve):
         return "curve", value.serial
+    if isinstance(value, Keyed):
+        return value.named()
     return tuple(map(named, value)) if type(value) is tuple else value
 
 

@@ -14,14 +14,17 @@ from conftest import SIMULATED, unavailable
 try:
     from cuda_machine import Machine
 
-    from numfuse.backends.cuda.kernels import gated, joins, layouts
+    from numfuse.backends.cuda.kernels import joins, layouts, pointwise
     from numfuse.backends.cuda.kernels.ampere import outer, simt, tensor_core, thin
     from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
+from numfuse import epilogues
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.tiling import CudaBlock
+from numfuse.epilogues import Epilogue
+from numfuse.language.graph import SYMBOL, Curve, named
 
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
@@ -69,6 +72,18 @@ class Array:
         self.operand = Operand(dtype, steps, alignment)
 
 
+def epilogue_of(what, pre):
+    """The epilogue of a bare sum with its bias, of a residual, or of the identity's slope."""
+    residual = epilogues.residual_layer()
+    layer = epilogues.layer(importlib.import_module("numfuse.activations").get("none").curve)
+    result = {
+        "activation": layer["out"], "residual": residual["out"], "slope": named("grad"),
+    }[what]  # fmt: skip
+    results = (("out", result), ("pre", layer["pre"])) if pre else (("out", result),)
+    extra = {"activation": (), "residual": ("residual",), "slope": ("grad",)}[what]
+    return Epilogue(what, ("z",), ("bias", *extra), results)
+
+
 def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", places=1, parts=1,
           offset=0, pad=0, info=HOPPER, bias=True, pre=False, cluster=1):  # fmt: skip
     """A plan of one product against float64."""
@@ -83,8 +98,10 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     c, extra = made((places, 1, n)), made((places, m, n))
     out, kept = made((places, m, n), nan=True), made((places, m, n), kind=acc, nan=True)
     slope = epilogue == "slope"
+    made_of = epilogue_of(epilogue, pre)
     product = Product(
-        m, n, k, places, a.operand, b.operand, out.operand, acc, epilogue=epilogue,
+        m, n, k, places, a.operand, b.operand, out.operand, acc,
+        epilogue=made_of if bias else made_of.without("bias"),
         bias=c.operand if bias else None, extra=extra.operand if epilogue != "activation" else None,
         pre=kept.operand if pre else None, sums=slope, free=parts > 1,
     )  # fmt: skip
@@ -100,7 +117,7 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
     work = np.full(plan.workspace + 16, 0xFF, np.uint8)
     memory = [v.memory for v in (a, b, c, extra, out, kept)]
-    machine = Machine([*memory, sums, work], FUNCTION=lambda value: value * value)
+    machine = Machine([*memory, sums, work])
     for launch in plan.launches:
         machine.run(
             launch, x=a.address, y=b.address, bias=c.address, extra=extra.address,
@@ -217,9 +234,6 @@ def short_chains(monkeypatch):
     """Chains of sums of 64 values of K, for sums of a few hundred."""
     monkeypatch.setattr(tiling, "CHAIN", 64)
     monkeypatch.setattr(tiling, "ONE_CHAIN", {"float32": 64, "float64": 64})
-    thin._kernel.cache_clear()
-    yield
-    thin._kernel.cache_clear()
 
 
 @pytest.mark.parametrize("k", [64, 65, 201])
@@ -366,17 +380,22 @@ def test_a_float32_factor_is_copied_first_where_that_pays(monkeypatch):
 def test_gates_by_16_bytes(dtype, needs):
     size = 2 * 256 * 16 // DTYPES[dtype].itemsize + 13  # whole blocks, a part of one, single values
     acc = "float64" if dtype == "float64" else "float32"
-    value = importlib.import_module("numfuse.activations").get("silu").trace(0)
+    square = epilogues.gate(Curve("square", lambda n: (SYMBOL * SYMBOL, 2 * SYMBOL)[n]))
     rng = np.random.default_rng(size)
     a, b, grad = (rng.standard_normal(size + 8).astype(DTYPES[dtype])[:size] for _ in range(3))
     out, d_a, d_b = (np.full(size + 8, np.nan, DTYPES[dtype])[:size] for _ in range(3))
-    machine = Machine([a, b, grad, out, d_a, d_b], VALUE=lambda x: x * x, SLOPE=lambda x: x + x)
+    machine = Machine([a, b, grad, out, d_a, d_b])
     at = {
         name: x.ctypes.data
         for name, x in dict(a=a, b=b, grad=grad, out=out, d_a=d_a, d_b=d_b).items()
     }
-    machine.run(gated.forward(HOPPER, dtype, acc, value, size, 16), **at)
-    machine.run(gated.backward(HOPPER, dtype, acc, value, value, True, needs, size, 16), **at)
+    names = [name for name, needed in zip(("d_a", "d_b"), needs, strict=True) if needed]
+    for made, results in ((square, ["out"]), (square.backward(), names)):
+        launch = pointwise.launch(
+            HOPPER, made, acc, [pointwise.Source(x, x, dtype) for x in made.inputs],
+            [pointwise.Result(x, x, dtype) for x in results], size, 16, False,
+        )  # fmt: skip
+        machine.run(launch, **at)
     x, y, g = (v.astype(np.float64) for v in (a, b, grad))
     results = ((True, out, x * x * y), (needs[0], d_a, g * y * 2 * x), (needs[1], d_b, g * x * x))
     for wanted, found, exact in results:
@@ -391,18 +410,37 @@ def test_gates_by_16_bytes(dtype, needs):
 @pytest.mark.parametrize("wide", [False, True], ids=["columns", "rows"])
 @pytest.mark.parametrize("depth", [5, 600])
 def test_a_join_is_rounded_once(depth, wide):
+    """Columns by many threads each, or rows by 16 bytes."""
     planes = np.random.default_rng(0).uniform(0, 1, (2, depth, 36)).astype(np.float32)
     planes[0, depth // 2, 3], planes[1, 3, 5] = np.inf, np.nan
     planes[1, :2, 7] = 3e38
     out = np.full((2, 36), np.nan, np.float32)
-    slots = Slot("work"), Slot("out"), "float32", 2, depth
     if wide:
-        launch = joins.rows("float32", *slots, (3, 12), (36, 12, 1))
+        target = Operand("float32", (36, 12, 1), 16)
+        launch = joins.rows("float32", Slot("work"), target, (2, depth, 3, 12))
     else:
-        launch = joins.columns("float32", *slots, 36, (36, 1))
+        slots = Slot("work"), Slot("out")
+        launch = joins.columns("float32", *slots, "float32", 2, depth, 36, (36, 1))
     Machine([planes, out]).run(launch, work=planes.ctypes.data, out=out.ctypes.data)
     exact = planes.astype(np.float64).sum(1)
     known = abs(exact) < 3e38
     assert (abs(out - exact)[known] <= 2.0**-24 * (1 + 1e-6) * exact[known]).all()
     assert out[0, 3] == np.inf and out[1, 7] == np.inf and np.isnan(out[1, 5])
     assert known.sum() == 72 - 3
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("n", "layout"), [(7, "rows"), (8, "rows"), (8, "columns"), (1, "strided")]
+)
+def test_padded_planes_are_joined_to_a_result_of_any_strides(dtype, n, layout):
+    pitch = tiling.round_up(n, 4)
+    planes = np.random.default_rng(n).standard_normal((3, 2, 5, pitch)).astype(np.float32)
+    planes[..., n:] = np.nan  # behind a row there may be anything
+    out = Array(np.full((2, 5, n), np.nan), dtype, layout)
+    steps = 5 * pitch, 10 * pitch, pitch
+    launch = joins.rows("float32", Slot("work"), out.operand, (2, 3, 5, n), steps, overlaps=True)
+    machine = Machine([planes, out.memory], grid_wait=lambda: None, grid_release=lambda: None)
+    machine.run(launch, work=planes.ctypes.data, out=out.address)
+    exact = planes.astype(np.float64).sum(0)[..., :n]
+    assert (abs(out.view.astype(np.float64) - exact) <= UNITS[dtype] * 1.001 * abs(exact)).all()

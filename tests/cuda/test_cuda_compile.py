@@ -22,17 +22,20 @@ import pytest
 from conftest import SIMULATED, unavailable
 
 import numfuse as nf
+from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 
 try:
-    from numfuse.backends.cuda.compile import scalars, toolchain
-    from numfuse.backends.cuda.kernels import gated, joins, passes
+    from numfuse.backends.cuda.compile import elements, schema, toolchain
+    from numfuse.backends.cuda.kernels import joins, passes, pointwise
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
     from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
     from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
+    from numfuse.backends.cuda.kernels.elementwise import is_short
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
+    from numfuse.backends.cuda.kernels.pointwise import Result, Source
     from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -68,18 +71,32 @@ def operand(dtype, rows, columns, turned=False, alignment=16):
     return Operand(dtype, strides, alignment)
 
 
-def product(m, n, k, dtype, *, places=1, x_turned=False, y_turned=False, alignment=16, **features):
-    """A product as a run makes it: "activation", "slope" with sums, or bare."""
+def product(m, n, k, dtype, *, places=1, x_turned=False, y_turned=False, alignment=16,
+            function=None, slope=False, **features):  # fmt: skip
+    """A product as a run makes it: a layer, its `slope` with sums, or bare."""
     acc = "float64" if dtype == "float64" else "float32"
-    if features.get("epilogue") == "slope":
-        features = {"extra": operand(dtype, m, n), "sums": True, "guard": True, **features}
-    if "function" in features:
+    if function is not None:
+        made = epilogues.layer(ACT[function].curve).select("out")
         features["bias"] = Operand(dtype, (0, 0, 1), alignment)
-        order = 1 if features.get("epilogue") == "slope" else 0
-        features["function"] = ACT[features["function"]].trace(order)
+        if slope:
+            made = made.backward().guarded().select("d_z")
+            features |= {"extra": operand(dtype, m, n), "sums": True}
+        features["epilogue"] = made
     return Product(
         m, n, k, places, operand(dtype, m, k, x_turned, alignment),
         operand(dtype, k, n, y_turned, alignment), operand(dtype, m, n), acc, **features,
+    )  # fmt: skip
+
+
+def gate(info, dtype, activation, *, backward=False):
+    """A gate of 1000 elements, or both of its gradients."""
+    acc = "float64" if dtype == "float64" else "float32"
+    made, names = epilogues.gate(ACT[activation].curve), ("out",)
+    if backward:
+        made, names = made.backward().guarded(), ("d_a", "d_b")
+    return pointwise.launch(
+        info, made, acc, [Source(name, name, dtype) for name in made.inputs],
+        [Result(name, name, dtype) for name in names], 1000, 16, is_short(acc, dtype),
     )  # fmt: skip
 
 
@@ -96,14 +113,14 @@ CASES = [
     taken("mirror f64", MIRROR, product(100, 90, 80, "float64", function="tanh"), HOPPER,
           ("fma.rn.f64",)),
     taken("mirror bf16 slope", MIRROR,
-          product(100, 90, 80, "bfloat16", function="silu", epilogue="slope"), AMPERE,
+          product(100, 90, 80, "bfloat16", function="silu", slope=True), AMPERE,
           ("ex2.approx.ftz.f32", "rcp.approx.ftz.f32")),
     taken("mirror f16, parts", MIRROR, product(64, 64, 9000, "float16", free=True), HOPPER,
           ("cvt.f32.f16",)),
     taken("cores", CORES, product(4096, 4096, 512, "float32", x_turned=True, function="gelu"),
           AMPERE, ("fma.rn.f32", "cp.async.cg.shared.global.L2::128B", "ld.shared.v4.f32")),
     taken("cores, factors turned by registers", CORES,
-          product(512, 1024, 512, "float32", y_turned=True, function="silu", epilogue="slope"),
+          product(512, 1024, 512, "float32", y_turned=True, function="silu", slope=True),
           HOPPER, ("fma.rn.f32", "ld.global.v4.f32")),
     taken("cores, factors copied before", CORES,
           product(4095, 4097, 4099, "float32", y_turned=True, alignment=4), HOPPER,
@@ -114,7 +131,7 @@ CASES = [
     taken("cores, in parts", CORES, product(512, 512, 65536, "float32", x_turned=True, free=True),
           HOPPER, ("fma.rn.f32",)),
     taken("tensor cores f64", TENSOR_CORES,
-          product(4096, 4096, 512, "float64", function="gelu", epilogue="slope"), HOPPER,
+          product(4096, 4096, 512, "float64", function="gelu", slope=True), HOPPER,
           ("mma.sync.aligned.m16n8k8.row.col.f64", "cp.async.cg.shared.global")),
     taken("tensor cores f64 of Ampere", TENSOR_CORES,
           product(1000, 1000, 1000, "float64", x_turned=True, alignment=8), AMPERE,
@@ -122,7 +139,7 @@ CASES = [
     *[
         taken(f"tensor cores f64, {m} rows in clusters", TENSOR_CORES,
               product(m, 4096, 4096, "float64", y_turned=m == 32, function="gelu",
-                      epilogue="slope"), HOPPER,
+                      slope=True), HOPPER,
               ("mma.sync.aligned.m16n8k8.row.col.f64", "barrier.cluster.arrive",
                "ld.shared::cluster.v2.f64"))
         for m in (16, 32, 64)
@@ -136,7 +153,7 @@ CASES = [
           product(4096, 4096, 4096, "bfloat16", y_turned=True, function="gelu"), AMPERE,
           ("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32", "ldmatrix.sync", "cvt.rn.bf16")),
     taken("tensor cores f16, value by value", TENSOR_CORES,
-          product(1023, 1025, 1027, "float16", function="silu", epilogue="slope", alignment=2),
+          product(1023, 1025, 1027, "float16", function="silu", slope=True, alignment=2),
           AMPERE, ("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32", "st.shared.u16")),
     *[
         taken(f"few rows, {dtype} {m} {turned:d}", FEW_ROWS,
@@ -161,10 +178,10 @@ CASES = [
           ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.tensor.3d",
            "setmaxnreg.inc.sync.aligned.u32 232", "griddepcontrol.wait")),
     taken("wgmma f16 slope", WGMMA,
-          product(4096, 4096, 4096, "float16", function="silu", epilogue="slope"), HOPPER,
+          product(4096, 4096, 4096, "float16", function="silu", slope=True), HOPPER,
           ("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16", "shfl.sync.bfly")),
     Case("wgmma slope, 16 bytes a thread", plan_with(
-             product(4096, 4096, 512, "bfloat16", function="gelu", epilogue="slope"), "bfloat16",
+             product(4096, 4096, 512, "bfloat16", function="gelu", slope=True), "bfloat16",
              HOPPER, HOPPER_TILES[0][0], 1, by_map=False).launches, HOPPER,
          ("cp.async.cg.shared.global", "st.global.v4.b32")),
     taken("wgmma d_a", WGMMA, product(4096, 4096, 4096, "bfloat16", y_turned=True), HOPPER,
@@ -172,7 +189,7 @@ CASES = [
     taken("wgmma d_b in parts", WGMMA,
           product(512, 512, 65536, "bfloat16", x_turned=True, free=True), HOPPER, ("wgmma",)),
     taken("wgmma rows of any alignment", WGMMA,
-          product(1023, 1025, 2047, "bfloat16", function="relu", epilogue="slope", alignment=2),
+          product(1023, 1025, 2047, "bfloat16", function="relu", slope=True, alignment=2),
           HOPPER, ("ld.global.nc.b16",)),
     taken("wgmma bf16, few rows", WGMMA, product(16, 4096, 4096, "bfloat16", function="relu"),
           HOPPER, ("wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",)),
@@ -181,21 +198,21 @@ CASES = [
           ("cvt.rn.bf16x2.f32",)),
     *[
         Case(f"wgmma bf16x6 slope, {tile}", plan_with(
-                 product(1024, 1024, 1024, "float32", function="gelu", epilogue="slope",
+                 product(1024, 1024, 1024, "float32", function="gelu", slope=True,
                          alignment=alignment, precision="bf16x6"), "bf16x6", HOPPER, tile, 1
              ).launches, HOPPER, ("cvt.rn.bf16x2.f32",))
         for (tile, _), alignment in zip(HOPPER_SPLIT_TILES[:2], (4, 16), strict=True)
     ],
     taken("wgmma tf32", WGMMA, product(2048, 2048, 2048, "float32", precision="tf32"), HOPPER,
           ("cvt.rna.tf32.f32",)),
-    Case("slopes", (passes.slopes(AMPERE, "float32", None, None, ("float32", (1, 1, 1)), None,
-                                  100, 90, 1, True),), AMPERE),
+    Case("slopes", (passes.slopes(AMPERE, epilogues.residual_layer().backward().select("d_bias"),
+                                  "float32", None, Operand("float32", (1, 1, 1), 4), None, 100, 90,
+                                  1, True),), AMPERE),
     Case("copy", (passes.copies(AMPERE, "float32", "bfloat16", "float32", (3, 4), (4, 1), (4, 1)),),
          AMPERE),
-    Case("gate", (gated.forward(HOPPER, "bfloat16", "float32", ACT["silu"].trace(0), 1000, 16),),
-         HOPPER, ("ex2.approx.ftz.f32",)),
-    Case("gate backward", (gated.backward(HOPPER, "float64", "float64", ACT["gelu"].trace(0),
-         ACT["gelu"].trace(1), True, (True, True), 1000, 16),), HOPPER, ("fma.rn.f64",)),
+    Case("gate", (gate(HOPPER, "bfloat16", "silu"),), HOPPER, ("ex2.approx.ftz.f32",)),
+    Case("gate backward", (gate(HOPPER, "float64", "gelu", backward=True),), HOPPER,
+         ("fma.rn.f64",)),
 ]  # fmt: skip
 
 
@@ -300,12 +317,16 @@ def test_the_kernels_that_ask_for_registers_are_assembled_by_the_driver():
 def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
     code = (
         "import numfuse as nf\n"
-        "from numfuse.backends.cuda.kernels import gated\n"
+        "from numfuse import epilogues\n"
+        "from numfuse.backends.cuda.kernels import pointwise\n"
+        "from numfuse.backends.cuda.kernels.pointwise import Result, Source\n"
         "from numfuse.backends.cuda.compile import toolchain\n"
         "from numfuse.backends.cuda.plan.product import DeviceInfo\n"
         "info = DeviceInfo('A100', (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)\n"
-        "act = nf.activations()['relu'].trace(0)\n"
-        "made = gated.forward(info, 'float32', 'float32', act, 10, 16).kernel\n"
+        "gate = epilogues.gate(nf.activations()['relu'].curve)\n"
+        "sources = [Source(name, name, 'float32') for name in 'ab']\n"
+        "results = [Result('out', 'out', 'float32')]\n"
+        "made = pointwise.launch(info, gate, 'float32', sources, results, 10, 16, False).kernel\n"
         "body, entry = made.binary((8, 0))\n"
         "import hashlib; print(made.origin, entry, hashlib.sha256(body).hexdigest())\n"
     )
@@ -330,7 +351,7 @@ def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
 def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
-    kernel = gated.forward(AMPERE, "float32", "float32", ACT["silu"].trace(0), 10, 16).kernel
+    kernel = gate(AMPERE, "float32", "silu").kernel
     finished = []
     plain = toolchain._ptx
 
@@ -361,8 +382,8 @@ def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
 
 def test_a_map_is_an_argument_of_128_bytes_whose_address_the_kernel_gets():
     text = toolchain.kernel(
-        _reads_a_map, "u64 map u64", threads=32, LOAD=scalars.loads("float32"),
-        STORE=scalars.stores("float32"),
+        _reads_a_map, "u64 map u64", threads=32, LOAD=elements.loads("float32"),
+        STORE=elements.stores("float32"),
     ).ptx((9, 0))  # fmt: skip
     assert re.search(r"\.param \.align 64 \.b8 \w+_param_1\[128\]", text)
     assert "cvta.param.u64" in text
@@ -370,6 +391,18 @@ def test_a_map_is_an_argument_of_128_bytes_whose_address_the_kernel_gets():
 
 def _reads_a_map(out, table, unused):
     STORE(out, 0, LOAD(table, 0))  # noqa: F821
+
+
+def test_a_launch_names_every_argument_of_a_kernel_and_no_other():
+    made = schema.Schema(_reads_a_map, "u64", map="table")
+    assert made.signature == "u64 map u64"
+    assert made(table=2, unused=3, out=1) == (1, 2, 3)
+    with pytest.raises(TypeError, match="the kernel wants arguments out, unused"):
+        made(table=2)
+    with pytest.raises(TypeError, match="the kernel has no arguments other"):
+        made(table=2, unused=3, out=1, other=4)
+    with pytest.raises(TypeError, match="the kernel has no arguments pre"):
+        schema.Schema(_reads_a_map, map="pre")
 
 
 def test_what_has_no_identity_is_not_bound():

@@ -26,13 +26,15 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.runtime import lifetimes
 
 try:
+    from numfuse.backends.cuda.compile.schema import Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
-    from numfuse.backends.cuda.plan import batches
+    from numfuse.backends.cuda.plan import batches, places
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
     from numfuse.backends.cuda.plan.program import Recorder, View
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
     copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.copies")
+    finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.finish")
     gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -172,7 +174,7 @@ class Block:
             "global_load2_f32": lambda at, inside: (0, 0),
             "shared_load2_f32": lambda at: (0, 0),
             "FINITE": lambda x: x,
-            "FUNCTION": lambda x: x,
+            "EPILOGUE": lambda z, bias, extra: z,
             "ZERO": 0,
             "cuda": types.SimpleNamespace(
                 local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
@@ -238,8 +240,7 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):
 @pytest.mark.parametrize("extra", ["", "map", "vectors", "rows"])
 def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
     kernel = hopper.Gemm(
-        "bfloat16", False, True, tile, "map", extra=extra, slope=extra != "", sums=extra != "",
-        bias="half",
+        "bfloat16", False, True, tile, "map", extra=extra, sums=extra != "", bias="half",
     )  # fmt: skip
     if extra in ("vectors", "rows"):
         run_all(replace(kernel, out=extra), 200, 330, 5)
@@ -378,6 +379,7 @@ class Group:
             "fetch_wait1": nothing, "tensor_store": tensor_store, "store_commit": nothing,
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
+            "EPILOGUE": lambda z, bias, extra: z + bias + extra,
             "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
@@ -390,8 +392,8 @@ class Group:
         self.sizes = m, n, stride
         b = self.kernel.bindings()
         builder = Block(self.kernel, 0, 1, {})
-        finish = builder.build(Template(gemm.finish, b), self.names())
-        fetch = builder.build(Template(gemm.fetch_vectors, b), self.names())
+        finish = builder.build(Template(finishing.finish, b), self.names())
+        fetch = builder.build(Template(finishing.fetch_vectors, b), self.names())
 
         def work(thread):
             self.here.warp, self.here.lane = thread // 32, thread % 32
@@ -473,7 +475,8 @@ def test_a_slice_has_as_many_bytes_as_its_boxes(m, n, kind):
             boxes = [made.box[0] * made.box[1] * 2 for made in maps]
             times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
             found = sum(b * t for b, t in zip(boxes, times, strict=True))
-            assert launch.arguments[17] == planes * found
+            at = Schema(gemm.gemm).names.index("slice_bytes")
+            assert launch.arguments[at] == planes * found
 
 
 # --- the parts of a float32 -----------------------------------------------------------------------
@@ -630,10 +633,10 @@ def backward_products(overwrite=False):
     rec = Recorder(Recording(), "bf16x6")
     a, b, grad = matrix(2, 2048, 1536), matrix(3, 1536, 2560), matrix(4, 2048, 2560)
     batches.product(rec, a, b, (), matrix(5, 2048, 2560), "float32")
-    batches.product(rec, grad, batches.turned(b), (), matrix(6, 2048, 1536), "float32")
+    batches.product(rec, grad, places.turned(b), (), matrix(6, 2048, 1536), "float32")
     if overwrite:
-        batches.product(rec, grad, batches.turned(b), (), a, "float32")
-    batches.product(rec, batches.turned(a), grad, (), matrix(7, 1536, 2560), "float32", free=True)
+        batches.product(rec, grad, places.turned(b), (), a, "float32")
+    batches.product(rec, places.turned(a), grad, (), matrix(7, 1536, 2560), "float32", free=True)
     return rec
 
 

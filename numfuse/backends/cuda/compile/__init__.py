@@ -2,5 +2,7 @@
 
 - `toolchain`: Python to PTX, PTX to machine code, and the disk cache
 - `unroll`: a template's constant loops written out
-- `intrinsics`, `scalars`: PTX instructions as Python functions
+- `schema`: a kernel's arguments, by their names
+- `intrinsics`, `accesses`, `engines`: PTX instructions as Python functions
+- `scalars`, `elements`: what a formula needs, and elements of memory, in the simulator too
 """

@@ -312,7 +312,7 @@ def kernel(
         For messages; default: the function's.
     **bindings
         The UPPER-case names: numbers, types, tuples, functions, or objects with ``numfuse_key`` and
-        ``build()`` (as `elementwise.Scalar`), which are built only where a compiler needs them.
+        ``build()`` (as `elementwise.Formula`), which are built only where a compiler needs them.
     """
     x, y, z, *_ = (threads, 1, 1) if isinstance(threads, int) else (*threads, 1, 1)
     kinds = tuple(signature.split())

@@ -2,7 +2,7 @@
 
 - `mirror`: the product that runs on every device
 - `ampere`, `hopper`: the products of newer devices, by cp.async and by TMA with wgmma
-- `epilogue`, `elementwise`: formulas as device functions, and what a product does with its sums
-- `gated`: gates, element by element
+- `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
+- `pointwise`: passes over elements, printed from an epilogue
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """

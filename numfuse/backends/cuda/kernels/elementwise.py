@@ -1,4 +1,4 @@
-"""Formulas as CUDA device functions: a recorded graph becomes the text of a function.
+"""The printer: an epilogue becomes a CUDA device function.
 
 The arithmetic is that of `numfuse.language.scalar`, the same as on the CPU (errors below 2.1 units
 in the last place for the table's activations, docs/numerics.md). For 16-bit results in float32, and
@@ -24,111 +24,102 @@ import numpy as np
 
 from numfuse.activations import short_form
 from numfuse.backends.cuda.compile import intrinsics, scalars
-from numfuse.backends.cuda.compile.scalars import TARGET, fused, is_finite, select
+from numfuse.backends.cuda.compile.scalars import TARGET, fused, select
 from numfuse.backends.cuda.compile.toolchain import SIMULATED, intrinsic, types
 from numfuse.backends.cuda.compile.toolchain import device_function as device
+from numfuse.epilogues import Epilogue
 from numfuse.expr import Expr, dumps, loads
+from numfuse.language.curves import expand
 from numfuse.language.python import render
 from numfuse.runtime import lifetimes
 
-__all__ = ["Scalar", "device_function", "scalar"]
+__all__ = ["Formula", "device_function", "formula"]
 
 
 @dataclass(frozen=True)
-class Scalar:
-    """A device function of one scalar, to be bound to a kernel's name; built by the compiler.
+class Formula:
+    """A device function of scalars, to be bound to a kernel's name; built by the compiler.
 
     Parameters
     ----------
-    graph : str or None
-        The formula as text (`expr.dumps`): a kernel does not keep the formula alive. None: the
-        identity, or with `constant` 1.
+    graphs : str
+        The graphs as text (`expr.dumps`): a kernel does not keep a formula alive. There is one for
+        a scalar result, several for a tuple of results.
     dtype : str
-        "float32" or "float64": of the argument, every operation and the result.
+        "float32" or "float64": of the arguments, every operation and the results.
+    arguments : tuple of str, optional
+        The graphs' inputs, and others, in the order of the function's arguments. By default it has
+        one argument, the symbol.
     short : bool
         The short form.
-    guard : bool
-        A result that is not finite is 0.
-    constant : bool
-        Of None alone: the derivative of the identity.
-    formula : weakref to Expr, optional
-        As long as it lives, what is made of this is kept.
+    ties : tuple of weakref to Expr
+        As long as these formulas live, what is made of this is kept.
     """
 
-    graph: str | None
+    graphs: str
     dtype: str
+    arguments: tuple[str, ...] | None = None
     short: bool = False
-    guard: bool = False
-    constant: bool = False
-    formula: weakref.ref[Expr] | None = field(default=None, compare=False)
+    ties: tuple[weakref.ref[Expr], ...] = field(default=(), compare=False)
 
     def formulas(self) -> list[Expr]:
-        """The formula, if there is one and it still lives."""
-        found = None if self.formula is None else self.formula()
-        return [] if found is None else [found]
+        """Return the formulas of its ties that still live."""
+        return [found for tie in self.ties if (found := tie()) is not None]
 
     @property
     def numfuse_key(self) -> str:
         """Its text in the digest of a kernel."""
-        graph = "1" if self.constant else "x"
-        if self.graph is not None:
-            graph = hashlib.sha256(self.graph.encode()).hexdigest()
-        return f"scalar {graph} {self.dtype} {self.short} {self.guard}"
+        graphs = hashlib.sha256(self.graphs.encode()).hexdigest()
+        return f"formula {graphs} {self.dtype} {self.arguments} {self.short}"
 
-    def text(self) -> str:
-        """The function, to be read."""
-        return self.rendered()[0]
-
-    def rendered(self) -> tuple[str, dict[str, Any]]:
-        """The text, and the constants that it names."""
-        if self.graph is None:
-            return f"def formula(x):\n    return {'one' if self.constant else 'x'}\n", {}
-        return render(loads(self.graph), self.dtype, growth=not self.short)
+    def print(self) -> tuple[str, dict[str, Any]]:
+        """Return the function's text and the constants that it names."""
+        graphs = loads(self.graphs)
+        return render(graphs, self.dtype, growth=not self.short, arguments=self.arguments)
 
     def build(self) -> Any:
-        """The device function."""
+        """Return the device function."""
         return _built(self)
 
 
-@lifetimes.kept(1024)
-def scalar(
-    expr: Expr | None,
-    accumulator: str,
-    storage: str,
-    *,
-    guard: bool = False,
-    constant: bool = False,
-    short: bool = False,
-) -> Scalar:
-    """The function of an epilogue whose result is stored as `storage`; `short`: of a value that is
-    itself good to some units in the last place."""
-    if expr is None:
-        # f' of the identity is 1, and never needs the guard
-        return Scalar(None, accumulator, constant=constant)
-    short |= accumulator == "float32" and storage in ("float16", "bfloat16")
-    graph = dumps((short_form(expr) if short else expr,))
-    return Scalar(graph, accumulator, short, guard, constant, weakref.ref(expr))
+def formula(
+    epilogue: Epilogue, arguments: tuple[str, ...], accumulator: str, *, short: bool
+) -> Formula:
+    """Return the device function of an epilogue: from its inputs to its results.
+
+    Parameters
+    ----------
+    epilogue : Epilogue
+    arguments : tuple of str
+        The order of the inputs; those of which the epilogue knows nothing are not used.
+    accumulator : str
+        The dtype in which all is computed.
+    short : bool
+        Whether results are stored in 16 bits, or depend on sums that are themselves good to some
+        units in the last place.
+    """
+    graphs = expand(epilogue.graphs, (lambda c: short_form(c.trace)) if short else None)
+    ties = tuple(map(weakref.ref, epilogue.formulas()))
+    return Formula(dumps(graphs), accumulator, arguments, short, ties)
+
+
+def is_short(accumulator: str, storage: str) -> bool:
+    """Return whether the results of an exact sum, stored in this dtype, take the short form."""
+    return accumulator == "float32" and storage in ("float16", "bfloat16")
 
 
 @lifetimes.kept(1024)
-def _built(function: Scalar) -> Any:
-    real = np.dtype(function.dtype).type
-    scope: dict[str, Any] = {"one": real(1), "zero": real(0)}
-    text, constants = function.rendered()
-    if function.graph is not None:
-        names = _short_primitives() if function.short else scalars.primitives(function.dtype)
-        scope |= {**vars(names), **constants}
-    exec(compile(text, f"<numfuse {function.dtype} formula>", "exec"), scope)
-    formula = device(scope["formula"])
-    if not function.guard:
-        return formula
-    nothing = real(0)
+def _built(made: Formula) -> Any:
+    text, constants = made.print()
+    names = _short_primitives() if made.short else scalars.primitives(made.dtype)
+    scope: dict[str, Any] = {**vars(names), **constants}
+    exec(compile(text, f"<numfuse {made.dtype} formula>", "exec"), scope)
+    return device(scope["formula"])
 
-    def guarded(x):  # type: ignore[no-untyped-def]
-        value = formula(x)
-        return select(is_finite(value), value, nothing)
 
-    return device(guarded)
+def _alone(expr: Expr, dtype: str) -> Formula:
+    """Return the function of a graph of the symbol."""
+    return Formula(dumps((expr,)), dtype, ties=(weakref.ref(expr),))
 
 
 def device_function(expr: Expr, name: str) -> Any:
@@ -137,7 +128,7 @@ def device_function(expr: Expr, name: str) -> Any:
 
         def simulated(x: Any) -> Any:
             dtype = "float32" if isinstance(x, np.float32) else "float64"
-            return scalar(expr, dtype, dtype).build()(np.dtype(dtype).type(x))
+            return _alone(expr, dtype).build()(np.dtype(dtype).type(x))
 
         simulated.__name__ = simulated.__qualname__ = name
         return simulated
@@ -148,11 +139,10 @@ def device_function(expr: Expr, name: str) -> Any:
     @import_module("numba.cuda.extending").overload(stub)
     def pick(x):  # type: ignore[no-untyped-def]
         if isinstance(x, types.Float):
-            dtype = f"float{x.bitwidth}"
-            function = scalar(expr, dtype, dtype).build()
+            function = _alone(expr, f"float{x.bitwidth}").build()
             return lambda x: function(x)
         if isinstance(x, (types.Integer, types.Boolean)):
-            function = scalar(expr, "float64", "float64").build()
+            function = _alone(expr, "float64").build()
             return lambda x: function(types.float64(x))
         return None
 

@@ -1,22 +1,29 @@
-"""Epilogues: what a kernel does with a product's sums, as names that the tiers' templates share."""
+"""How a kernel finishes an element of a product: what it loads, the formula, what it stores."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from numfuse.backends.cuda.compile import intrinsics
-from numfuse.backends.cuda.kernels import elementwise
-from numfuse.backends.cuda.kernels.elementwise import Scalar
-from numfuse.backends.cuda.plan.product import Operand, Product, Slot
+from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
+from numfuse.backends.cuda.plan.product import Operand, Product, Slot, strides
 from numfuse.expr import Expr
-from numfuse.runtime.lifetimes import formulas_of
 
-__all__ = ["Epilogue"]
+__all__ = ["Finish", "addresses", "formula_of", "steps"]
+
+
+def formula_of(product: Product, short: bool) -> Formula:
+    """Return the formula of a product: of its sum, its bias and its extra operand.
+
+    It gives the result and, where that is stored too, the pre-activation.
+    """
+    arguments = ("z", "bias", product.extra_name)
+    return formula(product.epilogue, arguments, product.accumulator, short=short)
 
 
 @dataclass(frozen=True)
-class Epilogue:
+class Finish:
     """The parts of a `Product` that are bound where a kernel stores the result."""
 
     accumulator: str
@@ -25,77 +32,67 @@ class Epilogue:
     bias: str | None
     extra: str | None
     pre: bool
-    #: "activation", "residual" or "slope"
-    kind: str
     sums: bool
-    function: Scalar | None
+    formula: Formula
 
     def formulas(self) -> list[Expr]:
-        """The formula, where there is one."""
-        return formulas_of(self.function)
+        """Return the formulas with which its kernel goes."""
+        return self.formula.formulas()
 
     @classmethod
-    def of(cls, product: Product, out: str) -> Epilogue:
-        """Return the epilogue of a product whose result the kernel stores in the dtype `out`."""
+    def of(cls, product: Product, out: str) -> Finish:
+        """Return what a kernel does that stores the result of a product in the dtype `out`."""
         p = product
-        function = None
-        if p.function is not None:
-            function = elementwise.scalar(p.function, p.accumulator, p.out.dtype, guard=p.guard)
         return cls(
             p.accumulator,
             out,
             p.bias.dtype if p.bias else None,
             p.extra.dtype if p.extra else None,
             p.pre is not None,
-            p.epilogue,
             p.sums,
-            function,
+            formula_of(p, is_short(p.accumulator, p.out.dtype)),
         )
-
-    @staticmethod
-    def slots(product: Product, out: Slot) -> tuple[int | Slot, ...]:
-        """Its arrays as arguments: bias, extra, pre, the result's (at `out`) and the sums."""
-        p = product
-        return (
-            Slot("bias") if p.bias else 0,
-            Slot("extra") if p.extra else 0,
-            Slot("pre") if p.pre else 0,
-            out,
-            Slot("sums") if p.sums else 0,
-        )
-
-    @staticmethod
-    def steps(product: Product, out: Operand) -> tuple[int, ...]:
-        """Their strides in bytes: two of bias (place, column), three of extra, pre and `out`."""
-        bias, extra, pre = (
-            (0, 0, 0) if x is None else x.steps for x in (product.bias, product.extra, product.pre)
-        )
-        return (bias[0], bias[2], *extra, *pre, *out.steps)
 
     def bindings(self, count: int = 1) -> dict[str, Any]:
-        """The UPPER-case names; `count`: values of extra, pre and out in one access."""
+        """Return the UPPER-case names; `count`: values of extra, pre and out in one access."""
         one, acc = intrinsics, self.accumulator
-        store = one.store if count == 1 else one.store_array
+        store = accesses.store if count == 1 else accesses.store_array
         found: dict[str, Any] = {
             "ACCUMULATOR": one.ACCUMULATORS[acc][1],
             "BIAS": self.bias is not None,
             "EXTRA": self.extra is not None,
             "PRE": self.pre,
-            "RESIDUAL": self.kind == "residual",
-            "SLOPE": self.kind == "slope",
             "SUMS": self.sums,
-            "HAS_FUNCTION": self.function is not None,
-            "STORE_SUM": one.store(acc, 1, acc),
+            "EPILOGUE": self.formula,
+            "STORE_SUM": accesses.store(acc, 1, acc),
             "STORE_PRE": store(acc, count, acc),
             "STORE_OUT": store(self.out, count, acc),
             # sums on their way through shared memory
-            "TAKE_ONE": one.load(acc, 1, acc, one.SHARED),
-            "PUT_ONE": one.store(acc, 1, acc, one.SHARED),
+            "TAKE_ONE": accesses.load(acc, 1, acc, one.SHARED),
+            "PUT_ONE": accesses.store(acc, 1, acc, one.SHARED),
         }
-        if self.function is not None:
-            found["FUNCTION"] = self.function
         if self.bias is not None:
-            found["LOAD_BIAS"] = one.load(self.bias, 1, acc)
+            found["LOAD_BIAS"] = accesses.load(self.bias, 1, acc)
         if self.extra is not None:
-            found["LOAD_EXTRA"] = one.load(self.extra, count, acc)
+            found["LOAD_EXTRA"] = accesses.load(self.extra, count, acc)
         return found
+
+
+def addresses(product: Product, out: Slot) -> dict[str, int | Slot]:
+    """Return the addresses of what a product finishes with, its result at `out`."""
+    p = product
+    return {
+        "bias": Slot("bias") if p.bias else 0,
+        "extra": Slot("extra") if p.extra else 0,
+        "pre": Slot("pre") if p.pre else 0,
+        "out": out,
+        "sums": Slot("sums") if p.sums else 0,
+    }
+
+
+def steps(unit: str, product: Product, out: Operand) -> dict[str, int]:
+    """Return the strides of what a product finishes with, its result laid out as `out`."""
+    p = product
+    found = strides(unit, bias=p.bias, extra=p.extra, pre=p.pre, out=out)
+    del found["bias_row"]  # (it is 0)
+    return found

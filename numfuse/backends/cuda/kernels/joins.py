@@ -12,10 +12,13 @@ from __future__ import annotations
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, device_function, kernel, types
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
-from numfuse.backends.cuda.plan.product import Launch, Slot
+from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
+from numfuse.backends.cuda.plan.product import Launch, Operand, Slot, strides
 
 __all__ = ["columns", "corrected", "lost", "rows"]
 
@@ -34,17 +37,22 @@ def corrected(total, error):
     return total + error if nothing == nothing else total
 
 
-def join_rows(planes, out, vectors, per_row, depth, step, out_place, out_row):
+def join_rows(
+    planes, out, rows, columns, per_row, depth, step, place_step, out_place, out_row, out_column
+):
     """out[o] = the sum of planes[o, q] over q; a thread has VALUES neighbours of a row.
 
-    `vectors` of them in a place, `per_row` in a row; steps in bytes. AHEAD planes are on their way
-    together.
+    A row of a plane has `per_row` times VALUES values, of which `columns` count; steps in bytes.
+    AHEAD planes are on their way together.
     """
+    if OVERLAPS:
+        grid_wait()
+        grid_release()
     i = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
     place = cuda.blockIdx.y
-    if i < vectors:
+    if i < rows * per_row:
         row = i // per_row
-        at = planes + place * depth * step + i * 16
+        at = planes + place * place_step + i * 16
         total = cuda.local.array(VALUES, REAL)
         error = cuda.local.array(VALUES, REAL)
         ahead = cuda.local.array(VALUES * AHEAD, REAL)
@@ -72,61 +80,82 @@ def join_rows(planes, out, vectors, per_row, depth, step, out_place, out_row):
             q += 1
         for v in unrolled(VALUES):
             total[v] = corrected(total[v], error[v])
-        STORE(
-            out + place * out_place + row * out_row + (i - row * per_row) * (VALUES * OUT_BYTES),
-            total,
-        )
+        column = (i - row * per_row) * VALUES
+        to = out + place * out_place + row * out_row + column * out_column
+        if WIDE:
+            STORE(to, total)
+        else:
+            for v in unrolled(VALUES):
+                if column + v < columns:
+                    STORE(to + v * out_column, total[v])
+
+
+#: Steps and strides are in bytes.
+ROWS = Schema(join_rows)
 
 
 def rows(
     accumulator: str,
     planes: Slot,
-    out: Slot,
-    dtype: str,
-    count: int,
-    depth: int,
-    lengths: tuple[int, int],
-    strides: tuple[int, int, int],
+    out: Operand,
+    lengths: tuple[int, int, int, int],
+    steps: tuple[int, int, int] | None = None,
+    overlaps: bool = False,
 ) -> Launch:
-    """The join of contiguous planes (count, depth, rows, columns).
+    """The join of planes to `out`, by 16 bytes of a plane.
 
-    Of `out` the columns are contiguous, and rows begin at whole vectors, as the caller has checked.
+    Parameters
+    ----------
+    accumulator : str
+    planes : Slot
+        At a multiple of 16 bytes.
+    out : Operand
+    lengths : tuple of int
+        Places, planes of each, rows and columns.
+    steps : tuple of int, optional
+        Values from a place, a plane and a row to the next, each a multiple of 16 bytes; by default
+        planes (places, planes, rows, columns) are contiguous.
+    overlaps : bool
+        Whether the launch may begin before the one before it has ended.
     """
-    values = 16 // intrinsics.itemsize(accumulator)
-    size = intrinsics.itemsize(dtype)
+    count, depth, m, n = lengths
+    place, plane, pitch = steps or (depth * m * n, m * n, n)
+    size = intrinsics.itemsize(accumulator)
+    values = 16 // size
+    wide = n % values == 0 and runs_wide(out, 2, values)
+    store = accesses.store_array if wide else accesses.store
     bindings = {
         "THREADS": tiling.PASS_THREADS,
         "VALUES": values,
         "AHEAD": tiling.JOIN_AHEAD,
         "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
-        "OUT_BYTES": size,
-        "LOAD": intrinsics.load(accumulator, values, accumulator),
-        "STORE": intrinsics.store_array(dtype, values, accumulator),
+        "WIDE": wide,
+        "OVERLAPS": overlaps,
+        "LOAD": accesses.load(accumulator, values, accumulator),
+        "STORE": store(out.dtype, values if wide else 1, accumulator),
     }
     template = expanded(join_rows, bindings)
     made = kernel(
         template,
-        " ".join(["i64"] * 8),
+        ROWS.signature,
         threads=tiling.PASS_THREADS,
-        name=f"join {dtype}",
+        name=f"join {out.dtype}",
         **names_of(template, bindings),
     )
-    m, n = lengths
-    vectors = m * n // values
-    grid = -(-vectors // tiling.PASS_THREADS), count, 1
-    step = m * n * intrinsics.itemsize(accumulator)
-    arguments = (
-        planes,
-        out,
-        vectors,
-        n // values,
-        depth,
-        step,
-        strides[0] * size,
-        strides[1] * size,
+    arguments = ROWS(
+        planes=planes,
+        out=Slot("out"),
+        rows=m,
+        columns=n,
+        per_row=pitch // values,
+        depth=depth,
+        step=plane * size,
+        place_step=place * size,
+        **strides("bytes", out=out),
     )
-    return Launch(made, grid, arguments)
+    grid = -(-m * (pitch // values) // tiling.PASS_THREADS), count, 1
+    return Launch(made, grid, arguments, overlaps=overlaps)
 
 
 def join_columns(planes, out, n, depth, out_place, out_column):
@@ -171,6 +200,10 @@ def join_columns(planes, out, n, depth, out_place, out_column):
         STORE(out + place * out_place + column * out_column, corrected(total, error))
 
 
+#: Strides are in bytes.
+COLUMNS = Schema(join_columns)
+
+
 def columns(
     accumulator: str,
     planes: Slot,
@@ -179,7 +212,7 @@ def columns(
     count: int,
     depth: int,
     n: int,
-    strides: tuple[int, int],
+    steps: tuple[int, int],
 ) -> Launch:
     """The join of contiguous planes (count, depth, n), of `out` with strides (place, column)."""
     lanes = tiling.JOIN_LANES
@@ -189,16 +222,23 @@ def columns(
         "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
         "ITEMSIZE": intrinsics.itemsize(accumulator),
-        "LOAD": intrinsics.load(accumulator, 1, accumulator),
-        "STORE": intrinsics.store(dtype, 1, accumulator),
+        "LOAD": accesses.load(accumulator, 1, accumulator),
+        "STORE": accesses.store(dtype, 1, accumulator),
     }
     template = expanded(join_columns, bindings)
     made = kernel(
         template,
-        " ".join(["i64"] * 6),
+        COLUMNS.signature,
         threads=32 * lanes,
         name=f"join columns {dtype}",
         **names_of(template, bindings),
     )
-    arguments = (planes, out, n, depth, strides[0] * size, strides[1] * size)
+    arguments = COLUMNS(
+        planes=planes,
+        out=out,
+        n=n,
+        depth=depth,
+        out_place=steps[0] * size,
+        out_column=steps[1] * size,
+    )
     return Launch(made, (-(-n // 32), count, 1), arguments)

@@ -8,8 +8,9 @@ from __future__ import annotations
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.intrinsics import shared_address
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
@@ -76,6 +77,9 @@ def lay_out(source, out, outer, inner, from_place, from_outer, from_inner, to_pl
                 STORE_4(to, held[4 * r], held[4 * r + 1], held[4 * r + 2], held[4 * r + 3])
 
 
+ARGUMENTS = Schema(lay_out)
+
+
 def fits(shape: tuple[int, int], places: int, inner: int) -> bool:
     """Whether a grid has enough blocks along y and z."""
     return max(places, -(-shape[2 - inner] // SQUARE)) < 1 << 16
@@ -101,29 +105,30 @@ def laid_out(
         "SQUARE": SQUARE,
         "ROWS": ROWS,
         "ZERO": np.float32(0),
-        "LOAD": one.load(kind, 1, kind),
-        "LOAD_4": one.load(kind, 4, kind),
-        "STORE_4": one.store(kind, 4, kind),
-        "TAKE_4": one.load(kind, 4, kind, one.SHARED),
-        "PUT_4": one.store(kind, 4, kind, one.SHARED),
+        "LOAD": accesses.load(kind, 1, kind),
+        "LOAD_4": accesses.load(kind, 4, kind),
+        "STORE_4": accesses.store(kind, 4, kind),
+        "TAKE_4": accesses.load(kind, 4, kind, one.SHARED),
+        "PUT_4": accesses.store(kind, 4, kind, one.SHARED),
     }
     template = expanded(lay_out, bindings)
     made = kernel(
         template,
-        " ".join(["i64"] * 9),
+        ARGUMENTS.signature,
         threads=16 * ROWS,
         name="turned copy" if turned else "copy",
         **names_of(template, bindings),
     )
-    arguments = (
-        source,
-        to,
-        *lengths,
-        operand.strides[0] * 4,
-        operand.strides[outer] * 4,
-        operand.strides[inner] * 4,
-        step * 4,
-        pitch * 4,
+    arguments = ARGUMENTS(
+        source=source,
+        out=to,
+        outer=lengths[0],
+        inner=lengths[1],
+        from_place=operand.steps[0],
+        from_outer=operand.steps[outer],
+        from_inner=operand.steps[inner],
+        to_place=step * 4,
+        to_outer=pitch * 4,
     )
     grid = -(-lengths[1] // SQUARE), -(-lengths[0] // SQUARE), many
     strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)

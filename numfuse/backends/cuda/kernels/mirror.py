@@ -16,11 +16,22 @@ from dataclasses import replace
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import scalars
+from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
-from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, device_function, kernel, types
-from numfuse.backends.cuda.kernels import elementwise, passes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
+from numfuse.backends.cuda.kernels import passes
+from numfuse.backends.cuda.kernels.elementwise import is_short
+from numfuse.backends.cuda.kernels.epilogue import addresses, formula_of, steps
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    strides,
+)
 from numfuse.backends.cuda.tiling import CudaTile
 
 __all__ = ["MIRROR", "Mirror"]
@@ -61,7 +72,7 @@ def product(
 ):
     """One block of out = epilogue(X Y), of one part of the sum of one place.
 
-    What is not there has the address 0. Shared memory holds the slices of X and Y, then the block.
+    Shared memory holds the slices of X and Y, then the block.
     """
     shared = cuda.shared.array(SHARED, REAL)
     acc = cuda.local.array(SUMS_OF_A_THREAD, REAL)
@@ -124,18 +135,20 @@ def product(
     for i in range(t, BLOCK_M * BLOCK_N, THREADS):
         row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
         if row < m and column < n:
-            value = shared[i]
-            if bias != 0:
-                value = value + LOAD_BIAS(bias, place * bias_place + column * bias_column)
-            if pre != 0:
-                STORE_PRE(pre, place * pre_place + row * pre_row + column * pre_column, value)
-            value = FUNCTION(value)
-            if extra != 0:
+            offset, added = ZERO, ZERO
+            if BIAS:
+                offset = LOAD_BIAS(bias, place * bias_place + column * bias_column)
+            if EXTRA:
                 at = place * extra_place + row * extra_row + column * extra_column
-                value = COMBINE(value, LOAD_EXTRA(extra, at))
+                added = LOAD_EXTRA(extra, at)
+            if PRE:
+                value, kept = EPILOGUE(shared[i], offset, added)
+                STORE_PRE(pre, place * pre_place + row * pre_row + column * pre_column, kept)
+            else:
+                value = EPILOGUE(shared[i], offset, added)
             STORE(out, plane * out_place + row * out_row + column * out_column, value)
             shared[i] = value
-    if sums != 0:
+    if SUMS:
         cuda.syncthreads()
         height = min(BLOCK_M, m - row0)
         for i in range(t, min(BLOCK_N, n - column0), THREADS):
@@ -148,37 +161,25 @@ def product(
             STORE_PRE(sums, (place * rows + block_row) * n + column0 + i, total)
 
 
-@device_function
-def add(value, other):
-    """The residual."""
-    return value + other
-
-
-@device_function
-def multiply(value, other):
-    """grad and the slope."""
-    return value * other
+#: Sizes and strides are in elements.
+ARGUMENTS = Schema(product, u64="x y bias extra pre out sums")
 
 
 def _kernel(p: Product, tile: CudaTile) -> Kernel:
     real = np.dtype(p.accumulator).type
-    slope = p.epilogue == "slope"
     storage = p.out.dtype
-    function = elementwise.scalar(
-        p.function, p.accumulator, storage, guard=p.guard, constant=slope and p.function is None
-    )
 
-    def load(operand: Operand | None) -> object:
-        return scalars.loads(p.accumulator if operand is None else operand.dtype)
+    def load(operand: Operand) -> object:
+        return elements.loads(operand.dtype)
 
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
     return kernel(
         product,
-        " ".join(["u64"] * 7 + ["i64"] * 24),
+        ARGUMENTS.signature,
         threads=tile.threads,
         # two sets of 16 sums leave registers for two blocks; those of float64 would spill
         blocks=2 if p.accumulator == "float32" else 0,
-        name=f"mirror {p.epilogue}",
+        name=f"mirror {p.epilogue.name}",
         REAL=getattr(types, p.accumulator),
         ZERO=real(0),
         BLOCK_M=tile.block_m,
@@ -198,13 +199,15 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
         SHARED=max(slices, tile.block_m * tile.block_n),
         LOAD_X=load(p.x),
         LOAD_Y=load(p.y),
-        # of the same dtype where they are there: one kernel with and without them
+        BIAS=p.bias is not None,
+        EXTRA=p.extra is not None,
+        PRE=p.pre is not None,
+        SUMS=p.sums,
         LOAD_BIAS=load(p.bias or p.x),
         LOAD_EXTRA=load(p.extra or p.x),
-        STORE=scalars.stores(storage),
-        STORE_PRE=scalars.stores(p.accumulator),
-        FUNCTION=function,
-        COMBINE=multiply if slope else add,
+        STORE=elements.stores(storage),
+        STORE_PRE=elements.stores(p.accumulator),
+        EPILOGUE=formula_of(p, is_short(p.accumulator, storage)),
     )
 
 
@@ -222,39 +225,25 @@ class Mirror:
         if p.free:
             # not of the number of places: an element of a batch gives what it gives alone
             part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
-        none = (0, 0, 0)
-        out_steps, workspace = p.out.strides, 0
-        target = Slot("out")
+        out, workspace, target = p.out, 0, Slot("out")
         if parts > 1:
             # the planes of a place, in the accumulator's dtype, are joined in their order
-            out_steps, target = (p.m * p.n, p.n, 1), Slot("work")
-            made = _kernel(_plane(p), tile)
+            out, target = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16), Slot("work")
             workspace = p.places * parts * p.m * p.n * np.dtype(p.accumulator).itemsize
-        else:
-            made = _kernel(p, tile)
-        bias = p.bias.strides if p.bias else none
-        arguments = (
-            Slot("x"),
-            Slot("y"),
-            Slot("bias") if p.bias else 0,
-            Slot("extra") if p.extra else 0,
-            Slot("pre") if p.pre else 0,
-            target,
-            Slot("sums") if p.sums else 0,
-            p.m,
-            p.n,
-            p.k,
-            part,
-            parts,
-            int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
-            int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-            *p.x.strides,
-            *p.y.strides,
-            bias[0],
-            bias[2],
-            *(p.extra.strides if p.extra else none),
-            *(p.pre.strides if p.pre else none),
-            *out_steps,
+        made = _kernel(replace(p, out=out), tile)
+        arguments = ARGUMENTS(
+            x=Slot("x"),
+            y=Slot("y"),
+            m=p.m,
+            n=p.n,
+            k=p.k,
+            part=part,
+            parts=parts,
+            x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
+            y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
+            **strides("elements", x=p.x, y=p.y),
+            **addresses(p, target),
+            **steps("elements", p, out),
         )
         launches: tuple[Launch, ...] = (Launch(made, (blocks * p.places * parts, 1, 1), arguments),)
         if parts > 1:
@@ -274,11 +263,6 @@ class Mirror:
             )
             launches, workspace = launches + joins, stage.offset + staged
         return Plan(launches, tile, workspace, tile.block_m)
-
-
-def _plane(p: Product) -> Product:
-    """Return the product `p` with planes for a result."""
-    return replace(p, out=replace(p.out, dtype=p.accumulator), free=False)
 
 
 MIRROR = Mirror()

@@ -13,12 +13,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import scalars
+from numfuse.backends.cuda.compile import elements
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, kernel
 from numfuse.backends.cuda.kernels import joins as wide_joins
-from numfuse.backends.cuda.kernels.elementwise import Scalar
+from numfuse.backends.cuda.kernels.elementwise import formula, is_short
 from numfuse.backends.cuda.kernels.joins import corrected, lost
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot, strides
+from numfuse.epilogues import Epilogue
 
 __all__ = ["COPY_AXES", "chunks", "copies", "joins", "slopes", "threads_of"]
 
@@ -60,6 +62,10 @@ def join(planes, out, size, columns, depth, width, groups, total, out_place, out
         STORE(out, place * out_place + group * size + row * out_row + column * out_column, value)
 
 
+#: Strides are in elements.
+JOIN = Schema(join, u64="planes out")
+
+
 def joins(
     info: DeviceInfo,
     accumulator: str,
@@ -93,14 +99,26 @@ def joins(
         total = count * groups * size
         made = kernel(
             join,
-            "u64 u64" + " i64" * 9,
+            JOIN.signature,
             threads=threads_of(info),
             name=f"join {kind}",
-            LOAD=scalars.loads(accumulator),
-            STORE=scalars.stores(kind),
+            LOAD=elements.loads(accumulator),
+            STORE=elements.stores(kind),
             ZERO=np.dtype(accumulator).type(0),
         )
-        arguments = (source, target, size, columns, depth, width, groups, total, *steps)
+        arguments = JOIN(
+            planes=source,
+            out=target,
+            size=size,
+            columns=columns,
+            depth=depth,
+            width=width,
+            groups=groups,
+            total=total,
+            out_place=steps[0],
+            out_row=steps[1],
+            out_column=steps[2],
+        )
         launches.append(Launch(made, grid_of(total, info), arguments))
 
     while depth > tiling.JOINED:
@@ -134,7 +152,7 @@ def slope(
     out_row,
     out_column,
 ):
-    """out = extra * f'(pre), and the sums of its columns over chunks of `length` rows."""
+    """out = FORMULA(pre, extra), and the sums of its columns over chunks of `length` rows."""
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
         column, chunk, place = i % n, i // n % chunks, i // (n * chunks)
         first = chunk * length
@@ -142,11 +160,11 @@ def slope(
         for begin in range(first, end, RUN):
             run = ZERO
             for row in range(begin, min(begin + RUN, end)):
-                at = place * extra_place + row * extra_row + column * extra_column
-                made = LOAD_EXTRA(extra, at)
+                x = ZERO
                 if PRE:
-                    at = place * pre_place + row * pre_row + column * pre_column
-                    made = made * FUNCTION(LOAD_PRE(pre, at))
+                    x = LOAD_PRE(pre, place * pre_place + row * pre_row + column * pre_column)
+                at = place * extra_place + row * extra_row + column * extra_column
+                made = FORMULA(x, LOAD_EXTRA(extra, at))
                 if OUT:
                     STORE(out, place * out_place + row * out_row + column * out_column, made)
                 run = run + made
@@ -160,55 +178,57 @@ def chunks(m: int) -> int:
     return -(-m // tiling.PASS_ROWS)
 
 
+#: Strides are in elements.
+SLOPE = Schema(slope, u64="pre extra out sums")
+
+
 def slopes(
     info: DeviceInfo,
+    epilogue: Epilogue,
     accumulator: str,
-    function: Scalar | None,
-    pre: tuple[str, tuple[int, int, int]] | None,
-    extra: tuple[str, tuple[int, int, int]],
-    out: tuple[str, tuple[int, int, int]] | None,
+    pre: Operand | None,
+    extra: Operand,
+    out: Operand | None,
     m: int,
     n: int,
     places: int,
     sums: bool,
 ) -> Launch:
-    """out = extra * function(pre), each (dtype, strides of place, row and column).
+    """out = the epilogue's first result, of the accumulator `pre` and the operand `extra`.
 
-    Its slots are pre, extra, out and sums; without `pre` it is extra itself that is summed.
+    Its slots are pre, extra, out and sums.
     """
     many = chunks(m)
     total = places * many * n
-    none = ("float32", (0, 0, 0))
-    (pre_dtype, pre_steps), (out_dtype, out_steps) = pre or none, out or none
+    chosen = epilogue.select(epilogue.results[0][0])
+    short = out is not None and is_short(accumulator, out.dtype)
     made = kernel(
         slope,
-        "u64 u64 u64 u64" + " i64" * 14,
+        SLOPE.signature,
         threads=threads_of(info),
-        name="slope",
+        name=epilogue.name,
         PRE=pre is not None,
         OUT=out is not None,
         SUMS=sums,
         RUN=tiling.RUN,
-        FUNCTION=function or Scalar(None, accumulator),
-        LOAD_PRE=scalars.loads(accumulator if pre is None else pre_dtype),
-        LOAD_EXTRA=scalars.loads(extra[0]),
-        STORE=scalars.stores(accumulator if out is None else out_dtype),
-        STORE_SUM=scalars.stores(accumulator),
+        FORMULA=formula(chosen, ("z", "grad"), accumulator, short=short),
+        LOAD_PRE=elements.loads(accumulator if pre is None else pre.dtype),
+        LOAD_EXTRA=elements.loads(extra.dtype),
+        STORE=elements.stores(accumulator if out is None else out.dtype),
+        STORE_SUM=elements.stores(accumulator),
         ZERO=np.dtype(accumulator).type(0),
     )
-    arguments = (
-        Slot("pre") if pre else 0,
-        Slot("extra"),
-        Slot("out") if out else 0,
-        Slot("sums") if sums else 0,
-        m,
-        n,
-        many,
-        tiling.PASS_ROWS,
-        total,
-        *pre_steps,
-        *extra[1],
-        *out_steps,
+    arguments = SLOPE(
+        pre=Slot("pre") if pre else 0,
+        extra=Slot("extra"),
+        out=Slot("out") if out else 0,
+        sums=Slot("sums") if sums else 0,
+        m=m,
+        n=n,
+        chunks=many,
+        length=tiling.PASS_ROWS,
+        total=total,
+        **strides("elements", pre=pre, extra=extra, out=out),
     )
     return Launch(made, grid_of(total, info), arguments)
 
@@ -222,6 +242,9 @@ def copy(source, out, n1, n2, n3, total, s0, s1, s2, s3, o0, o1, o2, o3):
         i1, i0 = rest % n1, rest // n1
         value = LOAD(source, i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3)
         STORE(out, i0 * o0 + i1 * o1 + i2 * o2 + i3 * o3, value)
+
+
+COPY = Schema(copy, u64="source out")
 
 
 def copies(
@@ -239,21 +262,16 @@ def copies(
     total = n[0] * n[1] * n[2] * n[3]
     made = kernel(
         copy,
-        "u64 u64" + " i64" * 12,
+        COPY.signature,
         threads=threads_of(info),
         name=f"copy {source} {out}",
-        LOAD=scalars.loads(source),
-        STORE=scalars.stores(out),
+        LOAD=elements.loads(source),
+        STORE=elements.stores(out),
     )
     zeros = (0,) * lead
-    arguments: tuple[int | Slot, ...] = (
-        Slot("x"),
-        Slot("out"),
-        *n[1:],
-        total,
-        *zeros,
-        *source_strides,
-        *zeros,
-        *out_strides,
+    steps = {f"s{i}": s for i, s in enumerate((*zeros, *source_strides))}
+    steps |= {f"o{i}": s for i, s in enumerate((*zeros, *out_strides))}
+    arguments = COPY(
+        source=Slot("x"), out=Slot("out"), n1=n[1], n2=n[2], n3=n[3], total=total, **steps
     )
     return Launch(made, grid_of(total, info), arguments)

@@ -18,108 +18,32 @@ import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import passes
-from numfuse.backends.cuda.plan.product import Operand, Product, Slot
+from numfuse.backends.cuda.plan.product import Product, Slot
 from numfuse.backends.cuda.plan.program import Recorder, View
+from numfuse.epilogues import sum_of_terms
 from numfuse.problem.shapes import equal, merge_axes
 
 if TYPE_CHECKING:
-    from numfuse.expr import Expr
+    from numfuse.epilogues import Epilogue
+
+from numfuse.backends.cuda.plan.places import (
+    Places,
+    as_rows,
+    batch_steps,
+    contiguous,
+    matrix,
+    split,
+    turned,
+)
 
 __all__ = [
-    "Places",
-    "alignment",
-    "as_rows",
     "copy",
     "join",
     "launch",
-    "matrix",
     "packed_rows",
     "product",
-    "split",
     "sum_to",
-    "turned",
 ]
-
-
-# --- axes ---------------------------------------------------------------------------------------
-def _steps(view: View | None, axes: int) -> tuple[int, ...]:
-    """The strides of a view's batch axes, 0 where they repeat, with leading ones that it lacks."""
-    if view is None:
-        return (0,) * axes
-    own = tuple(0 if n == 1 else s for n, s in zip(view.shape[:-2], view.strides[:-2], strict=True))
-    return (0,) * (axes - len(own)) + own
-
-
-def alignment(view: View, steps: Sequence[int]) -> int:
-    """The power of two, at most 16, that divides every address base + sum of index * step."""
-    found = 16
-    for distance in (view.alignment, view.offset, *(s * view.itemsize for s in steps)):
-        while distance % found:
-            found //= 2
-    return found
-
-
-def split(batch: tuple[int, ...], result: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """The axes of a batch that a result has, and those that it is summed over."""
-    own = (1,) * (len(batch) - len(result)) + result
-    axes = [i for i, length in enumerate(batch) if length != 1]
-    return [i for i in axes if own[i] != 1], [i for i in axes if own[i] == 1]
-
-
-# --- products -----------------------------------------------------------------------------------
-class Places:
-    """The places of a launch: axes of which the last is the kernel's, the others are loops."""
-
-    def __init__(
-        self, lengths: Sequence[int], views: dict[str, View], order: Sequence[int]
-    ) -> None:
-        steps = [_steps(view, len(lengths)) for view in views.values()]
-        number = _contiguous([lengths[i] for i in order])
-        found, made = merge_axes(
-            [lengths[i] for i in order], *([s[i] for i in order] for s in steps), number
-        )
-        self.count = found[-1] if found else 1
-        self._loops = found[:-1]
-        #: Of each view, the step of a place, in elements.
-        self.step = {name: s[-1] if s else 0 for name, s in zip(views, made, strict=False)}
-        self._loop_steps = {name: s[:-1] for name, s in zip(views, made, strict=False)}
-        self._numbers = made[-1][:-1]
-        self._views = views
-
-    def operand(self, name: str, row: int, column: int) -> Operand:
-        """A view as a tier sees it."""
-        view = self._views[name]
-        return Operand(
-            view.dtype, (self.step[name], row, column), alignment(view, self._loop_steps[name])
-        )
-
-    def __iter__(self) -> Any:
-        """(number of the first place, {name: (buffer, offset)}) of each launch."""
-        for index in np.ndindex(*self._loops):
-            at = {
-                name: (
-                    view.buffer,
-                    view.offset
-                    + view.itemsize
-                    * sum(i * s for i, s in zip(index, self._loop_steps[name], strict=True)),
-                )
-                for name, view in self._views.items()
-            }
-            yield sum(i * s for i, s in zip(index, self._numbers, strict=True)), at
-
-
-def _contiguous(lengths: Sequence[int]) -> list[int]:
-    found, run = [], 1
-    for length in reversed(lengths):
-        found.append(run)
-        run *= length
-    return found[::-1]
-
-
-def matrix(view: View) -> tuple[int, int]:
-    """The strides of row and column, 0 where they repeat."""
-    row, column = view.strides[-2:]
-    return (0 if view.shape[-2] == 1 else row), (0 if view.shape[-1] == 1 else column)
 
 
 def launch(
@@ -132,13 +56,15 @@ def launch(
     views: dict[str, View],
     accumulator: str,
     *,
+    epilogue: Epilogue | None = None,
     factors: dict[str, tuple[int, int]] | None = None,
     sums: bool = False,
-    **features: Any,
+    free: bool = False,
 ) -> tuple[View, int] | None:
     """Record one product over the axes `order` of a batch; its column sums, and their rows.
 
-    `factors` are strides (row, column) of x and y in place of their own.
+    `epilogue` is by default the sum itself. `factors` are strides (row, column) of x and y in
+    place of their own.
     """
     places = Places(lengths, views, order)
     strides = {name: matrix(view) for name, view in views.items()} | (factors or {})
@@ -146,6 +72,11 @@ def launch(
     if "bias" in operands:
         bias = operands["bias"]
         operands["bias"] = replace(bias, strides=(bias.strides[0], 0, bias.strides[2]))
+    if epilogue is None:
+        epilogue = sum_of_terms(0)
+    elif "bias" not in views:
+        epilogue = epilogue.without("bias")
+    out, *_ = (name for name, _ in epilogue.results)
     product = Product(
         m,
         n,
@@ -153,9 +84,10 @@ def launch(
         places.count,
         accumulator=accumulator,
         precision=rec.precision if views["x"].dtype == "float32" else "ieee",
+        epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
         sums=sums,
+        free=free,
         **operands,
-        **features,
     )
     plan = rec.choose(product)
     table = None
@@ -179,12 +111,12 @@ def product(
     accumulator: str,
     *,
     free: bool = False,
-    function: Expr | None = None,
+    epilogue: Epilogue | None = None,
     bias: View | None = None,
     extra: View | None = None,
     pre: View | None = None,
 ) -> None:
-    """Record out = X Y, summed over the batch axes that `out` lacks, with the forward's epilogue.
+    """Record out = X Y, summed over the batch axes that `out` lacks, with an epilogue.
 
     With `free` the order of the sum may depend on its length: d_b, the sum over the rows.
     """
@@ -195,14 +127,9 @@ def product(
         return
     given = {"x": x, "y": y, "bias": bias, "extra": extra, "pre": pre, "out": out}
     views = {name: view for name, view in given.items() if view is not None}
-    features: dict[str, Any] = {
-        "epilogue": "activation" if extra is None else "residual",
-        "function": function,
-        "free": free,
-    }
     factors = None
     if inner:
-        # neither bias nor extra is there: it is d_a or d_b
+        # there is no epilogue: it is d_a or d_b
         full = all(_length(view, i, batch) == batch[i] for view in (x, y) for i in inner)
         if not prod(batch[i] for i in inner):
             k = 0
@@ -217,9 +144,21 @@ def product(
             }
             views["x"] = turned(views["x"])
         else:
-            _summed(rec, views, batch, outer, inner, out, accumulator, features)
+            _summed(rec, views, batch, outer, inner, out, accumulator)
             return
-    launch(rec, m, n, k, batch, outer, views, accumulator, factors=factors, **features)
+    launch(
+        rec,
+        m,
+        n,
+        k,
+        batch,
+        outer,
+        views,
+        accumulator,
+        epilogue=epilogue,
+        factors=factors,
+        free=free,
+    )
 
 
 def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
@@ -232,7 +171,7 @@ def _along_k(
     rec: Recorder, view: View, batch: tuple[int, ...], outer: list[int], inner: list[int]
 ) -> tuple[View, int]:
     """A view (..., K, N) whose axes `inner` and K are one step apart, and that step."""
-    steps = _steps(view, len(batch))
+    steps = batch_steps(view, len(batch))
     lengths = [*(batch[i] for i in inner), view.shape[-2]]
     found, (k_steps,) = merge_axes(lengths, [*(steps[i] for i in inner), view.strides[-2]])
     if len(found) <= 1:
@@ -241,13 +180,13 @@ def _along_k(
     order = [i - lead for i in (*outer, *inner) if i >= lead]
     order = [i for i in range(len(view.shape) - 2) if i not in order] + order
     order += [len(view.shape) - 2, len(view.shape) - 1]
-    turned = replace(
+    ordered = replace(
         view,
         shape=tuple(view.shape[i] for i in order),
         strides=tuple(view.strides[i] for i in order),
     )
-    packed = rec.fresh(turned.shape, view.dtype)
-    copy(rec, turned, packed)
+    packed = rec.fresh(ordered.shape, view.dtype)
+    copy(rec, ordered, packed)
     strides = [0] * len(order)
     for at, axis in enumerate(order):
         strides[axis] = packed.strides[at]
@@ -262,7 +201,6 @@ def _summed(
     inner: list[int],
     out: View,
     accumulator: str,
-    features: dict[str, Any],
 ) -> None:
     """Record a product of which every element of the axes `inner` makes a plane; and their join."""
     m, k = views["x"].shape[-2:]
@@ -288,9 +226,9 @@ def _summed(
         lengths = tuple(last - first if i == axis else length for i, length in enumerate(batch))
         order = outer + inner
         steps = [0] * len(batch)
-        for i, s in zip(inner, _contiguous([lengths[i] for i in inner]), strict=True):
+        for i, s in zip(inner, contiguous([lengths[i] for i in inner]), strict=True):
             steps[i] = s * m * n
-        for i, s in zip(outer, _contiguous([batch[i] for i in outer]), strict=True):
+        for i, s in zip(outer, contiguous([batch[i] for i in outer]), strict=True):
             steps[i] = s * depth * m * n
         target = View(
             planes.buffer,
@@ -306,17 +244,7 @@ def _summed(
             for name, view in views.items()
             if name != "out"
         }
-        launch(
-            rec,
-            m,
-            n,
-            k,
-            lengths,
-            order,
-            {**parts, "out": target},
-            accumulator,
-            **{**features, "free": False},
-        )
+        launch(rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator)
         used = (last - first) * rest + lead
         if last == batch[axis] and len(turns) == 1:
             join(rec, planes, count, depth, out, accumulator)
@@ -393,13 +321,13 @@ def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
         copy(rec, source, target)
         return
     order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
-    turned = replace(
+    ordered = replace(
         source,
         shape=tuple(source.shape[i] for i in order),
         strides=tuple(source.strides[i] for i in order),
     )
-    planes = rec.fresh(turned.shape, accumulator)
-    copy(rec, turned, planes)
+    planes = rec.fresh(ordered.shape, accumulator)
+    copy(rec, ordered, planes)
     depth = prod(source.shape[i] for i in summed)
     # the target has the rest in the same order: as one row, or in a contiguous copy
     row = replace(target, shape=(1, prod(target.shape)), strides=(0, 1))
@@ -437,22 +365,6 @@ def copy(rec: Recorder, source: View, out: View) -> None:
             for name, view, mine in (("x", source, steps), ("out", out, out_steps))
         }
         rec.launches((launch,), at)
-
-
-# --- views --------------------------------------------------------------------------------------
-def turned(view: View) -> View:
-    """The transpose."""
-    (*batch, m, n), (*steps, row, column) = view.shape, view.strides
-    return replace(view, shape=(*batch, n, m), strides=(*steps, column, row))
-
-
-def as_rows(view: View) -> View | None:
-    """(..., M, N) as one matrix of all rows; None where the strides do not allow it."""
-    lengths, (steps,) = merge_axes(view.shape[:-1], view.strides[:-1])
-    if len(lengths) > 1:
-        return None
-    count, step = (lengths[0], steps[0]) if lengths else (1, 0)
-    return replace(view, shape=(count, view.shape[-1]), strides=(step, view.strides[-1]))
 
 
 def packed_rows(rec: Recorder, view: View) -> View:

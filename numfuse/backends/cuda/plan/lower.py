@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from numpy import ndarray
 
+from numfuse import epilogues
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.kernels import elementwise, gated, passes
-from numfuse.backends.cuda.plan import batches
+from numfuse.backends.cuda.kernels import passes
+from numfuse.backends.cuda.kernels.elementwise import is_short
+from numfuse.backends.cuda.kernels.pointwise import Result, Source
+from numfuse.backends.cuda.kernels.pointwise import launch as pass_over_elements
+from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.program import Recorder, View
+from numfuse.language.curves import leaf
 from numfuse.problem.shapes import equal
 
 if TYPE_CHECKING:
-    from numfuse.activations import Activation
-    from numfuse.expr import Expr
+    from numfuse.epilogues import Epilogue
     from numfuse.problem.product import (
         GatedBackwardProblem,
         GatedProblem,
         GemmBackwardProblem,
         GemmProblem,
     )
+    from numfuse.problem.second_order import GemmTangentProblem
 
 __all__ = [
     "Backward",
@@ -32,25 +37,15 @@ __all__ = [
     "forward",
     "gate",
     "gate_backward",
-    "slope_of",
+    "guarded",
+    "layer_of",
+    "over_fields",
+    "pointwise",
     "slopes",
-    "value_of",
 ]
 
 #: How a run gets the view of a problem's array, by the name of the operand that it is of.
 Bind = Callable[[str, ndarray], View]
-
-
-def value_of(activation: Activation) -> Expr | None:
-    """The graph of an activation; None of the identity."""
-    graph = activation.trace(0)
-    return None if graph.op == "x" else graph
-
-
-def slope_of(activation: Activation) -> Expr | None:
-    """The graph of its derivative; None where that is 1 everywhere."""
-    graph = activation.trace(1)
-    return None if graph.op == "const" and graph.payload == 1 else graph
 
 
 def forward(rec: Recorder, p: GemmProblem, bind: Bind) -> None:
@@ -62,11 +57,18 @@ def forward(rec: Recorder, p: GemmProblem, bind: Bind) -> None:
         p.batch,
         bind("out", p.out),
         p.acc_dtype.name,
-        function=value_of(p.activation),
+        epilogue=layer_of(p),
         bias=None if p.bias is None else bind("bias", p.bias),
         extra=None if p.residual is None else bind("residual", p.residual),
         pre=None if p.pre is None else bind("pre", p.pre),
     )
+
+
+def layer_of(p: GemmProblem | GemmTangentProblem) -> Epilogue:
+    """Return the epilogue of a forward."""
+    if p.residual is not None:
+        return epilogues.residual_layer()
+    return epilogues.layer(p.activation.curve)
 
 
 @dataclass
@@ -123,11 +125,11 @@ class Backward:
         self.d_b, self.d_bias = _last(self.d_b), _last(self.d_bias)
         if self.d_a is not None:
             out = self.d_a
-            self.d_a = batches.as_rows(out)
+            self.d_a = places.as_rows(out)
             if self.d_a is None:
                 apart = rec.fresh(out.shape, out.dtype)
                 self.late = apart, out
-                self.d_a = batches.as_rows(apart)
+                self.d_a = places.as_rows(apart)
 
 
 def _last(view: View | None) -> View | None:
@@ -140,24 +142,25 @@ def _last(view: View | None) -> View | None:
 def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     """grad_pre = grad * act'(pre), and what is made of it."""
     acc = p.acc_dtype.name
-    slope = slope_of(p.activation)
     products = p.d_a is not None or p.d_b is not None
     if not products and p.d_bias is None:
         return
-    v = Backward.of(rec, p, bind, slope is not None and p.pre is None)
+    made = epilogues.layer(p.activation.curve).select("out").backward().select("d_z")
+    linear = made["d_z"] is leaf("grad")
+    v = Backward.of(rec, p, bind, not linear and p.pre is None)
     grad_pre = v.grad
-    if slope is not None:
+    if not linear:
         # rows as the fast loads want them
         pitch = tiling.pitch(p.n, p.dtype.itemsize)
         whole = rec.fresh((*v.batch, v.m, pitch), p.dtype.name)
         grad_pre = replace(whole, shape=(*v.batch, v.m, p.n))
-        slopes(rec, v, p.n, p.k, acc, slope, p.guard, grad_pre)
+        slopes(rec, v, p.n, p.k, acc, guarded(p, made), grad_pre)
     elif v.d_bias is not None:
-        slopes(rec, v, p.n, p.k, acc, None, False, None)
+        slopes(rec, v, p.n, p.k, acc, made, None)
     if v.d_a is not None and v.b is not None:
-        batches.product(rec, grad_pre, batches.turned(v.b), v.batch, v.d_a, acc)
+        batches.product(rec, grad_pre, places.turned(v.b), v.batch, v.d_a, acc)
     if v.d_b is not None and v.a is not None:
-        batches.product(rec, batches.turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
+        batches.product(rec, places.turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
     if v.late is not None:
         batches.copy(rec, *v.late)
 
@@ -168,21 +171,23 @@ def slopes(
     n: int,
     k: int,
     acc: str,
-    slope: Expr | None,
-    guard: bool,
+    epilogue: Epilogue,
     grad_pre: View | None,
 ) -> None:
-    """Record grad_pre = grad * act'(pre), and d_bias from the sums of its columns."""
+    """Record grad_pre = grad * act'(pre), and d_bias from the sums of its columns.
+
+    Without a `grad_pre` it is grad itself that is summed.
+    """
     m, batch, d_bias = v.m, v.batch, v.d_bias
     # places of one bias are neighbours
-    outer, inner = batches.split(batch, () if d_bias is None else d_bias.shape[:-2])
+    outer, inner = places.split(batch, () if d_bias is None else d_bias.shape[:-2])
     order = outer + inner
     table, rows = None, 0
     if m and n and prod(batch):
         views = {"extra": v.grad}
         if grad_pre is not None:
             views["out"] = grad_pre
-        if slope is not None and v.pre is None:
+        if grad_pre is not None and v.pre is None:
             assert v.a is not None and v.b is not None
             views |= {"x": v.a, "y": v.b}
             if v.bias is not None:
@@ -196,39 +201,34 @@ def slopes(
                 order,
                 views,
                 acc,
-                epilogue="slope",
-                function=slope,
-                guard=guard,
+                epilogue=epilogue,
                 sums=d_bias is not None,
             )
             if made is not None:
                 table, rows = made
         else:
-            function = None
-            if v.pre is not None and slope is not None and grad_pre is not None:
+            if v.pre is not None and grad_pre is not None:
                 views["pre"] = v.pre
-                function = elementwise.scalar(slope, acc, grad_pre.dtype, guard=guard)
-            places = batches.Places(batch, views, order)
-            strides = {
-                name: (view.dtype, (places.step[name], *batches.matrix(view)))
-                for name, view in views.items()
+            there = places.Places(batch, views, order)
+            operands = {
+                name: there.operand(name, *places.matrix(view)) for name, view in views.items()
             }
             if d_bias is not None:
                 rows = passes.chunks(m)
                 table = rec.fresh((prod(batch[i] for i in order), rows, n), acc)
             launch = passes.slopes(
                 rec.device.info,
+                epilogue.without("bias"),
                 acc,
-                function,
-                strides.get("pre"),
-                strides["extra"],
-                strides.get("out"),
+                operands.get("pre"),
+                operands["extra"],
+                operands.get("out"),
                 m,
                 n,
-                places.count,
+                there.count,
                 table is not None,
             )
-            for first, at in places:
+            for first, at in there:
                 if table is not None:
                     at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
                 rec.launches((launch,), at)
@@ -243,62 +243,89 @@ def slopes(
 
 def gate(rec: Recorder, p: GatedProblem, bind: Bind) -> None:
     """out = act(a) * b."""
-    size = prod(p.shape)
-    if not size:
-        return
-    views = {"a": bind("a", p.a), "b": bind("b", p.b), "out": bind("out", p.out)}
-    found, late = _as_one(rec, views, ("out",))
-    launch = gated.forward(
-        rec.device.info,
-        p.dtype.name,
-        p.acc_dtype.name,
-        value_of(p.activation),
-        size,
-        min(batches.alignment(view, ()) for view in found.values()),
-    )
-    rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
-    for source, out in late:
-        batches.copy(rec, source, out)
+    over_fields(rec, p, bind, epilogues.gate(p.activation.curve), ("out",))
 
 
 def gate_backward(rec: Recorder, p: GatedBackwardProblem, bind: Bind) -> None:
     """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-    size = prod(p.shape)
-    if not size or (p.d_a is None and p.d_b is None):
+    made = epilogues.gate(p.activation.curve).backward()
+    over_fields(rec, p, bind, guarded(p, made), ("d_a", "d_b"))
+
+
+def guarded(p: Any, epilogue: Epilogue) -> Epilogue:
+    """Return the epilogue as a problem wants it."""
+    return epilogue.guarded() if p.guard else epilogue
+
+
+def over_fields(
+    rec: Recorder, p: Any, bind: Bind, epilogue: Epilogue, results: tuple[str, ...], **fields: str
+) -> None:
+    """Record one pass over the arrays of a problem.
+
+    `fields` names the problem's field of an input that has another name; what is not there is left
+    out of the epilogue.
+    """
+    field = {name: fields.get(name, name) for name in epilogue.inputs}
+    absent = [name for name in epilogue.inputs if getattr(p, field[name]) is None]
+    there = [name for name in results if getattr(p, name) is not None]
+    if not there or not prod(p.shape):
         return
-    views = {"grad": bind("grad", p.grad), "a": bind("a", p.a)}
-    outs = []
-    if p.d_a is not None:
-        views |= {"b": bind("b", p.b), "d_a": bind("d_a", p.d_a)}
-        outs.append("d_a")
-    if p.d_b is not None:
-        views["d_b"] = bind("d_b", p.d_b)
-        outs.append("d_b")
-    found, late = _as_one(rec, views, outs)
-    launch = gated.backward(
+    made = epilogue.without(*absent)
+    made = made.select(*there)
+    sources = {name: bind(field[name], getattr(p, field[name])) for name in made.inputs}
+    views = {name: bind(name, getattr(p, name)) for name in there}
+    pointwise(rec, made, p.acc_dtype.name, p.dtype.name, sources, views)
+
+
+def pointwise(
+    rec: Recorder,
+    epilogue: Epilogue,
+    accumulator: str,
+    storage: str,
+    sources: dict[str, View],
+    results: dict[str, View],
+    twice: dict[str, str] | None = None,
+) -> None:
+    """Record one pass over arrays of one shape: an epilogue's results, by their names.
+
+    Parameters
+    ----------
+    rec : Recorder
+    epilogue : Epilogue
+    accumulator, storage : str
+        The dtype in which all is computed, and that of the problem.
+    sources, results : dict
+    twice : dict, optional
+        {name in `results`: the epilogue's name} of a result that is stored a second time.
+    """
+    names = {slot: (twice or {}).get(slot, slot) for slot in results}
+    size = prod(next(iter(results.values())).shape)
+    if not size:
+        return
+    found, late = _as_one(rec, sources | results, results)
+    launch = pass_over_elements(
         rec.device.info,
-        p.dtype.name,
-        p.acc_dtype.name,
-        value_of(p.activation),
-        slope_of(p.activation),
-        p.guard,
-        (p.d_a is not None, p.d_b is not None),
+        epilogue,
+        accumulator,
+        [Source(name, name, found[name].dtype) for name in sources],
+        [Result(name, slot, found[slot].dtype) for slot, name in names.items()],
         size,
-        min(batches.alignment(view, ()) for view in found.values()),
+        min(places.alignment(view, ()) for view in found.values()),
+        is_short(accumulator, storage),
     )
     rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
-    for source, out in late:
-        batches.copy(rec, source, out)
+    for copied, out in late:
+        batches.copy(rec, copied, out)
 
 
 def _as_one(
-    rec: Recorder, views: dict[str, View], outs: Sequence[str]
+    rec: Recorder, views: dict[str, View], outs: Collection[str]
 ) -> tuple[dict[str, View], list[tuple[View, View]]]:
     """The arrays as runs of memory in one order; copies of those that are none, to be copied back.
 
     Arrays of one order need no copy, whatever that order is.
     """
-    equal("the arrays of a gate", *(view.shape for view in views.values()))
+    equal("the arrays of a pass", *(view.shape for view in views.values()))
     orders = {_order(view) for view in views.values()}
     if len(orders) == 1 and None not in orders:
         return views, []

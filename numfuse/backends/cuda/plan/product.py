@@ -7,15 +7,27 @@ fixed but the addresses; a plan that is kept launches again with other addresses
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from numfuse.expr import Expr, Keyed
+from numfuse.epilogues import Epilogue, sum_of_terms
+from numfuse.expr import Keyed
+from numfuse.language.graph import topological
 
 if TYPE_CHECKING:
     from numfuse.backends.cuda.compile.toolchain import Kernel
 
-__all__ = ["Derived", "DeviceInfo", "Launch", "Operand", "Plan", "Product", "Slot", "Tier"]
+__all__ = [
+    "Derived",
+    "DeviceInfo",
+    "Launch",
+    "Operand",
+    "Plan",
+    "Product",
+    "Slot",
+    "Tier",
+    "strides",
+]
 
 #: Bytes of the types of a kernel's arguments; a map is 128 bytes that the kernel sees the address
 #: of (a TMA tensor map).
@@ -58,6 +70,24 @@ class Operand:
         return place * self.itemsize, row * self.itemsize, column * self.itemsize
 
 
+def strides(unit: str, **operands: Operand | None) -> dict[str, int]:
+    """Return the strides of operands as a kernel's arguments: ``x_place``, ``x_row``, ``x_column``.
+
+    `unit` is "bytes" or "elements"; strides of what is not there are 0.
+    """
+    found: dict[str, int] = {}
+    for name, operand in operands.items():
+        own = (
+            (0, 0, 0)
+            if operand is None
+            else operand.strides
+            if unit == "elements"
+            else operand.steps
+        )
+        found |= zip((f"{name}_place", f"{name}_row", f"{name}_column"), own, strict=True)
+    return found
+
+
 #: {storage dtype: bytes}
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
@@ -79,25 +109,30 @@ class Product(Keyed):
     accumulator: str
     #: Of float32 operands: "ieee", "bf16x6" or "tf32".
     precision: str = "ieee"
-    #: "activation": out = f(acc + bias). "residual": out = acc + bias + extra. "slope": out =
-    #: extra * f'(acc + bias), where extra is grad, and out grad_pre in the storage dtype.
-    epilogue: str = "activation"
-    #: f or f'; None: the identity, of which the slope is 1. Printed by `elementwise`.
-    function: Expr | None = None
+    #: What is done with a sum: its first result is stored in `out`, "pre" in `pre`.
+    epilogue: Epilogue = field(default_factory=lambda: sum_of_terms(0))
     #: Strides (place, 0, column).
     bias: Operand | None = None
-    #: The residual or grad, (places, M, N).
+    #: The epilogue's other operand: the residual or grad, (places, M, N).
     extra: Operand | None = None
-    #: acc + bias is stored too, in the accumulator's dtype.
+    #: The pre-activation, in the accumulator's dtype.
     pre: Operand | None = None
-    #: With "slope": the unrounded values are summed by column in every row of blocks, in a fixed
-    #: order, to sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
+    #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
+    #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
-    #: A slope that is not finite counts as 0.
-    guard: bool = False
     #: K may be cut into planes, which the tier's own launch joins in a fixed order: d_b, whose K is
     #: the problem's M, of which the order of a sum may depend.
     free: bool = False
+
+    @property
+    def extra_name(self) -> str:
+        """Return the name by which the epilogue knows its operand beside the bias."""
+        return next((name for name in self.epilogue.operands if name != "bias"), "")
+
+    @property
+    def is_curved(self) -> bool:
+        """Whether the epilogue has an activation to compute."""
+        return any(e.op == "call" for e in topological(self.epilogue.graphs))
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.scalars import fused
+from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel
 from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    strides,
+)
 
 
 def _outer(x, y, out, m, n, x_place, x_row, x_column, y_place, y_row, out_place, out_row):
@@ -46,6 +55,10 @@ def _outer(x, y, out, m, n, x_place, x_row, x_column, y_place, y_row, out_place,
             x_at += x_row
             out_at += out_row
             row += 1
+
+
+#: Strides are in bytes.
+ARGUMENTS = Schema(_outer)
 
 
 @dataclass(frozen=True)
@@ -77,14 +90,14 @@ class Outer:
             "Y_BYTES": one.itemsize(self.dtype),
             "OUT_BYTES": one.itemsize(self.out),
             "ACCUMULATOR": one.ACCUMULATORS[acc][1],
-            "LOAD_X": one.load(self.dtype, 1, acc),
-            "LOAD_Y": one.load(self.dtype, self.values, acc),
-            "STORE": one.store_array(self.out, self.values, acc),
+            "LOAD_X": accesses.load(self.dtype, 1, acc),
+            "LOAD_Y": accesses.load(self.dtype, self.values, acc),
+            "STORE": accesses.store_array(self.out, self.values, acc),
         }
         template = expanded(_outer, bindings)
         return kernel(
             template,
-            " ".join(["i64"] * 12),
+            ARGUMENTS.signature,
             threads=tiling.OUTER_THREADS,
             name=f"short K {self.out}",
             **names_of(template, bindings),
@@ -114,16 +127,9 @@ class ShortK:
         )
         if max(grid[1:]) >= 1 << 16:
             return None
-        arguments = (
-            Slot("x"),
-            Slot("y"),
-            Slot("out"),
-            p.m,
-            p.n,
-            *p.x.steps,
-            *p.y.steps[:2],
-            *p.out.steps[:2],
-        )
+        steps = strides("bytes", x=p.x, y=p.y, out=p.out)
+        del steps["y_column"], steps["out_column"]  # (neighbours)
+        arguments = ARGUMENTS(x=Slot("x"), y=Slot("y"), out=Slot("out"), m=p.m, n=p.n, **steps)
         return Plan((Launch(made.kernel(), grid, arguments),), made)
 
 

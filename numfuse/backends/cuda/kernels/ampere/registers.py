@@ -10,6 +10,12 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from numfuse.backends.cuda.compile.accesses import (
+    narrowed,
+    put_shared_vector,
+    shared_vector,
+    widened,
+)
 from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
     F64,
@@ -17,11 +23,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     I32,
     array_pointer,
     named,
-    narrowed,
-    put_shared_vector,
     read_registers,
-    shared_vector,
-    widened,
     write_registers,
 )
 from numfuse.backends.cuda.compile.toolchain import ir, types

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile.intrinsics import F32, I32, fused, shared_vector
+from numfuse.backends.cuda.compile.accesses import shared_vector
+from numfuse.backends.cuda.compile.intrinsics import F32, I32, fused
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels import layouts

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.intrinsics import advance, least, most
 from numfuse.backends.cuda.compile.unroll import inlined, unrolled
 from numfuse.backends.cuda.plan.product import Operand
@@ -200,15 +200,15 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         kind, register = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[
             fetch.itemsize
         ]
-        one = intrinsics.load(kind, 1, register)
+        one = accesses.load(kind, 1, register)
         bound["HELD"] = own * k * fetch.values
         bound["REGISTER"] = intrinsics.ACCUMULATORS[register][1]
         bound["PUT"] = inlined(
-            _put_held, PUT=intrinsics.store(kind, 1, register, intrinsics.SHARED), **f
+            _put_held, PUT=accesses.store(kind, 1, register, intrinsics.SHARED), **f
         )
         bound["AHEAD"] = inlined(
             _load_ahead,
-            LOAD=intrinsics.load(kind, fetch.values, register),
+            LOAD=accesses.load(kind, fetch.values, register),
             LOAD_ONE=one,
             REGISTER=bound["REGISTER"],
             **f,
@@ -218,10 +218,8 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         own, k = fetch.repeats
         bound |= {
             "COPIES": own * k,
-            "COPY": intrinsics.fetch(bytes_),
-            "MASKED": inlined(
-                _masked_copies, COPY_PART=intrinsics.fetch(bytes_, partial=True), **f
-            ),
+            "COPY": accesses.fetch(bytes_),
+            "MASKED": inlined(_masked_copies, COPY_PART=accesses.fetch(bytes_, partial=True), **f),
         }
     return {f"{axis}_{name}": value for name, value in bound.items()}
 

@@ -19,17 +19,14 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile.intrinsics import (
-    ACCUMULATORS,
-    F64,
-    I32,
-    itemsize,
+from numfuse.backends.cuda.compile.accesses import shared_vector
+from numfuse.backends.cuda.compile.engines import (
     load_matrix,
     mma_double,
     mma_double_small,
     mma_half,
-    shared_vector,
 )
+from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, F64, I32, itemsize
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels.ampere import blocks

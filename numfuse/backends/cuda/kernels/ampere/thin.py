@@ -12,43 +12,44 @@ and 4 or 8 columns: a value comes from shared memory once for 4 to 8 products.
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
 # mypy: disable-error-code="no-untyped-def, name-defined"
-# ruff: noqa: F821
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import intrinsics
+from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.compile.accesses import (
+    put_shared_vector,
+    shared_vector,
+)
 from numfuse.backends.cuda.compile.intrinsics import (
     FORMATS,
     I32,
     array_pointer,
-    block_barrier,
-    fetch16,
-    fetch_commit,
     fused,
-    least,
-    most,
     named,
-    put_shared_vector,
     read_registers,
-    shared_address,
-    shared_vector,
     write_registers,
 )
-from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
-from numfuse.backends.cuda.compile.unroll import expanded, inlined, names_of, unrolled
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import Kernel, kernel, types
+from numfuse.backends.cuda.compile.unroll import expanded, inlined, names_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.kernels.epilogue import Epilogue
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
+from numfuse.backends.cuda.kernels.ampere.thin_product import (
+    copy_whole_x,
+    copy_whole_y,
+    copy_x,
+    copy_y,
+    i32,
+    thin_product,
+)
+from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, strides
 from numfuse.runtime import lifetimes
 
-i32, i64 = np.int32, np.int64
 #: Columns of a block.
 COLUMNS = 32
 
@@ -63,227 +64,8 @@ def _of_four(lane):
     return i32((lane & 1) | ((lane >> 3) & 2))
 
 
-def _copy_y(to, at, step, bytes_left, lines_left):
-    """This thread's copies of a slice of Y; zeros for what is not there."""
-    for c in unrolled(COPIES):
-        inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
-        fetch16(i32(to + c * (REACH * PITCH)), at, inside)
-        at = at + step
-
-
-def _copy_x(to, at, step, left, row0, m):
-    """Make this thread's copies of a slice of X; zeros for what is not there."""
-    for c in unrolled(X_COPIES):
-        if row0 + c * X_STEP < ROWS:
-            inside = i32(least(most(left, 0), X_VALUES) * SIZE)
-            inside = inside if row0 + c * X_STEP < m else i32(0)
-            FETCH_X(i32(to + c * (X_STEP * X_PITCH)), at, inside)
-        at = at + step
-
-
-def _copy_whole_y(to, at, step):
-    """The copies of a slice of Y of which all is there."""
-    for c in unrolled(COPIES):
-        FETCH_16(i32(to + c * (REACH * PITCH)), at)
-        at = at + step
-
-
-def _copy_whole_x(to, at, step, row0):
-    """Make the copies of a slice of X of which all is there."""
-    for c in unrolled(X_COPIES):
-        if (c + 1) * X_STEP <= ROWS:
-            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
-        elif row0 + c * X_STEP < ROWS:
-            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
-        at = at + step
-
-
-def _product(
-    x,
-    y,
-    bias,
-    extra,
-    pre,
-    out,
-    sums,
-    m,
-    n,
-    k,
-    x_place,
-    x_row,
-    x_column,
-    y_place,
-    y_row,
-    y_column,
-    bias_place,
-    bias_column,
-    extra_place,
-    extra_row,
-    extra_column,
-    pre_place,
-    pre_row,
-    pre_column,
-    out_place,
-    out_row,
-    out_column,
-):
-    memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
-    t = i32(cuda.threadIdx.x)
-    lane, warp = i32(t & 31), i32(t >> 5)
-    place = i64(cuda.blockIdx.y)
-    column0 = i32(cuda.blockIdx.x * 32)
-    slices = i32((k + (DEPTH - 1)) // DEPTH)
-
-    # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
-    # values of K where Y's columns are neighbours, else columns.
-    line, piece = i32(t >> PIECE_BITS), i32(t & (PIECES - 1))
-    to = i32(memory + line * PITCH + piece * 16)
-    if ALONG_K:
-        y_at = y + place * y_place + i64(column0 + line) * y_column + piece * 16
-        lines_left = i32(n - column0 - line)
-        bytes_left = i32(k * SIZE - piece * 16)
-        y_line, y_slice = y_column * REACH, i64(DEPTH * SIZE)
-    else:
-        y_at = y + place * y_place + i64(line) * y_row + i64(column0) * SIZE + piece * 16
-        lines_left = i32(k - line)
-        bytes_left = i32(least(i32((n - column0) * SIZE), LINE_BYTES) - piece * 16)
-        y_line, y_slice = y_row * REACH, y_row * DEPTH
-    # ... and of X's: the same K of every X_STEP-th row
-    x_k, x_row0 = i32((t & (X_PIECES - 1)) * X_VALUES), i32(t >> X_BITS)
-    x_to = i32(memory + Y_SLICE + x_row0 * X_PITCH + x_k * SIZE)
-    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
-    x_left = i32(k - x_k)
-    x_line, x_slice = x_row * X_STEP, x_column * DEPTH
-    whole = m == ROWS and column0 + 32 <= n
-    write = i32(0)
-    while write < (STAGES - 1) * SLICE:
-        if whole and x_left + x_k >= DEPTH:
-            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
-            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
-        else:
-            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
-            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
-        fetch_commit()
-        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
-        if ALONG_K:
-            bytes_left = i32(bytes_left - DEPTH * SIZE)
-        else:
-            lines_left = i32(lines_left - DEPTH)
-        write = i32(write + SLICE)
-
-    total = cuda.local.array(PART, dtype=ACCUMULATOR)
-    CLEAR(total)
-    # a lane's first row and column; its share of K begins at that of the warp
-    own_row, own_column = i32(0), lane
-    if LANES_M > 1:
-        own_row, own_column = LANE_ROW(lane), i32(LANE_COLUMN(lane) * (1 if ALONG_K else FEW))
-    y_from = i32(memory + (own_column * PITCH + warp * (SHARE * SIZE)))
-    if not ALONG_K:
-        y_from = i32(memory + (own_column * SIZE + warp * (SHARE * PITCH)))
-    x_from = i32(memory + (Y_SLICE + own_row * X_PITCH + warp * (SHARE * SIZE)))
-    kept = cuda.local.array(PART, dtype=ACCUMULATOR)
-    CLEAR(kept)
-    read, done = i32(0), i32(0)
-    while done < slices:
-        WAIT()
-        block_barrier()  # the slice is there, and the one before has been read by all
-        if whole and x_left + x_k >= DEPTH:
-            if PARTS == 1:
-                COPY_WHOLE_Y(i32(to + write), y_at, y_line)
-                COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
-                MULTIPLY(total, 0, i32(x_from + read), i32(y_from + read))
-            else:
-                # copies and reads of shared memory share a queue: the copies go between the parts
-                y_run, x_run = y_at, x_at
-                for u in unrolled(PARTS):
-                    MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
-                    for c in unrolled(u * COPIES // PARTS, (u + 1) * COPIES // PARTS):
-                        FETCH_16(i32(to + write + c * (REACH * PITCH)), y_run)
-                        y_run = y_run + y_line
-                    for c in unrolled(u * X_COPIES // PARTS, (u + 1) * X_COPIES // PARTS):
-                        if (c + 1) * X_STEP <= ROWS:
-                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
-                        elif x_row0 + c * X_STEP < ROWS:
-                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
-                        x_run = x_run + x_line
-        else:
-            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
-            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
-            for u in unrolled(PARTS):
-                MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
-        fetch_commit()
-        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
-        if ALONG_K:
-            bytes_left = i32(bytes_left - DEPTH * SIZE)
-        else:
-            lines_left = i32(lines_left - DEPTH)
-        write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
-        read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
-        done = i32(done + 1)
-        if (done & (CHAIN - 1)) == 0:  # a chain of sums ends
-            ADD(kept, total)
-            CLEAR(total)
-    ADD(total, kept)
-    WAIT_ALL()
-    block_barrier()
-    PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
-    block_barrier()
-
-    column = i64(column0 + lane)
-    inside_n = column0 + lane < n
-    offset = ACCUMULATOR(0)
-    if BIAS:
-        if inside_n:
-            offset = LOAD_BIAS(bias + place * bias_place + column * bias_column)
-    # each warp finishes every WARPS-th row
-    row_here = i32(warp)
-    while row_here < ROWS:
-        row = i64(row_here)
-        result = ACCUMULATOR(0)
-        if row_here < m and inside_n:
-            at = i32(memory + (row_here * 32 + lane) * SIZE)
-            value = TAKE_ONE(at)
-            for w in unrolled(1, WARPS):
-                value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
-            value = value + offset
-            if PRE:
-                STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
-            if EXTRA:
-                added = LOAD_EXTRA(
-                    extra + place * extra_place + row * extra_row + column * extra_column
-                )
-            if HAS_FUNCTION:
-                result = FUNCTION(value)
-            else:
-                result = value
-            if RESIDUAL:
-                result = result + added
-            if SLOPE:
-                if HAS_FUNCTION:
-                    result = result * added
-                else:
-                    result = added
-            STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
-        if SUMS:
-            # behind the chains' sums, which other warps may still read
-            PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)
-        row_here = i32(row_here + WARPS)
-    if SUMS:
-        block_barrier()
-        if t < 32 and inside_n:
-            result_sum = ACCUMULATOR(0)
-            at = i32(0)
-            while at < m:
-                run, end = ACCUMULATOR(0), i32(least(i32(at + RUN), m))
-                while at < end:
-                    run = run + TAKE_ONE(i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE))
-                    at = i32(at + 1)
-                result_sum = result_sum + run
-            STORE_SUM(sums + (place * n + column) * SIZE, result_sum)
-
-
-#: Addresses, sizes, strides in bytes.
-SIGNATURE = " ".join(["i64"] * 7 + ["i32"] * 3 + ["i64"] * 17)
+#: Strides are in bytes.
+ARGUMENTS = Schema(thin_product, i32="m n k")
 
 
 @dataclass(frozen=True)
@@ -432,8 +214,8 @@ def _put_part(thin: Thin) -> Any:
 
 
 @lifetimes.kept(256)
-def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
-    one, size = intrinsics, thin.size
+def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
+    size = thin.size
     threads = 32 * tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
     pieces = line_bytes // 16
@@ -471,30 +253,30 @@ def _kernel(thin: Thin, epilogue: Epilogue) -> Kernel:
         "X_VALUES": x_values,
         "X_STEP": x_step,
         "X_COPIES": -(-thin.rows // x_step),
-        "FETCH_X": one.fetch(x_values * size, partial=True, ahead=""),
-        "FETCH_WHOLE_X": one.fetch(x_values * size, ahead=""),
-        "FETCH_16": one.fetch(16, ahead=""),
-        "WAIT": one.fetch_wait(thin.stages - 2),
-        "WAIT_ALL": one.fetch_wait0,
+        "FETCH_X": accesses.fetch(x_values * size, partial=True, ahead=""),
+        "FETCH_WHOLE_X": accesses.fetch(x_values * size, ahead=""),
+        "FETCH_16": accesses.fetch(16, ahead=""),
+        "WAIT": accesses.fetch_wait(thin.stages - 2),
+        "WAIT_ALL": accesses.fetch_wait0,
         "CLEAR": clear(thin.part_m * thin.lanes_m),
         "MULTIPLY": _multiply(thin),
-        "CHAIN": tiling.CHAIN // thin.share,
+        "CHAIN": chain // thin.share,
         "ADD": add(thin.part_m * thin.lanes_m),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
-        **epilogue.bindings(),
+        **finish.bindings(),
     }
-    bindings["COPY_Y"] = inlined(_copy_y, **bindings)
-    bindings["COPY_X"] = inlined(_copy_x, **bindings)
-    bindings["COPY_WHOLE_Y"] = inlined(_copy_whole_y, **bindings)
-    bindings["COPY_WHOLE_X"] = inlined(_copy_whole_x, **bindings)
-    template = expanded(_product, bindings)
+    bindings["COPY_Y"] = inlined(copy_y, **bindings)
+    bindings["COPY_X"] = inlined(copy_x, **bindings)
+    bindings["COPY_WHOLE_Y"] = inlined(copy_whole_y, **bindings)
+    bindings["COPY_WHOLE_X"] = inlined(copy_whole_x, **bindings)
+    template = expanded(thin_product, bindings)
     return kernel(
         template,
-        SIGNATURE,
+        ARGUMENTS.signature,
         threads=threads,
         blocks=1,
-        name=f"few rows {epilogue.kind}",
+        name=f"few rows {name}",
         **names_of(template, bindings),
     )
 
@@ -512,18 +294,17 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     if stages < 3:
         return None
     made = replace(made, stages=stages)
-    arguments = (
-        Slot("x"),
-        Slot("y"),
-        *Epilogue.slots(p, Slot("out")),
-        p.m,
-        p.n,
-        p.k,
-        *p.x.steps,
-        *p.y.steps,
-        *Epilogue.steps(p, p.out),
+    arguments = ARGUMENTS(
+        x=Slot("x"),
+        y=Slot("y"),
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        **strides("bytes", x=p.x, y=p.y),
+        **addresses(p, Slot("out")),
+        **steps("bytes", p, p.out),
     )
-    built = _kernel(made, Epilogue.of(p, p.out.dtype))
+    built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name, tiling.CHAIN)
     grid = (-(-p.n // COLUMNS), p.places, 1)
     launch = Launch(built, grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)

@@ -1,36 +1,33 @@
-"""Templates of the kernels that run before and after a product on Hopper.
+"""Templates of the kernels that run before a product on Hopper.
 
 The copy engine wants rows that begin at multiples of 16 bytes.  `convert` brings an operand of any
 strides into such rows; on the way it splits float32 into three bfloat16 parts or rounds it to tf32.
 `turn` does the last with the axes exchanged, through shared memory: tf32 has no transpose bit.
-`join` adds up the planes of a product whose K was cut.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from numfuse.backends.cuda.compile.accesses import (
+    global_load4_f32,
+    global_load16,
+    global_load_f32,
+    global_store4_b32,
+    global_store4_f32,
+    global_store_f32,
+    shared_load_f32,
+    shared_store_f32,
+)
+from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.intrinsics import (
     block_barrier,
     block_index,
     block_index_y,
     block_index_z,
     dynamic_shared,
-    global_load4_f32,
-    global_load16,
-    global_load_f32,
-    global_store2_b32,
-    global_store4_b32,
-    global_store4_f32,
-    global_store16,
-    global_store_f32,
-    grid_release,
-    grid_wait,
-    quotient,
     round_tf32,
     select,
-    shared_load_f32,
-    shared_store_f32,
     thread_index,
 )
 from numfuse.backends.cuda.compile.toolchain import cuda, types
@@ -172,54 +169,3 @@ def turn(
         value = shared_load_f32(shared + (lane * 33 + strip + 8 * i) * 4)
         to = out + ((place * rows + row) * pitch + column) * 4
         global_store_f32(to, value, (row < rows) & (column < pitch))
-
-
-def join(
-    source: int,
-    out: int,
-    rows: int,
-    columns: int,
-    pitch: int,
-    plane: int,
-    planes: int,
-    out_place: int,
-    out_row: int,
-    out_column: int,
-) -> None:
-    """out[place, row, column] = the sum of `planes` planes, in their order: 4 columns a thread."""
-    grid_wait()
-    grid_release()
-    fours = pitch >> 2
-    index = block_index() * 256 + thread_index()
-    row = quotient(index, fours)
-    column = (index - row * fours) * 4
-    place = block_index_y() + 0
-    inside = row < rows
-    at = source + ((place * rows + row) * pitch + column) * 4
-    v = cuda.local.array(4, types.float32)
-    v[0], v[1], v[2], v[3] = global_load4_f32(at, inside)
-    p = 1
-    while p < planes:
-        at += plane * 4
-        a, b, c, d = global_load4_f32(at, inside)
-        v[0] += a
-        v[1] += b
-        v[2] += c
-        v[3] += d
-        p += 1
-    to = out + (place * out_place + row * out_row + column * out_column) * OUT_SIZE
-    if KIND == "float32":
-        if WIDE:
-            global_store4_f32(to, v[0], v[1], v[2], v[3], inside & (column < columns))
-        else:
-            for i in unrolled(4):
-                global_store_f32(to + 4 * i * out_column, v[i], inside & (column + i < columns))
-    else:
-        low, high = PACK(v[0], v[1]), PACK(v[2], v[3])
-        if WIDE:
-            global_store2_b32(to, low, high, inside & (column < columns))
-        else:
-            global_store16(to, low, inside & (column < columns))
-            global_store16(to + 2 * out_column, low >> 16, inside & (column + 1 < columns))
-            global_store16(to + 4 * out_column, high, inside & (column + 2 < columns))
-            global_store16(to + 6 * out_column, high >> 16, inside & (column + 3 < columns))

@@ -1,0 +1,286 @@
+"""Loads, stores and asynchronous copies by their address, of values and of vectors.
+
+`load` and `store` are LLVM's own vector accesses, which become the line that their docstring names
+and which the compiler may move; the others are a line of PTX each (`intrinsics`).
+"""
+
+# A call of an intrinsic leaves out its first argument.
+# mypy: disable-error-code="no-untyped-def, call-arg, arg-type"
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from numfuse.backends.cuda.compile.intrinsics import (
+    ACCUMULATORS,
+    F32,
+    F64,
+    FORMATS,
+    GLOBAL,
+    I16,
+    I32,
+    SHARED,
+    array_pointer,
+    emit,
+    instruction,
+    named,
+    read_registers,
+    to_bfloat16,
+)
+from numfuse.backends.cuda.compile.toolchain import ir, types
+
+
+# --- loads and stores of LLVM ---------------------------------------------------------------------
+def _vector_pointer(builder: Any, address: Any, kind: Any, count: int, space: int) -> Any:
+    ty = kind if count == 1 else ir.VectorType(kind, count)
+    if space == SHARED:
+        address = builder.trunc(address, I32) if address.type.width > 32 else address
+    return builder.inttoptr(address, ty.as_pointer(space))
+
+
+def widened(builder: Any, value: Any, dtype: str, accumulator: Any) -> Any:
+    """A scalar in storage format `dtype` as an accumulator; exact."""
+    if dtype == "bits":
+        return builder.zext(value, I32)
+    if dtype == "bfloat16":
+        bits = builder.shl(builder.zext(value, I32), I32(16))
+        value = builder.bitcast(bits, F32)
+    return value if value.type == accumulator else builder.fpext(value, accumulator)
+
+
+def narrowed(builder: Any, value: Any, dtype: str) -> Any:
+    """An accumulator rounded to storage format `dtype`: to nearest, ties to even."""
+    kind = FORMATS[dtype][0]
+    if dtype == "bits":
+        return builder.trunc(value, I16)
+    if dtype == "bfloat16":
+        return to_bfloat16(builder, value)
+    return value if value.type == kind else builder.fptrunc(value, kind)
+
+
+def shared_vector(builder: Any, address: Any, kind: Any, count: int) -> list[Any]:
+    """ld.shared.v2, .v4 (9.7.9.8): neighbours in shared memory, as scalars."""
+    pointer = _vector_pointer(builder, address, kind, count, SHARED)
+    value = builder.load(pointer)
+    value.align = count * (8 if kind == F64 else 4)
+    if count == 1:
+        return [value]
+    return [builder.extract_element(value, I32(i)) for i in range(count)]
+
+
+def put_shared_vector(builder: Any, address: Any, values: list[Any]) -> None:
+    """st.shared.v2, .v4 (9.7.9.11)."""
+    kind, count = values[0].type, len(values)
+    pointer = _vector_pointer(builder, address, kind, count, SHARED)
+    packed = values[0]
+    if count > 1:
+        packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
+        for i, value in enumerate(values):
+            packed = builder.insert_element(packed, value, I32(i))
+    builder.store(packed, pointer).align = count * (8 if kind == F64 else 4)
+
+
+def _key(*parts: Any) -> str:
+    return ",".join(map(str, parts))
+
+
+@functools.cache
+def load(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
+    """``load(address)``: `count` neighbours, widened, as a tuple (a scalar where it is one).
+
+    ld.global or ld.shared, .v2, .v4 (9.7.9.8).
+    """
+    kind, size = FORMATS[dtype]
+    llvm, numba = ACCUMULATORS[accumulator]
+
+    def typing(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = builder.load(_vector_pointer(builder, args[0], kind, count, space))
+            value.align = size * count
+            if count == 1:
+                return widened(builder, value, dtype, llvm)
+            parts = [builder.extract_element(value, I32(i)) for i in range(count)]
+            parts = [widened(builder, part, dtype, llvm) for part in parts]
+            return context.make_tuple(builder, signature.return_type, parts)
+
+        returned = numba if count == 1 else types.UniTuple(numba, count)
+        return returned(types.int64), codegen
+
+    return named("load", _key(dtype, count, accumulator, space), 1, typing)
+
+
+@functools.cache
+def store(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
+    """``store(address, values...)``: `count` neighbours, rounded.
+
+    st.global or st.shared, .v2, .v4 (9.7.9.11).
+    """
+    kind, size = FORMATS[dtype]
+    _, numba = ACCUMULATORS[accumulator]
+
+    def typing(typingctx: Any, *args: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+            parts = [narrowed(builder, value, dtype) for value in values[1:]]
+            packed = parts[0]
+            if count > 1:
+                packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
+                for i, part in enumerate(parts):
+                    packed = builder.insert_element(packed, part, I32(i))
+            pointer = _vector_pointer(builder, values[0], kind, count, space)
+            builder.store(packed, pointer).align = size * count
+            return context.get_dummy_value()
+
+        return types.void(types.int64, *[numba] * count), codegen
+
+    return named("store", _key(dtype, count, accumulator, space), 1 + count, typing)
+
+
+@functools.cache
+def store_array(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
+    """``store(address, registers)``: the first `count` elements of a local array, as `store`."""
+    kind, size = FORMATS[dtype]
+
+    def typing(typingctx: Any, address: Any, registers: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = array_pointer(context, builder, signature.args[1], args[1])
+            parts = read_registers(builder, pointer, 0, count)
+            packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
+            for i, part in enumerate(parts):
+                packed = builder.insert_element(packed, narrowed(builder, part, dtype), I32(i))
+            pointer = _vector_pointer(builder, args[0], kind, count, space)
+            builder.store(packed, pointer).align = size * count
+            return context.get_dummy_value()
+
+        return types.void(types.int64, registers), codegen
+
+    return named("store_array", _key(dtype, count, accumulator, space), 2, typing)
+
+
+@functools.cache
+def load_cluster(count: int, accumulator: str, blocks: int) -> Any:
+    """``load(address)``: `count` neighbours in shared memory, each the sum over the cluster.
+
+    Those of all blocks of a cluster, in the order of their ranks: mapa (9.7.9.23) and
+    ld.shared::cluster (9.7.9.8).
+    """
+    llvm, numba = ACCUMULATORS[accumulator]
+    letter, size = ("d", 64) if llvm == F64 else ("f", 32)
+    names = ", ".join(f"${i}" for i in range(count))
+    vector = f".v{count}" if count > 1 else ""
+    results = f"{{{names}}}" if count > 1 else names
+    text = f"ld.shared::cluster{vector}.f{size} {results}, [${count}];"
+
+    def typing(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            own = builder.trunc(args[0], I32) if args[0].type.width > 32 else args[0]
+            found = []
+            for rank in range(blocks):
+                at = emit(
+                    builder, "mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [own, I32(rank)]
+                )
+                values = emit(builder, text, letter * count, "r", [at], "memory")
+                found.append([values] if count == 1 else values)
+            total = found[0]
+            for values in found[1:]:
+                total = [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
+            if count == 1:
+                return total[0]
+            return context.make_tuple(builder, signature.return_type, total)
+
+        returned = numba if count == 1 else types.UniTuple(numba, count)
+        return returned(types.int64), codegen
+
+    return named("load_cluster", _key(count, accumulator, blocks), 1, typing)
+
+
+#: 9.7.9.8, ld; 9.7.9.11, st; 9.7.9.1, cache operators: 16 bytes that are read, or written, once
+load_words = instruction("ld.global.nc.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "l")
+store_words = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr")
+
+# --- masked loads and stores ----------------------------------------------------------------------
+#: 9.7.9.8, ld; 9.7.9.9, ld.global.nc; 9.7.9.11, st: by space and width; where the predicate of a
+#: global access does not hold, 0 is read and nothing is written
+shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r")
+shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
+shared_load4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r")
+shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
+shared_load2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r")
+shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
+global_load16 = instruction(
+    "{ .reg .pred p; .reg .b16 t; setp.ne.b32 p, $2, 0; mov.b16 t, 0;"
+    " @p ld.global.nc.b16 t, [$1]; cvt.u32.u16 $0, t; }",
+    "r",
+    "lp",
+)
+global_load_f32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.f32 $0, [$1]; }",
+    "f",
+    "lp",
+)
+global_load2_f32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
+    " @p ld.global.nc.v2.f32 {$0, $1}, [$2]; }",
+    "ff",
+    "lp",
+)
+global_load4_f32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
+    " mov.b32 $3, 0; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }",
+    "ffff",
+    "lp",
+)
+global_store16 = instruction(
+    "{ .reg .pred p; .reg .b16 t; cvt.u16.u32 t, $1; setp.ne.b32 p, $2, 0;"
+    " @p st.global.b16 [$0], t; }",
+    "",
+    "lrp",
+)
+global_store4_b32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
+    "",
+    "lrrrrp",
+)
+global_store2_b32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.b32 [$0], {$1, $2}; }", "", "lrrp"
+)
+global_store_f32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }", "", "lfp"
+)
+global_store2_f32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }", "", "lffp"
+)
+global_store4_f32 = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.f32 [$0], {$1, $2, $3, $4}; }",
+    "",
+    "lffffp",
+)
+#: 9.7.9.15, prefetch: the line of 128 bytes around an address is brought to the second-level cache
+prefetch = instruction(
+    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"
+)
+
+
+# --- copies to shared memory, not waited for ------------------------------------------------------
+@functools.cache
+def fetch(bytes_: int, partial: bool = False, ahead: str = ".L2::128B") -> Any:
+    """``copy(shared, address)``: 4, 8 or 16 bytes to shared memory without a register between.
+
+    cp.async (9.7.9.25.3.1); `partial`: ``copy(shared, address, count)``, of which the first `count`
+    bytes are read and the others are zero (none is read where it is 0). 16 bytes go past level 1;
+    `ahead` is what the second-level cache takes with them.
+    """
+    cache = "cg" if bytes_ == 16 else "ca"
+    text = f"cp.async.{cache}.shared.global{ahead} [$0], [$1], {bytes_}"
+    return instruction(text + (", $2;" if partial else ";"), "", "rlr" if partial else "rl")
+
+
+@functools.cache
+def fetch_wait(pending: int) -> Any:
+    """cp.async.wait_group (9.7.9.25.3.3): at most so many of the latest groups are on their way."""
+    return instruction(f"cp.async.wait_group {pending};")
+
+
+#: 9.7.9.25.3.2, cp.async.commit_group: closes the group of this thread's copies
+fetch_commit = instruction("cp.async.commit_group;")
+fetch16 = fetch(16, partial=True, ahead="")
+fetch_wait0, fetch_wait1 = fetch_wait(0), fetch_wait(1)

@@ -1,0 +1,212 @@
+"""Tensor cores, the copy engine and launches that overlap: what newer devices have beside cores.
+
+Each intrinsic is a line of PTX (`intrinsics`), with its section of the PTX ISA 9.0.
+"""
+
+# A call of an intrinsic leaves out its first argument.
+# mypy: disable-error-code="no-untyped-def, call-arg, arg-type"
+from __future__ import annotations
+
+from typing import Any
+
+from numfuse.backends.cuda.compile.intrinsics import (
+    F32,
+    I32,
+    array_pointer,
+    emit,
+    instruction,
+    named,
+    read_registers,
+    write_registers,
+)
+from numfuse.backends.cuda.compile.toolchain import ir, types
+
+# --- one launch after the other -------------------------------------------------------------------
+#: 9.7.13.13, griddepcontrol: the next launch may begin, where there is room for it
+#: (`product.Launch.overlaps`); wait until the one before is over and all that it wrote is seen
+grid_release = instruction("griddepcontrol.launch_dependents;")
+grid_wait = instruction("griddepcontrol.wait;")
+
+# --- registers of a group of warps ----------------------------------------------------------------
+#: 9.7.19.5, setmaxnreg: 40 for the group that only issues copies; what it gives up serves two
+#: groups of 128 threads with 232 each: (40 + 2 * 232) * 128 <= 65536
+registers_few = instruction("setmaxnreg.dec.sync.aligned.u32 40;", kind="convergent")
+registers_many = instruction("setmaxnreg.inc.sync.aligned.u32 232;", kind="convergent")
+
+# --- the copy engine (TMA) ------------------------------------------------------------------------
+#: 9.7.9.27.1.2, cp.async.bulk.tensor: a box of a tensor at (inner, outer, place) into shared
+#: memory; the mbarrier counts its bytes. What lies outside the tensor is zero.
+tensor_load = instruction(
+    "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+    " [$0], [$1, {$2, $3, $4}], [$5];",
+    "",
+    "rlrrrr",
+)
+#: ... and out of it: what lies outside is not written
+tensor_store = instruction(
+    "cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [$0, {$1, $2, $3}], [$4];",
+    "",
+    "lrrrr",
+)
+#: 9.7.9.27.1.4, cp.async.bulk.prefetch.tensor: a box is brought to the second-level cache
+tensor_prefetch = instruction(
+    "cp.async.bulk.prefetch.tensor.3d.L2.global.tile [$0, {$1, $2, $3}];", "", "lrrr"
+)
+#: 9.7.9.15, prefetch.tensormap: the map itself
+map_prefetch = instruction("prefetch.tensormap [$0];", "", "l")
+#: 9.7.9.27.2, groups of stores: close one; wait until at most 0 or 1 are still read
+store_commit = instruction("cp.async.bulk.commit_group;")
+store_wait_read0 = instruction("cp.async.bulk.wait_group.read 0;")
+store_wait_read1 = instruction("cp.async.bulk.wait_group.read 1;")
+#: 9.7.13.4, fence.proxy: what this thread wrote to shared memory is visible to the copy engine
+copy_fence = instruction("fence.proxy.async.shared::cta;")
+
+# --- matrices of a warp ---------------------------------------------------------------------------
+#: 9.7.14.5.15, ldmatrix; 9.7.14.5.16, stmatrix: four 8 x 8 matrices of 16-bit values; lane l holds
+#: the address of row l % 8 of matrix l // 8
+matrix_load = instruction(
+    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "rrrr", "r", "convergent"
+)
+matrix_store = instruction(
+    "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "", "rrrrr", "convergent"
+)
+
+
+def load_matrix(builder: Any, address: Any, turned: bool) -> list[Any]:
+    """ldmatrix.x4, .trans where `turned` (9.7.14.5.15): four 8 x 8 matrices of 16-bit values.
+
+    Lanes 8 i to 8 i + 7 give the rows' addresses of matrix i.
+    """
+    trans = ".trans" if turned else ""
+    text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0, $1, $2, $3}}, [$4];"
+    # reads shared memory: ordered by the clobber after copies and barriers
+    found: list[Any] = emit(builder, text, "rrrr", "r", [address], "convergent")
+    return found
+
+
+def _mma(builder: Any, text: str, d: str, a: str, b: str, args: list[Any]) -> list[Any]:
+    """D = A B + D of one warp; letters are those of the fragments' registers."""
+    n = [0]
+
+    def group(letters: str) -> str:
+        first = n[0]
+        n[0] += len(letters)
+        names = ", ".join(f"${i}" for i in range(first, n[0]))
+        return f"{{{names}}}"
+
+    text = f"{text} {group(d)}, {group(a)}, {group(b)}, {group(d)};"
+    found: list[Any] = emit(builder, text, d, a + b + d, args, "warp")
+    return found
+
+
+def mma_half(builder: Any, dtype: str, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """mma.m16n8k16 of bf16 or f16, sums in f32 (9.7.14.5.8; 9.7.14.5.14)."""
+    kind = {"bfloat16": "bf16", "float16": "f16"}[dtype]
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    return _mma(builder, text, "ffff", "rrrr", "rr", [*a, *b, *c])
+
+
+def mma_double(builder: Any, k: int, a: list[Any], b: list[Any], c: list[Any]) -> list[Any]:
+    """mma.m16n8k4, k8 or k16 of f64 (9.7.14.5.14): compute capability 9.0."""
+    text = f"mma.sync.aligned.m16n8k{k}.row.col.f64.f64.f64.f64"
+    return _mma(builder, text, "dddd", "d" * (k // 2), "d" * (k // 4), [*a, *b, *c])
+
+
+def mma_double_small(builder: Any, a: Any, b: Any, c: list[Any]) -> list[Any]:
+    """mma.m8n8k4 of f64 (9.7.14.5.1; 9.7.14.5.14): compute capability 8.0."""
+    text = "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64"
+    return _mma(builder, text, "dd", "d", "d", [a, b, *c])
+
+
+# --- matrices of a warp group, from shared memory -------------------------------------------------
+#: 9.7.15.7.3, wgmma.wait_group: at most one group is in flight
+multiply_wait1 = instruction("wgmma.wait_group.sync.aligned 1;", kind="convergent")
+
+
+def _tied(text: str, count: int, extra: list[ir.Type], letters: list[str]) -> Any:
+    """A function that emits `text` with an array's elements as operands read and written."""
+    results = ir.LiteralStructType([F32] * count)
+    function = ir.FunctionType(results, [F32] * count + extra)
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + letters + ["~{memory}"]
+    assembly = ir.InlineAsm(function, text, ",".join(constraints), side_effect=True)
+
+    def issue(context: Any, builder: Any, kind: Any, array: Any, more: Any) -> Any:
+        base = array_pointer(context, builder, kind, array)
+        values = read_registers(builder, base, 0, count)
+        made = builder.call(assembly, [*values, *more], attrs=("convergent",))
+        found = [builder.extract_value(made, i) for i in range(count)]
+        write_registers(builder, base, 0, found)
+        return context.get_dummy_value()
+
+    return issue
+
+
+def multiply(
+    columns: int,
+    halves: int,
+    kind: str,
+    turned: tuple[int, int],
+    steps: tuple[int, int],
+    half: int,
+    high: tuple[int, int],
+) -> Any:
+    """acc (+)= X Y of one slice of 128 bytes of K: one group of wgmma.mma_async (9.7.15.5).
+
+    The intrinsic takes (acc, lower words of the descriptors of X and Y, whether to add to acc):
+    acc is a local array of `halves` tiles of 64 x `columns`, of which a thread holds columns / 2
+    values each.
+    `kind`: "bf16", "f16" or "tf32". `turned`: 1 for an operand whose K is not the contiguous axis
+    (the transpose bits; 16-bit kinds only). `steps`: bytes from one instruction's K (32 bytes
+    of it) to the next; `half`: bytes between two tiles of 64 rows; `high`: the upper words of the
+    descriptors.
+    """
+    each = columns // 2
+    count = each * halves
+    depth = 8 if kind == "tf32" else 16
+    lines = [
+        f"{{ .reg .pred p; .reg .b32 w; .reg .b64 dx, dy; setp.ne.b32 p, ${2 * count + 2}, 0;",
+        # 9.7.15.7.1: orders the registers' last use before the tensor cores'
+        "wgmma.fence.sync.aligned;",
+    ]
+    for step in range(4):
+        if step == 1:
+            lines.append("setp.eq.b32 p, 0, 0;")
+        lines.append(f"add.s32 w, ${2 * count + 1}, {step * steps[1] >> 4};")
+        lines.append(f"mov.b64 dy, {{w, {high[1]}}};")
+        for h in range(halves):
+            values = ", ".join(f"${i}" for i in range(h * each, (h + 1) * each))
+            lines.append(f"add.s32 w, ${2 * count}, {step * steps[0] + h * half >> 4};")
+            lines.append(f"mov.b64 dx, {{w, {high[0]}}};")
+            bits = "" if kind == "tf32" else f", {turned[0]}, {turned[1]}"
+            lines.append(
+                f"wgmma.mma_async.sync.aligned.m64n{columns}k{depth}.f32.{kind}.{kind}"
+                f" {{{values}}}, dx, dy, p, 1, 1{bits};"
+            )
+    # 9.7.15.7.2
+    lines.append("wgmma.commit_group.sync.aligned; }")
+    text = "\n".join(lines)
+    issue = _tied(text, count, [I32] * 3, ["r"] * 3)
+
+    def typing(typingctx: Any, acc: Any, x: Any, y: Any, add: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            words = [builder.trunc(argument, I32) for argument in arguments[1:3]]
+            more = [*words, builder.zext(arguments[3], I32)]
+            return issue(context, builder, signature.args[0], arguments[0], more)
+
+        return types.void(acc, types.int64, types.int64, types.boolean), codegen
+
+    return named("multiply", text, 4, typing)
+
+
+def multiply_wait(count: int) -> Any:
+    """Waits for all of wgmma (9.7.15.7.3); acc is an operand, so that no read moves above it."""
+    text = "wgmma.wait_group.sync.aligned 0;"
+    issue = _tied(text, count, [], [])
+
+    def typing(typingctx: Any, acc: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return issue(context, builder, signature.args[0], arguments[0], [])
+
+        return types.void(acc), codegen
+
+    return named("multiply_wait", f"{text} {count}", 1, typing)

@@ -1,0 +1,234 @@
+"""The kernel of `thin`: all rows and all of K of 32 columns, read once through a long ring."""
+
+# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+import numpy as np
+
+from numfuse.backends.cuda.compile.accesses import (
+    fetch16,
+    fetch_commit,
+)
+from numfuse.backends.cuda.compile.intrinsics import (
+    block_barrier,
+    least,
+    most,
+    shared_address,
+)
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import unrolled
+
+i32, i64 = np.int32, np.int64
+
+
+def copy_y(to, at, step, bytes_left, lines_left):
+    """This thread's copies of a slice of Y; zeros for what is not there."""
+    for c in unrolled(COPIES):
+        inside = i32(least(most(bytes_left, 0), 16)) if c * REACH < lines_left else i32(0)
+        fetch16(i32(to + c * (REACH * PITCH)), at, inside)
+        at = at + step
+
+
+def copy_x(to, at, step, left, row0, m):
+    """Make this thread's copies of a slice of X; zeros for what is not there."""
+    for c in unrolled(X_COPIES):
+        if row0 + c * X_STEP < ROWS:
+            inside = i32(least(most(left, 0), X_VALUES) * SIZE)
+            inside = inside if row0 + c * X_STEP < m else i32(0)
+            FETCH_X(i32(to + c * (X_STEP * X_PITCH)), at, inside)
+        at = at + step
+
+
+def copy_whole_y(to, at, step):
+    """The copies of a slice of Y of which all is there."""
+    for c in unrolled(COPIES):
+        FETCH_16(i32(to + c * (REACH * PITCH)), at)
+        at = at + step
+
+
+def copy_whole_x(to, at, step, row0):
+    """Make the copies of a slice of X of which all is there."""
+    for c in unrolled(X_COPIES):
+        if (c + 1) * X_STEP <= ROWS:
+            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
+        elif row0 + c * X_STEP < ROWS:
+            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
+        at = at + step
+
+
+def thin_product(
+    x,
+    y,
+    bias,
+    extra,
+    pre,
+    out,
+    sums,
+    m,
+    n,
+    k,
+    x_place,
+    x_row,
+    x_column,
+    y_place,
+    y_row,
+    y_column,
+    bias_place,
+    bias_column,
+    extra_place,
+    extra_row,
+    extra_column,
+    pre_place,
+    pre_row,
+    pre_column,
+    out_place,
+    out_row,
+    out_column,
+):
+    memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
+    t = i32(cuda.threadIdx.x)
+    lane, warp = i32(t & 31), i32(t >> 5)
+    place = i64(cuda.blockIdx.y)
+    column0 = i32(cuda.blockIdx.x * 32)
+    slices = i32((k + (DEPTH - 1)) // DEPTH)
+
+    # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
+    # values of K where Y's columns are neighbours, else columns.
+    line, piece = i32(t >> PIECE_BITS), i32(t & (PIECES - 1))
+    to = i32(memory + line * PITCH + piece * 16)
+    if ALONG_K:
+        y_at = y + place * y_place + i64(column0 + line) * y_column + piece * 16
+        lines_left = i32(n - column0 - line)
+        bytes_left = i32(k * SIZE - piece * 16)
+        y_line, y_slice = y_column * REACH, i64(DEPTH * SIZE)
+    else:
+        y_at = y + place * y_place + i64(line) * y_row + i64(column0) * SIZE + piece * 16
+        lines_left = i32(k - line)
+        bytes_left = i32(least(i32((n - column0) * SIZE), LINE_BYTES) - piece * 16)
+        y_line, y_slice = y_row * REACH, y_row * DEPTH
+    # ... and of X's: the same K of every X_STEP-th row
+    x_k, x_row0 = i32((t & (X_PIECES - 1)) * X_VALUES), i32(t >> X_BITS)
+    x_to = i32(memory + Y_SLICE + x_row0 * X_PITCH + x_k * SIZE)
+    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
+    x_left = i32(k - x_k)
+    x_line, x_slice = x_row * X_STEP, x_column * DEPTH
+    whole = m == ROWS and column0 + 32 <= n
+    write = i32(0)
+    while write < (STAGES - 1) * SLICE:
+        if whole and x_left + x_k >= DEPTH:
+            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+        else:
+            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+        fetch_commit()
+        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
+        if ALONG_K:
+            bytes_left = i32(bytes_left - DEPTH * SIZE)
+        else:
+            lines_left = i32(lines_left - DEPTH)
+        write = i32(write + SLICE)
+
+    total = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(total)
+    # a lane's first row and column; its share of K begins at that of the warp
+    own_row, own_column = i32(0), lane
+    if LANES_M > 1:
+        own_row, own_column = LANE_ROW(lane), i32(LANE_COLUMN(lane) * (1 if ALONG_K else FEW))
+    y_from = i32(memory + (own_column * PITCH + warp * (SHARE * SIZE)))
+    if not ALONG_K:
+        y_from = i32(memory + (own_column * SIZE + warp * (SHARE * PITCH)))
+    x_from = i32(memory + (Y_SLICE + own_row * X_PITCH + warp * (SHARE * SIZE)))
+    kept = cuda.local.array(PART, dtype=ACCUMULATOR)
+    CLEAR(kept)
+    read, done = i32(0), i32(0)
+    while done < slices:
+        WAIT()
+        block_barrier()  # the slice is there, and the one before has been read by all
+        if whole and x_left + x_k >= DEPTH:
+            if PARTS == 1:
+                COPY_WHOLE_Y(i32(to + write), y_at, y_line)
+                COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+                MULTIPLY(total, 0, i32(x_from + read), i32(y_from + read))
+            else:
+                # copies and reads of shared memory share a queue: the copies go between the parts
+                y_run, x_run = y_at, x_at
+                for u in unrolled(PARTS):
+                    MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
+                    for c in unrolled(u * COPIES // PARTS, (u + 1) * COPIES // PARTS):
+                        FETCH_16(i32(to + write + c * (REACH * PITCH)), y_run)
+                        y_run = y_run + y_line
+                    for c in unrolled(u * X_COPIES // PARTS, (u + 1) * X_COPIES // PARTS):
+                        if (c + 1) * X_STEP <= ROWS:
+                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        elif x_row0 + c * X_STEP < ROWS:
+                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
+                        x_run = x_run + x_line
+        else:
+            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
+            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+            for u in unrolled(PARTS):
+                MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
+        fetch_commit()
+        y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
+        if ALONG_K:
+            bytes_left = i32(bytes_left - DEPTH * SIZE)
+        else:
+            lines_left = i32(lines_left - DEPTH)
+        write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
+        read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
+        done = i32(done + 1)
+        if (done & (CHAIN - 1)) == 0:  # a chain of sums ends
+            ADD(kept, total)
+            CLEAR(total)
+    ADD(total, kept)
+    WAIT_ALL()
+    block_barrier()
+    PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
+    block_barrier()
+
+    column = i64(column0 + lane)
+    inside_n = column0 + lane < n
+    offset = ACCUMULATOR(0)
+    if BIAS:
+        if inside_n:
+            offset = LOAD_BIAS(bias + place * bias_place + column * bias_column)
+    # each warp finishes every WARPS-th row
+    row_here = i32(warp)
+    while row_here < ROWS:
+        row = i64(row_here)
+        result = ACCUMULATOR(0)
+        if row_here < m and inside_n:
+            at = i32(memory + (row_here * 32 + lane) * SIZE)
+            value = TAKE_ONE(at)
+            for w in unrolled(1, WARPS):
+                value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
+            added = ACCUMULATOR(0)
+            if EXTRA:
+                added = LOAD_EXTRA(
+                    extra + place * extra_place + row * extra_row + column * extra_column
+                )
+            if PRE:
+                result, value = EPILOGUE(value, offset, added)
+                STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
+            else:
+                result = EPILOGUE(value, offset, added)
+            STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
+        if SUMS:
+            # behind the chains' sums, which other warps may still read
+            PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)
+        row_here = i32(row_here + WARPS)
+    if SUMS:
+        block_barrier()
+        if t < 32 and inside_n:
+            result_sum = ACCUMULATOR(0)
+            at = i32(0)
+            while at < m:
+                run, end = ACCUMULATOR(0), i32(least(i32(at + RUN), m))
+                while at < end:
+                    run = run + TAKE_ONE(i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE))
+                    at = i32(at + 1)
+                result_sum = result_sum + run
+            STORE_SUM(sums + (place * n + column) * SIZE, result_sum)

@@ -1,0 +1,182 @@
+"""Passes over elements, printed from an epilogue without accumulators: gates, and what is beside
+products in second order.
+
+Arrays are runs of memory in one order. `text` reads and writes one element at a time, of any dtypes
+and alignments; `wide_text` 16 bytes, where all arrays have one dtype and begin at 16 bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import accesses, elements, intrinsics
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
+from numfuse.backends.cuda.kernels.ampere import registers
+from numfuse.backends.cuda.kernels.elementwise import formula
+from numfuse.backends.cuda.kernels.passes import grid_of, threads_of
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Slot
+from numfuse.epilogues import Epilogue
+
+__all__ = ["Result", "Source", "launch"]
+
+
+class Source(NamedTuple):
+    """Where an epilogue's input is read."""
+
+    name: str
+    #: The slot of the launch.
+    slot: str
+    dtype: str
+
+
+class Result(NamedTuple):
+    """Where an epilogue's result is written."""
+
+    name: str
+    slot: str
+    dtype: str
+
+
+def _call(sources: Sequence[Source], results: Sequence[Result], argument: str) -> str:
+    """Return the line that computes an element; `argument`: a value, by its source's name."""
+    values = ", ".join(argument.format(name) for name, _, _ in sources)
+    return f"{', '.join(f'new_{name}' for name in _names(results))} = FORMULA({values})"
+
+
+def _names(results: Sequence[Result]) -> tuple[str, ...]:
+    """Return the names of the formula's results, of which one may be written twice."""
+    return tuple(dict.fromkeys(result.name for result in results))
+
+
+def text(sources: Sequence[Source], results: Sequence[Result]) -> str:
+    """Return the kernel that a thread goes through element by element."""
+    lines = [
+        "    for i in range(cuda.grid(1), size, cuda.gridsize(1)):",
+        f"        {_call(sources, results, 'LOAD_{0}(from_{0}, i)')}",
+    ]
+    lines += [f"        STORE_{slot}(to_{slot}, i, new_{name})" for name, slot, _ in results]
+    return _function(sources, results, lines)
+
+
+def wide_text(
+    sources: Sequence[Source], results: Sequence[Result], vectors: int, values: int
+) -> str:
+    """Return the kernel of which a thread has `vectors` accesses of so many `values` in flight.
+
+    Nothing is read twice, yet the caches are asked for nothing (``.cs`` cost 5 to 7%): what was
+    stored last stays there for whoever reads it next.
+    """
+    threads = tiling.PASS_THREADS
+    lines = [
+        f"    first = cuda.blockIdx.x * {threads * vectors} + cuda.threadIdx.x",
+        f"    vectors = size // {values}",
+    ]
+    for name, _, _ in sources:
+        lines.append(f"    words_{name} = cuda.local.array({4 * vectors}, types.int32)")
+    for _, slot, _ in results:
+        lines.append(f"    made_{slot} = cuda.local.array({values}, REAL)")
+    for u in range(vectors):
+        lines.append(f"    if first + {u * threads} < vectors:")
+        for name, _, _ in sources:
+            word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
+            at = f"from_{name} + (first + {u * threads}) * 16"
+            lines.append(f"        {word} = LOAD_WORDS({at})")
+    for u in range(vectors):
+        lines.append(f"    if first + {u * threads} < vectors:")
+        for name, _, _ in sources:
+            word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
+            lines.append(f"        in_{name} = AS_VALUES({word})")
+        for v in range(values):
+            lines.append(f"        {_call(sources, results, f'in_{{0}}[{v}]')}")
+            lines += [f"        made_{slot}[{v}] = new_{name}" for name, slot, _ in results]
+        for _, slot, _ in results:
+            at = f"to_{slot} + (first + {u * threads}) * 16"
+            lines.append(f"        w0, w1, w2, w3 = AS_WORDS(made_{slot})")
+            lines.append(f"        STORE_WORDS({at}, w0, w1, w2, w3)")
+    lines += [
+        "    # what is left of a vector",
+        f"    at = (vectors * {values} + cuda.threadIdx.x) * {16 // values}",
+        f"    if cuda.blockIdx.x == 0 and at < size * {16 // values}:",
+        f"        {_call(sources, results, 'LOAD(from_{0} + at)')}",
+        *(f"        STORE(to_{slot} + at, new_{name})" for name, slot, _ in results),
+    ]
+    return _function(sources, results, lines)
+
+
+def _function(sources: Sequence[Source], results: Sequence[Result], lines: list[str]) -> str:
+    arguments = [f"from_{name}" for name, _, _ in sources] + [
+        f"to_{slot}" for _, slot, _ in results
+    ]
+    return "\n".join([f"def pointwise({', '.join([*arguments, 'size'])}):", *lines, ""])
+
+
+def _template(printed: str) -> Callable[..., Any]:
+    scope: dict[str, Any] = {"cuda": cuda, "types": types, "__name__": __name__}
+    exec(compile(printed, "<numfuse pointwise>", "exec"), scope)
+    template: Any = scope["pointwise"]
+    template.numfuse_key = f"pointwise {hashlib.sha256(printed.encode()).hexdigest()}"
+    return template
+
+
+def launch(
+    info: DeviceInfo,
+    epilogue: Epilogue,
+    accumulator: str,
+    sources: Sequence[Source],
+    results: Sequence[Result],
+    size: int,
+    alignment: int,
+    short: bool,
+) -> Launch:
+    """Return the launch of an epilogue over `size` elements.
+
+    Parameters
+    ----------
+    info : DeviceInfo
+    epilogue : Epilogue
+    accumulator : str
+        The dtype in which all is computed.
+    sources : sequence of Source
+        At least one for each input that the results depend on, in any order.
+    results : sequence of Result
+        Of the epilogue's results those that are stored.
+    size, alignment : int
+        The elements of each array, and the power of two that divides all addresses.
+    short : bool
+        Whether the short form is good enough.
+    """
+    chosen = epilogue.select(*_names(results))
+    sources = [source for source in sources if source.name in chosen.inputs]
+    names = tuple(source.name for source in sources)
+    bindings: dict[str, Any] = {"FORMULA": formula(chosen, names, accumulator, short=short)}
+    dtypes = {x.dtype for x in sources} | {x.dtype for x in results}
+    threads, grid = threads_of(info), grid_of(size, info)
+    if info.capability[0] and alignment >= 16 and len(dtypes) == 1:
+        (dtype,) = dtypes
+        itemsize = intrinsics.itemsize(dtype)
+        vectors = tiling.GATE_VECTORS[itemsize][len(sources) + len(results) > 3]
+        template = _template(wide_text(sources, results, vectors, 16 // itemsize))
+        schema = Schema(template)
+        grid = -(-size * itemsize // (threads * vectors * 16)), 1, 1
+        bindings |= {
+            "REAL": getattr(types, accumulator),
+            "LOAD_WORDS": accesses.load_words,
+            "STORE_WORDS": accesses.store_words,
+            "AS_VALUES": registers.words_as(dtype, accumulator),
+            "AS_WORDS": registers.as_words(dtype, accumulator),
+            "LOAD": accesses.load(dtype, 1, accumulator),
+            "STORE": accesses.store(dtype, 1, accumulator),
+        }
+    else:
+        template = _template(text(sources, results))
+        schema = Schema(template, "u64", i64="size")
+        bindings |= {f"LOAD_{x.name}": elements.loads(x.dtype) for x in sources}
+        bindings |= {f"STORE_{x.slot}": elements.stores(x.dtype) for x in results}
+    made = kernel(template, schema.signature, threads=threads, name=epilogue.name, **bindings)
+    places = {f"from_{x.name}": Slot(x.slot) for x in sources}
+    places |= {f"to_{x.slot}": Slot(x.slot) for x in results}
+    return Launch(made, grid, schema(size=size, **places))
