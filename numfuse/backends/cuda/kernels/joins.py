@@ -38,7 +38,7 @@ def corrected(total, error):
 
 
 def join_rows(
-    planes, out, rows, columns, per_row, depth, step, place_step, out_place, out_row, out_column
+    planes, out, vectors, columns, per_row, depth, step, place_step, out_place, out_row, out_column
 ):
     """out[o] = the sum of planes[o, q] over q; a thread has VALUES neighbours of a row.
 
@@ -50,7 +50,7 @@ def join_rows(
         grid_release()
     i = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
     place = cuda.blockIdx.y
-    if i < rows * per_row:
+    if i < vectors:
         row = i // per_row
         at = planes + place * place_step + i * 16
         total = cuda.local.array(VALUES, REAL)
@@ -81,13 +81,13 @@ def join_rows(
         for v in unrolled(VALUES):
             total[v] = corrected(total[v], error[v])
         column = (i - row * per_row) * VALUES
-        to = out + place * out_place + row * out_row + column * out_column
+        to = out + place * out_place + row * out_row
         if WIDE:
-            STORE(to, total)
+            STORE(to + column * OUT_BYTES, total)
         else:
             for v in unrolled(VALUES):
                 if column + v < columns:
-                    STORE(to + v * out_column, total[v])
+                    STORE(to + (column + v) * out_column, total[v])
 
 
 #: Steps and strides are in bytes.
@@ -131,6 +131,7 @@ def rows(
         "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
         "WIDE": wide,
+        "OUT_BYTES": out.itemsize,
         "OVERLAPS": overlaps,
         "LOAD": accesses.load(accumulator, values, accumulator),
         "STORE": store(out.dtype, values if wide else 1, accumulator),
@@ -146,7 +147,7 @@ def rows(
     arguments = ROWS(
         planes=planes,
         out=Slot("out"),
-        rows=m,
+        vectors=m * (pitch // values),
         columns=n,
         per_row=pitch // values,
         depth=depth,
