@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
 from functools import cache
 from importlib.util import find_spec
 from math import prod
@@ -92,8 +93,10 @@ def served(backend: str) -> tuple[str, ...]:
     return tuple(name for name in DTYPES if found is None or name in found.dtypes)
 
 
-@pytest.hookimpl(tryfirst=True)  # before -m chooses
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks before -m chooses, and the order at the end
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None]:
     """Leave out what a backend's device has no dtype for, named by a parameter or by a mark.
 
     ``test_a_dtype_that_is_not_served_is_a_type_error`` holds it to refuse those. The long tests
@@ -116,8 +119,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = _few(kept, left)
     if left:
         config.hook.pytest_deselected(items=left)
-    items[:] = sorted(kept, key=lambda item: item.get_closest_marker("long") is None)
+        items[:] = kept
     _mark_quick(items)
+    yield
+    items.sort(key=_turn)
 
 
 def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> bool:
@@ -130,6 +135,12 @@ def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> b
         taken = found is not None and "cupy" in found.libraries
         return taken and find_spec("cupy") is not None and dtype != "bfloat16"
     return found is None or found.memory == "device"
+
+
+def _turn(item: pytest.Item) -> int:
+    """Return 0 for a long test that shares its work with others (so one process does it), 1, 2."""
+    mark = item.get_closest_marker("long")
+    return 2 if mark is None else 0 if mark.kwargs.get("shared") else 1
 
 
 def _mark_quick(items: list[pytest.Item]) -> None:

@@ -239,7 +239,7 @@ def test_numba_cuda_is_the_package_and_not_numbas_own_module():
     assert str(toolchain.cuda.__file__).startswith(str(numba_cuda.__path__[0]))
 
 
-@pytest.mark.long
+@pytest.mark.long(shared=True)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_kernel_compiles_to_the_expected_instructions(case, tmp_path):
     for number, launch in enumerate(case.launches):
@@ -281,7 +281,7 @@ def _assemble(case, made, text, tmp_path):
     assert "wgmma" not in done.stderr, f"{made.name}: {done.stderr}"
 
 
-@pytest.mark.long
+@pytest.mark.long(shared=True)
 @pytest.mark.parametrize("case", CASES[::7], ids=lambda case: case.name)
 def test_what_is_loaded_has_no_spills_either(case):
     """nvJitLink assembles for linking, which is not what `ptxas` does by itself."""
