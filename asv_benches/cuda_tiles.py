@@ -76,7 +76,7 @@ def calls(case: str, shape: tuple[int, int, int], dtype: str) -> tuple[Any, Cont
 def forget() -> None:
     """Every choice that was made for a call."""
     from numfuse.backends.cuda.call import entry
-    from numfuse.backends.cuda.driver.device import device
+    from numfuse.backends.cuda.driver.devices import device
 
     entry.forget(device())
 

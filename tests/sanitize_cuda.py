@@ -81,7 +81,7 @@ def forced(
 ) -> None:
     """A forward and a backward with every product in blocks of one tile."""
     from numfuse.backends.cuda.call import entry
-    from numfuse.backends.cuda.driver.device import device
+    from numfuse.backends.cuda.driver.devices import device
     from numfuse.backends.cuda.kernels.hopper import tier as hopper
 
     a, b, bias, grad = random_operands(rng, name, m, k, n)

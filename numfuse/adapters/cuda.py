@@ -26,7 +26,7 @@ import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
 from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
 from numfuse.backends.cuda.call.entry import DeviceCall, again, remembered  # noqa: E402
 from numfuse.backends.cuda.call.foreign import kind_of  # noqa: E402
-from numfuse.backends.cuda.driver.device import device  # noqa: E402
+from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 from numfuse.backends.cuda.plan import batches, second_order  # noqa: E402
 from numfuse.backends.cuda.plan.program import Recorder  # noqa: E402
 

@@ -24,7 +24,7 @@ if not status:
 
 from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of  # noqa: E402
 from numfuse.backends.cuda.call.memory import Pool, size_class  # noqa: E402
-from numfuse.backends.cuda.driver.device import device  # noqa: E402
+from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
 

@@ -23,7 +23,7 @@ if not status:
 if SIMULATED:
     pytest.skip("the simulator has no streams, graphs or errors", allow_module_level=True)
 
-from numfuse.backends.cuda.driver.device import device  # noqa: E402
+from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 from numfuse.backends.cuda.driver.libcuda import count  # noqa: E402
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES  # noqa: E402
 
@@ -480,7 +480,7 @@ def test_every_device_of_the_machine():
 LOST = """
 import numpy as np, numfuse as nf
 from numfuse.backends.cuda.call.arrays import pool_of
-from numfuse.backends.cuda.driver.device import device
+from numfuse.backends.cuda.driver.devices import device
 x = nf.to_device(np.ones(64, np.float32), "cuda")
 nf.silu_mul(x, x)
 nf.synchronize(x)
@@ -654,7 +654,8 @@ REDEFINED = """
 import gc, json
 import numpy as np
 import numfuse as nf
-from numfuse.backends.cuda.driver.device import Device, device
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.driver.devices import device
 
 rng = np.random.default_rng(1)
 shapes = (64, 64), (64, 64), (64,), (64, 64)

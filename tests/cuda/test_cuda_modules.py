@@ -370,10 +370,10 @@ libcuda._library = Driver()
 # these two are called by the loop, and by Python with other types
 libcuda._library.cuStreamIsCapturing = native(2, is_capturing)
 libcuda._library.cuCtxGetCurrent = native(1, get_current)
-from numfuse.backends.cuda.driver import device as driver
+from numfuse.backends.cuda.driver import device as driver, devices
 driver.Device.capturing = lambda self, stream: stream in captured
 driver.Device.enter = lambda self: -1
-device = driver.device(0)
+device = devices.device(0)
 x = nf.to_device(np.ones((4, 8), np.float32), "cuda")
 
 def define(factor):

@@ -198,7 +198,7 @@ def public(name: str) -> Any:
                 increment_version(x)
         return found
 
-    return of_module(call, "numfuse.adapters.torch")
+    return of_module(call, __name__.rpartition(".")[0])
 
 
 _GATED = public("activation_mul")

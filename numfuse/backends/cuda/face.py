@@ -89,7 +89,7 @@ class CudaBackend:
     @property
     def device(self) -> Device:
         """The device, made at its first use."""
-        from numfuse.backends.cuda.driver.device import device
+        from numfuse.backends.cuda.driver.devices import device
 
         return device(self.ordinal)
 
@@ -151,7 +151,7 @@ class CudaBackend:
     def describe(self) -> dict[str, Any]:
         """Return what `info` shows, by name."""
         from numfuse.backends.cuda.compile import toolchain
-        from numfuse.backends.cuda.driver.device import device as device_of
+        from numfuse.backends.cuda.driver.devices import device as device_of
         from numfuse.backends.cuda.driver.libcuda import count, driver_version
         from numfuse.backends.cuda.plan.tiers import TIERS
 

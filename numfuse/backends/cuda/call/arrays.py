@@ -17,7 +17,8 @@ from numpy import ndarray
 
 from numfuse.backends.cuda.call import dlpack
 from numfuse.backends.cuda.call.memory import Block, Pool
-from numfuse.backends.cuda.driver.device import Device, device
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.driver.devices import device
 from numfuse.runtime.views import GhostViews
 
 __all__ = [

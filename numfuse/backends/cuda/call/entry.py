@@ -23,7 +23,8 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of
 from numfuse.backends.cuda.call.calls import Argument, Kept, call
 from numfuse.backends.cuda.call.foreign import KINDS, Kind, kind_of
 from numfuse.backends.cuda.call.memory import Pool
-from numfuse.backends.cuda.driver.device import Device, device
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
 from numfuse.problem.operands import required
 

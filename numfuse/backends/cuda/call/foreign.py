@@ -16,7 +16,7 @@ from numpy import ndarray
 from numfuse.backends.cuda.call import dlpack
 from numfuse.backends.cuda.call.arrays import DeviceArray, contiguous, dtype_of
 from numfuse.backends.cuda.call.calls import Argument, Maker
-from numfuse.backends.cuda.driver.device import device
+from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.driver.libcuda import ordinal_of
 
 __all__ = ["KINDS", "LIBRARIES", "DLPack", "Interface", "Kind", "Own", "kind_of"]

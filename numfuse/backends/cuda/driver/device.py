@@ -12,7 +12,6 @@ process, and every later call raises `DeviceLost`.
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import weakref
 from collections import deque
@@ -23,16 +22,15 @@ from functools import cached_property
 
 import numpy as np
 
-from numfuse.backends import end
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile.toolchain import SIMULATED, Kernel
-from numfuse.backends.cuda.driver.libcuda import FORKED, Attribute, Config, count, forked, library
+from numfuse.backends.cuda.compile.toolchain import Kernel
+from numfuse.backends.cuda.driver.libcuda import Attribute, Config, count, library
 from numfuse.backends.cuda.driver.modules import Module, Retired
 from numfuse.backends.cuda.plan.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
 from numfuse.errors import DeviceError, DeviceLost
 from numfuse.runtime.lifetimes import Table
 
-__all__ = ["Device", "Prepared", "device"]
+__all__ = ["Device", "Prepared"]
 
 #: Launches named by the message of an asynchronous error.
 REMEMBERED = 32
@@ -484,38 +482,3 @@ _NUMPY = {
     "f32": np.float32,
     "f64": np.float64,
 }
-
-
-_lock = threading.RLock()
-_devices: dict[int, Device] = {}
-
-
-def device(ordinal: int = 0) -> Device:
-    """The one object of a device."""
-    found = _devices.get(ordinal)
-    if found is None:
-        with _lock:
-            found = _devices.get(ordinal)
-            if found is None:
-                found = _devices[ordinal] = _made(ordinal)
-    return found
-
-
-def _after_fork_in_child() -> None:
-    # Later than libcuda's own, which is registered before it.
-    if forked():
-        end("cuda", FORKED)
-        for found in _devices.values():
-            found.lost = f"{found} is lost to this process, and the arrays on it: {FORKED}"
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _made(ordinal: int) -> Device:
-    if not SIMULATED:
-        return Device(ordinal)
-    from numfuse.backends.cuda.driver.simulated import SimulatedDevice
-
-    return SimulatedDevice(ordinal)

@@ -1,0 +1,44 @@
+"""The devices of this process, each made at its first use."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from numfuse.backends import end
+from numfuse.backends.cuda.compile.toolchain import SIMULATED
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.driver.libcuda import FORKED, forked
+from numfuse.backends.cuda.driver.simulated import SimulatedDevice
+
+__all__ = ["device"]
+
+_lock = threading.RLock()
+_devices: dict[int, Device] = {}
+
+
+def device(ordinal: int = 0) -> Device:
+    """The one object of a device."""
+    found = _devices.get(ordinal)
+    if found is None:
+        with _lock:
+            found = _devices.get(ordinal)
+            if found is None:
+                found = _devices[ordinal] = _made(ordinal)
+    return found
+
+
+def _after_fork_in_child() -> None:
+    # Later than libcuda's own, which is registered before it.
+    if forked():
+        end("cuda", FORKED)
+        for found in _devices.values():
+            found.lost = f"{found} is lost to this process, and the arrays on it: {FORKED}"
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def _made(ordinal: int) -> Device:
+    return SimulatedDevice(ordinal) if SIMULATED else Device(ordinal)
