@@ -16,12 +16,9 @@ from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray, address
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
-from numfuse.backends.webgpu.lower.elementwise import zero
-from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.program import Program, key_of
 from numfuse.backends.webgpu.stores import DeviceStore
 from numfuse.problem.operands import required
-from numfuse.problem.results import ResidualGradient
 from numfuse.runtime.lifetimes import formulas_of
 
 __all__ = [*NAMES, "synchronize", "to_numpy"]
@@ -72,17 +69,11 @@ class _Call:
         ghost: ndarray = x.ghost
         return ghost
 
-    def run(self, kind: str, p: Any, residual: ResidualGradient | None) -> Any:
-        """Run a problem of ghosts, and return its result as arrays of the device.
-
-        `residual` is the gradient of a residual, which is no part of the problem.
-        """
+    def run(self, kind: str, p: Any) -> Any:
+        """Run a problem of ghosts, and return its result as arrays of the device."""
         device = self.device
         arrays = self._operands + self._outs
-        d_residual = getattr(p.result, "d_residual", None)
-        # What is more than the problem says is not recorded.
-        plain = residual is None and d_residual is None
-        key = key_of(kind, p, arrays, len(self._outs)) if plain else None
+        key = key_of(kind, p, arrays, len(self._outs))
         program = device.programs.get(key)
         result = p.result
         results = result if isinstance(result, tuple) else (result,)
@@ -97,16 +88,12 @@ class _Call:
             self.backend.check(device, p.dtype, kind)
             store = DeviceStore(device, self._operands, self._outs)
             getattr(split, kind)(store, p)
-            if residual is not None:
-                sum_to(store, residual.grad, residual.d_residual, p.acc_dtype)
-            elif d_residual is not None:
-                zero(store, d_residual, p.acc_dtype)
             store.finish()
             self.backend.record(device, kind, p)
             for ghost in new:
                 known[id(ghost)] = store.result(ghost)
             steps = store.steps
-            if key is not None and steps is not None and all(ghost.size for ghost in new):
+            if steps is not None and all(ghost.size for ghost in new):
                 made = [known[id(ghost)].buffer for ghost in new]
                 program = Program.of(steps, arrays, made, latest.call)
                 device.keep_program(key, program, formulas_of(p.activation.curve))
@@ -141,11 +128,7 @@ class _WebGpu(PublicFunctions):
         call = _Call(x["backend"], **{name: x[name] for name in signature.arrays})
         ghosts = {name: _ghost(x[name]) for name in signature.arrays}
         ghosts |= {name: call.out(name, out) for name, out in signature.outs(x).items()}
-        p = signature.problem(x, **ghosts)
-        residual = None
-        if isinstance(p, tuple):
-            p, residual = p
-        return call.run(signature.kind, p, residual)
+        return call.run(signature.kind, signature.problem(x, **ghosts))
 
 
 globals().update(_WebGpu().functions())

@@ -120,11 +120,12 @@ class Program:
 #: The arrays of every kind of problem, in one order.
 _FIELDS = {
     "forward": ("a", "b", "bias", "residual", "out", "pre"),
-    "backward": ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias"),
+    "backward": ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias", "d_residual"),
     "gated": ("a", "b", "out"),
     "gated_backward": ("grad", "a", "b", "d_a", "d_b"),
     "double_backward": (
         "u", "v", "w", "z", "grad", "a", "b", "bias", "pre", "d_grad", "d_a", "d_b", "d_bias",
+        "d_residual",
     ),
     "tangent": ("a", "b", "bias", "residual", "u", "v", "w", "z", "out", "out_dot"),
     "gated_double_backward": ("u", "v", "grad", "a", "b", "d_grad", "d_a", "d_b"),

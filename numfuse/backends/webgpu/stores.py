@@ -21,7 +21,7 @@ from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.shaders.moves import COPY_AXES, Copy
 from numfuse.backends.webgpu.shaders.shader import Access
-from numfuse.problem.shapes import equal, merge_axes
+from numfuse.problem.shapes import equal, merge_axes, sum_to
 
 __all__ = ["DeviceStore", "HostStore", "Region"]
 
@@ -114,6 +114,10 @@ class Store:
     def reserve(self, x: ndarray) -> None:
         """Make room for a result of which parts will be targets."""
 
+    def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
+        """Return whether x and `out` are on the host, where x is then summed to the shape of it."""
+        return False
+
     def rows(self, x: ndarray) -> ndarray:
         """An operand (..., M, K) as one of (rows, K), copied."""
         raise NotImplementedError
@@ -167,6 +171,11 @@ class HostStore(Store):
         if x.size:
             self._targets.append((x, view))
         return view
+
+    def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
+        with np.errstate(all="ignore"):
+            self._results.append((out, sum_to(x, out.shape, accumulator)))
+        return True
 
     def rows(self, x: ndarray) -> ndarray:
         return x.reshape(-1, x.shape[-1])
