@@ -2,6 +2,8 @@
 
 Numba looks at a template's file and bytecode only; what else a kernel is made of is in the digest
 in its name. Every case runs in processes of its own, with a cache directory of its own.
+
+Guards: a stale kernel never runs, and a cache that is damaged or missing costs time alone.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Another processor than the host's, of which Numba is told, and settings that a backend refuses.
 
 A process of its own for each processor: LLVM ends it where code needs what that processor lacks.
+
+Guards: the setting of an environment never ends the process, and a backend that it disables says
+so.
 """
 
 from __future__ import annotations
