@@ -28,7 +28,8 @@ from numfuse import epilogues
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.tiling import CudaBlock
 from numfuse.epilogues import Epilogue
-from numfuse.language.graph import SYMBOL, Curve, named
+from numfuse.language.curves import Curve, leaf
+from numfuse.language.graph import SYMBOL
 
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
@@ -81,7 +82,7 @@ def epilogue_of(what, pre):
     residual = epilogues.residual_layer()
     layer = epilogues.layer(importlib.import_module("numfuse.activations").get("none").curve)
     result = {
-        "activation": layer["out"], "residual": residual["out"], "slope": named("grad"),
+        "activation": layer["out"], "residual": residual["out"], "slope": leaf("grad"),
     }[what]  # fmt: skip
     results = (("out", result), ("pre", layer["pre"])) if pre else (("out", result),)
     extra = {"activation": (), "residual": ("residual",), "slope": ("grad",)}[what]
