@@ -1,6 +1,6 @@
 """The same bits: for any number of threads, at any place of a batch, in any slice of rows.
 
-What `docs/numerics.md` promises under "The same bits", and nothing beyond it. The order of
+Guards: the promises of `docs/numerics.md` under "The same bits", and nothing beyond. The order of
 summation over K depends on dtype, K and N alone; sums over M run in chunks of fixed length that are
 joined in a fixed order. Which cell, tile, thread or path computes an element must not show in it,
 so every case here is one that such a choice tells apart from another: B read in place and packed,

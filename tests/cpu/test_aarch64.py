@@ -4,6 +4,8 @@ assembly is inspected.
 Nothing is executed.  That the same kernels (128-bit vectors, the tile of NEON, factors taken from
 lanes) compute the right thing, the last test of `test_cpu_kernels` shows on the host's own
 processor.
+
+Guards: on 64-bit ARM the loops are vector code that calls no library.
 """
 
 import json

@@ -1,4 +1,8 @@
-"""The backward of the CPU backend by blocks, here of one chunk of rows each, and its memory."""
+"""The backward of the CPU backend by blocks, here of one chunk of rows each, and its memory.
+
+Guards: a backward's memory is bounded whatever M and K are, and blocks change no bit
+(docs/design.md, "Memory is bounded").
+"""
 
 from __future__ import annotations
 

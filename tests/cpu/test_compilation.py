@@ -1,6 +1,8 @@
 """Compilations that are interrupted, called into by a signal's handler, or forked beside.
 
 What fails here ends the process or waits for ever, so it has one of its own.
+
+Guards: Ctrl-C, a signal's handler or a fork during a first call leaves the next call right.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 All tests here take the host's vectors; the last one runs this file again as if the host had
 narrower ones.
+
+Guards: any strides and sizes, half types rounded once to nearest even, nothing written beside a
+result, bounded memory (docs/numerics.md, docs/design.md).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Gated operations on the CPU: stores past the caches, and small calls that are kept by form."""
+"""Gated operations on the CPU: stores past the caches, and small calls that are kept by form.
+
+Guards: a gate has the same bits for any size, strides, threads and `out=` (docs/numerics.md).
+"""
 
 from __future__ import annotations
 

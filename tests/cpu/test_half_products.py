@@ -2,6 +2,8 @@
 
 The tests take the kind of product that the host has for each half type; the last one runs this file
 and a part of the conformance suite again for each kind that it could take.
+
+Guards: each kind of product of half types keeps the bound and the bits that docs/numerics.md names.
 """
 
 from __future__ import annotations

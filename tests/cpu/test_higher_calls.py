@@ -1,4 +1,8 @@
-"""Double backward and forward mode on the CPU: blocks, threads, what None costs; derived tables."""
+"""Double backward and forward mode on the CPU: blocks, threads, what None costs; derived tables.
+
+Guards: the second order keeps the bounds, the bits and the costs of the first
+(docs/derivatives.md).
+"""
 
 from __future__ import annotations
 

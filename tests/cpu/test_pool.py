@@ -1,4 +1,7 @@
-"""Free memory: what is kept, what is found again, and what goes first."""
+"""Free memory: what is kept, what is found again, and what goes first.
+
+Guards: what numfuse keeps of memory is bounded (docs/design.md, "Memory is bounded").
+"""
 
 from __future__ import annotations
 

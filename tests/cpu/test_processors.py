@@ -1,6 +1,9 @@
 """Another processor than the host's, of which Numba is told, and settings that a backend refuses.
 
 A process of its own for each processor: LLVM ends it where code needs what that processor lacks.
+
+Guards: the setting of an environment never ends the process, and a backend that it disables says
+so.
 """
 
 from __future__ import annotations
@@ -274,5 +277,6 @@ def test_an_adapter_that_is_none_makes_webgpu_unavailable(value, monkeypatch):
         unavailable("webgpu", str(nf.backends()["webgpu"]))
     monkeypatch.setenv("NUMFUSE_WEBGPU_ADAPTER", value)
     monkeypatch.delitem(LOADED, "webgpu", raising=False)
-    monkeypatch.delitem(sys.modules, "numfuse.backends.webgpu", raising=False)
+    for module in ("numfuse.backends.webgpu", "numfuse.backends.webgpu.face"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
     assert "NUMFUSE_WEBGPU_ADAPTER" in str(nf.backends()["webgpu"])

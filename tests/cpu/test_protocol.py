@@ -1,4 +1,7 @@
-"""Schemas: the one place that knows the order of the words of a launch."""
+"""Schemas: the one place that knows the order of the words of a launch.
+
+Guards: a kernel never reads one argument as another.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The table of recorded calls: what it keeps, for how long, and what it says of itself."""
+"""The table of recorded calls: what it keeps, for how long, and what it says of itself.
+
+Guards: a repeated call gives what its first gave, in bounded memory, after any redefinition.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Small calls of the CPU backend: one native call over a sequence of plans that is kept by form."""
+"""Small calls of the CPU backend: one native call over a sequence of plans that is kept by form.
+
+Guards: a small or a repeated call has the bits of any other (docs/numerics.md), and what is kept is
+bounded.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,9 @@
 """Calls on arrays of a CUDA device: where they run, what they give back, what they refuse.
 
 Run on a GPU where there is one, and in the simulator by `test_cuda_simulator`.
+
+Guards: nothing is copied to the host, every check is applied to every call, and memory comes back
+(docs/cuda.md).
 """
 
 from __future__ import annotations

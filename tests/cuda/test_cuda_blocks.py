@@ -1,4 +1,8 @@
-"""The kernels of tier (b), run by `cuda_machine`: ways to fetch, multiply and finish a block."""
+"""The kernels of tier (b), run by `cuda_machine`: ways to fetch, multiply and finish a block.
+
+Guards: on CUDA any strides, sizes and alignments are right, nothing beside a result is written, and
+the errors of long sums stay in their bound (docs/numerics.md), without a GPU to see it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ from numfuse import epilogues
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.tiling import CudaBlock
 from numfuse.epilogues import Epilogue
-from numfuse.language.graph import SYMBOL, Curve, named
+from numfuse.language.curves import Curve, leaf
+from numfuse.language.graph import SYMBOL
 
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
@@ -77,7 +82,7 @@ def epilogue_of(what, pre):
     residual = epilogues.residual_layer()
     layer = epilogues.layer(importlib.import_module("numfuse.activations").get("none").curve)
     result = {
-        "activation": layer["out"], "residual": residual["out"], "slope": named("grad"),
+        "activation": layer["out"], "residual": residual["out"], "slope": leaf("grad"),
     }[what]  # fmt: skip
     results = (("out", result), ("pre", layer["pre"])) if pre else (("out", result),)
     extra = {"activation": (), "residual": ("residual",), "slope": ("grad",)}[what]

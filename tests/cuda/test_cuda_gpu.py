@@ -1,4 +1,8 @@
-"""What only a real GPU has: streams, graphs, other libraries' arrays, errors of kernels."""
+"""What only a real GPU has: streams, graphs, other libraries' arrays, errors of kernels.
+
+Guards: calls follow the current stream, can be captured, and leave other libraries' memory alone
+(docs/cuda.md).
+"""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_suite_passes_in_the_simulator(file):
     assert done.returncode == 0, done.stdout[-6000:]
     passed = re.search(r"(\d+) passed", done.stdout)
     # (of long sums few are short enough for it)
-    least = 2 if file == "test_sums.py" else 6
+    least = 2 if file == "conformance/test_sums.py" else 6
     assert passed and int(passed[1]) >= least, done.stdout[-1000:]
 
 

@@ -3,6 +3,8 @@
 The templates are plain Python, so what connects the roles of a block (who waits for which mbarrier,
 how many arrive, which boxes are fetched and stored) runs here with threads in place of groups and
 counters in place of mbarriers. The arithmetic is left out: that is for a GPU.
+
+Guards: no kernel of Hopper waits for ever, misses a block, or sums in an order that a tile decides.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Bounds are in units in the last place (ULP). A value's are its own. A derivative
 which no formula in working precision keeps its relative error, so its units are those of the local
 scale ``max(|f^(k)(x)|, |f^(k+1)(x)| / (1 + |x|))``: what a relative change of x would move.
 Every bound holds down to the smallest normal number, far tails included; below, the unit is fixed.
+
+Guards: the errors of activations in docs/numerics.md, and the values at their limits.
 """
 
 import ast

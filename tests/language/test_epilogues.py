@@ -1,4 +1,7 @@
-"""The table of epilogues and what is derived from it, in float64 over NumPy arrays."""
+"""The table of epilogues and what is derived from it, in float64 over NumPy arrays.
+
+Guards: every gradient of every order is the derivative of the forward (docs/derivatives.md).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The scalar language: what it records, refuses, prints, differentiates and computes."""
+"""The scalar language: what it records, refuses, prints, differentiates and computes.
+
+Guards: a user's formula means what NumPy means by it, with exact constants, and one that cannot be
+written is refused in a sentence (`numfuse.activation`).
+"""
 
 import math
 import operator

@@ -1,6 +1,8 @@
 """What is kept of a formula goes with it, and never under a call that runs it.
 
 A notebook that redefines its activation all day must not grow with every definition.
+
+Guards: memory does not grow with definitions, and a call that runs outlives its formula.
 """
 
 from __future__ import annotations

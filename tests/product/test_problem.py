@@ -1,4 +1,8 @@
-"""What a backend is handed: the promises at the top of problem.py."""
+"""What a backend is handed: the promises at the top of problem.py.
+
+Guards: a view gives the bits of its copy and takes no copy; results are new, contiguous and of the
+operands' shapes (`numfuse.functional`, "Conventions").
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The simulated schedule of docs/schedule.py: a launch's cells, and possible times."""
+"""The simulated schedule of docs/schedule.py: a launch's cells, and possible times.
+
+Guards: docs/schedule.md tells of the launches that the library makes.
+"""
 
 import importlib.util
 import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
@@ -23,6 +24,29 @@ def test_no_property_of_every_backend_depends_on_a_backends_name():
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if re.search(r"\bbackend (==|!=|in|not in) |indirect=True", line)
     ]
+    assert not found, "\n".join(found)
+
+
+def test_a_test_of_an_internal_says_which_promise_it_guards():
+    """In its own docstring, or in its file's under "Guards"."""
+    rooms = ("numfuse.backends.", "numfuse.runtime", "numfuse.problem", "numfuse.language")
+    found = []
+    for path in sorted(TESTS.glob("*/test_*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        if "Guards: " in (ast.get_docstring(tree) or ""):
+            continue
+        inner = {
+            alias.asname or alias.name
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.module
+            for alias in node.names
+            if f"{node.module}.{alias.name}".startswith(rooms)
+        }
+        for test in ast.walk(tree):
+            if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
+                names = {node.id for node in ast.walk(test) if isinstance(node, ast.Name)}
+                if names & inner and not ast.get_docstring(test):
+                    found.append(f"{path.name}: {test.name}")
     assert not found, "\n".join(found)
 
 

@@ -1,4 +1,7 @@
-"""The expander of the WGSL files: loops, conditions, values, and its own mistakes."""
+"""The expander of the WGSL files: loops, conditions, values, and its own mistakes.
+
+Guards: every shader is valid WGSL that holds what its call needs and nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The WebGPU backend beyond what every backend has to fulfil: adapters, tiles, caches, errors."""
+"""The WebGPU backend beyond what every backend has to fulfil: adapters, tiles, caches, errors.
+
+Guards: one submit a call, bounded memory, errors that name the kernel or the limit
+(docs/webgpu.md).
+"""
 
 from __future__ import annotations
 

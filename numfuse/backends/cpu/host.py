@@ -18,6 +18,8 @@ import llvmlite.binding as llvm
 from numba.core import config
 from numba.core.registry import cpu_target
 
+from numfuse.runtime.compilation import compiled
+
 # Each takes one instruction where the processor has it.  Without it, vectors come in pieces, and a
 # conversion is a call of compiler-rt, which the process need not contain.
 _PROBES = """
@@ -81,8 +83,12 @@ def refused_setting() -> str | None:
 @functools.cache
 def _compiled_probes() -> str:
     """The assembly of `_PROBES`, by Numba's own target machine."""
-    machine: Any = cpu_target.target_context.codegen()._tm
-    return str(machine.emit_assembly(llvm.parse_assembly(_PROBES)))
+
+    def assembly() -> str:
+        machine: Any = cpu_target.target_context.codegen()._tm
+        return str(machine.emit_assembly(llvm.parse_assembly(_PROBES)))
+
+    return compiled(assembly)
 
 
 def _probe(name: str) -> str:
