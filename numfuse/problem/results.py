@@ -27,6 +27,7 @@ __all__ = [
     "allocate",
     "check_needs",
     "check_outputs",
+    "gradients_of",
     "settled",
     "without_terms",
 ]
@@ -98,6 +99,24 @@ class Tangent(NamedTuple):
 
     out: Any
     out_dot: Any
+
+
+_GRADIENTS: dict[tuple[str, ...], Any] = {
+    tuple(name.removeprefix("d_") for name in made._fields): made
+    for made in (
+        GemmGradients,
+        GemmResidualGradients,
+        GatedGradients,
+        GemmSecondGradients,
+        GemmResidualSecondGradients,
+        GatedSecondGradients,
+    )
+}
+
+
+def gradients_of(names: tuple[str, ...]) -> Any:
+    """Return the named tuple of the gradients of these operands."""
+    return _GRADIENTS[names]
 
 
 #: The results of every kind of problem.
