@@ -119,8 +119,9 @@ def gradients_of(names: tuple[str, ...]) -> Any:
     return _GRADIENTS[names]
 
 
-#: The results of every kind of problem.
-_RESULTS = ("out", "out_dot", "pre", "d_grad", "d_a", "d_b", "d_bias", "d_residual")
+#: The results of every kind of forward, and of every kind of backward, which reads `pre`.
+_FORWARD = ("out", "out_dot", "pre")
+_BACKWARD = ("d_grad", "d_a", "d_b", "d_bias", "d_residual")
 
 
 def settled(p: Any) -> bool:
@@ -140,8 +141,10 @@ def without_terms(p: Any) -> list[str] | None:
     Where grad, or the result of a forward, has no element, no sum has a term, whatever lengths the
     other axes have. Where no result has an element, none is written.
     """
-    results = [name for name in _RESULTS if getattr(p, name, None) is not None]
-    if (p.out if hasattr(p, "out") else p.grad).size:
+    forward = hasattr(p, "out")
+    names = _FORWARD if forward else _BACKWARD
+    results = [name for name in names if getattr(p, name, None) is not None]
+    if (p.out if forward else p.grad).size:
         return None if any(getattr(p, name).size for name in results) else []
     return results
 
