@@ -139,14 +139,9 @@ class Replaying(Protocol):
     `numfuse.operations` asks the table before it makes a problem: a call whose operands look like
     those of an earlier one is launched on them as they are. For that the arrays of a program are
     numbered in the order of the call, and nothing of them is used but their addresses.
-
-    Attributes
-    ----------
-    replay : Replay
-        The recorded calls of this backend. One object runs every call of it: what a device or a
-        precision decides belongs to the object, and so has a table of its own.
     """
 
+    #: The recorded calls of this object alone: its device and its precision are in no fingerprint.
     replay: Replay[Any]
 
     def record(self, kind: str, p: Any, names: Sequence[str]) -> Recording:

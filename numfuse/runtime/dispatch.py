@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, NamedTuple
 
 from numpy import generic, ndarray
 
 __all__ = [
     "ADAPTERS",
-    "PLAIN",
     "adapter_for",
     "adapter_of",
     "serve",
@@ -37,10 +36,6 @@ class _Device(NamedTuple):
 
 
 _DEVICES: list[_Device] = []
-
-#: What needs no adapter: the public functions compare types with these before anything else.
-PLAIN = frozenset({ndarray, type(None)})
-
 
 #: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
 _LOADED: dict[str, ModuleType] = {}
@@ -92,7 +87,7 @@ def adapter_of(**operands: Any) -> ModuleType | None:
     for name, x in operands.items():
         kind = type(x)
         module = _KNOWN.get(kind)
-        if module is None and kind not in PLAIN:
+        if module is None and kind not in (ndarray, NoneType):
             module = _adapter_name(kind) or _protocol_name(x)
             if _root(kind) in ADAPTERS:
                 _KNOWN[kind] = module
