@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import import_module
-from types import ModuleType, NoneType
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from numpy import generic, ndarray
 
 __all__ = [
     "ADAPTERS",
+    "PLAIN",
     "adapter_for",
     "adapter_of",
     "serve",
@@ -36,6 +37,10 @@ class _Device(NamedTuple):
 
 
 _DEVICES: list[_Device] = []
+
+#: What needs no adapter: the public functions compare types with these before anything else.
+PLAIN = frozenset({ndarray, type(None)})
+
 
 #: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
 _LOADED: dict[str, ModuleType] = {}
@@ -87,7 +92,7 @@ def adapter_of(**operands: Any) -> ModuleType | None:
     for name, x in operands.items():
         kind = type(x)
         module = _KNOWN.get(kind)
-        if module is None and kind not in (ndarray, NoneType):
+        if module is None and kind not in PLAIN:
             module = _adapter_name(kind) or _protocol_name(x)
             if _root(kind) in ADAPTERS:
                 _KNOWN[kind] = module
