@@ -117,7 +117,7 @@ def narrow_all(source, target, count):
         halves[i] = NARROW(floats[i])
 
 
-def copy_vectors(source, target, count):
+def copy_rows(source, target, count):
     for i in range(0, count, 8):
         COPY(source + 2 * i, target + 4 * i)
 
@@ -129,18 +129,18 @@ def by_integers(template, monkeypatch):
              "FLOATS": intrinsics.make_elements("float32")}  # fmt: skip
     made = {
         "WIDEN": conversions.make_widen, "NARROW": conversions.make_narrow,
-        "COPY": lambda fmt, acc: moves.make_copy_vectors(fmt, acc, 8, 1),
+        "COPY": lambda fmt, acc: moves.make_copy_rows(fmt, acc, 8, 8),
     }  # fmt: skip
     for name, make in made.items():
         # not what is kept of this processor's own
         names[name] = getattr(make, "__wrapped__", make)("float16", "float32")
-    if template is copy_vectors:
-        names["COPY"] = moves.make_copy_vectors.__wrapped__("float16", "float32", 8, 1)
+    if template is copy_rows:
+        names["COPY"] = moves.make_copy_rows.__wrapped__("float16", "float32", 8, 8)
     used = {name: value for name, value in names.items() if name in template.__code__.co_names}
     return specialise.entry(template, types.void(*[types.int64] * 3), **used)
 
 
-@pytest.mark.parametrize("template", [widen_all, copy_vectors])
+@pytest.mark.parametrize("template", [widen_all, copy_rows])
 def test_every_float16_is_widened_exactly_by_integers(template, monkeypatch):
     halves = np.arange(1 << 16, dtype=np.uint16)
     floats = np.empty(halves.size, np.float32)
@@ -241,7 +241,7 @@ def test_what_llvm_reads_is_no_refused_setting(features, monkeypatch):
 
 
 #: As an attribute of the package, `backends` is the function.
-LOADED = sys.modules["numfuse.backends"]._loaded
+LOADED = sys.modules["numfuse.backends"].LOADED
 NONSENSE = ["abc", "-1", "2", "1.0", " 1", "\u0661", "\u00b2", "9" * 5000, "cuda", "0x1", "\n"]
 
 

@@ -27,33 +27,24 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
     blocks before it to a plane of tiles.
     """
     d = WORDS(descriptor)
-    k, kc, nc = d[D_K], d[D_KC], d[D_NC]
     batch, i0, i1, j0, j1 = CELL(descriptor, cell)
     context = workspace
     OPEN_UNIT(context + 8 * STREAM_TABLE)
     a_base, b_base = OPEN_CONTEXT(descriptor, batch, context)
-    panels, panel_stride = workspace + d[D_PANEL], d[D_PANEL_STRIDE]
-    panel_count, group = d[D_PANELS], d[D_GROUP]
-    kept = panel_count * MR >= i1 - i0
+    k, kc, nc = d[D_K], d[D_KC], d[D_NC]
     strips, strip_stride = workspace + d[D_STRIP], d[D_STRIP_STRIDE]
     plane_row = (j1 - j0 + NR - 1) // NR * TILE
-    a_row, a_k, b_k, b_column = d[D_A_ROW], d[D_A_K], d[D_B_K], d[D_B_COLUMN]
+    b_k, b_column = d[D_B_K], d[D_B_COLUMN]
     direct = d[D_B_DIRECT] != 0
-    row_function = d[D_ROW]
-
-    if k * d[D_SUM_SIZE] == 0:
+    blocks = d[D_SUM_SIZE] * ((k + kc - 1) // kc) * ((j1 - j0 + nc - 1) // nc)
+    if blocks == 0:
         # An empty sum is zero, and its epilogue still runs.
         zeros = SUMS(strips)
         for q in range(min(nc, j1 - j0)):
             zeros[q] = ZERO
         for jc in range(j0, j1, nc):
             for i in range(i0, i1):
-                CALL_ROW(row_function, context, strips, i, jc, min(nc, j1 - jc))
-        CLOSE_UNIT(context)
-        return
-
-    i_panels = (i1 - i0 + MR - 1) // MR
-    blocks = d[D_SUM_SIZE] * ((k + kc - 1) // kc) * ((j1 - j0 + nc - 1) // nc)
+                CALL_ROW(d[D_ROW], context, strips, i, jc, min(nc, j1 - jc))
     for t in range(blocks):
         REST(context)
         s, pc, jc = PLACE(descriptor, t, j0, j1)
@@ -62,62 +53,26 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
         steps = (depth + K_STEP - 1) // K_STEP
         requests = max(1, steps * REQUESTS // STREAM_COUNT)  # of a stream in a tile
         a_at, b_at = SUM_OFFSETS(
-            descriptor, s, a_base + pc * a_k, b_base + pc * b_k + jc * b_column
+            descriptor, s, a_base + pc * d[D_A_K], b_base + pc * b_k + jc * b_column
         )
-        block = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
+        packed_b = workspace + d[D_BLOCK] + t % 2 * d[D_BLOCK_STRIDE]
         b_panel = steps * K_STEP * NR * FACTOR + LINE
         first = s == 0 and pc == 0
         last = s == d[D_SUM_SIZE] - 1 and pc + depth == k
-        packed = jc > j0 and kept
+        packed = jc > j0 and d[D_PANELS] * MR >= i1 - i0
         # Where B is read in place, only a last narrow panel is packed: a micro-kernel reads whole
         # vectors.
         in_place = columns // NR if direct else 0
         if (direct or t == 0) and in_place < tiles:
-            CALL_PACK_B(
-                d[D_PACK_B],
-                b_at + in_place * NR * b_column,
-                b_k,
-                b_column,
-                columns - in_place * NR,
-                depth,
-                block,
-                b_panel,
-            )
-        PLAN_AHEAD(descriptor, workspace, b_base, t + 1, blocks, j0, j1, i_panels * tiles, requests)
+            at, narrow = b_at + in_place * NR * b_column, columns - in_place * NR
+            CALL_PACK_B(d[D_PACK_B], at, b_k, b_column, narrow, depth, packed_b, b_panel)
+        count = (i1 - i0 + MR - 1) // MR * tiles
+        PLAN_AHEAD(descriptor, workspace, b_base, t + 1, blocks, j0, j1, count, requests)
         row_requests = max(1, requests * tiles // MR)
         before, waiting, row, credit = strips, 0, 0, 0  # rows whose epilogue has not run yet
         for i in range(i0, i1, MR):
             index = (i - i0) // MR
-            member = index % group
-            panel = panels + index % panel_count * panel_stride
-            if not packed and member == 0:
-                # By columns, panels are packed by groups, all but the first behind the tiles of the
-                # group before; by rows, a panel's source is at hand when its turn comes.
-                if group > 1 and i > i0:
-                    PACK_GROUP(descriptor, context, depth)
-                else:
-                    CALL_PACK_A(
-                        d[D_PACK_A],
-                        a_at + i * a_row,
-                        a_row,
-                        a_k,
-                        min(group * MR, i1 - i),
-                        depth,
-                        panel,
-                        panel_stride,
-                    )
-                at = panels + (index + group) % panel_count * panel_stride
-                ASK(context, FOR_PANELS, at, panel_stride // (tiles * requests) + 1)
-                if group > 1:
-                    ahead = i + group * MR
-                    rows = min(group * MR, i1 - ahead)
-                    source = a_at + ahead * a_row
-                    PLAN_GROUP(context, source, at, rows, depth, group * tiles)
-            elif packed:
-                half = steps * K_STEP * PANEL_ROWS * FACTOR // 2
-                share = half // (tiles * requests) + 1
-                ASK(context, FOR_A, panel + panel_stride, share)
-                ASK(context, FOR_A + 1, panel + panel_stride + half, share)
+            panel = PANEL(descriptor, context, a_at, i, i0, i1, depth, packed, tiles, requests)
             tile_at = workspace + d[D_PLANE] + index * plane_row + (jc - j0) // NR * TILE
             if not first:
                 share = TILE // requests
@@ -129,15 +84,9 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                 if tile < in_place:
                     b_tile, b_step = b_at + j * SIZE, b_k
                 else:
-                    b_tile, b_step = block + (tile - in_place) * b_panel, NR * SIZE
+                    b_tile, b_step = packed_b + (tile - in_place) * b_panel, NR * SIZE
                 if not packed:
-                    if group > 1:
-                        ASK_GROUP(context, a_row, a_k, requests)
-                    else:
-                        ahead = i + MR
-                        rows = min(MR, i1 - ahead)
-                        at = a_at + ahead * a_row
-                        ASK_A(context, at, a_row, a_k, rows, depth, tile, requests)
+                    ASK_PANELS(descriptor, context, a_at, i + MR, i1, depth, tile, requests)
                 ASK_B(context)
                 if direct and i == i0:
                     ASK_PANEL(context, b_at + (j + NR) * b_column, b_k, requests)
@@ -160,11 +109,11 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
                 while credit >= tiles:
                     credit -= tiles
                     at = i - waiting + row
-                    CALL_ROW(row_function, context, before + row * strip_stride, at, jc, columns)
+                    CALL_ROW(d[D_ROW], context, before + row * strip_stride, at, jc, columns)
                     row += 1
                     ASK_ROW(descriptor, context, at + 1, jc, columns, row_requests)
                 PACK_AHEAD(descriptor, context)
-                if group > 1 and not packed:
+                if d[D_GROUP] > 1 and not packed:
                     PACK_SLICE(descriptor, context)
             if direct and i == i0:
                 REST(context)
@@ -172,9 +121,61 @@ def gemm_cell(descriptor: int, cell: int, workspace: int) -> None:
             if last:
                 ASK_ROW(descriptor, context, i, jc, columns, row_requests)
         for r in range(waiting):
-            at = i1 - waiting + r
-            CALL_ROW(row_function, context, before + r * strip_stride, at, jc, columns)
+            CALL_ROW(d[D_ROW], context, before + r * strip_stride, i1 - waiting + r, jc, columns)
     CLOSE_UNIT(context)
+
+
+def panel(
+    descriptor: int,
+    context: int,
+    a_at: int,
+    i: int,
+    i0: int,
+    i1: int,
+    depth: int,
+    packed: bool,
+    tiles: int,
+    requests: int,
+) -> int:
+    """Address of the panel of A from row i on, packed; the next ones are asked for.
+
+    By columns, panels are packed by groups, all but the first behind the tiles of the group before;
+    by rows, a panel's source is at hand when its turn comes.
+    """
+    d = WORDS(descriptor)
+    panels, stride, group = context + d[D_PANEL], d[D_PANEL_STRIDE], d[D_GROUP]
+    index = (i - i0) // MR
+    found = panels + index % d[D_PANELS] * stride
+    if packed:
+        half = (depth + K_STEP - 1) // K_STEP * K_STEP * PANEL_ROWS * FACTOR // 2
+        share = half // (tiles * requests) + 1
+        ASK(context, FOR_A, found + stride, share)
+        ASK(context, FOR_A + 1, found + stride + half, share)
+    elif index % group == 0:
+        a_row, rows = d[D_A_ROW], group * MR
+        if group > 1 and i > i0:
+            PACK_GROUP(descriptor, context, depth)
+        else:
+            at, count = a_at + i * a_row, min(rows, i1 - i)
+            CALL_PACK_A(d[D_PACK_A], at, a_row, d[D_A_K], count, depth, found, stride)
+        target = panels + (index + group) % d[D_PANELS] * stride
+        ASK(context, FOR_PANELS, target, stride // (tiles * requests) + 1)
+        if group > 1:
+            source, count = a_at + (i + rows) * a_row, min(rows, i1 - i - rows)
+            PLAN_GROUP(context, source, target, count, depth, group * tiles)
+    return found
+
+
+def ask_panels(
+    descriptor: int, context: int, a_at: int, i: int, i1: int, depth: int, tile: int, requests: int
+) -> None:
+    """Ask for what is packed next of A: columns of the next group, or rows from i on."""
+    d = WORDS(descriptor)
+    a_row, a_k = d[D_A_ROW], d[D_A_K]
+    if d[D_GROUP] > 1:
+        ASK_GROUP(context, a_row, a_k, requests)
+    else:
+        ASK_A(context, a_at + i * a_row, a_row, a_k, min(MR, i1 - i), depth, tile, requests)
 
 
 def place(descriptor: int, t: int, j0: int, j1: int) -> tuple[int, int, int]:

@@ -98,7 +98,7 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
     r = registers(acc, kind)
     tiles = kind == "amx"
     words = {
-        **_words(),
+        **_cell_names(),
         **protocol.AHEAD,
         **protocol.STREAMS,
         "STREAM_TABLE": protocol.STREAM_TABLE,
@@ -114,6 +114,9 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         "K_STEP": r.k_step,
         "FACTOR": r.factor,
         "REQUESTS": r.requests,
+        "MR": r.mr,
+        "TILE": r.mr * r.nr * r.itemsize,
+        "VL": r.vl,
     }
     # Each may call those before it.
     for name, template in (
@@ -131,11 +134,13 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         ("ASK_GROUP", ahead.ask_group),
         ("PACK_GROUP", ahead.pack_group),
         ("PACK_SLICE", ahead.pack_slice),
+        ("PANEL", gemm.panel),
+        ("ASK_PANELS", gemm.ask_panels),
     ):
         words[name] = specialise.device(template, **words)
     return specialise.kernel(
         gemm.gemm_cell,
-        **{**words, **_cell_names()},
+        **words,
         MICROKERNEL=amx.make_tile_kernel(fmt, r, protocol.STREAM_COUNT)
         if tiles
         else microkernel.make_microkernel(acc, r, protocol.STREAM_COUNT),
@@ -143,9 +148,6 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         CLOSE_UNIT=amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
         SUMS=intrinsics.make_elements(acc),
         ZERO=_zero(acc),
-        MR=r.mr,
-        TILE=r.mr * r.nr * r.itemsize,
-        VL=r.vl,
     )
 
 
@@ -240,7 +242,7 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
         NR=r.nr,
         COPY_LANES=moves.make_copy_lanes(fmt, acc, r.vl),
         COPY_ONE=moves.make_copy_one(fmt, acc),
-        COPY_PANEL_ROW=moves.make_copy_vectors(fmt, acc, r.vl, r.vectors),
+        COPY_PANEL_ROW=moves.make_copy_rows(fmt, acc, r.vl, r.nr),
         TRANSPOSE_B=moves.make_transpose(fmt, acc, r.vl, r.vl),
     )
 

@@ -11,7 +11,14 @@ from numba.extending import intrinsic
 
 from numfuse.backends.cpu import host
 from numfuse.backends.cpu.llvm.intrinsics import CARRIERS
-from numfuse.backends.cpu.llvm.vectors import FORMATS, I16, I32, lane_numbers, vector_of
+from numfuse.backends.cpu.llvm.vectors import (
+    FORMATS,
+    I16,
+    I32,
+    lane_numbers,
+    typed_intrinsic,
+    vector_of,
+)
 
 
 def converts_by_integers(fmt: str) -> bool:
@@ -92,11 +99,9 @@ def widen_vector(builder: ir.IRBuilder, value: ir.Value, fmt: str, acc: str) -> 
 @functools.cache
 def make_widen(fmt: str, acc: str) -> Any:
     """``widen(element) -> accumulator`` for one storage element; exact."""
-    result = CARRIERS[acc]
     by_integers = converts_by_integers(fmt)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value = args[0]
+    def emit(context: Any, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
         if fmt == acc:
             return value
         if fmt == "bfloat16":
@@ -107,12 +112,8 @@ def make_widen(fmt: str, acc: str) -> Any:
             value = builder.bitcast(value, FORMATS[fmt][0])
         return builder.fpext(value, FORMATS[acc][0])
 
-    def widen(typingctx: Any, element: Any) -> Any:
-        return result(CARRIERS[fmt]), codegen
-
-    made: Any = intrinsic(widen)
-    made.numfuse_key = f"widen({fmt},{acc},{by_integers})"
-    return made
+    key = f"widen({fmt},{acc},{by_integers})"
+    return typed_intrinsic(key, CARRIERS[acc], [CARRIERS[fmt]], emit)
 
 
 @functools.cache
@@ -121,11 +122,9 @@ def make_narrow(fmt: str, acc: str) -> Any:
 
     NaN stays NaN; beyond the largest finite number the result is infinite, as IEEE 754 has it.
     """
-    result = CARRIERS[fmt]
     by_integers = converts_by_integers(fmt)
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        value = args[0]
+    def emit(context: Any, builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
         if fmt == acc:
             return value
         if fmt == "bfloat16":
@@ -140,12 +139,8 @@ def make_narrow(fmt: str, acc: str) -> Any:
         narrowed = builder.fptrunc(value, FORMATS[fmt][0])
         return builder.bitcast(narrowed, I16) if fmt == "float16" else narrowed
 
-    def narrow(typingctx: Any, value: Any) -> Any:
-        return result(CARRIERS[acc]), codegen
-
-    made: Any = intrinsic(narrow)
-    made.numfuse_key = f"narrow({fmt},{acc},{by_integers})"
-    return made
+    key = f"narrow({fmt},{acc},{by_integers})"
+    return typed_intrinsic(key, CARRIERS[fmt], [CARRIERS[acc]], emit)
 
 
 @functools.cache

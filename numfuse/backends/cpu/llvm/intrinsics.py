@@ -8,9 +8,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from numfuse.backends.cpu.llvm.vectors import I32, I64, address_intrinsic
+from numfuse.backends.cpu.llvm.vectors import I32, I64, address_intrinsic, typed_intrinsic
 
 
 @functools.cache
@@ -44,33 +43,22 @@ def make_nothing() -> Any:
 def make_fetch_add() -> Any:
     """``fetch_add(address, number) -> int64``: adds atomically, and tells the value before."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
+    def emit(context: Any, builder: ir.IRBuilder, address: ir.Value, number: ir.Value) -> ir.Value:
         # What was written before is seen by whoever sees the new value.
-        return builder.atomic_rmw("add", pointer, args[1], "acq_rel")
+        pointer = builder.inttoptr(address, I64.as_pointer())
+        return builder.atomic_rmw("add", pointer, number, "acq_rel")
 
-    def fetch_add(typingctx: Any, address: Any, number: Any) -> Any:
-        return types.int64(types.int64, types.int64), codegen
-
-    made: Any = intrinsic(fetch_add)
-    made.numfuse_key = "fetch_add 2"
-    return made
+    return typed_intrinsic("fetch_add 2", types.int64, [types.int64] * 2, emit)
 
 
 @functools.cache
 def make_atomic_load() -> Any:
     """``atomic_load(address) -> int64``: a counter's value, and all that was written before it."""
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        pointer = builder.inttoptr(args[0], I64.as_pointer())
-        return builder.load_atomic(pointer, "acquire", 8)
+    def emit(context: Any, builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        return builder.load_atomic(builder.inttoptr(address, I64.as_pointer()), "acquire", 8)
 
-    def atomic_load(typingctx: Any, address: Any) -> Any:
-        return types.int64(types.int64), codegen
-
-    made: Any = intrinsic(atomic_load)
-    made.numfuse_key = "atomic_load"
-    return made
+    return typed_intrinsic("atomic_load", types.int64, [types.int64], emit)
 
 
 @functools.cache
@@ -92,22 +80,6 @@ def make_pause() -> Any:
     return address_intrinsic("pause", machine, 0, body)
 
 
-@functools.cache
-def _typed_pointer(name: str, element: Any) -> Any:
-    pointer = types.CPointer(element)
-
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        return builder.inttoptr(args[0], context.get_value_type(pointer))
-
-    def typing(typingctx: Any, address: Any) -> Any:
-        return pointer(types.int64), codegen
-
-    typing.__name__ = name
-    made: Any = intrinsic(typing)
-    made.numfuse_key = f"{name}({element})"
-    return made
-
-
 #: How a storage format looks to Numba: half types travel as their 16 bits.
 CARRIERS: dict[str, Any] = {
     "float64": types.float64,
@@ -124,7 +96,12 @@ CARRIERS: dict[str, Any] = {
 @functools.cache
 def make_elements(fmt: str) -> Any:
     """``elements(address)``: the address as a pointer ``p`` for ``p[i]`` in Numba code."""
-    return _typed_pointer("elements", CARRIERS[fmt])
+    pointer = types.CPointer(CARRIERS[fmt])
+
+    def emit(context: Any, builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        return builder.inttoptr(address, context.get_value_type(pointer))
+
+    return typed_intrinsic(f"elements({CARRIERS[fmt]})", pointer, [types.int64], emit)
 
 
 @functools.cache
@@ -137,16 +114,10 @@ def make_wide_vectors(bits: int) -> Any:
     its C wrapper it would lose the attribute.
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+    def body(builder: ir.IRBuilder) -> None:
         attributes = builder.function.attributes
         attributes.add("noinline")
         # llvmlite lists the attributes that it knows; one with a value goes past that list.
         set.add(attributes, f'"prefer-vector-width"="{bits}"')
-        return context.get_dummy_value()
 
-    def wide_vectors(typingctx: Any) -> Any:
-        return types.void(), codegen
-
-    made: Any = intrinsic(wide_vectors)
-    made.numfuse_key = f"wide_vectors({bits})"
-    return made
+    return address_intrinsic("wide_vectors", str(bits), 0, body)

@@ -178,8 +178,7 @@ def _tile(
     halfway = places(spare, I64(vectors * vl * size))
     builder.cbranch(builder.icmp_signed(">", left, I64(0)), aside, join)
     builder.position_at_end(aside)
-    for place, value in zip(halfway, sums, strict=True):
-        builder.store(value, place, align=size)
+    _store(builder, size, halfway, sums)
     for phi, then in zip(carried, (left, state[0], state[1]), strict=True):
         phi.add_incoming(then, aside)
     builder.branch(part)
@@ -193,26 +192,32 @@ def _tile(
     ]
     builder.branch(whole)
     builder.position_at_end(whole)
-    merged = []
-    for alone, value in zip(sums, added, strict=True):
-        merged.append(builder.phi(vector))
-        merged[-1].add_incoming(alone, join)
-        merged[-1].add_incoming(value, both)
-    sums = merged
+    for i, value in enumerate(added):
+        alone, sums[i] = sums[i], builder.phi(vector)
+        sums[i].add_incoming(alone, join)
+        sums[i].add_incoming(value, both)
     targets = places(c, c_step)
     with builder.if_else(builder.icmp_signed("!=", first, I64(0))) as (fresh, running):
         with fresh:
-            for target, value in zip(targets, sums, strict=True):
-                builder.store(value, target, align=size)
+            _store(builder, size, targets, sums)
         with running:
             # Each KC block is summed from zero and added once: chains of length CHAIN + K / KC
             # instead of K.
-            for source, target, value in zip(
-                places(before, before_step), targets, sums, strict=True
-            ):
-                builder.store(
-                    builder.fadd(builder.load(source, align=size), value), target, align=size
-                )
+            _store(builder, size, targets, sums, places(before, before_step))
+
+
+def _store(
+    builder: ir.IRBuilder,
+    size: int,
+    targets: list[ir.Value],
+    values: list[ir.Value],
+    added: list[ir.Value] | None = None,
+) -> None:
+    """Store vectors, each with the one at `added` added to it."""
+    for i, (target, value) in enumerate(zip(targets, values, strict=True)):
+        if added is not None:
+            value = builder.fadd(builder.load(added[i], align=size), value)
+        builder.store(value, target, align=size)
 
 
 @functools.cache

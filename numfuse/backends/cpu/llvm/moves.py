@@ -8,7 +8,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.extending import intrinsic
 
 from numfuse.backends.cpu.llvm.conversions import widen_vector
 from numfuse.backends.cpu.llvm.intrinsics import CARRIERS
@@ -23,8 +22,31 @@ from numfuse.backends.cpu.llvm.vectors import (
     masked_load,
     pointer_to,
     transpose_lanes,
+    typed_intrinsic,
     vector_of,
 )
+
+
+def _copy(
+    builder: ir.IRBuilder,
+    fmt: str,
+    acc: str,
+    source: ir.Value,
+    target: ir.Value,
+    first: int,
+    count: int,
+    live: ir.Value | None = None,
+) -> None:
+    """Widen `count` elements from the first on; with `live`, so many of them, and zeros."""
+    element, size = FORMATS[fmt]
+    pointer = pointer_to(builder, source, first * size, vector_of(element, count))
+    if live is None:
+        value = builder.load(pointer, align=size)
+    else:
+        value = masked_load(builder, pointer, live, size)
+    value = widen_vector(builder, value, fmt, acc)
+    where = pointer_to(builder, target, first * itemsize(acc), value.type)
+    builder.store(value, where, align=itemsize(acc))
 
 
 @functools.cache
@@ -33,31 +55,11 @@ def make_copy_lanes(fmt: str, acc: str, vl: int) -> Any:
 
     Reads exactly `live` elements and writes exactly ``vl``.
     """
-    element, size = FORMATS[fmt]
 
     def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value, live: ir.Value) -> None:
-        pointer = pointer_to(builder, source, 0, vector_of(element, vl))
-        value = widen_vector(builder, masked_load(builder, pointer, live, size), fmt, acc)
-        builder.store(value, pointer_to(builder, target, 0, value.type), align=itemsize(acc))
+        _copy(builder, fmt, acc, source, target, 0, vl, live)
 
     return address_intrinsic("copy_lanes", f"{fmt},{acc},{vl}", 3, body)
-
-
-@functools.cache
-def make_copy_vectors(fmt: str, acc: str, vl: int, vectors: int) -> Any:
-    """``copy_vectors(source, target)``: widen ``vectors * vl`` contiguous elements."""
-    element, size = FORMATS[fmt]
-
-    def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
-        for v in range(vectors):
-            pointer = pointer_to(builder, source, v * vl * size, vector_of(element, vl))
-            value = widen_vector(builder, builder.load(pointer, align=size), fmt, acc)
-            offset = v * vl * itemsize(acc)
-            builder.store(
-                value, pointer_to(builder, target, offset, value.type), align=itemsize(acc)
-            )
-
-    return address_intrinsic("copy_vectors", f"{fmt},{acc},{vl},{vectors}", 2, body)
 
 
 @functools.cache
@@ -66,18 +68,11 @@ def make_copy_rows(fmt: str, acc: str, vl: int, rows: int) -> Any:
 
     Writes whole vectors, so up to ``vl - 1`` elements more.
     """
-    element, size = FORMATS[fmt]
 
     def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
         for r in range(0, rows, vl):
-            pointer = pointer_to(builder, source, r * size, vector_of(element, vl))
-            if r + vl <= rows:
-                value = builder.load(pointer, align=size)
-            else:
-                value = masked_load(builder, pointer, I64(rows - r), size)
-            value = widen_vector(builder, value, fmt, acc)
-            where = pointer_to(builder, target, r * itemsize(acc), value.type)
-            builder.store(value, where, align=itemsize(acc))
+            live = None if r + vl <= rows else I64(rows - r)
+            _copy(builder, fmt, acc, source, target, r, vl, live)
 
     return address_intrinsic("copy_rows", f"{fmt},{acc},{vl},{rows}", 2, body)
 
@@ -85,14 +80,9 @@ def make_copy_rows(fmt: str, acc: str, vl: int, rows: int) -> Any:
 @functools.cache
 def make_copy_one(fmt: str, acc: str) -> Any:
     """``copy_one(source, target)``: widen one element."""
-    element, size = FORMATS[fmt]
 
     def body(builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
-        one = vector_of(element, 1)
-        value = widen_vector(
-            builder, builder.load(pointer_to(builder, source, 0, one), align=size), fmt, acc
-        )
-        builder.store(value, pointer_to(builder, target, 0, value.type), align=itemsize(acc))
+        _copy(builder, fmt, acc, source, target, 0, 1)
 
     return address_intrinsic("copy_one", f"{fmt},{acc}", 2, body)
 
@@ -178,18 +168,13 @@ def make_room(fmt: str, count: int) -> Any:
     """
     pointer = types.CPointer(CARRIERS[fmt])
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
+    def emit(context: Any, builder: ir.IRBuilder) -> ir.Value:
         element = context.get_value_type(CARRIERS[fmt])
         place = cgutils.alloca_once(builder, ir.ArrayType(element, count))
         place.align = 64  # the widest vector's, so that it may be written in one piece
         return builder.bitcast(place, context.get_value_type(pointer))
 
-    def room(typingctx: Any) -> Any:
-        return pointer(), codegen
-
-    made: Any = intrinsic(room)
-    made.numfuse_key = f"room({fmt},{count})"
-    return made
+    return typed_intrinsic(f"room({fmt},{count})", pointer, [], emit)
 
 
 @functools.cache
@@ -201,8 +186,7 @@ def make_stream(fmt: str, count: int, vector_bytes: int, opaque: bool) -> Any:
     `opaque` says that there is x86's way to hide from LLVM where a vector comes from.
     """
 
-    def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        source, target = args
+    def emit(context: Any, builder: ir.IRBuilder, source: ir.Value, target: ir.Value) -> None:
         vector = vector_of(I64, vector_bytes // 8)
         kind = ir.FunctionType(vector, [vector])
         for start in range(0, count * itemsize(fmt), vector_bytes):
@@ -214,11 +198,6 @@ def make_stream(fmt: str, count: int, vector_bytes: int, opaque: bool) -> Any:
             stored = builder.store(value, pointer_to(builder, target, start, vector))
             stored.align = vector_bytes
             stored.set_metadata("nontemporal", builder.module.add_metadata([I32(1)]))
-        return context.get_dummy_value()
 
-    def stream(typingctx: Any, source: Any, target: Any) -> Any:
-        return types.void(types.CPointer(CARRIERS[fmt]), types.int64), codegen
-
-    made: Any = intrinsic(stream)
-    made.numfuse_key = f"stream({fmt},{count},{vector_bytes},{opaque})"
-    return made
+    key = f"stream({fmt},{count},{vector_bytes},{opaque})"
+    return typed_intrinsic(key, types.void, [types.CPointer(CARRIERS[fmt]), types.int64], emit)

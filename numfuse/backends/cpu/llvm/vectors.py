@@ -9,7 +9,7 @@ hashes.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
@@ -75,26 +75,40 @@ def broadcast(builder: ir.IRBuilder, scalar: ir.Value, count: int) -> ir.Value:
     return builder.shuffle_vector(one, one, lane_numbers([0] * count))
 
 
-def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]) -> Any:
-    """An intrinsic of `nargs` int64 and no result; `body(builder, *args)` emits it."""
+def typed_intrinsic(
+    key: str, result: Any, arguments: Sequence[Any], emit: Callable[..., Any]
+) -> Any:
+    """Return an intrinsic of these types, whose name begins `key`.
+
+    `emit(context, builder, *args)` emits it and returns its value, or None where `result` is void.
+    """
 
     def codegen(context: Any, builder: ir.IRBuilder, signature: Any, args: Any) -> ir.Value:
-        body(builder, *args)
-        return context.get_dummy_value()
+        value = emit(context, builder, *args)
+        return context.get_dummy_value() if result is types.void else value
 
     def typing(typingctx: Any, *args: Any) -> Any:
-        return types.void(*[types.int64] * len(args)), codegen
+        return result(*arguments), codegen
 
-    typing.__name__ = name
+    typing.__name__ = key.partition("(")[0].partition(" ")[0]
     # Numba folds the arguments of a call by the signature, and cannot fold into *args.
     kind = inspect.Parameter.POSITIONAL_ONLY
-    names = ["typingctx", *(f"arg{i}" for i in range(nargs))]
+    names = ["typingctx", *(f"arg{i}" for i in range(len(arguments)))]
     typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, kind) for n in names]
     )
     made: Any = intrinsic(typing)
-    made.numfuse_key = f"{name}({key})"
+    made.numfuse_key = key
     return made
+
+
+def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]) -> Any:
+    """An intrinsic of `nargs` int64 and no result; `body(builder, *args)` emits it."""
+
+    def emit(context: Any, builder: ir.IRBuilder, *args: ir.Value) -> None:
+        body(builder, *args)
+
+    return typed_intrinsic(f"{name}({key})", types.void, [types.int64] * nargs, emit)
 
 
 def masked_load(builder: ir.IRBuilder, pointer: ir.Value, live: ir.Value, bytes_: int) -> ir.Value:
