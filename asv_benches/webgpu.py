@@ -24,7 +24,7 @@ import wgpu
 import numfuse as nf
 from numfuse.backends import load
 from numfuse.backends.webgpu import split, tiling
-from numfuse.backends.webgpu.stores import DeviceStore
+from numfuse.backends.webgpu.stores import Store
 from numfuse.backends.webgpu.tiling import WebGpuTile
 from numfuse.problem import product as problem
 
@@ -64,7 +64,7 @@ class Stopwatch:
 def recorded(p, operation, operands, outs):
     """The dispatches of a problem of ghosts, each result where the caller wants it."""
     device = operands[0].device
-    store = DeviceStore(device, operands, outs)
+    store = Store(device, operands, outs)
     operation(store, p)
     steps = [
         (pipeline.handle, device.group(pipeline.layout, uniform, bindings), grid)

@@ -1,123 +1,84 @@
 """numfuse's functions on arrays that live on a WebGPU device: nothing moves.
 
-The problem is made, and every check applied, with the arrays' ghosts (see
+A call that was made before is found by what is seen of its arguments, and repeated. For any other
+the problem is made, and every check applied, with the arrays' ghosts (see
 `numfuse.backends.webgpu.arrays`); the results are arrays of the same device.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from numpy import ndarray
-
-from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
-from numfuse.backends import Backend, latest, load
+from numfuse.activations import Activation
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature, of_module
+from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
-from numfuse.backends.webgpu.arrays import DeviceArray, address
+from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
 from numfuse.backends.webgpu.lower.elementwise import zero
 from numfuse.backends.webgpu.lower.sums import sum_to
-from numfuse.backends.webgpu.program import Program, key_of
-from numfuse.backends.webgpu.stores import DeviceStore
-from numfuse.problem.operands import required
-from numfuse.problem.results import ResidualGradient
+from numfuse.backends.webgpu.program import Program
+from numfuse.backends.webgpu.stores import Store
 from numfuse.runtime.lifetimes import formulas_of
 
 __all__ = [*NAMES, "synchronize", "to_numpy"]
 
+#: The arguments that are parts of a fingerprint as they are; equal ones mean the same.
+_PLAIN = frozenset((str, bool, type(None), WebGpuBackend))
 
-class _Call:
-    """The operands and outputs of a call: their device, their ghosts, its results."""
 
-    def __init__(self, backend: str | Backend | None, **operands: Any) -> None:
-        self.device = device = self._place(operands)
-        self.backend = _backend(backend, device)
-        self._operands: list[DeviceArray] = []
-        self._outs: list[DeviceArray] = []
-        for name, x in operands.items():
-            if x is not None:
-                if type(x) is not DeviceArray or x.device is not device or device.lost:
-                    self._own(name, x)
-                self._operands.append(x)
-            else:
-                required({name: x})
+class _WebGpu(PublicFunctions):
+    """The public functions as problems of ghosts, run on the arrays' device."""
 
-    @staticmethod
-    def _place(operands: dict[str, Any]) -> Device:
-        for x in operands.values():
-            if isinstance(x, DeviceArray):
-                return x.device
-        raise AssertionError("an array of a device brought the call here")
+    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
+        """Return a call's result; what it dispatched, if in one submit; and its formulas."""
+        operands = {name: x[name] for name in signature.arrays if x[name] is not None}
+        device = next(x.device for x in operands.values() if isinstance(x, DeviceArray))
+        backend = _backend(x["backend"], device)
+        outs = {name: out for name, out in signature.outs(x).items() if out is not None}
+        for name, array in (*operands.items(), *outs.items()):
+            _check_place(name, array, device)
+        ghosts = {name: array.ghost for name, array in (operands | outs).items()}
+        known: dict[int, Any] = {id(ghosts[name]): out for name, out in outs.items()}
+        p = signature.problem(x, **ghosts)
+        residual = None
+        if isinstance(p, tuple):
+            p, residual = p
+        backend.check(device, p.dtype, signature.kind)
+        store = Store(device, list(operands.values()), list(outs.values()))
+        getattr(split, signature.kind)(store, p)
+        if residual is not None:
+            sum_to(store, residual.grad, residual.d_residual, p.acc_dtype)
+        elif getattr(p.result, "d_residual", None) is not None:
+            zero(store, p.result.d_residual, p.acc_dtype)
+        store.finish()
+        backend.record(device, signature.kind, p)
 
-    def _own(self, name: str, x: Any) -> None:
-        if not isinstance(x, DeviceArray):
-            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-            raise TypeError(
-                f"{name} must be on {self.device.name} as the other operands, got {kind}: "
-                f"numfuse.to_device({name}, 'webgpu') copies it there"
-            )
-        if x.device is not self.device:
-            raise TypeError(
-                f"{name} must be on {self.device.name}, got an array on {x.device.name}"
-            )
-        x.alive()
+        def found(ghost: Any) -> Any:
+            return None if ghost is None else known.get(id(ghost)) or store.result(ghost)
 
-    def out(self, name: str, x: Any) -> ndarray | None:
-        """The ghost of an output; None where it is to be allocated."""
-        if x is None:
-            return None
-        self._own(name, x)
-        self._outs.append(x)
-        ghost: ndarray = x.ghost
-        return ghost
-
-    def run(self, kind: str, p: Any, residual: ResidualGradient | None) -> Any:
-        """Run a problem of ghosts, and return its result as arrays of the device.
-
-        `residual` is the gradient of a residual, which is no part of the problem.
-        """
-        device = self.device
-        arrays = self._operands + self._outs
-        d_residual = getattr(p.result, "d_residual", None)
-        # What is more than the problem says is not recorded.
-        plain = residual is None and d_residual is None
-        key = key_of(kind, p, arrays, len(self._outs)) if plain else None
-        program = device.programs.get(key)
         result = p.result
-        results = result if isinstance(result, tuple) else (result,)
-        known: dict[int, DeviceArray] = {id(x.ghost): x for x in self._outs}
-        new = [ghost for ghost in results if ghost is not None and id(ghost) not in known]
-        if program is not None:
-            buffers = program.run(device, arrays)
-            for ghost, number in zip(new, program.results, strict=True):
-                known[id(ghost)] = DeviceArray(device, buffers[number], ghost, address(ghost))
-            latest.call = program.call
+        if isinstance(result, tuple):
+            result = tuple.__new__(type(result), map(found, result))
         else:
-            self.backend.check(device, p.dtype, kind)
-            store = DeviceStore(device, self._operands, self._outs)
-            getattr(split, kind)(store, p)
-            if residual is not None:
-                sum_to(store, residual.grad, residual.d_residual, p.acc_dtype)
-            elif d_residual is not None:
-                zero(store, d_residual, p.acc_dtype)
-            store.finish()
-            self.backend.record(device, kind, p)
-            for ghost in new:
-                known[id(ghost)] = store.result(ghost)
-            steps = store.steps
-            if key is not None and steps is not None and all(ghost.size for ghost in new):
-                made = [known[id(ghost)].buffer for ghost in new]
-                program = Program.of(steps, arrays, made, latest.call)
-                device.keep_program(key, program, formulas_of(p.activation.curve))
-        if result is results:
-            found = [None if ghost is None else known[id(ghost)] for ghost in results]
-            return getattr(result, "_make", tuple)(found)
-        return known[id(result)]
+            result = found(result)
+        return result, store.steps, formulas_of(p.activation.curve)
 
 
-def _ghost(x: Any) -> Any:
-    return x.ghost if isinstance(x, DeviceArray) else x
+def _check_place(name: str, x: Any, device: Device) -> None:
+    """Raise TypeError for an array that is not on this device, DeviceLost where the device is."""
+    if not isinstance(x, DeviceArray):
+        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{name} must be on {device.name} as the other operands, got {kind}: "
+            f"numfuse.to_device({name}, 'webgpu') copies it there"
+        )
+    if x.device is not device:
+        raise TypeError(f"{name} must be on {device.name}, got an array on {x.device.name}")
+    x.alive()
 
 
 def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
@@ -134,24 +95,66 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
     )
 
 
-class _WebGpu(PublicFunctions):
-    """The public functions as problems of ghosts, run on the arrays' device."""
+def _replayed(function: Any) -> Callable[..., Any]:
+    """Return a public function that repeats a call that it made before."""
+    name = function.__name__
 
-    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        call = _Call(x["backend"], **{name: x[name] for name in signature.arrays})
-        ghosts = {name: _ghost(x[name]) for name in signature.arrays}
-        ghosts |= {name: call.out(name, out) for name, out in signature.outs(x).items()}
-        p = signature.problem(x, **ghosts)
-        residual = None
-        if isinstance(p, tuple):
-            p, residual = p
-        return call.run(signature.kind, p, residual)
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        # All that the call depends on but the buffers, looked at once and without another call.
+        seen: list[Any] = [name, *options, Activation.definitions]
+        flat: list[Any] = []
+        for x in (*args, *options.values()):
+            if type(x) is tuple or type(x) is list:
+                seen.append(len(x))
+                flat += x
+            else:
+                seen.append(None)
+                flat.append(x)
+        given: list[DeviceArray] = []
+        owners: list[Any] = []
+        numbers: dict[int, int] = {}  # which arrays share a buffer
+        plain = True
+        for x in flat:
+            kind = type(x)
+            if kind is DeviceArray:
+                buffer = x.buffer
+                number = numbers.get(id(buffer))
+                if number is None:
+                    number = numbers[id(buffer)] = len(owners)
+                    owners.append(buffer)
+                seen.append((x.shape, x.strides, x.dtype, x.offset, number))
+                plain = plain and (not given or x.device is given[0].device)
+                given.append(x)
+            elif kind in _PLAIN:
+                seen.append(x)
+            elif isinstance(x, Activation):
+                seen.append((x.name, x.curve.serial))
+            else:
+                plain = False
+        if not given or not plain or given[0].device.lost:
+            return function(*args, **options)[0]
+        device = given[0].device
+        fingerprint = tuple(seen)
+        program = device.programs.find(fingerprint)
+        if program is not None:
+            return program.run(device, owners, given)
+        result, steps, formulas = function(*args, **options)
+        if steps is not None:
+            program = Program.of(steps, owners, given, result)
+            if program is not None:
+                device.programs.keep(fingerprint, program, formulas, program.nbytes)
+        return result
+
+    return call
 
 
-globals().update(_WebGpu().functions())
+globals().update(
+    {name: of_module(_replayed(x), __name__) for name, x in _WebGpu().functions().items()}
+)
 
 
-def to_numpy(x: DeviceArray) -> ndarray:
+def to_numpy(x: DeviceArray) -> Any:
     """As :func:`numfuse.to_numpy`."""
     return x.to_numpy()
 

@@ -20,6 +20,7 @@ from tolerance import DTYPES, assert_within
 
 import numfuse as nf
 from numfuse.backends.webgpu import tiling
+from numfuse.runtime.replay import Replay
 
 #: Default limits of the specification of WebGPU: no device offers less.
 LEAST_STORAGE, LEAST_INVOCATIONS = 16384, 256
@@ -114,6 +115,10 @@ def met(monkeypatch):
 
     monkeypatch.setattr(Commands, "dispatch", spied)
     return found
+
+
+def kept(table):
+    return table.statistics().entries
 
 
 def same(first, second):
@@ -301,7 +306,7 @@ def test_a_tile_keeps_the_limits_of_its_device(storage, invocations, itemsize):
 def test_a_second_call_compiles_nothing_and_makes_no_uniform(device):
     grad, a, b, bias = operands(37, 29, 31)
     first = layer(grad, a, b, bias)
-    pipelines, constants = device.pipelines, len(device._constants._entries)
+    pipelines, constants = kept(device.pipelines), kept(device.constants)
     assert pipelines and constants
     made = []
     create = device.handle.create_buffer_with_data
@@ -311,8 +316,8 @@ def test_a_second_call_compiles_nothing_and_makes_no_uniform(device):
     finally:
         del device.handle.create_buffer_with_data
     assert made == []
-    assert device.pipelines == pipelines
-    assert len(device._constants._entries) == constants
+    assert kept(device.pipelines) == pipelines
+    assert kept(device.constants) == constants
 
 
 def test_a_call_is_one_submit(device):
@@ -353,14 +358,13 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
             nf.silu_mul(grad, grad, backend=backend)
 
     # Bind groups that go as soon as they may: those of few buffers would be found again.
-    monkeypatch.setattr(device, "_groups", type(device._groups)(4))
+    monkeypatch.setattr(device, "groups", Replay(4, 1 << 30))
 
     def held():
         gc.collect()
         return (
-            device._free.nbytes, len(device._free), len(device._live),
-            len(device._staging), device.pipelines, len(device._constants._entries),
-            len(device._groups._entries), len(device.programs),
+            device.free.nbytes, len(device.free), len(device._live), len(device._staging),
+            *map(kept, (device.pipelines, device.constants, device.groups, device.programs)),
         )  # fmt: skip
 
     some(100)
@@ -391,9 +395,9 @@ def test_what_is_compiled_for_a_formula_goes_with_it(device):
             there, there, None, there, there, there, None, "renewed"
         )
         gc.collect()
-        return device.pipelines, len(device.programs)
+        return kept(device.pipelines), kept(device.programs)
 
-    before = device.pipelines
+    before = kept(device.pipelines)
     first = held(2)
     assert first[0] > before
     assert held(3) == held(4) == first
@@ -417,7 +421,7 @@ def test_giving_the_pool_back_is_harmless(device):
     case = operands(37, 29, 31)
     first = layer(*case)
     device.trim()
-    assert device._free.nbytes == len(device._free) == 0
+    assert device.free.nbytes == len(device.free) == 0
     assert same(layer(*case), first)
 
 
@@ -473,7 +477,7 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_next_call_works(
     out = np.full((34, 35), np.nan, np.float32)
     text = Gemm.text
     with monkeypatch.context() as patch:
-        patch.setattr(device, "_pipelines", {})
+        patch.setattr(device, "pipelines", Replay(100, 1))
         patch.setattr(Gemm, "text", lambda shader: broken(text(shader)))
         with pytest.raises(nf.DeviceError, match=f"^{device.name.split('(')[0]}") as caught:
             nf.matmul_bias_residual(a, b, None, grad, out=out, backend="webgpu")
@@ -625,7 +629,7 @@ cycle = [nf.to_device(a, "webgpu")]
 cycle.append(cycle)
 held = threading.Event()
 def hold():  # a thread that is in the middle of something is not there in a child
-    with backend._lock, backend.device._lock, backend.device._free._lock:
+    with backend._lock, backend.device._lock, backend.device.free._lock:
         held.set()
         threading.Event().wait()
 

@@ -7,7 +7,7 @@ is an upload before and a download after the work; for ghosts nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -23,7 +23,7 @@ from numfuse.backends.webgpu.shaders.moves import COPY_AXES, Copy
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.problem.shapes import equal, merge_axes
 
-__all__ = ["DeviceStore", "HostStore", "Region"]
+__all__ = ["HostStore", "Region", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,38 +97,117 @@ def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: st
 
 
 class Store:
-    """The methods that a run calls on a store; see :class:`HostStore` and :class:`DeviceStore`."""
+    """Arrays of the device, by their ghosts; a result that is not the caller's gets a buffer.
 
-    def __init__(self, device: Device) -> None:
+    Parameters
+    ----------
+    device : Device
+    operands, outputs : sequences of DeviceArray
+        The caller's.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        operands: Sequence[DeviceArray] = (),
+        outputs: Sequence[DeviceArray] = (),
+    ) -> None:
         self.device = device
         self.commands = Commands(device)
+        #: Ranges of addresses that stand for buffers: first, last, that of the buffer's beginning.
+        self._known: list[tuple[int, int, int, Buffer]] = []
+        for x in (*operands, *outputs):
+            base = address(x.buffer.ghost)
+            self._known.append((base, base + x.buffer.size, base, x.buffer))
+        owners = [id(x.buffer) for x in outputs]
+        read = {id(x.buffer) for x in operands}
+        # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
+        self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
+        #: What is copied at the next flush, and at the end: source, target.
+        self._copies: list[tuple[Region, Region]] = []
+        self._rows: list[tuple[Region, Region]] = []
+        #: All that was done, where that is one submit; None where it was several.
+        self.steps: list[Any] | None = None
+        self._flushed = False
+
+    def _find(self, x: ndarray) -> Region | None:
+        at = address(x)
+        size = x.itemsize
+        for low, high, base, buffer in self._known:
+            if x.size and low <= at < high:
+                strides = tuple(s // size for s in x.strides)
+                return Region(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
+        return None
 
     def source(self, x: ndarray) -> Region:
-        """An operand."""
-        raise NotImplementedError
+        """Return an operand."""
+        view = self._find(x)
+        if view is None:
+            return fresh(self.device, x.shape, x.dtype, "an empty operand")
+        if view.span <= self.device.room:
+            return view
+        # A part of a large array whose rows lie too far apart to be bound at once.
+        packed = fresh(self.device, x.shape, x.dtype, "a part of an operand")
+        copy(self.commands, view, packed)
+        return packed
 
     def target(self, x: ndarray) -> Region:
-        """A result, to be written in full."""
-        raise NotImplementedError
+        """Return a result, to be written in full."""
+        self.reserve(x)
+        view = self._find(x)
+        room = self.device.room
+        if view is not None and id(view.buffer) not in self._shared and view.span <= room:
+            return view
+        apart = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+        if view is not None:
+            self._copies.append((apart, view))
+        return apart
 
     def reserve(self, x: ndarray) -> None:
-        """Make room for a result of which parts will be targets."""
+        """Give a new result its buffer, of which parts can be targets then."""
+        if x.size and self._find(x) is None:
+            view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+            self._known.append((*bounds(address(x), x), address(x), view.buffer))
 
     def rows(self, x: ndarray) -> ndarray:
-        """An operand (..., M, K) as one of (rows, K), copied."""
-        raise NotImplementedError
+        """Return an operand (..., M, K) as one of (rows, K), copied."""
+        return self._gathered(x, lambda view, made: copy(self.commands, view, made))
 
     def result_rows(self, x: ndarray) -> ndarray:
-        """Another result in place of (..., M, K), of (rows, K), copied there at the end."""
-        raise NotImplementedError
+        """Return a result of (rows, K) in place of (..., M, K), copied there at the end."""
+        return self._gathered(x, lambda view, made: self._rows.append((made, view)))
+
+    def _gathered(self, x: ndarray, use: Callable[[Region, Region], None]) -> ndarray:
+        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        self.reserve(made)
+        found = self._find(made)
+        if view is not None and found is not None:
+            use(view, replace(found, shape=x.shape, strides=contiguous_strides(x.shape)))
+        return made
 
     def flush(self) -> None:
         """Do what has been recorded so far."""
-        raise NotImplementedError
+        self._flushed = True
+        self._bring(self._copies)
+        self.commands.submit()
 
     def finish(self) -> None:
         """Do the rest; afterwards the results are there."""
-        raise NotImplementedError
+        self._bring(self._rows)
+        self._bring(self._copies)
+        if not self._flushed:
+            self.steps = list(self.commands.steps)
+        self.commands.submit()
+
+    def _bring(self, copies: list[tuple[Region, Region]]) -> None:
+        for source, out in copies:
+            copy(self.commands, source, out)
+        copies.clear()
+
+    def result(self, x: ndarray) -> DeviceArray:
+        """Return a new result as an array of the device."""
+        view = self._find(x) or fresh(self.device, x.shape, x.dtype, "an empty result")
+        return DeviceArray(self.device, view.buffer, x.shape, x.strides, x.dtype)
 
 
 class HostStore(Store):
@@ -142,7 +221,6 @@ class HostStore(Store):
         self._sources: dict[int, tuple[ndarray, Region]] = {}
         self._targets: list[tuple[ndarray, Region]] = []
         self._results: list[tuple[ndarray, ndarray]] = []
-        self._rows: list[tuple[ndarray, ndarray]] = []
 
     def source(self, x: ndarray) -> Region:
         known = self._sources.get(id(x))
@@ -168,139 +246,27 @@ class HostStore(Store):
             self._targets.append((x, view))
         return view
 
+    def reserve(self, x: ndarray) -> None:
+        """Do nothing: parts of a result are downloaded one by one."""
+
     def rows(self, x: ndarray) -> ndarray:
         return x.reshape(-1, x.shape[-1])
 
     def result_rows(self, x: ndarray) -> ndarray:
         made = np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        self._rows.append((x, made))
+        self._results.append((x, made))  # by now without content
         return made
 
     def flush(self) -> None:
         targets, self._targets = self._targets, []
         found = self.commands.submit([(Binding(v.buffer, 0, x.nbytes), x) for x, v in targets])
-        self._results += zip((x for x, _ in targets), found, strict=True)
+        self._results[:0] = zip((x for x, _ in targets), found, strict=True)
         self._sources.clear()
 
     def finish(self) -> None:
         self.flush()
         for x, value in self._results:
-            x[...] = value
-        for x, made in self._rows:
-            x[...] = made.reshape(x.shape)
-
-
-class DeviceStore(Store):
-    """For the ghosts of arrays of the device; a result that is not the caller's gets a buffer.
-
-    Parameters
-    ----------
-    device : Device
-    operands, outputs : sequences of DeviceArray
-        The caller's.
-    """
-
-    def __init__(
-        self, device: Device, operands: Sequence[DeviceArray], outputs: Sequence[DeviceArray]
-    ) -> None:
-        super().__init__(device)
-        #: Ranges of addresses that stand for buffers: first, last, that of the buffer's beginning.
-        self._known: list[tuple[int, int, int, Buffer]] = []
-        for x in (*operands, *outputs):
-            if x.size:
-                self._known.append((*bounds(x.ghost), x.base, x.buffer))
-        owners = [id(x.buffer) for x in outputs]
-        read = {id(x.buffer) for x in operands}
-        # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
-        self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
-        self._copies: list[tuple[Region, Region]] = []
-        self._rows: list[tuple[Region, Region]] = []
-        #: All that was done, where that is one submit; None where it was several.
-        self.steps: list[Any] | None = None
-        self._flushed = False
-
-    def _find(self, x: ndarray) -> Region | None:
-        at = address(x)
-        size = x.itemsize
-        for low, high, base, buffer in self._known:
-            if x.size and low <= at < high:
-                strides = tuple(s // size for s in x.strides)
-                return Region(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
-        return None
-
-    def source(self, x: ndarray) -> Region:
-        view = self._find(x)
-        if view is None:
-            return fresh(self.device, x.shape, x.dtype, "an empty operand")
-        if view.span <= self.device.room:
-            return view
-        # A part of a large array whose rows lie too far apart to be bound at once.
-        packed = fresh(self.device, x.shape, x.dtype, "a part of an operand")
-        copy(self.commands, view, packed)
-        return packed
-
-    def reserve(self, x: ndarray) -> None:
-        """Give a new result its buffer, of which parts can be targets then."""
-        if x.size and self._find(x) is None:
-            view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
-            self._known.append((*bounds(x), address(x), view.buffer))
-
-    def rows(self, x: ndarray) -> ndarray:
-        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        if view is not None:
-            copy(self.commands, view, self._as(made, x.shape))
-        return made
-
-    def result_rows(self, x: ndarray) -> ndarray:
-        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        if view is not None:
-            self._rows.append((self._as(made, x.shape), view))
-        return made
-
-    def _as(self, made: ndarray, shape: tuple[int, ...]) -> Region:
-        """The whole of a new array of rows, in the shape of what it stands for."""
-        self.reserve(made)
-        found = self._find(made)
-        assert found is not None
-        return replace(found, shape=shape, strides=contiguous_strides(shape))
-
-    def target(self, x: ndarray) -> Region:
-        self.reserve(x)
-        view = self._find(x)
-        room = self.device.room
-        if view is not None and id(view.buffer) not in self._shared and view.span <= room:
-            return view
-        apart = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
-        if view is not None:
-            self._copies.append((apart, view))
-        return apart
-
-    def flush(self) -> None:
-        self._flushed = True
-        self._bring()
-        self.commands.submit()
-
-    def finish(self) -> None:
-        rows, self._rows = self._rows, []
-        for made, result in rows:
-            copy(self.commands, made, result)
-        self._bring()
-        if not self._flushed:
-            self.steps = list(self.commands.steps)
-        self.commands.submit()
-
-    def _bring(self) -> None:
-        """Record the copies of what was made apart to the caller's arrays."""
-        copies, self._copies = self._copies, []
-        for source, out in copies:
-            copy(self.commands, source, out)
-
-    def result(self, x: ndarray) -> DeviceArray:
-        """A new result as an array of the device."""
-        view = self._find(x)
-        if view is None:
-            view = fresh(self.device, x.shape, x.dtype, "an empty result")
-        return DeviceArray(self.device, view.buffer, x, address(x))
+            x[...] = value.reshape(x.shape)
 
 
 def copy(commands: Commands, source: Region, out: Region) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "KEPT_STAGING",
     "PART",
     "POOL_BYTES",
+    "SPARE_BYTES",
     "STAGING_BYTES",
     "TILES",
     "WebGpuTile",
@@ -24,15 +25,19 @@ __all__ = [
     "tile",
 ]
 
-#: Uniforms and tables of places that a device keeps, by their content: a training step makes a
-#: dozen kinds of call with one or two each.
-KEPT_CONSTANTS = 1024
-#: Programs of calls that a device keeps: words, no memory of the device.
-KEPT_PROGRAMS = 256
+#: Uniforms and tables of places that a device keeps, by their content, and their bytes: a training
+#: step makes a dozen kinds of call with one or two each.
+KEPT_CONSTANTS = 1024, 64 << 20
+#: Programs of calls that a device keeps, and bytes of the process that they take.
+KEPT_PROGRAMS = 256, 32 << 20
 #: Sets of buffers of which a program keeps the bind groups: those that a loop takes by turns.
 KEPT_SETS = 8
-#: Bind groups that a device keeps: one for each set of buffers that a call meets again.
-KEPT_GROUPS = 512
+#: Bind groups that a device keeps, and their bindings: one for each set of buffers that a call
+#: meets again.
+KEPT_GROUPS = 512, 1 << 16
+#: Bytes of the buffers for temporaries that a device keeps: two gradients of a pre-activation at
+#: 8192 x 8192 in float32.
+SPARE_BYTES = 512 << 20
 #: Bytes of free buffers that a device keeps: the temporaries and results of a step of training at
 #: 4096 x 4096 in float32 are six of 64 MiB.
 POOL_BYTES = 512 << 20

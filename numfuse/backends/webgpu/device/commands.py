@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -84,24 +85,22 @@ class Commands:
             device.submit(dispatches)
             return []
         with device.reported(Labels(steps)):
-            encoder = device.encoded(dispatches)
             staging = device.staging(sum(sizes))
-            at = 0
-            for (binding, _), size in zip(downloads, sizes, strict=True):
-                encoder.copy_buffer_to_buffer(
-                    binding.buffer.handle, binding.offset, staging, at, size
-                )
-                at += size
-            device.queue.submit([encoder.finish()])
-            device.submits += 1
+            ends = list(accumulate(sizes))
+            device.submit(
+                dispatches,
+                [
+                    (binding.buffer.handle, binding.offset, staging, end - size, size)
+                    for (binding, _), size, end in zip(downloads, sizes, ends, strict=True)
+                ],
+            )
             try:
                 staging.map_async("READ_NOSYNC", 0, sum(sizes)).sync_wait()
                 mapped = np.frombuffer(staging.read_mapped(0, sum(sizes), copy=False), np.uint8)
-                found, at = [], 0
-                for (_, like), size in zip(downloads, sizes, strict=True):
-                    part = mapped[at : at + like.nbytes].view(like.dtype).reshape(like.shape)
-                    found.append(part.copy())
-                    at += size
+                found = []
+                for (_, like), size, end in zip(downloads, sizes, ends, strict=True):
+                    part = mapped[end - size :][: like.nbytes].view(like.dtype)
+                    found.append(part.reshape(like.shape).copy())
                 del mapped, part
                 staging.unmap()
             except BaseException:
