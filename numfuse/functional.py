@@ -389,14 +389,10 @@ def matmul_bias_residual_bwd(
                 out=out,
                 backend=backend,
             )
-    p, residual_grad = product.gemm_residual_backward(
+    p = product.gemm_residual_backward(
         grad, a, b, bias, residual, pre_activation, needs, sum_batch, guard, out
     )
-    chosen = resolve(backend)
-    if p.d_a is not None or p.d_b is not None or p.d_bias is not None:
-        chosen.backward(p)
-    if residual_grad is not None:
-        residual_grad.write()
+    resolve(backend).backward(p)
     return p.result
 
 

@@ -27,8 +27,6 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, g
 from numfuse.backends.cuda.call.entry import DeviceCall, again, remembered  # noqa: E402
 from numfuse.backends.cuda.call.foreign import kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
-from numfuse.backends.cuda.plan import batches, second_order  # noqa: E402
-from numfuse.backends.cuda.plan.program import Recorder  # noqa: E402
 
 __all__ = [*NAMES, "again", "synchronize", "to_numpy"]
 
@@ -55,30 +53,11 @@ class _Cuda(PublicFunctions):
 
         def make(ghosts: dict[str, ndarray]) -> Any:
             arrays = ghosts | {name: ghosts.get(at) for name, at in places.items()}
-            p = signature.problem(x, **arrays)
-            residual = None
-            if isinstance(p, tuple):
-                p, residual = p
-            return p, names, _after(p, residual)
+            return signature.problem(x, **arrays), names
 
         act = x["activation"]
         options = (x[name] for name in signature.options if name != "activation")
         return made.run(signature.kind, (signature.name, act.name, act.digest, *options), make)
-
-
-def _after(p: Any, residual: Any) -> Any:
-    """Return what is recorded behind a problem: the gradient of a residual, or None."""
-    if residual is not None:
-
-        def add_up(rec: Recorder, bind: Any) -> None:
-            source, target = bind("grad", residual.grad), bind("d_residual", residual.d_residual)
-            batches.sum_to(rec, source, target, p.acc_dtype.name)
-
-        return add_up
-    d_residual = getattr(p.result, "d_residual", None)
-    if d_residual is None:
-        return None
-    return lambda rec, bind: second_order.zero(rec, bind("d_residual", d_residual))
 
 
 globals().update(

@@ -18,8 +18,6 @@ from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
-from numfuse.backends.webgpu.lower.elementwise import zero
-from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Store
 from numfuse.runtime.lifetimes import formulas_of
@@ -44,16 +42,9 @@ class _WebGpu(PublicFunctions):
         ghosts = {name: array.ghost for name, array in (operands | outs).items()}
         known: dict[int, Any] = {id(ghosts[name]): out for name, out in outs.items()}
         p = signature.problem(x, **ghosts)
-        residual = None
-        if isinstance(p, tuple):
-            p, residual = p
         backend.check(device, p.dtype, signature.kind)
         store = Store(device, list(operands.values()), list(outs.values()))
         getattr(split, signature.kind)(store, p)
-        if residual is not None:
-            sum_to(store, residual.grad, residual.d_residual, p.acc_dtype)
-        elif getattr(p.result, "d_residual", None) is not None:
-            zero(store, p.result.d_residual, p.acc_dtype)
         store.finish()
         backend.record(device, signature.kind, p)
 

@@ -72,6 +72,8 @@ class Reference:
         """grad_pre = grad * act'(pre), and from it the gradients."""
         if settled(p):
             return _record("backward", p.activation)
+        if p.d_residual is not None:
+            p.d_residual[...] = sum_to(_wide(p.grad), p.d_residual.shape, _LONG)
         p, outs = _in_rows(p)
         pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
         made = epilogues.layer(p.activation.curve).select("out").backward().without("bias")
@@ -112,6 +114,8 @@ class Reference:
         """T, Q and S, and from them the gradients of the backward's gradients."""
         if settled(p):
             return _record("double_backward", p.activation)
+        if p.d_residual is not None:
+            p.d_residual[...] = 0
         p, outs = _in_rows(p)
         pre, grad = _pre_activation(p) if p.pre is None else _wide(p.pre), _wide(p.grad)
         made = epilogues.layer_double_backward(p.activation.curve).without("bias", "w")

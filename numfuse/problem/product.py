@@ -26,7 +26,6 @@ from numfuse.activations import get as get_activation
 from numfuse.problem.operands import (
     array_of,
     as_operands,
-    as_plain,
     output,
     required,
     same_dtype,
@@ -49,7 +48,6 @@ from numfuse.problem.results import (
     GatedGradients,
     GemmGradients,
     GemmResidualGradients,
-    ResidualGradient,
     allocate,
     check_needs,
     check_outputs,
@@ -99,13 +97,13 @@ class GemmProblem:
 
 @dataclass(slots=True, eq=False, repr=False)
 class GemmBackwardProblem:
-    """The gradients of act(a @ b + bias), given the gradient of the result.
+    """The gradients of act(a @ b + bias) (+ residual), given the gradient of the result.
 
     Every axis of `batch` that a gradient lacks, or has with length 1, is summed over: with
     sum_batch, `d_b` is simply (K, N) beside a batched `b`.
     """
 
-    #: What has a row for each of M.
+    #: What has a row for each of M, but for a residual's gradient, which may have one for all.
     BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "grad", "pre", "d_a")
 
     m: int
@@ -126,6 +124,8 @@ class GemmBackwardProblem:
     d_a: ndarray | None
     d_b: ndarray | None
     d_bias: ndarray | None
+    #: A sum over grad alone: (..., M or 1, N or 1).
+    d_residual: ndarray | None
     result: Any
 
 
@@ -246,18 +246,11 @@ def gemm_residual_backward(
     sum_batch: bool = False,
     guard: bool = True,
     out: Any = None,
-) -> tuple[GemmBackwardProblem, ResidualGradient | None]:
-    """The problem of `matmul_bias_residual_bwd`, and its residual's gradient if that is needed.
-
-    The residual's gradient is a sum over grad alone, so it is no part of the backend's problem.
-    """
+) -> GemmBackwardProblem:
+    """The problem of `matmul_bias_residual_bwd`; see there for what is accepted and raised."""
     required({"residual": residual})
     operands = (grad, a, b, bias, pre_activation)
-    p = _backward(operands, residual, "none", needs, sum_batch, guard, out)
-    d_residual = p.result.d_residual
-    if d_residual is None:
-        return p, None
-    return p, ResidualGradient(as_plain("grad", array_of(grad)), as_plain("d_residual", d_residual))
+    return _backward(operands, residual, "none", needs, sum_batch, guard, out)
 
 
 def _backward(
@@ -289,12 +282,12 @@ def _backward(
                 shapes.append((m, n))
             made = plain_gradients(names, shapes, needs, outs, dtype, (*operands, residual))
             if made is not None:
-                d_a, d_b, d_bias = made[:3]
-                bias = None if bias is None else bias[None]
-                result, d_bias = gradients(*made), None if d_bias is None else d_bias[None]
-                sizes = m, n, k, ()
+                result = gradients(*made)
+                d_a, d_b, d_bias, d_residual = (*made, None)[:4]
+                bias, d_bias = row_view(bias), row_view(d_bias)
+                one = m, n, k, (), dtype, acc, act
                 return GemmBackwardProblem(
-                    *sizes, dtype, acc, act, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, result
+                    *one, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, d_residual, result
                 )
     x = as_operands(grad=array_of(grad), a=a, b=b, bias=bias, residual=residual)
     dtype, acc = same_dtype(x)
@@ -310,11 +303,15 @@ def _backward(
         pre = shape.full(x["pre_activation"])
     arrays, own = allocate(outs, of_each, needs, dtype, x)
     d_a, d_b, d_bias = row_view(arrays[0]), column_view(arrays[1]), row_view(arrays[2])
+    d_residual = None if len(arrays) < 4 else arrays[3]
+    if d_residual is not None:
+        d_residual = residual_view(shape, d_residual)
+    sizes = *shape[:4], dtype, acc, act
     result = gradients(*own)
     problem = GemmBackwardProblem(
-        *shape[:4], dtype, acc, act, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, result
+        *sizes, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, d_residual, result
     )
-    fold_rows(problem, problem.BY_ROWS)
+    fold_rows(problem, (*problem.BY_ROWS, "d_residual"))
     return problem
 
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse.problem.operands import ACCUMULATORS, output
-from numfuse.problem.shapes import sum_to
+from numfuse.problem.operands import output
 
 __all__ = [
     "GATED_NEEDS",
@@ -24,7 +23,6 @@ __all__ = [
     "GemmResidualGradients",
     "GemmResidualSecondGradients",
     "GemmSecondGradients",
-    "ResidualGradient",
     "Tangent",
     "allocate",
     "check_needs",
@@ -101,17 +99,8 @@ class Tangent(NamedTuple):
     out_dot: Any
 
 
-class ResidualGradient(NamedTuple):
-    """d_residual = grad, summed to the residual's shape."""
-
-    grad: ndarray
-    d_residual: ndarray
-
-    def write(self) -> None:
-        """Sum in the accumulator's dtype; one rounding at the store."""
-        acc_dtype = ACCUMULATORS[self.grad.dtype]
-        with np.errstate(all="ignore"):  # as silent as the kernels, whatever the caller has set
-            self.d_residual[...] = sum_to(self.grad, self.d_residual.shape, acc_dtype)
+#: The results of every kind of problem.
+_RESULTS = ("out", "out_dot", "pre", "d_grad", "d_a", "d_b", "d_bias", "d_residual")
 
 
 def settled(p: Any) -> bool:
@@ -121,10 +110,8 @@ def settled(p: Any) -> bool:
     are become zero here, whatever lengths the other axes have. Where no result has an element, none
     is written.
     """
-    forward = hasattr(p, "out")
-    names = ("out", "out_dot", "pre") if forward else ("d_grad", "d_a", "d_b", "d_bias")
-    results = [x for name in names if (x := getattr(p, name, None)) is not None]
-    if (p.out if forward else p.grad).size:
+    results = [x for name in _RESULTS if (x := getattr(p, name, None)) is not None]
+    if (p.out if hasattr(p, "out") else p.grad).size:
         return not any(x.size for x in results)
     for x in results:
         x[...] = 0

@@ -66,7 +66,8 @@ class GemmDoubleBackwardProblem(GemmBackwardProblem):
 
     With Q = grad * act''(pre) * T and S = grad * act'(pre): d_grad = act'(pre) * T,
     d_a = Q @ b^T + S @ v^T, d_b = a^T @ Q + u^T @ S, d_bias = sum(Q). Where act'' is zero
-    everywhere, so is Q, whatever T is. `z` is there with the activation "none" alone.
+    everywhere, so is Q, whatever T is. `z` is there with the activation "none" alone. Nothing
+    depends on a residual, so d_residual = 0.
     """
 
     BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "grad", "pre", "d_a", "u", "d_grad", "z")
@@ -235,16 +236,16 @@ def _double_backward(
     ]
     d_grad, d_a, d_b, d_bias = made[:4]
     gradients: Any = GemmSecondGradients(*made[:4])
+    d_residual = None
     if x.residual is not None:
         gradients = GemmResidualSecondGradients(*made)
-        if made[4] is not None:
-            made[4][...] = 0  # the result is linear in its residual: nothing depends on it
+        d_residual = None if made[4] is None else residual_view(shape, made[4])
     assert x.grad is not None
     d_grad = None if d_grad is None else shape.full(d_grad)
     d_a, d_b, d_bias = row_view(d_a), column_view(d_b), row_view(d_bias)
     sizes: tuple[Any, ...] = (*shape[:4], dtype, x.acc_dtype, act)
     backward: tuple[Any, ...] = (x.a, x.b, x.bias, x.grad, pre, bool(guard))
-    results: tuple[Any, ...] = (d_a, d_b, d_bias, gradients, x.u, x.v, x.w, x.z, d_grad)
+    results: tuple[Any, ...] = (d_a, d_b, d_bias, d_residual, gradients, x.u, x.v, x.w, x.z, d_grad)
     p = GemmDoubleBackwardProblem(*sizes, *backward, *results)
     fold_rows(p, p.BY_ROWS)
     return p

@@ -211,7 +211,7 @@ def fold_rows(p: Any, rows: tuple[str, ...]) -> None:
         x = getattr(p, name)
         if x is None:
             continue
-        if name in ("residual", "z") and x.size == x.shape[-1]:
+        if name in ("residual", "z", "d_residual") and x.size == x.shape[-1]:
             views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
             continue
         merged = merge_rows(x)
@@ -229,7 +229,12 @@ def as_one(p: Any) -> Any:
     what does not merge without a copy keeps its batch axes, so an array of more than two axes,
     where `batch` is (), is one whose rows have to be gathered. A problem without such a sum, or
     with a batch of its own, is returned as it is.
+
+    The gradient of a residual has been made by then, and is left out: its sum is over other axes.
     """
+    if p.d_residual is not None:
+        p = replace(p, d_residual=None)
+        fold_rows(p, p.BY_ROWS)
     if not p.batch or (p.d_b is None and p.d_bias is None) or not shares_weights(p):
         return p
     p = replace(p)

@@ -176,6 +176,27 @@ def test_sum_batch_gives_d_b_the_shape_of_one_member():
     assert p.d_b.shape == p.result.d_b.shape == (3, 5)
 
 
+def test_the_gradient_of_a_residual_is_a_result_like_any_other():
+    a, b, grad = ones(2, 4, 3), ones(3, 5), ones(2, 4, 5)
+
+    def problem(*residual, **how):
+        return product.gemm_residual_backward(grad, a, b, None, ones(*residual), **how)
+
+    for residual, shape in (((5,), (1, 5)), ((2, 4, 1), (8, 1)), ((1,), (1, 1))):
+        p = problem(*residual)
+        assert (p.batch, p.m, p.d_residual.shape) == ((), 8, shape)
+        assert same_memory(p.d_residual, p.result.d_residual)
+        assert p.result.d_residual.shape == residual
+    # One array for every member of the batch: its sum keeps the batch, all others do not.
+    p = problem(4, 5)
+    assert (p.batch, p.m, p.d_residual.shape) == ((2,), 4, (1, 4, 5))
+    rest = as_one(p)
+    assert (rest.batch, rest.m, rest.d_residual) == ((), 8, None)
+    assert rest.d_a.shape == (8, 3) and same_memory(rest.d_a, p.d_a)
+    assert problem(4, 5, needs=("a", "b")).d_residual is None
+    assert problem(4, 5, needs=("a", "b")).batch == ()
+
+
 def test_a_saved_pre_activation_may_have_the_storage_dtype():
     half = [
         ones(4, 5, dtype=np.float16),

@@ -15,7 +15,7 @@ from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
 from numfuse.errors import BackendUnavailable
 from numfuse.problem.results import settled
-from numfuse.problem.shapes import as_one
+from numfuse.problem.shapes import as_one, sum_to
 from numfuse.runtime import specialise
 from numfuse.runtime.replay import Replay
 
@@ -101,6 +101,9 @@ class CpuBackend:
         """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
         rows where grad_pre is large.
         """
+        if p.d_residual is not None:
+            with np.errstate(all="ignore"):  # as silent as the kernels
+                p.d_residual[...] = sum_to(p.grad, p.d_residual.shape, p.acc_dtype)
         most, batch = 1, p.batch
         forms: Any = None
         if batch:
@@ -137,6 +140,8 @@ class CpuBackend:
 
     def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
         """The gradients of the backward's gradients, weighted with cotangents."""
+        if p.d_residual is not None:
+            p.d_residual[...] = 0
         if p.batch:
             p = as_one(p)
         first = p.a, p.b, p.bias, p.grad, p.pre, p.d_a, p.d_b, p.d_bias

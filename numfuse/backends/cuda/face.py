@@ -44,10 +44,10 @@ __all__ = ["PRECISIONS", "CudaBackend", "default"]
 PRECISIONS = ("ieee", "bf16x6", "tf32")
 _OUTPUTS = {
     "forward": ("out", "pre"),
-    "backward": ("d_a", "d_b", "d_bias"),
+    "backward": ("d_a", "d_b", "d_bias", "d_residual"),
     "gated": ("out",),
     "gated_backward": ("d_a", "d_b"),
-    "double_backward": ("d_grad", "d_a", "d_b", "d_bias"),
+    "double_backward": ("d_grad", "d_a", "d_b", "d_bias", "d_residual"),
     "tangent": ("out", "out_dot"),
     "gated_double_backward": ("d_grad", "d_a", "d_b"),
     "gated_tangent": ("out", "out_dot"),

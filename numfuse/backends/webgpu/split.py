@@ -21,6 +21,8 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.lower import gates, layers
+from numfuse.backends.webgpu.lower.elementwise import zero
+from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.shapes import as_one
 
@@ -184,6 +186,8 @@ def _summed(
     operation: Callable[[Store, Any, dict[str, tuple[Region, bool]]], None],
 ) -> None:
     """Run an operation, parts of whose results are sums over pieces."""
+    if p.d_residual is not None:
+        _residual(store, p, p.d_residual)
     p = as_one(p)
     if not p.batch:
         for name in p.BY_ROWS:
@@ -225,6 +229,14 @@ def _summed(
             if mine in several and not left[mine]:
                 copy(store.commands, totals.pop(mine), store.target(getattr(part, name)))
         store.flush()
+
+
+def _residual(store: Store, p: GemmBackwardProblem, out: ndarray) -> None:
+    """Run the gradient of a residual; to second order it is zero."""
+    if hasattr(p, "d_grad"):
+        zero(store, out, p.acc_dtype)
+    elif not store.sum_here(p.grad, out, p.acc_dtype):
+        sum_to(store, p.grad, out, p.acc_dtype)
 
 
 def _gated(

@@ -95,7 +95,6 @@ def recorded(
     bind: Callable[[Recorder, str, ndarray], View],
     names: tuple[str, ...],
     activation: str,
-    after: Callable[[Recorder, Callable[[str, ndarray], View]], None] | None = None,
 ) -> tuple[Steps, Call]:
     """The steps of a problem, and what `last_call` tells of it."""
     rec = Recorder(device, precision)
@@ -108,8 +107,6 @@ def recorded(
         return found
 
     operations[kind](rec, p, once)
-    if after is not None:
-        after(rec, once)
     steps = rec.steps(names)
     _, kernel, tile = steps.chief or (0, "nothing", None)
     told = Call("cuda", str(device), steps.tiers, f"{kind}/{activation} {kernel}", tile)
@@ -139,8 +136,7 @@ def call(
     options : tuple
         All else that the problem depends on; hashable.
     make_problem : callable
-        From ghosts, by name: (problem, names of the parts of its result, what else is to be
-        recorded after it, or None).
+        From ghosts, by name: (problem, names of the parts of its result).
     capture : int, optional
         The number of the graph that is being captured, where the caller knows it.
     """
@@ -208,7 +204,7 @@ def _record(
         dtype = dtype_of(a.dtype)
         strides = [s * dtype.itemsize for s in a.strides]
         ghosts[name] = ghost(a.address, a.shape, strides, dtype, a.writable)
-    p, result_names, after = make_problem(ghosts)
+    p, result_names = make_problem(ghosts)
     formulas = p.activation.formulas()
     parts = p.result if isinstance(p.result, tuple) else (p.result,)
     news: list[str] = []
@@ -240,7 +236,7 @@ def _record(
         )
 
     steps, told = recorded(
-        device, precision, kind, p, bind, (*operands, *outs, *news), p.activation.name, after
+        device, precision, kind, p, bind, (*operands, *outs, *news), p.activation.name
     )
     pack: Callable[[Sequence[Any]], Any] | None = None
     if isinstance(p.result, tuple):
@@ -264,7 +260,7 @@ def foresee(
 
     def gemm(save: bool) -> Callable[[dict[str, ndarray]], Any]:
         names = ("out", "pre") if save else ("out",)
-        return lambda g: (product.gemm(g["a"], g["b"], g["bias"], act, save), names, None)
+        return lambda g: (product.gemm(g["a"], g["b"], g["bias"], act, save), names)
 
     kinds: tuple[tuple[str, dict[str, Argument], Any], ...] = (
         ("forward", forward, gemm(False)),
@@ -275,18 +271,13 @@ def foresee(
             lambda g: (
                 product.gemm_backward(g["grad"], g["a"], g["b"], g["bias"], act),
                 ("d_a", "d_b", "d_bias"),
-                None,
             ),
         ),
-        ("gated", gates, lambda g: (product.gated(g["a"], g["b"], act), ("out",), None)),
+        ("gated", gates, lambda g: (product.gated(g["a"], g["b"], act), ("out",))),
         (
             "gated_backward",
             gates_backward,
-            lambda g: (
-                product.gated_backward(g["grad"], g["a"], g["b"], act),
-                ("d_a", "d_b"),
-                None,
-            ),
+            lambda g: (product.gated_backward(g["grad"], g["a"], g["b"], act), ("d_a", "d_b")),
         ),
     )
     for kind, operands, make_problem in kinds:
@@ -364,6 +355,7 @@ _FIELDS = (
     "d_a",
     "d_b",
     "d_bias",
+    "d_residual",
     "u",
     "v",
     "w",

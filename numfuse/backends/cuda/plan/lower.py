@@ -140,11 +140,17 @@ def _last(view: View | None) -> View | None:
 
 
 def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
-    """grad_pre = grad * act'(pre), and what is made of it."""
+    """Record the gradients of a layer; a residual's is a sum over grad alone."""
+    if p.d_a is not None or p.d_b is not None or p.d_bias is not None:
+        _gradients(rec, p, bind)
+    if p.d_residual is not None:
+        source, target = bind("grad", p.grad), bind("d_residual", p.d_residual)
+        batches.sum_to(rec, source, target, p.acc_dtype.name)
+
+
+def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
+    """Record grad_pre = grad * act'(pre), and what is made of it."""
     acc = p.acc_dtype.name
-    products = p.d_a is not None or p.d_b is not None
-    if not products and p.d_bias is None:
-        return
     made = epilogues.layer(p.activation.curve).select("out").backward().select("d_z")
     linear = made["d_z"] is leaf("grad")
     v = Backward.of(rec, p, bind, not linear and p.pre is None)

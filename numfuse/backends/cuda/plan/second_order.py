@@ -201,6 +201,7 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
         ("d_a", bent or p.v is not None),
         ("d_b", bent or p.u is not None),
         ("d_bias", bent),
+        ("d_residual", False),
     ):
         x = getattr(p, name)
         if x is not None and there:
