@@ -2,6 +2,8 @@
 
     python asv_benches/webgpu.py --tiles              which tile is the fastest here
     python asv_benches/webgpu.py                      the tables of docs/webgpu.md
+    python asv_benches/webgpu.py --sizes 4096 --chain 0 256 512 1024 --tile 128x128x16:8x16
+                                                      chains of sums of these lengths, and tiles
 
 WebGPU's times are the device's own (timestamps around a pass that repeats a call, so that neither
 Python nor the wait for the result counts), PyTorch's are those of CUDA events around as many
@@ -16,6 +18,7 @@ import json
 import statistics
 import struct
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -386,17 +389,66 @@ def tiles(device, sizes, names):
     tiling.tile = chosen
 
 
+def chains(device, sizes, lengths, tiles):
+    """Times of tiles with chains of sums of these lengths, by turns, and their largest errors."""
+    watch = Stopwatch(device)
+    rng = np.random.default_rng()
+    chosen = tiling.tile
+    for size in sizes:
+        host = operands(rng, size, size, size, np.float32)
+        arrays = [nf.to_device(x, "webgpu") for x in host]
+        outs = [nf.to_device(np.zeros_like(x), "webgpu") for x in (host[3], *host[:3])]
+        wanted = host[0].astype(np.float64) @ host[1].astype(np.float64)
+        contestants = {}
+        for tile in tiles or (None,):
+            for length in lengths:
+
+                def patched(*given, tile=tile, length=length):
+                    return replace(tile or chosen(*given), chain=length)
+
+                tiling.tile = patched
+                made = work(arrays, outs)
+                watch.seconds(made["product"][0])
+                off = np.abs(nf.to_numpy(outs[0]) - wanted).max()
+                contestants[tile, length] = made, off, {"forward": [], "backward": []}
+        for _ in range(7):
+            for made, _, turns in contestants.values():
+                for name, seconds in turns.items():
+                    steps, flops = made[name]
+                    repeats = min(50, max(1, int(2e11 / flops)))
+                    seconds.append(watch.seconds(steps * repeats) / repeats)
+        for (tile, length), (_, off, turns) in contestants.items():
+            times = ", ".join(
+                f"{name} {statistics.median(seconds) * 1e3:.4g} ms"
+                for name, seconds in turns.items()
+            )
+            name = "its own tile" if tile is None else tile
+            print(f"{size}, chains of {length}, {name}: {times}; error {off:.3g}", flush=True)
+    tiling.tile = chosen
+
+
+def tile_of(text):
+    """The tile that ``BMxBNxBK:MRxNR`` says."""
+    block, _, sums = text.partition(":")
+    return WebGpuTile(*map(int, block.split("x")), *map(int, sums.split("x")), k_first=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--operations", nargs="+", default=["product", "forward", "backward"])
     parser.add_argument("--elements", type=int, default=1 << 27)
+    parser.add_argument("--chain", type=int, nargs="+", help="0 is one chain")
+    parser.add_argument("--tile", type=tile_of, nargs="+", help="as 128x128x16:8x16")
     arguments = parser.parse_args()
     device = load("webgpu").device
     print(json.dumps(device.describe(), indent=1), flush=True)
     if arguments.tiles:
         tiles(device, arguments.sizes, arguments.operations)
+        return
+    if arguments.chain or arguments.tile:
+        chains(device, arguments.sizes, arguments.chain or [tiling.CHAIN], arguments.tile)
         return
     shapes = [(size,) * 3 for size in arguments.sizes]
     products(device, shapes, np.float32, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,20 @@ def test_every_shader_is_wgsl_without_leftovers():
         assert text == shader.text()
         used = set(re.findall(r"\bp\.(\w+)", text))
         assert used <= set(shader.uniform.names), shader.label
+
+
+def test_one_chain_of_sums_leaves_no_trace_of_others():
+    layer = Formula.of(epilogues.layer, nf.activations()["gelu"].curve).choose("out")
+    factors, out = (Access("float32"),) * 2, Array("out", Access("float32"), stored=True)
+    bias = Array("bias", Access("float32"), by_column=True)
+    for tile in TILES:
+        texts = [
+            Gemm(replace(tile, chain=chain), "float32", factors, layer, (bias, out)).text()
+            for chain in (0, 256)
+        ]
+        found = [set(re.findall(r"var slices|chain|kept", text)) for text in texts]
+        assert found == [set(), {"var slices", "chain", "kept"}]
+        assert texts[0].count("loop {") == texts[1].count("loop {") - 1
 
 
 def test_shaders_are_equal_where_their_formulas_are():

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import once
@@ -281,6 +282,23 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
     assert orders >= {
         (x, y, wide, wide) for x in (False, True) for y in (False, True) for wide in (False, True)
     }
+
+
+@pytest.mark.parametrize("chain", [0, 1, 2, 5])
+@pytest.mark.parametrize("stages", [1, 2])
+def test_chains_of_sums_end_anywhere(webgpu, device, monkeypatch, chain, stages):
+    """Within a part of K, where one ends or the batch goes on, and nowhere: in so many slices."""
+    tile = replace(tiling.TILES[-1], block_k=8, stages=stages)
+    monkeypatch.setattr(tiling, "tile", lambda *_: replace(tile, chain=8 * chain))
+    device.programs.clear()
+    for sizes in ((33, 34, 8), (33, 34, 41), (1100, 20, 16)):
+        assert_layer(*operands(*sizes))
+    grad, a, b, bias = (np.stack([x] * 3) for x in operands(9, 10, 20))
+    got = nf.matmul_bias_activation_bwd(grad, a, b, bias[0], sum_batch=True, backend="webgpu")
+    exact = tolerance.backward(
+        grad, a, b, bias[0], "none", a.dtype, backend="webgpu", d_b_shape=b.shape[1:]
+    )
+    assert_within("d_b", got.d_b, exact.d_b, exact.d_b_error)
 
 
 @pytest.mark.parametrize("storage", [LEAST_STORAGE, 32768, 49152])

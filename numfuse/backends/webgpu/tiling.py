@@ -46,6 +46,11 @@ KEPT_STAGING = 4
 STAGING_BYTES = 64 << 20
 
 
+#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
+#: tile's slices; 0: all of them.
+CHAIN = 256
+
+
 @dataclass(frozen=True)
 class WebGpuTile:
     """A workgroup's block of a product on WebGPU, and an invocation's part of it."""
@@ -61,6 +66,7 @@ class WebGpuTile:
     stages: int = 1
     #: Whether neighbouring invocations fetch along K where that is the contiguous axis.
     k_first: bool = False
+    chain: int = CHAIN
 
     @property
     def invocations(self) -> int:
@@ -82,9 +88,6 @@ TILES = (
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
-#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
-#: tile's slices.
-CHAIN = 256
 #: Blocks that keep a large device busy: two on each of 132 multiprocessors.
 BLOCKS = 264
 #: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way

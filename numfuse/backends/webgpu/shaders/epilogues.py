@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storage, Uniform
 from numfuse.backends.webgpu.shaders.template import expand
@@ -186,7 +185,7 @@ class Gemm(_Epilogue):
                 "BLOCK_M": t.block_m,
                 "BLOCK_N": t.block_n,
                 "BLOCK_K": t.block_k,
-                "CHAIN": tiling.CHAIN,
+                "SLICES": t.chain // t.block_k,
                 "MR": t.mr,
                 "NR": t.nr,
                 "GROUP": t.group,

@@ -3,9 +3,11 @@
 // of BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
 // multiplied.
 //
-// A chain of sums over K ends after CHAIN products, and is added to those before: the errors of a
+//$ if SLICES:
+// A chain of sums over K ends after so many SLICES, and is added to those before: the errors of a
 // chain grow with the root of its length.
 //
+//$ end
 // Trusted: every index below fits 32 bits; strides may be negative (they wrap); where an array is
 // WIDE, its offset, strides and lengths are multiples of 4.
 //
@@ -98,11 +100,15 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var c${i}_$j = vec4<$ACC>();
     //$ end
     //$ end
-    // The sums of chains that have ended.  Their indices are none that a compiler knows (p.n is below
-    // 2^31), so they lie in memory: there are no registers for as many sums again.
-    var kept: array<vec4<$ACC>, ${MR * NR // 4}>;
-    let kept_first = p.n >> 31u;
-    var slices = 0u;
+    //$ if SLICES:
+    // The sums of chains that have ended.
+    //$ for i in range(MR):
+    //$ for j in range(NR // 4):
+    var kept${i}_$j = vec4<$ACC>();
+    //$ end
+    //$ end
+    var chains = 0u;
+    //$ end
     let k_first = plane % p.parts * p.part;
     let k_end = min(k_first + p.part, p.k);
     var k0 = k_first;
@@ -135,6 +141,10 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     running = running && segment < last_segment;
     //$ end
     var ahead = false;
+    //$ if SLICES:
+    loop { // a chain
+    var slices = 0u;
+    //$ end
     loop {
         //$ for s in range(STAGES):
         {
@@ -235,29 +245,43 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     //$ end
                 }
                 //$ end
+                //$ if SLICES:
                 slices += 1u;
-                if (ahead && slices % ${CHAIN // BLOCK_K}u == 0u) {
-                    //$ for i in range(MR):
-                    //$ for j in range(NR // 4):
-                    kept[kept_first + ${i * NR // 4 + j}u] += c${i}_$j;
-                    c${i}_$j = vec4<$ACC>();
-                    //$ end
-                    //$ end
-                }
+                //$ end
             }
             if (!ahead) {
                 break;
             }
+            //$ if SLICES:
+            //$ if s == STAGES - 1:
+            if (slices >= ${SLICES}u) {
+                break;
+            }
+            //$ end
+            //$ end
         }
         //$ end
     }
-    if (slices > ${CHAIN // BLOCK_K}u) {
+    //$ if SLICES:
+    if (!ahead) {
+        break;
+    }
+    chains += 1u;
+    //$ for i in range(MR):
+    //$ for j in range(NR // 4):
+    kept${i}_$j += c${i}_$j;
+    c${i}_$j = vec4<$ACC>();
+    //$ end
+    //$ end
+    }
+    if (chains != 0u) {
         //$ for i in range(MR):
         //$ for j in range(NR // 4):
-        c${i}_$j += kept[kept_first + ${i * NR // 4 + j}u];
+        c${i}_$j += kept${i}_$j;
         //$ end
         //$ end
     }
+    //$ end
     //$ end
 
     // One copy of the epilogue for all MR x NR / 4 runs: unrolled, it would be most of the code.
