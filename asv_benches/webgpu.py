@@ -64,11 +64,11 @@ class Stopwatch:
         return (last - first) * self.tick
 
 
-def recorded(p, operation, operands, outs):
+def recorded(p, kind, operands, outs):
     """The dispatches of a problem of ghosts, each result where the caller wants it."""
     device = operands[0].device
     store = Store(device, operands, outs)
-    operation(store, p)
+    split.run(store, kind, p)
     steps = [
         (pipeline.handle, device.group(pipeline.layout, uniform, bindings), grid)
         for pipeline, uniform, bindings, grid in store.commands.steps
@@ -98,9 +98,9 @@ def work(arrays, outs, activation="gelu"):
         out=tuple(x.ghost for x in gradients),
     )  # fmt: skip
     return {
-        "product": (recorded(product, split.forward, arrays, outs), flops),
-        "forward": (recorded(forward, split.forward, arrays, outs), flops),
-        "backward": (recorded(backward, split.backward, arrays, outs), 3 * flops),
+        "product": (recorded(product, "forward", arrays, outs), flops),
+        "forward": (recorded(forward, "forward", arrays, outs), flops),
+        "backward": (recorded(backward, "backward", arrays, outs), 3 * flops),
     }
 
 
@@ -301,15 +301,15 @@ def gates(device, count, dtype):
     out, d_a, d_b = (nf.to_device(np.zeros(shape, dtype), "webgpu") for _ in range(3))
     work = {}
     for act in ("none", "relu", "silu", "gelu"):
-        work[f"{act}"] = (problem.gated(a.ghost, b.ghost, act, out.ghost), split.gated, 3)
+        work[f"{act}"] = (problem.gated(a.ghost, b.ghost, act, out.ghost), "gated", 3)
         work[f"{act} backward"] = (
             problem.gated_backward(grad.ghost, a.ghost, b.ghost, act, out=(d_a.ghost, d_b.ghost)),
-            split.gated_backward, 4 if act == "none" else 5,
+            "gated_backward", 4 if act == "none" else 5,
         )  # fmt: skip
     del work["none backward"]
     steps = {
-        name: recorded(p, operation, (a, b, grad), (out, d_a, d_b))
-        for name, (p, operation, _) in work.items()
+        name: recorded(p, kind, (a, b, grad), (out, d_a, d_b))
+        for name, (p, kind, _) in work.items()
     }
     copy = 2 * a.nbytes / copying(watch, device, a, out)
     print(f"copy of {a.nbytes >> 20} MiB: {copy / 1e9:.0f} GB/s", flush=True)

@@ -44,7 +44,7 @@ class _WebGpu(PublicFunctions):
         p = signature.problem(x, **ghosts)
         backend.check(device, p.dtype, signature.kind)
         store = Store(device, list(operands.values()), list(outs.values()))
-        getattr(split, signature.kind)(store, p)
+        split.run(store, signature.kind, p)
         store.finish()
         backend.record(device, signature.kind, p)
 

@@ -88,7 +88,7 @@ class WebGpuBackend:
         self.check(device, p.dtype, kind)
         if not settled(p):
             store = HostStore(device)
-            getattr(split, kind)(store, p)
+            split.run(store, kind, p)
             store.finish()
         self.record(device, kind, p)
 

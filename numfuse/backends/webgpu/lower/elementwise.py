@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
 
 from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise
 from numfuse.backends.webgpu.shaders.formula import Formula
@@ -28,9 +27,8 @@ def nothing() -> Epilogue:
 _ZERO = Formula.of(nothing, None).choose("out")
 
 
-def zero(store: Store, x: ndarray | Region, accumulator: np.dtype[Any]) -> None:
-    """Record x = 0."""
-    out = x if isinstance(x, Region) else store.target(x)
+def zero(store: Store, out: Region, accumulator: np.dtype[Any]) -> None:
+    """Record out = 0."""
     elementwise(store, _ZERO, {}, {"out": out}, accumulator)
 
 

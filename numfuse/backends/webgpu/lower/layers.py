@@ -7,9 +7,9 @@ S; what is left are the products of a backward, with Q and S in place of grad_pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from numfuse import epilogues
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 
     _Moving: TypeAlias = GemmDoubleBackwardProblem | GemmTangentProblem
 
-__all__ = ["backward", "double_backward", "forward", "tangent"]
+__all__ = ["LAYERS"]
+
+#: Where to write each of the results that are wanted, and whether it is added to what is there.
+_Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
 
 
 def layer_backward(f: Curve) -> Epilogue:
@@ -40,7 +43,7 @@ def residual_backward() -> Epilogue:
     return epilogues.residual_layer().backward()
 
 
-def forward(store: Store, p: GemmProblem) -> None:
+def forward(store: Store, p: GemmProblem, outs: _Outs) -> None:
     """Record act(a @ b + bias), or a @ b + bias + residual, and the pre-activation if wanted."""
     absent = () if p.bias is not None else ("bias",)
     if p.residual is None:
@@ -50,18 +53,12 @@ def forward(store: Store, p: GemmProblem) -> None:
     a, b = store.source(p.a), store.source(p.b)
     given = {"bias": p.bias, "residual": p.residual}
     arrays = {name: store.source(x) for name, x in given.items() if x is not None}
-    outs = {"out": store.target(p.out)}
-    if p.pre is not None:
-        outs["pre"] = store.target(p.pre)
-    product(store, a, b, p.batch, outs, p.acc_dtype, formula.choose(*outs), arrays)
+    made = {name: outs[name][0] for name in ("out", "pre") if name in outs}
+    product(store, a, b, p.batch, made, p.acc_dtype, formula.choose(*made), arrays)
 
 
-def backward(store: Store, p: GemmBackwardProblem, outs: dict[str, tuple[Region, bool]]) -> None:
-    """Record grad_pre = grad * act'(pre), and what is made of it.
-
-    `outs` has the gradients that are wanted, "d_a", "d_b" and "d_bias": where to write each, and
-    whether it is added to what is there.
-    """
+def backward(store: Store, p: GemmBackwardProblem, outs: _Outs) -> None:
+    """Record grad_pre = grad * act'(pre), and what is made of it."""
     absent = () if p.bias is not None and p.pre is None else ("bias",)
     formula = Formula.of(layer_backward, p.activation.curve, absent, p.guard)
     grad_pre: Region | None = None
@@ -193,32 +190,26 @@ def _operands(store: Store, p: _Moving, moved: str, needed: tuple[str, ...]) -> 
     return arrays
 
 
-def tangent(store: Store, p: GemmTangentProblem) -> None:
+def tangent(store: Store, p: GemmTangentProblem, outs: _Outs) -> None:
     """Record the forward, and out_dot = act'(pre) * T."""
     moves = _moves(p)
     absent = ("bias",) if moves else ("bias", "z_dot")
     formula = Formula.of(epilogues.layer_tangent, p.activation.curve, absent, p.guard)
     if not moves or formula.alias("out") == "z":
-        forward(store, p)
+        forward(store, p, outs)
         if moves:
-            _moved(store, p, store.target(p.out_dot))
+            _moved(store, p, outs["out_dot"][0])
         else:
-            zero(store, p.out_dot, p.acc_dtype)
+            zero(store, outs["out_dot"][0], p.acc_dtype)
         return
-    outs = {"out": store.target(p.out), "out_dot": store.target(p.out_dot)}
-    chosen = formula.choose(*outs)
+    made = {name: region for name, (region, _) in outs.items()}
+    chosen = formula.choose(*made)
     arrays = _operands(store, p, "z_dot", chosen.inputs)
-    elementwise(store, chosen, arrays, outs, p.acc_dtype)
+    elementwise(store, chosen, arrays, made, p.acc_dtype)
 
 
-def double_backward(
-    store: Store, p: GemmDoubleBackwardProblem, outs: dict[str, tuple[Region, bool]]
-) -> None:
-    """Record T, Q and S, and from them the gradients of the backward's gradients.
-
-    `outs` has the gradients that are wanted, "d_grad", "d_a", "d_b" and "d_bias": where to write
-    each, and whether it is added to what is there.
-    """
+def double_backward(store: Store, p: GemmDoubleBackwardProblem, outs: _Outs) -> None:
+    """Record T, Q and S, and from them the gradients of the backward's gradients."""
     absent = ("bias", "w") if _moves(p) else ("bias", "w", "t")
     formula = Formula.of(epilogues.layer_double_backward, p.activation.curve, absent, p.guard)
     bent, sloped = formula.has("q"), formula.has("s")
@@ -253,7 +244,7 @@ def _elementwise(
     store: Store,
     p: GemmDoubleBackwardProblem,
     formula: Formula,
-    wanted: dict[str, tuple[Region, bool]],
+    wanted: _Outs,
 ) -> tuple[Region | None, Region | None]:
     """Record d_grad, and Q and S where they are needed, which are returned."""
     outs: dict[str, Region] = {}
@@ -295,3 +286,12 @@ def _sum_of_products(
         product(store, x, y, p.batch, outs, p.acc_dtype, free=free, add=add or i > 0)
     if target is not out:
         copy(store.commands, target, out)
+
+
+#: By the method of a backend, what records its problem.
+LAYERS: dict[str, Callable[[Store, Any, _Outs], None]] = {
+    "forward": forward,
+    "backward": backward,
+    "double_backward": double_backward,
+    "tangent": tangent,
+}
