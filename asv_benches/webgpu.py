@@ -70,8 +70,8 @@ def recorded(p, kind, operands, outs):
     store = Store(device, operands, outs)
     split.run(store, kind, p)
     steps = [
-        (pipeline.handle, device.group(pipeline.layout, uniform, bindings), grid)
-        for pipeline, uniform, bindings, grid in store.commands.steps
+        (pipeline.handle, device.group(pipeline.layout, bindings), grid)
+        for pipeline, bindings, grid in store.commands.steps
     ]
     store.finish()
     return steps

@@ -39,7 +39,7 @@ class Program:
     def __init__(
         self, steps: Any, sizes: Any, spares: Any, results: Any, kind: Any, call: Call | None
     ) -> None:
-        #: (pipeline, uniform, numbers and sizes of buffers or other bindings, grid)
+        #: (pipeline, numbers and sizes of buffers or other bindings, grid)
         self._steps = steps
         #: Bytes of the buffers of new results, and of the temporaries.
         self._sizes, self._spares = sizes, spares
@@ -78,7 +78,7 @@ class Program:
         numbers = {id(buffer): i for i, buffer in enumerate((*owners, *new))}
         spares: list[int] = []
         made = []
-        for pipeline, uniform, bindings, grid in steps:
+        for pipeline, bindings, grid in steps:
             parts: list[Any] = []
             for b in bindings:
                 if not isinstance(b, Binding):
@@ -90,7 +90,7 @@ class Program:
                     numbers[id(b.buffer)] = len(numbers)
                     spares.append(b.size)
                 parts.append((numbers[id(b.buffer)], b.size))
-            made.append((pipeline, uniform, parts, grid))
+            made.append((pipeline, parts, grid))
         return cls(made, [x.size for x in new], spares, results, kind, latest.call)
 
     @property
@@ -146,7 +146,7 @@ class Program:
     ) -> list[Any]:
         """Return the dispatches with these buffers."""
         dispatches = []
-        for pipeline, uniform, parts, grid in self._steps:
+        for pipeline, parts, grid in self._steps:
             bindings = []
             for part in parts:
                 if type(part) is tuple:
@@ -155,7 +155,7 @@ class Program:
                         size = min(buffer.size, device.binding_limit)
                     part = Binding(buffer, 0, size)
                 bindings.append(part)
-            dispatches.append((pipeline, device.group(pipeline.layout, uniform, bindings), grid))
+            dispatches.append((pipeline, device.group(pipeline.layout, bindings), grid))
         while len(self._sets) >= tiling.KEPT_SETS:
             self._sets.pop(next(iter(tuple(self._sets))), None)
         self._sets[handles] = dispatches

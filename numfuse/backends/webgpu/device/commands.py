@@ -41,8 +41,8 @@ class Commands:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        #: What is to be dispatched: pipeline, uniform, bindings, grid.
-        self.steps: list[tuple[Pipeline, Any, Sequence[Binding | Any], tuple[int, int, int]]] = []
+        #: What is to be dispatched: pipeline, bindings, grid.
+        self.steps: list[tuple[Pipeline, Sequence[Binding | Any], tuple[int, ...]]] = []
 
     def dispatch(
         self,
@@ -55,8 +55,8 @@ class Commands:
         device = self.device
         pipeline = device.pipeline(shader)
         uniform = device.constant(shader.uniform.pack(values))
-        bound = [bindings[buffer.name] for buffer in shader.buffers]
-        self.steps.append((pipeline, uniform, bound, grid))
+        bound = [uniform, *(bindings[buffer.name] for buffer in shader.buffers)]
+        self.steps.append((pipeline, bound, grid))
 
     def submit(self, downloads: Sequence[tuple[Binding, ndarray]] = ()) -> list[ndarray]:
         """Give the device its work; wait for what is to be downloaded.
@@ -78,8 +78,8 @@ class Commands:
             return []
         sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
         dispatches = [
-            (pipeline, device.group(pipeline.layout, uniform, bindings), grid)
-            for pipeline, uniform, bindings, grid in steps
+            (pipeline, device.group(pipeline.layout, bindings), grid)
+            for pipeline, bindings, grid in steps
         ]
         if not downloads:
             device.submit(dispatches)

@@ -210,12 +210,12 @@ class Device(Memory):
             found = self.pipelines.keep(shader, made, shader.formulas())
         return found
 
-    def group(self, layout: Any, uniform: Any, bindings: Sequence[Binding | Any]) -> Any:
-        """The bind group of a uniform and these parts of buffers, made once."""
-        parts = [(uniform, 0, uniform.size)]
-        for b in bindings:
-            whole = (b, 0, b.size)
-            parts.append((b.buffer.handle, b.offset, b.size) if isinstance(b, Binding) else whole)
+    def group(self, layout: Any, bindings: Sequence[Binding | Any]) -> Any:
+        """Return the bind group of these parts of buffers and `constant`s, made once."""
+        parts = [
+            (b.buffer.handle, b.offset, b.size) if isinstance(b, Binding) else (b, 0, b.size)
+            for b in bindings
+        ]
         key = id(layout), *((id(handle), offset, size) for handle, offset, size in parts)
         found = self.groups.find(key)
         if found is None:
@@ -230,7 +230,7 @@ class Device(Memory):
 
     def submit(
         self,
-        dispatches: Sequence[tuple[Pipeline, Any, tuple[int, int, int]]],
+        dispatches: Sequence[tuple[Pipeline, Any, tuple[int, ...]]],
         copies: Sequence[tuple[Any, int, Any, int, int]] = (),
     ) -> None:
         """Give the device these dispatches, then these copies, and do not wait for them.
