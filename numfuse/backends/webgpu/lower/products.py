@@ -26,7 +26,7 @@ from numfuse.backends.webgpu.stores import Region, Store, fresh
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.tiling import WebGpuTile
 
-__all__ = ["Launch", "product"]
+__all__ = ["BARE", "Launch", "product"]
 
 
 def bare_product() -> epilogues.Epilogue:
@@ -141,7 +141,7 @@ class Launch:
         return values
 
 
-_BARE = Formula.of(bare_product, None).choose("out")
+BARE = Formula.of(bare_product, None).choose("out")
 
 
 def product(
@@ -151,7 +151,7 @@ def product(
     batch: tuple[int, ...],
     outs: Mapping[str, Region],
     accumulator: np.dtype[Any],
-    formula: Formula = _BARE,
+    formula: Formula = BARE,
     arrays: Mapping[str, Region] | None = None,
     *,
     free: bool = False,
@@ -180,5 +180,5 @@ def product(
         return
     shape = places.count, cut.planes, m, n
     planes = fresh(store.device, shape, accumulator, "the planes of a product")
-    launch.record(store, _BARE, {}, {"out": planes}, (x, y), stacked=True)
+    launch.record(store, BARE, {}, {"out": planes}, (x, y), stacked=True)
     join(store, planes, places.count, cut.planes, out, add)
