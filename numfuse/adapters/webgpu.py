@@ -49,7 +49,9 @@ class _WebGpu(PublicFunctions):
         backend.record(device, signature.kind, p)
 
         def found(ghost: Any) -> Any:
-            return None if ghost is None else known.get(id(ghost)) or store.result(ghost)
+            if ghost is None or id(ghost) in known:
+                return None if ghost is None else known[id(ghost)]
+            return store.result(ghost)
 
         result = p.result
         if isinstance(result, tuple):

@@ -95,17 +95,13 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     //$ end
 
     //$ if PRODUCT:
-    //$ for i in range(MR):
-    //$ for j in range(NR // 4):
+    //$ for i, j in SUMS:
     var c${i}_$j = vec4<$ACC>();
-    //$ end
     //$ end
     //$ if SLICES:
     // The sums of chains that have ended.
-    //$ for i in range(MR):
-    //$ for j in range(NR // 4):
+    //$ for i, j in SUMS:
     var kept${i}_$j = vec4<$ACC>();
-    //$ end
     //$ end
     var chains = 0u;
     //$ end
@@ -114,8 +110,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var k0 = k_first;
     var x_at = place.x;
     var y_at = place.y;
-    //$ for o in FACTORS:
-    //$ for i in range(o.LOADS):
+    //$ for o, i in LOADS:
     //$ if o.TURNED:
     // a square of four outputs by four values of k
     //$ if K_FIRST:
@@ -132,7 +127,6 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     let ${o.NAME}_o$i = (t + ${i * INVOCATIONS}u) % ${o.BLOCK // 4}u;
     let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) / ${o.BLOCK // 4}u;
     var ${o.NAME}_v$i = vec4<$ACC>();
-    //$ end
     //$ end
     //$ end
 
@@ -153,8 +147,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 //$ if STAGES == 1:
                 workgroupBarrier();
                 //$ end
-                //$ for o in FACTORS:
-                //$ for i in range(o.LOADS):
+                //$ for o, i in LOADS:
                 ${o.IF_IN_TILE[i]}
                 //$ if o.TURNED:
                 //$ for c in range(4):
@@ -165,14 +158,12 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 //$ end
                 ${o.END_IN_TILE[i]}
                 //$ end
-                //$ end
                 workgroupBarrier();
             }
             let multiply = ahead;
             ahead = running;
             if (running) {
-                //$ for o in FACTORS:
-                //$ for i in range(o.LOADS):
+                //$ for o, i in LOADS:
                 ${o.IF_IN_TILE[i]}
                 {
                     let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
@@ -214,7 +205,6 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 }
                 ${o.END_IN_TILE[i]}
                 //$ end
-                //$ end
                 k0 += ${BLOCK_K}u;
                 running = k0 < k_end;
                 //$ if SEGMENTS:
@@ -238,10 +228,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     //$ for j in range(NR // 4):
                     let y$j = y_tile_$s[$k][tx + ${j * (BLOCK_N // NR)}u];
                     //$ end
-                    //$ for i in range(MR):
-                    //$ for j in range(NR // 4):
+                    //$ for i, j in SUMS:
                     c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
-                    //$ end
                     //$ end
                 }
                 //$ end
@@ -252,12 +240,10 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
             if (!ahead) {
                 break;
             }
-            //$ if SLICES:
-            //$ if s == STAGES - 1:
+            //$ if SLICES and s == STAGES - 1:
             if (slices >= ${SLICES}u) {
                 break;
             }
-            //$ end
             //$ end
         }
         //$ end
@@ -267,18 +253,14 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         break;
     }
     chains += 1u;
-    //$ for i in range(MR):
-    //$ for j in range(NR // 4):
+    //$ for i, j in SUMS:
     kept${i}_$j += c${i}_$j;
     c${i}_$j = vec4<$ACC>();
     //$ end
-    //$ end
     }
     if (chains != 0u) {
-        //$ for i in range(MR):
-        //$ for j in range(NR // 4):
+        //$ for i, j in SUMS:
         c${i}_$j += kept${i}_$j;
-        //$ end
         //$ end
     }
     //$ end
@@ -291,10 +273,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         var sum = vec4<$ACC>();
         //$ end
         if (column < p.n) {
-            //$ for r in INPUTS:
-            //$ if r.BY_COLUMN:
+            //$ for r in [r for r in INPUTS if r.BY_COLUMN]:
             let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + column * p.${r.ARRAY}_column, column);
-            //$ end
             //$ end
             for (var i = 0u; i < ${MR}u; i++) {
                 let row = row0 + i / 4u * ${BLOCK_M // (MR // 4)}u + ty * 4u + i % 4u;
@@ -308,10 +288,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                         default: { z_here = c${MR - 1}_${NR // 4 - 1}; }
                     }
                     //$ end
-                    //$ for r in INPUTS:
-                    //$ if not r.BY_COLUMN:
+                    //$ for r in [r for r in INPUTS if not r.BY_COLUMN]:
                     let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + row * p.${r.ARRAY}_row + column * p.${r.ARRAY}_column, column);
-                    //$ end
                     //$ end
                     //$ for a in ARGUMENTS:
                     let made_${a[0]} = epilogue(${a[1]});
