@@ -16,11 +16,9 @@ from numfuse.backends.webgpu.tiling import TILES
 if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
     unavailable("webgpu", str(nf.backends()["webgpu"]))
 
-from numfuse.backends.webgpu.shaders import template
+from numfuse.backends.webgpu.shaders import plain, template
 from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise, Gemm
 from numfuse.backends.webgpu.shaders.formula import Formula
-from numfuse.backends.webgpu.shaders.moves import Copy, Join
-from numfuse.backends.webgpu.shaders.probes import Probe
 from numfuse.backends.webgpu.shaders.shader import Access, Uniform
 
 
@@ -148,10 +146,10 @@ def shaders():
     gate = Formula.of(epilogues.gate, nf.activations()["none"].curve).choose("out")
     for wide in (False, True):
         access = Access("float64", wide)
-        yield Join("float64", access, access, add=wide)
+        yield plain.join("float64", access, access, add=wide)
         yield Elementwise("float64", gate, gate_arrays(access))
-    yield Copy(Access("float32"), Access("float16"))
-    yield Probe("a probe", Access("float16"), "float32", "f[0]")
+    yield plain.copy(Access("float32"), Access("float16"))
+    yield plain.probe("a probe", Access("float16"), "float32", "f[0]")
 
 
 def test_every_shader_is_wgsl_without_leftovers():

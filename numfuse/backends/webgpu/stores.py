@@ -19,7 +19,7 @@ from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
 from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
-from numfuse.backends.webgpu.shaders.moves import COPY_AXES, Copy
+from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.problem.shapes import equal, merge_axes, sum_to
 
@@ -293,8 +293,8 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
     shape, (from_strides, to_strides) = merge_axes(out.shape, source.strides, out.strides)
     if not prod(shape):
         return
-    lead = max(len(shape) - COPY_AXES, 0)
-    shader = Copy(Access(source.dtype), Access(out.dtype))
+    lead = max(len(shape) - plain.COPY_AXES, 0)
+    shader = plain.copy(Access(source.dtype), Access(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
     sizes = _four(shape[lead:], 1)
     values: dict[str, int | Sequence[int]] = {
@@ -314,4 +314,4 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
 
 
 def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    return (missing,) * (COPY_AXES - len(values)) + values
+    return (missing,) * (plain.COPY_AXES - len(values)) + values
