@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,9 +36,8 @@ class Step(NamedTuple):
     """A compute pass of every group."""
 
     entry_point: str
-    #: The fields of its uniform and the sizes of its axes, for a group of so many units.
-    values: Any
-    axes: Any
+    #: The fields of its uniform by name, for a group of so many units.
+    fields: Callable[[int], dict[str, int]]
     #: {name of an array in the contract: name in the call}, where they differ.
     names: Mapping[str, str] = {}
 
@@ -125,7 +124,7 @@ class Grouping:
                     array = self.arrays[name]
                     size = array.length * (units if array.per == "unit" else 1)
                     bindings.append(Binding(buffers[name], 4 * i * self._stride(array), 4 * size))
-                bindings.append(device.constant(interface.uniform.pack(step.values(units))))
+                bindings.append(device.constant(interface.uniform.pack(step.fields(units))))
                 commands.steps.append((self._pipelines[step.entry_point], bindings, grid))
         self.backend.count(len(commands.steps))
         blocks = commands.submit(
@@ -141,7 +140,7 @@ class Grouping:
         }
 
     def _grid(self, step: Step, units: int) -> tuple[int, ...]:
-        entry, axes = ENTRY_POINTS[step.entry_point], {"1": 1, **step.axes(units)}
+        entry, axes = ENTRY_POINTS[step.entry_point], {"1": 1, **step.fields(units)}
         found = tuple(
             -(-axes[axis] // size) for axis, size in zip(entry.covers, entry.workgroup, strict=True)
         )
