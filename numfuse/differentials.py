@@ -6,12 +6,11 @@ shape and dtype; None stands for zero, and what depends on it alone is not compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from numfuse.backends import resolve
 from numfuse.functional import ActivationLike, Array, BackendLike
-from numfuse.problem import second_order
+from numfuse.operations import OPERATIONS
 from numfuse.problem.results import (
     GATED_SECOND_NEEDS,
     GEMM_SECOND_NEEDS,
@@ -21,7 +20,6 @@ from numfuse.problem.results import (
     GemmSecondGradients,
     Tangent,
 )
-from numfuse.runtime.dispatch import adapter_for
 
 __all__ = [
     "activation_mul_double_bwd",
@@ -33,13 +31,12 @@ __all__ = [
 ]
 
 
-def _operation(backend: BackendLike, name: str) -> Callable[[Any], None]:
-    """A backend's method; ValueError of one that stops at first derivatives."""
-    chosen = resolve(backend)
-    found: Callable[[Any], None] | None = getattr(chosen, name, None)
-    if found is None:
-        raise ValueError(f"backend must have the operation {name!r}, got {chosen!r} without it")
-    return found
+_LAYER_DOUBLE_BACKWARD = OPERATIONS["matmul_bias_activation_double_bwd"]
+_RESIDUAL_DOUBLE_BACKWARD = OPERATIONS["matmul_bias_residual_double_bwd"]
+_LAYER_TANGENT = OPERATIONS["matmul_bias_activation_jvp"]
+_RESIDUAL_TANGENT = OPERATIONS["matmul_bias_residual_jvp"]
+_GATE_DOUBLE_BACKWARD = OPERATIONS["activation_mul_double_bwd"]
+_GATE_TANGENT = OPERATIONS["activation_mul_jvp"]
 
 
 def matmul_bias_activation_double_bwd(
@@ -108,29 +105,8 @@ def matmul_bias_activation_double_bwd(
     >>> float(r.d_grad[0, 0]), float(r.d_a[0, 0]), float(r.d_b[0, 0])
     (1.0, 0.0, 1.0)
     """
-    adapter = adapter_for(
-        u=u, v=v, w=w, grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation
-    )
-    if adapter is not None:
-        return adapter.matmul_bias_activation_double_bwd(
-            u,
-            v,
-            w,
-            grad,
-            a,
-            b,
-            bias,
-            activation,
-            needs=needs,
-            pre_activation=pre_activation,
-            guard=guard,
-            backend=backend,
-        )
-    p = second_order.gemm_double_backward(
-        u, v, w, grad, a, b, bias, activation, pre_activation, needs, guard
-    )
-    _operation(backend, "double_backward")(p)
-    return p.result
+    operands = u, v, w, grad, a, b, bias, pre_activation
+    return _LAYER_DOUBLE_BACKWARD(operands, activation, (bool(guard),), needs, None, backend)
 
 
 def matmul_bias_residual_double_bwd(
@@ -177,16 +153,8 @@ def matmul_bias_residual_double_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation_double_bwd`.
     """
-    adapter = adapter_for(u=u, v=v, w=w, z=z, grad=grad, a=a, b=b, bias=bias, residual=residual)
-    if adapter is not None:
-        return adapter.matmul_bias_residual_double_bwd(
-            u, v, w, z, grad, a, b, bias, residual, needs=needs, guard=guard, backend=backend
-        )
-    p = second_order.gemm_residual_double_backward(
-        u, v, w, z, grad, a, b, bias, residual, needs, guard
-    )
-    _operation(backend, "double_backward")(p)
-    return p.result
+    operands = u, v, w, z, grad, a, b, bias, residual
+    return _RESIDUAL_DOUBLE_BACKWARD(operands, "none", (bool(guard),), needs, None, backend)
 
 
 def matmul_bias_activation_jvp(
@@ -239,14 +207,8 @@ def matmul_bias_activation_jvp(
     >>> float(r.out[0, 0]), float(r.out_dot[0, 0])
     (9.0, 3.0)
     """
-    adapter = adapter_for(a=a, b=b, bias=bias, a_dot=a_dot, b_dot=b_dot, bias_dot=bias_dot)
-    if adapter is not None:
-        return adapter.matmul_bias_activation_jvp(
-            a, b, bias, a_dot, b_dot, bias_dot, activation, guard=guard, backend=backend
-        )
-    p = second_order.gemm_tangent(a, b, bias, a_dot, b_dot, bias_dot, activation, guard)
-    _operation(backend, "tangent")(p)
-    return p.result
+    operands = a, b, bias, a_dot, b_dot, bias_dot
+    return _LAYER_TANGENT(operands, activation, (bool(guard),), backend=backend)
 
 
 def matmul_bias_residual_jvp(
@@ -286,25 +248,8 @@ def matmul_bias_residual_jvp(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation_jvp`.
     """
-    adapter = adapter_for(
-        a=a,
-        b=b,
-        bias=bias,
-        residual=residual,
-        a_dot=a_dot,
-        b_dot=b_dot,
-        bias_dot=bias_dot,
-        residual_dot=residual_dot,
-    )
-    if adapter is not None:
-        return adapter.matmul_bias_residual_jvp(
-            a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot, backend=backend
-        )
-    p = second_order.gemm_residual_tangent(
-        a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot
-    )
-    _operation(backend, "tangent")(p)
-    return p.result
+    operands = a, b, bias, residual, a_dot, b_dot, bias_dot, residual_dot
+    return _RESIDUAL_TANGENT(operands, backend=backend)
 
 
 def activation_mul_double_bwd(
@@ -351,14 +296,8 @@ def activation_mul_double_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`activation_mul_bwd`.
     """
-    adapter = adapter_for(u=u, v=v, grad=grad, a=a, b=b)
-    if adapter is not None:
-        return adapter.activation_mul_double_bwd(
-            u, v, grad, a, b, activation, needs=needs, guard=guard, backend=backend
-        )
-    p = second_order.gated_double_backward(u, v, grad, a, b, activation, needs, guard)
-    _operation(backend, "gated_double_backward")(p)
-    return p.result
+    operands = u, v, grad, a, b
+    return _GATE_DOUBLE_BACKWARD(operands, activation, (bool(guard),), needs, None, backend)
 
 
 def activation_mul_jvp(
@@ -407,11 +346,4 @@ def activation_mul_jvp(
     >>> nf.activation_mul_jvp(x, 3 * x, np.ones_like(x), None, "relu")
     Tangent(out=array([12.]), out_dot=array([6.]))
     """
-    adapter = adapter_for(a=a, b=b, a_dot=a_dot, b_dot=b_dot)
-    if adapter is not None:
-        return adapter.activation_mul_jvp(
-            a, b, a_dot, b_dot, activation, guard=guard, backend=backend
-        )
-    p = second_order.gated_tangent(a, b, a_dot, b_dot, activation, guard)
-    _operation(backend, "gated_tangent")(p)
-    return p.result
+    return _GATE_TANGENT((a, b, a_dot, b_dot), activation, (bool(guard),), backend=backend)

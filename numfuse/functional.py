@@ -1,7 +1,7 @@
 """Hop 1: the public functions and what they promise.
 
-Each one turns its operands into a problem (hop 2: every check), asks which backend runs it (hop 3)
-and hands it over (hop 4).
+Each one hands its arguments to its row of `operations`, where a call is replayed or takes the hops
+behind: the problem (hop 2: every check), which backend runs it (hop 3), and the backend (hop 4).
 
 Conventions, for all of them
 ----------------------------
@@ -31,11 +31,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal, Protocol, TypeVar, overload
 
-from numpy import ndarray
-
 from numfuse.activations import Activation
-from numfuse.backends import Backend, resolve
-from numfuse.problem import product
+from numfuse.backends import Backend
+from numfuse.operations import OPERATIONS
 from numfuse.problem.results import (
     GATED_NEEDS,
     GEMM_NEEDS,
@@ -44,7 +42,6 @@ from numfuse.problem.results import (
     GemmGradients,
     GemmResidualGradients,
 )
-from numfuse.runtime.dispatch import PLAIN, adapter_for
 
 __all__ = [
     "activation_mul",
@@ -66,6 +63,13 @@ __all__ = [
 Array = TypeVar("Array")
 ActivationLike = str | Activation
 BackendLike = str | Backend | None
+
+_LAYER = OPERATIONS["matmul_bias_activation"]
+_RESIDUAL = OPERATIONS["matmul_bias_residual"]
+_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+_RESIDUAL_BACKWARD = OPERATIONS["matmul_bias_residual_bwd"]
+_GATE = OPERATIONS["activation_mul"]
+_GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
 
 
 @overload
@@ -154,21 +158,8 @@ def matmul_bias_activation(
     >>> nf.matmul_bias_activation(a, np.eye(2), np.ones(2), "relu")
     array([[2., 0.]])
     """
-    if type(a) is not ndarray or type(b) is not ndarray or type(bias) not in PLAIN:
-        adapter = adapter_for(a=a, b=b, bias=bias)
-        if adapter is not None:
-            return adapter.matmul_bias_activation(
-                a,
-                b,
-                bias,
-                activation,
-                return_pre_activation=return_pre_activation,
-                out=out,
-                backend=backend,
-            )
-    p = product.gemm(a, b, bias, activation, return_pre_activation, out)
-    resolve(backend).forward(p)
-    return p.result
+    flags = (bool(return_pre_activation),)
+    return _LAYER((a, b, bias), activation, flags, (), out, backend)
 
 
 def matmul_bias_residual(
@@ -205,18 +196,7 @@ def matmul_bias_residual(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation`.
     """
-    if (
-        type(a) is not ndarray
-        or type(b) is not ndarray
-        or type(bias) not in PLAIN
-        or type(residual) is not ndarray
-    ):
-        adapter = adapter_for(a=a, b=b, bias=bias, residual=residual)
-        if adapter is not None:
-            return adapter.matmul_bias_residual(a, b, bias, residual, out=out, backend=backend)
-    p = product.gemm_residual(a, b, bias, residual, out)
-    resolve(backend).forward(p)
-    return p.result
+    return _RESIDUAL((a, b, bias, residual), out=out, backend=backend)
 
 
 def matmul_bias_activation_bwd(
@@ -286,33 +266,9 @@ def matmul_bias_activation_bwd(
     >>> nf.matmul_bias_activation_bwd(np.ones((1, 2)), a, b, activation="relu", needs=("a",))
     GemmGradients(d_a=array([[1., 1.]]), d_b=None, d_bias=None)
     """
-    if (
-        type(grad) is not ndarray
-        or type(a) is not ndarray
-        or type(b) is not ndarray
-        or type(bias) not in PLAIN
-        or type(pre_activation) not in PLAIN
-    ):
-        adapter = adapter_for(grad=grad, a=a, b=b, bias=bias, pre_activation=pre_activation)
-        if adapter is not None:
-            return adapter.matmul_bias_activation_bwd(
-                grad,
-                a,
-                b,
-                bias,
-                activation,
-                pre_activation=pre_activation,
-                needs=needs,
-                sum_batch=sum_batch,
-                guard=guard,
-                out=out,
-                backend=backend,
-            )
-    p = product.gemm_backward(
-        grad, a, b, bias, activation, pre_activation, needs, sum_batch, guard, out
-    )
-    resolve(backend).backward(p)
-    return p.result
+    flags = bool(sum_batch), bool(guard)
+    operands = grad, a, b, bias, pre_activation
+    return _LAYER_BACKWARD(operands, activation, flags, needs, out, backend)
 
 
 def matmul_bias_residual_bwd(
@@ -364,36 +320,9 @@ def matmul_bias_residual_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation_bwd`.
     """
-    if (
-        type(grad) is not ndarray
-        or type(a) is not ndarray
-        or type(b) is not ndarray
-        or type(bias) not in PLAIN
-        or type(residual) is not ndarray
-        or type(pre_activation) not in PLAIN
-    ):
-        adapter = adapter_for(
-            grad=grad, a=a, b=b, bias=bias, residual=residual, pre_activation=pre_activation
-        )
-        if adapter is not None:
-            return adapter.matmul_bias_residual_bwd(
-                grad,
-                a,
-                b,
-                bias,
-                residual,
-                pre_activation=pre_activation,
-                needs=needs,
-                sum_batch=sum_batch,
-                guard=guard,
-                out=out,
-                backend=backend,
-            )
-    p = product.gemm_residual_backward(
-        grad, a, b, bias, residual, pre_activation, needs, sum_batch, guard, out
-    )
-    resolve(backend).backward(p)
-    return p.result
+    flags = bool(sum_batch), bool(guard)
+    operands = grad, a, b, bias, residual, pre_activation
+    return _RESIDUAL_BACKWARD(operands, "none", flags, needs, out, backend)
 
 
 def activation_mul(
@@ -435,13 +364,7 @@ def activation_mul(
     >>> nf.activation_mul(np.array([-1.0, 2.0]), np.array([3.0, 3.0]), "relu")
     array([0., 6.])
     """
-    if type(a) is not ndarray or type(b) is not ndarray:
-        adapter = adapter_for(a=a, b=b)
-        if adapter is not None:
-            return adapter.activation_mul(a, b, activation, out=out, backend=backend)
-    p = product.gated(a, b, activation, out)
-    resolve(backend).gated(p)
-    return p.result
+    return _GATE((a, b), activation, (), (), out, backend)
 
 
 def activation_mul_bwd(
@@ -481,15 +404,7 @@ def activation_mul_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation_bwd`.
     """
-    if type(grad) is not ndarray or type(a) is not ndarray or type(b) is not ndarray:
-        adapter = adapter_for(grad=grad, a=a, b=b)
-        if adapter is not None:
-            return adapter.activation_mul_bwd(
-                grad, a, b, activation, needs=needs, guard=guard, out=out, backend=backend
-            )
-    p = product.gated_backward(grad, a, b, activation, needs, guard, out)
-    resolve(backend).gated_backward(p)
-    return p.result
+    return _GATE_BACKWARD((grad, a, b), activation, (bool(guard),), needs, out, backend)
 
 
 # --- gates by the names of their layers -----------------------------------------------------------
@@ -523,7 +438,7 @@ def _gate(activation: str, what: str) -> tuple[_Gate, _GateBackward]:
     def forward(
         a: Array, b: Array, *, out: Array | None = None, backend: BackendLike = None
     ) -> Array:
-        return activation_mul(a, b, activation, out=out, backend=backend)
+        return _GATE((a, b), activation, (), (), out, backend)
 
     def backward(
         grad: Array,
@@ -535,9 +450,7 @@ def _gate(activation: str, what: str) -> tuple[_Gate, _GateBackward]:
         out: tuple[Array | None, ...] | None = None,
         backend: BackendLike = None,
     ) -> GatedGradients:
-        return activation_mul_bwd(
-            grad, a, b, activation, needs=needs, guard=guard, out=out, backend=backend
-        )
+        return _GATE_BACKWARD((grad, a, b), activation, (bool(guard),), needs, out, backend)
 
     name = f"{activation}_mul"
     forward.__name__ = forward.__qualname__ = name

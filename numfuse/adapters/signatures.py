@@ -100,9 +100,7 @@ class Signature:
 
         `arrays` are operands by their names and outputs by those of the results.
         """
-        taken = {name: x[name] for name in self.options if name != "return_pre_activation"}
-        if "return_pre_activation" in self.options:
-            taken["save_pre"] = x["return_pre_activation"]
+        taken = {name: x[name] for name in self.options}
         if self.has_out:
             outs = tuple(arrays.get(name) for name in self.result_names(x))
             taken["out"] = outs if self.needs else outs[0]

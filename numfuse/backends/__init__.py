@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.interrupts import import_module
+from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,9 +37,13 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "ACTIVE",
+    "DEFAULT",
+    "LOADED",
     "Backend",
     "BackendStatus",
     "Call",
+    "Replaying",
     "Traits",
     "active",
     "backends",
@@ -127,18 +132,53 @@ class Backend(Protocol):
     ) -> None: ...
 
 
+@runtime_checkable
+class Replaying(Protocol):
+    """The interface of a backend that is built on the replay, beside that of :class:`Backend`.
+
+    `numfuse.operations` asks the table before it makes a problem: a call whose operands look like
+    those of an earlier one is launched on them as they are. For that the arrays of a program are
+    numbered in the order of the call, and nothing of them is used but their addresses.
+
+    Attributes
+    ----------
+    replay : Replay
+        The recorded calls of this backend. One object runs every call of it: what a device or a
+        precision decides belongs to the object, and so has a table of its own.
+    """
+
+    replay: Replay[Any]
+
+    def record(self, kind: str, p: Any, names: Sequence[str]) -> Recording:
+        """Return the program of a problem, without running it.
+
+        `kind` is the name of its method. `names` are the fields of the problem that have the arrays
+        of a launch, in their order; a field that the problem lacks is never used.
+        """
+        ...
+
+    def launch(self, program: Any, arrays: tuple[np.ndarray | None, ...]) -> None:
+        """Run a program on arrays, each at its number; set ``latest.call``.
+
+        They begin where the problem's fields of these names would, and may have other axes.
+        """
+        ...
+
+
 class _Source(NamedTuple):
     module: str
     extra: str | None
 
 
 _SOURCES: dict[str, _Source] = {}
-_DEFAULT = "cpu"
-
-_loaded: dict[str, Backend] = {}
+#: The backend of calls that name none.
+DEFAULT = "cpu"
+#: The backends that were imported so far, by name.
+LOADED: dict[str, Backend] = {}
 #: Why a backend that was loaded can run no more.
 _ended: dict[str, str] = {}
-_active: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
+#: The backend of the `use_backend` block that runs.
+ACTIVE: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
 
 
 def register(name: str, module: str, extra: str | None = None) -> None:
@@ -156,7 +196,7 @@ def load(name: str) -> Backend:
     BackendUnavailable
         It cannot run here; the message names the extra and the reason.
     """
-    backend = _loaded.get(name)
+    backend = LOADED.get(name)
     if backend is not None:
         return backend
     if name in _ended:
@@ -182,13 +222,13 @@ def load(name: str) -> Backend:
         told = ", ".join(f"{k}={v!r}" for k, v in os.environ.items() if k.startswith("NUMBA_"))
         reason = f"its import failed with {error!r}" + (f" ({told})" if told else "")
         raise BackendUnavailable(name, reason, source.extra) from error
-    return _loaded.setdefault(name, backend)
+    return LOADED.setdefault(name, backend)
 
 
 def end(name: str, reason: str) -> None:
     """Let a backend be unavailable from now on, as in a process that was forked after its use."""
     _ended[name] = reason
-    _loaded.pop(name, None)
+    LOADED.pop(name, None)
 
 
 def resolve(backend: str | Backend | None = None) -> Backend:
@@ -197,12 +237,12 @@ def resolve(backend: str | Backend | None = None) -> Backend:
     A backend that was asked for by name never falls back to another.
     """
     if backend is None:
-        active = _active.get()
+        active = ACTIVE.get()
         if active is not None:
             return active
-        backend = _DEFAULT
+        backend = DEFAULT
     if isinstance(backend, str):
-        return _loaded.get(backend) or load(backend)
+        return LOADED.get(backend) or load(backend)
     if not callable(getattr(backend, "forward", None)) or not hasattr(backend, "name"):
         raise TypeError(
             f"backend must be a name or a backend object, got {type(backend).__qualname__}"
@@ -212,7 +252,7 @@ def resolve(backend: str | Backend | None = None) -> Backend:
 
 def active() -> Backend | None:
     """The backend of the `use_backend` block that runs; None outside of one."""
-    return _active.get()
+    return ACTIVE.get()
 
 
 class use_backend(ContextDecorator):
@@ -282,13 +322,13 @@ class use_backend(ContextDecorator):
         )
 
     def __enter__(self) -> Backend:
-        self._tokens.set((*self._tokens.get(), _active.set(self.backend)))
+        self._tokens.set((*self._tokens.get(), ACTIVE.set(self.backend)))
         return self.backend
 
     def __exit__(self, *exc: object) -> None:
         *rest, token = self._tokens.get()
         self._tokens.set(tuple(rest))
-        _active.reset(token)
+        ACTIVE.reset(token)
 
 
 class BackendStatus:

@@ -1,7 +1,6 @@
 """Hop 2: the caller's arrays become a problem, checked once, that a backend can run.
 
 - `operands`: the kinds of array and the dtypes that are served
-- `plain`: the common case, told in a few look-ups
 - `shapes`: what shapes mean, how batches broadcast, and how axes merge
 - `results`: the named results, `needs=` and `out=`
 - `product`: the products and the gates, forward and backward

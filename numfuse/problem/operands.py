@@ -5,7 +5,7 @@ The rules of shapes are in :mod:`numfuse.problem.shapes`; both serve :mod:`numfu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,8 @@ from numpy import ndarray
 __all__ = [
     "ACCUMULATORS",
     "accumulator",
+    "address",
+    "apart",
     "array_of",
     "as_operands",
     "as_plain",
@@ -221,12 +223,33 @@ def _overlaps_itself(x: ndarray) -> bool:
     return False
 
 
+def address(x: ndarray) -> int:
+    """Return where the first element of an array lies."""
+    return int(x.__array_interface__["data"][0])
+
+
 def _same_elements(x: ndarray, y: ndarray) -> bool:
-    return (
-        x.__array_interface__["data"][0] == y.__array_interface__["data"][0]
-        and x.shape == y.shape
-        and x.strides == y.strides
-    )
+    return address(x) == address(y) and x.shape == y.shape and x.strides == y.strides
+
+
+def apart(outs: Iterable[ndarray | None], others: Iterable[ndarray | None], in_place: bool) -> bool:
+    """Return whether no output shares memory with another array; as `output`, without a message.
+
+    With `in_place` an output may have exactly the elements of one of the others.
+    """
+    seen = [*others]
+    for out in outs:
+        if out is None:
+            continue
+        for x in seen:
+            # Two arrays that own their memory share none: asking NumPy takes longer.
+            if x is None or (x is not out and x.flags.owndata and out.flags.owndata):
+                continue
+            if np.may_share_memory(x, out):
+                if not in_place or x.__array_interface__ != out.__array_interface__:
+                    return False
+        seen.append(out)
+    return True
 
 
 def _listed(names: list[str]) -> str:

@@ -32,15 +32,6 @@ from numfuse.problem.operands import (
     saved_pre_activation,
     shaped,
 )
-from numfuse.problem.plain import (
-    SOURCE,
-    is_flat,
-    is_operand,
-    is_target,
-    plain_gate,
-    plain_gradients,
-    plain_product,
-)
 from numfuse.problem.results import (
     GATED_NEEDS,
     GEMM_NEEDS,
@@ -141,8 +132,6 @@ class GatedProblem:
     b: ndarray
     #: Apart from the operands, or exactly one of them.
     out: ndarray
-    #: Whether all three are known to be C-contiguous (it may be left unsaid).
-    contiguous: bool
     result: Any
 
 
@@ -160,8 +149,6 @@ class GatedBackwardProblem:
     guard: bool
     d_a: ndarray | None
     d_b: ndarray | None
-    #: Whether all are known to be C-contiguous (it may be left unsaid).
-    contiguous: bool
     result: GatedGradients
 
 
@@ -170,38 +157,12 @@ def gemm(
     b: Any,
     bias: Any,
     activation: Any,
-    save_pre: bool = False,
+    return_pre_activation: bool = False,
     out: Any = None,
     residual: Any = None,
 ) -> GemmProblem:
     """The problem of `matmul_bias_activation`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    found = plain_product(a, b, bias)
-    if found is not None:
-        m, n, k, dtype, acc_dtype = found
-        if (residual is None or is_operand(residual, (m, n), dtype)) and (
-            out is None or is_target(out, (m, n), dtype, (a, b, bias, residual))
-        ):
-            if out is None:
-                out = empty((m, n), dtype)
-            pre = empty((m, n), acc_dtype) if save_pre else None
-            result = (out, pre) if save_pre else out
-            bias = None if bias is None else bias[None]
-            return GemmProblem(
-                m, n, k, (), dtype, acc_dtype, act, a, b, bias, residual, out, pre, result
-            )
-    return _general_gemm(a, b, bias, act, save_pre, out, residual)
-
-
-def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:
-    """The problem of `matmul_bias_residual`; see there for what is accepted and raised."""
-    required({"residual": residual})
-    return gemm(a, b, bias, "none", False, out, residual)
-
-
-def _general_gemm(
-    a: Any, b: Any, bias: Any, act: Activation, save_pre: bool, out: Any, residual: Any
-) -> GemmProblem:
     x = as_operands(a=a, b=b, bias=bias, residual=residual)
     dtype, acc_dtype = same_dtype(x)
     shape, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
@@ -209,13 +170,19 @@ def _general_gemm(
     target = output("out", out, shape.visible, dtype, x)
     result = target if out is None else out
     target, pre = shape.full(target), None
-    if save_pre:
+    if return_pre_activation:
         pre = empty(shape.visible, acc_dtype)
         result = result, pre
         pre = shape.full(pre)
     problem = GemmProblem(*shape[:4], dtype, acc_dtype, act, a, b, bias, full, target, pre, result)
     fold_rows(problem, ("a", "out", "pre", "residual"))
     return problem
+
+
+def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:
+    """The problem of `matmul_bias_residual`; see there for what is accepted and raised."""
+    required({"residual": residual})
+    return gemm(a, b, bias, "none", False, out, residual)
 
 
 def gemm_backward(
@@ -269,26 +236,6 @@ def _backward(
     outs = None if out is None else check_outputs(out, names)
     guard = bool(guard)
     grad, a, b, bias, pre = operands
-    found = plain_product(a, b, bias)
-    if found is not None:
-        m, n, k, dtype, acc = found
-        if (
-            is_operand(grad, (m, n), dtype)
-            and (pre is None or is_operand(pre, (m, n), acc))
-            and (residual is None or is_operand(residual, (m, n), dtype))
-        ):
-            shapes = [(m, k), (k, n), None if bias is None else (n,)]
-            if residual is not None:
-                shapes.append((m, n))
-            made = plain_gradients(names, shapes, needs, outs, dtype, (*operands, residual))
-            if made is not None:
-                result = gradients(*made)
-                d_a, d_b, d_bias, d_residual = (*made, None)[:4]
-                bias, d_bias = row_view(bias), row_view(d_bias)
-                one = m, n, k, (), dtype, acc, act
-                return GemmBackwardProblem(
-                    *one, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, d_residual, result
-                )
     x = as_operands(grad=array_of(grad), a=a, b=b, bias=bias, residual=residual)
     dtype, acc = same_dtype(x)
     shape, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
@@ -318,21 +265,12 @@ def _backward(
 def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
     """The problem of `activation_mul`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    found = plain_gate(a, b)
-    if found is not None:
-        dtype, acc_dtype = found
-        if out is None:
-            out = empty(a.shape, dtype)
-            return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, out, True, out)
-        others = (None if out is a else a, None if out is b else b)
-        if is_target(out, a.shape, dtype, others):
-            return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, out, True, out)
     x = as_operands(a=a, b=b)
     dtype, acc_dtype = same_dtype(x)
     a, b = x["a"], shaped(x["b"], "b", x["a"].shape, "the shape of a")
     plain_out = output("out", out, a.shape, dtype, x, may_be=("a", "b"))
     result = plain_out if out is None else out
-    return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, plain_out, False, result)
+    return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, plain_out, result)
 
 
 def gated_backward(
@@ -348,19 +286,6 @@ def gated_backward(
     act = get_activation(activation)
     needs = check_needs(needs, GATED_NEEDS)
     outs = None if out is None else check_outputs(out, GATED_NEEDS)
-    found = plain_gate(a, b) if needs is GATED_NEEDS else None
-    if found is not None and is_flat(grad, a.shape, a.dtype, SOURCE):
-        dtype, acc_dtype = found
-        shape = a.shape
-        made: list[Any] | None = [empty(shape, dtype), empty(shape, dtype)]
-        if outs is not None:
-            made = plain_gradients(GATED_NEEDS, [shape, shape], needs, outs, dtype, (grad, a, b))
-        if made is not None:
-            d_a, d_b = made
-            result = GatedGradients(d_a, d_b)
-            return GatedBackwardProblem(
-                shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, True, result
-            )
     x = as_operands(grad=grad, a=a, b=b)
     dtype, acc_dtype = same_dtype(x)
     grad, a, b = x["grad"], x["a"], x["b"]
@@ -370,5 +295,5 @@ def gated_backward(
     (d_a, d_b), own = allocate(outs, {"a": shape, "b": shape}, needs, dtype, x)
     result = GatedGradients(*own)
     return GatedBackwardProblem(
-        shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, False, result
+        shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, result
     )

@@ -28,6 +28,7 @@ __all__ = [
     "check_needs",
     "check_outputs",
     "settled",
+    "without_terms",
 ]
 
 GEMM_NEEDS = ("a", "b", "bias")
@@ -106,16 +107,24 @@ _RESULTS = ("out", "out_dot", "pre", "d_grad", "d_a", "d_b", "d_bias", "d_residu
 def settled(p: Any) -> bool:
     """Whether nothing is left to compute of a problem's results.
 
-    Where grad, or the result of a forward, has no element, no sum has a term: what gradients there
-    are become zero here, whatever lengths the other axes have. Where no result has an element, none
-    is written.
+    What gradients there are then become zero.
     """
-    results = [x for name in _RESULTS if (x := getattr(p, name, None)) is not None]
+    names = without_terms(p)
+    for name in names or ():
+        getattr(p, name)[...] = 0
+    return names is not None
+
+
+def without_terms(p: Any) -> list[str] | None:
+    """Return the results that are zero, if nothing else is to be computed of a problem; else None.
+
+    Where grad, or the result of a forward, has no element, no sum has a term, whatever lengths the
+    other axes have. Where no result has an element, none is written.
+    """
+    results = [name for name in _RESULTS if getattr(p, name, None) is not None]
     if (p.out if hasattr(p, "out") else p.grad).size:
-        return not any(x.size for x in results)
-    for x in results:
-        x[...] = 0
-    return True
+        return None if any(getattr(p, name).size for name in results) else []
+    return results
 
 
 def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -26,7 +26,6 @@ from numfuse.problem.operands import (
     saved_pre_activation,
     shaped,
 )
-from numfuse.problem.plain import is_operand, plain_product
 from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 from numfuse.problem.results import (
     GATED_SECOND_NEEDS,
@@ -263,20 +262,6 @@ def gemm_tangent(
 ) -> GemmTangentProblem:
     """The problem of `matmul_bias_activation_jvp`; see there for what is accepted and raised."""
     act = get_activation(activation)
-    found = plain_product(a, b, bias)
-    if found is not None:
-        m, n, k, dtype, acc_dtype = found
-        if (
-            (a_dot is None or is_operand(a_dot, (m, k), dtype))
-            and (b_dot is None or is_operand(b_dot, (k, n), dtype))
-            and (bias_dot is None or (bias is not None and is_operand(bias_dot, (n,), dtype)))
-        ):
-            out, out_dot = empty((m, n), dtype), empty((m, n), dtype)
-            forward = (a, b, row_view(bias), None, out, None, Tangent(out, out_dot))
-            moved = (a_dot, b_dot, row_view(bias_dot), None)
-            return GemmTangentProblem(
-                m, n, k, (), dtype, acc_dtype, act, *forward, *moved, bool(guard), out_dot
-            )
     operands = {"a": a, "b": b, "bias": bias, "residual": None}
     return _tangent(operands, (a_dot, b_dot, bias_dot, None), act, guard)
 

@@ -7,13 +7,13 @@ backend recorded; who runs it holds it, so nothing goes under a running call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from numfuse.language.graph import Expr
 from numfuse.runtime.lifetimes import Ties
 
-__all__ = ["Replay", "Statistics"]
+__all__ = ["Recording", "Replay", "Statistics"]
 
 Program = TypeVar("Program")
 
@@ -25,6 +25,17 @@ class Statistics(NamedTuple):
     misses: int
     entries: int
     nbytes: int
+
+
+class Recording(NamedTuple):
+    """A program that a backend recorded, and for how long it may be kept."""
+
+    program: Any
+    #: The formulas that the program goes with; None: it is for this one call.
+    formulas: Iterable[Expr] | None
+    nbytes: int
+    #: What else the program depends on, and a call has to ask for: the number of threads.
+    varies: Callable[[], Hashable] | None = None
 
 
 class Replay(Generic[Program]):

@@ -238,7 +238,7 @@ def test_what_llvm_reads_is_no_refused_setting(features, monkeypatch):
 
 
 #: As an attribute of the package, `backends` is the function.
-LOADED = sys.modules["numfuse.backends"]._loaded
+LOADED = sys.modules["numfuse.backends"].LOADED
 NONSENSE = ["abc", "-1", "2", "1.0", " 1", "\u0661", "\u00b2", "9" * 5000, "cuda", "0x1", "\n"]
 
 

@@ -21,6 +21,11 @@ FORMATS = tuple(DTYPES)
 LAYOUTS = ("c", "transposed", "inner_sliced", "reversed", "zero_stride")
 
 
+def programs(kept):
+    """Return the recorded programs; a call on threads has an entry more, which has none."""
+    return [entry.program for entry in kept.programs() if entry.program is not None]
+
+
 @pytest.fixture
 def kept(monkeypatch):
     """The programs that this test records, and no others."""
@@ -78,7 +83,7 @@ def test_a_small_call_has_the_bits_of_a_large_one(fmt, layout, kept, monkeypatch
     monkeypatch.setattr(tiling, "BLOCKS_IN_ONE_LAUNCH", 0)
     kept.clear()
     large = [every_call(*operands(*shape, fmt, layout)) for shape in shapes]
-    assert any(len(made.sequences) > 1 for made in kept.programs())
+    assert any(len(made.sequences) > 1 for made in programs(kept))
     for got, once_more, wanted in zip(small, again, large, strict=True):
         assert_equal(got, wanted)
         assert_equal(once_more, wanted)
@@ -147,14 +152,14 @@ def test_the_number_of_kept_programs_is_bounded(kept):
     for size in range(12, 40):
         a, b, bias, grad = operands(size, size, size)
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
-        assert 0 < sum(made.nbytes for made in kept.programs()) <= 20_000
+        assert 0 < sum(made.nbytes for made in programs(kept)) <= 20_000
 
 
 @pytest.mark.parametrize("m", [8, 1000, 30000])
 def test_temporaries_of_a_sequence_are_bounded(kept, m):
     a, b, bias, grad = operands(m, 512, 1)
     nf.matmul_bias_activation_bwd(grad, a, b, bias, "relu")
-    (program,) = kept.programs()
+    (program,) = programs(kept)
     (made,) = program.sequences
     # The block of grad_pre, and of each thread at most its panels, block, strips and plane.
     assert program.size - made.threads * made.stride < tiling.GRAD_PRE_BYTES + (1 << 20)

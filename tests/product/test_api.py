@@ -13,6 +13,7 @@ import pytest
 import numfuse as nf
 from numfuse import backends as _backends_function
 from numfuse import devices, functional
+from numfuse.backends import resolve
 
 X = np.ones((3, 3), np.float32)
 
@@ -104,13 +105,23 @@ def test_a_backend_object_runs_the_call(call, kind):
     assert recorder.calls == [kind, kind]
 
 
-def test_the_gradient_of_a_residual_alone_needs_no_product():
-    recorder = Recorder()
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_the_gradient_of_a_residual_alone_needs_no_product(name):
+    given = []
+
+    class Mine(Recorder):
+        def backward(self, p):
+            given.append(p)
+            resolve(name).backward(p)
+
     grad = np.arange(9, dtype=np.float32).reshape(3, 3)
     result = nf.matmul_bias_residual_bwd(
-        grad, X, X, None, np.ones(3, np.float32), needs=("residual",), backend=recorder
+        grad, X, X, None, np.ones(3, np.float32), needs=("residual",), backend=Mine()
     )
-    assert recorder.calls == []
+    (p,) = given
+    assert p.d_a is p.d_b is p.d_bias is None
+    if name == "cpu":
+        assert nf.last_call().kernel == "nothing"
     assert (result.d_residual == grad.sum(axis=0)).all()
     assert result.d_a is result.d_b is result.d_bias is None
 

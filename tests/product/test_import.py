@@ -211,8 +211,9 @@ ARROWS: dict[str, set[str]] = {
     "backends.webgpu": {
         "activations", "backends", "epilogues", "errors", "expr", "language", "problem", "runtime",
     },
-    "functional": {"activations", "backends", "problem", "runtime"},
-    "differentials": {"backends", "functional", "problem", "runtime"},
+    "operations": {"activations", "backends", "problem", "runtime"},
+    "functional": {"activations", "backends", "operations", "problem"},
+    "differentials": {"functional", "operations", "problem"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "devices",

@@ -1,9 +1,11 @@
-"""The CPU backend: each operation as a fingerprint, and the program that was recorded for it."""
+"""The CPU backend: each kind of problem as a program, which is recorded once and launched often."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,53 +16,36 @@ from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
 from numfuse.errors import BackendUnavailable
-from numfuse.problem.results import settled
-from numfuse.problem.shapes import as_one, sum_to
+from numfuse.problem.results import without_terms
 from numfuse.runtime import specialise
-from numfuse.runtime.replay import Replay
+from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
 
 __all__ = ["BACKEND", "CpuBackend"]
 
 
-class CpuBackend:
-    """Fused kernels on the host's vector units, parallel over cells of the output.
+#: What records each kind of problem.
+_RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
+    "forward": layers.forward,
+    "backward": layers.backward,
+    "double_backward": layers.double_backward,
+    "tangent": layers.tangent,
+    "gated": gates.gate,
+    "gated_backward": gates.backward,
+    "gated_double_backward": gates.double_backward,
+    "gated_tangent": gates.tangent,
+}
 
-    An operation looks for its program by everything that depends on but addresses. For the small
-    calls the fingerprint is made in place: at 64 x 64 x 64 the arithmetic takes 3 us.
-    """
+
+class CpuBackend:
+    """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
 
     def __init__(self) -> None:
-        self.replay: Replay[Program] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
-
-    def _record(
-        self, fingerprint: Hashable, p: Any, make: Callable[[Any, int], Program], most: int
-    ) -> Program:
-        """Return the program of a problem on so many threads at most, and keep it."""
-        if settled(p):
-            return sequence.nothing()
-        made = make(p, most)
-        refs = [formula() for kernel in made.kernels for formula in kernel.formulas]
-        formulas = [formula for formula in refs if formula is not None]
-        if len(formulas) < len(refs):
-            return made  # one was redefined meanwhile
-        return self.replay.keep(fingerprint, made, formulas, made.nbytes)
+        self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
 
     @property
     def traits(self) -> Traits:
@@ -68,163 +53,37 @@ class CpuBackend:
         halves = ("float16", "bfloat16")
         return Traits(grad_pre=tuple(x for x in halves if library.grad_pre_format(x) == x))
 
-    def forward(self, p: GemmProblem) -> None:
-        """``out = act(a @ b + bias + residual)``, and the pre-activation where asked for."""
-        a, b, bias, residual, pre, out = arrays = (p.a, p.b, p.bias, p.residual, p.pre, p.out)
-        most = 1
-        forms: Any = None
-        if p.batch:
-            most, forms = threads.number(), tuple([x if x is None else x.shape for x in arrays])
-        elif p.m * p.n * p.k >= tiling.PARALLEL_FMAS:
-            most = threads.number()
-        fingerprint = (
-            p.activation.curve.serial,
-            p.dtype,
-            p.m,
-            p.n,
-            p.k,
-            a.strides,
-            b.strides,
-            out.strides,
-            most,
-            None if bias is None else bias.strides,
-            None if residual is None else (residual.shape, residual.strides),
-            None if pre is None else pre.strides,
-            forms,
-        )
-        program = self.replay.find(fingerprint)
-        if program is None:
-            program = self._record(fingerprint, p, layers.forward, most)
-        sequence.run(program, arrays)
+    def record(self, kind: str, p: Any, names: Sequence[str]) -> Recording:
+        """Return the program of a problem; see :class:`numfuse.backends.Replaying`."""
+        zeroed = without_terms(p)
+        if zeroed is not None:
+            return Recording(sequence.nothing([names.index(x) for x in zeroed]), (), 0)
+        large = _takes_threads(p)
+        made = _RECORD[kind](p, names, threads.number() if large else 1)
+        refs = [formula() for kernel in made.kernels for formula in kernel.formulas]
+        formulas = [formula for formula in refs if formula is not None]
+        redefined = len(formulas) < len(refs)
+        varies = threads.number if large else None
+        return Recording(made, None if redefined else formulas, made.nbytes, varies)
 
-    def backward(self, p: GemmBackwardProblem) -> None:
-        """grad_pre with the column sums of d_bias in its epilogue, then d_a and d_b; by blocks of
-        rows where grad_pre is large.
-        """
-        if p.d_residual is not None:
-            with np.errstate(all="ignore"):  # as silent as the kernels
-                p.d_residual[...] = sum_to(p.grad, p.d_residual.shape, p.acc_dtype)
-        most, batch = 1, p.batch
-        forms: Any = None
-        if batch:
-            p = as_one(p)
-        a, b, bias, grad, pre = p.a, p.b, p.bias, p.grad, p.pre
-        d_a, d_b, d_bias = p.d_a, p.d_b, p.d_bias
-        arrays = (a, b, bias, grad, pre, d_a, d_b, d_bias)
-        if batch:
-            most, forms = threads.number(), tuple([x if x is None else x.shape for x in arrays])
-        elif p.m * p.n * p.k >= tiling.PARALLEL_FMAS or p.m * p.n >= tiling.PARALLEL_ELEMENTS:
-            most = threads.number()
-        fingerprint = (
-            p.activation.curve.serial,
-            p.dtype,
-            p.m,
-            p.n,
-            p.k,
-            a.strides,
-            b.strides,
-            grad.strides,
-            p.guard,
-            None if bias is None else bias.strides,
-            None if pre is None else (pre.dtype, pre.strides),
-            None if d_a is None else d_a.strides,
-            None if d_b is None else d_b.strides,
-            None if d_bias is None else d_bias.strides,
-            most,
-            forms,
-        )
-        program = self.replay.find(fingerprint)
-        if program is None:
-            program = self._record(fingerprint, p, layers.backward, most)
-        sequence.run(program, arrays)
+    launch = staticmethod(sequence.run)
 
-    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
-        """The gradients of the backward's gradients, weighted with cotangents."""
-        if p.d_residual is not None:
-            p.d_residual[...] = 0
-        if p.batch:
-            p = as_one(p)
-        first = p.a, p.b, p.bias, p.grad, p.pre, p.d_a, p.d_b, p.d_bias
-        arrays = (*first, p.u, p.v, p.w, p.z, p.d_grad)
-        self._run("double backward", p, arrays, p.pre, layers.double_backward)
+    def _run(self, kind: str, p: Any) -> None:
+        """Run a problem once."""
+        every = {
+            field.name: getattr(p, field.name) for field in fields(p) if field.name != "result"
+        }
+        arrays = {name: x for name, x in every.items() if isinstance(x, np.ndarray)}
+        self.launch(self.record(kind, p, tuple(arrays)).program, tuple(arrays.values()))
 
-    def tangent(self, p: GemmTangentProblem) -> None:
-        """The forward, and its derivative along tangents."""
-        moved = p.u, p.v, p.w, p.z
-        arrays = (p.a, p.b, p.bias, p.residual, *moved, p.out_dot, p.out)
-        self._run("tangent", p, arrays, None, layers.tangent)
-
-    def _run(
-        self,
-        what: str,
-        p: GemmDoubleBackwardProblem | GemmTangentProblem,
-        arrays: tuple[np.ndarray | None, ...],
-        pre: np.ndarray | None,
-        make: Callable[[Any, int], Program],
-    ) -> None:
-        most = 1
-        if (
-            p.batch
-            or p.m * p.n * p.k >= tiling.PARALLEL_FMAS
-            or (p.m * p.n >= tiling.PARALLEL_ELEMENTS)
-        ):
-            most = threads.number()
-        fingerprint = (
-            what,
-            p.activation.curve.serial,
-            p.guard,
-            p.dtype,
-            p.batch,
-            p.m,
-            most,
-            None if pre is None else pre.dtype,
-            tuple([None if x is None else (x.shape, x.strides) for x in arrays]),
-        )
-        program = self.replay.find(fingerprint)
-        if program is None:
-            program = self._record(fingerprint, p, make, most)
-        sequence.run(program, arrays)
-
-    def gated(self, p: GatedProblem) -> None:
-        """``out = act(a) * b``"""
-        self._run_gate("gate", p, (p.a, p.b, p.out), p.contiguous, gates.gate)
-
-    def gated_backward(self, p: GatedBackwardProblem) -> None:
-        """``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``"""
-        arrays = (p.a, p.b, p.grad, p.d_a, p.d_b)
-        what = "backward", p.guard
-        self._run_gate(what, p, arrays, p.contiguous, gates.backward)
-
-    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
-        """Compute the gradients of a gate's gradients, weighted with cotangents."""
-        arrays = (p.a, p.b, p.grad, p.u, p.v, p.d_grad, p.d_a, p.d_b)
-        what = "double backward", p.guard
-        self._run_gate(what, p, arrays, False, gates.double_backward)
-
-    def gated_tangent(self, p: GatedTangentProblem) -> None:
-        """A gate, and its derivative along tangents."""
-        arrays = (p.a, p.b, p.u, p.v, p.out, p.out_dot)
-        what = "tangent", p.guard
-        self._run_gate(what, p, arrays, False, gates.tangent)
-
-    def _run_gate(
-        self,
-        what: Hashable,
-        p: Any,
-        arrays: tuple[np.ndarray | None, ...],
-        contiguous: bool,
-        make: Callable[[Any, int], Program],
-    ) -> None:
-        size = p.a.size
-        most = 1 if size < tiling.PARALLEL_ELEMENTS else threads.number()
-        form = size
-        if not contiguous:
-            form = p.a.shape, *[None if x is None else x.strides for x in arrays]
-        fingerprint = what, p.activation.curve.serial, p.dtype, most, form
-        program = self.replay.find(fingerprint)
-        if program is None:
-            program = self._record(fingerprint, p, make, most)
-        sequence.run(program, arrays)
+    forward = partialmethod(_run, "forward")
+    backward = partialmethod(_run, "backward")
+    gated = partialmethod(_run, "gated")
+    gated_backward = partialmethod(_run, "gated_backward")
+    double_backward = partialmethod(_run, "double_backward")
+    tangent = partialmethod(_run, "tangent")
+    gated_double_backward = partialmethod(_run, "gated_double_backward")
+    gated_tangent = partialmethod(_run, "gated_tangent")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         return np.empty(shape, dtype)
@@ -285,6 +144,15 @@ class CpuBackend:
             for act in activations:
                 for call in rows.of_activation(act, fmt):
                     yield f"{act.name} {fmt}", call
+
+
+def _takes_threads(p: Any) -> bool:
+    """Whether a program of the problem may take more threads than one: small ones never ask."""
+    if not hasattr(p, "m"):
+        return bool(p.a.size >= tiling.PARALLEL_ELEMENTS)
+    count = math.prod(p.batch)
+    elements = count * p.m * max(p.n, p.k)
+    return elements * p.n >= tiling.PARALLEL_FMAS or elements >= tiling.PARALLEL_ELEMENTS
 
 
 if (_refused := host.refused_setting()) is not None:

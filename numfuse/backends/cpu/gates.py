@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numfuse.problem.product import GatedBackwardProblem, GatedProblem
     from numfuse.problem.second_order import GatedDoubleBackwardProblem, GatedTangentProblem
 
-#: The slot of each array, in the order in which an operation's program is given them.
+#: The slot of each array.
 GATE = {"a": "a", "b": "b", "out": "out"}
 BACKWARD = {"a": "a", "b": "b", "grad": "grad", "d_a": "out", "d_b": "extra"}
 DOUBLE_BACKWARD = {
@@ -38,26 +38,26 @@ TANGENT = {"a": "a", "b": "b", "u": "grad", "v": "pre", "out": "out", "out_dot":
 Row = Callable[[bool], Kernel]
 
 
-def gate(p: GatedProblem, threads: int) -> Program:
+def gate(p: GatedProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of ``out = act(a) * b``."""
     row = partial(rows.gate, p.activation.curve, p.dtype.name)
-    return _pass(p, GATE, ("out",), row, threads)
+    return _pass(p, names, GATE, ("out",), row, threads)
 
 
-def backward(p: GatedBackwardProblem, threads: int) -> Program:
+def backward(p: GatedBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of ``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``."""
     curve, fmt = p.activation.curve, p.dtype.name
     if p.d_a is None:  # a forward with another factor
-        slots = {"a": "a", "b": "", "grad": "b", "d_a": "", "d_b": "out"}
-        return _pass(p, slots, ("d_b",), partial(rows.gate, curve, fmt), threads)
+        slots = {"a": "a", "grad": "b", "d_b": "out"}
+        return _pass(p, names, slots, ("d_b",), partial(rows.gate, curve, fmt), threads)
     if p.d_b is None:
         row = rows.gate_backward(curve, fmt, p.guard, False)
-        return _pass(p, BACKWARD, ("d_a",), lambda streams: row, threads, streams=False)
+        return _pass(p, names, BACKWARD, ("d_a",), lambda streams: row, threads, streams=False)
     row_of = partial(rows.gate_backward, curve, fmt, p.guard, True)
-    return _pass(p, BACKWARD, ("d_a", "d_b"), row_of, threads)
+    return _pass(p, names, BACKWARD, ("d_a", "d_b"), row_of, threads)
 
 
-def double_backward(p: GatedDoubleBackwardProblem, threads: int) -> Program:
+def double_backward(p: GatedDoubleBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a gate's double backward; what nothing contributes to is zeroed."""
     bent = p.u is not None and not p.activation.second_derivative_is_zero()
     there = {
@@ -69,37 +69,39 @@ def double_backward(p: GatedDoubleBackwardProblem, threads: int) -> Program:
         name: contributes for name, contributes in there.items() if getattr(p, name) is not None
     }
     results = tuple(name for name, contributes in wanted.items() if contributes)
-    order = list(DOUBLE_BACKWARD)
-    zeroed = tuple(order.index(name) for name, contributes in wanted.items() if not contributes)
+    zeroed = [names.index(name) for name, contributes in wanted.items() if not contributes]
     if not results:
         return nothing(zeroed)
     row = rows.gate_double_backward(
         p.activation.curve, p.dtype.name, p.guard, p.u is not None, p.v is not None, results
     )
     slots = {name: "" if there.get(name) is False else x for name, x in DOUBLE_BACKWARD.items()}
-    return _pass(p, slots, results, lambda streams: row, threads, False, zeroed)
+    return _pass(p, names, slots, results, lambda streams: row, threads, False, zeroed)
 
 
-def tangent(p: GatedTangentProblem, threads: int) -> Program:
+def tangent(p: GatedTangentProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a gate and of its derivative along tangents."""
     curve, fmt = p.activation.curve, p.dtype.name
     if p.u is None and p.v is None:
         slots = {**TANGENT, "out_dot": ""}
-        zeroed = (list(TANGENT).index("out_dot"),)
-        return _pass(p, slots, ("out",), partial(rows.gate, curve, fmt), threads, zeroed=zeroed)
+        zeroed = [names.index("out_dot")]
+        return _pass(
+            p, names, slots, ("out",), partial(rows.gate, curve, fmt), threads, zeroed=zeroed
+        )
     there = p.u is not None, p.v is not None
     row = partial(rows.gate_tangent, curve, fmt, p.guard, *there)
-    return _pass(p, TANGENT, ("out", "out_dot"), row, threads)
+    return _pass(p, names, TANGENT, ("out", "out_dot"), row, threads)
 
 
 def _pass(
     p: Any,
+    names: Sequence[str],
     slots: Mapping[str, str],
     results: tuple[str, ...],
     row: Row,
     threads: int,
     streams: bool = True,
-    zeroed: tuple[int, ...] = (),
+    zeroed: Sequence[int] = (),
 ) -> Program:
     """Return a row function over every row of the arrays, large results past the caches.
 
@@ -118,7 +120,7 @@ def _pass(
     if streams and _past_the_caches([flat[name] for name in results]):
         stream = row(True)
     plan = descriptors.rows(m, n, row(False), places, threads, tuple(batch), stream=stream)
-    return program(tuple(slots), [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
+    return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
 
 
 def _past_the_caches(results: list[np.ndarray]) -> bool:

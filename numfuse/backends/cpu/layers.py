@@ -17,7 +17,7 @@ that is elementwise. The identity has no grad_pre: grad stands for it, and for s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ import numpy as np
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, rows
-from numfuse.backends.cpu.launch.sequence import Operand, Program, temporary
+from numfuse.backends.cpu.launch.sequence import Operand, Program, Sum, temporary
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import (
     Factors,
@@ -37,24 +37,19 @@ from numfuse.backends.cpu.schedule import (
     scattered,
     summed_axes,
 )
+from numfuse.problem.shapes import as_one
 
 if TYPE_CHECKING:
     from numfuse.problem.product import GemmBackwardProblem, GemmProblem
     from numfuse.problem.second_order import GemmDoubleBackwardProblem, GemmTangentProblem
 
-#: The arrays of each operation, in the order in which its program is given them.
-FORWARD = ("a", "b", "bias", "residual", "pre", "out")
-BACKWARD = ("a", "b", "bias", "grad", "pre", "d_a", "d_b", "d_bias")
-DOUBLE_BACKWARD = (*BACKWARD, "u", "v", "w", "z", "d_grad")
-TANGENT = ("a", "b", "bias", "residual", "u", "v", "w", "z", "out_dot", "out")
-
 Operands = dict[str, Operand]
 Batch = tuple[int, ...]
 
 
-def _arrays(p: Any, names: tuple[str, ...]) -> dict[str, np.ndarray]:
-    every = {name: getattr(p, name) for name in names}
-    return {name: x for name, x in every.items() if x is not None}
+def _arrays(p: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
+    every = {name: getattr(p, name, None) for name in names}
+    return {name: x for name, x in every.items() if isinstance(x, np.ndarray)}
 
 
 def _less(arrays: Mapping[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
@@ -62,39 +57,47 @@ def _less(arrays: Mapping[str, np.ndarray], *names: str) -> dict[str, np.ndarray
 
 
 # --- programs -----------------------------------------------------------------------------------
-def forward(p: GemmProblem, threads: int) -> Program:
-    """Return the program of a forward."""
-    return record(p, FORWARD, [_whole(p, _arrays(p, FORWARD), _forward)], threads)
+def forward(p: GemmProblem, names: Sequence[str], threads: int) -> Program:
+    """Return the program of a forward on the arrays of these fields of the problem."""
+    return record(p, names, [_whole(p, _arrays(p, names), _forward)], threads)
 
 
-def backward(p: GemmBackwardProblem, threads: int) -> Program:
+def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a backward, in blocks that bound what it holds."""
-    arrays = _arrays(p, BACKWARD)
+    sums = (
+        []
+        if p.d_residual is None
+        else [Sum.of(names, "grad", p.grad, "d_residual", p.d_residual, p.acc_dtype)]
+    )
+    p = as_one(p)
+    arrays = _less(_arrays(p, names), "d_residual")
     fmt = p.dtype.name
     chunk, size = library.chunk(fmt), vectors.itemsize(library.grad_pre_format(fmt))
     if not p.activation.is_identity:
         held = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, held, size, chunk)
-        return record(p, BACKWARD, [Part(arrays, *blocks, partial(_backward, p))], threads)
+        return record(p, names, [Part(arrays, *blocks, partial(_backward, p))], threads)
     # No grad_pre has to be held: the products in one piece, the partial sums of d_bias in blocks
     # that take as much room as grad_pre would.
     parts = []
     if p.d_a is not None or p.d_b is not None:
         parts.append(_whole(p, _less(arrays, "pre", "d_bias"), _backward))
     if p.d_bias is not None:
-        sums = _less(arrays, "pre", "d_a", "d_b")
+        joined = _less(arrays, "pre", "d_a", "d_b")
         size = p.acc_dtype.itemsize
         count, members = tiling.backward_block(-(-p.m // chunk), p.n, 0, size, 1)
         count *= chunk
-        if scattered(p, sums):  # here grad is held; whole chunks are joined in any blocks
+        if scattered(p, joined):  # here grad is held; whole chunks are joined in any blocks
             count, members = tiling.backward_block(p.m, p.n, 0, size, chunk)
-        parts.append(Part(sums, count, members, partial(_backward, p)))
-    return record(p, BACKWARD, parts, threads)
+        parts.append(Part(joined, count, members, partial(_backward, p)))
+    return record(p, names, parts, threads, sums=sums)
 
 
-def double_backward(p: GemmDoubleBackwardProblem, threads: int) -> Program:
+def double_backward(p: GemmDoubleBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a double backward; what nothing contributes to is set to zero."""
-    arrays = _arrays(p, DOUBLE_BACKWARD)
+    residual = p.d_residual is not None
+    p = as_one(p)
+    arrays = _arrays(p, names)
     identity = p.activation.is_identity
     moved = any(name in arrays for name in "uvwz")
     bent = moved and not identity and not p.activation.second_derivative_is_zero()
@@ -105,7 +108,9 @@ def double_backward(p: GemmDoubleBackwardProblem, threads: int) -> Program:
         "d_bias": bent,
     }
     absent = [name for name, contributes in there.items() if not contributes]
-    zeroed = tuple(DOUBLE_BACKWARD.index(name) for name in absent if name in arrays)
+    zeroed = [names.index(name) for name in absent if name in arrays]
+    if residual:
+        zeroed.append(names.index("d_residual"))
     arrays = _less(arrays, *absent)
     parts = []
     if identity:
@@ -116,23 +121,23 @@ def double_backward(p: GemmDoubleBackwardProblem, threads: int) -> Program:
             parts.append(_whole(p, _less(arrays, "pre", "d_grad"), _linear))
     elif any(name in arrays for name in there):
         parts.append(Part(arrays, *_rows(p), partial(_double_backward, p, bent)))
-    return record(p, DOUBLE_BACKWARD, parts, threads, zeroed)
+    return record(p, names, parts, threads, zeroed)
 
 
-def tangent(p: GemmTangentProblem, threads: int) -> Program:
+def tangent(p: GemmTangentProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of the forward with its derivative along tangents."""
-    arrays = _arrays(p, TANGENT)
+    arrays = _arrays(p, names)
     moved = any(name in arrays for name in "uvwz")
     if moved and not p.activation.is_identity:
         # A tangent of the bias alone is read as it is: no T is held that a block would bound.
         products = "u" in arrays or "v" in arrays
         blocks = _rows(p) if products else (max(1, p.m), max(1, math.prod(p.batch)))
-        return record(p, TANGENT, [Part(arrays, *blocks, partial(_tangent, p))], threads)
+        return record(p, names, [Part(arrays, *blocks, partial(_tangent, p))], threads)
     parts = [_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward)]
     if moved:
         work = partial(_moved, p, "out_dot")
         parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p), work))
-    return record(p, TANGENT, parts, threads, () if moved else (TANGENT.index("out_dot"),))
+    return record(p, names, parts, threads, [] if moved else [names.index("out_dot")])
 
 
 def _whole(p: Any, arrays: Mapping[str, np.ndarray], work: Any) -> Part:

@@ -23,10 +23,12 @@ from numfuse.backends.cpu.launch.sequence import (
     Plan,
     Program,
     Step,
+    Sum,
     operand,
     program,
     temporary,
 )
+from numfuse.problem.operands import address
 from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
 
@@ -148,7 +150,8 @@ def record(
     names: Sequence[str],
     parts: Sequence[Part],
     threads: int,
-    zeroed: tuple[int, ...] = (),
+    zeroed: Sequence[int] = (),
+    sums: Sequence[Sum] = (),
 ) -> Program:
     """Return the program of an operation on the arrays of these names."""
     blocks: list[list[list[Step]]] = []
@@ -164,7 +167,7 @@ def record(
         [phase for block in blocks[i : i + step] for phase in block]
         for i in range(0, len(blocks), step)
     ]
-    return program(names, launches, own, [*totals.values()], zeroed)
+    return program(names, launches, own, [*totals.values()], zeroed, sums)
 
 
 class _Schedule:
@@ -318,7 +321,7 @@ class _Schedule:
                 plan = descriptors.rows(m, n, row, slots, self.threads, tuple(batch))
                 if plan is not None:
                     at = (start - block.rows.start) * x.shape[-1] * x.itemsize
-                    offsets = {name: _address(part) - _address(x), held.name: at}
+                    offsets = {name: address(part) - address(x), held.name: at}
                     (after if back else before).append((plan, offsets))
         return before, after
 
@@ -354,7 +357,3 @@ def merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         np.lib.stride_tricks.as_strided(x, (1,) * missing + sizes, (0,) * missing + steps)
         for x, steps in zip(arrays, strides, strict=True)
     ]
-
-
-def _address(x: np.ndarray) -> int:
-    return int(x.__array_interface__["data"][0])

@@ -93,6 +93,34 @@ class Sequence(NamedTuple):
     table: int
 
 
+class Sum(NamedTuple):
+    """An array that is another one's sum over axes, made by NumPy before all else.
+
+    Both are reshaped, which never takes a copy: a call may have them with other axes.
+    """
+
+    source: int
+    shape: tuple[int, ...]
+    axes: tuple[int, ...]
+    dtype: np.dtype[Any]
+    target: int
+    target_shape: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        names: Several[str],
+        source: str,
+        x: np.ndarray,
+        target: str,
+        out: np.ndarray,
+        dtype: np.dtype[Any],
+    ) -> Sum:
+        """Return the sum of x over the axes that `out` has with length 1."""
+        axes = [i for i, (n, own) in enumerate(zip(x.shape, out.shape, strict=True)) if n != own]
+        return cls(names.index(source), x.shape, tuple(axes), dtype, names.index(target), out.shape)
+
+
 @dataclass(slots=True, eq=False)
 class Program:
     """How every call of one form is run."""
@@ -101,7 +129,8 @@ class Program:
     #: Bytes of the memory of a launch.
     size: int
     #: The numbers of arrays that are set to zero before.
-    zeroed: tuple[int, ...]
+    zeroed: Several[int]
+    sums: Several[Sum]
     #: Shape and dtype of what a call needs beside its arrays; they come behind these.
     totals: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
     #: What `last_call` tells of it.
@@ -120,10 +149,10 @@ class Program:
         return 8 * sum(len(sequence.words) for sequence in self.sequences)
 
 
-def nothing(zeroed: tuple[int, ...] = ()) -> Program:
-    """Return the program of a call whose results have no element or no term."""
+def nothing(zeroed: Several[int] = (), sums: Several[Sum] = ()) -> Program:
+    """Return the program of a call whose results have no element or no term, but for `sums`."""
     call = Call("cpu", host.name(), host.vector_name(), "nothing", None)
-    return Program((), 0, zeroed, (), call, ())
+    return Program((), 0, zeroed, sums, (), call, ())
 
 
 def program(
@@ -131,7 +160,8 @@ def program(
     launches: Iterable[Several[Several[Step]]],
     temporaries: Iterable[Operand] = (),
     totals: Several[Operand] = (),
-    zeroed: tuple[int, ...] = (),
+    zeroed: Several[int] = (),
+    sums: Several[Sum] = (),
 ) -> Program:
     """Return plans as a program.
 
@@ -145,13 +175,14 @@ def program(
         Contiguous arrays in the memory of the launches, behind the workspaces.
     totals : sequence of Operand
         Contiguous arrays that every call allocates.
-    zeroed : tuple of int
+    zeroed : sequence of int
         The numbers of arrays that are set to zero.
+    sums : sequence of Sum
     """
     found = [[phase for phase in phases if phase] for phases in launches]
     found = [phases for phases in found if phases]
     if not found:
-        return nothing(zeroed)
+        return nothing(zeroed, sums)
     phases = [phase for launch in found for phase in launch]
     plans = [plan for phase in phases for plan, _ in phase]
     count = max(
@@ -177,6 +208,7 @@ def program(
         tuple(made),
         table + 8 * (protocol.TABLE["T_ENTRIES"] + most),
         zeroed,
+        sums,
         tuple((total.shape, np.dtype(total.fmt)) for total in totals),
         plans[-1].call,
         tuple(dict.fromkeys(kernel for plan in plans for kernel in plan.kernels)),
@@ -227,6 +259,8 @@ def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
     """
     for number in program.zeroed:
         arrays[number][...] = 0  # type: ignore[index]
+    for sum_ in program.sums:
+        _sum(sum_, arrays)
     if program.totals:
         arrays = (*arrays, *[np.empty(shape, dtype) for shape, dtype in program.totals])
     # The usual case of `workspace.borrow` and `give_back` in place: each would take a call.
@@ -249,6 +283,14 @@ def run(program: Program, arrays: tuple[np.ndarray | None, ...]) -> None:
     else:
         workspace.pool.append(memory)
     latest.call = program.call
+
+
+def _sum(how: Sum, arrays: tuple[Any, ...]) -> None:
+    x, out = arrays[how.source].reshape(how.shape), arrays[how.target].reshape(how.target_shape)
+    with np.errstate(all="ignore"):  # as silent as the kernels, whatever the caller has set
+        if how.axes:
+            x = np.add.reduce(x, how.axes, how.dtype, keepdims=True)
+        out[...] = x
 
 
 def _run_anyhow(sequence: Sequence, arrays: tuple[np.ndarray | None, ...], memory: int) -> None:

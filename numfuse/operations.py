@@ -1,0 +1,342 @@
+"""The operations behind the public functions: one table, and one way in which a call is run.
+
+A call on NumPy arrays that comes again is replayed: its fingerprint is taken from the operands as
+they are, before any check, and the program that was recorded for it runs on them. A fingerprint is
+all that a program depends on but addresses. Every other call goes the long way: `problem` checks
+it, and a backend runs it; one that is built on the replay records it for the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
+
+from numpy import empty, ndarray
+
+from numfuse.activations import Activation, get
+from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, Replaying, resolve
+from numfuse.problem import product, second_order
+from numfuse.problem.operands import address, apart, array_of, as_plain
+from numfuse.problem.results import (
+    GATED_NEEDS,
+    GATED_SECOND_NEEDS,
+    GEMM_NEEDS,
+    GEMM_SECOND_NEEDS,
+    RESIDUAL_NEEDS,
+    RESIDUAL_SECOND_NEEDS,
+    check_needs,
+)
+from numfuse.runtime.dispatch import adapter_for
+from numfuse.runtime.replay import Replay
+
+__all__ = ["OPERATIONS", "Operation"]
+
+
+class _Kept(NamedTuple):
+    """A recorded call; without a program, a call whose program depends on what `varies` returns."""
+
+    program: Any
+    #: The shape and dtype of each result; None where there is none.
+    made: tuple[tuple[Any, Any] | None, ...] = ()
+    #: The type of the tuple that the results make; None of a single result.
+    pack: type | None = None
+    varies: Callable[[], Hashable] | None = None
+
+
+#: The field of a problem that has an operand, where its name is another.
+_FIELDS = {"pre_activation": "pre", "a_dot": "u", "b_dot": "v", "bias_dot": "w"}
+_FIELDS["residual_dot"] = "z"
+
+
+class Operation:
+    """The kind of call that a public function makes, and how it is run.
+
+    Parameters
+    ----------
+    name : str
+        Of the public function.
+    kind : str
+        The method of a backend that runs its problem.
+    problem : callable
+        Makes the problem, from the parameters of the public function but `backend`.
+    operands : str
+        The parameters that are arrays, in their order; a `pre_activation` comes last.
+    results : str
+        The fields of the problem that have the results.
+    options : str, optional
+        The other parameters, out of `activation`, `needs`, `out` and what is true or false.
+    needs : tuple of str, optional
+        The operands whose gradients may be asked for.
+    scalars : str, optional
+        The operands that may be NumPy scalars, which arithmetic on 0-d arrays gives.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        problem: Callable[..., Any],
+        operands: str,
+        results: str,
+        options: str = "",
+        needs: tuple[str, ...] = (),
+        scalars: str = "",
+    ) -> None:
+        self.name, self.kind, self.problem, self.needs = name, kind, problem, needs
+        self.operands, self.results = operands.split(), results.split()
+        self.options, self.scalars = options.split(), scalars.split()
+        special = ("activation", "needs", "out")
+        self.flags = [name for name in self.options if name not in special]
+        #: The fields of the problem that have the operands, then the results.
+        self.fields = (*(_FIELDS.get(x, x) for x in self.operands), *self.results)
+        #: Whether the result may be an operand itself.
+        self.in_place = kind == "gated"
+
+    def __call__(
+        self,
+        operands: tuple[Any, ...],
+        activation: Any = "none",
+        flags: tuple[bool, ...] = (),
+        needs: Any = (),
+        out: Any = None,
+        backend: str | Backend | None = None,
+    ) -> Any:
+        """Run a call on these operands, in the order of `operands`; flags in that of `flags`."""
+        form: list[Hashable] = [self.name, flags]
+        for x in operands:
+            if type(x) is ndarray and x.flags.aligned:
+                form += x.shape, x.strides, x.dtype
+            elif x is None:
+                form.append(None)
+            else:
+                return self._other(operands, activation, flags, needs, out, backend)
+        act = get(activation)
+        if type(needs) is not tuple:
+            needs = check_needs(needs, self.needs)
+        form.append(needs)
+        outs: Any = ()
+        if out is not None:
+            # As many as there are results, or what the checks of `problem` will refuse.
+            outs = tuple(out) if self.needs and type(out) in (tuple, list) else (out, None)
+            for x in outs:
+                if x is None:
+                    form.append(None)
+                elif type(x) is ndarray and x.flags.aligned and x.flags.writeable:
+                    form += x.shape, x.strides, x.dtype
+                else:
+                    return self._first(operands, act, flags, needs, out, backend, None)
+        chosen: Any = ACTIVE.get() if backend is None else backend
+        if chosen is None or type(chosen) is str:
+            chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+        table = getattr(chosen, "replay", None)
+        if type(table) is not Replay:
+            return self._first(operands, act, flags, needs, out, backend, None)
+        try:
+            key = act.curve.serial, *form
+            found = table.find(key)
+        except TypeError:  # a name in `needs` that has no hash
+            return self._first(operands, act, flags, needs, out, backend, None)
+        if found is not None and found.varies is not None:
+            found = table.find((key, found.varies()))
+        if found is None or (outs and not apart(outs, operands, self.in_place)):
+            return self._first(operands, act, flags, needs, out, backend, form)
+        made: list[Any] = []
+        if outs:
+            for spec, x in zip(found.made, outs, strict=False):
+                made.append(x if spec is None or x is not None else empty(*spec))
+        else:
+            for spec in found.made:
+                made.append(None if spec is None else empty(*spec))
+        chosen.launch(found.program, (*operands, *made))
+        return made[0] if found.pack is None else tuple.__new__(found.pack, made)
+
+    def _options(
+        self, activation: Any, flags: tuple[bool, ...], needs: Any, out: Any
+    ) -> dict[str, Any]:
+        """Return the values of the options by name."""
+        every = {"activation": activation, "needs": needs, "out": out}
+        every |= zip(self.flags, flags, strict=True)
+        return {name: every[name] for name in self.options}
+
+    def _other(
+        self,
+        operands: tuple[Any, ...],
+        activation: Any,
+        flags: tuple[bool, ...],
+        needs: Any,
+        out: Any,
+        backend: str | Backend | None,
+    ) -> Any:
+        """Run a call on arrays that an adapter serves, or that NumPy has to copy or view first."""
+        given = dict(zip(self.operands, operands, strict=True))
+        adapter = adapter_for(**given)
+        if adapter is None:
+            for name, x in given.items():
+                if x is not None:
+                    given[name] = as_plain(name, array_of(x) if name in self.scalars else x)
+            return self(tuple(given.values()), activation, flags, needs, out, backend)
+        options = self._options(activation, flags, needs, out)
+        if "pre_activation" in given:
+            options["pre_activation"] = given.pop("pre_activation")
+        places = list(given.values())
+        if "activation" in options:
+            places.append(options.pop("activation"))
+        return getattr(adapter, self.name)(*places, **options, backend=backend)
+
+    def _first(
+        self,
+        operands: tuple[Any, ...],
+        act: Activation,
+        flags: tuple[bool, ...],
+        needs: Any,
+        out: Any,
+        backend: str | Backend | None,
+        form: list[Hashable] | None,
+    ) -> Any:
+        """Check a call, run it, and keep what was recorded for calls of the same form."""
+        serial = act.curve.serial
+        given = dict(zip(self.operands, operands, strict=True))
+        p = self.problem(**given, **self._options(act, flags, needs, out))
+        chosen: Any = resolve(backend)
+        run = getattr(chosen, self.kind, None)
+        if run is None:
+            raise ValueError(
+                f"backend must have the operation {self.kind!r}, got {chosen!r} without it"
+            )
+        result = p.result
+        if form is None or not isinstance(chosen, Replaying):
+            run(p)
+            return result
+        made = chosen.record(self.kind, p, self.fields)
+        several = isinstance(result, tuple)
+        results = result if several else (result,)
+        arrays = [getattr(p, name, None) for name in self.fields]
+        formulas = made.formulas if act.curve.serial == serial else None
+        if formulas is not None and _same_memory(arrays, (*operands, *results)):
+            specs = tuple(None if x is None else (x.shape, x.dtype) for x in results)
+            key: Hashable = (serial, *form)
+            if made.varies is not None:
+                chosen.replay.keep(key, _Kept(None, varies=made.varies), formulas)
+                key = key, made.varies()
+            found = _Kept(made.program, specs, type(result) if several else None)
+            chosen.replay.keep(key, found, formulas, made.nbytes)
+        chosen.launch(made.program, tuple(arrays))
+        return result
+
+
+def _same_memory(arrays: Sequence[ndarray | None], given: Sequence[Any]) -> bool:
+    """Return whether the arrays of a problem begin where the caller's do."""
+    return all(
+        x is None or y is None or not x.size or address(x) == address(y)
+        for x, y in zip(arrays, given, strict=False)
+    )
+
+
+#: The operations, by the names of their public functions.
+OPERATIONS = {
+    operation.name: operation
+    for operation in (
+        Operation(
+            "matmul_bias_activation",
+            "forward",
+            product.gemm,
+            "a b bias",
+            "out pre",
+            "activation return_pre_activation out",
+        ),
+        Operation(
+            "matmul_bias_residual",
+            "forward",
+            product.gemm_residual,
+            "a b bias residual",
+            "out",
+            "out",
+        ),
+        Operation(
+            "matmul_bias_activation_bwd",
+            "backward",
+            product.gemm_backward,
+            "grad a b bias pre_activation",
+            "d_a d_b d_bias",
+            "activation needs sum_batch guard out",
+            GEMM_NEEDS,
+            "grad pre_activation",
+        ),
+        Operation(
+            "matmul_bias_residual_bwd",
+            "backward",
+            product.gemm_residual_backward,
+            "grad a b bias residual pre_activation",
+            "d_a d_b d_bias d_residual",
+            "needs sum_batch guard out",
+            RESIDUAL_NEEDS,
+            "grad pre_activation",
+        ),
+        Operation("activation_mul", "gated", product.gated, "a b", "out", "activation out"),
+        Operation(
+            "activation_mul_bwd",
+            "gated_backward",
+            product.gated_backward,
+            "grad a b",
+            "d_a d_b",
+            "activation needs guard out",
+            GATED_NEEDS,
+        ),
+        Operation(
+            "matmul_bias_activation_double_bwd",
+            "double_backward",
+            second_order.gemm_double_backward,
+            "u v w grad a b bias pre_activation",
+            "d_grad d_a d_b d_bias",
+            "activation needs guard",
+            GEMM_SECOND_NEEDS,
+            "u v w grad a b bias pre_activation",
+        ),
+        Operation(
+            "matmul_bias_residual_double_bwd",
+            "double_backward",
+            second_order.gemm_residual_double_backward,
+            "u v w z grad a b bias residual",
+            "d_grad d_a d_b d_bias d_residual",
+            "needs guard",
+            RESIDUAL_SECOND_NEEDS,
+            "u v w z grad a b bias residual",
+        ),
+        Operation(
+            "matmul_bias_activation_jvp",
+            "tangent",
+            second_order.gemm_tangent,
+            "a b bias a_dot b_dot bias_dot",
+            "out out_dot",
+            "activation guard",
+            scalars="a b bias a_dot b_dot bias_dot",
+        ),
+        Operation(
+            "matmul_bias_residual_jvp",
+            "tangent",
+            second_order.gemm_residual_tangent,
+            "a b bias residual a_dot b_dot bias_dot residual_dot",
+            "out out_dot",
+            scalars="a b bias residual a_dot b_dot bias_dot residual_dot",
+        ),
+        Operation(
+            "activation_mul_double_bwd",
+            "gated_double_backward",
+            second_order.gated_double_backward,
+            "u v grad a b",
+            "d_grad d_a d_b",
+            "activation needs guard",
+            GATED_SECOND_NEEDS,
+            "u v grad a b",
+        ),
+        Operation(
+            "activation_mul_jvp",
+            "gated_tangent",
+            second_order.gated_tangent,
+            "a b a_dot b_dot",
+            "out out_dot",
+            "activation guard",
+            scalars="a b a_dot b_dot",
+        ),
+    )
+}
