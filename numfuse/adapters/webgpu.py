@@ -7,12 +7,11 @@ the problem is made, and every check applied, with the arrays' ghosts (see
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
 from numfuse.activations import Activation
-from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature, of_module
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray
@@ -20,19 +19,33 @@ from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
 from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Store
+from numfuse.language.graph import Expr
+from numfuse.runtime.dispatch import AGAIN
 from numfuse.runtime.lifetimes import formulas_of
+
+if TYPE_CHECKING:
+    from numfuse.operations import Operation
 
 __all__ = [*NAMES, "synchronize", "to_numpy"]
 
-#: The arguments that are parts of a fingerprint as they are; equal ones mean the same.
-_PLAIN = frozenset((str, bool, type(None), WebGpuBackend))
+#: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
+_BACKENDS = frozenset((str, type(None), WebGpuBackend))
+
+
+class _Recording(threading.local):
+    """Where a call of this thread says what it dispatched, if in one submit, and its formulas."""
+
+    made: list[tuple[list[Any], list[Expr]]] | None = None
+
+
+_RECORDING = _Recording()
 
 
 class _WebGpu(PublicFunctions):
     """The public functions as problems of ghosts, run on the arrays' device."""
 
     def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        """Return a call's result; what it dispatched, if in one submit; and its formulas."""
+        """Return a call's result; where it is asked for, say what was dispatched."""
         operands = {name: x[name] for name in signature.arrays if x[name] is not None}
         device = next(x.device for x in operands.values() if isinstance(x, DeviceArray))
         backend = _backend(x["backend"], device)
@@ -58,7 +71,9 @@ class _WebGpu(PublicFunctions):
             result = tuple.__new__(type(result), map(found, result))
         else:
             result = found(result)
-        return result, store.steps, formulas_of(p.activation.curve)
+        if _RECORDING.made is not None and store.steps is not None:
+            _RECORDING.made.append((store.steps, formulas_of(p.activation.curve)))
+        return result
 
 
 def _check_place(name: str, x: Any, device: Device) -> None:
@@ -88,63 +103,69 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
     )
 
 
-def _replayed(function: Any) -> Callable[..., Any]:
-    """Return a public function that repeats a call that it made before."""
-    name = function.__name__
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        # All that the call depends on but the buffers, looked at once and without another call.
-        seen: list[Any] = [name, *options, Activation.definitions]
-        flat: list[Any] = []
-        for x in (*args, *options.values()):
-            if type(x) is tuple or type(x) is list:
-                seen.append(len(x))
-                flat += x
-            else:
-                seen.append(None)
-                flat.append(x)
-        given: list[DeviceArray] = []
-        owners: list[Any] = []
-        numbers: dict[int, int] = {}  # which arrays share a buffer
-        plain = True
-        for x in flat:
-            kind = type(x)
-            if kind is DeviceArray:
-                buffer = x.buffer
-                number = numbers.get(id(buffer))
-                if number is None:
-                    number = numbers[id(buffer)] = len(owners)
-                    owners.append(buffer)
-                seen.append((x.shape, x.strides, x.dtype, x.offset, number))
-                plain = plain and (not given or x.device is given[0].device)
-                given.append(x)
-            elif kind in _PLAIN:
-                seen.append(x)
-            elif isinstance(x, Activation):
-                seen.append((x.name, x.curve.serial))
-            else:
-                plain = False
-        if not given or not plain or given[0].device.lost:
-            return function(*args, **options)[0]
-        device = given[0].device
-        fingerprint = tuple(seen)
+def again(
+    operation: Operation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Run a call; one that was made before is found by all that it depends on but its buffers."""
+    # Every array is looked at once, and nothing is called: this is the way of nearly every call.
+    outs = () if out is None else tuple(out) if type(out) in (tuple, list) else (out,)
+    seen: list[Any] = [operation.name, flags, type(out), backend]
+    plain = type(needs) in (tuple, list) and type(backend) in _BACKENDS
+    if plain:
+        seen.append(tuple(needs))
+    if type(activation) is str:  # which formula it names now
+        seen += activation, Activation.definitions
+    elif isinstance(activation, Activation):
+        seen += activation.name, activation.curve.serial
+    else:
+        plain = False
+    given: list[DeviceArray] = []
+    owners: list[Any] = []
+    numbers: dict[int, int] = {}  # which arrays share a buffer
+    for x in (*operands, *outs):
+        if x is None:
+            seen.append(None)
+        elif type(x) is DeviceArray and (not given or x.device is given[0].device):
+            buffer = x.buffer
+            number = numbers.get(id(buffer))
+            if number is None:
+                number = numbers[id(buffer)] = len(owners)
+                owners.append(buffer)
+            seen += x.shape, x.strides, x.dtype, x.offset, number
+            given.append(x)
+        else:
+            plain = False
+    if not plain or given[0].device.lost:
+        return operation.other(operands, activation, flags, needs, out, backend)
+    device = given[0].device
+    fingerprint = tuple(seen)
+    try:
         program = device.programs.find(fingerprint)
+    except TypeError:  # a name in `needs` that has no hash
+        return operation.other(operands, activation, flags, needs, out, backend)
+    if program is not None:
+        return program.run(device, owners, given)
+    made: list[Any] = []
+    _RECORDING.made = made
+    try:
+        result = operation.other(operands, activation, flags, needs, out, backend)
+    finally:
+        _RECORDING.made = None
+    for steps, formulas in made:
+        program = Program.of(steps, owners, given, result)
         if program is not None:
-            return program.run(device, owners, given)
-        result, steps, formulas = function(*args, **options)
-        if steps is not None:
-            program = Program.of(steps, owners, given, result)
-            if program is not None:
-                device.programs.keep(fingerprint, program, formulas, program.nbytes)
-        return result
-
-    return call
+            device.programs.keep(fingerprint, program, formulas, program.nbytes)
+    return result
 
 
-globals().update(
-    {name: of_module(_replayed(x), __name__) for name, x in _WebGpu().functions().items()}
-)
+AGAIN[DeviceArray] = again
+globals().update(_WebGpu().functions())
 
 
 def to_numpy(x: DeviceArray) -> Any:
