@@ -59,7 +59,7 @@ class _WebGpu(PublicFunctions):
         store = Store(device, list(operands.values()), list(outs.values()))
         split.run(store, signature.kind, p)
         store.finish()
-        backend.record(device, signature.kind, p)
+        backend.tell(device, signature.kind, p)
 
         def found(ghost: Any) -> Any:
             if ghost is None or id(ghost) in known:

@@ -145,3 +145,15 @@ def test_a_repeated_call_with_outputs_opens_few_frames(name):
     assert len(opened) <= MOST, opened
     assert same(first, again)
     assert parts(again)[0] is outs[0]
+
+
+# Arrays of NumPy are uploaded and downloaded, each by a dozen frames.
+@pytest.mark.parametrize(
+    "name, most", [("layer", 66), ("layer_bwd", 96), ("gate", 56), ("gate_bwd", 96)]
+)
+def test_a_repeated_call_on_arrays_of_the_host_opens_a_bounded_number(name, most):
+    function, shapes, options = CALLS[name]
+    operands = arrays(shapes, host=True)
+    for _ in range(3):
+        _, opened = frames(lambda: function(*operands, **options, backend="webgpu"))
+    assert len(opened) <= most, opened

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
+from numpy import ndarray
+
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.arrays import DeviceArray
+from numfuse.backends.webgpu.device.commands import fetch
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 
@@ -97,8 +100,17 @@ class Program:
     def nbytes(self) -> int:
         return _STEP_BYTES * len(self._steps)
 
-    def run(self, device: Device, owners: Sequence[Buffer], given: Sequence[DeviceArray]) -> Any:
-        """Repeat the call with these arrays, and return its result."""
+    def run(
+        self,
+        device: Device,
+        owners: Sequence[Buffer],
+        given: Sequence[DeviceArray] = (),
+        downloads: Sequence[ndarray] | None = None,
+    ) -> Any:
+        """Repeat the call with these arrays, and return its result.
+
+        With `downloads`, arrays like the results, wait for it and return its results as such.
+        """
         # No method is called but the few that have to be, and there is no comprehension, which is a
         # call too: this is the way of nearly every call.
         made: list[Any] = []
@@ -125,9 +137,12 @@ class Program:
         dispatches = self._sets.get(handles)
         if dispatches is None:
             dispatches = self._bound(device, buffers, handles)
+        latest.call = self._call
+        if downloads is not None:
+            parts = [(Binding(made[i], 0, x.nbytes), x) for i, x in enumerate(downloads)]
+            return fetch(device, dispatches, parts) if parts else []
         if dispatches:
             device.submit(dispatches)
-        latest.call = self._call
         found: list[Any] = []
         at = 0
         for result in self._results:

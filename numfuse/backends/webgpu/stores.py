@@ -21,9 +21,9 @@ from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
-from numfuse.problem.shapes import equal, merge_axes, sum_to
+from numfuse.problem.shapes import equal, merge_axes
 
-__all__ = ["HostStore", "Region", "Store"]
+__all__ = ["Region", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,70 +212,6 @@ class Store:
         """Return a new result as an array of the device."""
         view = self._find(x) or fresh(self.device, x.shape, x.dtype, "an empty result")
         return DeviceArray(self.device, view.buffer, x.shape, x.strides, x.dtype)
-
-
-class HostStore(Store):
-    """For NumPy arrays: each operand is uploaded once, each result downloaded.
-
-    Results are written at the very end: a failure before that has touched none of them.
-    """
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(device)
-        self._sources: dict[int, tuple[ndarray, Region]] = {}
-        self._targets: list[tuple[ndarray, Region]] = []
-        self._results: list[tuple[ndarray, ndarray]] = []
-
-    def source(self, x: ndarray) -> Region:
-        known = self._sources.get(id(x))
-        if known is not None:
-            return known[1]
-        # An axis that repeats one slice is uploaded once, and the rest in the order of the memory:
-        # a transposed array takes no copy on the way.
-        unique = x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides)]
-        order = sorted(range(x.ndim), key=lambda axis: -abs(unique.strides[axis]))
-        packed = np.array(unique.transpose(order), order="C", copy=None)
-        buffer = self.device.buffer(max(packed.nbytes, 16), f"an operand of shape {x.shape}")
-        self.device.upload(packed, buffer)
-        strides = [0] * x.ndim
-        for axis, stride in zip(order, contiguous_strides(packed.shape), strict=True):
-            strides[axis] = stride if x.strides[axis] else 0
-        view = Region(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
-        self._sources[id(x)] = x, view
-        return view
-
-    def target(self, x: ndarray) -> Region:
-        view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
-        if x.size:
-            self._targets.append((x, view))
-        return view
-
-    def reserve(self, x: ndarray) -> None:
-        """Do nothing: parts of a result are downloaded one by one."""
-
-    def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
-        with np.errstate(all="ignore"):
-            self._results.append((out, sum_to(x, out.shape, accumulator)))
-        return True
-
-    def rows(self, x: ndarray) -> ndarray:
-        return x.reshape(-1, x.shape[-1])
-
-    def result_rows(self, x: ndarray) -> ndarray:
-        made = np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        self._results.append((x, made))  # by now without content
-        return made
-
-    def flush(self) -> None:
-        targets, self._targets = self._targets, []
-        found = self.commands.submit([(Binding(v.buffer, 0, x.nbytes), x) for x, v in targets])
-        self._results[:0] = zip((x for x, _ in targets), found, strict=True)
-        self._sources.clear()
-
-    def finish(self) -> None:
-        self.flush()
-        for x, value in self._results:
-            x[...] = value.reshape(x.shape)
 
 
 def copy(commands: Commands, source: Region, out: Region) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
     from numfuse.backends.webgpu.shaders.shader import Shader
 
-__all__ = ["Commands", "Labels", "Pipeline"]
+__all__ = ["Commands", "Labels", "Pipeline", "fetch"]
 
 
 class Pipeline(NamedTuple):
@@ -72,39 +72,40 @@ class Commands:
         list of ndarray
             New arrays with the contents.
         """
-        device = self.device
         steps, self.steps = self.steps, []
-        if not steps and not downloads:
-            return []
-        sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
+        device = self.device
         dispatches = [
             (pipeline, device.group(pipeline.layout, bindings), grid)
             for pipeline, bindings, grid in steps
         ]
-        if not downloads:
+        if dispatches and not downloads:
             device.submit(dispatches)
-            return []
-        with device.reported(Labels(steps)):
-            staging = device.staging(sum(sizes))
-            ends = list(accumulate(sizes))
-            device.submit(
-                dispatches,
-                [
-                    (binding.buffer.handle, binding.offset, staging, end - size, size)
-                    for (binding, _), size, end in zip(downloads, sizes, ends, strict=True)
-                ],
-            )
-            try:
-                staging.map_async("READ_NOSYNC", 0, sum(sizes)).sync_wait()
-                mapped = np.frombuffer(staging.read_mapped(0, sum(sizes), copy=False), np.uint8)
-                found = []
-                for (_, like), size, end in zip(downloads, sizes, ends, strict=True):
-                    part = mapped[end - size :][: like.nbytes].view(like.dtype)
-                    found.append(part.reshape(like.shape).copy())
-                del mapped, part
-                staging.unmap()
-            except BaseException:
-                staging.destroy()
-                raise
-            device.keep_staging(staging)
-        return found
+        return fetch(device, dispatches, downloads) if downloads else []
+
+
+def fetch(
+    device: Device, dispatches: Sequence[Any], downloads: Sequence[tuple[Binding, ndarray]]
+) -> list[ndarray]:
+    """Submit dispatches, wait, and return parts of buffers as `Commands.submit` does."""
+    sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
+    total, ends = sum(sizes), list(accumulate(sizes))
+    with device.reported(Labels(dispatches)):
+        staging = device.staging(total)
+        copies = []
+        for (binding, _), size, end in zip(downloads, sizes, ends, strict=True):
+            copies.append((binding.buffer.handle, binding.offset, staging, end - size, size))
+        device.submit(dispatches, copies)
+        try:
+            staging.map_async("READ_NOSYNC", 0, total).sync_wait()
+            mapped = np.frombuffer(staging.read_mapped(0, total, copy=False), np.uint8)
+            found = []
+            for (_, like), size, end in zip(downloads, sizes, ends, strict=True):
+                part = mapped[end - size :][: like.nbytes].view(like.dtype)
+                found.append(part.reshape(like.shape).copy())
+            del mapped, part
+            staging.unmap()
+        except BaseException:
+            staging.destroy()
+            raise
+        device.keep_staging(staging)
+    return found

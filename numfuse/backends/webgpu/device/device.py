@@ -114,8 +114,9 @@ class Device(Memory):
         self.constants: Replay[Any] = Replay(*tiling.KEPT_CONSTANTS)
         #: With each bind group the parts of buffers whose identities are in its key.
         self.groups: Replay[tuple[Any, list[Any]]] = Replay(*tiling.KEPT_GROUPS)
-        #: The recorded calls on arrays of the device (see `program`).
+        #: The recorded calls on arrays of the device (see `program`), and on NumPy's (`host`).
         self.programs: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
+        self.hosted: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
         forks.remember(self)
 
     @functools.cached_property
