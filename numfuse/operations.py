@@ -16,7 +16,7 @@ from numpy import empty, ndarray
 from numfuse.activations import Activation, get
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, Replaying, resolve
 from numfuse.problem import product, second_order
-from numfuse.problem.operands import address, apart, array_of, as_plain
+from numfuse.problem.operands import address, apart, array_of, as_plain, required
 from numfuse.problem.results import (
     GATED_NEEDS,
     GATED_SECOND_NEEDS,
@@ -46,6 +46,11 @@ class _Kept(NamedTuple):
 #: The field of a problem that has an operand, where its name is another.
 _FIELDS = {"pre_activation": "pre", "a_dot": "u", "b_dot": "v", "bias_dot": "w"}
 _FIELDS["residual_dot"] = "z"
+#: By kind, those of no gradients and no tangents.
+_RESULTS = {"forward": ["out", "pre"], "gated": ["out"]}
+#: By kind, those to the first order.
+_SCALARS = {"backward": ["grad", "pre_activation"], "forward": [], "gated": []}
+_SCALARS["gated_backward"] = []
 
 
 class Operation:
@@ -61,14 +66,10 @@ class Operation:
         Makes the problem, from the parameters of the public function but `backend`.
     operands : str
         The parameters that are arrays, in their order; a `pre_activation` comes last.
-    results : str
-        The fields of the problem that have the results.
     options : str, optional
         The other parameters, out of `activation`, `needs`, `out` and what is true or false.
     needs : tuple of str, optional
         The operands whose gradients may be asked for.
-    scalars : str, optional
-        The operands that may be NumPy scalars, which arithmetic on 0-d arrays gives.
     """
 
     def __init__(
@@ -77,18 +78,18 @@ class Operation:
         kind: str,
         problem: Callable[..., Any],
         operands: str,
-        results: str,
         options: str = "",
         needs: tuple[str, ...] = (),
-        scalars: str = "",
     ) -> None:
         self.name, self.kind, self.problem, self.needs = name, kind, problem, needs
-        self.operands, self.results = operands.split(), results.split()
-        self.options, self.scalars = options.split(), scalars.split()
+        self.operands, self.options = operands.split(), options.split()
+        #: The operands that may be NumPy scalars, which arithmetic on 0-d arrays gives.
+        self.scalars = _SCALARS.get(kind, self.operands)
         special = ("activation", "needs", "out")
         self.flags = [name for name in self.options if name not in special]
         #: The fields of the problem that have the operands, then the results.
-        self.fields = (*(_FIELDS.get(x, x) for x in self.operands), *self.results)
+        results = [f"d_{x}" for x in needs] or _RESULTS.get(kind, ["out", "out_dot"])
+        self.fields = (*(_FIELDS.get(x, x) for x in self.operands), *results)
         #: Whether the result may be an operand itself.
         self.in_place = kind == "gated"
 
@@ -199,6 +200,7 @@ class Operation:
         """Check a call, run it, and keep what was recorded for calls of the same form."""
         serial = act.curve.serial
         given = dict(zip(self.operands, operands, strict=True))
+        required(given)
         p = self.problem(**given, **self._options(act, flags, needs, out))
         chosen: Any = resolve(backend)
         run = getattr(chosen, self.kind, None)
@@ -237,109 +239,84 @@ def _same_memory(arrays: Sequence[ndarray | None], given: Sequence[Any]) -> bool
 
 #: The operations, by the names of their public functions.
 OPERATIONS = {
-    operation.name: operation
-    for operation in (
-        Operation(
+    row[0]: Operation(*row)
+    for row in (
+        (
             "matmul_bias_activation",
             "forward",
             product.gemm,
             "a b bias",
-            "out pre",
             "activation return_pre_activation out",
         ),
-        Operation(
-            "matmul_bias_residual",
-            "forward",
-            product.gemm_residual,
-            "a b bias residual",
-            "out",
-            "out",
-        ),
-        Operation(
+        ("matmul_bias_residual", "forward", product.gemm, "a b bias residual", "out"),
+        (
             "matmul_bias_activation_bwd",
             "backward",
             product.gemm_backward,
             "grad a b bias pre_activation",
-            "d_a d_b d_bias",
             "activation needs sum_batch guard out",
             GEMM_NEEDS,
-            "grad pre_activation",
         ),
-        Operation(
+        (
             "matmul_bias_residual_bwd",
             "backward",
-            product.gemm_residual_backward,
+            product.gemm_backward,
             "grad a b bias residual pre_activation",
-            "d_a d_b d_bias d_residual",
             "needs sum_batch guard out",
             RESIDUAL_NEEDS,
-            "grad pre_activation",
         ),
-        Operation("activation_mul", "gated", product.gated, "a b", "out", "activation out"),
-        Operation(
+        ("activation_mul", "gated", product.gated, "a b", "activation out"),
+        (
             "activation_mul_bwd",
             "gated_backward",
             product.gated_backward,
             "grad a b",
-            "d_a d_b",
             "activation needs guard out",
             GATED_NEEDS,
         ),
-        Operation(
+        (
             "matmul_bias_activation_double_bwd",
             "double_backward",
             second_order.gemm_double_backward,
             "u v w grad a b bias pre_activation",
-            "d_grad d_a d_b d_bias",
             "activation needs guard",
             GEMM_SECOND_NEEDS,
-            "u v w grad a b bias pre_activation",
         ),
-        Operation(
+        (
             "matmul_bias_residual_double_bwd",
             "double_backward",
-            second_order.gemm_residual_double_backward,
+            second_order.gemm_double_backward,
             "u v w z grad a b bias residual",
-            "d_grad d_a d_b d_bias d_residual",
             "needs guard",
             RESIDUAL_SECOND_NEEDS,
-            "u v w z grad a b bias residual",
         ),
-        Operation(
+        (
             "matmul_bias_activation_jvp",
             "tangent",
             second_order.gemm_tangent,
             "a b bias a_dot b_dot bias_dot",
-            "out out_dot",
             "activation guard",
-            scalars="a b bias a_dot b_dot bias_dot",
         ),
-        Operation(
+        (
             "matmul_bias_residual_jvp",
             "tangent",
-            second_order.gemm_residual_tangent,
+            second_order.gemm_tangent,
             "a b bias residual a_dot b_dot bias_dot residual_dot",
-            "out out_dot",
-            scalars="a b bias residual a_dot b_dot bias_dot residual_dot",
         ),
-        Operation(
+        (
             "activation_mul_double_bwd",
             "gated_double_backward",
             second_order.gated_double_backward,
             "u v grad a b",
-            "d_grad d_a d_b",
             "activation needs guard",
             GATED_SECOND_NEEDS,
-            "u v grad a b",
         ),
-        Operation(
+        (
             "activation_mul_jvp",
             "gated_tangent",
             second_order.gated_tangent,
             "a b a_dot b_dot",
-            "out out_dot",
             "activation guard",
-            scalars="a b a_dot b_dot",
         ),
     )
 }

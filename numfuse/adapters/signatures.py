@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import inspect
 import linecache
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from numfuse import differentials, functional
 from numfuse.activations import get
-from numfuse.problem import product, results, second_order
+from numfuse.operations import OPERATIONS, Operation
+from numfuse.problem import results
 from numfuse.problem.operands import required
 
 __all__ = ["GATES", "NAMES", "SIGNATURES", "PublicFunctions", "Signature", "of_module"]
@@ -34,13 +34,13 @@ class Signature:
     ----------
     function : callable
         The public function.
-    kind : str
-        The method of a backend that runs its problem.
-    problem : callable
-        Makes the problem: a function of the parameters but `backend`.
+    operation : Operation
+        Its row of the core's table.
 
     Attributes
     ----------
+    kind : str
+        The method of a backend that runs its problem.
     arrays : tuple of str
         The parameters that are operands, in their order.
     needs : tuple of str
@@ -49,8 +49,8 @@ class Signature:
         The named tuple of the results, or `tuple`.
     """
 
-    def __init__(self, function: Any, kind: str, problem: Callable[..., Any]) -> None:
-        self.function, self.kind, self._problem = function, kind, problem
+    def __init__(self, function: Any, operation: Operation) -> None:
+        self.function, self.kind, self._problem = function, operation.kind, operation.problem
         self.name: str = function.__name__
         parameters = inspect.signature(function).parameters
         self.arrays = tuple(x for x in parameters if x not in (*_OPTIONS, "out", "backend"))
@@ -108,33 +108,10 @@ class Signature:
 
 
 SIGNATURES = {
-    function.__name__: Signature(function, kind, problem)
-    for function, kind, problem in (
-        (functional.matmul_bias_activation, "forward", product.gemm),
-        (functional.matmul_bias_residual, "forward", product.gemm_residual),
-        (functional.matmul_bias_activation_bwd, "backward", product.gemm_backward),
-        (functional.matmul_bias_residual_bwd, "backward", product.gemm_residual_backward),
-        (functional.activation_mul, "gated", product.gated),
-        (functional.activation_mul_bwd, "gated_backward", product.gated_backward),
-        (
-            differentials.matmul_bias_activation_double_bwd,
-            "double_backward",
-            second_order.gemm_double_backward,
-        ),
-        (
-            differentials.matmul_bias_residual_double_bwd,
-            "double_backward",
-            second_order.gemm_residual_double_backward,
-        ),
-        (differentials.matmul_bias_activation_jvp, "tangent", second_order.gemm_tangent),
-        (differentials.matmul_bias_residual_jvp, "tangent", second_order.gemm_residual_tangent),
-        (
-            differentials.activation_mul_double_bwd,
-            "gated_double_backward",
-            second_order.gated_double_backward,
-        ),
-        (differentials.activation_mul_jvp, "gated_tangent", second_order.gated_tangent),
+    name: Signature(
+        getattr(functional if hasattr(functional, name) else differentials, name), operation
     )
+    for name, operation in OPERATIONS.items()
 }
 #: The functions that an adapter's module offers.
 NAMES = (

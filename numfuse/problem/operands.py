@@ -109,11 +109,11 @@ def as_plain(name: str, x: Any) -> ndarray:
 
 
 def as_operands(**operands: Any) -> dict[str, ndarray]:
-    """Return the operands that are there as plain arrays; bias and residual may be None."""
+    """Return the operands that are there as plain arrays; grad, a and b have to be."""
     return {
         name: as_plain(name, x)
         for name, x in operands.items()
-        if x is not None or name not in ("bias", "residual")
+        if x is not None or name in ("grad", "a", "b")
     }
 
 

@@ -16,8 +16,9 @@ An operand that is not needed, or not there, is None.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy import empty, ndarray
@@ -35,13 +36,10 @@ from numfuse.problem.operands import (
 from numfuse.problem.results import (
     GATED_NEEDS,
     GEMM_NEEDS,
-    RESIDUAL_NEEDS,
-    GatedGradients,
-    GemmGradients,
-    GemmResidualGradients,
     allocate,
     check_needs,
     check_outputs,
+    gradients_of,
 )
 from numfuse.problem.shapes import column_view, fold_rows, gemm_shape, residual_view, row_view
 
@@ -49,24 +47,30 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
 
 __all__ = [
+    "Fields",
+    "GateOperands",
     "GatedBackwardProblem",
     "GatedProblem",
     "GemmBackwardProblem",
     "GemmProblem",
+    "Layer",
+    "gate_operands",
     "gated",
     "gated_backward",
     "gemm",
     "gemm_backward",
     "gemm_residual",
-    "gemm_residual_backward",
+    "made_gradients",
 ]
 
 _DType = np.dtype[Any]
+#: Fields of a problem by name.
+Fields: TypeAlias = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class GemmProblem:
-    """out = act(a @ b + bias) (+ residual, then with the activation "none")."""
+class GemmOperands:
+    """act(a @ b + bias), and its sizes."""
 
     m: int
     n: int
@@ -78,6 +82,15 @@ class GemmProblem:
     a: ndarray
     b: ndarray
     bias: ndarray | None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GemmProblem(GemmOperands):
+    """out = act(a @ b + bias) (+ residual, then with the activation "none")."""
+
+    #: What has a row for each of M; a residual may have one for all.
+    BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "out", "pre", "residual")
+
     residual: ndarray | None
     out: ndarray
     #: Where to write the pre-activation, in acc_dtype; None where it is not asked for.
@@ -87,7 +100,7 @@ class GemmProblem:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class GemmBackwardProblem:
+class GemmBackwardProblem(GemmOperands):
     """The gradients of act(a @ b + bias) (+ residual), given the gradient of the result.
 
     Every axis of `batch` that a gradient lacks, or has with length 1, is summed over: with
@@ -97,16 +110,6 @@ class GemmBackwardProblem:
     #: What has a row for each of M, but for a residual's gradient, which may have one for all.
     BY_ROWS: ClassVar[tuple[str, ...]] = ("a", "grad", "pre", "d_a")
 
-    m: int
-    n: int
-    k: int
-    batch: tuple[int, ...]
-    dtype: _DType
-    acc_dtype: _DType
-    activation: Activation
-    a: ndarray
-    b: ndarray
-    bias: ndarray | None
     grad: ndarray
     #: The saved pre-activation, in acc_dtype or dtype; None: recompute it.
     pre: ndarray | None
@@ -121,8 +124,8 @@ class GemmBackwardProblem:
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class GatedProblem:
-    """out = act(a) * b; all three of one shape."""
+class GateOperands:
+    """act(a) * b; both of one shape, and so is all that a problem has beside them."""
 
     shape: tuple[int, ...]
     dtype: _DType
@@ -130,59 +133,145 @@ class GatedProblem:
     activation: Activation
     a: ndarray
     b: ndarray
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class GatedProblem(GateOperands):
+    """out = act(a) * b"""
+
     #: Apart from the operands, or exactly one of them.
     out: ndarray
     result: Any
 
 
 @dataclass(slots=True, eq=False, repr=False)
-class GatedBackwardProblem:
-    """d_a = grad * b * act'(a), d_b = grad * act(a); all of one shape."""
+class GatedBackwardProblem(GateOperands):
+    """d_a = grad * b * act'(a), d_b = grad * act(a)"""
 
-    shape: tuple[int, ...]
-    dtype: _DType
-    acc_dtype: _DType
-    activation: Activation
     grad: ndarray
-    a: ndarray
-    b: ndarray
     guard: bool
     d_a: ndarray | None
     d_b: ndarray | None
-    result: GatedGradients
+    result: Any
+
+
+class Layer:
+    """The operands of a layer, and what moves along with them, checked and promoted.
+
+    Parameters
+    ----------
+    activation : str or Activation
+    moved : mapping
+        {operand that moves along: the operand whose shape it has}
+    operands
+        Arrays by name; None where one is not there.
+
+    Attributes
+    ----------
+    given : dict
+        The operands as plain arrays, in their own shapes.
+    head : dict
+        The fields of `GemmOperands`.
+    moved : dict
+        What moves along, by its name; None where it is not there.
+    """
+
+    def __init__(self, activation: Any, moved: Mapping[str, str], **operands: Any) -> None:
+        act = get_activation(activation)
+        x = self.given = as_operands(**operands)
+        self.dtype, self.acc_dtype = same_dtype(x)
+        self.shape, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
+        self.head: Fields = dict(zip(("m", "n", "k", "batch"), self.shape, strict=False))
+        self.head |= {"dtype": self.dtype, "acc_dtype": self.acc_dtype, "activation": act}
+        self.head |= {"a": a, "b": b, "bias": bias}
+        self.grad: Any = None
+        if "grad" in x:
+            self.grad = self.shape.full(shaped(x["grad"], "grad", self.shape.visible))
+        self.residual = self.promoted("residual", x.get("residual"))
+        for name, of in moved.items():
+            if name in x and of not in x:
+                raise ValueError(f"{name} must be None where {of} is None, got an array")
+            if name in x:
+                shaped(x[name], name, x[of].shape, f"the shape of {of}")
+        self.moved: Fields = {name: self.promoted(of, x.get(name)) for name, of in moved.items()}
+
+    def promoted(self, of: str, x: ndarray | None) -> ndarray | None:
+        """Return an array of the shape of an operand as a problem has that."""
+        if x is None or of == "grad":
+            return None if x is None else self.shape.full(x)
+        if of == "residual":
+            return residual_view(self.shape, x)
+        return column_view(x) if of == "b" else row_view(x)
+
+    def saved(self, pre: Any) -> ndarray | None:
+        """Return a saved pre-activation, checked and promoted."""
+        if pre is None:
+            return None
+        found = saved_pre_activation(pre, self.shape.visible, self.dtype, self.acc_dtype)
+        self.given["pre_activation"] = found
+        return self.shape.full(found)
+
+    def gradients(
+        self, names: tuple[str, ...], needs: Any, out: Any = None, sum_batch: bool = False
+    ) -> tuple[Fields, Any]:
+        """Return the gradients of the operands of these names for a problem, and for the caller."""
+        if "residual" in self.given:
+            names = (*names, "residual")
+        shapes = {name: self.given[name].shape if name in self.given else None for name in names}
+        if sum_batch and self.given["b"].ndim > 2:
+            shapes["b"] = self.given["b"].shape[-2:]
+        made, result = made_gradients(names, shapes, needs, out, self.dtype, self.given)
+        promoted = {f"d_{name}": self.promoted(name, made[f"d_{name}"]) for name in names}
+        return {"d_residual": None, **promoted}, result
+
+
+def made_gradients(
+    names: tuple[str, ...],
+    shapes: Mapping[str, Any],
+    needs: Any,
+    out: Any,
+    dtype: _DType,
+    given: dict[str, ndarray],
+) -> tuple[Fields, Any]:
+    """Return the gradients by the names of fields, and the named tuple of them for the caller.
+
+    None stands for one that is not needed, or whose operand is not there.
+    """
+    needs = names if needs is None else check_needs(needs, names)
+    outs = None if out is None else check_outputs(out, names)
+    arrays, own = allocate(outs, shapes, needs, dtype, given)
+    result = gradients_of(names)(*own)
+    return dict(zip(result._fields, arrays, strict=True)), result
 
 
 def gemm(
     a: Any,
     b: Any,
     bias: Any,
-    activation: Any,
+    activation: Any = "none",
     return_pre_activation: bool = False,
     out: Any = None,
     residual: Any = None,
 ) -> GemmProblem:
     """The problem of `matmul_bias_activation`; see there for what is accepted and raised."""
-    act = get_activation(activation)
-    x = as_operands(a=a, b=b, bias=bias, residual=residual)
-    dtype, acc_dtype = same_dtype(x)
-    shape, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
-    full = residual_view(shape, x["residual"]) if "residual" in x else None
-    target = output("out", out, shape.visible, dtype, x)
-    result = target if out is None else out
-    target, pre = shape.full(target), None
+    x = Layer(activation, {}, a=a, b=b, bias=bias, residual=residual)
+    target = output("out", out, x.shape.visible, x.dtype, x.given)
+    result: Any = target if out is None else out
+    pre = None
     if return_pre_activation:
-        pre = empty(shape.visible, acc_dtype)
+        pre = empty(x.shape.visible, x.acc_dtype)
         result = result, pre
-        pre = shape.full(pre)
-    problem = GemmProblem(*shape[:4], dtype, acc_dtype, act, a, b, bias, full, target, pre, result)
-    fold_rows(problem, ("a", "out", "pre", "residual"))
-    return problem
+        pre = x.shape.full(pre)
+    full = x.shape.full(target)
+    p = GemmProblem(**x.head, residual=x.residual, out=full, pre=pre, result=result)
+    fold_rows(p, p.BY_ROWS)
+    return p
 
 
 def gemm_residual(a: Any, b: Any, bias: Any, residual: Any, out: Any = None) -> GemmProblem:
     """The problem of `matmul_bias_residual`; see there for what is accepted and raised."""
     required({"residual": residual})
-    return gemm(a, b, bias, "none", False, out, residual)
+    return gemm(a, b, bias, out=out, residual=residual)
 
 
 def gemm_backward(
@@ -190,87 +279,44 @@ def gemm_backward(
     a: Any,
     b: Any,
     bias: Any,
-    activation: Any,
+    activation: Any = "none",
     pre_activation: Any = None,
-    needs: Any = GEMM_NEEDS,
+    needs: Any = None,
     sum_batch: bool = False,
     guard: bool = True,
     out: Any = None,
+    residual: Any = None,
 ) -> GemmBackwardProblem:
-    """The problem of `matmul_bias_activation_bwd`; see there for what is accepted and raised."""
-    operands = (grad, a, b, bias, pre_activation)
-    return _backward(operands, None, activation, needs, sum_batch, guard, out)
+    """The problem of `matmul_bias_activation_bwd` or, with a residual, `matmul_bias_residual_bwd`.
+
+    See there for what is accepted and raised.
+    """
+    x = Layer(activation, {}, grad=array_of(grad), a=a, b=b, bias=bias, residual=residual)
+    pre = x.saved(pre_activation)
+    made, result = x.gradients(GEMM_NEEDS, needs, out, sum_batch)
+    given: Fields = {"grad": x.grad, "pre": pre, "guard": bool(guard)}
+    p = GemmBackwardProblem(**x.head, **given, **made, result=result)
+    fold_rows(p, (*p.BY_ROWS, "d_residual"))
+    return p
 
 
-def gemm_residual_backward(
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    residual: Any,
-    pre_activation: Any = None,
-    needs: Any = RESIDUAL_NEEDS,
-    sum_batch: bool = False,
-    guard: bool = True,
-    out: Any = None,
-) -> GemmBackwardProblem:
-    """The problem of `matmul_bias_residual_bwd`; see there for what is accepted and raised."""
-    required({"residual": residual})
-    operands = (grad, a, b, bias, pre_activation)
-    return _backward(operands, residual, "none", needs, sum_batch, guard, out)
-
-
-def _backward(
-    operands: tuple[Any, ...],
-    residual: Any,
-    activation: Any,
-    needs: Any,
-    sum_batch: bool,
-    guard: bool,
-    out: Any,
-) -> GemmBackwardProblem:
+def gate_operands(activation: Any, **operands: Any) -> tuple[dict[str, ndarray], Fields]:
+    """Return the operands of a gate as plain arrays by name, and the fields of `GateOperands`."""
     act = get_activation(activation)
-    names: tuple[str, ...] = GEMM_NEEDS if residual is None else RESIDUAL_NEEDS
-    gradients = GemmGradients if residual is None else GemmResidualGradients
-    needs = check_needs(needs, names)
-    outs = None if out is None else check_outputs(out, names)
-    guard = bool(guard)
-    grad, a, b, bias, pre = operands
-    x = as_operands(grad=array_of(grad), a=a, b=b, bias=bias, residual=residual)
-    dtype, acc = same_dtype(x)
-    shape, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
-    grad = shape.full(shaped(x["grad"], "grad", shape.visible))
-    if residual is not None:
-        residual_view(shape, x["residual"])
-    of_each = {name: x[name].shape if name in x else None for name in names}
-    if sum_batch and b.ndim > 2:
-        of_each["b"] = b.shape[-2:]
-    if pre is not None:
-        x["pre_activation"] = saved_pre_activation(pre, shape.visible, dtype, acc)
-        pre = shape.full(x["pre_activation"])
-    arrays, own = allocate(outs, of_each, needs, dtype, x)
-    d_a, d_b, d_bias = row_view(arrays[0]), column_view(arrays[1]), row_view(arrays[2])
-    d_residual = None if len(arrays) < 4 else arrays[3]
-    if d_residual is not None:
-        d_residual = residual_view(shape, d_residual)
-    sizes = *shape[:4], dtype, acc, act
-    result = gradients(*own)
-    problem = GemmBackwardProblem(
-        *sizes, a, b, bias, grad, pre, guard, d_a, d_b, d_bias, d_residual, result
-    )
-    fold_rows(problem, (*problem.BY_ROWS, "d_residual"))
-    return problem
+    x = as_operands(**operands)
+    dtype, acc_dtype = same_dtype(x)
+    shape = x["a"].shape
+    for name, y in x.items():
+        shaped(y, name, shape, "the shape of a")
+    head: Fields = {"shape": shape, "dtype": dtype, "acc_dtype": acc_dtype, "activation": act}
+    return x, head | {"a": x["a"], "b": x["b"]}
 
 
 def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
     """The problem of `activation_mul`; see there for what is accepted and raised."""
-    act = get_activation(activation)
-    x = as_operands(a=a, b=b)
-    dtype, acc_dtype = same_dtype(x)
-    a, b = x["a"], shaped(x["b"], "b", x["a"].shape, "the shape of a")
-    plain_out = output("out", out, a.shape, dtype, x, may_be=("a", "b"))
-    result = plain_out if out is None else out
-    return GatedProblem(a.shape, dtype, acc_dtype, act, a, b, plain_out, result)
+    x, head = gate_operands(activation, a=a, b=b)
+    target = output("out", out, head["shape"], head["dtype"], x, may_be=("a", "b"))
+    return GatedProblem(**head, out=target, result=target if out is None else out)
 
 
 def gated_backward(
@@ -278,22 +324,13 @@ def gated_backward(
     a: Any,
     b: Any,
     activation: Any,
-    needs: Any = GATED_NEEDS,
+    needs: Any = None,
     guard: bool = True,
     out: Any = None,
 ) -> GatedBackwardProblem:
     """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
-    act = get_activation(activation)
-    needs = check_needs(needs, GATED_NEEDS)
-    outs = None if out is None else check_outputs(out, GATED_NEEDS)
-    x = as_operands(grad=grad, a=a, b=b)
-    dtype, acc_dtype = same_dtype(x)
-    grad, a, b = x["grad"], x["a"], x["b"]
-    shape = a.shape
-    shaped(b, "b", shape, "the shape of a")
-    shaped(grad, "grad", shape, "the shape of a")
-    (d_a, d_b), own = allocate(outs, {"a": shape, "b": shape}, needs, dtype, x)
-    result = GatedGradients(*own)
-    return GatedBackwardProblem(
-        shape, dtype, acc_dtype, act, grad, a, b, bool(guard), d_a, d_b, result
-    )
+    x, head = gate_operands(activation, grad=grad, a=a, b=b)
+    shapes = dict.fromkeys(GATED_NEEDS, head["shape"])
+    made, result = made_gradients(GATED_NEEDS, shapes, needs, out, head["dtype"], x)
+    given: Fields = {"grad": x["grad"], "guard": bool(guard)}
+    return GatedBackwardProblem(**head, **given, **made, result=result)

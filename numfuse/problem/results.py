@@ -27,6 +27,7 @@ __all__ = [
     "allocate",
     "check_needs",
     "check_outputs",
+    "gradients_of",
     "settled",
     "without_terms",
 ]
@@ -100,8 +101,27 @@ class Tangent(NamedTuple):
     out_dot: Any
 
 
-#: The results of every kind of problem.
-_RESULTS = ("out", "out_dot", "pre", "d_grad", "d_a", "d_b", "d_bias", "d_residual")
+_GRADIENTS: dict[tuple[str, ...], Any] = {
+    tuple(name.removeprefix("d_") for name in made._fields): made
+    for made in (
+        GemmGradients,
+        GemmResidualGradients,
+        GatedGradients,
+        GemmSecondGradients,
+        GemmResidualSecondGradients,
+        GatedSecondGradients,
+    )
+}
+
+
+def gradients_of(names: tuple[str, ...]) -> Any:
+    """Return the named tuple of the gradients of these operands."""
+    return _GRADIENTS[names]
+
+
+#: The results of every kind of forward, and of every kind of backward, which reads `pre`.
+_FORWARD = ("out", "out_dot", "pre")
+_BACKWARD = ("d_grad", "d_a", "d_b", "d_bias", "d_residual")
 
 
 def settled(p: Any) -> bool:
@@ -121,8 +141,10 @@ def without_terms(p: Any) -> list[str] | None:
     Where grad, or the result of a forward, has no element, no sum has a term, whatever lengths the
     other axes have. Where no result has an element, none is written.
     """
-    results = [name for name in _RESULTS if getattr(p, name, None) is not None]
-    if (p.out if hasattr(p, "out") else p.grad).size:
+    forward = hasattr(p, "out")
+    names = _FORWARD if forward else _BACKWARD
+    results = [name for name in names if getattr(p, name, None) is not None]
+    if (p.out if forward else p.grad).size:
         return None if any(getattr(p, name).size for name in results) else []
     return results
 

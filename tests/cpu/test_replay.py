@@ -270,3 +270,15 @@ def test_a_call_that_is_recorded_holds_none_of_its_arrays():
     del a, out
     gc.collect()
     assert whole() is None and gone() is None
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_saved_pre_activation_is_an_operand_where_nothing_is_left_to_sum(backend):
+    x, pre = np.ones((0, 4), np.float32), np.ones((0, 5), np.float32)
+    pre.flags.writeable = False
+    b = np.ones((4, 5), np.float32)
+    for _ in range(2):
+        found = nf.matmul_bias_activation_bwd(
+            pre, x, b, None, "gelu", pre_activation=pre, backend=backend
+        )
+        assert found.d_a.shape == (0, 4) and not found.d_b.any()

@@ -217,8 +217,8 @@ ARROWS: dict[str, set[str]] = {
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "devices",
-        "differentials", "epilogues", "errors", "expr", "functional", "language", "problem",
-        "runtime",
+        "differentials", "epilogues", "errors", "expr", "functional", "language", "operations",
+        "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {

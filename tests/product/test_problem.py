@@ -156,7 +156,7 @@ def test_the_gradient_of_a_residual_is_a_result_like_any_other():
     a, b, grad = ones(2, 4, 3), ones(3, 5), ones(2, 4, 5)
 
     def problem(*residual, **how):
-        return product.gemm_residual_backward(grad, a, b, None, ones(*residual), **how)
+        return product.gemm_backward(grad, a, b, None, residual=ones(*residual), **how)
 
     for residual, shape in (((5,), (1, 5)), ((2, 4, 1), (8, 1)), ((1,), (1, 1))):
         p = problem(*residual)
