@@ -359,7 +359,6 @@ def tiles(device, sizes, names):
     candidates = [
         WebGpuTile(128, 128, 16, 8, 16),
         WebGpuTile(128, 128, 16, 8, 16, k_first=True),
-        WebGpuTile(128, 128, 16, 8, 16, stages=2, k_first=True),
         WebGpuTile(128, 256, 16, 8, 16, k_first=True),
         WebGpuTile(128, 64, 16, 8, 16, k_first=True),
         WebGpuTile(64, 128, 16, 8, 8, k_first=True),

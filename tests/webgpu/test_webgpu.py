@@ -285,10 +285,9 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
 
 
 @pytest.mark.parametrize("chain", [0, 1, 2, 5])
-@pytest.mark.parametrize("stages", [1, 2])
-def test_chains_of_sums_end_anywhere(webgpu, device, monkeypatch, chain, stages):
+def test_chains_of_sums_end_anywhere(webgpu, device, monkeypatch, chain):
     """Within a part of K, where one ends or the batch goes on, and nowhere: in so many slices."""
-    tile = replace(tiling.TILES[-1], block_k=8, stages=stages)
+    tile = replace(tiling.TILES[-1], block_k=8)
     monkeypatch.setattr(tiling, "tile", lambda *_: replace(tile, chain=8 * chain))
     device.programs.clear()
     for sizes in ((33, 34, 8), (33, 34, 41), (1100, 20, 16)):

@@ -62,8 +62,6 @@ class WebGpuTile:
     nr: int
     #: Rows of blocks that are worked on together: their Y blocks are found in the device's cache.
     group: int = 8
-    #: Copies of the slices in workgroup memory: with two, one barrier a slice.
-    stages: int = 1
     #: Whether neighbouring invocations fetch along K where that is the contiguous axis.
     k_first: bool = False
     chain: int = CHAIN
@@ -125,7 +123,7 @@ def tile(
 
 def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int) -> int:
     """Both factors, each row padded by four, and the sums of columns."""
-    factors = (tile.block_m + tile.block_n + 8) * depth * tile.stages
+    factors = (tile.block_m + tile.block_n + 8) * depth
     return (factors + 4 * tile.invocations) * itemsize
 
 

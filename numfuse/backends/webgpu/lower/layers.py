@@ -16,7 +16,7 @@ from numpy import ndarray
 from numfuse import epilogues
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
 from numfuse.backends.webgpu.lower.places import Cut, Places, tile_of
-from numfuse.backends.webgpu.lower.products import BARE, Launch, product
+from numfuse.backends.webgpu.lower.products import BARE, launch, product
 from numfuse.backends.webgpu.lower.sums import join
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
@@ -134,8 +134,8 @@ def _rows(
         sums = fresh(device, (places.count, rows, p.n), acc, "column sums")
     if p.m and p.n and places.count:
         k = 0 if factors is None else p.k
-        launch = Launch(p.m, p.n, k, places, Cut(k), tile, acc)
-        launch.record(store, formula, arrays, outs, factors, sums)
+        how = (p.m, p.n, k), places, Cut(k), tile, acc
+        launch(store, *how, formula, arrays, outs, factors, sums)
     if d_bias is not None and sums is not None:
         join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
 

@@ -190,7 +190,6 @@ class Gemm(_Epilogue):
                 "MR": t.mr,
                 "NR": t.nr,
                 "GROUP": t.group,
-                "STAGES": t.stages,
                 "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
                 "TX": tx,

@@ -49,10 +49,8 @@ fn store_${b.NAME}(at: u32, column: u32, value: vec4<$ACC>) {
 //$ end
 
 //$ if PRODUCT:
-//$ for s in range(STAGES):
-var<workgroup> x_tile_$s: array<array<vec4<$ACC>, $X_PITCH>, $BLOCK_K>;
-var<workgroup> y_tile_$s: array<array<vec4<$ACC>, $Y_PITCH>, $BLOCK_K>;
-//$ end
+var<workgroup> x_tile: array<array<vec4<$ACC>, $X_PITCH>, $BLOCK_K>;
+var<workgroup> y_tile: array<array<vec4<$ACC>, $Y_PITCH>, $BLOCK_K>;
 //$ end
 //$ if COLUMN_SUMS:
 var<workgroup> sums: array<array<vec4<$ACC>, ${BLOCK_N // NR}>, ${BLOCK_M // MR}>;
@@ -140,111 +138,105 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var slices = 0u;
     //$ end
     loop {
-        //$ for s in range(STAGES):
-        {
-            // What was fetched in the last turn goes to workgroup memory; the first turn only fetches.
-            if (ahead) {
-                //$ if STAGES == 1:
-                workgroupBarrier();
-                //$ end
-                //$ for o, i in LOADS:
-                ${o.IF_IN_TILE[i]}
+        // What was fetched in the last turn goes to workgroup memory; the first turn only fetches.
+        if (ahead) {
+            workgroupBarrier();
+            //$ for o, i in LOADS:
+            ${o.IF_IN_TILE[i]}
+            //$ if o.TURNED:
+            //$ for c in range(4):
+            ${o.NAME}_tile[${o.NAME}_k$i + ${c}u][${o.NAME}_o$i] = vec4<$ACC>(${o.NAME}_v${i}_0[$c], ${o.NAME}_v${i}_1[$c], ${o.NAME}_v${i}_2[$c], ${o.NAME}_v${i}_3[$c]);
+            //$ end
+            //$ else:
+            ${o.NAME}_tile[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v$i;
+            //$ end
+            ${o.END_IN_TILE[i]}
+            //$ end
+            workgroupBarrier();
+        }
+        let multiply = ahead;
+        ahead = running;
+        if (running) {
+            //$ for o, i in LOADS:
+            ${o.IF_IN_TILE[i]}
+            {
+                let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
+                let o = ${o.ORIGIN} + ${o.NAME}_o$i * 4u;
+                let k = k0 + ${o.NAME}_k$i;
                 //$ if o.TURNED:
                 //$ for c in range(4):
-                ${o.NAME}_tile_$s[${o.NAME}_k$i + ${c}u][${o.NAME}_o$i] = vec4<$ACC>(${o.NAME}_v${i}_0[$c], ${o.NAME}_v${i}_1[$c], ${o.NAME}_v${i}_2[$c], ${o.NAME}_v${i}_3[$c]);
+                ${o.NAME}_v${i}_$c = vec4<$ACC>();
+                //$ if o.WIDE:
+                if (o + ${c}u < p.${o.LENGTH} && k < k_end) {
+                    ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.STRIDE_O}) / 4u]);
+                }
+                //$ else:
+                if (o + ${c}u < p.${o.LENGTH}) {
+                    //$ for d in range(4):
+                    if (k + ${d}u < k_end) {
+                        ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O} + ${d}u * p.${o.STRIDE_K}]);
+                    }
+                    //$ end
+                }
+                //$ end
                 //$ end
                 //$ else:
-                ${o.NAME}_tile_$s[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v$i;
-                //$ end
-                ${o.END_IN_TILE[i]}
-                //$ end
-                workgroupBarrier();
-            }
-            let multiply = ahead;
-            ahead = running;
-            if (running) {
-                //$ for o, i in LOADS:
-                ${o.IF_IN_TILE[i]}
-                {
-                    let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
-                    let o = ${o.ORIGIN} + ${o.NAME}_o$i * 4u;
-                    let k = k0 + ${o.NAME}_k$i;
-                    //$ if o.TURNED:
+                ${o.NAME}_v$i = vec4<$ACC>();
+                //$ if o.WIDE:
+                if (o < p.${o.LENGTH} && k < k_end) {
+                    ${o.NAME}_v$i = vec4<$ACC>(${o.NAME}[at / 4u]);
+                }
+                //$ else:
+                if (k < k_end) {
                     //$ for c in range(4):
-                    ${o.NAME}_v${i}_$c = vec4<$ACC>();
-                    //$ if o.WIDE:
-                    if (o + ${c}u < p.${o.LENGTH} && k < k_end) {
-                        ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.STRIDE_O}) / 4u]);
-                    }
-                    //$ else:
                     if (o + ${c}u < p.${o.LENGTH}) {
-                        //$ for d in range(4):
-                        if (k + ${d}u < k_end) {
-                            ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O} + ${d}u * p.${o.STRIDE_K}]);
-                        }
-                        //$ end
+                        ${o.NAME}_v$i[$c] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O}]);
                     }
-                    //$ end
-                    //$ end
-                    //$ else:
-                    ${o.NAME}_v$i = vec4<$ACC>();
-                    //$ if o.WIDE:
-                    if (o < p.${o.LENGTH} && k < k_end) {
-                        ${o.NAME}_v$i = vec4<$ACC>(${o.NAME}[at / 4u]);
-                    }
-                    //$ else:
-                    if (k < k_end) {
-                        //$ for c in range(4):
-                        if (o + ${c}u < p.${o.LENGTH}) {
-                            ${o.NAME}_v$i[$c] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O}]);
-                        }
-                        //$ end
-                    }
-                    //$ end
-                    //$ end
-                }
-                ${o.END_IN_TILE[i]}
-                //$ end
-                k0 += ${BLOCK_K}u;
-                running = k0 < k_end;
-                //$ if SEGMENTS:
-                if (!running) {
-                    segment += 1u;
-                    running = segment < last_segment;
-                    k0 = k_first;
-                    if (running) {
-                        x_at = places[segment].x;
-                        y_at = places[segment].y;
-                    }
-                }
-                //$ end
-            }
-            if (multiply) {
-                //$ for k in range(BLOCK_K):
-                {
-                    //$ for i in range(MR // 4):
-                    let x$i = x_tile_$s[$k][ty + ${i * (BLOCK_M // MR)}u];
-                    //$ end
-                    //$ for j in range(NR // 4):
-                    let y$j = y_tile_$s[$k][tx + ${j * (BLOCK_N // NR)}u];
-                    //$ end
-                    //$ for i, j in SUMS:
-                    c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
                     //$ end
                 }
                 //$ end
-                //$ if SLICES:
-                slices += 1u;
                 //$ end
             }
-            if (!ahead) {
-                break;
-            }
-            //$ if SLICES and s == STAGES - 1:
-            if (slices >= ${SLICES}u) {
-                break;
+            ${o.END_IN_TILE[i]}
+            //$ end
+            k0 += ${BLOCK_K}u;
+            running = k0 < k_end;
+            //$ if SEGMENTS:
+            if (!running) {
+                segment += 1u;
+                running = segment < last_segment;
+                k0 = k_first;
+                if (running) {
+                    x_at = places[segment].x;
+                    y_at = places[segment].y;
+                }
             }
             //$ end
+        }
+        if (multiply) {
+            //$ for k in range(BLOCK_K):
+            {
+                //$ for i in range(MR // 4):
+                let x$i = x_tile[$k][ty + ${i * (BLOCK_M // MR)}u];
+                //$ end
+                //$ for j in range(NR // 4):
+                let y$j = y_tile[$k][tx + ${j * (BLOCK_N // NR)}u];
+                //$ end
+                //$ for i, j in SUMS:
+                c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
+                //$ end
+            }
+            //$ end
+            //$ if SLICES:
+            slices += 1u;
+            //$ end
+        }
+        if (!ahead) {
+            break;
+        }
+        //$ if SLICES:
+        if (slices >= ${SLICES}u) {
+            break;
         }
         //$ end
     }
