@@ -258,7 +258,7 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
     monkeypatch.setattr(tiling, "tile", lambda *_: tile)
     tolerance.vanishing("webgpu", DTYPES[dtype])  # asks the device, at its first use
     made = met(monkeypatch)
-    device.programs.clear()
+    device.hosted.clear()
     # more than one block each way, the last ones in part, and more than one slice of K
     m, n = tile.block_m + 4, tile.block_n + 8
     for sizes in ((m, n, 36), (m - 1, n - 1, 35)):
@@ -289,7 +289,7 @@ def test_chains_of_sums_end_anywhere(webgpu, device, monkeypatch, chain):
     """Within a part of K, where one ends or the batch goes on, and nowhere: in so many slices."""
     tile = replace(tiling.TILES[-1], block_k=8)
     monkeypatch.setattr(tiling, "tile", lambda *_: replace(tile, chain=8 * chain))
-    device.programs.clear()
+    device.hosted.clear()
     for sizes in ((33, 34, 8), (33, 34, 41), (1100, 20, 16)):
         assert_layer(*operands(*sizes))
     grad, a, b, bias = (np.stack([x] * 3) for x in operands(9, 10, 20))
@@ -381,7 +381,8 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
         gc.collect()
         return (
             device.free.nbytes, len(device.free), len(device._live), len(device._staging),
-            *map(kept, (device.pipelines, device.constants, device.groups, device.programs)),
+            *map(kept, (device.pipelines, device.constants, device.groups)),
+            *map(kept, (device.programs, device.hosted)),
         )  # fmt: skip
 
     some(100)
@@ -412,7 +413,7 @@ def test_what_is_compiled_for_a_formula_goes_with_it(device):
             there, there, None, there, there, there, None, "renewed"
         )
         gc.collect()
-        return kept(device.pipelines), kept(device.programs)
+        return kept(device.pipelines), kept(device.programs), kept(device.hosted)
 
     before = kept(device.pipelines)
     first = held(2)
@@ -495,6 +496,7 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_next_call_works(
     text = Gemm.text
     with monkeypatch.context() as patch:
         patch.setattr(device, "pipelines", Replay(100, 1))
+        device.hosted.clear()
         patch.setattr(Gemm, "text", lambda shader: broken(text(shader)))
         with pytest.raises(nf.DeviceError, match=f"^{device.name.split('(')[0]}") as caught:
             nf.matmul_bias_residual(a, b, None, grad, out=out, backend="webgpu")
@@ -606,6 +608,7 @@ def test_no_compiler_chooses_whether_a_product_and_its_sum_are_one(webgpu, monke
     not: what is looked at is the text of the kernels.
     """
     shaders = met(monkeypatch)
+    webgpu.device.hosted.clear()
     grad, a, b, bias = operands(5, 4, 3)
     for needs in (("bias",), ("a", "b", "bias")):
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=needs, backend="webgpu")
