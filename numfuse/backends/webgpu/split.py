@@ -60,7 +60,8 @@ def run(store: Store, kind: str, p: Any) -> None:
                 if x is not None and x.ndim > 2:
                     setattr(p, name, store.result_rows(x) if name in outputs else store.rows(x))
     operation = GATES[kind] if kind in GATES else LAYERS[kind]
-    arrays = {name: x for names in FIELDS[kind] for name in names if _there(x := getattr(p, name))}
+    every = {name: getattr(p, name) for names in FIELDS[kind] for name in names}
+    arrays = {name: x for name, x in every.items() if x is not None}
     results = [name for name in outputs if name in arrays]
     if not results:
         return
@@ -97,10 +98,6 @@ def run(store: Store, kind: str, p: Any) -> None:
             if mine in several and not left[mine]:
                 copy(store.commands, totals.pop(mine), store.target(getattr(part, name)))
         store.flush()
-
-
-def _there(x: ndarray | None) -> bool:
-    return x is not None
 
 
 def _residual(store: Store, p: Any, out: ndarray) -> None:

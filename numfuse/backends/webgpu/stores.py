@@ -68,16 +68,22 @@ class Region:
         return (reach + 1) * self.itemsize
 
     @property
+    def order(self) -> tuple[int, ...] | None:
+        """The order of the axes, if the array is one run in memory; else None."""
+        axes = (i for i, length in enumerate(self.shape) if length != 1)
+        order = sorted(axes, key=lambda i: -self.strides[i])
+        run = 1
+        for axis in reversed(order):
+            if self.strides[axis] != run:
+                return None
+            run *= self.shape[axis]
+        return tuple(order)
+
+    @property
     def contiguous(self) -> bool:
         """Whether it is one run in C order."""
-        run = 1
-        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if length == 1:
-                continue
-            if stride != run:
-                return False
-            run *= length
-        return True
+        order = self.order
+        return order is not None and list(order) == sorted(order)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

@@ -112,15 +112,13 @@ class ContractBackend:
             wanted = ENTRY_POINTS[name].workgroup
             try:
                 size = self._module.workgroup(name)
+                wrong = "" if size == wanted else f"got {_sizes(size)}"
             except ValueError as error:
+                wrong = f"but {error}"
+            if wrong:
                 raise ValueError(
                     f"{self.label}: the workgroup size of {name!r} must be {_sizes(wanted)} in the "
-                    f"shader contract, but {error}"
-                ) from error
-            if size != wanted:
-                raise ValueError(
-                    f"{self.label}: the workgroup size of {name!r} must be {_sizes(wanted)} in the "
-                    f"shader contract, got {_sizes(size)}"
+                    f"shader contract, {wrong}"
                 )
             self._hold_bindings(name)
 
