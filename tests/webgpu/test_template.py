@@ -195,11 +195,11 @@ def test_shaders_are_equal_where_their_formulas_are():
 
 
 def test_a_uniform_is_packed_as_its_struct_says():
-    uniform = Uniform((("strides", "vec4<u32>"), ("first", "u32"), ("size", "u32")))
+    uniform = Uniform.of("stride", "first", "size")
     assert uniform.struct() == (
-        "struct Params {\n    strides: vec4<u32>,\n    first: u32,\n    size: u32,\n}"
+        "struct Params {\n    stride: u32,\n    first: u32,\n    size: u32,\n}"
     )
-    words = uniform.pack({"size": 7, "first": 5, "strides": (1, -2, 3, 4)})
-    assert np.frombuffer(words, np.int32).tolist() == [1, -2, 3, 4, 5, 7]
+    words = uniform.pack({"size": 7, "first": 5, "stride": -2})
+    assert np.frombuffer(words, np.int32).tolist() == [-2, 5, 7]
     with pytest.raises(KeyError, match="first"):
-        uniform.pack({"size": 7, "strides": (1, 2, 3, 4)})
+        uniform.pack({"size": 7, "stride": 1})

@@ -238,14 +238,15 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
     lead = max(len(shape) - plain.COPY_AXES, 0)
     shader = plain.copy(Access(source.dtype), Access(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
-    sizes = _four(shape[lead:], 1)
-    values: dict[str, int | Sequence[int]] = {
-        "source": _four(from_strides[lead:], 0),
-        "out": _four(to_strides[lead:], 0),
-        "shape": sizes,
-        "size": prod(sizes),
-    }
-    grid = (*device.grid(-(-prod(sizes) // 256)), 1)
+    values = {"size": prod(shape[lead:])}
+    for name, lengths, missing in (
+        ("source", from_strides, 0),
+        ("out", to_strides, 0),
+        ("shape", shape, 1),
+    ):
+        four = (missing,) * (plain.COPY_AXES - len(shape) + lead) + lengths[lead:]
+        values |= {f"{name}_{axis}": length for axis, length in enumerate(four)}
+    grid = (*device.grid(-(-values["size"] // 256)), 1)
     for index in np.ndindex(shape[:lead]):
         for name, first, strides in (
             ("source_first", from_first, from_strides),
@@ -253,7 +254,3 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
         ):
             values[name] = first + sum(i * s for i, s in zip(index, strides, strict=False))
         commands.dispatch(shader, {"source": from_, "out": to}, values, grid)
-
-
-def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    return (missing,) * (plain.COPY_AXES - len(values)) + values

@@ -163,7 +163,7 @@ class ContractBackend:
             found = {v.access for v in _at(touched, index)} & {"read", "read_write"}
             choices.append(["read_write"] if interface.read_write else sorted(found) or ["read"])
         # with the sizes that a shader may ask for: a struct of a uniform has whole 16 bytes
-        uniform = "uniform", -(-interface.uniform.words // 4) * 16
+        uniform = "uniform", -(-len(interface.uniform.names) // 4) * 16
         label = f"{self.label}/{name}"
         failure: DeviceError | None = None
         for accesses in product(*choices):
@@ -178,7 +178,7 @@ class ContractBackend:
         bound = ", ".join(f"{i} {array}" for i, array in enumerate(interface.arrays))
         raise ValueError(
             f"{self.label}: {name!r} does not fit the shader contract, which binds {bound}, and "
-            f"{len(interface.arrays)} a uniform of {interface.uniform.words} u32: {failure}"
+            f"{len(interface.arrays)} a uniform of {len(interface.uniform.names)} u32: {failure}"
         ) from failure
 
     # --- runs -----------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Commands:
         self,
         shader: Shader,
         bindings: Mapping[str, Binding | Any],
-        values: Mapping[str, int | Sequence[int]],
+        values: Mapping[str, int],
         grid: tuple[int, int, int],
     ) -> None:
         """Run a shader with its buffers and the fields of its uniform, by name."""

@@ -13,11 +13,9 @@ __all__ = ["COPY_AXES", "Plain", "copy", "join", "probe"]
 
 #: Axes of a strided copy; longer shapes are cut.
 COPY_AXES = 4
-_COPY = Uniform(
-    (
-        *((name, f"vec{COPY_AXES}<u32>") for name in ("source", "out", "shape")),
-        *((name, "u32") for name in ("source_first", "out_first", "size")),
-    )
+_COPY = Uniform.of(
+    *(f"{name}_{axis}" for name in ("source", "out", "shape") for axis in range(COPY_AXES)),
+    *("source_first", "out_first", "size"),
 )
 _JOIN = Uniform.of("size", "depth", "width", "groups", "planes", "out", "total")
 _PROBE = Uniform.of("count")
