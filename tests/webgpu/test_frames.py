@@ -157,3 +157,29 @@ def test_a_repeated_call_on_arrays_of_the_host_opens_a_bounded_number(name, most
     for _ in range(3):
         _, opened = frames(lambda: function(*operands, **options, backend="webgpu"))
     assert len(opened) <= most, opened
+
+
+@pytest.mark.parametrize("where", ["cpu", "webgpu"])
+def test_a_repeated_call_is_that_of_its_own_arguments(where):
+    """A name that means another formula now, and arrays that were one and are two, or the other
+    way round."""
+    backend = {"backend": "webgpu"} if where == "cpu" else {}
+    x, y = (nf.to_device(x, where) for x in arrays((A, A), host=True))
+    wanted = {}
+    for k in (2, 3, 2):
+
+        def renewed(t, k=k):
+            return nf.expr.tanh(k * t)
+
+        nf.activation(renewed)
+        for first, second in ((x, x), (x, y), (y, x), (y, y)):
+            key = k, first is x, second is x
+            got = nf.to_numpy(nf.activation_mul(first, second, "renewed", **backend))
+            exact = np.tanh(k * np.float64(nf.to_numpy(first))) * nf.to_numpy(second)
+            assert np.abs(got - exact).max() < 1e-5
+            assert np.array_equal(wanted.setdefault(key, got), got)
+    for _ in range(3):
+        (out,) = (nf.to_device(x, where) for x in arrays((A,), host=True))
+        assert nf.relu_mul(out, y, out=out, **backend) is out
+        exact = np.maximum(nf.to_numpy(x), 0) * nf.to_numpy(y)
+        assert np.array_equal(nf.to_numpy(out), exact)
