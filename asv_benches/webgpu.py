@@ -2,6 +2,8 @@
 
     python asv_benches/webgpu.py --tiles              which tile is the fastest here
     python asv_benches/webgpu.py                      the tables of docs/webgpu.md
+    python asv_benches/webgpu.py --sizes 4096 --chain 0 256 512 1024 --tile 128x128x16:8x16
+                                                      chains of sums of these lengths, and tiles
 
 WebGPU's times are the device's own (timestamps around a pass that repeats a call, so that neither
 Python nor the wait for the result counts), PyTorch's are those of CUDA events around as many
@@ -16,6 +18,7 @@ import json
 import statistics
 import struct
 import time
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -24,7 +27,7 @@ import wgpu
 import numfuse as nf
 from numfuse.backends import load
 from numfuse.backends.webgpu import split, tiling
-from numfuse.backends.webgpu.stores import DeviceStore
+from numfuse.backends.webgpu.stores import Store
 from numfuse.backends.webgpu.tiling import WebGpuTile
 from numfuse.problem import product as problem
 
@@ -61,14 +64,14 @@ class Stopwatch:
         return (last - first) * self.tick
 
 
-def recorded(p, operation, operands, outs):
+def recorded(p, kind, operands, outs):
     """The dispatches of a problem of ghosts, each result where the caller wants it."""
     device = operands[0].device
-    store = DeviceStore(device, operands, outs)
-    operation(store, p)
+    store = Store(device, operands, outs)
+    split.run(store, kind, p)
     steps = [
-        (pipeline.handle, device.group(pipeline.layout, uniform, bindings), grid)
-        for pipeline, uniform, bindings, grid in store.commands.steps
+        (pipeline.handle, device.group(pipeline.layout, bindings), grid)
+        for pipeline, bindings, grid in store.commands.steps
     ]
     store.finish()
     return steps
@@ -95,9 +98,9 @@ def work(arrays, outs, activation="gelu"):
         out=tuple(x.ghost for x in gradients),
     )  # fmt: skip
     return {
-        "product": (recorded(product, split.forward, arrays, outs), flops),
-        "forward": (recorded(forward, split.forward, arrays, outs), flops),
-        "backward": (recorded(backward, split.backward, arrays, outs), 3 * flops),
+        "product": (recorded(product, "forward", arrays, outs), flops),
+        "forward": (recorded(forward, "forward", arrays, outs), flops),
+        "backward": (recorded(backward, "backward", arrays, outs), 3 * flops),
     }
 
 
@@ -298,15 +301,15 @@ def gates(device, count, dtype):
     out, d_a, d_b = (nf.to_device(np.zeros(shape, dtype), "webgpu") for _ in range(3))
     work = {}
     for act in ("none", "relu", "silu", "gelu"):
-        work[f"{act}"] = (problem.gated(a.ghost, b.ghost, act, out.ghost), split.gated, 3)
+        work[f"{act}"] = (problem.gated(a.ghost, b.ghost, act, out.ghost), "gated", 3)
         work[f"{act} backward"] = (
             problem.gated_backward(grad.ghost, a.ghost, b.ghost, act, out=(d_a.ghost, d_b.ghost)),
-            split.gated_backward, 4 if act == "none" else 5,
+            "gated_backward", 4 if act == "none" else 5,
         )  # fmt: skip
     del work["none backward"]
     steps = {
-        name: recorded(p, operation, (a, b, grad), (out, d_a, d_b))
-        for name, (p, operation, _) in work.items()
+        name: recorded(p, kind, (a, b, grad), (out, d_a, d_b))
+        for name, (p, kind, _) in work.items()
     }
     copy = 2 * a.nbytes / copying(watch, device, a, out)
     print(f"copy of {a.nbytes >> 20} MiB: {copy / 1e9:.0f} GB/s", flush=True)
@@ -356,7 +359,6 @@ def tiles(device, sizes, names):
     candidates = [
         WebGpuTile(128, 128, 16, 8, 16),
         WebGpuTile(128, 128, 16, 8, 16, k_first=True),
-        WebGpuTile(128, 128, 16, 8, 16, stages=2, k_first=True),
         WebGpuTile(128, 256, 16, 8, 16, k_first=True),
         WebGpuTile(128, 64, 16, 8, 16, k_first=True),
         WebGpuTile(64, 128, 16, 8, 8, k_first=True),
@@ -386,17 +388,66 @@ def tiles(device, sizes, names):
     tiling.tile = chosen
 
 
+def chains(device, sizes, lengths, tiles):
+    """Times of tiles with chains of sums of these lengths, by turns, and their largest errors."""
+    watch = Stopwatch(device)
+    rng = np.random.default_rng()
+    chosen = tiling.tile
+    for size in sizes:
+        host = operands(rng, size, size, size, np.float32)
+        arrays = [nf.to_device(x, "webgpu") for x in host]
+        outs = [nf.to_device(np.zeros_like(x), "webgpu") for x in (host[3], *host[:3])]
+        wanted = host[0].astype(np.float64) @ host[1].astype(np.float64)
+        contestants = {}
+        for tile in tiles or (None,):
+            for length in lengths:
+
+                def patched(*given, tile=tile, length=length):
+                    return replace(tile or chosen(*given), chain=length)
+
+                tiling.tile = patched
+                made = work(arrays, outs)
+                watch.seconds(made["product"][0])
+                off = np.abs(nf.to_numpy(outs[0]) - wanted).max()
+                contestants[tile, length] = made, off, {"forward": [], "backward": []}
+        for _ in range(7):
+            for made, _, turns in contestants.values():
+                for name, seconds in turns.items():
+                    steps, flops = made[name]
+                    repeats = min(50, max(1, int(2e11 / flops)))
+                    seconds.append(watch.seconds(steps * repeats) / repeats)
+        for (tile, length), (_, off, turns) in contestants.items():
+            times = ", ".join(
+                f"{name} {statistics.median(seconds) * 1e3:.4g} ms"
+                for name, seconds in turns.items()
+            )
+            name = "its own tile" if tile is None else tile
+            print(f"{size}, chains of {length}, {name}: {times}; error {off:.3g}", flush=True)
+    tiling.tile = chosen
+
+
+def tile_of(text):
+    """The tile that ``BMxBNxBK:MRxNR`` says."""
+    block, _, sums = text.partition(":")
+    return WebGpuTile(*map(int, block.split("x")), *map(int, sums.split("x")), k_first=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--operations", nargs="+", default=["product", "forward", "backward"])
     parser.add_argument("--elements", type=int, default=1 << 27)
+    parser.add_argument("--chain", type=int, nargs="+", help="0 is one chain")
+    parser.add_argument("--tile", type=tile_of, nargs="+", help="as 128x128x16:8x16")
     arguments = parser.parse_args()
     device = load("webgpu").device
     print(json.dumps(device.describe(), indent=1), flush=True)
     if arguments.tiles:
         tiles(device, arguments.sizes, arguments.operations)
+        return
+    if arguments.chain or arguments.tile:
+        chains(device, arguments.sizes, arguments.chain or [tiling.CHAIN], arguments.tile)
         return
     shapes = [(size,) * 3 for size in arguments.sizes]
     products(device, shapes, np.float32, True)

@@ -26,7 +26,7 @@ from numfuse.problem.results import (
     RESIDUAL_SECOND_NEEDS,
     check_needs,
 )
-from numfuse.runtime.dispatch import adapter_for
+from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
 
 __all__ = ["OPERATIONS", "Operation"]
@@ -110,7 +110,10 @@ class Operation:
             elif x is None:
                 form.append(None)
             else:
-                return self._other(operands, activation, flags, needs, out, backend)
+                run = AGAIN.get(type(x))
+                if run is not None:
+                    return run(self, operands, activation, flags, needs, out, backend)
+                return self.other(operands, activation, flags, needs, out, backend)
         act = get(activation)
         if type(needs) is not tuple:
             needs = check_needs(needs, self.needs)
@@ -159,7 +162,7 @@ class Operation:
         every |= zip(self.flags, flags, strict=True)
         return {name: every[name] for name in self.options}
 
-    def _other(
+    def other(
         self,
         operands: tuple[Any, ...],
         activation: Any,

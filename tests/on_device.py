@@ -182,6 +182,7 @@ def poison(nbytes: int) -> ndarray:
 def _poison_webgpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from numfuse.backends.webgpu.device.device import Device
     from numfuse.backends.webgpu.device.memory import Buffer
+    from numfuse.runtime.pool import FreeBlocks
 
     buffer = Device.buffer
 
@@ -191,6 +192,8 @@ def _poison_webgpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return made
 
     monkeypatch.setattr(Device, "buffer", given)
+    # results of a call that came again, too
+    monkeypatch.setattr(FreeBlocks, "take_each", lambda _, owner, sizes: [None for _ in sizes])
 
 
 def _poison_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,110 +1,92 @@
 """numfuse's functions on arrays that live on a WebGPU device: nothing moves.
 
-The problem is made, and every check applied, with the arrays' ghosts (see
+A call that was made before is found by what is seen of its arguments, and repeated. For any other
+the problem is made, and every check applied, with the arrays' ghosts (see
 `numfuse.backends.webgpu.arrays`); the results are arrays of the same device.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from typing import TYPE_CHECKING, Any
 
-from numpy import ndarray
-
+from numfuse.activations import Activation
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
-from numfuse.backends import Backend, latest, load
+from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
-from numfuse.backends.webgpu.arrays import DeviceArray, address
+from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
-from numfuse.backends.webgpu.program import Program, key_of
-from numfuse.backends.webgpu.stores import DeviceStore
-from numfuse.problem.operands import required
+from numfuse.backends.webgpu.program import Program
+from numfuse.backends.webgpu.stores import Store
+from numfuse.language.graph import Expr
+from numfuse.runtime.dispatch import AGAIN
 from numfuse.runtime.lifetimes import formulas_of
+
+if TYPE_CHECKING:
+    from numfuse.operations import Operation
 
 __all__ = [*NAMES, "synchronize", "to_numpy"]
 
+#: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
+_BACKENDS = frozenset((str, type(None), WebGpuBackend))
 
-class _Call:
-    """The operands and outputs of a call: their device, their ghosts, its results."""
 
-    def __init__(self, backend: str | Backend | None, **operands: Any) -> None:
-        self.device = device = self._place(operands)
-        self.backend = _backend(backend, device)
-        self._operands: list[DeviceArray] = []
-        self._outs: list[DeviceArray] = []
-        for name, x in operands.items():
-            if x is not None:
-                if type(x) is not DeviceArray or x.device is not device or device.lost:
-                    self._own(name, x)
-                self._operands.append(x)
-            else:
-                required({name: x})
+class _Recording(threading.local):
+    """Where a call of this thread says what it dispatched, if in one submit, and its formulas."""
 
-    @staticmethod
-    def _place(operands: dict[str, Any]) -> Device:
-        for x in operands.values():
-            if isinstance(x, DeviceArray):
-                return x.device
-        raise AssertionError("an array of a device brought the call here")
+    made: list[tuple[list[Any], list[Expr]]] | None = None
 
-    def _own(self, name: str, x: Any) -> None:
-        if not isinstance(x, DeviceArray):
-            kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-            raise TypeError(
-                f"{name} must be on {self.device.name} as the other operands, got {kind}: "
-                f"numfuse.to_device({name}, 'webgpu') copies it there"
-            )
-        if x.device is not self.device:
-            raise TypeError(
-                f"{name} must be on {self.device.name}, got an array on {x.device.name}"
-            )
-        x.alive()
 
-    def out(self, name: str, x: Any) -> ndarray | None:
-        """The ghost of an output; None where it is to be allocated."""
-        if x is None:
-            return None
-        self._own(name, x)
-        self._outs.append(x)
-        ghost: ndarray = x.ghost
-        return ghost
+_RECORDING = _Recording()
 
-    def run(self, kind: str, p: Any) -> Any:
-        """Run a problem of ghosts, and return its result as arrays of the device."""
-        device = self.device
-        arrays = self._operands + self._outs
-        key = key_of(kind, p, arrays, len(self._outs))
-        program = device.programs.get(key)
+
+class _WebGpu(PublicFunctions):
+    """The public functions as problems of ghosts, run on the arrays' device."""
+
+    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
+        """Return a call's result; where it is asked for, say what was dispatched."""
+        operands = {name: x[name] for name in signature.arrays if x[name] is not None}
+        device = next(x.device for x in operands.values() if isinstance(x, DeviceArray))
+        backend = _backend(x["backend"], device)
+        outs = {name: out for name, out in signature.outs(x).items() if out is not None}
+        for name, array in (*operands.items(), *outs.items()):
+            _check_place(name, array, device)
+        ghosts = {name: array.ghost for name, array in (operands | outs).items()}
+        known: dict[int, Any] = {id(ghosts[name]): out for name, out in outs.items()}
+        p = signature.problem(x, **ghosts)
+        backend.check(device, p.dtype, signature.kind)
+        store = Store(device, list(operands.values()), list(outs.values()))
+        split.run(store, signature.kind, p)
+        store.finish()
+        backend.tell(device, signature.kind, p)
+
+        def found(ghost: Any) -> Any:
+            if ghost is None or id(ghost) in known:
+                return None if ghost is None else known[id(ghost)]
+            return store.result(ghost)
+
         result = p.result
-        results = result if isinstance(result, tuple) else (result,)
-        known: dict[int, DeviceArray] = {id(x.ghost): x for x in self._outs}
-        new = [ghost for ghost in results if ghost is not None and id(ghost) not in known]
-        if program is not None:
-            buffers = program.run(device, arrays)
-            for ghost, number in zip(new, program.results, strict=True):
-                known[id(ghost)] = DeviceArray(device, buffers[number], ghost, address(ghost))
-            latest.call = program.call
+        if isinstance(result, tuple):
+            result = tuple.__new__(type(result), map(found, result))
         else:
-            self.backend.check(device, p.dtype, kind)
-            store = DeviceStore(device, self._operands, self._outs)
-            getattr(split, kind)(store, p)
-            store.finish()
-            self.backend.record(device, kind, p)
-            for ghost in new:
-                known[id(ghost)] = store.result(ghost)
-            steps = store.steps
-            if steps is not None and all(ghost.size for ghost in new):
-                made = [known[id(ghost)].buffer for ghost in new]
-                program = Program.of(steps, arrays, made, latest.call)
-                device.keep_program(key, program, formulas_of(p.activation.curve))
-        if result is results:
-            found = [None if ghost is None else known[id(ghost)] for ghost in results]
-            return getattr(result, "_make", tuple)(found)
-        return known[id(result)]
+            result = found(result)
+        if _RECORDING.made is not None and store.steps is not None:
+            _RECORDING.made.append((store.steps, formulas_of(p.activation.curve)))
+        return result
 
 
-def _ghost(x: Any) -> Any:
-    return x.ghost if isinstance(x, DeviceArray) else x
+def _check_place(name: str, x: Any, device: Device) -> None:
+    """Raise TypeError for an array that is not on this device, DeviceLost where the device is."""
+    if not isinstance(x, DeviceArray):
+        kind = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        raise TypeError(
+            f"{name} must be on {device.name} as the other operands, got {kind}: "
+            f"numfuse.to_device({name}, 'webgpu') copies it there"
+        )
+    if x.device is not device:
+        raise TypeError(f"{name} must be on {device.name}, got an array on {x.device.name}")
+    x.alive()
 
 
 def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
@@ -121,20 +103,72 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
     )
 
 
-class _WebGpu(PublicFunctions):
-    """The public functions as problems of ghosts, run on the arrays' device."""
+def again(
+    operation: Operation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Run a call; one that was made before is found by all that it depends on but its buffers."""
+    # Every array is looked at once, and nothing is called: this is the way of nearly every call.
+    outs = () if out is None else tuple(out) if type(out) in (tuple, list) else (out,)
+    seen: list[Any] = [operation.name, flags, type(out), backend]
+    plain = type(needs) in (tuple, list) and type(backend) in _BACKENDS
+    if plain:
+        seen.append(tuple(needs))
+    if type(activation) is str:  # which formula it names now
+        seen += activation, Activation.definitions
+    elif isinstance(activation, Activation):
+        seen += activation.name, activation.curve.serial
+    else:
+        plain = False
+    given: list[DeviceArray] = []
+    owners: list[Any] = []
+    numbers: dict[int, int] = {}  # which arrays share a buffer
+    for x in (*operands, *outs):
+        if x is None:
+            seen.append(None)
+        elif type(x) is DeviceArray and (not given or x.device is given[0].device):
+            buffer = x.buffer
+            number = numbers.get(id(buffer))
+            if number is None:
+                number = numbers[id(buffer)] = len(owners)
+                owners.append(buffer)
+            seen += x.shape, x.strides, x.dtype, x.offset, number
+            given.append(x)
+        else:
+            plain = False
+    if not plain or given[0].device.lost:
+        return operation.other(operands, activation, flags, needs, out, backend)
+    device = given[0].device
+    fingerprint = tuple(seen)
+    try:
+        program = device.programs.find(fingerprint)
+    except TypeError:  # a name in `needs` that has no hash
+        return operation.other(operands, activation, flags, needs, out, backend)
+    if program is not None:
+        return program.run(device, owners, given)
+    made: list[Any] = []
+    _RECORDING.made = made
+    try:
+        result = operation.other(operands, activation, flags, needs, out, backend)
+    finally:
+        _RECORDING.made = None
+    for steps, formulas in made:
+        program = Program.of(steps, owners, given, result)
+        if program is not None:
+            device.programs.keep(fingerprint, program, formulas, program.nbytes)
+    return result
 
-    def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        call = _Call(x["backend"], **{name: x[name] for name in signature.arrays})
-        ghosts = {name: _ghost(x[name]) for name in signature.arrays}
-        ghosts |= {name: call.out(name, out) for name, out in signature.outs(x).items()}
-        return call.run(signature.kind, signature.problem(x, **ghosts))
 
-
+AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())
 
 
-def to_numpy(x: DeviceArray) -> ndarray:
+def to_numpy(x: DeviceArray) -> Any:
     """As :func:`numfuse.to_numpy`."""
     return x.to_numpy()
 

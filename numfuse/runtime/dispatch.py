@@ -6,7 +6,7 @@ never otherwise. They are filled by `numfuse.registry`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ from numpy import generic, ndarray
 
 __all__ = [
     "ADAPTERS",
+    "AGAIN",
     "PLAIN",
     "adapter_for",
     "adapter_of",
@@ -41,6 +42,10 @@ _DEVICES: list[_Device] = []
 #: What needs no adapter: the public functions compare types with these before anything else.
 PLAIN = frozenset({ndarray, type(None)})
 
+
+#: {class: what runs a call on such arrays}, of adapters that repeat calls that they made before: a
+#: function of the operation, which has the other way (`other`), and what that is called with.
+AGAIN: dict[type, Callable[..., Any]] = {}
 
 #: Adapters that have been imported: torch.compile can follow a look-up here, not an import.
 _LOADED: dict[str, ModuleType] = {}

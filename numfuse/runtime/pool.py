@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 __all__ = ["FreeBlocks"]
@@ -60,6 +60,22 @@ class FreeBlocks(Generic[T]):
                 if block is not None:
                     return block
             return None
+
+    def take_each(self, owner: Hashable, sizes: Iterable[int]) -> list[T | None]:
+        """Return the latest block of each of these sizes, and None where there is none."""
+        taken: list[T | None] = []
+        with self._lock:
+            if self._arrived:
+                self._put_away()
+            known = self._owners.get(owner, {})
+            for size in sizes:
+                found, ages = None, known.get(size)
+                while found is None and ages:  # as `_latest`, without its frame
+                    found = self._blocks.pop(ages.pop(), None)
+                if found is not None:
+                    self.nbytes -= size
+                taken.append(None if found is None else found[2])
+        return taken
 
     def keep(self, owner: Hashable, nbytes: int, block: T) -> None:
         """Keep a block, or drop it if it is larger than the limit."""

@@ -6,6 +6,7 @@ Guards: every shader is valid WGSL that holds what its call needs and nothing el
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,11 +19,9 @@ from numfuse.backends.webgpu.tiling import TILES
 if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
     unavailable("webgpu", str(nf.backends()["webgpu"]))
 
-from numfuse.backends.webgpu.shaders import template
+from numfuse.backends.webgpu.shaders import plain, template
 from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise, Gemm
 from numfuse.backends.webgpu.shaders.formula import Formula
-from numfuse.backends.webgpu.shaders.moves import Copy, Join
-from numfuse.backends.webgpu.shaders.probes import Probe
 from numfuse.backends.webgpu.shaders.shader import Access, Uniform
 
 
@@ -150,10 +149,10 @@ def shaders():
     gate = Formula.of(epilogues.gate, nf.activations()["none"].curve).choose("out")
     for wide in (False, True):
         access = Access("float64", wide)
-        yield Join("float64", access, access, add=wide)
+        yield plain.join("float64", access, access, add=wide)
         yield Elementwise("float64", gate, gate_arrays(access))
-    yield Copy(Access("float32"), Access("float16"))
-    yield Probe("a probe", Access("float16"), "float32", "f[0]")
+    yield plain.copy(Access("float32"), Access("float16"))
+    yield plain.probe("a probe", Access("float16"), "float32", "f[0]")
 
 
 def test_every_shader_is_wgsl_without_leftovers():
@@ -167,6 +166,20 @@ def test_every_shader_is_wgsl_without_leftovers():
         assert text == shader.text()
         used = set(re.findall(r"\bp\.(\w+)", text))
         assert used <= set(shader.uniform.names), shader.label
+
+
+def test_one_chain_of_sums_leaves_no_trace_of_others():
+    layer = Formula.of(epilogues.layer, nf.activations()["gelu"].curve).choose("out")
+    factors, out = (Access("float32"),) * 2, Array("out", Access("float32"), stored=True)
+    bias = Array("bias", Access("float32"), by_column=True)
+    for tile in TILES:
+        texts = [
+            Gemm(replace(tile, chain=chain), "float32", factors, layer, (bias, out)).text()
+            for chain in (0, 256)
+        ]
+        found = [set(re.findall(r"var slices|chain|kept", text)) for text in texts]
+        assert found == [set(), {"var slices", "chain", "kept"}]
+        assert texts[0].count("loop {") == texts[1].count("loop {") - 1
 
 
 def test_shaders_are_equal_where_their_formulas_are():
@@ -185,11 +198,11 @@ def test_shaders_are_equal_where_their_formulas_are():
 
 
 def test_a_uniform_is_packed_as_its_struct_says():
-    uniform = Uniform((("strides", "vec4<u32>"), ("first", "u32"), ("size", "u32")))
+    uniform = Uniform.of("stride", "first", "size")
     assert uniform.struct() == (
-        "struct Params {\n    strides: vec4<u32>,\n    first: u32,\n    size: u32,\n}"
+        "struct Params {\n    stride: u32,\n    first: u32,\n    size: u32,\n}"
     )
-    words = uniform.pack({"size": 7, "first": 5, "strides": (1, -2, 3, 4)})
-    assert np.frombuffer(words, np.int32).tolist() == [1, -2, 3, 4, 5, 7]
+    words = uniform.pack({"size": 7, "first": 5, "stride": -2})
+    assert np.frombuffer(words, np.int32).tolist() == [-2, 5, 7]
     with pytest.raises(KeyError, match="first"):
-        uniform.pack({"size": 7, "strides": (1, 2, 3, 4)})
+        uniform.pack({"size": 7, "stride": 1})

@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import once
@@ -24,6 +25,7 @@ from tolerance import DTYPES, assert_within
 
 import numfuse as nf
 from numfuse.backends.webgpu import tiling
+from numfuse.runtime.replay import Replay
 
 #: Default limits of the specification of WebGPU: no device offers less.
 LEAST_STORAGE, LEAST_INVOCATIONS = 16384, 256
@@ -118,6 +120,10 @@ def met(monkeypatch):
 
     monkeypatch.setattr(Commands, "dispatch", spied)
     return found
+
+
+def kept(table):
+    return table.statistics().entries
 
 
 def same(first, second):
@@ -256,7 +262,7 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
     monkeypatch.setattr(tiling, "tile", lambda *_: tile)
     tolerance.vanishing("webgpu", DTYPES[dtype])  # asks the device, at its first use
     made = met(monkeypatch)
-    device.programs.clear()
+    device.hosted.clear()
     # more than one block each way, the last ones in part, and more than one slice of K
     m, n = tile.block_m + 4, tile.block_n + 8
     for sizes in ((m, n, 36), (m - 1, n - 1, 35)):
@@ -282,6 +288,22 @@ def test_every_tile_reads_factors_of_either_order_by_fours_and_one_by_one(
     }
 
 
+@pytest.mark.parametrize("chain", [0, 1, 2, 5])
+def test_chains_of_sums_end_anywhere(webgpu, device, monkeypatch, chain):
+    """Within a part of K, where one ends or the batch goes on, and nowhere: in so many slices."""
+    tile = replace(tiling.TILES[-1], block_k=8)
+    monkeypatch.setattr(tiling, "tile", lambda *_: replace(tile, chain=8 * chain))
+    device.hosted.clear()
+    for sizes in ((33, 34, 8), (33, 34, 41), (1100, 20, 16)):
+        assert_layer(*operands(*sizes))
+    grad, a, b, bias = (np.stack([x] * 3) for x in operands(9, 10, 20))
+    got = nf.matmul_bias_activation_bwd(grad, a, b, bias[0], sum_batch=True, backend="webgpu")
+    exact = tolerance.backward(
+        grad, a, b, bias[0], "none", a.dtype, backend="webgpu", d_b_shape=b.shape[1:]
+    )
+    assert_within("d_b", got.d_b, exact.d_b, exact.d_b_error)
+
+
 @pytest.mark.parametrize("storage", [LEAST_STORAGE, 32768, 49152])
 @pytest.mark.parametrize("invocations", [LEAST_INVOCATIONS, 1024])
 @pytest.mark.parametrize("itemsize", [4, 8])
@@ -305,7 +327,7 @@ def test_a_tile_keeps_the_limits_of_its_device(storage, invocations, itemsize):
 def test_a_second_call_compiles_nothing_and_makes_no_uniform(device):
     grad, a, b, bias = operands(37, 29, 31)
     first = layer(grad, a, b, bias)
-    pipelines, constants = device.pipelines, len(device._constants._entries)
+    pipelines, constants = kept(device.pipelines), kept(device.constants)
     assert pipelines and constants
     made = []
     create = device.handle.create_buffer_with_data
@@ -315,8 +337,8 @@ def test_a_second_call_compiles_nothing_and_makes_no_uniform(device):
     finally:
         del device.handle.create_buffer_with_data
     assert made == []
-    assert device.pipelines == pipelines
-    assert len(device._constants._entries) == constants
+    assert kept(device.pipelines) == pipelines
+    assert kept(device.constants) == constants
 
 
 def test_a_call_is_one_submit(device):
@@ -357,14 +379,14 @@ def test_a_thousand_calls_take_no_more_memory_than_a_hundred(device, monkeypatch
             nf.silu_mul(grad, grad, backend=backend)
 
     # Bind groups that go as soon as they may: those of few buffers would be found again.
-    monkeypatch.setattr(device, "_groups", type(device._groups)(4))
+    monkeypatch.setattr(device, "groups", Replay(4, 1 << 30))
 
     def held():
         gc.collect()
         return (
-            device._free.nbytes, len(device._free), len(device._live),
-            len(device._staging), device.pipelines, len(device._constants._entries),
-            len(device._groups._entries), len(device.programs),
+            device.free.nbytes, len(device.free), len(device._live), len(device._staging),
+            *map(kept, (device.pipelines, device.constants, device.groups)),
+            *map(kept, (device.programs, device.hosted)),
         )  # fmt: skip
 
     some(100)
@@ -395,9 +417,9 @@ def test_what_is_compiled_for_a_formula_goes_with_it(device):
             there, there, None, there, there, there, None, "renewed"
         )
         gc.collect()
-        return device.pipelines, len(device.programs)
+        return kept(device.pipelines), kept(device.programs), kept(device.hosted)
 
-    before = device.pipelines
+    before = kept(device.pipelines)
     first = held(2)
     assert first[0] > before
     assert held(3) == held(4) == first
@@ -421,7 +443,7 @@ def test_giving_the_pool_back_is_harmless(device):
     case = operands(37, 29, 31)
     first = layer(*case)
     device.trim()
-    assert device._free.nbytes == len(device._free) == 0
+    assert device.free.nbytes == len(device.free) == 0
     assert same(layer(*case), first)
 
 
@@ -477,7 +499,8 @@ def test_a_kernel_that_does_not_compile_is_named_and_the_next_call_works(
     out = np.full((34, 35), np.nan, np.float32)
     text = Gemm.text
     with monkeypatch.context() as patch:
-        patch.setattr(device, "_pipelines", {})
+        patch.setattr(device, "pipelines", Replay(100, 1))
+        device.hosted.clear()
         patch.setattr(Gemm, "text", lambda shader: broken(text(shader)))
         with pytest.raises(nf.DeviceError, match=f"^{device.name.split('(')[0]}") as caught:
             nf.matmul_bias_residual(a, b, None, grad, out=out, backend="webgpu")
@@ -589,6 +612,7 @@ def test_no_compiler_chooses_whether_a_product_and_its_sum_are_one(webgpu, monke
     not: what is looked at is the text of the kernels.
     """
     shaders = met(monkeypatch)
+    webgpu.device.hosted.clear()
     grad, a, b, bias = operands(5, 4, 3)
     for needs in (("bias",), ("a", "b", "bias")):
         nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", needs=needs, backend="webgpu")
@@ -629,7 +653,7 @@ cycle = [nf.to_device(a, "webgpu")]
 cycle.append(cycle)
 held = threading.Event()
 def hold():  # a thread that is in the middle of something is not there in a child
-    with backend._lock, backend.device._lock, backend.device._free._lock:
+    with backend._lock, backend.device._lock, backend.device.free._lock:
         held.set()
         threading.Event().wait()
 

@@ -24,18 +24,18 @@ __all__ = ["DeviceArray"]
 
 
 def address(x: ndarray) -> int:
-    """Where the first element of `x` lies."""
+    """Return where the first element of `x` lies."""
     found: int = x.__array_interface__["data"][0]
     return found
 
 
-def bounds(x: ndarray) -> tuple[int, int]:
-    """The addresses of the first byte of `x`, which has elements, and of the one past the last."""
-    low = high = address(x)
+def bounds(first: int, x: ndarray | DeviceArray) -> tuple[int, int]:
+    """Return where `x`, which has elements, begins and ends, if its first one lies at `first`."""
+    low = high = first
     for length, stride in zip(x.shape, x.strides, strict=True):
         reach = (length - 1) * stride
         low, high = low + min(reach, 0), high + max(reach, 0)
-    return low, high + x.itemsize
+    return low, high + x.dtype.itemsize
 
 
 class DeviceArray(GhostViews):
@@ -46,20 +46,33 @@ class DeviceArray(GhostViews):
     needed). :func:`numfuse.to_numpy` brings it back.
     """
 
-    __slots__ = ("base", "buffer", "device", "dtype", "ghost", "offset", "shape", "strides")
+    __slots__ = ("buffer", "device", "dtype", "offset", "shape", "strides")
 
-    def __init__(self, device: Device, buffer: Buffer, ghost: ndarray, base: int) -> None:
+    def __init__(
+        self,
+        device: Device,
+        buffer: Buffer,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        dtype: np.dtype[Any],
+        offset: int = 0,
+    ) -> None:
         # Attributes, not properties: a call that comes again reads them of every operand.
         self.device, self.buffer = device, buffer
-        self.ghost = ghost  # type: ignore[misc]
-        self.shape, self.strides, self.dtype = ghost.shape, ghost.strides, ghost.dtype
-        #: The address in the ghost's memory that stands for the beginning of the buffer.
-        self.base = base
+        self.shape, self.strides, self.dtype = shape, strides, dtype
         #: Bytes from the beginning of the buffer to the first element.
-        self.offset = address(ghost) - base
+        self.offset = offset
+
+    @property
+    def ghost(self) -> ndarray:
+        """The NumPy array that has its shape and strides, among those of its buffer."""
+        return ndarray(self.shape, self.dtype, self.buffer.ghost, self.offset, self.strides)
 
     def _view(self, ghost: ndarray) -> DeviceArray:
-        return DeviceArray(self.device, self.buffer, ghost, self.base)
+        offset = address(ghost) - address(self.buffer.ghost) if ghost.size else 0
+        return DeviceArray(
+            self.device, self.buffer, ghost.shape, ghost.strides, ghost.dtype, offset
+        )
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """Return the same elements in another shape, if that takes no copy.
@@ -94,14 +107,11 @@ class DeviceArray(GhostViews):
         out = np.empty(self.shape, self.dtype)
         if not out.size:
             return out
-        low, high = bounds(self.ghost)
-        first = (low - self.base) // 16 * 16
-        last = min(-(-(high - self.base) // 16) * 16, self.buffer.size)
+        low, high = bounds(self.offset, self)
+        first = low // 16 * 16
+        last = min(-(-high // 16) * 16, self.buffer.size)
         block = _download(self.device, self.buffer, first, last)
-        strided = ndarray(
-            self.shape, self.dtype, block, address(self.ghost) - self.base - first, self.strides
-        )
-        out[...] = strided
+        out[...] = ndarray(self.shape, self.dtype, block, self.offset - first, self.strides)
         return out
 
 
@@ -123,5 +133,4 @@ def to_device(x: ndarray, device: Device) -> DeviceArray:
     x = np.asarray(x, order="C")
     buffer = device.buffer(max(x.nbytes, 4), f"an array of shape {x.shape}")
     device.upload(x, buffer)
-    ghost = np.empty(x.shape, x.dtype)
-    return DeviceArray(device, buffer, ghost, address(ghost))
+    return DeviceArray(device, buffer, x.shape, x.strides, x.dtype)

@@ -1,31 +1,33 @@
 """The WebGPU backend: WGSL compute shaders through wgpu, for any GPU with a driver of Vulkan, Metal
 or Direct3D 12, and for CPUs behind Vulkan.
 
-`split` cuts a problem that is too large, `lower` makes dispatches of one, `stores` finds its arrays
-on the device, `shaders` writes the shaders, `device` compiles and runs them.
+`split` cuts a problem that is too large, `lower` makes dispatches of one, `stores` and `host`
+find its arrays on the device, `shaders` writes the shaders, `device` compiles and runs them.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import Call, Traits, latest
-from numfuse.backends.webgpu import split
+from numfuse.backends.webgpu import host
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
 from numfuse.backends.webgpu.contract.entry_points import reference_source
 from numfuse.backends.webgpu.device import forks
 from numfuse.backends.webgpu.device.adapters import adapters, again, choose
 from numfuse.backends.webgpu.device.device import Device
+from numfuse.backends.webgpu.host import HostProgram
 from numfuse.backends.webgpu.lower.places import tile_of
-from numfuse.backends.webgpu.stores import HostStore
-from numfuse.problem.results import settled
+from numfuse.problem.results import settled, without_terms
+from numfuse.runtime.lifetimes import formulas_of
+from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
@@ -82,24 +84,42 @@ class WebGpuBackend:
 
     # --- problems -------------------------------------------------------------------------------
 
-    def _host(self, kind: str, p: Any) -> None:
+    @property
+    def replay(self) -> Replay[Any]:
+        """The recorded calls on NumPy arrays."""
+        return self.device.hosted
+
+    def record(self, kind: str, p: Any, names: Sequence[str]) -> Recording:
+        """Return the program of a problem of NumPy arrays (`numfuse.backends.Replaying`)."""
+        device = self.device
+        self.check(device, p.dtype, kind)
+        self.tell(device, kind, p)
+        program = None if without_terms(p) is not None else HostProgram.of(device, kind, p, names)
+        if program is None:
+            return Recording(partial(self._once, kind, p), None, 0)
+        formulas = formulas_of(p.activation.curve)
+        return Recording(program.run, formulas, program.program.nbytes)
+
+    def launch(self, program: Any, arrays: tuple[Any, ...]) -> None:
+        """Run a program on arrays."""
+        program(arrays)
+
+    def _once(self, kind: str, p: Any, arrays: tuple[Any, ...] = ()) -> None:
         """Run a problem of NumPy arrays."""
         device = self.device
         self.check(device, p.dtype, kind)
         if not settled(p):
-            store = HostStore(device)
-            getattr(split, kind)(store, p)
-            store.finish()
-        self.record(device, kind, p)
+            host.run(device, kind, p)
+        self.tell(device, kind, p)
 
-    forward = partialmethod(_host, "forward")
-    backward = partialmethod(_host, "backward")
-    gated = partialmethod(_host, "gated")
-    gated_backward = partialmethod(_host, "gated_backward")
-    double_backward = partialmethod(_host, "double_backward")
-    tangent = partialmethod(_host, "tangent")
-    gated_double_backward = partialmethod(_host, "gated_double_backward")
-    gated_tangent = partialmethod(_host, "gated_tangent")
+    forward = partialmethod(_once, "forward")
+    backward = partialmethod(_once, "backward")
+    gated = partialmethod(_once, "gated")
+    gated_backward = partialmethod(_once, "gated_backward")
+    double_backward = partialmethod(_once, "double_backward")
+    tangent = partialmethod(_once, "tangent")
+    gated_double_backward = partialmethod(_once, "gated_double_backward")
+    gated_tangent = partialmethod(_once, "gated_tangent")
 
     def check(self, device: Device, dtype: np.dtype[Any], kind: str) -> None:
         """Raise TypeError for a dtype that the device does not compute."""
@@ -107,8 +127,8 @@ class WebGpuBackend:
             known = ", ".join(sorted(device.dtypes))
             raise TypeError(f"{kind} on {device.name} must have dtype {known}, got {dtype.name}")
 
-    def record(self, device: Device, kind: str, p: Any) -> None:
-        """Record what `last_call` tells."""
+    def tell(self, device: Device, kind: str, p: Any) -> None:
+        """Set what `last_call` tells."""
         tiling = None
         if hasattr(p, "m"):
             tiling = tile_of(device, p.m, p.n, p.acc_dtype)

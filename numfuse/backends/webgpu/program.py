@@ -1,4 +1,4 @@
-"""Calls that were made before: their dispatches, with other buffers.
+"""Recorded calls: their dispatches over numbered buffers.
 
 What a call dispatches depends on the shapes, strides and offsets of its arrays, never on what is in
 them. A call on arrays of the device that looks like an earlier one takes over its pipelines,
@@ -7,152 +7,171 @@ uniforms and grids, and only the buffers are its own.
 
 from __future__ import annotations
 
-import contextlib
-from collections import OrderedDict
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 from numpy import ndarray
 
+from numfuse.backends import Call, latest
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.arrays import DeviceArray
+from numfuse.backends.webgpu.device.commands import fetch
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 
-__all__ = ["Program", "key_of"]
+__all__ = ["Program"]
+
+_HANDLE = attrgetter("handle")
+_NEW = object.__new__
+#: Bytes of a step: its bind groups for `tiling.KEPT_SETS` sets of buffers, 250 each.
+_STEP_BYTES = 2048
 
 
 class Program:
-    """The steps of a call over numbered buffers: the caller's first, then its own.
+    """The steps of a call over numbered buffers: the caller's, those of new results, temporaries.
 
     Attributes
     ----------
-    results : tuple
-        The numbers of the buffers of new results.
-    call
-        What `last_call` tells of it.
+    nbytes : int
+        What it takes, about.
     """
 
-    __slots__ = ("_groups", "_sizes", "_steps", "call", "results")
+    __slots__ = ("_call", "_kind", "_results", "_sets", "_sizes", "_spared", "_spares", "_steps")
 
     def __init__(
-        self,
-        steps: Sequence[tuple[Any, Any, tuple[Any, ...], tuple[int, int, int]]],
-        sizes: Sequence[int],
-        results: Sequence[int],
-        call: Any,
+        self, steps: Any, sizes: Any, spares: Any, results: Any, kind: Any, call: Call | None
     ) -> None:
-        #: (pipeline, uniform, numbers of buffers or other bindings, grid)
-        self._steps, self._sizes, self.results, self.call = steps, sizes, results, call
+        #: (pipeline, numbers and sizes of buffers or other bindings, grid)
+        self._steps = steps
+        #: Bytes of the buffers of new results, and of the temporaries.
+        self._sizes, self._spares = sizes, spares
+        #: The number of `Device.spares` that has room for the temporaries.
+        self._spared = -1
+        #: None, the number of an array of the caller's, or shape, strides and dtype of a new one.
+        self._results = results
+        #: The type of the results; None of a single one.
+        self._kind = kind
+        self._call = call
         # Dispatches with the buffers met last: those of a loop are a few sets, by turns.
-        self._groups: OrderedDict[tuple[int, ...], tuple[list[Any], list[Any]]] = OrderedDict()
+        self._sets: dict[tuple[Any, ...], list[Any]] = {}
 
     @classmethod
     def of(
         cls,
         steps: Sequence[Any],
+        owners: Sequence[Buffer],
         given: Sequence[DeviceArray],
-        results: Sequence[Buffer],
-        call: Any,
+        result: Any,
     ) -> Program | None:
-        """Return the program of recorded steps; None where a buffer is not bound as a whole."""
-        numbers: dict[int, int] = {}
-        for x in given:
-            numbers.setdefault(id(x.buffer), len(numbers))
-        first = len(numbers)
-        sizes: list[int] = []
+        """Return the program of this thread's latest call; None where it binds parts of buffers.
+
+        `owners` are the buffers of the `given` arrays of the caller's, each once.
+        """
+        kind = type(result) if isinstance(result, tuple) else None
+        places = {id(x): i for i, x in enumerate(given)}
+        results: list[Any] = []
+        new: list[Buffer] = []
+        for x in result if kind else (result,):
+            if x is None or id(x) in places:
+                results.append(None if x is None else places[id(x)])
+            else:
+                results.append((x.shape, x.strides, x.dtype))
+                new.append(x.buffer)
+        numbers = {id(buffer): i for i, buffer in enumerate((*owners, *new))}
+        spares: list[int] = []
         made = []
-
-        def number(buffer: Buffer) -> int:
-            found = numbers.get(id(buffer))
-            if found is None:
-                found = numbers[id(buffer)] = first + len(sizes)
-                sizes.append(buffer.size)
-            return found
-
-        for pipeline, uniform, bindings, grid in steps:
+        for pipeline, bindings, grid in steps:
             parts: list[Any] = []
             for b in bindings:
                 if not isinstance(b, Binding):
                     parts.append(b)
-                elif b.offset or b.size != b.buffer.size:
+                    continue
+                if b.offset or b.size != b.buffer.size:
                     return None
-                else:
-                    parts.append(number(b.buffer))
-            made.append((pipeline, uniform, tuple(parts), grid))
-        return cls(made, sizes, [number(buffer) for buffer in results], call)
+                if id(b.buffer) not in numbers:
+                    numbers[id(b.buffer)] = len(numbers)
+                    spares.append(b.size)
+                parts.append((numbers[id(b.buffer)], b.size))
+            made.append((pipeline, parts, grid))
+        return cls(made, [x.size for x in new], spares, results, kind, latest.call)
 
-    def run(self, device: Device, given: Sequence[DeviceArray]) -> list[Buffer]:
-        """Do it again with these arrays; return the caller's buffers and the call's own."""
-        # Loops, and no comprehensions, which are calls of Python's.
-        own: dict[int, Buffer] = {}
-        for x in given:
-            own[id(x.buffer)] = x.buffer
-        buffers = list(own.values())
-        for size in self._sizes:
-            buffers.append(device.buffer(size))
-        key: tuple[int, ...] = ()
-        for buffer in buffers:
-            key += (id(buffer.handle),)
-        known = self._groups.get(key)
-        if known is None:
-            known = self._bound(device, buffers, key)
-        device.submit(known[0])
-        return buffers
+    @property
+    def nbytes(self) -> int:
+        return _STEP_BYTES * len(self._steps)
+
+    def run(
+        self,
+        device: Device,
+        owners: Sequence[Buffer],
+        given: Sequence[DeviceArray] = (),
+        downloads: Sequence[ndarray] | None = None,
+    ) -> Any:
+        """Repeat the call with these arrays, and return its result.
+
+        With `downloads`, arrays like the results, wait for it and return its results as such.
+        """
+        # No method is called but the few that have to be, and there is no comprehension, which is a
+        # call too: this is the way of nearly every call.
+        made: list[Any] = []
+        if self._sizes:
+            for size, handle in zip(
+                self._sizes, device.free.take_each(None, self._sizes), strict=True
+            ):
+                buffer = None
+                if handle is not None:
+                    buffer = _NEW(Buffer)
+                    buffer.device, buffer.handle, buffer.size = device, handle, size
+                made.append(buffer)
+            while None in made:
+                at = made.index(None)
+                made[at] = device.buffer(self._sizes[at])
+        buffers = [*owners, *made]
+        if self._spares:
+            number, spares = device.spares
+            if number != self._spared:
+                number, spares = device.spare(self._spares)
+                self._spared = number if number == device.spares[0] else -1
+            buffers += spares[: len(self._spares)]
+        handles = tuple(map(_HANDLE, buffers))
+        dispatches = self._sets.get(handles)
+        if dispatches is None:
+            dispatches = self._bound(device, buffers, handles)
+        latest.call = self._call
+        if downloads is not None:
+            parts = [(Binding(made[i], 0, x.nbytes), x) for i, x in enumerate(downloads)]
+            return fetch(device, dispatches, parts) if parts else []
+        if dispatches:
+            device.submit(dispatches)
+        found: list[Any] = []
+        at = 0
+        for result in self._results:
+            if type(result) is tuple:
+                x = _NEW(DeviceArray)
+                x.shape, x.strides, x.dtype = result
+                x.device, x.buffer, x.offset = device, made[at], 0
+                at += 1
+                found.append(x)
+            else:
+                found.append(None if result is None else given[result])
+        return found[0] if self._kind is None else tuple.__new__(self._kind, found)
 
     def _bound(
-        self, device: Device, buffers: Sequence[Buffer], key: tuple[int, ...]
-    ) -> tuple[list[Any], list[Any]]:
-        """Return the dispatches with these buffers, and what has to live as long as they."""
-        whole = [Binding(buffer, 0, buffer.size) for buffer in buffers]
+        self, device: Device, buffers: Sequence[Buffer], handles: tuple[Any, ...]
+    ) -> list[Any]:
+        """Return the dispatches with these buffers."""
         dispatches = []
-        for pipeline, uniform, parts, grid in self._steps:
-            bindings = [whole[b] if isinstance(b, int) else b for b in parts]
-            dispatches.append((pipeline, device.group(pipeline.layout, uniform, bindings), grid))
-        # As long as the handles are held, their identities are theirs.
-        known = self._groups[key] = dispatches, [buffer.handle for buffer in buffers]
-        if len(self._groups) > tiling.KEPT_SETS:
-            with contextlib.suppress(KeyError):  # another thread was here
-                self._groups.popitem(last=False)
-        return known
-
-
-#: The arrays of every kind of problem, in one order.
-_FIELDS = {
-    "forward": ("a", "b", "bias", "residual", "out", "pre"),
-    "backward": ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias", "d_residual"),
-    "gated": ("a", "b", "out"),
-    "gated_backward": ("grad", "a", "b", "d_a", "d_b"),
-    "double_backward": (
-        "u", "v", "w", "z", "grad", "a", "b", "bias", "pre", "d_grad", "d_a", "d_b", "d_bias",
-        "d_residual",
-    ),
-    "tangent": ("a", "b", "bias", "residual", "u", "v", "w", "z", "out", "out_dot"),
-    "gated_double_backward": ("u", "v", "grad", "a", "b", "d_grad", "d_a", "d_b"),
-    "gated_tangent": ("a", "b", "u", "v", "out", "out_dot"),
-}  # fmt: skip
-
-
-def key_of(kind: str, p: Any, given: Sequence[DeviceArray], outs: int) -> Any:
-    """Return a key of all that the dispatches of a call depend on.
-
-    `given` are the caller's arrays, of which the last `outs` are outputs.
-    """
-    act = p.activation
-    parts: list[Any] = [
-        kind,
-        p.dtype,
-        act.name,
-        act.curve.serial,
-        getattr(p, "guard", None),
-        outs,
-    ]
-    for name in _FIELDS[kind]:
-        ghost: ndarray | None = getattr(p, name)
-        # (of its own dtype: a saved pre-activation may have the accumulator's)
-        parts.append(None if ghost is None else (ghost.shape, ghost.strides, ghost.dtype))
-    order: dict[int, int] = {}
-    for x in given:
-        # which arrays share a buffer, and where each begins in it
-        parts.append((order.setdefault(id(x.buffer), len(order)), x.offset))
-    return tuple(parts)
+        for pipeline, parts, grid in self._steps:
+            bindings = []
+            for part in parts:
+                if type(part) is tuple:
+                    buffer, size = buffers[part[0]], part[1]
+                    if part[0] < len(buffers) - len(self._spares):
+                        size = min(buffer.size, device.binding_limit)
+                    part = Binding(buffer, 0, size)
+                bindings.append(part)
+            dispatches.append((pipeline, device.group(pipeline.layout, bindings), grid))
+        while len(self._sets) >= tiling.KEPT_SETS:
+            self._sets.pop(next(iter(tuple(self._sets))), None)
+        self._sets[handles] = dispatches
+        return dispatches

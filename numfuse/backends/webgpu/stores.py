@@ -7,7 +7,7 @@ is an upload before and a download after the work; for ghosts nothing moves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -19,11 +19,11 @@ from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
 from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
-from numfuse.backends.webgpu.shaders.moves import COPY_AXES, Copy
+from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
-from numfuse.problem.shapes import equal, merge_axes, sum_to
+from numfuse.problem.shapes import equal, merge_axes
 
-__all__ = ["DeviceStore", "HostStore", "Region"]
+__all__ = ["Region", "Store"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,16 +68,22 @@ class Region:
         return (reach + 1) * self.itemsize
 
     @property
+    def order(self) -> tuple[int, ...] | None:
+        """The order of the axes, if the array is one run in memory; else None."""
+        axes = (i for i, length in enumerate(self.shape) if length != 1)
+        order = sorted(axes, key=lambda i: -self.strides[i])
+        run = 1
+        for axis in reversed(order):
+            if self.strides[axis] != run:
+                return None
+            run *= self.shape[axis]
+        return tuple(order)
+
+    @property
     def contiguous(self) -> bool:
         """Whether it is one run in C order."""
-        run = 1
-        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if length == 1:
-                continue
-            if stride != run:
-                return False
-            run *= length
-        return True
+        order = self.order
+        return order is not None and list(order) == sorted(order)
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -97,110 +103,7 @@ def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: st
 
 
 class Store:
-    """The methods that a run calls on a store; see :class:`HostStore` and :class:`DeviceStore`."""
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.commands = Commands(device)
-
-    def source(self, x: ndarray) -> Region:
-        """An operand."""
-        raise NotImplementedError
-
-    def target(self, x: ndarray) -> Region:
-        """A result, to be written in full."""
-        raise NotImplementedError
-
-    def reserve(self, x: ndarray) -> None:
-        """Make room for a result of which parts will be targets."""
-
-    def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
-        """Return whether x and `out` are on the host, where x is then summed to the shape of it."""
-        return False
-
-    def rows(self, x: ndarray) -> ndarray:
-        """An operand (..., M, K) as one of (rows, K), copied."""
-        raise NotImplementedError
-
-    def result_rows(self, x: ndarray) -> ndarray:
-        """Another result in place of (..., M, K), of (rows, K), copied there at the end."""
-        raise NotImplementedError
-
-    def flush(self) -> None:
-        """Do what has been recorded so far."""
-        raise NotImplementedError
-
-    def finish(self) -> None:
-        """Do the rest; afterwards the results are there."""
-        raise NotImplementedError
-
-
-class HostStore(Store):
-    """For NumPy arrays: each operand is uploaded once, each result downloaded.
-
-    Results are written at the very end: a failure before that has touched none of them.
-    """
-
-    def __init__(self, device: Device) -> None:
-        super().__init__(device)
-        self._sources: dict[int, tuple[ndarray, Region]] = {}
-        self._targets: list[tuple[ndarray, Region]] = []
-        self._results: list[tuple[ndarray, ndarray]] = []
-        self._rows: list[tuple[ndarray, ndarray]] = []
-
-    def source(self, x: ndarray) -> Region:
-        known = self._sources.get(id(x))
-        if known is not None:
-            return known[1]
-        # An axis that repeats one slice is uploaded once, and the rest in the order of the memory:
-        # a transposed array takes no copy on the way.
-        unique = x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides)]
-        order = sorted(range(x.ndim), key=lambda axis: -abs(unique.strides[axis]))
-        packed = np.array(unique.transpose(order), order="C", copy=None)
-        buffer = self.device.buffer(max(packed.nbytes, 16), f"an operand of shape {x.shape}")
-        self.device.upload(packed, buffer)
-        strides = [0] * x.ndim
-        for axis, stride in zip(order, contiguous_strides(packed.shape), strict=True):
-            strides[axis] = stride if x.strides[axis] else 0
-        view = Region(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
-        self._sources[id(x)] = x, view
-        return view
-
-    def target(self, x: ndarray) -> Region:
-        view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
-        if x.size:
-            self._targets.append((x, view))
-        return view
-
-    def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
-        with np.errstate(all="ignore"):
-            self._results.append((out, sum_to(x, out.shape, accumulator)))
-        return True
-
-    def rows(self, x: ndarray) -> ndarray:
-        return x.reshape(-1, x.shape[-1])
-
-    def result_rows(self, x: ndarray) -> ndarray:
-        made = np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        self._rows.append((x, made))
-        return made
-
-    def flush(self) -> None:
-        targets, self._targets = self._targets, []
-        found = self.commands.submit([(Binding(v.buffer, 0, x.nbytes), x) for x, v in targets])
-        self._results += zip((x for x, _ in targets), found, strict=True)
-        self._sources.clear()
-
-    def finish(self) -> None:
-        self.flush()
-        for x, value in self._results:
-            x[...] = value
-        for x, made in self._rows:
-            x[...] = made.reshape(x.shape)
-
-
-class DeviceStore(Store):
-    """For the ghosts of arrays of the device; a result that is not the caller's gets a buffer.
+    """Arrays of the device, by their ghosts; a result that is not the caller's gets a buffer.
 
     Parameters
     ----------
@@ -210,18 +113,23 @@ class DeviceStore(Store):
     """
 
     def __init__(
-        self, device: Device, operands: Sequence[DeviceArray], outputs: Sequence[DeviceArray]
+        self,
+        device: Device,
+        operands: Sequence[DeviceArray] = (),
+        outputs: Sequence[DeviceArray] = (),
     ) -> None:
-        super().__init__(device)
+        self.device = device
+        self.commands = Commands(device)
         #: Ranges of addresses that stand for buffers: first, last, that of the buffer's beginning.
         self._known: list[tuple[int, int, int, Buffer]] = []
         for x in (*operands, *outputs):
-            if x.size:
-                self._known.append((*bounds(x.ghost), x.base, x.buffer))
+            base = address(x.buffer.ghost)
+            self._known.append((base, base + x.buffer.size, base, x.buffer))
         owners = [id(x.buffer) for x in outputs]
         read = {id(x.buffer) for x in operands}
         # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
         self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
+        #: What is copied at the next flush, and at the end: source, target.
         self._copies: list[tuple[Region, Region]] = []
         self._rows: list[tuple[Region, Region]] = []
         #: All that was done, where that is one submit; None where it was several.
@@ -238,6 +146,7 @@ class DeviceStore(Store):
         return None
 
     def source(self, x: ndarray) -> Region:
+        """Return an operand."""
         view = self._find(x)
         if view is None:
             return fresh(self.device, x.shape, x.dtype, "an empty operand")
@@ -248,32 +157,8 @@ class DeviceStore(Store):
         copy(self.commands, view, packed)
         return packed
 
-    def reserve(self, x: ndarray) -> None:
-        """Give a new result its buffer, of which parts can be targets then."""
-        if x.size and self._find(x) is None:
-            view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
-            self._known.append((*bounds(x), address(x), view.buffer))
-
-    def rows(self, x: ndarray) -> ndarray:
-        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        if view is not None:
-            copy(self.commands, view, self._as(made, x.shape))
-        return made
-
-    def result_rows(self, x: ndarray) -> ndarray:
-        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
-        if view is not None:
-            self._rows.append((self._as(made, x.shape), view))
-        return made
-
-    def _as(self, made: ndarray, shape: tuple[int, ...]) -> Region:
-        """The whole of a new array of rows, in the shape of what it stands for."""
-        self.reserve(made)
-        found = self._find(made)
-        assert found is not None
-        return replace(found, shape=shape, strides=contiguous_strides(shape))
-
     def target(self, x: ndarray) -> Region:
+        """Return a result, to be written in full."""
         self.reserve(x)
         view = self._find(x)
         room = self.device.room
@@ -284,32 +169,55 @@ class DeviceStore(Store):
             self._copies.append((apart, view))
         return apart
 
+    def reserve(self, x: ndarray) -> None:
+        """Give a new result its buffer, of which parts can be targets then."""
+        if x.size and self._find(x) is None:
+            view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+            self._known.append((*bounds(address(x), x), address(x), view.buffer))
+
+    def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
+        """Return whether x and `out` are on the host, where x is then summed to the shape of it."""
+        return False
+
+    def rows(self, x: ndarray) -> ndarray:
+        """Return an operand (..., M, K) as one of (rows, K), copied."""
+        return self._gathered(x, lambda view, made: copy(self.commands, view, made))
+
+    def result_rows(self, x: ndarray) -> ndarray:
+        """Return a result of (rows, K) in place of (..., M, K), copied there at the end."""
+        return self._gathered(x, lambda view, made: self._rows.append((made, view)))
+
+    def _gathered(self, x: ndarray, use: Callable[[Region, Region], None]) -> ndarray:
+        view, made = self._find(x), np.empty((prod(x.shape[:-1]), x.shape[-1]), x.dtype)
+        self.reserve(made)
+        found = self._find(made)
+        if view is not None and found is not None:
+            use(view, replace(found, shape=x.shape, strides=contiguous_strides(x.shape)))
+        return made
+
     def flush(self) -> None:
+        """Do what has been recorded so far."""
         self._flushed = True
-        self._bring()
+        self._bring(self._copies)
         self.commands.submit()
 
     def finish(self) -> None:
-        rows, self._rows = self._rows, []
-        for made, result in rows:
-            copy(self.commands, made, result)
-        self._bring()
+        """Do the rest; afterwards the results are there."""
+        self._bring(self._rows)
+        self._bring(self._copies)
         if not self._flushed:
             self.steps = list(self.commands.steps)
         self.commands.submit()
 
-    def _bring(self) -> None:
-        """Record the copies of what was made apart to the caller's arrays."""
-        copies, self._copies = self._copies, []
+    def _bring(self, copies: list[tuple[Region, Region]]) -> None:
         for source, out in copies:
             copy(self.commands, source, out)
+        copies.clear()
 
     def result(self, x: ndarray) -> DeviceArray:
-        """A new result as an array of the device."""
-        view = self._find(x)
-        if view is None:
-            view = fresh(self.device, x.shape, x.dtype, "an empty result")
-        return DeviceArray(self.device, view.buffer, x, address(x))
+        """Return a new result as an array of the device."""
+        view = self._find(x) or fresh(self.device, x.shape, x.dtype, "an empty result")
+        return DeviceArray(self.device, view.buffer, x.shape, x.strides, x.dtype)
 
 
 def copy(commands: Commands, source: Region, out: Region) -> None:
@@ -327,17 +235,18 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
     shape, (from_strides, to_strides) = merge_axes(out.shape, source.strides, out.strides)
     if not prod(shape):
         return
-    lead = max(len(shape) - COPY_AXES, 0)
-    shader = Copy(Access(source.dtype), Access(out.dtype))
+    lead = max(len(shape) - plain.COPY_AXES, 0)
+    shader = plain.copy(Access(source.dtype), Access(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
-    sizes = _four(shape[lead:], 1)
-    values: dict[str, int | Sequence[int]] = {
-        "source": _four(from_strides[lead:], 0),
-        "out": _four(to_strides[lead:], 0),
-        "shape": sizes,
-        "size": prod(sizes),
-    }
-    grid = (*device.grid(-(-prod(sizes) // 256)), 1)
+    values = {"size": prod(shape[lead:])}
+    for name, lengths, missing in (
+        ("source", from_strides, 0),
+        ("out", to_strides, 0),
+        ("shape", shape, 1),
+    ):
+        four = (missing,) * (plain.COPY_AXES - len(shape) + lead) + lengths[lead:]
+        values |= {f"{name}_{axis}": length for axis, length in enumerate(four)}
+    grid = (*device.grid(-(-values["size"] // 256)), 1)
     for index in np.ndindex(shape[:lead]):
         for name, first, strides in (
             ("source_first", from_first, from_strides),
@@ -345,7 +254,3 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
         ):
             values[name] = first + sum(i * s for i, s in zip(index, strides, strict=False))
         commands.dispatch(shader, {"source": from_, "out": to}, values, grid)
-
-
-def _four(values: tuple[int, ...], missing: int) -> tuple[int, ...]:
-    return (missing,) * (COPY_AXES - len(values)) + values

@@ -16,6 +16,7 @@ __all__ = [
     "KEPT_STAGING",
     "PART",
     "POOL_BYTES",
+    "SPARE_BYTES",
     "STAGING_BYTES",
     "TILES",
     "WebGpuTile",
@@ -24,21 +25,30 @@ __all__ = [
     "tile",
 ]
 
-#: Uniforms and tables of places that a device keeps, by their content: a training step makes a
-#: dozen kinds of call with one or two each.
-KEPT_CONSTANTS = 1024
-#: Programs of calls that a device keeps: words, no memory of the device.
-KEPT_PROGRAMS = 256
+#: Uniforms and tables of places that a device keeps, by their content, and their bytes: a training
+#: step makes a dozen kinds of call with one or two each.
+KEPT_CONSTANTS = 1024, 64 << 20
+#: Programs of calls that a device keeps, and bytes of the process that they take.
+KEPT_PROGRAMS = 256, 32 << 20
 #: Sets of buffers of which a program keeps the bind groups: those that a loop takes by turns.
 KEPT_SETS = 8
-#: Bind groups that a device keeps: one for each set of buffers that a call meets again.
-KEPT_GROUPS = 512
+#: Bind groups that a device keeps, and their bindings: one for each set of buffers that a call
+#: meets again.
+KEPT_GROUPS = 512, 1 << 16
+#: Bytes of the buffers for temporaries that a device keeps: two gradients of a pre-activation at
+#: 8192 x 8192 in float32.
+SPARE_BYTES = 512 << 20
 #: Bytes of free buffers that a device keeps: the temporaries and results of a step of training at
 #: 4096 x 4096 in float32 are six of 64 MiB.
 POOL_BYTES = 512 << 20
 #: Buffers to read from that a device keeps, and the bytes of the largest.
 KEPT_STAGING = 4
 STAGING_BYTES = 64 << 20
+
+
+#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
+#: tile's slices; 0: all of them.
+CHAIN = 256
 
 
 @dataclass(frozen=True)
@@ -52,10 +62,9 @@ class WebGpuTile:
     nr: int
     #: Rows of blocks that are worked on together: their Y blocks are found in the device's cache.
     group: int = 8
-    #: Copies of the slices in workgroup memory: with two, one barrier a slice.
-    stages: int = 1
     #: Whether neighbouring invocations fetch along K where that is the contiguous axis.
     k_first: bool = False
+    chain: int = CHAIN
 
     @property
     def invocations(self) -> int:
@@ -77,9 +86,6 @@ TILES = (
 )
 #: Of a CPU behind Vulkan (lavapipe): what its compiler takes 0.2 s for, and not 1.5.
 CPU_TILE = WebGpuTile(32, 32, 8, 4, 4)
-#: Values of K that an invocation adds up behind one another, as `CUDA_CHAIN`: a multiple of every
-#: tile's slices.
-CHAIN = 256
 #: Blocks that keep a large device busy: two on each of 132 multiprocessors.
 BLOCKS = 264
 #: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
@@ -117,7 +123,7 @@ def tile(
 
 def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int) -> int:
     """Both factors, each row padded by four, and the sums of columns."""
-    factors = (tile.block_m + tile.block_n + 8) * depth * tile.stages
+    factors = (tile.block_m + tile.block_n + 8) * depth
     return (factors + 4 * tile.invocations) * itemsize
 
 

@@ -11,6 +11,7 @@ import contextlib
 import difflib
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from numpy import ndarray
 
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
-from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS, Interface
+from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS
 from numfuse.backends.webgpu.contract.source import Variable, parse
 from numfuse.backends.webgpu.device.commands import Pipeline
 from numfuse.backends.webgpu.device.device import Device
@@ -29,12 +30,6 @@ from numfuse.problem.results import settled
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.backends.webgpu.contract.check import Compared
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
 
 __all__ = ["ContractBackend"]
 
@@ -65,7 +60,7 @@ class ContractBackend:
     others : tuple of str
         Its other compute entry points, which are never run.
     passes : int
-        Compute passes so far.
+        Dispatches so far.
     """
 
     name = "webgpu"
@@ -117,15 +112,13 @@ class ContractBackend:
             wanted = ENTRY_POINTS[name].workgroup
             try:
                 size = self._module.workgroup(name)
+                wrong = "" if size == wanted else f"got {_sizes(size)}"
             except ValueError as error:
+                wrong = f"but {error}"
+            if wrong:
                 raise ValueError(
                     f"{self.label}: the workgroup size of {name!r} must be {_sizes(wanted)} in the "
-                    f"shader contract, but {error}"
-                ) from error
-            if size != wanted:
-                raise ValueError(
-                    f"{self.label}: the workgroup size of {name!r} must be {_sizes(wanted)} in the "
-                    f"shader contract, got {_sizes(size)}"
+                    f"shader contract, {wrong}"
                 )
             self._hold_bindings(name)
 
@@ -155,15 +148,12 @@ class ContractBackend:
                 )
 
     def _compile(self, device: Device) -> dict[str, Pipeline]:
-        layouts: dict[Any, tuple[Any, Any]] = {}
         with _as_argument(self.label), device.reported(self.label):
             module = device.handle.create_shader_module(label=self.label, code=self.source)
-        return {name: self._pipeline(device, module, name, layouts) for name in self.entry_points}
+        return {name: self._pipeline(device, module, name) for name in self.entry_points}
 
-    def _pipeline(
-        self, device: Device, module: Any, name: str, layouts: dict[Any, tuple[Any, Any]]
-    ) -> Pipeline:
-        """The pipeline of an entry point, with the layout that the contract gives it."""
+    def _pipeline(self, device: Device, module: Any, name: str) -> Pipeline:
+        """Return the pipeline of an entry point, with the layout that the contract gives it."""
         interface = ENTRY_POINTS[name].interface
         touched = self._module.touched(name)
         # A layout has to say what the shader says. A binding for which the text shows two kinds of
@@ -172,19 +162,15 @@ class ContractBackend:
         for index in range(len(interface.arrays)):
             found = {v.access for v in _at(touched, index)} & {"read", "read_write"}
             choices.append(["read_write"] if interface.read_write else sorted(found) or ["read"])
+        # with the sizes that a shader may ask for: a struct of a uniform has whole 16 bytes
+        uniform = "uniform", -(-len(interface.uniform.names) // 4) * 16
         label = f"{self.label}/{name}"
         failure: DeviceError | None = None
         for accesses in product(*choices):
             try:
                 with device.reported(label):
-                    key = interface, accesses
-                    if key not in layouts:
-                        layouts[key] = _layout(device, interface, accesses)
-                    group, layout = layouts[key]
-                    handle = device.handle.create_compute_pipeline(
-                        label=label, layout=layout, compute={"module": module, "entry_point": name}
-                    )
-                return Pipeline(label, handle, group)
+                    kinds = *((access, 4) for access in accesses), uniform
+                    return device.compiled(label, module, kinds, name)
             except DeviceLost:
                 raise
             except DeviceError as error:
@@ -192,7 +178,7 @@ class ContractBackend:
         bound = ", ".join(f"{i} {array}" for i, array in enumerate(interface.arrays))
         raise ValueError(
             f"{self.label}: {name!r} does not fit the shader contract, which binds {bound}, and "
-            f"{len(interface.arrays)} a uniform of {interface.uniform.words} u32: {failure}"
+            f"{len(interface.arrays)} a uniform of {len(interface.uniform.names)} u32: {failure}"
         ) from failure
 
     # --- runs -----------------------------------------------------------------------------------
@@ -215,39 +201,25 @@ class ContractBackend:
         """Raise ValueError where the module lacks one of these entry points."""
         absent = [name for name in names if name not in self.entry_points]
         if absent:
-            raise ValueError(
-                f"{self.label} must have the entry points {', '.join(names)} for this operation, "
-                f"but {', '.join(absent)} {'is' if len(absent) == 1 else 'are'} absent; it has "
-                f"{', '.join((*self.entry_points, *self.others))}"
-            )
+            verb = "is" if len(absent) == 1 else "are"
+            raise self._lacks(", ".join(names), f"{', '.join(absent)} {verb}")
 
     def require_one(self, *names: str) -> str:
-        """The first of these entry points that the module has; ValueError where it has none."""
+        """Return the first of these entry points that the module has; ValueError: it has none."""
         for name in names:
             if name in self.entry_points:
                 return name
-        raise ValueError(
-            f"{self.label} must have the entry point {' or '.join(names)} for this operation, but "
-            f"both are absent; it has {', '.join((*self.entry_points, *self.others))}"
+        raise self._lacks(" or ".join(names), "both are")
+
+    def _lacks(self, wanted: str, absent: str) -> ValueError:
+        return ValueError(
+            f"{self.label} must have the entry point{'' if ' or ' in wanted else 's'} {wanted} for "
+            f"this operation, but {absent} absent; it has "
+            f"{', '.join((*self.entry_points, *self.others))}"
         )
 
-    def forward(self, p: GemmProblem) -> None:
-        """out = act(a @ b + bias), or a @ b + bias + residual."""
-        self._run("forward", run.forward, p)
-
-    def backward(self, p: GemmBackwardProblem) -> None:
-        """The gradients of the forward, four passes at most."""
-        self._run("backward", run.backward, p)
-
-    def gated(self, p: GatedProblem) -> None:
-        """out = act(a) * b."""
-        self._run("gated", run.gated, p)
-
-    def gated_backward(self, p: GatedBackwardProblem) -> None:
-        """The gradients of the gate."""
-        self._run("gated_backward", run.gated_backward, p)
-
-    def _run(self, kind: str, operation: Callable[[Any, Any], list[str]], p: Any) -> None:
+    def _run(self, kind: str, p: Any) -> None:
+        """Run a problem by the entry points of the module."""
         if p.dtype != np.float32:
             raise TypeError(
                 f"{kind} on {self.device.name} by the shader contract must have dtype float32, "
@@ -264,10 +236,15 @@ class ContractBackend:
                 f"guard must be True for {act.name!r} by the shader contract: a derivative that is "
                 f"not finite counts as 0 there, got False"
             )
-        names = [] if settled(p) else operation(self, p)
+        names = [] if settled(p) else getattr(run, kind)(self, p)
         latest.call = Call(
             "webgpu", self.device.name, "contract", " ".join(names) or f"{kind}/nothing", None
         )
+
+    forward = partialmethod(_run, "forward")
+    backward = partialmethod(_run, "backward")
+    gated = partialmethod(_run, "gated")
+    gated_backward = partialmethod(_run, "gated_backward")
 
     def count(self, passes: int) -> None:
         """Add to the number of passes."""
@@ -338,21 +315,3 @@ def _as_argument(label: str) -> Iterator[None]:
         raise
     except DeviceError as error:
         raise ValueError(f"{label} must be a module of WGSL: {error}") from error
-
-
-def _layout(device: Device, interface: Interface, accesses: tuple[str, ...]) -> tuple[Any, Any]:
-    """The layouts of a bind group and of a pipeline, with the sizes that a shader may ask for."""
-    kinds = {"read": "read-only-storage", "read_write": "storage"}
-    buffers: list[dict[str, Any]] = [
-        {"type": kinds[access], "min_binding_size": 4} for access in accesses
-    ]
-    # a struct of a uniform is rounded up to 16 bytes
-    size = -(-interface.uniform.words // 4) * 16
-    buffers.append({"type": "uniform", "min_binding_size": size})
-    group = device.handle.create_bind_group_layout(
-        entries=[
-            {"binding": i, "visibility": "COMPUTE", "buffer": buffer}
-            for i, buffer in enumerate(buffers)
-        ]
-    )
-    return group, device.handle.create_pipeline_layout(bind_group_layouts=[group])

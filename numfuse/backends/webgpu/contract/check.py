@@ -53,13 +53,16 @@ class Compared(NamedTuple):
 def check(shaders: ContractBackend) -> dict[Compared, float]:
     """See :meth:`ContractBackend.check`."""
     found: dict[Compared, float] = {}
-    for part in (_forward, _residual, _backward, _gates):
-        for output, shape, act, got, exact in part(shaders, set(shaders.entry_points)):
-            found[Compared(output, shape, act.name)] = _error(got, exact)
+    for outputs, kind, make, shape, act, operands in _cases(set(shaders.entry_points)):
+        mine = make(*operands)
+        getattr(shaders, kind)(mine)
+        exact = make(*(x.astype(_F64) if isinstance(x, ndarray) else x for x in operands))
+        getattr(load("reference"), kind)(exact)
+        results = (x if isinstance(x, tuple) else (x,) for x in (mine.result, exact.result))
+        for output, *pair in zip(outputs, *results, strict=True):
+            if pair[0] is not None:
+                found[Compared(output, shape, act.name)] = _error(*pair)
     return found
-
-
-_Rows = Iterator[tuple[str, tuple[int, ...], Activation, ndarray, ndarray]]
 
 
 def _error(got: ndarray, exact: ndarray) -> float:
@@ -89,71 +92,32 @@ def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ndarray, ndarray, ndarra
     return single[0], single[1], single[2], single[3]
 
 
-def _both(run: str, make: Any, shaders: ContractBackend, *operands: Any) -> tuple[Any, Any]:
-    """The results of the module and of the reference in float64."""
-    mine = make(*operands)
-    getattr(shaders, run)(mine)
-    wide = make(*(x.astype(_F64) if isinstance(x, ndarray) else x for x in operands))
-    getattr(load("reference"), run)(wide)
-    return mine.result, wide.result
-
-
-def _fits(batch: int, kind: str, present: set[str]) -> bool:
-    """Whether a forward of this kind can run for this batch, as it is meant for it."""
-    return f"gemm_bias_{kind}{'_batched' if batch > 1 else ''}_f32" in present
-
-
-def _forward(shaders: ContractBackend, present: set[str]) -> _Rows:
-    for shape in (*_SHAPES, _TAILS):
-        if _fits(shape[0], "act", present):
-            a, b, bias, _ = _operands(shape)
-            for act in _ACTIVATIONS:
-                got, exact = _both("forward", product.gemm, shaders, a, b, bias, act)
-                yield "c", shape, act, got, exact
-
-
-def _residual(shaders: ContractBackend, present: set[str]) -> _Rows:
-    for shape in _SHAPES:
-        if _fits(shape[0], "residual", present):
+def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
+    """Return names of the results, kind and maker of a problem, shape, activation and operands."""
+    forwards = ("c", "act", product.gemm), ("c + residual", "residual", product.gemm_residual)
+    for output, kind, make in forwards:
+        for shape in (*_SHAPES, _TAILS):
             a, b, bias, residual = _operands(shape)
-            got, exact = _both("forward", product.gemm_residual, shaders, a, b, bias, residual)
-            yield "c + residual", shape, none, got, exact
-
-
-def _backward(shaders: ContractBackend, present: set[str]) -> _Rows:
-    if "gemm_bwd_grad_pre_f32" not in present:
-        return  # nothing else of a backward can run without it
+            if f"gemm_bias_{kind}{'_batched' if shape[0] > 1 else ''}_f32" not in present:
+                continue  # (for a batch of this size there is no entry point)
+            for act in _ACTIVATIONS if kind == "act" else ():
+                yield (output,), "forward", make, shape, act, (a, b, bias, act)
+            if kind == "residual" and shape != _TAILS:
+                yield (output,), "forward", make, shape, none, (a, b, bias, residual)
     needs = [name for name in ("a", "b", "bias") if f"gemm_bwd_d{name}_f32" in present]
-    if not needs:
-        return
-    for shape in (*_SHAPES, _TAILS, _GUARD):
+    if "gemm_bwd_grad_pre_f32" not in present:
+        needs = []  # nothing else of a backward can run without it
+    for shape in (*_SHAPES, _TAILS, _GUARD) if needs else ():
         a, b, bias, grad = _operands(shape)
-        wanted = needs
+        wanted, acts = needs, _ACTIVATIONS
         if shape == _GUARD:
             a[2] = np.nan
             wanted = [name for name in needs if name != "b"]  # NaN * 0 there
-        for act in _ACTIVATIONS:
-            if shape == _GUARD and act is none:
-                continue  # its derivative is 1 everywhere
-            got, exact = _both(
-                "backward",
-                product.gemm_backward,
-                shaders,
-                grad,
-                a,
-                b,
-                bias,
-                act,
-                None,
-                wanted,
-                True,
-            )
-            for name in wanted:
-                index = ("a", "b", "bias").index(name)
-                yield f"d_{name}", shape, act, got[index], exact[index]
-
-
-def _gates(shaders: ContractBackend, present: set[str]) -> _Rows:
+            acts = _ACTIVATIONS[1:]  # the derivative of none is 1 everywhere
+        for act in acts:
+            operands = grad, a, b, bias, act, None, wanted, True
+            names = "d_a", "d_b", "d_bias"
+            yield names, "backward", product.gemm_backward, shape, act, operands
     for length in _LENGTHS:
         rng = np.random.default_rng(length)
         a, b, grad = (x.astype(np.float32) for x in rng.standard_normal((3, length)))
@@ -161,9 +125,7 @@ def _gates(shaders: ContractBackend, present: set[str]) -> _Rows:
         a[: length // 100] = np.linspace(-100, 100, length // 100)
         for act in _ACTIVATIONS:
             if f"{act.name}_mul_f32" in present:
-                got, exact = _both("gated", product.gated, shaders, a, b, act)
-                yield "gate out", (length,), act, got, exact
+                yield ("gate out",), "gated", product.gated, (length,), act, (a, b, act)
             if f"{act.name}_mul_bwd_f32" in present:
-                pair = _both("gated_backward", product.gated_backward, shaders, grad, a, b, act)
-                for name, got, exact in zip(("d_a", "d_b"), *pair, strict=True):
-                    yield f"gate {name}", (length,), act, got, exact
+                outputs, back = ("gate d_a", "gate d_b"), product.gated_backward
+                yield outputs, "gated_backward", back, (length,), act, (grad, a, b, act)

@@ -55,11 +55,11 @@ _TILE, _LINE = (16, 16, 1), (256, 1, 1)
 
 ENTRY_POINTS: dict[str, EntryPoint] = {
     "gemm_bias_act_f32": EntryPoint(FORWARD, _TILE, ("N", "M", "1")),
-    "gemm_bias_act_batched_f32": EntryPoint(FORWARD, _TILE, ("N", "M", "batch")),
+    "gemm_bias_act_batched_f32": EntryPoint(FORWARD, _TILE, ("N", "M", "batch_size")),
     "gemm_bias_residual_f32": EntryPoint(RESIDUAL, _TILE, ("N", "M", "1")),
-    "gemm_bias_residual_batched_f32": EntryPoint(RESIDUAL, _TILE, ("N", "M", "batch")),
-    "gemm_bwd_grad_pre_f32": EntryPoint(BACKWARD, _TILE, ("N", "M", "batch")),
-    "gemm_bwd_da_f32": EntryPoint(BACKWARD, _TILE, ("K", "M", "batch")),
+    "gemm_bias_residual_batched_f32": EntryPoint(RESIDUAL, _TILE, ("N", "M", "batch_size")),
+    "gemm_bwd_grad_pre_f32": EntryPoint(BACKWARD, _TILE, ("N", "M", "batch_size")),
+    "gemm_bwd_da_f32": EntryPoint(BACKWARD, _TILE, ("K", "M", "batch_size")),
     "gemm_bwd_db_f32": EntryPoint(BACKWARD, _TILE, ("N", "K", "1")),
     "gemm_bwd_dbias_f32": EntryPoint(BACKWARD, _LINE, ("N", "1", "1")),
     **{f"{name}_mul_f32": EntryPoint(GATE, _LINE, ("numel", "1", "1")) for name in ACTIVATIONS},

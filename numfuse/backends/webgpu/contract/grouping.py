@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -36,9 +36,8 @@ class Step(NamedTuple):
     """A compute pass of every group."""
 
     entry_point: str
-    #: The fields of its uniform and the sizes of its axes, for a group of so many units.
-    values: Any
-    axes: Any
+    #: The fields of its uniform by name, for a group of so many units.
+    fields: Callable[[int], dict[str, int]]
     #: {name of an array in the contract: name in the call}, where they differ.
     names: Mapping[str, str] = {}
 
@@ -77,123 +76,79 @@ class Grouping:
         full, rest = divmod(self.units, self.per_group)
         return [self.per_group] * full + [rest] * (rest > 0)
 
-    def _stride(self, array: Array) -> int:
-        """Bytes from one group's piece to the next one's, aligned as a binding has to be."""
-        if array.per == "call":
-            return 0
-        alignment = self.device.alignment
-        return -(-self._nbytes(array, self.per_group) // alignment) * alignment
+    def _piece(self, array: Array) -> int:
+        """Return the elements of a full group's piece of an array."""
+        return array.length * (self.per_group if array.per == "unit" else 1)
 
-    def _nbytes(self, array: Array, units: int) -> int:
-        """Return the bytes of a group's piece of an array."""
-        return 4 * array.length * (units if array.per == "unit" else 1)
+    def _stride(self, array: Array) -> int:
+        """Return the elements from one group's piece to the next one's, as bindings are aligned."""
+        unit = self.device.alignment // 4
+        return 0 if array.per == "call" else -(-self._piece(array) // unit) * unit
 
     def _total(self, array: Array) -> int:
-        full = self._nbytes(array, self.per_group)
-        return self._stride(array) * (len(self.sizes) - 1) + full
+        return max(4, self._stride(array) * len(self.sizes), self._piece(array))
 
     def _upload(self, name: str, array: Array) -> Buffer:
-        buffer = self.device.buffer(max(16, self._total(array)), name)
+        buffer = self.device.buffer(4 * self._total(array), name)
         if array.content is not None:
-            stride, piece = self._stride(array), self._nbytes(array, self.per_group)
-            content = np.ascontiguousarray(array.content, _F32)
-            if array.per == "unit" and len(self.sizes) > 1 and stride != piece:
-                flat = content.reshape(-1)
-                content = np.zeros((len(self.sizes), stride // 4), _F32)
-                for i, row in enumerate(content):
-                    part = flat[i * piece // 4 : (i + 1) * piece // 4]
+            content: ndarray = np.ascontiguousarray(array.content, _F32).reshape(-1)
+            piece, stride = self._piece(array), self._stride(array)
+            if len(self.sizes) > 1 and stride and stride != piece:
+                padded = np.zeros((len(self.sizes), stride), _F32)
+                for i, row in enumerate(padded):
+                    part = content[i * piece : (i + 1) * piece]
                     row[: len(part)] = part
+                content = padded
             self.device.upload(content, buffer)
         return buffer
 
     def _without_padding(self, array: Array, block: ndarray) -> ndarray:
-        """The pieces of a result: (units, length) or (groups, length)."""
-        groups, stride = len(self.sizes), self._stride(array) // 4
-        piece = self._nbytes(array, self.per_group) // 4
-        if groups > 1 and stride != piece:
-            padded = np.zeros((groups, stride), _F32)
-            padded.reshape(-1)[: len(block)] = block
-            block = np.ascontiguousarray(padded[:, :piece]).reshape(-1)
+        """Return the pieces of a result: (units, length) or (groups, length)."""
+        groups = len(self.sizes)
+        block = block.reshape(groups, -1)[:, : self._piece(array)].reshape(-1)
         count = self.units if array.per == "unit" else groups
         return block[: count * array.length].reshape(count, array.length)
 
     def run(self, steps: Sequence[Step], results: Sequence[str]) -> dict[str, ndarray]:
         """Run the steps for every group, in one submit, and download results."""
         device = self.device
-        grids = {}
-        for step in steps:
-            entry = ENTRY_POINTS[step.entry_point]
-            for units in set(self.sizes):
-                axes = {"1": 1, **step.axes(units)}
-                grid = tuple(
-                    -(-axes[axis] // size)
-                    for axis, size in zip(entry.covers, entry.workgroup, strict=True)
-                )
-                if max(grid) > device.grid_limit:
-                    raise ValueError(
-                        f"{step.entry_point} needs {max(grid)} workgroups in a dimension, and "
-                        f"max-compute-workgroups-per-dimension is {device.grid_limit} on "
-                        f"{device.name}: the shader contract cannot split it"
-                    )
-                grids[step.entry_point, units] = grid
+        commands = Commands(device)
+        grids = [[self._grid(step, units) for step in steps] for units in self.sizes]
         buffers = {name: self._upload(name, array) for name, array in self.arrays.items()}
-        label = ", ".join(dict.fromkeys(self._pipelines[step.entry_point].label for step in steps))
-        passes = 0
-        with device.reported(label):
-            encoder = device.handle.create_command_encoder(label=label)
-            for i, units in enumerate(self.sizes):
-                groups: dict[Any, Any] = {}  # passes with the same bindings have one bind group
-                for step in steps:
-                    pipeline = self._pipelines[step.entry_point]
-                    interface = ENTRY_POINTS[step.entry_point].interface
-                    content = interface.uniform.pack(step.values(units))
-                    key = id(pipeline.layout), content, tuple(step.names.items())
-                    if key not in groups:
-                        names = [step.names.get(name, name) for name in interface.arrays]
-                        groups[key] = self._group(
-                            pipeline.layout, names, buffers, i, units, content
-                        )
-                    run = encoder.begin_compute_pass(label=pipeline.label)
-                    run.set_pipeline(pipeline.handle)
-                    run.set_bind_group(0, groups[key])
-                    run.dispatch_workgroups(*grids[step.entry_point, units])
-                    run.end()
-                    passes += 1
-            device.queue.submit([encoder.finish()])
-            device.submits += 1
-        self.backend.count(passes)
-        downloads = []
-        for name in results:
-            size = self._total(self.arrays[name])
-            downloads.append((Binding(buffers[name], 0, size), np.empty(size // 4, _F32)))
-        blocks = Commands(device).submit(downloads)
+        for i, units in enumerate(self.sizes):
+            for step, grid in zip(steps, grids[i], strict=True):
+                interface = ENTRY_POINTS[step.entry_point].interface
+                bindings: list[Any] = []
+                for name in interface.arrays:
+                    name = step.names.get(name, name)
+                    array = self.arrays[name]
+                    size = array.length * (units if array.per == "unit" else 1)
+                    bindings.append(Binding(buffers[name], 4 * i * self._stride(array), 4 * size))
+                bindings.append(device.constant(interface.uniform.pack(step.fields(units))))
+                commands.steps.append((self._pipelines[step.entry_point], bindings, grid))
+        self.backend.count(len(commands.steps))
+        blocks = commands.submit(
+            [
+                (Binding(buffers[name], 0, 4 * size), np.empty(size, _F32))
+                for name in results
+                for size in (self._total(self.arrays[name]),)
+            ]
+        )
         return {
             name: self._without_padding(self.arrays[name], block)
             for name, block in zip(results, blocks, strict=True)
         }
 
-    def _group(
-        self,
-        layout: Any,
-        names: Sequence[str],
-        buffers: Mapping[str, Buffer],
-        group: int,
-        units: int,
-        content: bytes,
-    ) -> Any:
-        resources = []
-        for name in names:
-            array = self.arrays[name]
-            resources.append(
-                {
-                    "buffer": buffers[name].handle,
-                    "offset": group * self._stride(array),
-                    "size": self._nbytes(array, units),
-                }
-            )
-        uniform = self.device.constant(content)
-        resources.append({"buffer": uniform, "offset": 0, "size": uniform.size})
-        return self.device.handle.create_bind_group(
-            layout=layout,
-            entries=[{"binding": i, "resource": r} for i, r in enumerate(resources)],
+    def _grid(self, step: Step, units: int) -> tuple[int, ...]:
+        entry, axes = ENTRY_POINTS[step.entry_point], {"1": 1, **step.fields(units)}
+        found = tuple(
+            -(-axes[axis] // size) for axis, size in zip(entry.covers, entry.workgroup, strict=True)
         )
+        limit = self.device.grid_limit
+        if max(found) > limit:
+            raise ValueError(
+                f"{step.entry_point} needs {max(found)} workgroups in a dimension, and "
+                f"max-compute-workgroups-per-dimension is {limit} on {self.device.name}: the "
+                f"shader contract cannot split it"
+            )
+        return found

@@ -10,23 +10,20 @@ own. Sums over groups are made here.
 
 from __future__ import annotations
 
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu.contract.grouping import Array, Grouping, Step
+from numfuse.problem.fields import FIELDS
 from numfuse.problem.shapes import sum_to
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
+    from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 
 __all__ = ["backward", "forward", "gated", "gated_backward"]
 
@@ -34,6 +31,8 @@ _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
 #: Of the contract's workgroups along M and along a line.
 _TILE, _LINE = 16, 256
+_GRAD_PRE = "gemm_bwd_grad_pre_f32"
+_PADDING = "padding_0", "padding_1", "padding_2"
 
 
 class Product:
@@ -87,15 +86,11 @@ class Product:
         """A result of (rows, columns), with a piece for each unit."""
         return Array(shape[1] if self.rows else shape[0] * shape[1])
 
-    def axes(self, units: int) -> dict[str, int]:
+    def fields(self, activation: int, units: int) -> dict[str, int]:
+        """Return the fields of the contract's params, for a group of so many units."""
         m, batch = (units, 1) if self.rows else (self.m, units)
-        return {"M": m, "K": self.k, "N": self.n, "batch": batch}
-
-    def values(self, activation: int, units: int) -> dict[str, int]:
-        """The fields of the contract's params."""
-        axes = self.axes(units)
-        padding = {f"padding_{i}": 0 for i in range(3)}
-        return {**axes, "batch_size": axes["batch"], "activation_type": activation, **padding}
+        sizes = {"M": m, "K": self.k, "N": self.n, "batch_size": batch}
+        return {**sizes, "activation_type": activation} | dict.fromkeys(_PADDING, 0)
 
 
 def _shared(x: ndarray) -> bool:
@@ -115,7 +110,7 @@ def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
     arrays = {**product.operands(alone), "c": product.result((p.m, p.n))}
 
     def step(activation: int, **names: str) -> Step:
-        return Step(entry, lambda u: product.values(activation, u), product.axes, names)
+        return Step(entry, partial(product.fields, activation), names)
 
     assert p.activation.id is not None
     steps = [step(p.activation.id)]
@@ -137,9 +132,9 @@ def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
     """The gradients; the entry points that ran."""
     wanted = {"d_a": p.d_a, "d_b": p.d_b, "d_bias": p.d_bias}
     outs = {name: x for name, x in wanted.items() if x is not None}
-    entries = [f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs]
+    entries = {name: f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs}
     if outs:
-        backend.require("gemm_bwd_grad_pre_f32", *entries)
+        backend.require(_GRAD_PRE, *entries.values())
     outs = {name: x for name, x in outs.items() if x.size}
     if p.d_residual is not None:
         with np.errstate(over="ignore", invalid="ignore"):
@@ -160,10 +155,8 @@ def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
     for name in wanted.keys() - outs.keys():
         arrays[name] = Array(1, "call")  # bound, and never written
     assert p.activation.id is not None
-    number = p.activation.id
-    entries = ["gemm_bwd_grad_pre_f32"]
-    entries += [f"gemm_bwd_{name.replace('_', '')}_f32" for name in outs]
-    steps = [Step(entry, lambda u: product.values(number, u), product.axes) for entry in entries]
+    ran = [_GRAD_PRE, *(entries[name] for name in outs)]
+    steps = [Step(entry, partial(product.fields, p.activation.id)) for entry in ran]
     found = Grouping(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
     with np.errstate(over="ignore", invalid="ignore"):
         for name, x in outs.items():
@@ -178,45 +171,28 @@ def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
                 x[...] = pieces.reshape(x.shape)
             else:
                 x[...] = sum_to(pieces, x.shape, _F64)
-    return entries
+    return ran
 
 
-def gated(backend: ContractBackend, p: GatedProblem) -> list[str]:
-    """out = act(a) * b; the entry point that ran."""
-    entry = f"{p.activation.name}_mul_f32"
-    backend.require(entry)
-    arrays = {"a": Array(1, content=p.a), "b": Array(1, content=p.b), "out": Array(1)}
-    outs = {"out": p.out}
-    return _elementwise(backend, entry, arrays, outs)
-
-
-def gated_backward(backend: ContractBackend, p: GatedBackwardProblem) -> list[str]:
-    """d_a = grad * b * act'(a), d_b = grad * act(a); the entry point that ran."""
-    entry = f"{p.activation.name}_mul_bwd_f32"
-    operands = {"grad": p.grad, "a": p.a, "b": p.b}
-    outs = {name: x for name, x in (("d_a", p.d_a), ("d_b", p.d_b)) if x is not None}
+def _gate(kind: str, backend: ContractBackend, p: Any) -> list[str]:
+    """Run a gate, or its backward, and return the entry point that ran."""
+    inputs, outputs = FIELDS[kind]
+    outs = {name: x for name in outputs if (x := getattr(p, name)) is not None}
     if not outs:
         return []
+    entry = f"{p.activation.name}_mul{'_bwd' if kind == 'gated_backward' else ''}_f32"
     backend.require(entry)
-    arrays = {name: Array(1, content=x) for name, x in operands.items()}
-    # the entry point writes both
-    arrays |= {"d_a": Array(1), "d_b": Array(1)}
-    return _elementwise(backend, entry, arrays, outs)
-
-
-def _elementwise(
-    backend: ContractBackend, entry: str, arrays: dict[str, Array], outs: dict[str, ndarray]
-) -> list[str]:
-    size = next(iter(outs.values())).size
-    if not size:
+    if not p.a.size:
         return []
-    grouping = Grouping(backend, size, _LINE * backend.device.grid_limit, arrays)
-
-    def numel(units: int) -> dict[str, int]:
-        return {"numel": units}
-
-    step = Step(entry, numel, numel)
+    arrays = {name: Array(1, content=getattr(p, name)) for name in inputs}
+    arrays |= {name: Array(1) for name in outputs}  # an entry point writes all
+    step = Step(entry, lambda units: {"numel": units})
+    grouping = Grouping(backend, p.a.size, _LINE * backend.device.grid_limit, arrays)
     found = grouping.run([step], list(outs))
     for name, x in outs.items():
         x[...] = found[name].reshape(x.shape)
     return [entry]
+
+
+gated = partial(_gate, "gated")
+gated_backward = partial(_gate, "gated_backward")

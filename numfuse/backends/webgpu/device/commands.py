@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
     from numfuse.backends.webgpu.shaders.shader import Shader
 
-__all__ = ["Commands", "Labels", "Pipeline"]
+__all__ = ["Commands", "Labels", "Pipeline", "fetch"]
 
 
 class Pipeline(NamedTuple):
@@ -40,22 +41,22 @@ class Commands:
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        #: What is to be dispatched: pipeline, uniform, bindings, grid.
-        self.steps: list[tuple[Pipeline, Any, Sequence[Binding | Any], tuple[int, int, int]]] = []
+        #: What is to be dispatched: pipeline, bindings, grid.
+        self.steps: list[tuple[Pipeline, Sequence[Binding | Any], tuple[int, ...]]] = []
 
     def dispatch(
         self,
         shader: Shader,
         bindings: Mapping[str, Binding | Any],
-        values: Mapping[str, int | Sequence[int]],
+        values: Mapping[str, int],
         grid: tuple[int, int, int],
     ) -> None:
         """Run a shader with its buffers and the fields of its uniform, by name."""
         device = self.device
         pipeline = device.pipeline(shader)
         uniform = device.constant(shader.uniform.pack(values))
-        bound = [bindings[buffer.name] for buffer in shader.buffers]
-        self.steps.append((pipeline, uniform, bound, grid))
+        bound = [uniform, *(bindings[buffer.name] for buffer in shader.buffers)]
+        self.steps.append((pipeline, bound, grid))
 
     def submit(self, downloads: Sequence[tuple[Binding, ndarray]] = ()) -> list[ndarray]:
         """Give the device its work; wait for what is to be downloaded.
@@ -71,41 +72,40 @@ class Commands:
         list of ndarray
             New arrays with the contents.
         """
-        device = self.device
         steps, self.steps = self.steps, []
-        if not steps and not downloads:
-            return []
-        sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
+        device = self.device
         dispatches = [
-            (pipeline, device.group(pipeline.layout, uniform, bindings), grid)
-            for pipeline, uniform, bindings, grid in steps
+            (pipeline, device.group(pipeline.layout, bindings), grid)
+            for pipeline, bindings, grid in steps
         ]
-        if not downloads:
+        if dispatches and not downloads:
             device.submit(dispatches)
-            return []
-        with device.reported(Labels(steps)):
-            encoder = device.encoded(dispatches)
-            staging = device.staging(sum(sizes))
-            at = 0
-            for (binding, _), size in zip(downloads, sizes, strict=True):
-                encoder.copy_buffer_to_buffer(
-                    binding.buffer.handle, binding.offset, staging, at, size
-                )
-                at += size
-            device.queue.submit([encoder.finish()])
-            device.submits += 1
-            try:
-                staging.map_async("READ_NOSYNC", 0, sum(sizes)).sync_wait()
-                mapped = np.frombuffer(staging.read_mapped(0, sum(sizes), copy=False), np.uint8)
-                found, at = [], 0
-                for (_, like), size in zip(downloads, sizes, strict=True):
-                    part = mapped[at : at + like.nbytes].view(like.dtype).reshape(like.shape)
-                    found.append(part.copy())
-                    at += size
-                del mapped, part
-                staging.unmap()
-            except BaseException:
-                staging.destroy()
-                raise
-            device.keep_staging(staging)
-        return found
+        return fetch(device, dispatches, downloads) if downloads else []
+
+
+def fetch(
+    device: Device, dispatches: Sequence[Any], downloads: Sequence[tuple[Binding, ndarray]]
+) -> list[ndarray]:
+    """Submit dispatches, wait, and return parts of buffers as `Commands.submit` does."""
+    sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
+    total, ends = sum(sizes), list(accumulate(sizes))
+    with device.reported(Labels(dispatches)):
+        staging = device.staging(total)
+        copies = []
+        for (binding, _), size, end in zip(downloads, sizes, ends, strict=True):
+            copies.append((binding.buffer.handle, binding.offset, staging, end - size, size))
+        device.submit(dispatches, copies)
+        try:
+            staging.map_async("READ_NOSYNC", 0, total).sync_wait()
+            mapped = np.frombuffer(staging.read_mapped(0, total, copy=False), np.uint8)
+            found = []
+            for (_, like), size, end in zip(downloads, sizes, ends, strict=True):
+                part = mapped[end - size :][: like.nbytes].view(like.dtype)
+                found.append(part.reshape(like.shape).copy())
+            del mapped, part
+            staging.unmap()
+        except BaseException:
+            staging.destroy()
+            raise
+        device.keep_staging(staging)
+    return found

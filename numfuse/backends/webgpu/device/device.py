@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,12 +20,11 @@ from numfuse.backends.webgpu.device.commands import Commands, Labels, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding, Memory
 from numfuse.backends.webgpu.device.trials import flushed_subnormals, one_rounding
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
-from numfuse.runtime.lifetimes import Ties
+from numfuse.runtime.replay import Replay
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.adapters import Adapter
     from numfuse.backends.webgpu.shaders.shader import Shader
-    from numfuse.expr import Expr
 
 __all__ = ["FEATURES", "Device"]
 
@@ -37,6 +35,8 @@ FEATURES = {
     # primitives work on the bits, in 64-bit integers
     "float64": ("shader-f64", "shader-int64"),
 }
+#: {access of a binding: its type in a layout}
+_BINDINGS = {"uniform": "uniform", "read": "read-only-storage", "read_write": "storage"}
 _WANTED = ("shader-f16", "shader-f64", "shader-int64", "timestamp-query")
 
 
@@ -60,27 +60,6 @@ def _direct() -> tuple[Any, Any, Any, Any] | None:
 
 
 _DIRECT = _direct()
-
-
-class _Cache:
-    """A bounded table, the least recently used entry goes first."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._entries: OrderedDict[Any, Any] = OrderedDict()
-
-    def get(self, key: Any, make: Callable[[], Any]) -> Any:
-        found = self._entries.get(key)
-        if found is None:
-            found = self._entries[key] = make()
-            if len(self._entries) > self._length:
-                self._entries.popitem(last=False)
-        else:
-            self._entries.move_to_end(key)
-        return found
-
-    def clear(self) -> None:
-        self._entries.clear()
 
 
 class Device(Memory):
@@ -130,14 +109,14 @@ class Device(Memory):
         #: Submits so far, of all threads.
         self.submits = 0
         #: By shader; one with a formula goes with the formula.
-        self._pipelines: dict[Shader, Pipeline] = {}
-        self._ties = Ties(lambda key: self._pipelines.pop(key, None))
-        self._layouts: dict[tuple[str, ...], Any] = {}
-        self._constants = _Cache(tiling.KEPT_CONSTANTS)
-        self._groups = _Cache(tiling.KEPT_GROUPS)
-        #: Of calls on arrays of the device, by what they depend on (see `program`).
-        self.programs: OrderedDict[Any, Any] = OrderedDict()
-        self._program_ties = Ties(lambda key: self.programs.pop(key, None))
+        self.pipelines: Replay[Pipeline] = Replay(1 << 30, 1 << 30)
+        self._layouts: dict[Any, tuple[Any, Any]] = {}
+        self.constants: Replay[Any] = Replay(*tiling.KEPT_CONSTANTS)
+        #: With each bind group the parts of buffers whose identities are in its key.
+        self.groups: Replay[tuple[Any, list[Any]]] = Replay(*tiling.KEPT_GROUPS)
+        #: The recorded calls on arrays of the device (see `program`), and on NumPy's (`host`).
+        self.programs: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
+        self.hosted: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
         forks.remember(self)
 
     @functools.cached_property
@@ -174,131 +153,115 @@ class Device(Memory):
 
     def trim(self) -> None:
         """Give the memory of the pool, and what refers to it, back to the driver."""
-        with self._lock:
-            self._groups.clear()
+        self.groups.clear()
         super().trim()
 
     def constant(self, content: bytes, uniform: bool = True) -> Any:
         """A small buffer with this content, made once."""
-        usage = wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
-
-        def make() -> Any:
+        found = self.constants.find((content, uniform))
+        if found is None:
+            usage = wgpu.BufferUsage.UNIFORM if uniform else wgpu.BufferUsage.STORAGE
             padded = content + bytes(-len(content) % 16)
             with self.reported("constants"):
-                return self.handle.create_buffer_with_data(data=padded, usage=usage)
-
-        with self._lock:
-            return self._constants.get((content, uniform), make)
+                made = self.handle.create_buffer_with_data(data=padded, usage=usage)
+            found = self.constants.keep((content, uniform), made, nbytes=len(padded))
+        return found
 
     # --- shaders --------------------------------------------------------------------------------
 
-    def layout(self, accesses: tuple[str, ...]) -> tuple[Any, Any]:
-        """The layouts of a bind group and of a pipeline: a uniform, then these storage buffers."""
-        with self._lock:
-            found = self._layouts.get(accesses)
-            if found is None:
-                kinds = ["uniform"]
-                kinds += [
-                    {"read": "read-only-storage", "read_write": "storage"}[a] for a in accesses
-                ]
-                group = self.handle.create_bind_group_layout(
-                    entries=[
-                        {
-                            "binding": i,
-                            "visibility": wgpu.ShaderStage.COMPUTE,
-                            "buffer": {"type": kind},
-                        }
-                        for i, kind in enumerate(kinds)
-                    ]
-                )
-                pipeline = self.handle.create_pipeline_layout(bind_group_layouts=[group])
-                found = self._layouts[accesses] = group, pipeline
+    def layout(self, kinds: tuple[tuple[str, int], ...]) -> tuple[Any, Any]:
+        """Return the layouts of a bind group and of a pipeline.
+
+        `kinds` are the access of each binding ("uniform", "read" or "read_write"), and the bytes
+        that it has at the least.
+        """
+        found = self._layouts.get(kinds)
+        if found is None:
+            entries = [
+                {
+                    "binding": i,
+                    "visibility": wgpu.ShaderStage.COMPUTE,
+                    "buffer": {"type": _BINDINGS[kind], "min_binding_size": least},
+                }
+                for i, (kind, least) in enumerate(kinds)
+            ]
+            group = self.handle.create_bind_group_layout(entries=entries)
+            pipeline = self.handle.create_pipeline_layout(bind_group_layouts=[group])
+            found = self._layouts.setdefault(kinds, (group, pipeline))
         return found
+
+    def compiled(
+        self, label: str, module: Any, kinds: tuple[tuple[str, int], ...], entry_point: str = "main"
+    ) -> Pipeline:
+        """Return the pipeline of a module's entry point, with a layout of these kinds."""
+        group, layout = self.layout(kinds)
+        made = self.handle.create_compute_pipeline(
+            label=label, layout=layout, compute={"module": module, "entry_point": entry_point}
+        )
+        return Pipeline(label, made, group)
 
     def pipeline(self, shader: Shader) -> Pipeline:
         """The shader, compiled at its first use on this device."""
-        found = self._pipelines.get(shader)
-        if found is not None:
-            return found
-        with self.reported(shader.label):
-            group, layout = self.layout(tuple(buffer.access for buffer in shader.buffers))
-            module = self.handle.create_shader_module(label=shader.label, code=shader.text())
-            made = self.handle.create_compute_pipeline(
-                label=shader.label, layout=layout, compute={"module": module, "entry_point": "main"}
-            )
-        found = self._pipelines.setdefault(shader, Pipeline(shader.label, made, group))
-        self._ties.tie(shader, shader.formulas())
+        found = self.pipelines.find(shader)
+        if found is None:
+            with self.reported(shader.label):
+                module = self.handle.create_shader_module(label=shader.label, code=shader.text())
+                kinds = ("uniform", 0), *((buffer.access, 0) for buffer in shader.buffers)
+                made = self.compiled(shader.label, module, kinds)
+            found = self.pipelines.keep(shader, made, shader.formulas())
         return found
 
-    def keep_program(self, key: Any, program: Any, formulas: Iterable[Expr]) -> None:
-        """Keep the program of a call as long as its formulas live, in place of the oldest where
-        there are many."""
-        if program is None:
-            return
-        formulas = tuple(formulas)
-        with self._lock:
-            self.programs[key] = program
-            self._program_ties.tie(key, formulas)
-            if len(self.programs) > tiling.KEPT_PROGRAMS:
-                oldest, _ = self.programs.popitem(last=False)
-                self._program_ties.untie(oldest)
+    def group(self, layout: Any, bindings: Sequence[Binding | Any]) -> Any:
+        """Return the bind group of these parts of buffers and `constant`s, made once."""
+        parts = [
+            (b.buffer.handle, b.offset, b.size) if isinstance(b, Binding) else (b, 0, b.size)
+            for b in bindings
+        ]
+        key = id(layout), *((id(handle), offset, size) for handle, offset, size in parts)
+        found = self.groups.find(key)
+        if found is None:
+            entries = [
+                {"binding": i, "resource": {"buffer": handle, "offset": offset, "size": size}}
+                for i, (handle, offset, size) in enumerate(parts)
+            ]
+            group = self.handle.create_bind_group(layout=layout, entries=entries)
+            # with what keeps the key's identities its own
+            found = self.groups.keep(key, (group, [layout, *parts]), nbytes=len(parts))
+        return found[0]
 
-    @property
-    def pipelines(self) -> int:
-        """How many shaders have been compiled."""
-        return len(self._pipelines)
+    def submit(
+        self,
+        dispatches: Sequence[tuple[Pipeline, Any, tuple[int, ...]]],
+        copies: Sequence[tuple[Any, int, Any, int, int]] = (),
+    ) -> None:
+        """Give the device these dispatches, then these copies, and do not wait for them.
 
-    def group(self, layout: Any, uniform: Any, bindings: Sequence[Binding | Any]) -> Any:
-        """The bind group of a uniform and these parts of buffers, made once."""
-        parts = []
-        key: list[Any] = [id(layout), id(uniform)]
-        for b in bindings:
-            if isinstance(b, Binding):
-                parts.append((b.buffer.handle, b.offset, b.size))
-                key += (id(b.buffer.handle), b.offset, b.size)
-            else:
-                parts.append((b, 0, b.size))
-                key += (id(b), 0, b.size)
-
-        def make() -> Any:
-            resources = [(uniform, 0, uniform.size), *parts]
-            group = self.handle.create_bind_group(
-                layout=layout,
-                entries=[
-                    {"binding": i, "resource": {"buffer": h, "offset": o, "size": s}}
-                    for i, (h, o, s) in enumerate(resources)
-                ],
-            )
-            return group, resources  # the key's identities stay theirs for as long as it is kept
-
-        with self._lock:
-            return self._groups.get(tuple(key), make)[0]
-
-    def encoded(self, dispatches: Sequence[tuple[Pipeline, Any, tuple[int, int, int]]]) -> Any:
-        """A command encoder with these (pipeline, bind group, grid) in one pass."""
-        encoder = self.handle.create_command_encoder()
-        if dispatches:
-            run = encoder.begin_compute_pass()
-            if _DIRECT is None:
-                for pipeline, group, grid in dispatches:
-                    run.set_pipeline(pipeline.handle)
-                    run.set_bind_group(0, group)
-                    run.dispatch_workgroups(*grid)
-            else:
-                set_pipeline, set_bind_group, dispatch, null = _DIRECT
-                number = run._internal
-                for pipeline, group, grid in dispatches:
-                    set_pipeline(number, pipeline.handle._internal)
-                    set_bind_group(number, 0, group._internal, 0, null)
-                    dispatch(number, *grid)
-            run.end()
-        return encoder
-
-    def submit(self, dispatches: Sequence[tuple[Pipeline, Any, tuple[int, int, int]]]) -> None:
-        """Give the device these dispatches, and do not wait for them."""
+        Parameters
+        ----------
+        dispatches : sequence of (pipeline, bind group, grid)
+        copies : sequence of (handle, offset, target's handle, target's offset, size)
+        """
         # A try, and not a context: this is the way of every call on arrays of the device.
         try:
-            self.queue.submit([self.encoded(dispatches).finish()])
+            encoder = self.handle.create_command_encoder()
+            if dispatches:
+                run = encoder.begin_compute_pass()
+                if _DIRECT is None:
+                    for pipeline, group, grid in dispatches:
+                        run.set_pipeline(pipeline.handle)
+                        run.set_bind_group(0, group)
+                        run.dispatch_workgroups(*grid)
+                else:
+                    set_pipeline, set_bind_group, dispatch, null = _DIRECT
+                    number = run._internal
+                    for pipeline, group, grid in dispatches:
+                        set_pipeline(number, pipeline.handle._internal)
+                        set_bind_group(number, 0, group._internal, 0, null)
+                        dispatch(number, *grid)
+                run.end()
+            for copy in copies:
+                encoder.copy_buffer_to_buffer(*copy)
+            self.queue.submit([encoder.finish()])
         except Exception as error:
             with self.reported(Labels(dispatches)):
                 raise error

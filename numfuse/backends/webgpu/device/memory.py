@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,10 +26,16 @@ _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 class Buffer:
     """Memory of a device; goes back to the device's pool when nothing refers to it."""
 
-    __slots__ = ("__weakref__", "device", "handle", "size")
-
     def __init__(self, device: Memory, handle: Any, size: int) -> None:
         self.device, self.handle, self.size = device, handle, size
+
+    @property
+    def ghost(self) -> ndarray:
+        """Return addresses that stand for the bytes; never touched, they take no memory."""
+        found: ndarray | None = vars(self).get("_ghost")
+        if found is None:  # (one of two threads' is kept)
+            found = vars(self).setdefault("_ghost", np.empty(self.size, np.uint8))
+        return found
 
     def __del__(self) -> None:
         # At the end of the process the device's own fields may be gone already.
@@ -68,7 +75,10 @@ class Memory:
         #: Every buffer of the pool and of a Buffer. Python may find both a Buffer and wgpu's object
         #: in one cycle of garbage, and would then end the second before the first gives it back.
         self._live: set[Any] = set()
-        self._free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.POOL_BYTES)
+        self.free: FreeBlocks[Any] = FreeBlocks(self._destroy, tiling.POOL_BYTES)
+        #: Buffers for the temporaries of recorded calls, and a number that changes when they do.
+        #: All calls share them: a submit reads only what it wrote, and submits follow one another.
+        self.spares: tuple[int, tuple[Buffer, ...]] = 0, ()
         self._staging: list[Any] = []
 
     def reported(self, label: Any) -> contextlib.AbstractContextManager[None]:
@@ -89,7 +99,7 @@ class Memory:
                 f"{self.name}, got {size}"
             )
         size = _capacity(size, self.buffer_limit)
-        free = self._free.take(None, size, size)
+        free = self.free.take(None, size, size)
         if free is not None:
             return Buffer(self, free, size)
         if self.lost:
@@ -101,11 +111,23 @@ class Memory:
             self._live.add(handle)
         return Buffer(self, handle, size)
 
+    def spare(self, sizes: Sequence[int]) -> tuple[int, tuple[Buffer, ...]]:
+        """Return `spares` with buffers of these sizes first; they are kept if they are not many."""
+        number, held = self.spares
+        grown = list(held)
+        for i, size in enumerate(sizes):
+            if i == len(grown) or grown[i].size < size:
+                grown[i : i + 1] = [self.buffer(size, "a temporary")]
+        found = number + 1, tuple(grown)
+        if sum(x.size for x in grown) <= tiling.SPARE_BYTES:
+            self.spares = found
+        return found
+
     def reclaim(self, handle: Any, size: int) -> None:
         """Keep a buffer that nobody refers to any more for the next one of its size."""
         # What reads it has been submitted, and what the next owner does comes later in the queue.
         if not self.lost:
-            self._free.keep(None, size, handle)
+            self.free.keep(None, size, handle)
         elif not forks.forked():  # (in a child every device is lost, and the handle its parent's)
             self._destroy(handle)
 
@@ -117,7 +139,8 @@ class Memory:
         """Give the memory of the pool back to the driver."""
         with self._lock:
             staging, self._staging = self._staging, []
-        self._free.clear()
+        self.spares = self.spares[0] + 1, ()
+        self.free.clear()
         for handle, _ in staging:
             handle.destroy()
 

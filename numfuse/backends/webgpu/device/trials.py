@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.memory import Binding
-from numfuse.backends.webgpu.shaders.probes import Probe
+from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def one_rounding(device: Device) -> dict[str, bool]:
         rest = [float(e - Fraction(float(a * b))) for e, (a, b) in zip(exact, factors, strict=True)]
         # what fma leaves beside a rounded product: 0 if it is two roundings
         left = "fma(f[0], f[1], -(f[0] * f[1]))"
-        got = _tried(device, Probe("rounding of fma", Access(name), name, left), factors)
+        got = _tried(device, plain.probe("rounding of fma", Access(name), name, left), factors)
         found[name] = bool((got == np.array(rest, dtype)).all())
     return found
 
@@ -52,14 +52,14 @@ def flushed_subnormals(device: Device) -> frozenset[str]:
         factors = np.array(given, dtype)
         acc = "float64" if name == "float64" else "float32"
         positive = "select(ACC(), f[0] * f[1], f[0] > ACC())"
-        probe = Probe(f"subnormal numbers of {name}", Access(name), acc, positive)
+        probe = plain.probe(f"subnormal numbers of {name}", Access(name), acc, positive)
         products = _tried(device, probe, factors)
         if not (products == factors[:, 0] * factors[:, 1]).all():
             found.add(name)
     return frozenset(found)
 
 
-def _tried(device: Device, probe: Probe, factors: ndarray) -> ndarray:
+def _tried(device: Device, probe: plain.Plain, factors: ndarray) -> ndarray:
     """Return one result a row, of a probe that takes one workgroup of them."""
     made = np.empty(len(factors), factors.dtype)
     given, found = device.buffer(factors.nbytes), device.buffer(made.nbytes)

@@ -8,7 +8,6 @@ from math import prod
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
 
 from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise
 from numfuse.backends.webgpu.shaders.formula import Formula
@@ -28,9 +27,8 @@ def nothing() -> Epilogue:
 _ZERO = Formula.of(nothing, None).choose("out")
 
 
-def zero(store: Store, x: ndarray | Region, accumulator: np.dtype[Any]) -> None:
-    """Record x = 0."""
-    out = x if isinstance(x, Region) else store.target(x)
+def zero(store: Store, out: Region, accumulator: np.dtype[Any]) -> None:
+    """Record out = 0."""
     elementwise(store, _ZERO, {}, {"out": out}, accumulator)
 
 
@@ -58,7 +56,7 @@ def elementwise(
     if not size:
         return
     device = store.device
-    orders = {_order(region) for region in given.values()}
+    orders = {region.order for region in given.values()}
     as_one = len(orders) == 1 and None not in orders
     found: dict[str, Region] = {}
     late: list[tuple[Region, Region]] = []
@@ -71,59 +69,29 @@ def elementwise(
             else:
                 late.append((found[name], region))
     # A device binds a part of a large array at a time.
-    itemsize = max(region.itemsize for region in found.values())
-    step = device.room // itemsize // 4 * 4
+    step = device.room // max(region.itemsize for region in found.values()) // 4 * 4
     for start in range(0, size, step):
-        _part(store, formula, found, start, min(step, size - start), accumulator)
-    for source, out in late:
-        copy(store.commands, source, out)
-
-
-def _order(region: Region) -> tuple[int, ...] | None:
-    """Return the order of the axes of an array that is one run in memory; None for another."""
-    order = sorted(
-        (i for i, length in enumerate(region.shape) if length != 1),
-        key=lambda i: -region.strides[i],
-    )
-    run = 1
-    for axis in reversed(order):
-        if region.strides[axis] != run:
-            return None
-        run *= region.shape[axis]
-    return tuple(order)
-
-
-def _part(
-    store: Store,
-    formula: Formula,
-    found: Mapping[str, Region],
-    start: int,
-    size: int,
-    accumulator: np.dtype[Any],
-) -> None:
-    """Record the elements from `start` on: by fours where all arrays lie so, and the rest alone."""
-    device = store.device
-    bindings: dict[str, Any] = {}
-    offsets: dict[str, int] = {}
-    for name, region in found.items():
-        run = replace(region, shape=(size,), strides=(1,), offset=region.offset + start)
-        bindings[name], offsets[name] = run.bound(device)
-    fours = size // 4 if all(offset % 4 == 0 for offset in offsets.values()) else 0
-    for wide, first, last in ((True, 0, fours), (False, 4 * fours, size)):
-        if first < last:
-            unit = 4 if wide else 1
-            arrays = [
-                Array(name.partition("_")[2], Access(region.dtype, wide), name.startswith("to_"))
-                for name, region in found.items()
-            ]
+        length = min(step, size - start)
+        bindings: dict[str, Any] = {}
+        offsets: dict[str, int] = {}
+        for name, region in found.items():
+            part = replace(region, shape=(length,), strides=(1,), offset=region.offset + start)
+            bindings[name], offsets[name] = part.bound(device)
+        # By fours where all arrays lie so, and the rest alone.
+        fours = length // 4 if all(offset % 4 == 0 for offset in offsets.values()) else 0
+        for unit, first, last in ((4, 0, fours), (1, 4 * fours, length)):
+            if first == last:
+                continue
+            accesses = ((name, Access(region.dtype, unit == 4)) for name, region in found.items())
             shader = Elementwise(
                 accumulator.name,
                 formula,
-                tuple(arrays),
+                tuple(Array(n.partition("_")[2], x, n.startswith("to_")) for n, x in accesses),
                 device.one_rounding[accumulator.name],
             )
             values = {name: offset // unit for name, offset in offsets.items()}
             grid = (*device.grid(-(-(last - first) // 256)), 1)
-            store.commands.dispatch(
-                shader, bindings, {"first": first, "last": last, **values}, grid
-            )
+            values |= {"first": first, "last": last}
+            store.commands.dispatch(shader, bindings, values, grid)
+    for source, out in late:
+        copy(store.commands, source, out)

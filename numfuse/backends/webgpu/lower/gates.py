@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
-
-from numpy import ndarray
 
 from numfuse import epilogues
 from numfuse.backends.webgpu.lower.elementwise import elementwise
 from numfuse.backends.webgpu.shaders.formula import Formula
-from numfuse.backends.webgpu.stores import Store
+from numfuse.backends.webgpu.stores import Region, Store
+from numfuse.problem.fields import FIELDS
 
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
     from numfuse.language.curves import Curve
-    from numfuse.problem.product import GatedBackwardProblem, GatedProblem
-    from numfuse.problem.second_order import GatedDoubleBackwardProblem, GatedTangentProblem
 
-__all__ = ["gated", "gated_backward", "gated_double_backward", "gated_tangent"]
+__all__ = ["GATES"]
 
 
 def gate_backward(f: Curve) -> Epilogue:
@@ -31,49 +29,35 @@ def gate_tangent(f: Curve) -> Epilogue:
     return epilogues.gate(f).tangent()
 
 
-def gated(store: Store, p: GatedProblem) -> None:
-    """Record the gate."""
-    _gate(store, p, epilogues.gate, {"a": p.a, "b": p.b}, {"out": p.out})
-
-
-def gated_backward(store: Store, p: GatedBackwardProblem) -> None:
-    """Record the gate's gradients."""
-    arrays = {"grad": p.grad, "a": p.a, "b": p.b}
-    _gate(store, p, gate_backward, arrays, {"d_a": p.d_a, "d_b": p.d_b}, p.guard)
-
-
-def gated_double_backward(store: Store, p: GatedDoubleBackwardProblem) -> None:
-    """Record the gradients of the gate's gradients."""
-    arrays = {"a": p.a, "b": p.b, "grad": p.grad, "u": p.u, "v": p.v}
-    outs = {"d_grad": p.d_grad, "d_a": p.d_a, "d_b": p.d_b}
-    _gate(store, p, epilogues.gate_double_backward, arrays, outs, p.guard)
-
-
-def gated_tangent(store: Store, p: GatedTangentProblem) -> None:
-    """Record the gate and its derivative along tangents."""
-    arrays = {"a": p.a, "b": p.b, "a_dot": p.u, "b_dot": p.v}
-    _gate(store, p, gate_tangent, arrays, {"out": p.out, "out_dot": p.out_dot}, p.guard)
-
-
 def _gate(
+    kind: str,
+    operation: Callable[[Curve], Epilogue],
     store: Store,
     p: Any,
-    operation: Callable[[Curve], Epilogue],
-    arrays: Mapping[str, ndarray | None],
-    outs: Mapping[str, ndarray | None],
-    guard: bool = False,
+    outs: Mapping[str, tuple[Region, bool]],
+    **inputs: str,
 ) -> None:
-    """Record an operation's formulas; an array that is None is zero, and a result not wanted."""
-    wanted = {name: x for name, x in outs.items() if x is not None}
-    if not wanted:
+    """Record an operation's formulas; an array that is None is zero.
+
+    `inputs` are the formula's names of arrays where the problem has others.
+    """
+    if not outs:
         return
+    arrays = {inputs.get(name, name): getattr(p, name) for name in FIELDS[kind][0]}
     absent = tuple(name for name, x in arrays.items() if x is None)
-    formula = Formula.of(operation, p.activation.curve, absent, guard).choose(*wanted)
-    used = {name: x for name in formula.inputs if (x := arrays[name]) is not None}
-    elementwise(
-        store,
-        formula,
-        {name: store.source(x) for name, x in used.items()},
-        {name: store.target(x) for name, x in wanted.items()},
-        p.acc_dtype,
-    )
+    guard = getattr(p, "guard", False)
+    formula = Formula.of(operation, p.activation.curve, absent, guard).choose(*outs)
+    used = {name: store.source(arrays[name]) for name in formula.inputs}
+    regions = {name: region for name, (region, _) in outs.items()}
+    elementwise(store, formula, used, regions, p.acc_dtype)
+
+
+#: By the method of a backend, what records its problem.
+GATES = {
+    "gated": partial(_gate, "gated", epilogues.gate),
+    "gated_backward": partial(_gate, "gated_backward", gate_backward),
+    "gated_double_backward": partial(
+        _gate, "gated_double_backward", epilogues.gate_double_backward
+    ),
+    "gated_tangent": partial(_gate, "gated_tangent", gate_tangent, u="a_dot", v="b_dot"),
+}

@@ -7,14 +7,16 @@ S; what is left are the products of a backward, with Q and S in place of grad_pr
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from numpy import ndarray
 
 from numfuse import epilogues
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
 from numfuse.backends.webgpu.lower.places import Cut, Places, tile_of
-from numfuse.backends.webgpu.lower.products import Launch, product
+from numfuse.backends.webgpu.lower.products import BARE, launch, product
 from numfuse.backends.webgpu.lower.sums import join
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
@@ -27,7 +29,12 @@ if TYPE_CHECKING:
 
     _Moving: TypeAlias = GemmDoubleBackwardProblem | GemmTangentProblem
 
-__all__ = ["backward", "double_backward", "forward", "tangent"]
+__all__ = ["LAYERS"]
+
+#: Where to write each of the results that are wanted, and whether it is added to what is there.
+_Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
+#: The gradient of a pre-activation, b, and a.
+_Term: TypeAlias = tuple[Region, ndarray | None, ndarray | None]
 
 
 def layer_backward(f: Curve) -> Epilogue:
@@ -40,7 +47,7 @@ def residual_backward() -> Epilogue:
     return epilogues.residual_layer().backward()
 
 
-def forward(store: Store, p: GemmProblem) -> None:
+def forward(store: Store, p: GemmProblem, outs: _Outs) -> None:
     """Record act(a @ b + bias), or a @ b + bias + residual, and the pre-activation if wanted."""
     absent = () if p.bias is not None else ("bias",)
     if p.residual is None:
@@ -50,18 +57,12 @@ def forward(store: Store, p: GemmProblem) -> None:
     a, b = store.source(p.a), store.source(p.b)
     given = {"bias": p.bias, "residual": p.residual}
     arrays = {name: store.source(x) for name, x in given.items() if x is not None}
-    outs = {"out": store.target(p.out)}
-    if p.pre is not None:
-        outs["pre"] = store.target(p.pre)
-    product(store, a, b, p.batch, outs, p.acc_dtype, formula.choose(*outs), arrays)
+    made = {name: outs[name][0] for name in ("out", "pre") if name in outs}
+    product(store, a, b, p.batch, made, p.acc_dtype, formula.choose(*made), arrays)
 
 
-def backward(store: Store, p: GemmBackwardProblem, outs: dict[str, tuple[Region, bool]]) -> None:
-    """Record grad_pre = grad * act'(pre), and what is made of it.
-
-    `outs` has the gradients that are wanted, "d_a", "d_b" and "d_bias": where to write each, and
-    whether it is added to what is there.
-    """
+def backward(store: Store, p: GemmBackwardProblem, outs: _Outs) -> None:
+    """Record grad_pre = grad * act'(pre), and what is made of it."""
     absent = () if p.bias is not None and p.pre is None else ("bias",)
     formula = Formula.of(layer_backward, p.activation.curve, absent, p.guard)
     grad_pre: Region | None = None
@@ -86,16 +87,23 @@ def backward(store: Store, p: GemmBackwardProblem, outs: dict[str, tuple[Region,
                 arrays["bias"] = store.source(p.bias)
         if made or summed:
             _rows(store, p, chosen, arrays, made, factors, *outs.get("d_bias", (None, False)))
-    if grad_pre is None:
-        return
+    if grad_pre is not None:
+        _gradients(store, p, [(grad_pre, p.b, p.a)], outs)
+
+
+def _gradients(
+    store: Store,
+    p: GemmBackwardProblem,
+    terms: Sequence[_Term],
+    outs: _Outs,
+) -> None:
+    """Record d_a and d_b: the sums of g @ b^T and of a^T @ g over the terms (g, b, a)."""
     if "d_a" in outs:
-        out, add = outs["d_a"]
-        b = store.source(p.b).turned
-        product(store, grad_pre, b, p.batch, {"out": out}, p.acc_dtype, add=add)
+        factors = [(g, store.source(b).turned) for g, b, _ in terms if b is not None]
+        _sum_of_products(store, p, factors, *outs["d_a"])
     if "d_b" in outs:
-        out, add = outs["d_b"]
-        a = store.source(p.a).turned
-        product(store, a, grad_pre, p.batch, {"out": out}, p.acc_dtype, free=True, add=add)
+        factors = [(store.source(a).turned, g) for g, _, a in terms if a is not None]
+        _sum_of_products(store, p, factors, *outs["d_b"], free=True)
 
 
 def _column_sums(store: Store, p: GemmBackwardProblem, x: Region, out: Region, add: bool) -> None:
@@ -126,8 +134,8 @@ def _rows(
         sums = fresh(device, (places.count, rows, p.n), acc, "column sums")
     if p.m and p.n and places.count:
         k = 0 if factors is None else p.k
-        launch = Launch(p.m, p.n, k, places, Cut(k), tile, acc)
-        launch.record(store, formula, arrays, outs, factors, sums)
+        how = (p.m, p.n, k), places, Cut(k), tile, acc
+        launch(store, *how, formula, arrays, outs, factors, sums)
     if d_bias is not None and sums is not None:
         join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
 
@@ -138,28 +146,45 @@ def _moves(p: _Moving) -> bool:
 
 
 def _moved(store: Store, p: _Moving, out: Region) -> None:
-    """Record out = u @ b + a @ v + w + z, by way of the accumulator's dtype where two products of
-    halves meet."""
-    acc = p.acc_dtype
-    products = []
+    """Record out = u @ b + a @ v + w + z."""
+    factors = []
     a, b = store.source(p.a), store.source(p.b)
     if p.u is not None:
-        products.append((store.source(p.u), b))
+        factors.append((store.source(p.u), b))
     if p.v is not None:
-        products.append((a, store.source(p.v)))
-    if not products:  # sums of no products
-        products.append((_empty(a, -1), _empty(b, -2)))
-    given = {"bias": p.w, "residual": p.z}
-    arrays = {name: store.source(x) for name, x in given.items() if x is not None}
-    absent = tuple(name for name, x in given.items() if x is None)
-    formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
+        factors.append((a, store.source(p.v)))
+    if not factors:  # sums of no products
+        factors.append((_empty(a, -1), _empty(b, -2)))
+    _sum_of_products(store, p, factors, out, added={"bias": p.w, "residual": p.z})
+
+
+def _sum_of_products(
+    store: Store,
+    p: _Moving | GemmBackwardProblem,
+    factors: Sequence[tuple[Region, Region]],
+    out: Region,
+    add: bool = False,
+    *,
+    free: bool = False,
+    added: Mapping[str, ndarray | None] | None = None,
+) -> None:
+    """Record out = the sum of products, and of a bias and a residual, rounded once.
+
+    With `add` it is out += the sum of products.
+    """
+    acc = p.acc_dtype
     target = out
-    if len(products) > 1 and out.dtype != acc.name:
-        target = _wide(store, p, "T")
-    (x, y), *rest = products
-    product(store, x, y, p.batch, {"out": target}, acc, formula, arrays)
-    for x, y in rest:
-        product(store, x, y, p.batch, {"out": target}, acc, add=True)
+    if len(factors) > 1 and out.dtype != acc.name:
+        target = fresh(store.device, out.shape, acc, "a sum of products")
+    formula, arrays = BARE, {}
+    if added:
+        arrays = {name: store.source(x) for name, x in added.items() if x is not None}
+        absent = tuple(name for name in added if name not in arrays)
+        formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
+    for x, y in factors:
+        outs = {"out": target}
+        product(store, x, y, p.batch, outs, acc, formula, arrays, free=free, add=add)
+        formula, add = BARE, True
     if target is not out:
         copy(store.commands, target, out)
 
@@ -182,43 +207,35 @@ def _operands(store: Store, p: _Moving, moved: str, needed: tuple[str, ...]) -> 
         arrays["z"] = store.source(p.pre)
     elif "z" in needed:
         arrays["z"] = _wide(store, p, "the pre-activation")
-        bias = {} if p.bias is None else {"bias": store.source(p.bias)}
-        absent = ("residual",) if bias else ("residual", "bias")
-        formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
-        a, b = store.source(p.a), store.source(p.b)
-        product(store, a, b, p.batch, {"out": arrays["z"]}, p.acc_dtype, formula, bias)
+        factors = store.source(p.a), store.source(p.b)
+        added = {"bias": p.bias, "residual": None}
+        _sum_of_products(store, p, [factors], arrays["z"], added=added)
     if moved in needed:
         arrays[moved] = _wide(store, p, "T")
         _moved(store, p, arrays[moved])
     return arrays
 
 
-def tangent(store: Store, p: GemmTangentProblem) -> None:
+def tangent(store: Store, p: GemmTangentProblem, outs: _Outs) -> None:
     """Record the forward, and out_dot = act'(pre) * T."""
     moves = _moves(p)
     absent = ("bias",) if moves else ("bias", "z_dot")
     formula = Formula.of(epilogues.layer_tangent, p.activation.curve, absent, p.guard)
     if not moves or formula.alias("out") == "z":
-        forward(store, p)
+        forward(store, p, outs)
         if moves:
-            _moved(store, p, store.target(p.out_dot))
+            _moved(store, p, outs["out_dot"][0])
         else:
-            zero(store, p.out_dot, p.acc_dtype)
+            zero(store, outs["out_dot"][0], p.acc_dtype)
         return
-    outs = {"out": store.target(p.out), "out_dot": store.target(p.out_dot)}
-    chosen = formula.choose(*outs)
+    made = {name: region for name, (region, _) in outs.items()}
+    chosen = formula.choose(*made)
     arrays = _operands(store, p, "z_dot", chosen.inputs)
-    elementwise(store, chosen, arrays, outs, p.acc_dtype)
+    elementwise(store, chosen, arrays, made, p.acc_dtype)
 
 
-def double_backward(
-    store: Store, p: GemmDoubleBackwardProblem, outs: dict[str, tuple[Region, bool]]
-) -> None:
-    """Record T, Q and S, and from them the gradients of the backward's gradients.
-
-    `outs` has the gradients that are wanted, "d_grad", "d_a", "d_b" and "d_bias": where to write
-    each, and whether it is added to what is there.
-    """
+def double_backward(store: Store, p: GemmDoubleBackwardProblem, outs: _Outs) -> None:
+    """Record T, Q and S, and from them the gradients of the backward's gradients."""
     absent = ("bias", "w") if _moves(p) else ("bias", "w", "t")
     formula = Formula.of(epilogues.layer_double_backward, p.activation.curve, absent, p.guard)
     bent, sloped = formula.has("q"), formula.has("s")
@@ -233,18 +250,10 @@ def double_backward(
         if name not in wanted and not add:
             zero(store, out, p.acc_dtype)
     q, s = _elementwise(store, p, formula, wanted)
-    pairs: dict[str, list[tuple[Region, Region]]] = {"d_a": [], "d_b": []}
-    a, b = store.source(p.a), store.source(p.b)
-    if q is not None:
-        pairs["d_a"].append((q, b.turned))
-        pairs["d_b"].append((a.turned, q))
-    if p.v is not None and s is not None:
-        pairs["d_a"].append((s, store.source(p.v).turned))
-    if p.u is not None and s is not None:
-        pairs["d_b"].append((store.source(p.u).turned, s))
-    for name, factors in pairs.items():
-        if name in wanted:
-            _sum_of_products(store, p, factors, *wanted[name], name == "d_b")
+    terms: list[_Term] = [] if q is None else [(q, p.b, p.a)]
+    if s is not None:
+        terms.append((s, p.v, p.u))
+    _gradients(store, p, terms, wanted)
     if "d_bias" in wanted and q is not None:
         _column_sums(store, p, q, *wanted["d_bias"])
 
@@ -253,7 +262,7 @@ def _elementwise(
     store: Store,
     p: GemmDoubleBackwardProblem,
     formula: Formula,
-    wanted: dict[str, tuple[Region, bool]],
+    wanted: _Outs,
 ) -> tuple[Region | None, Region | None]:
     """Record d_grad, and Q and S where they are needed, which are returned."""
     outs: dict[str, Region] = {}
@@ -278,20 +287,10 @@ def _elementwise(
     return q, s
 
 
-def _sum_of_products(
-    store: Store,
-    p: GemmDoubleBackwardProblem,
-    factors: list[tuple[Region, Region]],
-    out: Region,
-    add: bool,
-    free: bool,
-) -> None:
-    """Record out = the sum of products, rounded once; with `add` out += that sum."""
-    target = out
-    if len(factors) > 1 and out.dtype != p.acc_dtype.name:
-        target = fresh(store.device, out.shape, p.acc_dtype, "a sum of products")
-    for i, (x, y) in enumerate(factors):
-        outs = {"out": target}
-        product(store, x, y, p.batch, outs, p.acc_dtype, free=free, add=add or i > 0)
-    if target is not out:
-        copy(store.commands, target, out)
+#: By the method of a backend, what records its problem.
+LAYERS: dict[str, Callable[[Store, Any, _Outs], None]] = {
+    "forward": forward,
+    "backward": backward,
+    "double_backward": double_backward,
+    "tangent": tangent,
+}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from numfuse.backends.webgpu.stores import Region, Store, fresh
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.tiling import WebGpuTile
 
-__all__ = ["Launch", "product"]
+__all__ = ["BARE", "launch", "product"]
 
 
 def bare_product() -> epilogues.Epilogue:
@@ -34,114 +34,87 @@ def bare_product() -> epilogues.Epilogue:
     return epilogues.sum_of_terms(0)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A dispatch of `gemm.wgsl`: an (M, N) result of sums over K in every place."""
+def launch(
+    store: Store,
+    sizes: tuple[int, int, int],
+    places: Places,
+    cut: Cut,
+    tile: WebGpuTile,
+    accumulator: np.dtype[Any],
+    formula: Formula,
+    arrays: Mapping[str, Region],
+    outs: Mapping[str, Region],
+    factors: tuple[Region, Region] | None = None,
+    column_sums: Region | None = None,
+    stacked: bool = False,
+) -> None:
+    """Record an (M, N) result of sums over K in every place, by `gemm.wgsl`.
 
-    m: int
-    n: int
-    k: int
-    places: Places
-    cut: Cut
-    tile: WebGpuTile
-    accumulator: np.dtype[Any]
-
-    def record(
-        self,
-        store: Store,
-        formula: Formula,
-        arrays: Mapping[str, Region],
-        outs: Mapping[str, Region],
-        factors: tuple[Region, Region] | None = None,
-        column_sums: Region | None = None,
-        stacked: bool = False,
-    ) -> None:
-        """Record the dispatches, as many as the device's grid takes.
-
-        Parameters
-        ----------
-        formula : Formula
-            With the results of `outs`.
-        arrays, outs : mapping
-            Inputs of the formula, of which others may be among them, and where its results go.
-        factors : (Region, Region), optional
-            X and Y, where the formula has an accumulator.
-        column_sums : Region, optional
-            Where the sums of the formula's `summed` go, a row for each row of blocks.
-        stacked : bool
-            Whether `outs` is a stack of planes.
-        """
-        device, places = store.device, self.places
-        bindings: dict[str, Any] = {}
-        at: dict[str, Region] = {}  # as bound
-
-        def bind(name: str, region: Region) -> Region:
-            bindings[name], offset = region.bound(device)
-            at[name] = replace(region, offset=offset)
-            return at[name]
-
-        accesses = None
-        if factors is not None:
-            x, y = bind("x", factors[0]), bind("y", factors[1])
-            accesses = factor_access(x, -2, -1), factor_access(y, -1, -2)
-        described = []
-        for name in formula.inputs:
-            if name in arrays:
-                region = bind(f"from_{name}", arrays[name])
-                by_column = region.shape[-2] == 1
-                described.append(Array(name, row_access(region), by_column=by_column))
-        for name, out in outs.items():
-            described.append(Array(name, row_access(bind(f"to_{name}", out)), stored=True))
-        many = places.count != 1 or places.segments != 1
-        if column_sums is not None:
-            bindings["column_sums"] = column_sums.bound(device)[0]
-        if many:
-            table = [None if stacked and n.startswith("to_") else r for n, r in at.items()]
-            bindings["places"] = device.constant(places.table(table), uniform=False)
-        shader = Gemm(
-            self.tile,
-            self.accumulator.name,
-            accesses,
-            formula,
-            tuple(described),
-            places=many,
-            segments=places.segments != 1,
-            planes=stacked,
-            one_rounding=device.one_rounding[self.accumulator.name],
-        )
-        values = self._values(at, stacked, many)
-        total = places.count * self.cut.planes
-        blocks = -(-self.m // self.tile.block_m) * -(-self.n // self.tile.block_n)
-        for first in range(0, total, device.grid_limit):
-            values["first_plane"] = first
-            grid = (*device.grid(blocks), min(total - first, device.grid_limit))
-            store.commands.dispatch(shader, bindings, values, grid)
-
-    def _values(self, at: Mapping[str, Region], stacked: bool, many: bool) -> dict[str, int]:
-        """Return the fields of the uniform but ``first_plane``, for these arrays as bound."""
-        cut = self.cut
-        values = {
-            "m": self.m,
-            "n": self.n,
-            "k": self.k,
-            "part": cut.part,
-            "parts": cut.parts,
-            "segments": cut.per_group,
-            "summed": self.places.segments,
-            "groups": cut.groups,
-        }
-        for name, region in at.items():
-            strides = region.strides[-2:]
-            if stacked and name.startswith("to_"):
-                strides = self.n, 1
-            elif name not in ("x", "y"):
-                strides = repeated(region.shape[-2:], strides)
-            values[f"{name}_row"], values[f"{name}_column"] = strides
-            values[name] = 0 if many else region.offset
-        return values
+    Parameters
+    ----------
+    sizes : (int, int, int)
+        M, N and K.
+    formula : Formula
+        With the results of `outs`.
+    arrays, outs : mapping
+        Inputs of the formula, of which others may be among them, and where its results go.
+    factors : (Region, Region), optional
+        X and Y, where the formula has an accumulator.
+    column_sums : Region, optional
+        Where the sums of the formula's `summed` go, a row for each row of blocks.
+    stacked : bool
+        Whether `outs` is a stack of planes.
+    """
+    device, (m, n, k) = store.device, sizes
+    used = [name for name in formula.inputs if name in arrays]
+    given = dict(zip("xy", factors or (), strict=False))
+    given |= {f"from_{name}": arrays[name] for name in used}
+    given |= {f"to_{name}": region for name, region in outs.items()}
+    values = {"m": m, "n": n, "k": k, "part": cut.part, "parts": cut.parts}
+    values |= {"segments": cut.per_group, "summed": places.segments, "groups": cut.groups}
+    many = places.count != 1 or places.segments != 1
+    bindings: dict[str, Any] = {}
+    for name, region in given.items():
+        bindings[name], first = region.bound(device)
+        given[name] = region = replace(region, offset=first)
+        strides = region.strides[-2:]
+        if stacked and name.startswith("to_"):
+            strides = n, 1
+        elif name not in ("x", "y"):
+            strides = repeated(region.shape[-2:], strides)
+        values[name] = 0 if many else first
+        values[f"{name}_row"], values[f"{name}_column"] = strides
+    described = []
+    for name in used:
+        region = given[f"from_{name}"]
+        described.append(Array(name, row_access(region), by_column=region.shape[-2] == 1))
+    for name in outs:
+        described.append(Array(name, row_access(given[f"to_{name}"]), stored=True))
+    if column_sums is not None:
+        bindings["column_sums"] = column_sums.bound(device)[0]
+    if many:
+        table = [None if stacked and name.startswith("to_") else x for name, x in given.items()]
+        bindings["places"] = device.constant(places.table(table), uniform=False)
+    shader = Gemm(
+        tile,
+        accumulator.name,
+        (factor_access(given["x"], -2, -1), factor_access(given["y"], -1, -2)) if factors else None,
+        formula,
+        tuple(described),
+        places=many,
+        segments=places.segments != 1,
+        planes=stacked,
+        one_rounding=device.one_rounding[accumulator.name],
+    )
+    total = places.count * cut.planes
+    blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
+    for first in range(0, total, device.grid_limit):
+        values["first_plane"] = first
+        grid = (*device.grid(blocks), min(total - first, device.grid_limit))
+        store.commands.dispatch(shader, bindings, values, grid)
 
 
-_BARE = Formula.of(bare_product, None).choose("out")
+BARE = Formula.of(bare_product, None).choose("out")
 
 
 def product(
@@ -151,7 +124,7 @@ def product(
     batch: tuple[int, ...],
     outs: Mapping[str, Region],
     accumulator: np.dtype[Any],
-    formula: Formula = _BARE,
+    formula: Formula = BARE,
     arrays: Mapping[str, Region] | None = None,
     *,
     free: bool = False,
@@ -174,11 +147,11 @@ def product(
     tile = tile_of(store.device, m, n, accumulator, k if free else 0)
     if free:
         cut = cut_of(store.device, m, n, k, places, tile, accumulator)
-    launch = Launch(m, n, k, places, cut, tile, accumulator)
+    how = (m, n, k), places, cut, tile, accumulator
     if not add and cut.planes == 1:
-        launch.record(store, formula, arrays or {}, outs, (x, y))
+        launch(store, *how, formula, arrays or {}, outs, (x, y))
         return
     shape = places.count, cut.planes, m, n
     planes = fresh(store.device, shape, accumulator, "the planes of a product")
-    launch.record(store, _BARE, {}, {"out": planes}, (x, y), stacked=True)
+    launch(store, *how, BARE, {}, {"out": planes}, (x, y), stacked=True)
     join(store, planes, places.count, cut.planes, out, add)

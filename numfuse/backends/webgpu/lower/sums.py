@@ -10,7 +10,7 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.shaders.moves import Join
+from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.shapes import equal
@@ -63,7 +63,7 @@ def _sum(
     groups = -(-depth // width) if depth else 1
     total = count * groups * size // unit
     store.commands.dispatch(
-        Join(planes.dtype, Access(planes.dtype, wide), Access(out.dtype, wide), add),
+        plain.join(planes.dtype, Access(planes.dtype, wide), Access(out.dtype, wide), add),
         {"planes": source, "out": target},
         {
             "size": size // unit,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storage, Uniform
 from numfuse.backends.webgpu.shaders.template import expand
@@ -180,17 +179,17 @@ class Gemm(_Epilogue):
                 **self._bindings(4),
                 "HEADER": self.header(self.place.struct("Place")),
                 "PRODUCT": bool(factors),
-                "FACTORS": factors,
+                "LOADS": [(factor, i) for factor in factors for i in range(factor.LOADS)],
+                "SUMS": [(i, j) for i in range(t.mr) for j in range(t.nr // 4)],
                 "X_PITCH": t.block_m // 4 + (x is not None and x.turned),
                 "Y_PITCH": t.block_n // 4 + (y is not None and y.turned),
                 "BLOCK_M": t.block_m,
                 "BLOCK_N": t.block_n,
                 "BLOCK_K": t.block_k,
-                "CHAIN": tiling.CHAIN,
+                "SLICES": t.chain // t.block_k,
                 "MR": t.mr,
                 "NR": t.nr,
                 "GROUP": t.group,
-                "STAGES": t.stages,
                 "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
                 "TX": tx,

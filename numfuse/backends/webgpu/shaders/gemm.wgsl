@@ -3,9 +3,11 @@
 // of BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
 // multiplied.
 //
-// A chain of sums over K ends after CHAIN products, and is added to those before: the errors of a
+//$ if SLICES:
+// A chain of sums over K ends after so many SLICES, and is added to those before: the errors of a
 // chain grow with the root of its length.
 //
+//$ end
 // Trusted: every index below fits 32 bits; strides may be negative (they wrap); where an array is
 // WIDE, its offset, strides and lengths are multiples of 4.
 //
@@ -47,10 +49,8 @@ fn store_${b.NAME}(at: u32, column: u32, value: vec4<$ACC>) {
 //$ end
 
 //$ if PRODUCT:
-//$ for s in range(STAGES):
-var<workgroup> x_tile_$s: array<array<vec4<$ACC>, $X_PITCH>, $BLOCK_K>;
-var<workgroup> y_tile_$s: array<array<vec4<$ACC>, $Y_PITCH>, $BLOCK_K>;
-//$ end
+var<workgroup> x_tile: array<array<vec4<$ACC>, $X_PITCH>, $BLOCK_K>;
+var<workgroup> y_tile: array<array<vec4<$ACC>, $Y_PITCH>, $BLOCK_K>;
 //$ end
 //$ if COLUMN_SUMS:
 var<workgroup> sums: array<array<vec4<$ACC>, ${BLOCK_N // NR}>, ${BLOCK_M // MR}>;
@@ -93,23 +93,22 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     //$ end
 
     //$ if PRODUCT:
-    //$ for i in range(MR):
-    //$ for j in range(NR // 4):
+    //$ for i, j in SUMS:
     var c${i}_$j = vec4<$ACC>();
     //$ end
+    //$ if SLICES:
+    // The sums of chains that have ended.
+    //$ for i, j in SUMS:
+    var kept${i}_$j = vec4<$ACC>();
     //$ end
-    // The sums of chains that have ended.  Their indices are none that a compiler knows (p.n is below
-    // 2^31), so they lie in memory: there are no registers for as many sums again.
-    var kept: array<vec4<$ACC>, ${MR * NR // 4}>;
-    let kept_first = p.n >> 31u;
-    var slices = 0u;
+    var chains = 0u;
+    //$ end
     let k_first = plane % p.parts * p.part;
     let k_end = min(k_first + p.part, p.k);
     var k0 = k_first;
     var x_at = place.x;
     var y_at = place.y;
-    //$ for o in FACTORS:
-    //$ for i in range(o.LOADS):
+    //$ for o, i in LOADS:
     //$ if o.TURNED:
     // a square of four outputs by four values of k
     //$ if K_FIRST:
@@ -128,136 +127,135 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var ${o.NAME}_v$i = vec4<$ACC>();
     //$ end
     //$ end
-    //$ end
 
     var running = k0 < k_end;
     //$ if SEGMENTS:
     running = running && segment < last_segment;
     //$ end
     var ahead = false;
+    //$ if SLICES:
+    loop { // a chain
+    var slices = 0u;
+    //$ end
     loop {
-        //$ for s in range(STAGES):
-        {
-            // What was fetched in the last turn goes to workgroup memory; the first turn only fetches.
-            if (ahead) {
-                //$ if STAGES == 1:
-                workgroupBarrier();
-                //$ end
-                //$ for o in FACTORS:
-                //$ for i in range(o.LOADS):
-                ${o.IF_IN_TILE[i]}
+        // What was fetched in the last turn goes to workgroup memory; the first turn only fetches.
+        if (ahead) {
+            workgroupBarrier();
+            //$ for o, i in LOADS:
+            ${o.IF_IN_TILE[i]}
+            //$ if o.TURNED:
+            //$ for c in range(4):
+            ${o.NAME}_tile[${o.NAME}_k$i + ${c}u][${o.NAME}_o$i] = vec4<$ACC>(${o.NAME}_v${i}_0[$c], ${o.NAME}_v${i}_1[$c], ${o.NAME}_v${i}_2[$c], ${o.NAME}_v${i}_3[$c]);
+            //$ end
+            //$ else:
+            ${o.NAME}_tile[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v$i;
+            //$ end
+            ${o.END_IN_TILE[i]}
+            //$ end
+            workgroupBarrier();
+        }
+        let multiply = ahead;
+        ahead = running;
+        if (running) {
+            //$ for o, i in LOADS:
+            ${o.IF_IN_TILE[i]}
+            {
+                let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
+                let o = ${o.ORIGIN} + ${o.NAME}_o$i * 4u;
+                let k = k0 + ${o.NAME}_k$i;
                 //$ if o.TURNED:
                 //$ for c in range(4):
-                ${o.NAME}_tile_$s[${o.NAME}_k$i + ${c}u][${o.NAME}_o$i] = vec4<$ACC>(${o.NAME}_v${i}_0[$c], ${o.NAME}_v${i}_1[$c], ${o.NAME}_v${i}_2[$c], ${o.NAME}_v${i}_3[$c]);
+                ${o.NAME}_v${i}_$c = vec4<$ACC>();
+                //$ if o.WIDE:
+                if (o + ${c}u < p.${o.LENGTH} && k < k_end) {
+                    ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.STRIDE_O}) / 4u]);
+                }
+                //$ else:
+                if (o + ${c}u < p.${o.LENGTH}) {
+                    //$ for d in range(4):
+                    if (k + ${d}u < k_end) {
+                        ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O} + ${d}u * p.${o.STRIDE_K}]);
+                    }
+                    //$ end
+                }
+                //$ end
                 //$ end
                 //$ else:
-                ${o.NAME}_tile_$s[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v$i;
-                //$ end
-                ${o.END_IN_TILE[i]}
-                //$ end
-                //$ end
-                workgroupBarrier();
-            }
-            let multiply = ahead;
-            ahead = running;
-            if (running) {
-                //$ for o in FACTORS:
-                //$ for i in range(o.LOADS):
-                ${o.IF_IN_TILE[i]}
-                {
-                    let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
-                    let o = ${o.ORIGIN} + ${o.NAME}_o$i * 4u;
-                    let k = k0 + ${o.NAME}_k$i;
-                    //$ if o.TURNED:
+                ${o.NAME}_v$i = vec4<$ACC>();
+                //$ if o.WIDE:
+                if (o < p.${o.LENGTH} && k < k_end) {
+                    ${o.NAME}_v$i = vec4<$ACC>(${o.NAME}[at / 4u]);
+                }
+                //$ else:
+                if (k < k_end) {
                     //$ for c in range(4):
-                    ${o.NAME}_v${i}_$c = vec4<$ACC>();
-                    //$ if o.WIDE:
-                    if (o + ${c}u < p.${o.LENGTH} && k < k_end) {
-                        ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.STRIDE_O}) / 4u]);
-                    }
-                    //$ else:
                     if (o + ${c}u < p.${o.LENGTH}) {
-                        //$ for d in range(4):
-                        if (k + ${d}u < k_end) {
-                            ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O} + ${d}u * p.${o.STRIDE_K}]);
-                        }
-                        //$ end
+                        ${o.NAME}_v$i[$c] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O}]);
                     }
-                    //$ end
-                    //$ end
-                    //$ else:
-                    ${o.NAME}_v$i = vec4<$ACC>();
-                    //$ if o.WIDE:
-                    if (o < p.${o.LENGTH} && k < k_end) {
-                        ${o.NAME}_v$i = vec4<$ACC>(${o.NAME}[at / 4u]);
-                    }
-                    //$ else:
-                    if (k < k_end) {
-                        //$ for c in range(4):
-                        if (o + ${c}u < p.${o.LENGTH}) {
-                            ${o.NAME}_v$i[$c] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O}]);
-                        }
-                        //$ end
-                    }
-                    //$ end
                     //$ end
                 }
-                ${o.END_IN_TILE[i]}
                 //$ end
-                //$ end
-                k0 += ${BLOCK_K}u;
-                running = k0 < k_end;
-                //$ if SEGMENTS:
-                if (!running) {
-                    segment += 1u;
-                    running = segment < last_segment;
-                    k0 = k_first;
-                    if (running) {
-                        x_at = places[segment].x;
-                        y_at = places[segment].y;
-                    }
-                }
                 //$ end
             }
-            if (multiply) {
-                //$ for k in range(BLOCK_K):
-                {
-                    //$ for i in range(MR // 4):
-                    let x$i = x_tile_$s[$k][ty + ${i * (BLOCK_M // MR)}u];
-                    //$ end
-                    //$ for j in range(NR // 4):
-                    let y$j = y_tile_$s[$k][tx + ${j * (BLOCK_N // NR)}u];
-                    //$ end
-                    //$ for i in range(MR):
-                    //$ for j in range(NR // 4):
-                    c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
-                    //$ end
-                    //$ end
+            ${o.END_IN_TILE[i]}
+            //$ end
+            k0 += ${BLOCK_K}u;
+            running = k0 < k_end;
+            //$ if SEGMENTS:
+            if (!running) {
+                segment += 1u;
+                running = segment < last_segment;
+                k0 = k_first;
+                if (running) {
+                    x_at = places[segment].x;
+                    y_at = places[segment].y;
                 }
+            }
+            //$ end
+        }
+        if (multiply) {
+            //$ for k in range(BLOCK_K):
+            {
+                //$ for i in range(MR // 4):
+                let x$i = x_tile[$k][ty + ${i * (BLOCK_M // MR)}u];
                 //$ end
-                slices += 1u;
-                if (ahead && slices % ${CHAIN // BLOCK_K}u == 0u) {
-                    //$ for i in range(MR):
-                    //$ for j in range(NR // 4):
-                    kept[kept_first + ${i * NR // 4 + j}u] += c${i}_$j;
-                    c${i}_$j = vec4<$ACC>();
-                    //$ end
-                    //$ end
-                }
+                //$ for j in range(NR // 4):
+                let y$j = y_tile[$k][tx + ${j * (BLOCK_N // NR)}u];
+                //$ end
+                //$ for i, j in SUMS:
+                c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
+                //$ end
             }
-            if (!ahead) {
-                break;
-            }
+            //$ end
+            //$ if SLICES:
+            slices += 1u;
+            //$ end
+        }
+        if (!ahead) {
+            break;
+        }
+        //$ if SLICES:
+        if (slices >= ${SLICES}u) {
+            break;
         }
         //$ end
     }
-    if (slices > ${CHAIN // BLOCK_K}u) {
-        //$ for i in range(MR):
-        //$ for j in range(NR // 4):
-        c${i}_$j += kept[kept_first + ${i * NR // 4 + j}u];
-        //$ end
+    //$ if SLICES:
+    if (!ahead) {
+        break;
+    }
+    chains += 1u;
+    //$ for i, j in SUMS:
+    kept${i}_$j += c${i}_$j;
+    c${i}_$j = vec4<$ACC>();
+    //$ end
+    }
+    if (chains != 0u) {
+        //$ for i, j in SUMS:
+        c${i}_$j += kept${i}_$j;
         //$ end
     }
+    //$ end
     //$ end
 
     // One copy of the epilogue for all MR x NR / 4 runs: unrolled, it would be most of the code.
@@ -267,10 +265,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         var sum = vec4<$ACC>();
         //$ end
         if (column < p.n) {
-            //$ for r in INPUTS:
-            //$ if r.BY_COLUMN:
+            //$ for r in [r for r in INPUTS if r.BY_COLUMN]:
             let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + column * p.${r.ARRAY}_column, column);
-            //$ end
             //$ end
             for (var i = 0u; i < ${MR}u; i++) {
                 let row = row0 + i / 4u * ${BLOCK_M // (MR // 4)}u + ty * 4u + i % 4u;
@@ -284,10 +280,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                         default: { z_here = c${MR - 1}_${NR // 4 - 1}; }
                     }
                     //$ end
-                    //$ for r in INPUTS:
-                    //$ if not r.BY_COLUMN:
+                    //$ for r in [r for r in INPUTS if not r.BY_COLUMN]:
                     let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + row * p.${r.ARRAY}_row + column * p.${r.ARRAY}_column, column);
-                    //$ end
                     //$ end
                     //$ for a in ARGUMENTS:
                     let made_${a[0]} = epilogue(${a[1]});

@@ -56,27 +56,25 @@ fn slope(activation_type: u32, x: f32) -> f32 {
     }
 }
 
-// Adds the products of one row of `left` and one column of `right`, all of which are there.
-fn add_tile(sum_so_far: f32, at: vec3<u32>) -> f32 {
+// Adds the products of one row of `left` and one column of `right`, all of which are there: to the sums
+// of the chains that have ended, and of the one that goes on.  It ends after 256 products, for the errors
+// of a chain grow with the root of its length.
+fn add_tile(sums: vec2<f32>, at: vec3<u32>, first: u32) -> vec2<f32> {
     workgroupBarrier();
-    var total = sum_so_far;
+    var chain = sums[1];
     for (var i = 0u; i < TILE; i++) {
-        total += left[at.y][i] * right[i][at.x];
+        chain += left[at.y][i] * right[i][at.x];
     }
     workgroupBarrier();
-    return total;
-}
-
-// Whether a chain of sums ends with the tile that begins here: after 256 products, for the errors of
-// a chain grow with the root of its length.
-fn ends_chain(first: u32) -> bool {
-    return (first / TILE) % 16u == 15u;
+    if ((first / TILE) % 16u == 15u) {
+        return vec2<f32>(sums[0] + chain, 0.0);
+    }
+    return vec2<f32>(sums[0], chain);
 }
 
 // (A[z] B[z])[row, column], of which the whole workgroup makes a tile; 0 outside.
 fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>) -> f32 {
-    var total = 0.0;
-    var chain = 0.0;
+    var sums = vec2<f32>();
     for (var k = 0u; k < K; k += TILE) {
         left[at.y][at.x] = 0.0;
         right[at.y][at.x] = 0.0;
@@ -86,59 +84,35 @@ fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>)
         if (k + at.y < K && column < N) {
             right[at.y][at.x] = b[(z * K + k + at.y) * N + column];
         }
-        chain = add_tile(chain, at);
-        if (ends_chain(k)) {
-            total += chain;
-            chain = 0.0;
-        }
+        sums = add_tile(sums, at, k);
     }
-    return total + chain;
+    return sums[0] + sums[1];
 }
 
-fn forward(z: u32, id: vec3<u32>, at: vec3<u32>) {
+//$ for end, z in (("", "0u"), ("_batched", "id.z")):
+@compute @workgroup_size(TILE, TILE, 1)
+fn gemm_bias_act${end}_f32(
+    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
+) {
     let p = forward_params;
-    let total = product(p.M, p.K, p.N, id.y, id.x, z, at);
+    let total = product(p.M, p.K, p.N, id.y, id.x, $z, at);
     if (id.y < p.M && id.x < p.N) {
-        c[(z * p.M + id.y) * p.N + id.x] = activate(p.activation_type, total + bias[id.x]);
+        c[($z * p.M + id.y) * p.N + id.x] = activate(p.activation_type, total + bias[id.x]);
     }
 }
 
 @compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bias_act_f32(
+fn gemm_bias_residual${end}_f32(
     @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
 ) {
-    forward(0u, id, at);
-}
-
-@compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bias_act_batched_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
-    forward(id.z, id, at);
-}
-
-fn forward_residual(z: u32, id: vec3<u32>, at: vec3<u32>) {
     let p = residual_params;
-    let total = product(p.M, p.K, p.N, id.y, id.x, z, at);
+    let total = product(p.M, p.K, p.N, id.y, id.x, $z, at);
     if (id.y < p.M && id.x < p.N) {
-        let i = (z * p.M + id.y) * p.N + id.x;
+        let i = ($z * p.M + id.y) * p.N + id.x;
         sum[i] = total + bias[id.x] + residual[i];
     }
 }
-
-@compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bias_residual_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
-    forward_residual(0u, id, at);
-}
-
-@compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bias_residual_batched_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
-    forward_residual(id.z, id, at);
-}
+//$ end
 
 // grad_pre[z, row, column] = grad * act'(A[z] B[z] + bias).
 @compute @workgroup_size(TILE, TILE, 1)
@@ -160,8 +134,7 @@ fn gemm_bwd_da_f32(
 ) {
     let p = params;
     let first = id.x - at.x;
-    var total = 0.0;
-    var chain = 0.0;
+    var sums = vec2<f32>();
     for (var n = 0u; n < p.N; n += TILE) {
         left[at.y][at.x] = 0.0;
         right[at.x][at.y] = 0.0;
@@ -173,14 +146,10 @@ fn gemm_bwd_da_f32(
                 right[at.x][at.y] = b[(id.z * p.K + first + at.y) * p.N + n + at.x];
             }
         }
-        chain = add_tile(chain, at);
-        if (ends_chain(n)) {
-            total += chain;
-            chain = 0.0;
-        }
+        sums = add_tile(sums, at, n);
     }
     if (id.y < p.M && id.x < p.K) {
-        d_a[(id.z * p.M + id.y) * p.K + id.x] = total + chain;
+        d_a[(id.z * p.M + id.y) * p.K + id.x] = sums[0] + sums[1];
     }
 }
 
@@ -192,8 +161,7 @@ fn gemm_bwd_db_f32(
     let p = params;
     let first = id.y - at.y;
     let rows = p.batch_size * p.M;  // those of all elements follow one another
-    var total = 0.0;
-    var chain = 0.0;
+    var sums = vec2<f32>();
     for (var m = 0u; m < rows; m += TILE) {
         left[at.x][at.y] = 0.0;
         right[at.y][at.x] = 0.0;
@@ -205,14 +173,10 @@ fn gemm_bwd_db_f32(
                 right[at.y][at.x] = grad_pre[(m + at.y) * p.N + id.x];
             }
         }
-        chain = add_tile(chain, at);
-        if (ends_chain(m)) {
-            total += chain;
-            chain = 0.0;
-        }
+        sums = add_tile(sums, at, m);
     }
     if (id.y < p.K && id.x < p.N) {
-        d_b[id.y * p.N + id.x] = total + chain;
+        d_b[id.y * p.N + id.x] = sums[0] + sums[1];
     }
 }
 

@@ -7,9 +7,8 @@ A shader is a frozen description; equal descriptions are one pipeline (`device.D
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 from numfuse.expr import Expr
@@ -18,47 +17,25 @@ __all__ = ["TYPES", "Access", "Shader", "Storage", "Uniform"]
 
 #: {storage dtype: its WGSL type}.
 TYPES = {"float32": "f32", "float64": "f64", "float16": "f16"}
-#: {type of a field of a uniform: its number of words}
-_WORDS = {"u32": 1, "vec4<u32>": 4}
 
 
 @dataclass(frozen=True)
 class Uniform:
-    """The fields of a shader's uniform, from which its WGSL struct and its words are made.
+    """The fields of a shader's uniform, words, of which its WGSL struct and its bytes are made."""
 
-    Attributes
-    ----------
-    fields : tuple of (str, str)
-        Name and WGSL type, in order; fields of four words come first, as they are aligned to four.
-    """
-
-    fields: tuple[tuple[str, str], ...]
+    names: tuple[str, ...]
 
     @classmethod
     def of(cls, *names: str) -> Uniform:
-        """Return a uniform whose fields are single words."""
-        return cls(tuple((name, "u32") for name in names))
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the fields, in order."""
-        return tuple(name for name, _ in self.fields)
-
-    @cached_property
-    def _layout(self) -> struct.Struct:
-        return struct.Struct(f"<{sum(_WORDS[kind] for _, kind in self.fields)}I")
-
-    @property
-    def words(self) -> int:
-        """How many words of 32 bits the fields have."""
-        return self._layout.size // 4
+        """Return the uniform of these fields."""
+        return cls(names)
 
     def struct(self, name: str = "Params") -> str:
         """Return the declaration in WGSL."""
-        members = "".join(f"    {field}: {kind},\n" for field, kind in self.fields)
+        members = "".join(f"    {field}: u32,\n" for field in self.names)
         return f"struct {name} {{\n{members}}}"
 
-    def pack(self, values: Mapping[str, int | Sequence[int]]) -> bytes:
+    def pack(self, values: Mapping[str, int]) -> bytes:
         """Return the words of a uniform with these values; negative ones wrap.
 
         Raises
@@ -66,11 +43,8 @@ class Uniform:
         KeyError
             A field has no value.
         """
-        words: list[int] = []
-        for name, kind in self.fields:
-            value = values[name]
-            words += [value] if kind == "u32" else value  # type: ignore[list-item,arg-type]
-        return self._layout.pack(*(word & 0xFFFFFFFF for word in words))
+        words = [values[name] & 0xFFFFFFFF for name in self.names]
+        return struct.pack(f"<{len(words)}I", *words)
 
 
 @dataclass(frozen=True)

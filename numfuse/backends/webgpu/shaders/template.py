@@ -16,71 +16,61 @@ import re
 from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
+from types import CodeType
 from typing import Any
 
 __all__ = ["expand"]
 
-_DIRECTIVE = re.compile(r"\s*//\$\s*(for|if|else|end)\b(.*)")
+_DIRECTIVE = re.compile(r"\s*//\$\s*(for|if|else|end)\b\s*(.*?):?\s*")
 _VALUE = re.compile(r"\$\{([^}]*)\}|\$([A-Za-z_]\w*)")
-_LOOP = re.compile(r"\s*(\w+)\s+in\s+(.*):\s*")
+_LOOP = re.compile(r"(\w+(?:, \w+)*)\s+in\s.*")
 
 
 @cache
-def _lines(name: str) -> list[str]:
+def _lines(name: str) -> tuple[str, ...]:
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
-    return text.splitlines()
+    return tuple(text.splitlines())
 
 
 def expand(name: str, bindings: Mapping[str, Any]) -> str:
-    """The text of the file `name` with these bindings.
+    """Return the text of the file `name` with these bindings.
 
     Raises
     ------
     NameError
         An expression names what is not bound.
     """
-    lines = _lines(name)
     out: list[str] = []
-    end = _expand(lines, 0, {"__builtins__": {"range": range}, **bindings}, out)
-    assert end == len(lines), f"{name}: line {end + 1} ends a part that no line began"
+    scope: dict[str, Any] = {"__builtins__": {"range": range}, **bindings, "put": out.append}
+    scope["drop"] = lambda *names: [scope.pop(name, None) for name in names]
+    exec(_program(name, tuple(_lines(name))), scope)
     return "\n".join(out) + "\n"
 
 
-def _expand(lines: list[str], at: int, scope: dict[str, Any], out: list[str] | None) -> int:
-    """Expand from line `at` to the line that ends this part; None: only look for its end."""
-
-    def value(match: re.Match[str]) -> str:
-        return str(eval(match[1] or match[2], scope))
-
-    while at < len(lines):
-        directive = _DIRECTIVE.match(lines[at])
+@cache
+def _program(name: str, lines: tuple[str, ...]) -> CodeType:
+    """Return the Python program that puts the lines of a file, one after another."""
+    code: list[str] = []
+    inside: list[str] = []  # the loop variable of every part that is open, or nothing
+    for number, line in enumerate(lines, 1):
+        directive = _DIRECTIVE.fullmatch(line)
         if directive is None:
-            if out is not None:
-                out.append(_VALUE.sub(value, lines[at]))
-            at += 1
+            values = "".join(f"{a or b}, " for a, b in _VALUE.findall(line))
+            text = "%s".join(x.replace("%", "%%") for x in _VALUE.split(line)[::3])
+            code.append(" " * len(inside) + f"put({text!r} % ({values}))")
             continue
         word, rest = directive.groups()
         if word in ("else", "end"):
-            return at
-        if word == "if":
-            holds = out is not None and bool(eval(rest.strip().removesuffix(":"), scope))
-            at = _part(lines, at + 1, scope, out if holds else None)
-            if _DIRECTIVE.match(lines[at])[1] == "else":  # type: ignore[index]
-                at = _part(lines, at + 1, scope, out if out is not None and not holds else None)
-        else:
+            assert inside, f"{name}: line {number} ends a part that no line began"
+            variable = inside.pop()
+            if variable:  # (it does not outlive its loop)
+                code.append(" " * len(inside) + f"drop{(*variable.split(', '),)}")
+        if word == "for":
             loop = _LOOP.fullmatch(rest)
-            assert loop is not None, f"line {at + 1}: expected `for NAME in ...:`, got {rest!r}"
-            body = at + 1
-            if out is not None:
-                for item in eval(loop[2], scope):
-                    _expand(lines, body, {**scope, loop[1]: item}, out)
-            at = _part(lines, body, scope, None)
-        at += 1
-    return at
-
-
-def _part(lines: list[str], at: int, scope: dict[str, Any], out: list[str] | None) -> int:
-    """Expand the part that begins at line `at`, and has an end."""
-    end = _expand(lines, at, scope, out)
-    assert end < len(lines), f"the part after line {at} has no end"
-    return end
+            assert loop is not None, f"line {number}: expected `for NAME in ...:`, got {rest!r}"
+        if word != "end":
+            code.append(" " * len(inside) + f"{word} {rest}:")
+            inside.append(loop[1] if word == "for" and loop else "")
+            code.append(" " * len(inside) + "pass")
+    assert not inside, f"{name}: a part has no end"
+    return compile("\n".join(code), name, "exec")

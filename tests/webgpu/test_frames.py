@@ -1,0 +1,185 @@
+"""Python frames of a call on arrays of a device: a bound on what stands before its dispatches."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from arrays import normal
+from conftest import unavailable
+
+import numfuse as nf
+
+PACKAGE = Path(nf.__file__).parent
+F32 = np.dtype(np.float32)
+#: A public function, an adapter's, the look-up, the launch, its memory and its submit; one more
+#: each for the name of a gate and for an activation that is no name.
+MOST = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def adapter():
+    status = nf.backends()["webgpu"]
+    if not status:
+        unavailable("webgpu", str(status))
+
+
+def frames(call):
+    """Return the result of a call, and (file, function) of each frame of numfuse it opens."""
+    found = []
+
+    def opened(frame, event, _):
+        code = frame.f_code
+        if event == "call" and (
+            Path(code.co_filename).is_relative_to(PACKAGE) or "of an adapter>" in code.co_filename
+        ):
+            found.append((Path(code.co_filename).name, code.co_name))
+
+    sys.setprofile(opened)
+    try:
+        result = call()  # (held until the count is over: what ends is no part of the call)
+    finally:
+        sys.setprofile(None)
+    return result, found
+
+
+def arrays(shapes, host=False):
+    rng = np.random.default_rng(0)
+    made = [normal(rng, shape, F32) for shape in shapes]
+    return made if host else [nf.to_device(x, "webgpu") for x in made]
+
+
+M, N, K = 33, 20, 17
+A, B, BIAS, OUT = (M, K), (K, N), (N,), (M, N)
+gelu_of = nf.activations()["gelu"]
+
+#: {name: (function, shapes of its operands, options)}
+CALLS = {
+    "layer": (nf.matmul_bias_activation, (A, B, BIAS), {"activation": "gelu"}),
+    "activation": (nf.matmul_bias_activation, (A, B, BIAS), {"activation": gelu_of}),
+    "saved": (
+        nf.matmul_bias_activation, (A, B), {"activation": "gelu", "return_pre_activation": True},
+    ),
+    "1-D": (nf.matmul_bias_activation, ((K,), B), {}),
+    "batch": (nf.matmul_bias_activation, ((3, 1, *A), (2, *B)), {"activation": "silu"}),
+    "residual": (nf.matmul_bias_residual, (A, B, BIAS, OUT), {}),
+    "layer_bwd": (
+        nf.matmul_bias_activation_bwd, (OUT, A, B, BIAS), {"activation": "gelu", "guard": False},
+    ),
+    "needs": (
+        nf.matmul_bias_activation_bwd, (OUT, A, B, BIAS), {"activation": "gelu", "needs": ["b"]},
+    ),
+    "planes": (nf.matmul_bias_activation_bwd, ((1500, N), (1500, K), B, BIAS), {}),
+    "batch_bwd": (
+        nf.matmul_bias_activation_bwd, ((3, *OUT), (3, *A), (3, *B), BIAS), {"sum_batch": True},
+    ),
+    "residual_bwd": (nf.matmul_bias_residual_bwd, (OUT, A, B, BIAS, (1, N)), {}),
+    "layer_double_bwd": (
+        nf.matmul_bias_activation_double_bwd, (A, B, BIAS, OUT, A, B, BIAS), {"activation": "gelu"},
+    ),
+    "residual_double_bwd": (
+        nf.matmul_bias_residual_double_bwd, (A, B, BIAS, OUT, OUT, A, B, BIAS, OUT), {},
+    ),
+    "layer_jvp": (nf.matmul_bias_activation_jvp, (A, B, BIAS, A, B, BIAS), {"activation": "gelu"}),
+    "residual_jvp": (nf.matmul_bias_residual_jvp, (A, B, BIAS, OUT, A, B, BIAS, OUT), {}),
+    "gate": (nf.activation_mul, (A, A), {"activation": "tanh"}),
+    "gate_bwd": (nf.activation_mul_bwd, (A, A, A), {"activation": gelu_of}),
+    "gate_double_bwd": (nf.activation_mul_double_bwd, (A, A, A, A, A), {"activation": "silu"}),
+    "gate_jvp": (nf.activation_mul_jvp, (A, A, A, A), {"activation": "silu"}),
+    **{
+        f"{name}_mul{end}": (getattr(nf, f"{name}_mul{end}"), (A,) * count, {})
+        for name in ("silu", "gelu", "relu", "sigmoid")
+        for end, count in (("", 2), ("_bwd", 3))
+    },
+}  # fmt: skip
+
+
+def sliced(x):
+    """Return the elements of an array as a part of a larger one, in another order of memory."""
+    host = nf.to_numpy(x)
+    base = np.zeros((*host.shape[:-2], *(n + 3 for n in host.shape[-2:])), F32)
+    index = (..., *(slice(2, n + 2) for n in host.shape[-2:]))
+    base[index] = host
+    return nf.to_device(base, "webgpu")[index]
+
+
+def parts(result):
+    return [x for x in (result if isinstance(result, tuple) else (result,)) if x is not None]
+
+
+def same(first, second):
+    return all(
+        np.array_equal(nf.to_numpy(x), nf.to_numpy(y), equal_nan=True)
+        for x, y in zip(parts(first), parts(second), strict=True)
+    )
+
+
+@pytest.mark.parametrize("views", [False, True], ids=["whole", "sliced"])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_repeated_call_opens_few_frames(name, views):
+    function, shapes, options = CALLS[name]
+    operands = arrays(shapes)
+    if views:
+        operands = [sliced(x) for x in operands]
+    first = function(*operands, **options)
+    function(*operands, **options)  # (the temporaries are there, and the pool has the results)
+    for _ in range(5):  # (results take turns: each has its bind groups by then)
+        again, opened = frames(lambda: function(*operands, **options))
+        assert same(first, again)
+    assert len(opened) <= MOST, opened
+
+
+@pytest.mark.parametrize(
+    "name", ["layer", "saved", "residual", "layer_bwd", "residual_bwd", "gate_bwd"]
+)
+def test_a_repeated_call_with_outputs_opens_few_frames(name):
+    function, shapes, options = CALLS[name]
+    operands = arrays(shapes)
+    first = function(*operands, **options)
+    outs = [nf.to_device(np.full(x.shape, np.nan, F32), "webgpu") for x in parts(first)]
+    out = tuple(outs) if name.endswith("bwd") else outs[0]
+    for _ in range(5):  # (results take turns: each has its bind groups by then)
+        again, opened = frames(lambda: function(*operands, **options, out=out))
+    assert len(opened) <= MOST, opened
+    assert same(first, again)
+    assert parts(again)[0] is outs[0]
+
+
+# Arrays of NumPy are uploaded and downloaded, each by a dozen frames.
+@pytest.mark.parametrize(
+    "name, most", [("layer", 66), ("layer_bwd", 96), ("gate", 56), ("gate_bwd", 96)]
+)
+def test_a_repeated_call_on_arrays_of_the_host_opens_a_bounded_number(name, most):
+    function, shapes, options = CALLS[name]
+    operands = arrays(shapes, host=True)
+    for _ in range(3):
+        _, opened = frames(lambda: function(*operands, **options, backend="webgpu"))
+    assert len(opened) <= most, opened
+
+
+@pytest.mark.parametrize("where", ["cpu", "webgpu"])
+def test_a_repeated_call_is_that_of_its_own_arguments(where):
+    """A name that means another formula now, and arrays that were one and are two, or the other
+    way round."""
+    backend = {"backend": "webgpu"} if where == "cpu" else {}
+    x, y = (nf.to_device(x, where) for x in arrays((A, A), host=True))
+    wanted = {}
+    for k in (2, 3, 2):
+
+        def renewed(t, k=k):
+            return nf.expr.tanh(k * t)
+
+        nf.activation(renewed)
+        for first, second in ((x, x), (x, y), (y, x), (y, y)):
+            key = k, first is x, second is x
+            got = nf.to_numpy(nf.activation_mul(first, second, "renewed", **backend))
+            exact = np.tanh(k * np.float64(nf.to_numpy(first))) * nf.to_numpy(second)
+            assert np.abs(got - exact).max() < 1e-5
+            assert np.array_equal(wanted.setdefault(key, got), got)
+    for _ in range(3):
+        (out,) = (nf.to_device(x, where) for x in arrays((A,), host=True))
+        assert nf.relu_mul(out, y, out=out, **backend) is out
+        exact = np.maximum(nf.to_numpy(x), 0) * nf.to_numpy(y)
+        assert np.array_equal(nf.to_numpy(out), exact)
