@@ -36,7 +36,7 @@ try:
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
     copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.copies")
-    finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.finish")
+    finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.epilogue")
     gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -175,7 +175,7 @@ class Block:
             "group_barrier": lambda number, count: self.groups[number - 1].wait(5),
             "global_load2_f32": lambda at, inside: (0, 0),
             "shared_load2_f32": lambda at: (0, 0),
-            "FINITE": lambda x: x,
+            "finite": lambda x: x,
             "EPILOGUE": lambda z, bias, extra: z,
             "ZERO": 0,
             "cuda": types.SimpleNamespace(
@@ -196,12 +196,13 @@ class Block:
 
         def work(thread):
             self.here.thread = thread
-            strides = [0, 1, 0, s["n"], 1, 0, s["n"], 1, 0, 0, s["n"], 1]
+            x, y = ("x", 1, s["planes"][0]), ("y", 0, s["planes"][1])
+            row, work_of = (0, 0, s["n"], 1), ("units", "row_blocks", "column_blocks", "places")
+            counts = [s[name] for name in (*work_of, "slices", "part_slices")]
             try:
                 kernel(
-                    "x", "y", "out", "extra", 0, 0, 0, 0, 0, s["m"], s["n"], s["slices"],
-                    s["row_blocks"], s["column_blocks"], s["places"], s["units"],
-                    s["part_slices"], self.kernel.stage_bytes, 1, 0, *s["planes"], *strides,
+                    *x, *y, "out", "extra", *row, *row, *row, *row, 0, 0, s["m"], s["n"], *counts,
+                    self.kernel.stage_bytes,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -409,12 +410,13 @@ class Group:
             try:
                 for c in range(self.kernel.buffers if self.kernel.extra == "vectors" else 0):
                     fetch(
-                        0, 1024 + b["BUFFER_BYTES"] * c, row0 + c // b["ROW_CHUNKS"] * 64,
-                        column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n, stride,
+                        0, 0, stride, 1, 1024 + b["BUFFER_BYTES"] * c,
+                        row0 + c // b["ROW_CHUNKS"] * 64,
+                        column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n,
                     )  # fmt: skip
                 finish(
-                    acc, 0, 0, 0, 0, 0, 0, 1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n,
-                    0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
+                    acc, 0, 0, 0, 0, 0, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 0, 1024, 0, 0, 0,
+                    thread, 0, 0, row0, column0, m, n,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -473,7 +475,7 @@ def test_a_slice_has_as_many_bytes_as_its_boxes(m, n, kind):
             made = replace(product(m, n, 200, dtype, alignment=16), x=x, y=y)
             plan = hopper.plan_with(made, kind, HOPPER, tile, 1)
             launch = plan.launches[-1]
-            maps = [argument.make for argument in launch.arguments[:2]]
+            maps = [a.make for a in launch.arguments if isinstance(a, Derived)][:2]
             boxes = [made.box[0] * made.box[1] * 2 for made in maps]
             times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
             found = sum(b * t for b, t in zip(boxes, times, strict=True))
@@ -493,7 +495,7 @@ def split(values):
         return real(bfloat16(x))
 
     names = {
-        "NEAREST": nearest, "ZERO": real(0), "MAXIMUM": np.finfo(real).max,
+        "nearest": nearest, "ZERO": real(0), "MAXIMUM": np.finfo(real).max,
         "LARGEST": real(2.0**127 * (2 - 2.0**-7)), "SMALLEST": real(2.0**-133),
         "select": lambda a, b, condition: a if condition else b,
     }  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.compile.schema import Array
 from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
-from numfuse.backends.cuda.plan.product import Operand, Product, Slot, strides
+from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 from numfuse.expr import Expr
 
-__all__ = ["Finish", "addresses", "formula_of", "steps"]
+__all__ = ["Finish", "element", "finishing", "formula_of", "in_bytes", "in_elements"]
 
 
 def formula_of(product: Product, short: bool) -> Formula:
@@ -78,21 +80,30 @@ class Finish:
         return found
 
 
-def addresses(product: Product, out: Slot) -> dict[str, int | Slot]:
-    """Return the addresses of what a product finishes with, its result at `out`."""
-    p = product
-    return {
-        "bias": Slot("bias") if p.bias else 0,
-        "extra": Slot("extra") if p.extra else 0,
-        "pre": Slot("pre") if p.pre else 0,
-        "out": out,
-        "sums": Slot("sums") if p.sums else 0,
-    }
+def element(array: Array, place, row, column):  # type: ignore[no-untyped-def]
+    """Return how far an element of an array is from its address; a template."""
+    return place * array.place + row * array.row + column * array.column
 
 
-def steps(unit: str, product: Product, out: Operand) -> dict[str, int]:
-    """Return the strides of what a product finishes with, its result laid out as `out`."""
+def in_bytes(slot: Slot, operand: Operand | None) -> Array:
+    """Return an array as a kernel's argument, its strides in bytes; zeros for what is not there."""
+    return Array(slot, *operand.steps) if operand else Array(0, 0, 0, 0)
+
+
+def in_elements(slot: Slot, operand: Operand | None) -> Array:
+    """Return an array as a kernel's argument, its strides in elements."""
+    return Array(slot, *operand.strides) if operand else Array(0, 0, 0, 0)
+
+
+def finishing(
+    product: Product, out: Operand, slot: Slot, given: Callable[[Slot, Operand | None], Array]
+) -> dict[str, Any]:
+    """Return the arguments that a product finishes with, its result laid out as `out` at `slot`.
+
+    `given` is `in_bytes` or `in_elements`.
+    """
     p = product
-    found = strides(unit, bias=p.bias, extra=p.extra, pre=p.pre, out=out)
-    del found["bias_row"]  # (it is 0)
+    found: dict[str, Any] = {"out": given(slot, out), "sums": Slot("sums") if p.sums else 0}
+    for name, operand in (("bias", p.bias), ("extra", p.extra), ("pre", p.pre)):
+        found[name] = given(Slot(name), operand)
     return found

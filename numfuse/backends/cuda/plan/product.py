@@ -26,7 +26,6 @@ __all__ = [
     "Product",
     "Slot",
     "Tier",
-    "strides",
 ]
 
 #: Bytes of the types of a kernel's arguments; a map is 128 bytes that the kernel sees the address
@@ -68,24 +67,6 @@ class Operand:
         """The strides in bytes."""
         place, row, column = self.strides
         return place * self.itemsize, row * self.itemsize, column * self.itemsize
-
-
-def strides(unit: str, **operands: Operand | None) -> dict[str, int]:
-    """Return the strides of operands as a kernel's arguments: ``x_place``, ``x_row``, ``x_column``.
-
-    `unit` is "bytes" or "elements"; strides of what is not there are 0.
-    """
-    found: dict[str, int] = {}
-    for name, operand in operands.items():
-        own = (
-            (0, 0, 0)
-            if operand is None
-            else operand.strides
-            if unit == "elements"
-            else operand.steps
-        )
-        found |= zip((f"{name}_place", f"{name}_row", f"{name}_column"), own, strict=True)
-    return found
 
 
 #: {storage dtype: bytes}

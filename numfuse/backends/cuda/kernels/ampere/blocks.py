@@ -22,22 +22,14 @@ from typing import Any
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, kernel
-from numfuse.backends.cuda.compile.unroll import expanded, names_of
-from numfuse.backends.cuda.kernels import joins, passes
-from numfuse.backends.cuda.kernels.ampere.block_product import block_product
+from numfuse.backends.cuda.compile.toolchain import Kernel
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import Arithmetic, add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover, runs_wide
-from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
-from numfuse.backends.cuda.plan.product import (
-    DeviceInfo,
-    Launch,
-    Operand,
-    Plan,
-    Product,
-    Slot,
-    strides,
-)
+from numfuse.backends.cuda.kernels.epilogue import Finish, finishing, in_bytes
+from numfuse.backends.cuda.kernels.passes import Planes
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
 
 
@@ -115,72 +107,45 @@ ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
 
 def build(block: Block, engine: Engine, name: str) -> Kernel:
     """The kernel."""
-    one, made = intrinsics, engine.arithmetic
-    acc, values = block.finish.accumulator, block.values
+    made, acc, values = engine.arithmetic, block.finish.accumulator, block.values
     columns = block.block_n // values
     row_step = block.threads // columns
     rows = max(1, min(block.rows, engine.pass_rows // (row_step * block.cluster)))
     assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
-    count = values if block.wide else 1
-    bindings: dict[str, Any] = {
-        "BLOCK_M": block.block_m,
-        "BLOCK_N": block.block_n,
-        "BLOCK_K": block.block_k,
-        "THREADS": block.threads,
-        "STAGES": block.stages,
-        "GROUP": block.group,
-        "STAGE": block.stage,
+    bindings = bound(block, "block_m block_n block_k threads stages group stage kept values wide")
+    bindings |= bound(block, "cluster")
+    bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
+    bindings |= bound(made, "totals factors parts first_factors multiply_slice multiply_part")
+    bindings |= {
         "X_BYTES": block.x.bytes,
-        "TOTALS": made.totals,
-        "FACTORS": made.factors,
-        "FACTOR": engine.factor,
-        "ACC_BYTES": one.itemsize(acc),
+        "ACC_BYTES": intrinsics.itemsize(acc),
         "CLEAR": clear(made.totals),
-        "KEPT": block.kept,
         "KEPT_AT": block.stages * block.stage,
         "ADD": add(made.totals),
         "KEEP": keep(made.totals, block.threads),
         "ADD_KEPT": add_kept(made.totals, block.threads),
-        "FIRST_FACTORS": made.first_factors,
-        "MULTIPLY_SLICE": made.multiply_slice,
-        "MULTIPLY_PART": made.multiply_part,
-        "PARTS": made.parts,
-        "X_FROM": engine.x_from,
-        "Y_FROM": engine.y_from,
+        "PUT_TOTALS": made.put_totals,
         "WAIT_FIRST": accesses.fetch_wait(block.stages - 1),
         "WAIT_NEXT": accesses.fetch_wait(block.stages - 2),
         "WAIT_ALL": accesses.fetch_wait0,
-        "PUT_TOTALS": made.put_totals,
-        "PUT_TO": engine.put_to,
-        "PUT_PITCH": engine.put_pitch,
-        "PASSES": engine.passes,
-        "PASS_ROWS": engine.pass_rows,
-        "PASS_ROW": engine.pass_row,
-        "VALUES": values,
         "ROWS": rows,
         "ROW_STEP": row_step,
-        "WIDE": block.wide,
         "COLUMN_THREADS": columns,
         "COLUMN_BITS": columns.bit_length() - 1,
         "COLUMN_FIRST": values if block.wide else 1,
         "COLUMN_STEP": 1 if block.wide else columns,
-        "CLUSTER": block.cluster,
-        "BARRIER": one.block_barrier if block.cluster == 1 else one.cluster_barrier,
     }
+    count = values if block.wide else 1
     bindings |= block.finish.bindings(count) | mover("X", block.x) | mover("Y", block.y)
     if block.cluster == 1:
-        bindings["TAKE"] = accesses.load(acc, count, acc, one.SHARED)
+        bindings["BARRIER"] = intrinsics.block_barrier
+        bindings["TAKE"] = accesses.load(acc, count, acc, intrinsics.SHARED)
     else:
+        bindings["BARRIER"] = intrinsics.cluster_barrier
         bindings["TAKE"] = accesses.load_cluster(count, acc, block.cluster)
         bindings["TAKE_ONE"] = accesses.load_cluster(1, acc, block.cluster)
-    template = expanded(block_product, bindings)
-    return kernel(
-        template,
-        ARGUMENTS.signature,
-        threads=block.threads,
-        blocks=block.blocks,
-        name=name,
-        **names_of(template, bindings),
+    return kernel_of(
+        block_product, ARGUMENTS, bindings, threads=block.threads, blocks=block.blocks, name=name
     )
 
 
@@ -210,17 +175,52 @@ def plan(
     `before` uses so many bytes of the workspace, where x and y may be (`slots`).
     """
     p = product
-    size = intrinsics.itemsize(p.accumulator)
-    values = 16 // size
     chain = tiling.chain(min(part, p.k), p.accumulator)
-    out = p.out
-    target = Slot("out")
     cluster = 1 if p.free else parts
     parts //= cluster
-    if parts > 1:
-        out = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
-        target = Slot("work", workspace)
-        workspace += -(-p.places * parts * p.m * p.n * size // 256) * 256
+    planes = Planes.of(p, parts, workspace)
+    out, target = (p.out, Slot("out")) if planes is None else (planes.operand, planes.slot)
+    block = _block(p, device, tile, x, y, engine, out, cluster, chain < min(part, p.k))
+    arguments = ARGUMENTS(
+        x=in_bytes(slots[0], p.x),
+        y=in_bytes(slots[1], p.y),
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        part=part,
+        parts=parts,
+        chain=chain,
+        **finishing(p, out, target, in_bytes),
+    )
+    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
+    launch = Launch(
+        build(block, engine, f"{name} {p.epilogue.name}"),
+        (blocks * p.places * parts * cluster, 1, 1),
+        arguments,
+        block.shared_bytes(engine),
+        cluster,
+    )
+    joined: tuple[Launch, ...] = ()
+    if planes is not None:
+        joined, workspace = planes.joined(p, device)
+    shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
+    return Plan((*before, launch, *joined), shown, workspace, tile.block_m)
+
+
+def _block(
+    product: Product,
+    device: DeviceInfo,
+    tile: CudaBlock,
+    x: Fetch,
+    y: Fetch,
+    engine: Engine,
+    out: Operand,
+    cluster: int,
+    long: bool,
+) -> Block:
+    """Return what is bound for a tile; `long`: of a sum of several chains."""
+    p = product
+    values = 16 // intrinsics.itemsize(p.accumulator)
     rows = [o for o in (out, p.extra, p.pre) if o is not None]
     block = Block(
         tile.block_m,
@@ -235,54 +235,10 @@ def plan(
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
         blocks=tile.resident,
         cluster=cluster,
-        kept=tile.kept if chain < min(part, p.k) else "",
+        kept=tile.kept if long else "",
     )
     taken = block.shared_bytes(engine) + RESERVED_BYTES
     if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
         # fewer blocks have registers for it
-        block = replace(block, kept="registers", blocks=2)
-    made = build(block, engine, f"{name} {p.epilogue.name}")
-    arguments = ARGUMENTS(
-        x=slots[0],
-        y=slots[1],
-        m=p.m,
-        n=p.n,
-        k=p.k,
-        part=part,
-        parts=parts,
-        chain=chain,
-        **strides("bytes", x=p.x, y=p.y),
-        **addresses(p, target),
-        **steps("bytes", p, out),
-    )
-    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
-    launches: tuple[Launch, ...] = (
-        *before,
-        Launch(
-            made,
-            (blocks * p.places * parts * cluster, 1, 1),
-            arguments,
-            block.shared_bytes(engine),
-            cluster,
-        ),
-    )
-    if parts > 1:
-        if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
-            join = joins.rows(p.accumulator, target, p.out, (p.places, parts, p.m, p.n))
-            return Plan((*launches, join), tile, workspace, tile.block_m)
-        more, staged = passes.joins(
-            device,
-            p.accumulator,
-            target,
-            Slot("out"),
-            p.out.dtype,
-            p.places,
-            parts,
-            p.m,
-            p.n,
-            p.out.strides,
-            Slot("work", workspace),
-        )
-        launches, workspace = launches + more, workspace + staged
-    shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
-    return Plan(launches, shown, workspace, tile.block_m)
+        return replace(block, kept="registers", blocks=2)
+    return block

@@ -66,6 +66,13 @@ class Fetch:
         return self.block // own, self.depth // k
 
     @property
+    def copies(self) -> tuple[int, ...]:
+        """Bytes in shared memory from a thread's first copy to each of them, the own axis first."""
+        (own, k), (own_step, k_step) = self.repeats, self.steps
+        own_bytes, k_bytes = own_step * self.offsets[0], k_step * self.offsets[1]
+        return tuple(a * k_bytes + b * own_bytes for a in range(k) for b in range(own))
+
+    @property
     def pitch(self) -> int:
         """Values from one row in shared memory to the next.
 
@@ -192,6 +199,7 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         "OWN_OFFSET": f["OWN_OFFSET"],
         "K_OFFSET": f["K_OFFSET"],
         "OWN_REPEATS": f["OWN_REPEATS"],
+        "OFFSETS": (),
         "HELD": 0,
         "COPIES": 0,
     }
@@ -219,6 +227,7 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
         bound |= {
             "COPIES": own * k,
             "COPY": accesses.fetch(bytes_),
+            "OFFSETS": fetch.copies,
             "MASKED": inlined(_masked_copies, COPY_PART=accesses.fetch(bytes_, partial=True), **f),
         }
     return {f"{axis}_{name}": value for name, value in bound.items()}

@@ -20,10 +20,7 @@ from typing import Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
-from numfuse.backends.cuda.compile.accesses import (
-    put_shared_vector,
-    shared_vector,
-)
+from numfuse.backends.cuda.compile.accesses import put_shared_vector, shared_vector
 from numfuse.backends.cuda.compile.intrinsics import (
     FORMATS,
     I32,
@@ -34,20 +31,13 @@ from numfuse.backends.cuda.compile.intrinsics import (
     write_registers,
 )
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, kernel, types
-from numfuse.backends.cuda.compile.unroll import expanded, inlined, names_of
+from numfuse.backends.cuda.compile.toolchain import Kernel, types
+from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.kernels.ampere.thin_product import (
-    copy_whole_x,
-    copy_whole_y,
-    copy_x,
-    copy_y,
-    i32,
-    thin_product,
-)
-from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, strides
+from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
+from numfuse.backends.cuda.kernels.epilogue import Finish, finishing, in_bytes
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
 from numfuse.runtime import lifetimes
 
 #: Columns of a block.
@@ -225,27 +215,19 @@ def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
     x_values = few if thin.x_wide else 1
     x_pieces = thin.depth // x_values
     x_step = max(1, threads // x_pieces)
-    bindings: dict[str, Any] = {
-        "ROWS": thin.rows,
-        "DEPTH": thin.depth,
-        "SHARE": thin.share,
+    sums = thin.part_m * thin.lanes_m
+    bindings = bound(thin, "rows depth share parts along_k size pitch stages lanes_m x_pitch")
+    bindings |= {
         "FEW": few,
         "WARPS": tiling.THIN_WARPS,
-        "PARTS": thin.parts,
-        "ALONG_K": thin.along_k,
-        "SIZE": size,
-        "PITCH": thin.pitch,
         "LINE_BYTES": line_bytes,
         "PIECES": pieces,
         "PIECE_BITS": pieces.bit_length() - 1,
         "REACH": reach,
         "COPIES": lines // reach,
-        "STAGES": thin.stages,
         "SLICE": thin.slice_bytes,
         "Y_SLICE": thin.y_bytes,
-        "PART": thin.part_m * thin.lanes_m,
-        "LANES_M": thin.lanes_m,
-        "X_PITCH": thin.x_pitch,
+        "PART": sums,
         "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
         "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),
         "X_PIECES": x_pieces,
@@ -258,27 +240,16 @@ def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
         "FETCH_16": accesses.fetch(16, ahead=""),
         "WAIT": accesses.fetch_wait(thin.stages - 2),
         "WAIT_ALL": accesses.fetch_wait0,
-        "CLEAR": clear(thin.part_m * thin.lanes_m),
+        "CLEAR": clear(sums),
         "MULTIPLY": _multiply(thin),
         "CHAIN": chain // thin.share,
-        "ADD": add(thin.part_m * thin.lanes_m),
+        "ADD": add(sums),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
         **finish.bindings(),
     }
-    bindings["COPY_Y"] = inlined(copy_y, **bindings)
-    bindings["COPY_X"] = inlined(copy_x, **bindings)
-    bindings["COPY_WHOLE_Y"] = inlined(copy_whole_y, **bindings)
-    bindings["COPY_WHOLE_X"] = inlined(copy_whole_x, **bindings)
-    template = expanded(thin_product, bindings)
-    return kernel(
-        template,
-        ARGUMENTS.signature,
-        threads=threads,
-        blocks=1,
-        name=f"few rows {name}",
-        **names_of(template, bindings),
-    )
+    name = f"few rows {name}"
+    return kernel_of(thin_product, ARGUMENTS, bindings, threads=threads, blocks=1, name=name)
 
 
 def plan(product: Product, device: DeviceInfo) -> Plan | None:
@@ -295,14 +266,12 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     made = replace(made, stages=stages)
     arguments = ARGUMENTS(
-        x=Slot("x"),
-        y=Slot("y"),
+        x=in_bytes(Slot("x"), p.x),
+        y=in_bytes(Slot("y"), p.y),
         m=p.m,
         n=p.n,
         k=p.k,
-        **strides("bytes", x=p.x, y=p.y),
-        **addresses(p, Slot("out")),
-        **steps("bytes", p, p.out),
+        **finishing(p, p.out, Slot("out"), in_bytes),
     )
     built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name, tiling.CHAIN)
     grid = (-(-p.n // COLUMNS), p.places, 1)
