@@ -152,6 +152,32 @@ def write_registers(builder: Any, pointer: Any, first: int, values: list[Any]) -
         builder.store(value, element(builder, pointer, first + i))
 
 
+def on_arrays(name: str, key: str, kinds: str, body: Callable[..., None]) -> Any:
+    """The intrinsic that emits ``body(builder, *operands)`` and returns nothing.
+
+    `kinds` has a letter for each operand: "a" a local array, where it begins; "n" a literal, its
+    number; "r" a value of 32 bits.
+    """
+
+    def typing(typingctx: Any, *given: Any) -> Any:
+        pairs = list(zip(kinds, given, strict=True))
+        if any(kind == "n" and not isinstance(ty, types.IntegerLiteral) for kind, ty in pairs):
+            return None
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operands = []
+            for (kind, ty), value in zip(pairs, args, strict=True):
+                if kind == "a":
+                    value = array_pointer(context, builder, ty, value)
+                operands.append(ty.literal_value if kind == "n" else value)
+            body(builder, *operands)
+            return context.get_dummy_value()
+
+        return types.void(*(types.int32 if kind == "r" else ty for kind, ty in pairs)), codegen
+
+    return named(name, key, len(kinds), typing)
+
+
 # --- special registers, addresses of shared memory ------------------------------------------------
 #: 10, %tid, %ctaid, %nctaid: this thread in its block, this block in its grid
 thread_index = instruction("mov.u32 $0, %tid.x;", "r", kind="pure")

@@ -24,14 +24,13 @@ from numfuse.backends.cuda.compile.accesses import put_shared_vector, shared_vec
 from numfuse.backends.cuda.compile.intrinsics import (
     FORMATS,
     I32,
-    array_pointer,
     fused,
-    named,
+    on_arrays,
     read_registers,
     write_registers,
 )
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, types
+from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
@@ -157,28 +156,20 @@ def _multiply(thin: Thin) -> Any:
         ]
         return rows, [[line[j] for line in lines] for j in range(columns)]
 
-    def typing(typingctx: Any, total: Any, part: Any, x: Any, y: Any) -> Any:
-        if not isinstance(part, types.IntegerLiteral):
-            return None
+    def emit(builder: Any, total: Any, part: int, x: Any, y: Any) -> None:
+        sums = read_registers(builder, total, 0, thin.part_m * columns)
+        steps = thin.share // few // thin.parts
+        for u in range(steps * part, steps * (part + 1)):
+            rows, ys = factors(builder, x, y, u)
+            for v in range(few):
+                for r, row in enumerate(rows):
+                    # back and forth: the turn shares a factor of Y
+                    for j in range(columns) if r % 2 == 0 else reversed(range(columns)):
+                        i = r * columns + j
+                        sums[i] = fused(builder, row[v], ys[j][v], sums[i])
+        write_registers(builder, total, 0, sums)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at = array_pointer(context, builder, signature.args[0], args[0])
-            sums = read_registers(builder, at, 0, thin.part_m * columns)
-            steps = thin.share // few // thin.parts
-            for u in range(steps * part.literal_value, steps * (part.literal_value + 1)):
-                rows, ys = factors(builder, args[2], args[3], u)
-                for v in range(few):
-                    for r, row in enumerate(rows):
-                        # back and forth: the turn shares a factor of Y
-                        for j in range(columns) if r % 2 == 0 else reversed(range(columns)):
-                            i = r * columns + j
-                            sums[i] = fused(builder, row[v], ys[j][v], sums[i])
-            write_registers(builder, at, 0, sums)
-            return context.get_dummy_value()
-
-        return types.void(total, part, types.int32, types.int32), codegen
-
-    return named("multiply", thin.key, 4, typing)
+    return on_arrays("multiply", thin.key, "anrr", emit)
 
 
 @functools.cache
@@ -188,19 +179,14 @@ def _put_part(thin: Thin) -> Any:
     lanes_n = 32 // columns
     count = 1 if thin.along_k else min(16 // size, columns)
 
-    def typing(typingctx: Any, total: Any, to: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at = array_pointer(context, builder, signature.args[0], args[0])
-            for r in range(thin.part_m):
-                for j in range(0, columns, count):
-                    offset = (r * columns * 32 + j * lanes_n) * size
-                    values = read_registers(builder, at, r * columns + j, count)
-                    put_shared_vector(builder, builder.add(args[1], I32(offset)), values)
-            return context.get_dummy_value()
+    def emit(builder: Any, total: Any, to: Any) -> None:
+        for r in range(thin.part_m):
+            for j in range(0, columns, count):
+                offset = (r * columns * 32 + j * lanes_n) * size
+                values = read_registers(builder, total, r * columns + j, count)
+                put_shared_vector(builder, builder.add(to, I32(offset)), values)
 
-        return types.void(total, types.int32), codegen
-
-    return named("put_part", thin.key, 2, typing)
+    return on_arrays("put_part", thin.key, "ar", emit)
 
 
 @lifetimes.kept(256)
