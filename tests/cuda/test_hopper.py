@@ -197,11 +197,12 @@ class Block:
         def work(thread):
             self.here.thread = thread
             x, y = ("x", 1, s["planes"][0]), ("y", 0, s["planes"][1])
-            row, work_of = (0, 0, s["n"], 1), ("units", "row_blocks", "column_blocks", "places")
-            counts = [s[name] for name in (*work_of, "slices", "part_slices")]
+            row = (0, 0, s["n"], 1)
+            counts = "m n units row_blocks column_blocks places slices part_slices".split()
+            work_of = [*(s[name] for name in counts), 0]
             try:
                 kernel(
-                    *x, *y, "out", "extra", *row, *row, *row, *row, 0, 0, s["m"], s["n"], *counts,
+                    *x, *y, "out", "extra", *row, *row, *row, *row, 0, *work_of,
                     self.kernel.stage_bytes,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
@@ -415,8 +416,8 @@ class Group:
                         column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n,
                     )  # fmt: skip
                 finish(
-                    acc, 0, 0, 0, 0, 0, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 0, 1024, 0, 0, 0,
-                    thread, 0, 0, row0, column0, m, n,
+                    acc, 0, 0, 0, 0, 0, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 1024, 0, 0, 0,
+                    thread, 0, 0, row0, column0, m, n, *[0] * 7,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)

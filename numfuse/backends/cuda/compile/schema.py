@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-__all__ = ["Array", "Schema", "parameters"]
+__all__ = ["Array", "Schema", "arguments", "fields_of", "parameters"]
 
 
 @dataclass
@@ -26,15 +26,17 @@ class Array:
     column: Any
 
 
+def fields_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a record's type; none for what is no record."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+
+
 def parameters(template: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
     """Return {parameter: the fields of a record, or none}."""
     code, scope = template.__code__, template.__globals__
     kinds: Mapping[str, str] = getattr(template, "__annotations__", {})
-    found: dict[str, tuple[str, ...]] = {}
-    for name in code.co_varnames[: code.co_argcount]:
-        kind: Any = scope.get(kinds.get(name, ""))
-        found[name] = tuple(f.name for f in fields(kind)) if is_dataclass(kind) else ()
-    return found
+    names = code.co_varnames[: code.co_argcount]
+    return {name: fields_of(scope.get(kinds.get(name, ""))) for name in names}
 
 
 def arguments(template: Callable[..., Any]) -> list[str]:

@@ -3,8 +3,9 @@
 An accumulator of a tensor core lives in registers, and a register has no index: every subscript of
 it must be a constant before the compiler sees it.  So a template says ``for j in unrolled(8):``
 and ``if SLOPE:`` in plain Python, and `text` writes both out, with the UPPER-case names that
-are bound to numbers, texts or tuples replaced by their values.  A record among the parameters
-(`schema`) is written out as its fields, and as an argument of another template too.  What it makes
+are bound to numbers, texts or tuples replaced by their values.  A record (`schema`)
+among the parameters, or of an annotated assignment, is written out as its fields, and so it is as
+an argument of another template and where it is made.  What it makes
 is Python again.
 
 A function of `kernels` that a template calls is a template as well: a device function with the same
@@ -24,7 +25,7 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-from numfuse.backends.cuda.compile.schema import Schema, arguments, parameters
+from numfuse.backends.cuda.compile.schema import Schema, arguments, fields_of, parameters
 from numfuse.backends.cuda.compile.toolchain import Kernel, device_function, identity, kernel
 from numfuse.expr import Expr
 from numfuse.runtime.lifetimes import formulas_of
@@ -80,9 +81,12 @@ class _Writer(ast.NodeTransformer):
     """Replaces what is constant, bottom up."""
 
     def __init__(
-        self, constants: Mapping[str, Any], records: Mapping[str, tuple[str, ...]]
+        self,
+        constants: Mapping[str, Any],
+        records: Mapping[str, tuple[str, ...]],
+        scope: Mapping[str, Any],
     ) -> None:
-        self.constants, self.records = dict(constants), records
+        self.constants, self.records, self.scope = dict(constants), dict(records), scope
 
     def _value(self, value: Any) -> ast.expr:
         return ast.Constant(value)
@@ -160,6 +164,8 @@ class _Writer(ast.NodeTransformer):
             given += [ast.Name(f"{name}_{x}", ast.Load()) for x in fields] or [argument]
         node.args = given
         self.generic_visit(node)
+        if fields_of(self.scope.get(getattr(node.func, "id", ""))):
+            return ast.Tuple(node.args, ast.Load())
         known = {"min": min, "max": max}.get(getattr(node.func, "id", ""))
         if known and all(isinstance(a, ast.Constant) for a in node.args):
             return self._value(known(a.value for a in node.args))  # type: ignore[attr-defined]
@@ -192,6 +198,14 @@ class _Writer(ast.NodeTransformer):
             return []
         node.targets = [self.visit(t) for t in node.targets]
         return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        assert isinstance(node.target, ast.Name) and isinstance(node.annotation, ast.Name)
+        name, own = node.target.id, fields_of(self.scope[node.annotation.id])
+        self.records[name] = own
+        names: list[ast.expr] = [ast.Name(f"{name}_{field}", ast.Store()) for field in own]
+        assert node.value is not None
+        return ast.Assign([ast.Tuple(names, ast.Store())], self.visit(node.value))
 
     def visit_While(self, node: ast.While) -> ast.stmt:
         return ast.While(self.visit(node.test), self._body(node.body) or [ast.Pass()], [])
@@ -240,7 +254,7 @@ def text(template: Callable[..., Any], bindings: Mapping[str, Any]) -> str:
     """`template` written out under `bindings`, as Python text."""
     function = _copied(_tree(template))
     constants = {name: value for name, value in bindings.items() if _constant(value)}
-    writer = _Writer(constants, parameters(template))
+    writer = _Writer(constants, parameters(template), template.__globals__)
     function.body = writer._body(function.body) or [ast.Pass()]
     return ast.unparse(ast.fix_missing_locations(function)) + "\n"
 

@@ -75,18 +75,8 @@ def product(
     begin = plane % parts * part
     end = min(begin + part, k)
     for k0 in range(begin, end, BLOCK_K):
-        for i in range(t, BLOCK_M * BLOCK_K, THREADS):
-            row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
-            value = ZERO
-            if row0 + row < m and k0 + kk < end:
-                value = LOAD_X(x.address, x_at + row * x.row + (k0 + kk) * x.column)
-            shared[kk * X_PITCH + row] = value
-        for i in range(t, BLOCK_N * BLOCK_K, THREADS):
-            column, kk = (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
-            value = ZERO
-            if column0 + column < n and k0 + kk < end:
-                value = LOAD_Y(y.address, y_at + (k0 + kk) * y.row + column * y.column)
-            shared[Y_AT + kk * Y_PITCH + column] = value
+        slice_of_x(shared, x, x_at, m - row0, k0, end, x_along_k)
+        slice_of_y(shared, y, y_at, n - column0, k0, end, y_along_k)
         cuda.syncthreads()
         for kk in range(BLOCK_K):
             for i in range(MR):
@@ -125,15 +115,40 @@ def product(
             shared[i] = value
     if SUMS:
         cuda.syncthreads()
-        height = min(BLOCK_M, m - row0)
-        for i in range(t, min(BLOCK_N, n - column0), THREADS):
-            total = ZERO
-            for first in range(0, height, RUN):
-                run = ZERO
-                for row in range(first, min(first + RUN, height)):
-                    run = run + shared[row * BLOCK_N + i]
-                total = total + run
-            STORE_PRE(sums, (place * rows + block_row) * n + column0 + i, total)
+        height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
+        sum_columns(shared, sums, (place * rows + block_row) * n + column0, height, width)
+
+
+def slice_of_x(shared, x: Array, x_at, rows, k0, end, along_k):
+    """Bring a slice of X to shared memory; neighbouring threads read along K, or down the rows."""
+    for i in range(cuda.threadIdx.x, BLOCK_M * BLOCK_K, THREADS):
+        row, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK_M, i // BLOCK_M)
+        value = ZERO
+        if row < rows and k0 + kk < end:
+            value = LOAD_X(x.address, x_at + row * x.row + (k0 + kk) * x.column)
+        shared[kk * X_PITCH + row] = value
+
+
+def slice_of_y(shared, y: Array, y_at, columns, k0, end, along_k):
+    """Bring a slice of Y to shared memory."""
+    for i in range(cuda.threadIdx.x, BLOCK_N * BLOCK_K, THREADS):
+        column, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK_N, i // BLOCK_N)
+        value = ZERO
+        if column < columns and k0 + kk < end:
+            value = LOAD_Y(y.address, y_at + (k0 + kk) * y.row + column * y.column)
+        shared[Y_AT + kk * Y_PITCH + column] = value
+
+
+def sum_columns(shared, sums, first, height, width):
+    """The sums of the columns of a block in shared memory, to `sums` from `first` on."""
+    for i in range(cuda.threadIdx.x, width, THREADS):
+        total = ZERO
+        for begin in range(0, height, RUN):
+            run = ZERO
+            for row in range(begin, min(begin + RUN, height)):
+                run = run + shared[row * BLOCK_N + i]
+            total = total + run
+        STORE_PRE(sums, first + i, total)
 
 
 #: Sizes and strides are in elements.

@@ -5,6 +5,9 @@
 # ruff: noqa: F821
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from numfuse.backends.cuda.compile.schema import Array
@@ -12,6 +15,20 @@ from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 
 i32, i64 = np.int32, np.int64
+
+
+@dataclass
+class Position:
+    """Where a thread block is; a plane is a part of a place."""
+
+    plane: Any
+    place: Any
+    #: In the cluster.
+    rank: Any
+    block_row: Any
+    #: The first of the block.
+    row0: Any
+    column0: Any
 
 
 def finish(
@@ -24,16 +41,13 @@ def finish(
     summed,
     m,
     n,
-    rank,
-    plane,
-    place,
-    row0,
-    column0,
+    here: Position,
 ):
     """The epilogue of a block: thread (c, r) has VALUES columns of every ROW_STEP-th row."""
     t = i32(cuda.threadIdx.x)
     c, r0 = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
-    column = i32(column0 + c * COLUMN_FIRST)
+    place, row0 = here.place, here.row0
+    column = i32(here.column0 + c * COLUMN_FIRST)
     first = i64(column)
     offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
     added = cuda.local.array(VALUES * ROWS, dtype=ACCUMULATOR)
@@ -44,9 +58,9 @@ def finish(
         summed[v] = ACCUMULATOR(0)
         if BIAS:
             if column + v * COLUMN_STEP < n:
-                at = bias.address + place * bias.place
-                offset[v] = LOAD_BIAS(at + (first + v * COLUMN_STEP) * bias.column)
-    out.address += plane * out.place + first * out.column
+                along = place * bias.place + (first + v * COLUMN_STEP) * bias.column
+                offset[v] = LOAD_BIAS(bias.address + along)
+    out.address += here.plane * out.place + first * out.column
     extra.address += place * extra.place + first * extra.column
     pre.address += place * pre.place + first * pre.column
     put_to = PUT_TO(t, memory)
@@ -60,9 +74,8 @@ def finish(
                 PUT_TOTALS(total, q, put_to)
         BARRIER()
         # a block of a cluster finishes its share of the rows: TAKE adds up what all blocks have
-        r = i32(r0 + rank * (ROWS * ROW_STEP))
+        r = i32(r0 + here.rank * (ROWS * ROW_STEP))
         while r < PASS_ROWS:
-            # row of the block: runs of RUN rows are JUMP apart
             if EXTRA:
                 for u in unrolled(ROWS):
                     row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
@@ -72,11 +85,9 @@ def finish(
                 take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
                 if WIDE:
                     taken = TAKE(take_row)
-                    for v in unrolled(VALUES):
-                        value[v] = taken[v]
-                else:
-                    for v in unrolled(VALUES):
-                        value[v] = TAKE(i32(take_row + v * (COLUMN_STEP * ACC_BYTES)))
+                for v in unrolled(VALUES):
+                    at = i32(take_row + v * (COLUMN_STEP * ACC_BYTES))
+                    value[v] = taken[v] if WIDE else TAKE(at)
                 for v in unrolled(VALUES):
                     if PRE:
                         result[v], value[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])

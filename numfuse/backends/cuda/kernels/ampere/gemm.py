@@ -19,16 +19,15 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Array
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.ampere.epilogue import finish, sum_columns
+from numfuse.backends.cuda.kernels.ampere.epilogue import Position, finish, sum_columns
 
 i32, i64 = np.int32, np.int64
 
 
 def block_at(block_rows, block_columns, parts):
-    """(plane, place, rank in the cluster, row and column of blocks) of this thread block.
+    """Where this thread block is.
 
-    Blocks go in columns of GROUP rows of blocks: neighbours in time share operands in the cache. A
-    plane is a part of a place.
+    Blocks go in columns of GROUP rows of blocks: neighbours in time share operands in the cache.
     """
     number = i32(cuda.blockIdx.x)
     rank = i32(0)
@@ -44,7 +43,8 @@ def block_at(block_rows, block_columns, parts):
     group_rows = i32(least(i32(block_rows - group * GROUP), GROUP))
     column = i32(quotient(within, group_rows))
     row = i32(group * GROUP + within - column * group_rows)
-    return plane, i32(quotient(plane, parts)), rank, row, column
+    place = i32(quotient(plane, parts))
+    return Position(plane, place, rank, row, i32(row * BLOCK_M), i32(column * BLOCK_N))
 
 
 def block_product(
@@ -66,10 +66,9 @@ def block_product(
     t = i32(cuda.threadIdx.x)
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
     block_columns = i32(quotient(n + (BLOCK_N - 1), BLOCK_N))
-    plane, place, rank, block_row, block_column = block_at(block_rows, block_columns, parts)
-    row0 = i32(block_row * BLOCK_M)
-    column0 = i32(block_column * BLOCK_N)
-    k0 = i32(rank * part) if CLUSTER > 1 else i32((plane - place * parts) * part)
+    here: Position = block_at(block_rows, block_columns, parts)
+    place, row0, column0 = here.place, here.row0, here.column0
+    k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))
 
     x_own, x_along = X_OWN(t), X_ALONG(t)
@@ -183,24 +182,9 @@ def block_product(
     WAIT_ALL()
 
     summed = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-    finish(
-        total,
-        memory,
-        bias,
-        extra,
-        pre,
-        out,
-        summed,
-        m,
-        n,
-        rank,
-        plane,
-        place,
-        row0,
-        column0,
-    )
+    finish(total, memory, bias, extra, pre, out, summed, m, n, here)
     if SUMS:
-        sums += (i64(place) * block_rows + block_row) * n * ACC_BYTES
-        sum_columns(memory, summed, sums, n, rank, column0)
+        sums += (i64(place) * block_rows + here.block_row) * n * ACC_BYTES
+        sum_columns(memory, summed, sums, n, here.rank, column0)
     if CLUSTER > 1:
         BARRIER()  # a block's shared memory is there until all have read it

@@ -55,28 +55,23 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Array
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.hopper.records import Maps, Unit, Work
 
 
 def finish(
     acc,
-    out_map,
-    extra_map,
+    maps: Maps,
     biases,
     extra: Array,
     pre: Array,
     out: Array,
-    out_part,
     staging,
     arrived,
     extra_parity,
     consumer,
     thread,
-    part,
-    place,
-    row0,
-    column0,
-    m,
-    n,
+    here: Unit,
+    work: Work,
 ):
     """The epilogue of a block: 64 rows x WIDTH columns at a time.
 
@@ -85,7 +80,8 @@ def finish(
     """
     leader = thread == 0
     # computed here, and not kept while the block is multiplied
-    thread, part, place = fresh(thread), fresh(part), fresh(place)
+    thread, part, place = fresh(thread), fresh(here.part), fresh(here.place)
+    m, n, row0, column0 = work.m, work.n, here.row0, here.column0
     lane, warp = thread & 31, thread >> 5
     # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
     # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
@@ -95,7 +91,7 @@ def finish(
     b = cuda.local.array(WIDTH // 4, types.float32)
     extra.address += place * extra.place * EXTRA_SIZE
     pre.address += place * pre.place * 4
-    out.address += (part * out_part + place * out.place) * OUT_SIZE
+    out.address += (part * work.part_step + place * out.place) * OUT_SIZE
     for c in unrolled(CHUNKS):
         ROW = c // ROW_CHUNKS * 64
         COLUMN = c % ROW_CHUNKS * WIDTH
@@ -137,13 +133,13 @@ def finish(
             copy_fence()
             warp_barrier()
             if lane == 0:
-                tensor_store(out_map, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
+                tensor_store(maps.out, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
                 store_commit()
         elif OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
-                tensor_store(out_map, left, top, place, buffer)
+                tensor_store(maps.out, left, top, place, buffer)
                 store_commit()
                 if c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
@@ -154,7 +150,7 @@ def finish(
                         row0 + NEXT // ROW_CHUNKS * 64,
                         column0 + NEXT % ROW_CHUNKS * WIDTH,
                     )
-                    tensor_load(buffer, extra_map, column, row, place, barrier)
+                    tensor_load(buffer, maps.extra, column, row, place, barrier)
         if OUT == "rows":
             warp_barrier()
             store_rows(out, buffer, top + warp * 16, warp * 16, left, lane, m, n)
@@ -350,7 +346,7 @@ def store_two(array: Array, row, column, m, n, low, high):
         global_store_f32(at + 4 * array.column, high, (row < m) & (column + 1 < n))
 
 
-def sum_columns(acc, sums, shared, consumer, thread, place, row0, column0, m, n):
+def sum_columns(acc, sums, shared, consumer, thread, here: Unit, m, n):
     """The sums of the block's columns over a consumer's rows, always in the same order.
 
     Of each pair of lanes that differ in one bit of their row one keeps the first half of the
@@ -382,14 +378,14 @@ def sum_columns(acc, sums, shared, consumer, thread, place, row0, column0, m, n)
         shared_store_f32(shared + (warp * BLOCK_N + column) * 4, s[i])
     group_barrier(1 + consumer, 128)
     rows = (m + 64 * HALVES - 1) >> (5 + HALVES)  # 64 or 128 of them
-    out = sums + (place * rows + (row0 >> (5 + HALVES))) * n * 4
+    out = sums + (here.place * rows + (here.row0 >> (5 + HALVES))) * n * 4
     for i in unrolled((BLOCK_N + 127) // 128):
         column = thread + 128 * i
         at = shared + (column & (BLOCK_N - 1)) * 4
         value = shared_load_f32(at)
         for w in unrolled(1, 4):
             value += shared_load_f32(at + w * BLOCK_N * 4)
-        inside = (column < BLOCK_N) & (column0 + column < n) & (row0 < m)
-        global_store_f32(out + (column0 + column) * 4, value, inside)
+        inside = (column < BLOCK_N) & (here.column0 + column < n) & (here.row0 < m)
+        global_store_f32(out + (here.column0 + column) * 4, value, inside)
     copy_fence()  # the copy engine writes the buffers next
     group_barrier(1 + consumer, 128)

@@ -23,9 +23,6 @@ accumulators out.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from numfuse.backends.cuda.compile.accesses import prefetch, shared_store_f32
 from numfuse.backends.cuda.compile.engines import (
     grid_release,
@@ -68,52 +65,25 @@ from numfuse.backends.cuda.kernels.hopper.mainloop import (
     multiply_split,
     next_stage,
 )
-
-
-@dataclass
-class Fetched:
-    """X or Y: the map by which the copy engine fetches it."""
-
-    map: Any
-    #: 0 where it is the same at every place.
-    places: Any
-    #: Places of one plane of a split operand.
-    plane: Any
-
-
-@dataclass
-class Work:
-    """The units of a launch: blocks of the result, each in parts of K."""
-
-    units: Any
-    row_blocks: Any
-    column_blocks: Any
-    places: Any
-    #: Of K, 128 bytes each; a unit has no more than `part_slices` of them.
-    slices: Any
-    part_slices: Any
+from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Unit, Work
 
 
 def gemm(
     x: Fetched,
     y: Fetched,
-    out_map,
-    extra_map,
+    maps: Maps,
     bias: Array,
     extra: Array,
     pre: Array,
     out: Array,
-    out_part,
     sums,
-    m,
-    n,
     work: Work,
     slice_bytes,
 ):
     """The kernel: barriers, then each group its role.
 
     Addresses are in bytes, strides in elements.  `slice_bytes`: of X and Y; fewer than a stage has
-    where X has fewer rows than a block.  `out_part`: from a plane of a part of K to the next.
+    where X has fewer rows than a block.
     """
     # at a multiple of 1024, the bytes after which the copy engine's swizzle repeats
     shared = dynamic_shared() + 0
@@ -122,9 +92,9 @@ def gemm(
         map_prefetch(x.map)
         map_prefetch(y.map)
         if OUT == "map":
-            map_prefetch(out_map)
+            map_prefetch(maps.out)
         if EXTRA == "map":
-            map_prefetch(extra_map)
+            map_prefetch(maps.extra)
         full = shared + FULL_AT
         for s in range(STAGES):
             barrier_init(full + 8 * s, 1)
@@ -144,11 +114,11 @@ def gemm(
     else:
         if CONSUMERS == 2:
             registers_many()
-        consume(out_map, extra_map, bias, extra, pre, out, out_part, sums, shared, m, n, work)
+        consume(maps, bias, extra, pre, out, sums, shared, work)
 
 
 def unit_at(unit, work: Work):
-    """(part of K, place, first row, first column) of a unit of work.
+    """Where a unit of work is.
 
     GROUP rows of blocks are worked on together, column by column: the slices of X and Y that blocks
     at work share are then found in the second-level cache.
@@ -167,7 +137,7 @@ def unit_at(unit, work: Work):
     rest = block - first * work.column_blocks
     column = quotient(rest, height)
     row = first + rest - column * height
-    return part, place, row * BLOCK_M, column * BLOCK_N
+    return Unit(part, place, row * BLOCK_M, column * BLOCK_N)
 
 
 # --- the producer ---------------------------------------------------------------------------------
@@ -176,8 +146,8 @@ def produce(x: Fetched, y: Fetched, shared, work: Work, slice_bytes):
     full = shared + FULL_AT
     stage, parity, unit = 0, 1, block_index() + 0
     while unit < work.units:
-        part, place, row0, column0 = unit_at(unit, work)
-        first = part * work.part_slices
+        here: Unit = unit_at(unit, work)
+        first = here.part * work.part_slices
         end = min(work.slices, first + work.part_slices)
         at = first
         while at < end:
@@ -185,20 +155,21 @@ def produce(x: Fetched, y: Fetched, shared, work: Work, slice_bytes):
             barrier_wait(barrier + 8 * STAGES, parity)
             barrier_expect(barrier, slice_bytes)
             x_at = shared + stage * STAGE_BYTES
-            k, x_place, y_place = at * DEPTH, place * x.places, place * y.places
+            k, x_place, y_place = at * DEPTH, here.place * x.places, here.place * y.places
             for _plane in unrolled(PLANES):
                 y_at = x_at + X_BYTES
                 if X_TURNED:
                     for i in unrolled(BLOCK_M // 64):
-                        tensor_load(x_at + 8192 * i, x.map, row0 + 64 * i, k, x_place, barrier)
+                        box, row = x_at + 8192 * i, here.row0 + 64 * i
+                        tensor_load(box, x.map, row, k, x_place, barrier)
                 else:
-                    tensor_load(x_at, x.map, k, row0, x_place, barrier)
+                    tensor_load(x_at, x.map, k, here.row0, x_place, barrier)
                 if Y_TURNED:
                     for i in unrolled(BLOCK_N // Y_BOX):
-                        box, column = y_at + 128 * Y_BOX * i, column0 + Y_BOX * i
+                        box, column = y_at + 128 * Y_BOX * i, here.column0 + Y_BOX * i
                         tensor_load(box, y.map, column, k, y_place, barrier)
                 else:
-                    tensor_load(y_at, y.map, k, column0, y_place, barrier)
+                    tensor_load(y_at, y.map, k, here.column0, y_place, barrier)
                 x_at += PLANE_BYTES
                 x_place += x.plane
                 y_place += y.plane
@@ -224,28 +195,27 @@ def past(stage, parity, count):
     return end - turns * STAGES, parity ^ (turns & 1)
 
 
-def first_boxes(extra_map, staging, arrived, row0, column0, place):
+def first_boxes(extra_map, staging, arrived, here: Unit):
     """The first pieces of the residual or grad arrive while a block is multiplied.
 
     The others come closer.
     """
     store_wait_read0()
     for c in unrolled(CHUNKS):
-        ROW = c // ROW_CHUNKS * 64
-        COLUMN = c % ROW_CHUNKS * WIDTH
+        row, column = here.row0 + c // ROW_CHUNKS * 64, here.column0 + c % ROW_CHUNKS * WIDTH
         if c < BUFFERS:
             barrier, buffer = arrived + 8 * c, staging + BUFFER_BYTES * c
             barrier_expect(barrier, BUFFER_BYTES)
-            tensor_load(buffer, extra_map, column0 + COLUMN, row0 + ROW, place, barrier)
+            tensor_load(buffer, extra_map, column, row, here.place, barrier)
         else:
-            tensor_prefetch(extra_map, column0 + COLUMN, row0 + ROW, place)
+            tensor_prefetch(extra_map, column, row, here.place)
 
 
-def first_vectors(extra: Array, staging, row0, column0, place, thread, m, n):
+def first_vectors(extra: Array, staging, here: Unit, thread, m, n):
     """`first_boxes`, by threads."""
-    extra.address += place * extra.place * 2
+    extra.address += here.place * extra.place * 2
     for c in unrolled(CHUNKS):
-        row, column = row0 + c // ROW_CHUNKS * 64, column0 + c % ROW_CHUNKS * WIDTH
+        row, column = here.row0 + c // ROW_CHUNKS * 64, here.column0 + c % ROW_CHUNKS * WIDTH
         if c < BUFFERS:
             buffer = staging + BUFFER_BYTES * c
             fetch_vectors(extra, buffer, row, column, thread, m, n)
@@ -256,18 +226,7 @@ def first_vectors(extra: Array, staging, row0, column0, place, thread, m, n):
 
 
 def consume(
-    out_map,
-    extra_map,
-    bias: Array,
-    extra: Array,
-    pre: Array,
-    out: Array,
-    out_part,
-    sums,
-    shared,
-    m,
-    n,
-    work: Work,
+    maps: Maps, bias: Array, extra: Array, pre: Array, out: Array, sums, shared, work: Work
 ):
     """A consumer's thread: its blocks, or its 64 rows of every block."""
     thread = thread_index() - 128
@@ -295,20 +254,21 @@ def consume(
             stage, parity = past(stage, parity, slices_of(unit, work))
         unit += consumer * block_count()
     while unit < work.units:
-        part, place, row0, column0 = unit_at(unit, work)
-        count = min(work.slices - part * work.part_slices, work.part_slices)
+        here: Unit = unit_at(unit, work)
+        count = min(work.slices - here.part * work.part_slices, work.part_slices)
         if not PING_PONG:
-            row0 += 64 * consumer
+            here.row0 += 64 * consumer
         if EXTRA == "map":
             if leader:
-                first_boxes(extra_map, staging, arrived, row0, column0, place)
+                first_boxes(maps.extra, staging, arrived, here)
         if BIAS != "":
             # a thread's columns wait in registers until the block's products are there
-            biases_at = bias.address + place * bias.place * BIAS_SIZE
+            biases_at = bias.address + here.place * bias.place * BIAS_SIZE
             for i in unrolled(BIASES):
-                ahead[i] = load_bias(biases_at, column0 + thread + 128 * i, n, bias.column)
+                column = here.column0 + thread + 128 * i
+                ahead[i] = load_bias(biases_at, column, work.n, bias.column)
         if EXTRA == "vectors":
-            first_vectors(extra, staging, row0, column0, place, thread, m, n)
+            first_vectors(extra, staging, here, thread, work.m, work.n)
         if PLANES > 1:
             # nothing of the block before, so its epilogue has these registers; the waits, for
             # nothing, keep the compiler from setting them among the products
@@ -339,30 +299,24 @@ def consume(
                 group_barrier(3, 128 * CONSUMERS)  # one block, and so one bias
         finish(
             total,
-            out_map,
-            extra_map,
+            maps,
             biases + turned,
             extra,
             pre,
             out,
-            out_part,
             staging,
             arrived,
             extra_parity,
             consumer,
             thread,
-            part,
-            place,
-            row0,
-            column0,
-            m,
-            n,
+            here,
+            work,
         )
         turned ^= BIAS_BYTES
         if EXTRA == "map" and CHUNKS // BUFFERS % 2:
             extra_parity ^= 1
         if SUMS:
-            sum_columns(total, sums, staging, consumer, thread, place, row0, column0, m, n)
+            sum_columns(total, sums, staging, consumer, thread, here, work.m, work.n)
         unit += block_count()
         if PING_PONG:
             if unit < work.units:

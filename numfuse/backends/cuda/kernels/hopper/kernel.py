@@ -207,7 +207,7 @@ class Gemm:
     @property
     def schema(self) -> Schema:
         """The arguments: strides are in elements."""
-        there = {"out_map": self.out == "map", "extra_map": self.extra == "map"}
+        there = {"maps_out": self.out == "map", "maps_extra": self.extra == "map"}
         maps = ["x_map", "y_map", *(name for name, is_map in there.items() if is_map)]
         return Schema(gemm.gemm, map=" ".join(maps))
 

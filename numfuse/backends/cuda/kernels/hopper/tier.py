@@ -12,9 +12,9 @@ from typing import NamedTuple
 from numfuse.backends.cuda.kernels import joins
 from numfuse.backends.cuda.kernels.epilogue import finishing, formula_of, in_elements
 from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
-from numfuse.backends.cuda.kernels.hopper.gemm import Fetched, Work
 from numfuse.backends.cuda.kernels.hopper.kernel import SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
+from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HOPPER_BY_MAP,
     HopperTile,
@@ -157,13 +157,12 @@ def plan_with(
     arguments = gemm.schema(
         x=Fetched(Derived(x.slot, x.map), x.places, x.plane),
         y=Fetched(Derived(y.slot, y.map), y.places, y.plane),
-        out_map=Derived(Slot("out"), ways.out_map) if ways.out_map else 0,
-        extra_map=Derived(Slot("extra"), ways.extra_map) if ways.extra_map else 0,
-        m=m,
-        n=n,
-        work=Work(units, row_blocks, column_blocks, places, slices, part_slices),
+        maps=Maps(
+            Derived(Slot("out"), ways.out_map) if ways.out_map else 0,
+            Derived(Slot("extra"), ways.extra_map) if ways.extra_map else 0,
+        ),
+        work=Work(m, n, units, row_blocks, column_blocks, places, slices, part_slices, out_part),
         slice_bytes=slice_bytes,
-        out_part=out_part,
         **finishing(product, out, slot, in_elements),
     )
     grid = (min(units, device.multiprocessors), 1, 1)
