@@ -219,48 +219,41 @@ global_load16 = instruction(
     "r",
     "lp",
 )
-global_load_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.f32 $0, [$1]; }",
-    "f",
-    "lp",
-)
-global_load2_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
-    " @p ld.global.nc.v2.f32 {$0, $1}, [$2]; }",
-    "ff",
-    "lp",
-)
-global_load4_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
-    " mov.b32 $3, 0; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }",
-    "ffff",
-    "lp",
-)
 global_store16 = instruction(
     "{ .reg .pred p; .reg .b16 t; cvt.u16.u32 t, $1; setp.ne.b32 p, $2, 0;"
     " @p st.global.b16 [$0], t; }",
     "",
     "lrp",
 )
-global_store4_b32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-    "",
-    "lrrrrp",
-)
-global_store2_b32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.b32 [$0], {$1, $2}; }", "", "lrrp"
-)
-global_store_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }", "", "lfp"
-)
-global_store2_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }", "", "lffp"
-)
-global_store4_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.f32 [$0], {$1, $2, $3, $4}; }",
-    "",
-    "lffffp",
-)
+
+
+def _masked_load(count: int) -> Any:
+    """So many neighbours of float32."""
+    names = [f"${i}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    to, vector = (f"{{{', '.join(names)}}}", f".v{count}") if count > 1 else (names[0], "")
+    return instruction(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros}"
+        f" @p ld.global.nc{vector}.f32 {to}, [${count}]; }}",
+        "f" * count,
+        "lp",
+    )
+
+
+def _masked_store(count: int, kind: str, letter: str) -> Any:
+    names = [f"${i + 1}" for i in range(count)]
+    of, vector = (f"{{{', '.join(names)}}}", f".v{count}") if count > 1 else (names[0], "")
+    return instruction(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0;"
+        f" @p st.global{vector}.{kind} [$0], {of}; }}",
+        "",
+        f"l{letter * count}p",
+    )
+
+
+global_load_f32, global_load2_f32, global_load4_f32 = (_masked_load(n) for n in (1, 2, 4))
+global_store_f32, global_store2_f32 = (_masked_store(n, "f32", "f") for n in (1, 2))
+global_store4_b32 = _masked_store(4, "b32", "r")
 #: 9.7.9.15, prefetch: the line of 128 bytes around an address is brought to the second-level cache
 prefetch = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"

@@ -57,27 +57,19 @@ class Engine:
 class Block:
     """Everything that is bound in one kernel but its engine."""
 
-    block_m: int
-    block_n: int
-    block_k: int
-    threads: int
-    stages: int
-    #: Rows of blocks that are worked on together.
-    group: int
+    tile: CudaBlock
     x: Fetch
     y: Fetch
     finish: Finish
     #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
-    wide: bool = False
-    #: Blocks that shall fit on a multiprocessor.
-    blocks: int = 1
-    #: Rows of the epilogue whose loads are on their way together.
-    rows: int = 2
+    wide: bool
     #: Blocks that have a part of K each, of one block of the result.
-    cluster: int = 1
+    cluster: int
     #: Where the sum of the chains of K that have ended waits: "registers" or "shared" memory; "" in
     #: sums of one chain.
-    kept: str = ""
+    kept: str
+    #: Blocks that shall fit on a multiprocessor.
+    blocks: int
 
     @property
     def values(self) -> int:
@@ -89,14 +81,20 @@ class Block:
         """Bytes of the slices of X and Y."""
         return self.x.bytes + self.y.bytes
 
+    @property
+    def kept_at(self) -> int:
+        """Where in shared memory chains wait: behind the slices."""
+        return self.tile.stages * self.stage
+
     def shared_bytes(self, engine: Engine) -> int:
         """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
-        sums = self.threads * 16 if self.finish.sums else 0
+        threads = self.tile.threads
+        sums = threads * 16 if self.finish.sums else 0
         kept = 0
         if self.kept == "shared":
             size = intrinsics.itemsize(engine.accumulator)
-            kept = self.threads * engine.arithmetic.totals * size
-        return max(self.stages * self.stage + kept, engine.pass_rows * engine.put_pitch, sums)
+            kept = threads * engine.arithmetic.totals * size
+        return max(self.kept_at + kept, engine.pass_rows * engine.put_pitch, sums)
 
 
 #: Shared memory that the system takes of each block.
@@ -108,25 +106,26 @@ ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
 def build(block: Block, engine: Engine, name: str) -> Kernel:
     """The kernel."""
     made, acc, values = engine.arithmetic, block.finish.accumulator, block.values
-    columns = block.block_n // values
-    row_step = block.threads // columns
-    rows = max(1, min(block.rows, engine.pass_rows // (row_step * block.cluster)))
-    assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
-    bindings = bound(block, "block_m block_n block_k threads stages group stage kept values wide")
-    bindings |= bound(block, "cluster")
+    tile, threads = block.tile, block.tile.threads
+    columns = tile.block_n // values
+    row_step = threads // columns
+    # rows of the epilogue whose loads are on their way together
+    rows = max(1, min(2, engine.pass_rows // (row_step * block.cluster)))
+    assert threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
+    bindings = bound(tile, "block_m block_n block_k threads stages group")
+    bindings |= bound(block, "stage kept kept_at values wide cluster")
     bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
     bindings |= bound(made, "totals factors parts first_factors multiply_slice multiply_part")
     bindings |= {
         "X_BYTES": block.x.bytes,
         "ACC_BYTES": intrinsics.itemsize(acc),
         "CLEAR": clear(made.totals),
-        "KEPT_AT": block.stages * block.stage,
         "ADD": add(made.totals),
-        "KEEP": keep(made.totals, block.threads),
-        "ADD_KEPT": add_kept(made.totals, block.threads),
+        "KEEP": keep(made.totals, threads),
+        "ADD_KEPT": add_kept(made.totals, threads),
         "PUT_TOTALS": made.put_totals,
-        "WAIT_FIRST": accesses.fetch_wait(block.stages - 1),
-        "WAIT_NEXT": accesses.fetch_wait(block.stages - 2),
+        "WAIT_FIRST": accesses.fetch_wait(tile.stages - 1),
+        "WAIT_NEXT": accesses.fetch_wait(tile.stages - 2),
         "WAIT_ALL": accesses.fetch_wait0,
         "ROWS": rows,
         "ROW_STEP": row_step,
@@ -145,7 +144,7 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         bindings["TAKE"] = accesses.load_cluster(count, acc, block.cluster)
         bindings["TAKE_ONE"] = accesses.load_cluster(1, acc, block.cluster)
     return kernel_of(
-        block_product, ARGUMENTS, bindings, threads=block.threads, blocks=block.blocks, name=name
+        block_product, ARGUMENTS, bindings, threads=threads, blocks=block.blocks, name=name
     )
 
 
@@ -223,19 +222,14 @@ def _block(
     values = 16 // intrinsics.itemsize(p.accumulator)
     rows = [o for o in (out, p.extra, p.pre) if o is not None]
     block = Block(
-        tile.block_m,
-        tile.block_n,
-        tile.block_k,
-        tile.threads,
-        tile.stages,
-        tile.group,
+        tile,
         x,
         y,
         Finish.of(p, out.dtype),
         wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident,
         cluster=cluster,
         kept=tile.kept if long else "",
+        blocks=tile.resident,
     )
     taken = block.shared_bytes(engine) + RESERVED_BYTES
     if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:

@@ -156,12 +156,7 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
         arithmetic=made,
         x_from=inlined(_from, NUMBER=row),
         y_from=inlined(_from, NUMBER=column),
-        put_to=inlined(
-            _put_to,
-            ROW=row,
-            COLUMN=column,
-            PITCH=put_pitch,
-        ),
+        put_to=inlined(_put_to, ROW=row, COLUMN=column, PITCH=put_pitch),
         put_pitch=put_pitch,
         passes=parts,
         pass_rows=pass_rows,

@@ -73,15 +73,12 @@ def _pass_row(r, turn):
 class _Warp:
     """A warp's arithmetic on chunks of K, as LLVM instructions."""
 
-    def __init__(
-        self, dtype: str, warp_m: int, warp_n: int, chunk: int, small: bool, x: Fetch, y: Fetch
-    ) -> None:
-        self.dtype, self.warp_m, self.warp_n, self.chunk = dtype, warp_m, warp_n, chunk
-        self.small = small
+    def __init__(self, dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> None:
+        self.dtype, self.chunk, self.small = dtype, tile.chunk, small
         self.x, self.y = x, y
-        self.mi, self.nj = warp_m // 16, warp_n // 8
+        self.mi, self.nj = tile.part_m // 16, tile.part_n // 8
         #: registers of one piece of X (16 rows) and of Y (8 columns)
-        self.a, self.b = (chunk // 2, chunk // 4) if dtype == "float64" else (4, 2)
+        self.a, self.b = (self.chunk // 2, self.chunk // 4) if dtype == "float64" else (4, 2)
 
     def rows(self, builder: Any, x: Any, i: int, k: int) -> list[Any]:
         """16 rows of X for the chunk that begins at `k`."""
@@ -153,28 +150,17 @@ class _Warp:
 
 
 @functools.cache
-def engine(
-    dtype: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warp_m: int,
-    warp_n: int,
-    chunk: int,
-    small: bool,
-    x: Fetch,
-    y: Fetch,
-) -> Engine:
-    """The engine of a block of warps; `chunk`: of K in one instruction (16 for halves).
+def engine(dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> Engine:
+    """The engine of a block of warps.
 
     `small`: mma.m8n8k4, the instruction for float64 of compute capability 8.0.
     """
     accumulator = "float64" if dtype == "float64" else "float32"
-    warp = _Warp(dtype, warp_m, warp_n, chunk, small, x, y)
-    key = f"{dtype},{block_m},{block_n},{block_k},{warp_m},{warp_n},{chunk},{small},{x},{y}"
+    warp = _Warp(dtype, tile, small, x, y)
+    key = f"{dtype},{tile},{tile.chunk},{small},{x},{y}"
     totals, factors = warp.mi * warp.nj * 4, warp.mi * warp.a + warp.nj * warp.b
     size = itemsize(accumulator)
-    put_pitch = (block_n + 8) * size
+    put_pitch = (tile.block_n + 8) * size
 
     def passed(turn: int) -> list[tuple[int, int, int]]:
         return [
@@ -188,12 +174,12 @@ def engine(
         totals,
         factors,
         warp.mi,
-        range(chunk, block_k, chunk),
+        range(tile.chunk, tile.block_k, tile.chunk),
         lambda builder, x, y: warp.factors(builder, x, y, 0),
         warp.multiply,
         passed,
     )
-    warps_n = block_n // warp_n
+    warps_n = tile.block_n // tile.part_n
 
     def starts(fetch: Fetch, rows: bool) -> Any:
         own, along = fetch.offsets
@@ -203,7 +189,7 @@ def engine(
             ROWS=rows,
             HALVES=dtype != "float64",
             K_INNER=fetch.k_inner,
-            WARP_LENGTH=warp_m if rows else warp_n,
+            WARP_LENGTH=tile.part_m if rows else tile.part_n,
             OWN_OFFSET=own,
             K_OFFSET=along,
         )
@@ -214,11 +200,11 @@ def engine(
         arithmetic=made,
         x_from=starts(x, True),
         y_from=starts(y, False),
-        put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),
+        put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=tile.part_n, PITCH=put_pitch, SIZE=size),
         put_pitch=put_pitch,
-        passes=warp_m // 16,
-        pass_rows=block_m // warp_m * 16,
-        pass_row=inlined(_pass_row, WARP_M=warp_m),
+        passes=tile.part_m // 16,
+        pass_rows=tile.block_m // tile.part_m * 16,
+        pass_row=inlined(_pass_row, WARP_M=tile.part_m),
     )
 
 
@@ -251,19 +237,7 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
             )
         )
     x, y = found
-    small = device.capability < (9, 0)
-    made = engine(
-        p.x.dtype,
-        tile.block_m,
-        tile.block_n,
-        tile.block_k,
-        tile.part_m,
-        tile.part_n,
-        tile.chunk,
-        small,
-        x,
-        y,
-    )
+    made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
     return blocks.plan(p, device, tile, part, parts, x, y, made, "tensor cores")
 
 
