@@ -51,10 +51,10 @@ def join(planes, out: Array, size, columns, depth, width, groups, total):
     What additions lose is summed beside it: a sum is rounded once, however many planes there are.
     """
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
-        element, group, place = i % size, i // size % groups, i // (size * groups)
+        within, group, place = i % size, i // size % groups, i // (size * groups)
         first = group * width
         last = min(first + width, depth)
-        at = (place * depth + first) * size + element
+        at = (place * depth + first) * size + within
         value, error = ZERO, ZERO
         for _ in range(first, last):
             plane = LOAD(planes, at)
@@ -62,8 +62,8 @@ def join(planes, out: Array, size, columns, depth, width, groups, total):
             error = error + lost(before, plane, value)
             at += size
         value = corrected(value, error)
-        row, column = element // columns, element % columns
-        STORE(out.address, group * size + element(out, place, row, column), value)
+        at = group * size + element(out, place, within // columns, within % columns)
+        STORE(out.address, at, value)
 
 
 #: Strides are in elements.
