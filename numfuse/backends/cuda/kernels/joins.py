@@ -17,7 +17,6 @@ from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, device_function, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
 from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
@@ -96,7 +95,7 @@ ROWS = Schema(join_rows)
 def fits(out: Operand, lengths: tuple[int, int, int, int], accumulator: str) -> bool:
     """Return whether `rows` joins contiguous planes to whole accesses of the result."""
     values = 16 // intrinsics.itemsize(accumulator)
-    return lengths[3] % values == 0 and runs_wide(out, 2, values) and lengths[0] < 1 << 16
+    return out.in_wholes(lengths[3], values) and lengths[0] < 1 << 16
 
 
 def rows(

@@ -19,7 +19,6 @@ from numfuse.backends.cuda.compile.intrinsics import round_tf32, shared_address
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
 __all__ = ["fits", "laid_out"]
@@ -132,7 +131,7 @@ def laid_out(
     bindings = {
         "TURNED": turned,
         "TF32": tf32,
-        "WIDE": runs_wide(operand, along, 4) and not shape[along - 1] % 4,
+        "WIDE": operand.runs_wide(along, 4) and not shape[along - 1] % 4,
         "SQUARE": SQUARE,
         "ROWS": ROWS,
         "ZERO": np.float32(0),

@@ -21,8 +21,7 @@ from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
-from numfuse.backends.cuda.kernels.elementwise import is_short
-from numfuse.backends.cuda.kernels.epilogue import element, finishing, formula_of, in_elements
+from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
 from numfuse.backends.cuda.kernels.passes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaTile
@@ -166,29 +165,28 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
         return elements.loads(operand.dtype)
 
     slices = tile.block_k * (tile.block_m + tile.block_n + 2)
-    bindings = bound(tile, "block_m block_n block_k mr nr group threads") | {
-        "REAL": getattr(types, p.accumulator),
-        "ZERO": real(0),
-        "SUMS_OF_A_THREAD": tile.mr * tile.nr,
-        "CHAIN": tiling.CHAIN,
-        "RUN": tiling.RUN,
-        # one more than a power of two: a transposed slice is stored without bank conflicts
-        "X_PITCH": tile.block_m + 1,
-        "Y_PITCH": tile.block_n + 1,
-        "Y_AT": tile.block_k * (tile.block_m + 1),
-        "SHARED": max(slices, tile.block_m * tile.block_n),
-        "LOAD_X": load(p.x),
-        "LOAD_Y": load(p.y),
-        "BIAS": p.bias is not None,
-        "EXTRA": p.extra is not None,
-        "PRE": p.pre is not None,
-        "SUMS": p.sums,
-        "LOAD_BIAS": load(p.bias or p.x),
-        "LOAD_EXTRA": load(p.extra or p.x),
-        "STORE": elements.stores(storage),
-        "STORE_PRE": elements.stores(p.accumulator),
-        "EPILOGUE": formula_of(p, is_short(p.accumulator, storage)),
-    }
+    bindings = (
+        bound(tile, "block_m block_n block_k mr nr group threads")
+        | parts_of(p)
+        | {
+            "REAL": getattr(types, p.accumulator),
+            "ZERO": real(0),
+            "SUMS_OF_A_THREAD": tile.mr * tile.nr,
+            "CHAIN": tiling.CHAIN,
+            "RUN": tiling.RUN,
+            # one more than a power of two: a transposed slice is stored without bank conflicts
+            "X_PITCH": tile.block_m + 1,
+            "Y_PITCH": tile.block_n + 1,
+            "Y_AT": tile.block_k * (tile.block_m + 1),
+            "SHARED": max(slices, tile.block_m * tile.block_n),
+            "LOAD_X": load(p.x),
+            "LOAD_Y": load(p.y),
+            "LOAD_BIAS": load(p.bias or p.x),
+            "LOAD_EXTRA": load(p.extra or p.x),
+            "STORE": elements.stores(storage),
+            "STORE_PRE": elements.stores(p.accumulator),
+        }
+    )
     return kernel_of(
         product,
         ARGUMENTS,

@@ -68,6 +68,19 @@ class Operand:
         place, row, column = self.strides
         return place * self.itemsize, row * self.itemsize, column * self.itemsize
 
+    def runs_wide(self, axis: int, values: int) -> bool:
+        """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
+        others = (self.strides[0], self.strides[3 - axis])
+        return (
+            self.strides[axis] == 1
+            and self.alignment >= values * self.itemsize
+            and all(step % values == 0 for step in others)
+        )
+
+    def in_wholes(self, n: int, values: int) -> bool:
+        """Whether rows of `n` are made of aligned accesses of so many values."""
+        return n % values == 0 and self.runs_wide(2, values)
+
 
 #: {storage dtype: bytes}
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}

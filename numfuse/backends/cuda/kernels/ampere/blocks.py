@@ -26,8 +26,8 @@ from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
 from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import Arithmetic, add, add_kept, clear, keep
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover, runs_wide
-from numfuse.backends.cuda.kernels.epilogue import Finish, finishing, in_bytes
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
+from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.kernels.passes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
@@ -60,7 +60,8 @@ class Block:
     tile: CudaBlock
     x: Fetch
     y: Fetch
-    finish: Finish
+    #: The storage dtype of the result, or of its planes.
+    out: str
     #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
     wide: bool
     #: Blocks that have a part of K each, of one block of the result.
@@ -70,11 +71,6 @@ class Block:
     kept: str
     #: Blocks that shall fit on a multiprocessor.
     blocks: int
-
-    @property
-    def values(self) -> int:
-        """Columns of a thread in the epilogue."""
-        return 16 // intrinsics.itemsize(self.finish.accumulator)
 
     @property
     def stage(self) -> int:
@@ -88,13 +84,11 @@ class Block:
 
     def shared_bytes(self, engine: Engine) -> int:
         """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
-        threads = self.tile.threads
-        sums = threads * 16 if self.finish.sums else 0
-        kept = 0
+        threads, kept = self.tile.threads, 0
         if self.kept == "shared":
             size = intrinsics.itemsize(engine.accumulator)
             kept = threads * engine.arithmetic.totals * size
-        return max(self.kept_at + kept, engine.pass_rows * engine.put_pitch, sums)
+        return max(self.kept_at + kept, engine.pass_rows * engine.put_pitch, threads * 16)
 
 
 #: Shared memory that the system takes of each block.
@@ -103,9 +97,11 @@ RESERVED_BYTES = 1024
 ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
 
 
-def build(block: Block, engine: Engine, name: str) -> Kernel:
+def build(product: Product, block: Block, engine: Engine, name: str) -> Kernel:
     """The kernel."""
-    made, acc, values = engine.arithmetic, block.finish.accumulator, block.values
+    made, acc = engine.arithmetic, product.accumulator
+    # columns of a thread in the epilogue
+    values = 16 // intrinsics.itemsize(acc)
     tile, threads = block.tile, block.tile.threads
     columns = tile.block_n // values
     row_step = threads // columns
@@ -113,11 +109,12 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
     rows = max(1, min(2, engine.pass_rows // (row_step * block.cluster)))
     assert threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
     bindings = bound(tile, "block_m block_n block_k threads stages group")
-    bindings |= bound(block, "stage kept kept_at values wide cluster")
+    bindings |= bound(block, "stage kept kept_at wide cluster")
     bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
     bindings |= bound(made, "totals factors parts first_factors multiply_slice multiply_part")
     bindings |= {
         "X_BYTES": block.x.bytes,
+        "VALUES": values,
         "ACC_BYTES": intrinsics.itemsize(acc),
         "CLEAR": clear(made.totals),
         "ADD": add(made.totals),
@@ -135,7 +132,7 @@ def build(block: Block, engine: Engine, name: str) -> Kernel:
         "COLUMN_STEP": 1 if block.wide else columns,
     }
     count = values if block.wide else 1
-    bindings |= block.finish.bindings(count) | mover("X", block.x) | mover("Y", block.y)
+    bindings |= finish_of(product, block.out, count) | mover("X", block.x) | mover("Y", block.y)
     if block.cluster == 1:
         bindings["BARRIER"] = intrinsics.block_barrier
         bindings["TAKE"] = accesses.load(acc, count, acc, intrinsics.SHARED)
@@ -193,7 +190,7 @@ def plan(
     )
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launch = Launch(
-        build(block, engine, f"{name} {p.epilogue.name}"),
+        build(p, block, engine, f"{name} {p.epilogue.name}"),
         (blocks * p.places * parts * cluster, 1, 1),
         arguments,
         block.shared_bytes(engine),
@@ -225,8 +222,8 @@ def _block(
         tile,
         x,
         y,
-        Finish.of(p, out.dtype),
-        wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
+        out.dtype,
+        wide=all(o.in_wholes(p.n, values) for o in rows),
         cluster=cluster,
         kept=tile.kept if long else "",
         blocks=tile.resident,

@@ -17,9 +17,8 @@ from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
 from numfuse.backends.cuda.kernels.epilogue import in_bytes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
 
 
 def _outer(x: Array, y: Array, out: Array, m, n):
@@ -105,7 +104,7 @@ class ShortK:
         if not p.free or p.m * p.n < tiling.OUTER_LEAST:
             return None
         made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
-        if p.x.dtype != p.y.dtype or not all(_whole(o, p.n, made.values) for o in (p.y, p.out)):
+        if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, made.values) for o in (p.y, p.out)):
             return None
         grid = (
             -(-p.n // (tiling.OUTER_THREADS * made.values)),
@@ -117,10 +116,6 @@ class ShortK:
         arrays = {name: in_bytes(Slot(name), getattr(p, name)) for name in ("x", "y", "out")}
         arguments = ARGUMENTS(**arrays, m=p.m, n=p.n)
         return Plan((Launch(made.kernel(), grid, arguments),), made)
-
-
-def _whole(operand: Operand, n: int, values: int) -> bool:
-    return n % values == 0 and runs_wide(operand, 2, values)
 
 
 SHORT_K = ShortK()

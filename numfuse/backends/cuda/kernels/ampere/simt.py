@@ -27,7 +27,7 @@ from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch, runs_wide
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
 
@@ -167,7 +167,7 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
 def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     """How a factor comes to shared memory; `own`: its axis that is not K (1: rows, 2: columns)."""
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
-    wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
+    wide = operand.runs_wide(3 - own if along_k else own, FOUR)
     return Fetch(
         block,
         tile.block_k,

@@ -17,9 +17,8 @@ import numpy as np
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.intrinsics import advance, least, most
 from numfuse.backends.cuda.compile.unroll import bound, inlined, unrolled
-from numfuse.backends.cuda.plan.product import Operand
 
-__all__ = ["Fetch", "mover", "runs_wide"]
+__all__ = ["Fetch", "mover"]
 
 i32 = np.int32
 
@@ -211,14 +210,3 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
             "MASKED": inlined(_masked_copies, COPY_PART=part, **f),
         }
     return {f"{axis}_{name}": value for name, value in found.items()}
-
-
-def runs_wide(operand: Operand, axis: int, values: int) -> bool:
-    """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
-    size = values * operand.itemsize
-    others = (operand.strides[0], operand.strides[3 - axis])
-    return (
-        operand.strides[axis] == 1
-        and operand.alignment >= size
-        and all(step % values == 0 for step in others)
-    )

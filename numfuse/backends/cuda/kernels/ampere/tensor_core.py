@@ -32,7 +32,7 @@ from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch, runs_wide
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch
 from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product
 from numfuse.backends.cuda.tiling import CudaBlock
 
@@ -213,7 +213,7 @@ def _values(operand: Operand, own: int) -> tuple[bool, int]:
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
     axis = 3 - own if along_k else own
     for values in (16 // operand.itemsize, 4 // operand.itemsize):
-        if values > 1 and runs_wide(operand, axis, values):
+        if values > 1 and operand.runs_wide(axis, values):
             return along_k, values
     return along_k, 1
 

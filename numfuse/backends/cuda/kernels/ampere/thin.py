@@ -33,11 +33,9 @@ from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
 from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
-from numfuse.backends.cuda.kernels.epilogue import Finish, finishing, in_bytes
+from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
-from numfuse.runtime import lifetimes
 
 #: Columns of a block.
 COLUMNS = 32
@@ -189,8 +187,7 @@ def _put_part(thin: Thin) -> Any:
     return on_arrays("put_part", thin.key, "ar", emit)
 
 
-@lifetimes.kept(256)
-def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
+def _kernel(thin: Thin, product: Product) -> Kernel:
     size = thin.size
     threads = 32 * tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -228,13 +225,13 @@ def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
         "WAIT_ALL": accesses.fetch_wait0,
         "CLEAR": clear(sums),
         "MULTIPLY": _multiply(thin),
-        "CHAIN": chain // thin.share,
+        "CHAIN": tiling.CHAIN // thin.share,
         "ADD": add(sums),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
-        **finish.bindings(),
+        **finish_of(product, product.out.dtype),
     }
-    name = f"few rows {name}"
+    name = f"few rows {product.epilogue.name}"
     return kernel_of(thin_product, ARGUMENTS, bindings, threads=threads, blocks=1, name=name)
 
 
@@ -242,11 +239,11 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     """How to run it, whatever its sizes; None where Y has no 16 bytes to copy, or few fit."""
     p = product
     few = 16 // intrinsics.itemsize(p.y.dtype)
-    along_k = runs_wide(p.y, 1, few)
-    if p.places > 65535 or not (along_k or runs_wide(p.y, 2, few)):
+    along_k = p.y.runs_wide(1, few)
+    if p.places > 65535 or not (along_k or p.y.runs_wide(2, few)):
         return None
     rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
-    made = Thin(p.y.dtype, along_k, runs_wide(p.x, 2, few), rows, 0)
+    made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0)
     stages = min(tiling.THIN_STAGES, device.shared_per_block // made.slice_bytes)
     if stages < 3:
         return None
@@ -259,9 +256,8 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
         k=p.k,
         **finishing(p, p.out, Slot("out"), in_bytes),
     )
-    built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name, tiling.CHAIN)
     grid = (-(-p.n // COLUMNS), p.places, 1)
-    launch = Launch(built, grid, arguments, stages * made.slice_bytes)
+    launch = Launch(_kernel(made, p), grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)
 
 

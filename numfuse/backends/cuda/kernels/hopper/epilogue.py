@@ -86,7 +86,7 @@ def finish(
     # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
     # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
     own_row = warp * 16 + (lane & 15)
-    own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle(own_row)) << 4)
+    own = piece_at(staging, own_row, lane >> 4)
     biases = biases + (lane & 3) * 8
     b = cuda.local.array(WIDTH // 4, types.float32)
     extra.address += place * extra.place * EXTRA_SIZE
@@ -168,9 +168,10 @@ def finish(
                 fetch_commit()  # an empty group: one for each piece, so that they can be counted
 
 
-def swizzle(row):
-    """How the copy engine's swizzle exchanges the 16-byte pieces of a row of a buffer."""
-    return (row & 7) if WIDTH == 64 else ((row >> 1) & 3)
+def piece_at(buffer, row, number):
+    """Where a 16-byte piece of a row of a buffer is, as the copy engine's swizzle has it."""
+    turned = (row & 7) if WIDTH == 64 else ((row >> 1) & 3)
+    return buffer + row * (2 * WIDTH) + ((number ^ turned) << 4)
 
 
 def stores_read(thread):
@@ -239,8 +240,7 @@ def fetch_rows(extra: Array, buffer, row, in_buffer, column, lane, m, n):
             at += 2 * extra.row
         for j in unrolled(4):
             in_row = in_buffer + i + j
-            piece = ((lane >> 2) ^ swizzle(in_row)) << 4
-            shared_store32(buffer + in_row * (2 * WIDTH) + piece + ((lane & 3) << 2), word[j])
+            shared_store32(piece_at(buffer, in_row, lane >> 2) + ((lane & 3) << 2), word[j])
         i += 4
     warp_barrier()
 
@@ -256,11 +256,10 @@ def store_rows(out: Array, buffer, row, in_buffer, column, lane, m, n):
     while i < end:
         for j in unrolled(4):
             in_row = in_buffer + i + j
-            piece, turned = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1), swizzle(in_row)
-            value = shared_load16(piece + (((lane >> 3) ^ turned) << 4))
+            value = shared_load16(piece_at(buffer, in_row, lane >> 3) + ((lane & 7) << 1))
             global_store16(at, value, left_in & (i + j < rows))
             if WIDTH == 64:
-                value = shared_load16(piece + ((((lane >> 3) + 4) ^ turned) << 4))
+                value = shared_load16(piece_at(buffer, in_row, (lane >> 3) + 4) + ((lane & 7) << 1))
                 global_store16(at + 64 * out.column, value, right_in & (i + j < rows))
             at += 2 * out.row
         i += 4
@@ -276,8 +275,9 @@ def fetch_vectors(extra: Array, buffer, row, column, thread, m, n):
     in_row = first + (lane >> SHIFT)
     i, end = 0, fresh(PIECES // 2)  # a loop that stays one, for want of registers
     while i < end:
-        to = buffer + in_row * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle(in_row)) << 4)
-        fetch16(to, at, 16 * ((in_row < left) & (column < n)))
+        fetch16(
+            piece_at(buffer, in_row, lane & (PIECES - 1)), at, 16 * ((in_row < left) & (column < n))
+        )
         at += 64 // PIECES * extra.row
         in_row += 32 // PIECES
         i += 1
@@ -298,7 +298,7 @@ def store_vectors(out: Array, buffer, row, column, thread, m, n):
         for j in unrolled(PIECES // 4):
             own = in_row + 32 // PIECES * j
             word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3] = shared_load4_b32(
-                buffer + own * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle(own)) << 4)
+                piece_at(buffer, own, lane & (PIECES - 1))
             )
         for j in unrolled(PIECES // 4):
             global_store4_b32(

@@ -32,19 +32,6 @@ from numfuse.backends.cuda.plan.product import (
 )
 
 
-def _pairs(operand: Operand, n: int) -> bool:
-    """Whether two neighbours of a row are one aligned access, in every row and place."""
-    place, row, column = operand.strides
-    wide = 2 * operand.itemsize
-    return column == 1 and not (place % 2 or row % 2 or n % 2) and operand.alignment >= wide
-
-
-def _vectors(operand: Operand, n: int) -> bool:
-    """Whether each 8 values of a row are 16 aligned bytes, in every row and place."""
-    place, row, column = operand.strides
-    return column == 1 and not (place % 8 or row % 8 or n % 8) and operand.alignment >= 16
-
-
 def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorMap | None:
     """The map by which a 16-bit result or extra operand is moved in boxes of `rows` x `width`."""
     place, row, column = operand.strides
@@ -188,7 +175,7 @@ def _ways(product: Product, out: Operand, width: int, by_map: bool) -> _Ways:
     extra = product.extra
     if out.dtype == "float32":
         return _Ways("float32", "" if extra is None else "float32")
-    whole = _vectors(out, product.n)
+    whole = out.in_wholes(product.n, 8)
     if by_map or not whole:
         extra_map = None if extra is None else _boxed(extra, product, width, 64)
         # by warps, or by groups where the residual or grad takes the same way
@@ -196,7 +183,7 @@ def _ways(product: Product, out: Operand, width: int, by_map: bool) -> _Ways:
         if out_map is not None:
             way = "" if extra is None else "rows" if extra_map is None else "map"
             return _Ways("map", way, out_map, extra_map)
-    way = "" if extra is None else "vectors" if _vectors(extra, product.n) else "rows"
+    way = "" if extra is None else "vectors" if extra.in_wholes(product.n, 8) else "rows"
     return _Ways("vectors" if whole else "rows", way)
 
 
@@ -222,9 +209,9 @@ def _gemm(
         bias="" if product.bias is None else "half" if kind in HALF else "float32",
         sums=product.sums,
         # the planes' rows have room for a neighbour of the last column
-        out_pairs=ways.out == "float32" and ((parts > 1 and n % 2 == 0) or _pairs(out, n)),
-        extra_pairs=ways.extra == "float32" and extra is not None and _pairs(extra, n),
-        pre="" if pre is None else "pairs" if _pairs(pre, n) else "single",
+        out_pairs=ways.out == "float32" and ((parts > 1 and n % 2 == 0) or out.in_wholes(n, 2)),
+        extra_pairs=ways.extra == "float32" and extra is not None and extra.in_wholes(n, 2),
+        pre="" if pre is None else "pairs" if pre.in_wholes(n, 2) else "single",
         # short: the sums themselves are good to some units in the last place
         formula=formula_of(product, short=True),
     )
