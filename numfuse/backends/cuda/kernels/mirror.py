@@ -74,8 +74,8 @@ def product(
     begin = plane % parts * part
     end = min(begin + part, k)
     for k0 in range(begin, end, BLOCK_K):
-        slice_of_x(shared, x, x_at, m - row0, k0, end, x_along_k)
-        slice_of_y(shared, y, y_at, n - column0, k0, end, y_along_k)
+        slice_of_x(shared, t, x, x_at, m - row0, k0, end, x_along_k)
+        slice_of_y(shared, t, y, y_at, n - column0, k0, end, y_along_k)
         cuda.syncthreads()
         for kk in range(BLOCK_K):
             for i in range(MR):
@@ -115,12 +115,12 @@ def product(
     if SUMS:
         cuda.syncthreads()
         height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
-        sum_columns(shared, sums, (place * rows + block_row) * n + column0, height, width)
+        sum_columns(shared, t, sums, (place * rows + block_row) * n + column0, height, width)
 
 
-def slice_of_x(shared, x: Array, x_at, rows, k0, end, along_k):
+def slice_of_x(shared, t, x: Array, x_at, rows, k0, end, along_k):
     """Bring a slice of X to shared memory; neighbouring threads read along K, or down the rows."""
-    for i in range(cuda.threadIdx.x, BLOCK_M * BLOCK_K, THREADS):
+    for i in range(t, BLOCK_M * BLOCK_K, THREADS):
         row, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK_M, i // BLOCK_M)
         value = ZERO
         if row < rows and k0 + kk < end:
@@ -128,9 +128,9 @@ def slice_of_x(shared, x: Array, x_at, rows, k0, end, along_k):
         shared[kk * X_PITCH + row] = value
 
 
-def slice_of_y(shared, y: Array, y_at, columns, k0, end, along_k):
+def slice_of_y(shared, t, y: Array, y_at, columns, k0, end, along_k):
     """Bring a slice of Y to shared memory."""
-    for i in range(cuda.threadIdx.x, BLOCK_N * BLOCK_K, THREADS):
+    for i in range(t, BLOCK_N * BLOCK_K, THREADS):
         column, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK_N, i // BLOCK_N)
         value = ZERO
         if column < columns and k0 + kk < end:
@@ -138,9 +138,9 @@ def slice_of_y(shared, y: Array, y_at, columns, k0, end, along_k):
         shared[Y_AT + kk * Y_PITCH + column] = value
 
 
-def sum_columns(shared, sums, first, height, width):
+def sum_columns(shared, t, sums, first, height, width):
     """The sums of the columns of a block in shared memory, to `sums` from `first` on."""
-    for i in range(cuda.threadIdx.x, width, THREADS):
+    for i in range(t, width, THREADS):
         total = ZERO
         for begin in range(0, height, RUN):
             run = ZERO

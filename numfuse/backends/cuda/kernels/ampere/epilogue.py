@@ -94,19 +94,17 @@ def finish(
                     else:
                         result[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
                 if row < m:
-                    pre_at = pre.address + i64(row) * pre.row
-                    out_at = out.address + i64(row) * out.row
                     if WIDE:
                         if column < n:
                             if PRE:
-                                STORE_PRE(pre_at, value)
-                            STORE_OUT(out_at, result)
+                                STORE_PRE(cell(pre, row, 0), value)
+                            STORE_OUT(cell(out, row, 0), result)
                     else:
                         for v in unrolled(VALUES):
                             if column + v * COLUMN_STEP < n:
                                 if PRE:
-                                    STORE_PRE(pre_at + (v * COLUMN_STEP) * pre.column, value[v])
-                                STORE_OUT(out_at + (v * COLUMN_STEP) * out.column, result[v])
+                                    STORE_PRE(cell(pre, row, v), value[v])
+                                STORE_OUT(cell(out, row, v), result[v])
                     if SUMS:
                         for v in unrolled(VALUES):
                             summed[v] = summed[v] + result[v]
@@ -114,21 +112,25 @@ def finish(
         turn = i32(turn + 1)
 
 
+def cell(array: Array, row, v):
+    """Where a row's value of this thread is, of an array that begins at its first column."""
+    return array.address + i64(row) * array.row + (v * COLUMN_STEP) * array.column
+
+
 def load_row(added, first, extra: Array, row, column, m, n):
     """A thread's values of a row of the residual or grad, to `added` from `first` on."""
     for v in unrolled(VALUES):
         added[first + v] = ACCUMULATOR(0)
     if row < m:
-        at = extra.address + i64(row) * extra.row
         if WIDE:
             if column < n:
-                loaded = LOAD_EXTRA(at)
+                loaded = LOAD_EXTRA(cell(extra, row, 0))
                 for v in unrolled(VALUES):
                     added[first + v] = loaded[v]
         else:
             for v in unrolled(VALUES):
                 if column + v * COLUMN_STEP < n:
-                    added[first + v] = LOAD_EXTRA(at + (v * COLUMN_STEP) * extra.column)
+                    added[first + v] = LOAD_EXTRA(cell(extra, row, v))
 
 
 def sum_columns(memory, summed, sums, n, rank, column0):
