@@ -28,7 +28,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.runtime import lifetimes
 
 try:
-    from numfuse.backends.cuda.compile.schema import Schema
+    from numfuse.backends.cuda.compile.schema import Array, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
     from numfuse.backends.cuda.plan import batches, places
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
@@ -64,6 +64,36 @@ def test_a_template_is_written_out():
     made = text(_template, {"COUNT": 2, "WIDE": True, "KIND": "b"})
     body = [line.strip() for line in made.splitlines()[1:]]
     assert body == ["out[0] = -values[0 % len(values)]", "out[2] = 0"]
+
+
+def _moved(array: Array, more):
+    here: Array = _turned(array, more)
+    array.row += here.row
+    return array.address + here.place
+
+
+def _turned(array: Array, more):
+    return Array(array.address, array.place, array.column, more)
+
+
+def test_a_record_is_written_out_as_its_fields():
+    made = text(_moved, {}).splitlines()
+    assert made[0] == "def _moved(array_address, array_place, array_row, array_column, more):"
+    assert [line.strip() for line in made[1:]] == [
+        "here_address, here_place, here_row, here_column = "
+        "_turned(array_address, array_place, array_row, array_column, more)",
+        "array_row += here_row",
+        "return array_address + here_place",
+    ]
+    assert text(_turned, {}).endswith("return (array_address, array_place, array_column, more)\n")
+
+
+def test_a_template_that_a_template_calls_is_bound_to_the_same_names():
+    bindings = hopper.Gemm("bfloat16", False, False, TILES[0], "map").bindings()
+    roles = Template(gemm.gemm, bindings).others
+    produced = roles["produce"].others["next_stage"]
+    consumed = roles["consume"].others["multiply_slices"].others["next_stage"]
+    assert produced.numfuse_key == consumed.numfuse_key
 
 
 def test_a_template_with_other_bindings_has_another_key():
