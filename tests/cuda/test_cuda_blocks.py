@@ -1,4 +1,4 @@
-"""The kernels of tier (b), run by `cuda_machine`: ways to fetch, multiply and finish a block.
+"""The kernels of Ampere, run by `cuda_machine`: ways to fetch, multiply and finish a block.
 
 Guards: on CUDA any strides, sizes and alignments are right, nothing beside a result is written, and
 the errors of long sums stay in their bound (docs/numerics.md), without a GPU to see it.

@@ -276,16 +276,6 @@ def inverse(builder: Any, x: Any) -> Any:
     return fused(builder, start, fused(builder, minus, start, one), start)
 
 
-def from_half(builder: Any, x: Any) -> Any:
-    """cvt.f32.f16 (9.7.9.21): exact."""
-    return emit(builder, "cvt.f32.f16 $0, $1;", "f", "h", [x])
-
-
-def to_half(builder: Any, x: Any) -> Any:
-    """cvt.rn.f16.f32 (9.7.9.21): to nearest, ties to even."""
-    return emit(builder, "cvt.rn.f16.f32 $0, $1;", "h", "f", [x])
-
-
 def to_bfloat16(builder: Any, x: Any) -> Any:
     """cvt.rn.bf16.f32 (9.7.9.21), to nearest, ties to even; LLVM's own is five instructions."""
     return emit(builder, "cvt.rn.bf16.f32 $0, $1;", "h", "f", [x])

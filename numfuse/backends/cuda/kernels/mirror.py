@@ -20,7 +20,7 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
-from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.compile.unroll import Inlined, bound, kernel_of
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
 from numfuse.backends.cuda.kernels.passes import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
@@ -74,8 +74,8 @@ def product(
     begin = plane % parts * part
     end = min(begin + part, k)
     for k0 in range(begin, end, BLOCK_K):
-        slice_of_x(shared, t, x, x_at, m - row0, k0, end, x_along_k)
-        slice_of_y(shared, t, y, y_at, n - column0, k0, end, y_along_k)
+        SLICE_OF_X(shared, t, x.address, x_at, x.row, x.column, m - row0, k0, end, x_along_k)
+        SLICE_OF_Y(shared, t, y.address, y_at, y.column, y.row, n - column0, k0, end, y_along_k)
         cuda.syncthreads()
         for kk in range(BLOCK_K):
             for i in range(MR):
@@ -97,6 +97,17 @@ def product(
             at = (ty + i * (BLOCK_M // MR)) * BLOCK_N + tx + j * (BLOCK_N // NR)
             shared[at] = totals[i * NR + j]
     cuda.syncthreads()
+    finish(shared, t, bias, extra, pre, out, place, plane, row0, column0, m, n)
+    if SUMS:
+        cuda.syncthreads()
+        height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
+        sum_columns(shared, t, sums, (place * rows + block_row) * n + column0, height, width)
+
+
+def finish(
+    shared, t, bias: Array, extra: Array, pre: Array, out: Array, place, plane, row0, column0, m, n
+):
+    """The epilogue of a block: sums in shared memory become results, there and in `out`."""
     for i in range(t, BLOCK_M * BLOCK_N, THREADS):
         row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
         if row < m and column < n:
@@ -112,30 +123,16 @@ def product(
                 value = EPILOGUE(shared[i], offset, added)
             STORE(out.address, element(out, plane, row, column), value)
             shared[i] = value
-    if SUMS:
-        cuda.syncthreads()
-        height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
-        sum_columns(shared, t, sums, (place * rows + block_row) * n + column0, height, width)
 
 
-def slice_of_x(shared, t, x: Array, x_at, rows, k0, end, along_k):
-    """Bring a slice of X to shared memory; neighbouring threads read along K, or down the rows."""
-    for i in range(t, BLOCK_M * BLOCK_K, THREADS):
-        row, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK_M, i // BLOCK_M)
+def slice_of(shared, t, address, at, own_step, k_step, length, k0, end, along_k):
+    """Bring a slice of a factor to shared memory, by threads that lie along K, or across it."""
+    for i in range(t, BLOCK * BLOCK_K, THREADS):
+        own, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK, i // BLOCK)
         value = ZERO
-        if row < rows and k0 + kk < end:
-            value = LOAD_X(x.address, x_at + row * x.row + (k0 + kk) * x.column)
-        shared[kk * X_PITCH + row] = value
-
-
-def slice_of_y(shared, t, y: Array, y_at, columns, k0, end, along_k):
-    """Bring a slice of Y to shared memory."""
-    for i in range(t, BLOCK_N * BLOCK_K, THREADS):
-        column, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK_N, i // BLOCK_N)
-        value = ZERO
-        if column < columns and k0 + kk < end:
-            value = LOAD_Y(y.address, y_at + (k0 + kk) * y.row + column * y.column)
-        shared[Y_AT + kk * Y_PITCH + column] = value
+        if own < length and k0 + kk < end:
+            value = LOAD(address, at + own * own_step + (k0 + kk) * k_step)
+        shared[SLICE_AT + kk * PITCH + own] = value
 
 
 def sum_columns(shared, t, sums, first, height, width):
@@ -164,29 +161,31 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
     def load(operand: Operand) -> object:
         return elements.loads(operand.dtype)
 
-    slices = tile.block_k * (tile.block_m + tile.block_n + 2)
-    bindings = (
-        bound(tile, "block_m block_n block_k mr nr group threads")
-        | parts_of(p)
-        | {
-            "REAL": getattr(types, p.accumulator),
-            "ZERO": real(0),
-            "SUMS_OF_A_THREAD": tile.mr * tile.nr,
-            "CHAIN": tiling.CHAIN,
-            "RUN": tiling.RUN,
-            # one more than a power of two: a transposed slice is stored without bank conflicts
-            "X_PITCH": tile.block_m + 1,
-            "Y_PITCH": tile.block_n + 1,
-            "Y_AT": tile.block_k * (tile.block_m + 1),
-            "SHARED": max(slices, tile.block_m * tile.block_n),
-            "LOAD_X": load(p.x),
-            "LOAD_Y": load(p.y),
-            "LOAD_BIAS": load(p.bias or p.x),
-            "LOAD_EXTRA": load(p.extra or p.x),
-            "STORE": elements.stores(storage),
-            "STORE_PRE": elements.stores(p.accumulator),
-        }
-    )
+    # one more than a power of two: a transposed slice is stored without bank conflicts
+    x_pitch, y_pitch = tile.block_m + 1, tile.block_n + 1
+    y_at = tile.block_k * x_pitch
+    bindings = bound(tile, "block_m block_n block_k mr nr group threads") | parts_of(p)
+    bindings |= {
+        "REAL": getattr(types, p.accumulator),
+        "ZERO": real(0),
+        "SUMS_OF_A_THREAD": tile.mr * tile.nr,
+        "CHAIN": tiling.CHAIN,
+        "RUN": tiling.RUN,
+        "X_PITCH": x_pitch,
+        "Y_PITCH": y_pitch,
+        "Y_AT": y_at,
+        "SHARED": max(y_at + tile.block_k * y_pitch, tile.block_m * tile.block_n),
+        "LOAD_BIAS": load(p.bias or p.x),
+        "LOAD_EXTRA": load(p.extra or p.x),
+        "STORE": elements.stores(storage),
+        "STORE_PRE": elements.stores(p.accumulator),
+    }
+    for name, operand, block, pitch, at in (
+        ("X", p.x, tile.block_m, x_pitch, 0),
+        ("Y", p.y, tile.block_n, y_pitch, y_at),
+    ):
+        own = {"LOAD": load(operand), "BLOCK": block, "PITCH": pitch, "SLICE_AT": at}
+        bindings[f"SLICE_OF_{name}"] = Inlined(slice_of, bindings | own)
     return kernel_of(
         product,
         ARGUMENTS,

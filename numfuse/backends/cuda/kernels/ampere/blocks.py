@@ -1,4 +1,4 @@
-"""The kernel of tier (b): one block of threads makes one block of the product, by an `Engine`.
+"""Products by blocks: a thread block makes one block of the result, by an `Engine`.
 
 X and Y come in slices of BLOCK_K through STAGES copies in shared memory: while a slice is
 multiplied, the copies of later ones are on their way (cp.async), and the registers that the next

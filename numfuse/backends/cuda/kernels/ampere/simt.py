@@ -1,4 +1,4 @@
-"""Tier (b) on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
+"""Products on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
 
 A thread has MR x NR sums, each over K in its order, in chains that are the same whatever the tile
 (`tiling.CHAIN`). Factors come from shared memory by fours, where K is their outer axis:

@@ -1,4 +1,4 @@
-"""Tier (b) on tensor cores: float64 on all that have them, bfloat16 and float16 before Hopper.
+"""Products on tensor cores: float64 on all that have them, bfloat16 and float16 before Hopper.
 
 A warp multiplies its part of a slice by mma.sync in chunks of K. The factors of a chunk are
 replaced while it is multiplied, each after its last use, so that what the first instruction of the

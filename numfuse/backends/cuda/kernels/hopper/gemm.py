@@ -3,10 +3,10 @@
 One block per multiprocessor stays for the whole launch and takes one unit of work (a block of the
 result, or a part of its K) after the other.  Its threads have two roles:
 
-- group 0, of which one thread acts, is the producer: it asks the copy engine (TMA) for slices of X
-  and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
+- warp group 0, of which one thread acts, is the producer: it asks the copy engine (TMA) for slices
+  of X and Y, 128 bytes of K at a time, into a ring of stages in shared memory (of operands in three
   parts, a stage has a slice of each);
-- one or two consumer groups of 128 threads multiply slices as they arrive (`mainloop`: wgmma,
+- one or two consumer warp groups of 128 threads multiply slices as they arrive (`mainloop`: wgmma,
   accumulators in registers) and finish the block (`epilogue`: the formula, column sums, store).
 
 Two mbarriers a stage connect them: `full` (the copy engine has written it) and `empty` (every
