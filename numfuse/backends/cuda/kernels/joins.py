@@ -20,7 +20,7 @@ from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
-__all__ = ["columns", "corrected", "lost", "rows"]
+__all__ = ["columns", "corrected", "fits", "plus", "rows"]
 
 
 @device_function
@@ -28,6 +28,13 @@ def lost(before, value, total):
     """Return what total = before + value is off by, exactly (Knuth); NaN beside an infinity."""
     added = total - before
     return (before - (total - added)) + (value - added)
+
+
+@device_function
+def plus(total, error, value):
+    """A total with one value more, and what its additions have lost."""
+    made = total + value
+    return made, error + lost(total, value, made)
 
 
 @device_function
@@ -65,16 +72,12 @@ def join_rows(planes, out: Array, vectors, columns, per_row, depth, step, place_
                     ahead[u * VALUES + v] = loaded[v]
             for u in unrolled(AHEAD):
                 for v in unrolled(VALUES):
-                    before, more = total[v], ahead[u * VALUES + v]
-                    total[v] = before + more
-                    error[v] = error[v] + lost(before, more, total[v])
+                    total[v], error[v] = plus(total[v], error[v], ahead[u * VALUES + v])
             q += AHEAD
         while q < depth:
             loaded = LOAD(at + q * step)
             for v in unrolled(VALUES):
-                before = total[v]
-                total[v] = before + loaded[v]
-                error[v] = error[v] + lost(before, loaded[v], total[v])
+                total[v], error[v] = plus(total[v], error[v], loaded[v])
             q += 1
         for v in unrolled(VALUES):
             total[v] = corrected(total[v], error[v])
@@ -176,15 +179,12 @@ def join_columns(planes, out: Array, n, depth):
             for u in unrolled(4):
                 ahead[u] = LOAD(at + u * step)
             for u in unrolled(4):
-                before, total = total, total + ahead[u]
-                error = error + lost(before, ahead[u], total)
+                total, error = plus(total, error, ahead[u])
             at += 4 * step
             q += 4 * LANES
         q -= 3 * LANES
         while q < depth:
-            plane = LOAD(at)
-            before, total = total, total + plane
-            error = error + lost(before, plane, total)
+            total, error = plus(total, error, LOAD(at))
             at += step
             q += LANES
     shared[r, c] = total

@@ -23,10 +23,18 @@ from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import Inlined, bound, kernel_of
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
 from numfuse.backends.cuda.kernels.passes import Planes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    Tier,
+)
 from numfuse.backends.cuda.tiling import CudaTile
 
-__all__ = ["MIRROR", "Mirror"]
+__all__ = ["MIRROR"]
 
 
 def product(
@@ -197,38 +205,33 @@ def _kernel(p: Product, tile: CudaTile) -> Kernel:
     )
 
 
-class Mirror:
-    """Takes every product; see the module."""
-
-    name = "mirror"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan:
-        """How to run it."""
-        p = product
-        tile = tiling.MIRROR_TILE if device.capability[0] else tiling.SIMULATED_TILE
-        blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
-        part, parts = p.k, 1
-        if p.free:
-            # not of the number of places: an element of a batch gives what it gives alone
-            part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
-        planes = Planes.of(p, parts, 0)
-        out, target = (p.out, Slot("out")) if planes is None else (planes.operand, planes.slot)
-        arguments = ARGUMENTS(
-            x=in_elements(Slot("x"), p.x),
-            y=in_elements(Slot("y"), p.y),
-            m=p.m,
-            n=p.n,
-            k=p.k,
-            part=part,
-            parts=parts,
-            x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
-            y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-            **finishing(p, out, target, in_elements),
-        )
-        grid = (blocks * p.places * parts, 1, 1)
-        launch = Launch(_kernel(replace(p, out=out), tile), grid, arguments)
-        joined, workspace = planes.joined(p, device) if planes else ((), 0)
-        return Plan((launch, *joined), tile, workspace, tile.block_m)
+def take(product: Product, device: DeviceInfo) -> Plan:
+    """How to run it."""
+    p = product
+    tile = tiling.MIRROR_TILE if device.capability[0] else tiling.SIMULATED_TILE
+    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
+    part, parts = p.k, 1
+    if p.free:
+        # not of the number of places: an element of a batch gives what it gives alone
+        part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
+    planes = Planes.of(p, parts, 0)
+    out, target = (p.out, Slot("out")) if planes is None else (planes.operand, planes.slot)
+    arguments = ARGUMENTS(
+        x=in_elements(Slot("x"), p.x),
+        y=in_elements(Slot("y"), p.y),
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        part=part,
+        parts=parts,
+        x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
+        y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
+        **finishing(p, out, target, in_elements),
+    )
+    grid = (blocks * p.places * parts, 1, 1)
+    launch = Launch(_kernel(replace(p, out=out), tile), grid, arguments)
+    joined, workspace = planes.joined(p, device) if planes else ((), 0)
+    return Plan((launch, *joined), tile, workspace, tile.block_m)
 
 
-MIRROR = Mirror()
+MIRROR = Tier("mirror", take)

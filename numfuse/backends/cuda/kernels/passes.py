@@ -22,7 +22,7 @@ from numfuse.backends.cuda.compile.unroll import kernel_of
 from numfuse.backends.cuda.kernels import joins as wide_joins
 from numfuse.backends.cuda.kernels.elementwise import formula, is_short
 from numfuse.backends.cuda.kernels.epilogue import element, in_elements
-from numfuse.backends.cuda.kernels.joins import corrected, lost
+from numfuse.backends.cuda.kernels.joins import corrected, plus
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 from numfuse.epilogues import Epilogue
 
@@ -57,9 +57,7 @@ def join(planes, out: Array, size, columns, depth, width, groups, total):
         at = (place * depth + first) * size + within
         value, error = ZERO, ZERO
         for _ in range(first, last):
-            plane = LOAD(planes, at)
-            before, value = value, value + plane
-            error = error + lost(before, plane, value)
+            value, error = plus(value, error, LOAD(planes, at))
             at += size
         value = corrected(value, error)
         at = group * size + element(out, place, within // columns, within % columns)

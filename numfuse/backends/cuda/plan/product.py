@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from numfuse.epilogues import Epilogue, sum_of_terms
 from numfuse.expr import Keyed
@@ -182,11 +182,10 @@ class Plan:
     block_m: int = 0
 
 
-class Tier(Protocol):
+@dataclass(frozen=True)
+class Tier:
     """One way to run products."""
 
     name: str
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None where this tier cannot, or should not."""
-        ...
+    #: How to run one; None where this tier cannot, or should not.
+    take: Callable[[Product, DeviceInfo], Plan | None]

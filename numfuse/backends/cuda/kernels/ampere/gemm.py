@@ -71,8 +71,8 @@ def block_product(
     k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))
 
-    x_own, x_along = X_OWN(t), X_ALONG(t)
-    y_own, y_along = Y_OWN(t), Y_ALONG(t)
+    x_own, x_along = X_FIRST(t)
+    y_own, y_along = Y_FIRST(t)
     x_at = x.address + place * x.place + i64(row0 + x_own) * x.row + i64(k0 + x_along) * x.column
     y_at = y.address + place * y.place + i64(column0 + y_own) * y.column + i64(k0 + y_along) * y.row
     x_left, y_left = i32(m - row0 - x_own), i32(n - column0 - y_own)

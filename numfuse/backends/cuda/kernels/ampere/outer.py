@@ -18,7 +18,7 @@ from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import in_bytes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 
 
 def _outer(x: Array, y: Array, out: Array, m, n):
@@ -90,32 +90,27 @@ class Outer:
         return kernel_of(_outer, ARGUMENTS, bindings, threads=threads, name=name)
 
 
-class ShortK:
-    """Takes d_b where its time is that of writing it."""
-
-    name = "cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
-        p = product
-        if device.capability < (8, 0) or p.k > tiling.OUTER_K or p.precision != "ieee":
-            return None
-        # d_b alone has no epilogue for sure, and may have its sum in an order of its own
-        if not p.free or p.m * p.n < tiling.OUTER_LEAST:
-            return None
-        made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
-        if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, made.values) for o in (p.y, p.out)):
-            return None
-        grid = (
-            -(-p.n // (tiling.OUTER_THREADS * made.values)),
-            -(-p.m // tiling.OUTER_ROWS),
-            p.places,
-        )
-        if max(grid[1:]) >= 1 << 16:
-            return None
-        arrays = {name: in_bytes(Slot(name), getattr(p, name)) for name in ("x", "y", "out")}
-        arguments = ARGUMENTS(**arrays, m=p.m, n=p.n)
-        return Plan((Launch(made.kernel(), grid, arguments),), made)
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
+    p = product
+    if device.capability < (8, 0) or p.k > tiling.OUTER_K or p.precision != "ieee":
+        return None
+    # d_b alone has no epilogue for sure, and may have its sum in an order of its own
+    if not p.free or p.m * p.n < tiling.OUTER_LEAST:
+        return None
+    made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
+    if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, made.values) for o in (p.y, p.out)):
+        return None
+    grid = (
+        -(-p.n // (tiling.OUTER_THREADS * made.values)),
+        -(-p.m // tiling.OUTER_ROWS),
+        p.places,
+    )
+    if max(grid[1:]) >= 1 << 16:
+        return None
+    arrays = {name: in_bytes(Slot(name), getattr(p, name)) for name in ("x", "y", "out")}
+    arguments = ARGUMENTS(**arrays, m=p.m, n=p.n)
+    return Plan((Launch(made.kernel(), grid, arguments),), made)
 
 
-SHORT_K = ShortK()
+SHORT_K = Tier("cores", take)

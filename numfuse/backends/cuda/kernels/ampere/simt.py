@@ -28,7 +28,15 @@ from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    Tier,
+)
 from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
@@ -220,22 +228,17 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
     )
 
 
-class Cores:
-    """Takes float32 products; see the module."""
-
-    name = "cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for other types, and before compute capability 8.0."""
-        p = product
-        if not blocks.takes(p, device) or p.precision != "ieee":
-            return None
-        if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
-            return None
-        tile, part, parts = tiling.block(
-            tiling.CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
-        )
-        return plan(p, device, tile, part, parts)
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for other types, and before compute capability 8.0."""
+    p = product
+    if not blocks.takes(p, device) or p.precision != "ieee":
+        return None
+    if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
+        return None
+    tile, part, parts = tiling.block(
+        tiling.CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+    )
+    return plan(p, device, tile, part, parts)
 
 
-CORES = Cores()
+CORES = Tier("cores", take)

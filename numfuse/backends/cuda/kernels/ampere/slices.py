@@ -108,18 +108,12 @@ class Fetch:
         }
 
 
-def _own(t):
-    """A thread's first value along the factor's own axis."""
+def _first(t):
+    """A thread's first value along (the factor's own axis, K)."""
+    fast, slow = i32((t & ((1 << FAST_BITS) - 1)) * VALUES), i32(t >> FAST_BITS)
     if ALONG_K:
-        return i32(t >> FAST_BITS)
-    return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
-
-
-def _along(t):
-    """Return a thread's first value along K."""
-    if ALONG_K:
-        return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
-    return i32(t >> FAST_BITS)
+        return slow, fast
+    return fast, slow
 
 
 def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
@@ -183,8 +177,7 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     f = fetch.bindings()
     names = ("OWN_STEP", "K_STEP", "OWN_OFFSET", "K_OFFSET", "OWN_REPEATS")
     found: dict[str, Any] = {name: f[name] for name in names} | {
-        "OWN": inlined(_own, **f),
-        "ALONG": inlined(_along, **f),
+        "FIRST": inlined(_first, **f),
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
         "OFFSETS": fetch.copies,
         "HELD": 0,

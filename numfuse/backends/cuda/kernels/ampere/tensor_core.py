@@ -33,7 +33,7 @@ from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch
-from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product
+from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product, Tier
 from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
@@ -241,39 +241,34 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
     return blocks.plan(p, device, tile, part, parts, x, y, made, "tensor cores")
 
 
-class TensorCores:
-    """Takes float64, bfloat16 and float16 products; see the module."""
-
-    name = "tensor cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for float32, mixed types, and before compute capability 8.0."""
-        p = product
-        if not blocks.takes(p, device) or p.x.dtype != p.y.dtype or p.x.dtype == "float32":
-            return None
-        if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
-            return None
-        few = None
-        tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
-        if p.k > tiling.ONE_CHAIN["float64"]:
-            tiles = tiling.DOUBLE_LONG
-        if p.x.dtype != "float64":
-            held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
-            tiles = tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
-        elif device.capability >= (9, 0) and not p.free:
-            few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
-        if few is not None:
-            made = plan(p, device, *few)
-            if made.launches[-1].shared_bytes <= device.shared_per_block:
-                return made
-        for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
-            tile, part, parts = tiling.block(
-                fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
-            )
-            made = plan(p, device, tile, part, parts)
-            if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
-                break
-        return made
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for float32, mixed types, and before compute capability 8.0."""
+    p = product
+    if not blocks.takes(p, device) or p.x.dtype != p.y.dtype or p.x.dtype == "float32":
+        return None
+    if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
+        return None
+    few = None
+    tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
+    if p.k > tiling.ONE_CHAIN["float64"]:
+        tiles = tiling.DOUBLE_LONG
+    if p.x.dtype != "float64":
+        held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
+        tiles = tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
+    elif device.capability >= (9, 0) and not p.free:
+        few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
+    if few is not None:
+        made = plan(p, device, *few)
+        if made.launches[-1].shared_bytes <= device.shared_per_block:
+            return made
+    for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
+        tile, part, parts = tiling.block(
+            fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+        )
+        made = plan(p, device, tile, part, parts)
+        if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
+            break
+    return made
 
 
-TENSOR_CORES = TensorCores()
+TENSOR_CORES = Tier("tensor cores", take)

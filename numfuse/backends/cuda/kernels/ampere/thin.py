@@ -35,7 +35,7 @@ from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 
 #: Columns of a block.
 COLUMNS = 32
@@ -261,21 +261,16 @@ def plan(product: Product, device: DeviceInfo) -> Plan | None:
     return Plan((launch,), made, block_m=p.m)
 
 
-class FewRows:
-    """Takes products whose time is that of reading Y once; see the module."""
-
-    name = "cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for more rows, few columns, and before compute capability 8.0."""
-        p = product
-        if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
-            return None
-        if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
-            return None
-        if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
-            return None
-        return plan(p, device)
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for more rows, few columns, and before compute capability 8.0."""
+    p = product
+    if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
+        return None
+    if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
+        return None
+    if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
+        return None
+    return plan(p, device)
 
 
-FEW_ROWS = FewRows()
+FEW_ROWS = Tier("cores", take)

@@ -29,6 +29,7 @@ from numfuse.backends.cuda.plan.product import (
     Plan,
     Product,
     Slot,
+    Tier,
 )
 
 
@@ -45,39 +46,34 @@ def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorM
     return made if made.possible() else None
 
 
-class _Hopper:
-    """The tier."""
-
-    name = "wgmma"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """Launches for a product of 16-bit operands, or of float32 ones that may be split."""
-        kind = self._kind(product)
-        if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
-            return None
-        return _plan(product, kind, device)
-
-    @staticmethod
-    def _kind(product: Product) -> str | None:
-        dtypes = {product.x.dtype, product.y.dtype}
-        dtypes |= {o.dtype for o in (product.bias, product.extra) if o is not None}
-        if product.out.dtype != "float32" or product.extra is not None:
-            dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
-        if len(dtypes) > 1 or product.accumulator != "float32":
-            return None
-        if product.pre is not None and product.pre.dtype != "float32":
-            return None
-        if max(product.m, product.n, product.k) >= 1 << 30 or product.places > 65535:
-            return None
-        dtype = dtypes.pop()
-        if dtype in HALF:
-            return dtype
-        if dtype == "float32" and product.precision in ("bf16x6", "tf32"):
-            return product.precision
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """Launches for a product of 16-bit operands, or of float32 ones that may be split."""
+    kind = _kind(product)
+    if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
         return None
+    return _plan(product, kind, device)
 
 
-WGMMA = _Hopper()
+def _kind(product: Product) -> str | None:
+    dtypes = {product.x.dtype, product.y.dtype}
+    dtypes |= {o.dtype for o in (product.bias, product.extra) if o is not None}
+    if product.out.dtype != "float32" or product.extra is not None:
+        dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
+    if len(dtypes) > 1 or product.accumulator != "float32":
+        return None
+    if product.pre is not None and product.pre.dtype != "float32":
+        return None
+    if max(product.m, product.n, product.k) >= 1 << 30 or product.places > 65535:
+        return None
+    dtype = dtypes.pop()
+    if dtype in HALF:
+        return dtype
+    if dtype == "float32" and product.precision in ("bf16x6", "tf32"):
+        return product.precision
+    return None
+
+
+WGMMA = Tier("wgmma", take)
 
 
 def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
