@@ -11,8 +11,6 @@ simulator runs.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from numfuse.backends.cuda import tiling
@@ -162,9 +160,8 @@ ARGUMENTS = Schema(
 )
 
 
-def _kernel(p: Product, tile: CudaTile) -> Kernel:
+def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
     real = np.dtype(p.accumulator).type
-    storage = p.out.dtype
 
     def load(operand: Operand) -> object:
         return elements.loads(operand.dtype)
@@ -215,7 +212,6 @@ def take(product: Product, device: DeviceInfo) -> Plan:
         # not of the number of places: an element of a batch gives what it gives alone
         part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
     planes = Planes.of(p, parts, 0)
-    out, target = (p.out, Slot("out")) if planes is None else (planes.operand, planes.slot)
     arguments = ARGUMENTS(
         x=in_elements(Slot("x"), p.x),
         y=in_elements(Slot("y"), p.y),
@@ -226,11 +222,11 @@ def take(product: Product, device: DeviceInfo) -> Plan:
         parts=parts,
         x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
         y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-        **finishing(p, out, target, in_elements),
+        **finishing(p, planes.operand, planes.slot, in_elements),
     )
     grid = (blocks * p.places * parts, 1, 1)
-    launch = Launch(_kernel(replace(p, out=out), tile), grid, arguments)
-    joined, workspace = planes.joined(p, device) if planes else ((), 0)
+    launch = Launch(_kernel(p, tile, planes.operand.dtype), grid, arguments)
+    joined, workspace = planes.joined(p, device)
     return Plan((launch, *joined), tile, workspace, tile.block_m)
 
 

@@ -129,23 +129,28 @@ def joins(
 
 @dataclass(frozen=True)
 class Planes:
-    """The planes of a product whose K is cut into parts (split-K), in the workspace."""
+    """Where a product whose K is cut into parts (split-K) stores them: planes in the workspace.
+
+    One part is stored in the result.
+    """
 
     operand: Operand
     slot: Slot
     parts: int
 
     @classmethod
-    def of(cls, product: Product, parts: int, workspace: int) -> Planes | None:
-        """Return the planes behind so many bytes of the workspace; None for one part."""
+    def of(cls, product: Product, parts: int, workspace: int) -> Planes:
+        """Return the planes behind so many bytes of the workspace."""
         if parts == 1:
-            return None
+            return cls(product.out, Slot("out"), parts)
         strides = (product.m * product.n, product.n, 1)
         return cls(Operand(product.accumulator, strides, 16), Slot("work", workspace), parts)
 
     def joined(self, product: Product, info: DeviceInfo) -> tuple[tuple[Launch, ...], int]:
         """Return the launches that add up the planes in their order, and the workspace."""
         p, acc = product, product.accumulator
+        if self.parts == 1:
+            return (), 0
         end = self.slot.offset + p.places * self.parts * p.m * p.n * self.operand.itemsize
         stage = Slot("work", -(-end // 256) * 256)
         lengths = p.places, self.parts, p.m, p.n

@@ -38,7 +38,9 @@ from numfuse.backends.cuda.tiling import CudaBlock
 class Engine:
     """How the threads of a block multiply a slice; made by `simt` and `tensor_core`."""
 
-    accumulator: str
+    tile: CudaBlock
+    x: Fetch
+    y: Fetch
     #: Numba type of a register of factors.
     factor: Any
     arithmetic: Arithmetic
@@ -55,11 +57,9 @@ class Engine:
 
 @dataclass(frozen=True)
 class Block:
-    """Everything that is bound in one kernel but its engine."""
+    """What is bound in one kernel beside its engine, and a product's epilogue."""
 
-    tile: CudaBlock
-    x: Fetch
-    y: Fetch
+    engine: Engine
     #: The storage dtype of the result, or of its planes.
     out: str
     #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
@@ -70,24 +70,23 @@ class Block:
     #: sums of one chain.
     kept: str
     #: Blocks that shall fit on a multiprocessor.
-    blocks: int
+    resident: int
 
     @property
     def stage(self) -> int:
         """Bytes of the slices of X and Y."""
-        return self.x.bytes + self.y.bytes
+        return self.engine.x.bytes + self.engine.y.bytes
 
     @property
     def kept_at(self) -> int:
         """Where in shared memory chains wait: behind the slices."""
-        return self.tile.stages * self.stage
+        return self.engine.tile.stages * self.stage
 
-    def shared_bytes(self, engine: Engine) -> int:
+    def shared_bytes(self, accumulator: str) -> int:
         """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
-        threads, kept = self.tile.threads, 0
+        engine, threads, kept = self.engine, self.engine.tile.threads, 0
         if self.kept == "shared":
-            size = intrinsics.itemsize(engine.accumulator)
-            kept = threads * engine.arithmetic.totals * size
+            kept = threads * engine.arithmetic.totals * intrinsics.itemsize(accumulator)
         return max(self.kept_at + kept, engine.pass_rows * engine.put_pitch, threads * 16)
 
 
@@ -97,12 +96,12 @@ RESERVED_BYTES = 1024
 ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
 
 
-def build(product: Product, block: Block, engine: Engine, name: str) -> Kernel:
+def build(product: Product, block: Block, name: str) -> Kernel:
     """The kernel."""
-    made, acc = engine.arithmetic, product.accumulator
+    engine, made, acc = block.engine, block.engine.arithmetic, product.accumulator
     # columns of a thread in the epilogue
     values = 16 // intrinsics.itemsize(acc)
-    tile, threads = block.tile, block.tile.threads
+    tile, threads = engine.tile, engine.tile.threads
     columns = tile.block_n // values
     row_step = threads // columns
     # rows of the epilogue whose loads are on their way together
@@ -113,7 +112,7 @@ def build(product: Product, block: Block, engine: Engine, name: str) -> Kernel:
     bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
     bindings |= bound(made, "totals factors parts first_factors multiply_slice multiply_part")
     bindings |= {
-        "X_BYTES": block.x.bytes,
+        "X_BYTES": engine.x.bytes,
         "VALUES": values,
         "ACC_BYTES": intrinsics.itemsize(acc),
         "CLEAR": clear(made.totals),
@@ -132,7 +131,7 @@ def build(product: Product, block: Block, engine: Engine, name: str) -> Kernel:
         "COLUMN_STEP": 1 if block.wide else columns,
     }
     count = values if block.wide else 1
-    bindings |= finish_of(product, block.out, count) | mover("X", block.x) | mover("Y", block.y)
+    bindings |= finish_of(product, block.out, count) | mover("X", engine.x) | mover("Y", engine.y)
     if block.cluster == 1:
         bindings["BARRIER"] = intrinsics.block_barrier
         bindings["TAKE"] = accesses.load(acc, count, acc, intrinsics.SHARED)
@@ -141,7 +140,7 @@ def build(product: Product, block: Block, engine: Engine, name: str) -> Kernel:
         bindings["TAKE"] = accesses.load_cluster(count, acc, block.cluster)
         bindings["TAKE_ONE"] = accesses.load_cluster(1, acc, block.cluster)
     return kernel_of(
-        block_product, ARGUMENTS, bindings, threads=threads, blocks=block.blocks, name=name
+        block_product, ARGUMENTS, bindings, threads=threads, blocks=block.resident, name=name
     )
 
 
@@ -154,11 +153,8 @@ def takes(product: Product, device: DeviceInfo) -> bool:
 def plan(
     product: Product,
     device: DeviceInfo,
-    tile: CudaBlock,
     part: int,
     parts: int,
-    x: Fetch,
-    y: Fetch,
     engine: Engine,
     name: str,
     before: tuple[Launch, ...] = (),
@@ -170,13 +166,12 @@ def plan(
     The parts are planes in memory where `product.free`, else those of the blocks of a cluster.
     `before` uses so many bytes of the workspace, where x and y may be (`slots`).
     """
-    p = product
+    p, tile = product, engine.tile
     chain = tiling.chain(min(part, p.k), p.accumulator)
     cluster = 1 if p.free else parts
     parts //= cluster
     planes = Planes.of(p, parts, workspace)
-    out, target = (p.out, Slot("out")) if planes is None else (planes.operand, planes.slot)
-    block = _block(p, device, tile, x, y, engine, out, cluster, chain < min(part, p.k))
+    block = _block(p, device, engine, planes.operand, cluster, chain < min(part, p.k))
     arguments = ARGUMENTS(
         x=in_bytes(slots[0], p.x),
         y=in_bytes(slots[1], p.y),
@@ -186,50 +181,32 @@ def plan(
         part=part,
         parts=parts,
         chain=chain,
-        **finishing(p, out, target, in_bytes),
+        **finishing(p, planes.operand, planes.slot, in_bytes),
     )
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
     launch = Launch(
-        build(p, block, engine, f"{name} {p.epilogue.name}"),
+        build(p, block, f"{name} {p.epilogue.name}"),
         (blocks * p.places * parts * cluster, 1, 1),
         arguments,
-        block.shared_bytes(engine),
+        block.shared_bytes(p.accumulator),
         cluster,
     )
-    joined: tuple[Launch, ...] = ()
-    if planes is not None:
-        joined, workspace = planes.joined(p, device)
+    joined, staged = planes.joined(p, device)
     shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
-    return Plan((*before, launch, *joined), shown, workspace, tile.block_m)
+    return Plan((*before, launch, *joined), shown, max(workspace, staged), tile.block_m)
 
 
 def _block(
-    product: Product,
-    device: DeviceInfo,
-    tile: CudaBlock,
-    x: Fetch,
-    y: Fetch,
-    engine: Engine,
-    out: Operand,
-    cluster: int,
-    long: bool,
+    product: Product, device: DeviceInfo, engine: Engine, out: Operand, cluster: int, long: bool
 ) -> Block:
-    """Return what is bound for a tile; `long`: of a sum of several chains."""
-    p = product
+    """Return what is bound for a product; `long`: of a sum of several chains."""
+    p, tile = product, engine.tile
     values = 16 // intrinsics.itemsize(p.accumulator)
-    rows = [o for o in (out, p.extra, p.pre) if o is not None]
-    block = Block(
-        tile,
-        x,
-        y,
-        out.dtype,
-        wide=all(o.in_wholes(p.n, values) for o in rows),
-        cluster=cluster,
-        kept=tile.kept if long else "",
-        blocks=tile.resident,
-    )
-    taken = block.shared_bytes(engine) + RESERVED_BYTES
-    if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
+    wide = all(o is None or o.in_wholes(p.n, values) for o in (out, p.extra, p.pre))
+    kept = tile.kept if long else ""
+    block = Block(engine, out.dtype, wide, cluster, kept, tile.resident)
+    taken = block.shared_bytes(p.accumulator) + RESERVED_BYTES
+    if kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
         # fewer blocks have registers for it
-        return replace(block, kept="registers", blocks=2)
+        return replace(block, kept="registers", resident=2)
     return block

@@ -159,7 +159,9 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
     column = inlined(_thread_column, WARPS_N=warps_n)
     pass_rows = tile.block_m * FOUR // mr
     return Engine(
-        accumulator="float32",
+        tile,
+        x_fetch,
+        y_fetch,
         factor=types.float32,
         arithmetic=made,
         x_from=inlined(_from, NUMBER=row),
@@ -212,20 +214,8 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
             workspace += -(-size // 256) * 256
     p = replace(p, x=operands[0], y=operands[1])
     x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
-    return blocks.plan(
-        p,
-        device,
-        tile,
-        part,
-        parts,
-        x,
-        y,
-        engine(tile, x, y),
-        "cores",
-        tuple(before),
-        (slots[0], slots[1]),
-        workspace,
-    )
+    made, at = engine(tile, x, y), (slots[0], slots[1])
+    return blocks.plan(p, device, part, parts, made, "cores", tuple(before), at, workspace)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:

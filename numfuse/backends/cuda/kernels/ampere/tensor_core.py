@@ -26,7 +26,7 @@ from numfuse.backends.cuda.compile.engines import (
     mma_double_small,
     mma_half,
 )
-from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, F64, I32, itemsize
+from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, F64, I32
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels.ampere import blocks
@@ -155,11 +155,10 @@ def engine(dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> Engi
 
     `small`: mma.m8n8k4, the instruction for float64 of compute capability 8.0.
     """
-    accumulator = "float64" if dtype == "float64" else "float32"
     warp = _Warp(dtype, tile, small, x, y)
     key = f"{dtype},{tile},{tile.chunk},{small},{x},{y}"
     totals, factors = warp.mi * warp.nj * 4, warp.mi * warp.a + warp.nj * warp.b
-    size = itemsize(accumulator)
+    size = 8 if dtype == "float64" else 4
     put_pitch = (tile.block_n + 8) * size
 
     def passed(turn: int) -> list[tuple[int, int, int]]:
@@ -195,7 +194,9 @@ def engine(dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> Engi
         )
 
     return Engine(
-        accumulator=accumulator,
+        tile,
+        x,
+        y,
         factor=ACCUMULATORS["float64"][1] if dtype == "float64" else types.int32,
         arithmetic=made,
         x_from=starts(x, True),
@@ -238,7 +239,7 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
         )
     x, y = found
     made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
-    return blocks.plan(p, device, tile, part, parts, x, y, made, "tensor cores")
+    return blocks.plan(p, device, part, parts, made, "tensor cores")
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
