@@ -27,7 +27,7 @@ __all__ = ["fits", "laid_out"]
 SQUARE, ROWS = 64, 16
 
 
-def lay_out(source: Array, out, outer, inner, to_place, to_outer):
+def lay_out(out, outer, inner, source: Array, to_place, to_outer):
     """out[place, o, i] = source[place, o, i], where `out` has i inside; steps in bytes.
 
     `source` has o as its rows and i as its columns.
