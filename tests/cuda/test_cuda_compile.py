@@ -27,7 +27,6 @@ from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPP
 
 try:
     from numfuse.backends.cuda.compile import elements, schema, toolchain
-    from numfuse.backends.cuda.compile.schema import Array
     from numfuse.backends.cuda.kernels import joins, passes, pointwise
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
@@ -404,6 +403,9 @@ def test_a_launch_names_every_argument_of_a_kernel_and_no_other():
         made(table=2, unused=3, out=1, other=4)
     with pytest.raises(TypeError, match="the kernel has no arguments pre"):
         schema.Schema(_reads_a_map, map="pre")
+
+
+Array = schema.Array
 
 
 def _adds(x: Array, n):
