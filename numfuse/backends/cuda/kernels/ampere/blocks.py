@@ -57,7 +57,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Block:
-    """What is bound in one kernel beside its engine, and a product's epilogue."""
+    """An engine, and how the kernel of a product around it stores and keeps sums."""
 
     engine: Engine
     #: The storage dtype of the result, or of its planes.
