@@ -18,7 +18,7 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
-from numfuse.backends.cuda.compile.unroll import Inlined, bound, kernel_of
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
 from numfuse.backends.cuda.kernels.passes import Planes
 from numfuse.backends.cuda.plan.product import (
@@ -80,8 +80,18 @@ def product(
     begin = plane % parts * part
     end = min(begin + part, k)
     for k0 in range(begin, end, BLOCK_K):
-        SLICE_OF_X(shared, t, x.address, x_at, x.row, x.column, m - row0, k0, end, x_along_k)
-        SLICE_OF_Y(shared, t, y.address, y_at, y.column, y.row, n - column0, k0, end, y_along_k)
+        for i in range(t, BLOCK_M * BLOCK_K, THREADS):
+            row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
+            value = ZERO
+            if row0 + row < m and k0 + kk < end:
+                value = LOAD_X(x.address, x_at + row * x.row + (k0 + kk) * x.column)
+            shared[kk * X_PITCH + row] = value
+        for i in range(t, BLOCK_N * BLOCK_K, THREADS):
+            column, kk = (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
+            value = ZERO
+            if column0 + column < n and k0 + kk < end:
+                value = LOAD_Y(y.address, y_at + (k0 + kk) * y.row + column * y.column)
+            shared[Y_AT + kk * Y_PITCH + column] = value
         cuda.syncthreads()
         for kk in range(BLOCK_K):
             for i in range(MR):
@@ -131,16 +141,6 @@ def finish(
             shared[i] = value
 
 
-def slice_of(shared, t, address, at, own_step, k_step, length, k0, end, along_k):
-    """Bring a slice of a factor to shared memory, by threads that lie along K, or across it."""
-    for i in range(t, BLOCK * BLOCK_K, THREADS):
-        own, kk = (i // BLOCK_K, i % BLOCK_K) if along_k else (i % BLOCK, i // BLOCK)
-        value = ZERO
-        if own < length and k0 + kk < end:
-            value = LOAD(address, at + own * own_step + (k0 + kk) * k_step)
-        shared[SLICE_AT + kk * PITCH + own] = value
-
-
 def sum_columns(shared, t, sums, first, height, width):
     """The sums of the columns of a block in shared memory, to `sums` from `first` on."""
     for i in range(t, width, THREADS):
@@ -180,17 +180,13 @@ def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
         "Y_PITCH": y_pitch,
         "Y_AT": y_at,
         "SHARED": max(y_at + tile.block_k * y_pitch, tile.block_m * tile.block_n),
+        "LOAD_X": load(p.x),
+        "LOAD_Y": load(p.y),
         "LOAD_BIAS": load(p.bias or p.x),
         "LOAD_EXTRA": load(p.extra or p.x),
         "STORE": elements.stores(storage),
         "STORE_PRE": elements.stores(p.accumulator),
     }
-    for name, operand, block, pitch, at in (
-        ("X", p.x, tile.block_m, x_pitch, 0),
-        ("Y", p.y, tile.block_n, y_pitch, y_at),
-    ):
-        own = {"LOAD": load(operand), "BLOCK": block, "PITCH": pitch, "SLICE_AT": at}
-        bindings[f"SLICE_OF_{name}"] = Inlined(slice_of, bindings | own)
     return kernel_of(
         product,
         ARGUMENTS,
