@@ -69,11 +69,7 @@ def product(
     # a plane is a part of a place
     plane, block = cuda.blockIdx.x // blocks, cuda.blockIdx.x % blocks
     place = plane // parts
-    # GROUP rows of blocks together, one column of them after the other
-    first = block // (GROUP * columns) * GROUP
-    height = min(GROUP, rows - first)
-    within = block % (GROUP * columns)
-    block_row, block_column = first + within % height, within // height
+    block_row, block_column = block_of(block, rows, columns)
     row0, column0 = block_row * BLOCK_M, block_column * BLOCK_N
 
     x_at, y_at = place * x.place + row0 * x.row, place * y.place + column0 * y.column
@@ -118,6 +114,14 @@ def product(
         cuda.syncthreads()
         height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
         sum_columns(shared, t, sums, (place * rows + block_row) * n + column0, height, width)
+
+
+def block_of(number, rows, columns):
+    """Row and column of a block: GROUP rows together, one column of them after the other."""
+    first = number // (GROUP * columns) * GROUP
+    height = min(GROUP, rows - first)
+    within = number % (GROUP * columns)
+    return first + within % height, within // height
 
 
 def finish(
