@@ -1,4 +1,4 @@
-"""The kernels of tier (b), run by `cuda_machine`: ways to fetch, multiply and finish a block.
+"""The kernels of Ampere, run by `cuda_machine`: ways to fetch, multiply and finish a block.
 
 Guards: on CUDA any strides, sizes and alignments are right, nothing beside a result is written, and
 the errors of long sums stay in their bound (docs/numerics.md), without a GPU to see it.
@@ -362,14 +362,23 @@ def test_a_short_sum_is_written_by_16_bytes(dtype, x, monkeypatch):
 @pytest.mark.parametrize("shape", [(70, 37), (72, 68)])
 @pytest.mark.parametrize("layout", ["rows", "columns", "strided"])
 @pytest.mark.parametrize("inner", [1, 2])
-def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner, shape):
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_factor_is_laid_out_for_access_by_16_bytes(layout, inner, shape, tf32):
     rng = np.random.default_rng(0)
     source = Array(rng.standard_normal((2, *shape)), "float32", layout, offset=shape[1] % 2)
-    launch, made, size = layouts.laid_out(source.operand, shape, 2, inner, Slot("x"), Slot("work"))
+    slots = Slot("x"), Slot("work")
+    launch, made, size = layouts.laid_out(source.operand, shape, 2, inner, *slots, tf32)
     work = np.full(size // 4, np.nan, np.float32)
-    Machine([source.memory, work]).run(launch, x=source.address, work=work.ctypes.data)
+
+    def rounded(x):  # cvt.rna: to 10 bits of fraction, halves away from zero
+        return ((np.float32(x).view(np.uint32) + 0x1000) & 0xFFFFE000).astype("u4").view("f4")
+
+    waits = {"grid_wait": lambda: None, "grid_release": lambda: None}
+    machine = Machine([source.memory, work], round_tf32=rounded, **waits)
+    machine.run(launch, x=source.address, work=work.ctypes.data)
     steps = tuple(4 * step for step in made.strides)
-    assert (np.ndarray((2, *shape), np.float32, work, 0, steps) == source.view).all()
+    expected = np.vectorize(rounded, otypes="f")(source.view) if tf32 else source.view
+    assert (np.ndarray((2, *shape), np.float32, work, 0, steps) == expected).all()
     assert made.strides[inner] == 1 and all(s % 4 == 0 for s in made.strides if s != 1)
 
 

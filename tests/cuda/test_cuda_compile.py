@@ -405,6 +405,22 @@ def test_a_launch_names_every_argument_of_a_kernel_and_no_other():
         schema.Schema(_reads_a_map, map="pre")
 
 
+Array = schema.Array
+
+
+def _adds(x: Array, n):
+    return x.address + n
+
+
+def test_a_launch_gives_an_array_as_one_argument():
+    made = schema.Schema(_adds, i32="n", u64="x_address")
+    assert made.names == ("x_address", "x_place", "x_row", "x_column", "n")
+    assert made.signature == "u64 i64 i64 i64 i32"
+    assert made(n=5, x=Array(1, 2, 3, 4)) == (1, 2, 3, 4, 5)
+    with pytest.raises(TypeError, match="the kernel has no arguments x_row"):
+        made(n=5, x_row=3)
+
+
 def test_what_has_no_identity_is_not_bound():
     with pytest.raises(TypeError, match="cannot bind"):
         toolchain.kernel(_reads_a_map, "u64 map u64", threads=32, LOAD=lambda x: x)

@@ -28,7 +28,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.runtime import lifetimes
 
 try:
-    from numfuse.backends.cuda.compile.schema import Schema
+    from numfuse.backends.cuda.compile.schema import Array, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
     from numfuse.backends.cuda.plan import batches, places
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
@@ -36,7 +36,7 @@ try:
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
     copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.copies")
-    finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.finish")
+    finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.epilogue")
     gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -64,6 +64,36 @@ def test_a_template_is_written_out():
     made = text(_template, {"COUNT": 2, "WIDE": True, "KIND": "b"})
     body = [line.strip() for line in made.splitlines()[1:]]
     assert body == ["out[0] = -values[0 % len(values)]", "out[2] = 0"]
+
+
+def _moved(array: Array, more):
+    here: Array = _turned(array, more)
+    array.row += here.row
+    return array.address + here.place
+
+
+def _turned(array: Array, more):
+    return Array(array.address, array.place, array.column, more)
+
+
+def test_a_record_is_written_out_as_its_fields():
+    made = text(_moved, {}).splitlines()
+    assert made[0] == "def _moved(array_address, array_place, array_row, array_column, more):"
+    assert [line.strip() for line in made[1:]] == [
+        "here_address, here_place, here_row, here_column = "
+        "_turned(array_address, array_place, array_row, array_column, more)",
+        "array_row += here_row",
+        "return array_address + here_place",
+    ]
+    assert text(_turned, {}).endswith("return (array_address, array_place, array_column, more)\n")
+
+
+def test_a_template_that_a_template_calls_is_bound_to_the_same_names():
+    bindings = hopper.Gemm("bfloat16", False, False, TILES[0], "map").bindings()
+    roles = Template(gemm.gemm, bindings).others
+    produced = roles["produce"].others["next_stage"]
+    consumed = roles["consume"].others["multiply_slices"].others["next_stage"]
+    assert produced.numfuse_key == consumed.numfuse_key
 
 
 def test_a_template_with_other_bindings_has_another_key():
@@ -175,7 +205,7 @@ class Block:
             "group_barrier": lambda number, count: self.groups[number - 1].wait(5),
             "global_load2_f32": lambda at, inside: (0, 0),
             "shared_load2_f32": lambda at: (0, 0),
-            "FINITE": lambda x: x,
+            "finite": lambda x: x,
             "EPILOGUE": lambda z, bias, extra: z,
             "ZERO": 0,
             "cuda": types.SimpleNamespace(
@@ -196,12 +226,14 @@ class Block:
 
         def work(thread):
             self.here.thread = thread
-            strides = [0, 1, 0, s["n"], 1, 0, s["n"], 1, 0, 0, s["n"], 1]
+            x, y = ("x", 1, s["planes"][0]), ("y", 0, s["planes"][1])
+            row = (0, 0, s["n"], 1)
+            counts = "m n units row_blocks column_blocks places slices part_slices".split()
+            work_of = [*(s[name] for name in counts), 0]
             try:
                 kernel(
-                    "x", "y", "out", "extra", 0, 0, 0, 0, 0, s["m"], s["n"], s["slices"],
-                    s["row_blocks"], s["column_blocks"], s["places"], s["units"],
-                    s["part_slices"], self.kernel.stage_bytes, 1, 0, *s["planes"], *strides,
+                    *x, *y, "out", "extra", *row, *row, *row, *row, 0, *work_of,
+                    self.kernel.stage_bytes,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -409,12 +441,13 @@ class Group:
             try:
                 for c in range(self.kernel.buffers if self.kernel.extra == "vectors" else 0):
                     fetch(
-                        0, 1024 + b["BUFFER_BYTES"] * c, row0 + c // b["ROW_CHUNKS"] * 64,
-                        column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n, stride,
+                        0, 0, stride, 1, 1024 + b["BUFFER_BYTES"] * c,
+                        row0 + c // b["ROW_CHUNKS"] * 64,
+                        column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n,
                     )  # fmt: skip
                 finish(
-                    acc, 0, 0, 0, 0, 0, 0, 1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n,
-                    0, stride, 1, 0, 0, 1, 0, 0, stride, 1,
+                    acc, 0, 0, 0, 0, 0, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 1024, 0, 0, 0,
+                    thread, 0, 0, row0, column0, m, n, *[0] * 7,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -473,7 +506,7 @@ def test_a_slice_has_as_many_bytes_as_its_boxes(m, n, kind):
             made = replace(product(m, n, 200, dtype, alignment=16), x=x, y=y)
             plan = hopper.plan_with(made, kind, HOPPER, tile, 1)
             launch = plan.launches[-1]
-            maps = [argument.make for argument in launch.arguments[:2]]
+            maps = [a.make for a in launch.arguments if isinstance(a, Derived)][:2]
             boxes = [made.box[0] * made.box[1] * 2 for made in maps]
             times = [tile.block_m // 64 if x_row else 1, -(-tile.block_n // 64) if y_row else 1]
             found = sum(b * t for b, t in zip(boxes, times, strict=True))
@@ -493,7 +526,7 @@ def split(values):
         return real(bfloat16(x))
 
     names = {
-        "NEAREST": nearest, "ZERO": real(0), "MAXIMUM": np.finfo(real).max,
+        "nearest": nearest, "ZERO": real(0), "MAXIMUM": np.finfo(real).max,
         "LARGEST": real(2.0**127 * (2 - 2.0**-7)), "SMALLEST": real(2.0**-133),
         "select": lambda a, b, condition: a if condition else b,
     }  # fmt: skip

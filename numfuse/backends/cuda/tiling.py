@@ -5,64 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from numfuse.tiling import RUN, round_up
-
-__all__ = [
-    "BLOCKS_PER_MULTIPROCESSOR",
-    "BUSY_SUMS",
-    "CHAIN",
-    "CLUSTER",
-    "CLUSTER_K",
-    "COPIES_BYTES",
-    "COPY_USES",
-    "CORE_BLOCKS",
-    "DOUBLE_BLOCKS",
-    "DOUBLE_FEW",
-    "DOUBLE_LONG",
-    "FEW_LEAST",
-    "FILL",
-    "GATE_VECTORS",
-    "GRAPH_AFTER",
-    "HALF_BLOCKS",
-    "HALF_BLOCKS_HELD",
-    "JOINED",
-    "JOIN_AHEAD",
-    "JOIN_DEEP",
-    "JOIN_LANES",
-    "KEPT_GRAPHS",
-    "KEPT_PLANS",
-    "LAUNCH_COST",
-    "LINE",
-    "LINES",
-    "MIRROR_TILE",
-    "ONE_CHAIN",
-    "OUTER_K",
-    "OUTER_LEAST",
-    "OUTER_ROWS",
-    "OUTER_THREADS",
-    "PART",
-    "PASS_ROWS",
-    "PASS_THREADS",
-    "PLANES_BYTES",
-    "PLANE_COST",
-    "POOL_BYTES",
-    "RUN",
-    "SIMULATED_TILE",
-    "THIN_LEAST",
-    "THIN_ROWS",
-    "THIN_SLICE",
-    "THIN_STAGES",
-    "THIN_WARPS",
-    "TURN_USES",
-    "CudaBlock",
-    "CudaTile",
-    "block",
-    "chain",
-    "few",
-    "parts",
-    "pitch",
-    "round_up",
-]
+from numfuse.tiling import RUN as RUN
+from numfuse.tiling import round_up as round_up
 
 
 @dataclass(frozen=True)

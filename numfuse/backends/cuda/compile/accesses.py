@@ -58,26 +58,36 @@ def narrowed(builder: Any, value: Any, dtype: str) -> Any:
     return value if value.type == kind else builder.fptrunc(value, kind)
 
 
+def packed(builder: Any, values: list[Any]) -> Any:
+    """Values as a vector; one alone as it is."""
+    if len(values) == 1:
+        return values[0]
+    made = ir.Constant(ir.VectorType(values[0].type, len(values)), ir.Undefined)
+    for i, value in enumerate(values):
+        made = builder.insert_element(made, value, I32(i))
+    return made
+
+
+def unpacked(builder: Any, vector: Any, count: int) -> list[Any]:
+    """The `count` values of a vector."""
+    return (
+        [builder.extract_element(vector, I32(i)) for i in range(count)] if count > 1 else [vector]
+    )
+
+
 def shared_vector(builder: Any, address: Any, kind: Any, count: int) -> list[Any]:
     """ld.shared.v2, .v4 (9.7.9.8): neighbours in shared memory, as scalars."""
     pointer = _vector_pointer(builder, address, kind, count, SHARED)
     value = builder.load(pointer)
     value.align = count * (8 if kind == F64 else 4)
-    if count == 1:
-        return [value]
-    return [builder.extract_element(value, I32(i)) for i in range(count)]
+    return unpacked(builder, value, count)
 
 
 def put_shared_vector(builder: Any, address: Any, values: list[Any]) -> None:
     """st.shared.v2, .v4 (9.7.9.11)."""
     kind, count = values[0].type, len(values)
     pointer = _vector_pointer(builder, address, kind, count, SHARED)
-    packed = values[0]
-    if count > 1:
-        packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
-        for i, value in enumerate(values):
-            packed = builder.insert_element(packed, value, I32(i))
-    builder.store(packed, pointer).align = count * (8 if kind == F64 else 4)
+    builder.store(packed(builder, values), pointer).align = count * (8 if kind == F64 else 4)
 
 
 def _key(*parts: Any) -> str:
@@ -97,10 +107,10 @@ def load(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = builder.load(_vector_pointer(builder, args[0], kind, count, space))
             value.align = size * count
-            if count == 1:
-                return widened(builder, value, dtype, llvm)
-            parts = [builder.extract_element(value, I32(i)) for i in range(count)]
+            parts = unpacked(builder, value, count)
             parts = [widened(builder, part, dtype, llvm) for part in parts]
+            if count == 1:
+                return parts[0]
             return context.make_tuple(builder, signature.return_type, parts)
 
         returned = numba if count == 1 else types.UniTuple(numba, count)
@@ -109,25 +119,26 @@ def load(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
     return named("load", _key(dtype, count, accumulator, space), 1, typing)
 
 
+def _stored(
+    builder: Any, address: Any, values: list[Any], dtype: str, count: int, space: int
+) -> None:
+    kind, size = FORMATS[dtype]
+    parts = [narrowed(builder, value, dtype) for value in values]
+    pointer = _vector_pointer(builder, address, kind, count, space)
+    builder.store(packed(builder, parts), pointer).align = size * count
+
+
 @functools.cache
 def store(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
     """``store(address, values...)``: `count` neighbours, rounded.
 
     st.global or st.shared, .v2, .v4 (9.7.9.11).
     """
-    kind, size = FORMATS[dtype]
     _, numba = ACCUMULATORS[accumulator]
 
     def typing(typingctx: Any, *args: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            parts = [narrowed(builder, value, dtype) for value in values[1:]]
-            packed = parts[0]
-            if count > 1:
-                packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
-                for i, part in enumerate(parts):
-                    packed = builder.insert_element(packed, part, I32(i))
-            pointer = _vector_pointer(builder, values[0], kind, count, space)
-            builder.store(packed, pointer).align = size * count
+            _stored(builder, values[0], values[1:], dtype, count, space)
             return context.get_dummy_value()
 
         return types.void(types.int64, *[numba] * count), codegen
@@ -138,17 +149,13 @@ def store(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
 @functools.cache
 def store_array(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
     """``store(address, registers)``: the first `count` elements of a local array, as `store`."""
-    kind, size = FORMATS[dtype]
 
     def typing(typingctx: Any, address: Any, registers: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             pointer = array_pointer(context, builder, signature.args[1], args[1])
-            parts = read_registers(builder, pointer, 0, count)
-            packed = ir.Constant(ir.VectorType(kind, count), ir.Undefined)
-            for i, part in enumerate(parts):
-                packed = builder.insert_element(packed, narrowed(builder, part, dtype), I32(i))
-            pointer = _vector_pointer(builder, args[0], kind, count, space)
-            builder.store(packed, pointer).align = size * count
+            _stored(
+                builder, args[0], read_registers(builder, pointer, 0, count), dtype, count, space
+            )
             return context.get_dummy_value()
 
         return types.void(types.int64, registers), codegen
@@ -212,48 +219,41 @@ global_load16 = instruction(
     "r",
     "lp",
 )
-global_load_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.nc.f32 $0, [$1]; }",
-    "f",
-    "lp",
-)
-global_load2_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; mov.b32 $0, 0; mov.b32 $1, 0;"
-    " @p ld.global.nc.v2.f32 {$0, $1}, [$2]; }",
-    "ff",
-    "lp",
-)
-global_load4_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0;"
-    " mov.b32 $3, 0; @p ld.global.nc.v4.f32 {$0, $1, $2, $3}, [$4]; }",
-    "ffff",
-    "lp",
-)
 global_store16 = instruction(
     "{ .reg .pred p; .reg .b16 t; cvt.u16.u32 t, $1; setp.ne.b32 p, $2, 0;"
     " @p st.global.b16 [$0], t; }",
     "",
     "lrp",
 )
-global_store4_b32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.b32 [$0], {$1, $2, $3, $4}; }",
-    "",
-    "lrrrrp",
-)
-global_store2_b32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.b32 [$0], {$1, $2}; }", "", "lrrp"
-)
-global_store_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p st.global.f32 [$0], $1; }", "", "lfp"
-)
-global_store2_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p st.global.v2.f32 [$0], {$1, $2}; }", "", "lffp"
-)
-global_store4_f32 = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $5, 0; @p st.global.v4.f32 [$0], {$1, $2, $3, $4}; }",
-    "",
-    "lffffp",
-)
+
+
+def _masked_load(count: int) -> Any:
+    """So many neighbours of float32."""
+    names = [f"${i}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    to, vector = (f"{{{', '.join(names)}}}", f".v{count}") if count > 1 else (names[0], "")
+    return instruction(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0; {zeros}"
+        f" @p ld.global.nc{vector}.f32 {to}, [${count}]; }}",
+        "f" * count,
+        "lp",
+    )
+
+
+def _masked_store(count: int, kind: str, letter: str) -> Any:
+    names = [f"${i + 1}" for i in range(count)]
+    of, vector = (f"{{{', '.join(names)}}}", f".v{count}") if count > 1 else (names[0], "")
+    return instruction(
+        f"{{ .reg .pred p; setp.ne.b32 p, ${count + 1}, 0;"
+        f" @p st.global{vector}.{kind} [$0], {of}; }}",
+        "",
+        f"l{letter * count}p",
+    )
+
+
+global_load_f32, global_load2_f32, global_load4_f32 = (_masked_load(n) for n in (1, 2, 4))
+global_store_f32, global_store2_f32 = (_masked_store(n, "f32", "f") for n in (1, 2))
+global_store4_b32 = _masked_store(4, "b32", "r")
 #: 9.7.9.15, prefetch: the line of 128 bytes around an address is brought to the second-level cache
 prefetch = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"

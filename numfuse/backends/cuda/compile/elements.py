@@ -15,21 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.compile import intrinsics
-from numfuse.backends.cuda.compile.toolchain import SIMULATED, intrinsic, ir, types
+from numfuse.backends.cuda.compile.accesses import narrowed, widened
+from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, FORMATS, I16, I32, named
+from numfuse.backends.cuda.compile.toolchain import SIMULATED, ir, types
 
-#: LLVM's and C's type of an element in memory.
-_STORED: dict[str, tuple[Any, Any]] = {
-    "float64": (ir.DoubleType(), ctypes.c_double),
-    "float32": (ir.FloatType(), ctypes.c_float),
-    "float16": (ir.IntType(16), ctypes.c_uint16),
-    "bfloat16": (ir.IntType(16), ctypes.c_uint16),
-}
-_I64 = ir.IntType(64)
+_C = {"float64": ctypes.c_double, "float32": ctypes.c_float}
 
 
-def _place(builder: Any, address: Any, index: Any, kind: Any) -> Any:
-    pointer = builder.inttoptr(address, ir.PointerType(kind, addrspace=1))
+def _place(builder: Any, address: Any, index: Any, dtype: str) -> Any:
+    pointer = builder.inttoptr(address, ir.PointerType(FORMATS[dtype][0], addrspace=1))
     return builder.gep(pointer, [index])
 
 
@@ -52,7 +46,7 @@ def _narrowed(dtype: str, value: Any) -> int:
 def loads(dtype: str) -> Any:
     """``load(address, index)``: an element, float16 and bfloat16 as float32."""
     if SIMULATED:
-        c = _STORED[dtype][1]
+        c = _C.get(dtype, ctypes.c_uint16)
         size = ctypes.sizeof(c)
 
         def simulated(address, index):
@@ -64,32 +58,23 @@ def loads(dtype: str) -> Any:
         simulated.numfuse_key = f"load_{dtype}"
         return simulated
 
-    made = types.float64 if dtype == "float64" else types.float32
+    llvm, numba = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
 
-    def codegen(context, builder, signature, args):
-        kind = _STORED[dtype][0]
-        value = builder.load(_place(builder, *args, kind))
-        if dtype == "bfloat16":  # the upper half of a float32
-            word = ir.IntType(32)
-            return builder.bitcast(builder.shl(builder.zext(value, word), word(16)), ir.FloatType())
-        if dtype == "float16":
-            return intrinsics.from_half(builder, value)
-        return value
+    def typing(typingctx, address, index):
+        def codegen(context, builder, signature, args):
+            value = builder.load(_place(builder, *args, dtype))
+            return widened(builder, value, dtype, llvm)
 
-    def typed(typingctx, address, index):
-        return made(types.uint64, types.int64), codegen
+        return numba(types.uint64, types.int64), codegen
 
-    typed.__name__ = typed.__qualname__ = f"load_{dtype}"
-    found = intrinsic(typed)
-    found.numfuse_key = f"load_{dtype}"
-    return found
+    return named("load_element", dtype, 2, typing)
 
 
 @functools.cache
 def stores(dtype: str) -> Any:
     """``store(address, index, value)``: of the accumulator's value, rounded to nearest even."""
     if SIMULATED:
-        c = _STORED[dtype][1]
+        c = _C.get(dtype, ctypes.c_uint16)
         size = ctypes.sizeof(c)
 
         def simulated(address, index, value):
@@ -99,32 +84,29 @@ def stores(dtype: str) -> Any:
         simulated.numfuse_key = f"store_{dtype}"
         return simulated
 
-    taken = types.float64 if dtype == "float64" else types.float32
+    _, numba = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
 
-    def codegen(context, builder, signature, args):
-        address, index, value = args
-        kind = _STORED[dtype][0]
-        if kind.__class__ is ir.IntType:
+    def typing(typingctx, address, index, value):
+        def codegen(context, builder, signature, args):
+            address, index, value = args
             # bfloat16: by the bits, as the instruction is there since sm_80
-            narrow = intrinsics.to_half if dtype == "float16" else _bfloat16
-            value = narrow(builder, value)
-        builder.store(value, _place(builder, address, index, kind))
-        return context.get_dummy_value()
+            narrow = (
+                _bfloat16(builder, value)
+                if dtype == "bfloat16"
+                else narrowed(builder, value, dtype)
+            )
+            builder.store(narrow, _place(builder, address, index, dtype))
+            return context.get_dummy_value()
 
-    def typed(typingctx, address, index, value):
-        return types.void(types.uint64, types.int64, taken), codegen
+        return types.void(types.uint64, types.int64, numba), codegen
 
-    typed.__name__ = typed.__qualname__ = f"store_{dtype}"
-    found = intrinsic(typed)
-    found.numfuse_key = f"store_{dtype}"
-    return found
+    return named("store_element", dtype, 3, typing)
 
 
 def _bfloat16(builder: Any, value: Any) -> Any:
     """Rounded to nearest even on the bits, which every capability can; NaN stays NaN."""
-    word = ir.IntType(32)
-    bits = builder.bitcast(value, word)
-    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-    rounded = builder.lshr(builder.add(builder.add(bits, word(0x7FFF)), odd), word(16))
+    bits = builder.bitcast(value, I32)
+    odd = builder.and_(builder.lshr(bits, I32(16)), I32(1))
+    rounded = builder.lshr(builder.add(builder.add(bits, I32(0x7FFF)), odd), I32(16))
     is_nan = builder.fcmp_unordered("uno", value, value)
-    return builder.trunc(builder.select(is_nan, word(0x7FFF), rounded), ir.IntType(16))
+    return builder.trunc(builder.select(is_nan, I32(0x7FFF), rounded), I16)

@@ -152,6 +152,32 @@ def write_registers(builder: Any, pointer: Any, first: int, values: list[Any]) -
         builder.store(value, element(builder, pointer, first + i))
 
 
+def on_arrays(name: str, key: str, kinds: str, body: Callable[..., None]) -> Any:
+    """The intrinsic that emits ``body(builder, *operands)`` and returns nothing.
+
+    `kinds` has a letter for each operand: "a" a local array, where it begins; "n" a literal, its
+    number; "r" a value of 32 bits.
+    """
+
+    def typing(typingctx: Any, *given: Any) -> Any:
+        pairs = list(zip(kinds, given, strict=True))
+        if any(kind == "n" and not isinstance(ty, types.IntegerLiteral) for kind, ty in pairs):
+            return None
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            operands = []
+            for (kind, ty), value in zip(pairs, args, strict=True):
+                if kind == "a":
+                    value = array_pointer(context, builder, ty, value)
+                operands.append(ty.literal_value if kind == "n" else value)
+            body(builder, *operands)
+            return context.get_dummy_value()
+
+        return types.void(*(types.int32 if kind == "r" else ty for kind, ty in pairs)), codegen
+
+    return named(name, key, len(kinds), typing)
+
+
 # --- special registers, addresses of shared memory ------------------------------------------------
 #: 10, %tid, %ctaid, %nctaid: this thread in its block, this block in its grid
 thread_index = instruction("mov.u32 $0, %tid.x;", "r", kind="pure")
@@ -248,16 +274,6 @@ def inverse(builder: Any, x: Any) -> Any:
     one, minus = ir.Constant(F32, 1.0), builder.fsub(ir.Constant(F32, -0.0), x)
     start = approximate(builder, "rcp", x)
     return fused(builder, start, fused(builder, minus, start, one), start)
-
-
-def from_half(builder: Any, x: Any) -> Any:
-    """cvt.f32.f16 (9.7.9.21): exact."""
-    return emit(builder, "cvt.f32.f16 $0, $1;", "f", "h", [x])
-
-
-def to_half(builder: Any, x: Any) -> Any:
-    """cvt.rn.f16.f32 (9.7.9.21): to nearest, ties to even."""
-    return emit(builder, "cvt.rn.f16.f32 $0, $1;", "h", "f", [x])
 
 
 def to_bfloat16(builder: Any, x: Any) -> Any:

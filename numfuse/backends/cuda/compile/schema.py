@@ -1,11 +1,50 @@
-"""The arguments of a kernel: names and order are those of its text, a launch gives them by name."""
+"""The arguments of a kernel: names and order are those of its text, a launch gives them by name.
+
+A parameter whose annotation is a dataclass is a record: it stands for an argument for each field,
+``x: Array`` for ``x_address, x_place, x_row, x_column``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
-__all__ = ["Schema"]
+__all__ = ["Array", "Schema", "arguments", "fields_of", "parameters"]
+
+
+@dataclass
+class Array:
+    """An array of a kernel: its address, and its strides from a place, row and column to the next.
+
+    A kernel says whether these are bytes or elements.
+    """
+
+    address: Any
+    place: Any
+    row: Any
+    column: Any
+
+
+def fields_of(kind: Any) -> tuple[str, ...]:
+    """Return the names of the fields of a record's type; none for what is no record."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+
+
+def parameters(template: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
+    """Return {parameter: the fields of a record, or none}."""
+    code, scope = template.__code__, template.__globals__
+    kinds: Mapping[str, str] = getattr(template, "__annotations__", {})
+    names = code.co_varnames[: code.co_argcount]
+    return {name: fields_of(scope.get(kinds.get(name, ""))) for name in names}
+
+
+def arguments(template: Callable[..., Any]) -> list[str]:
+    """Return the names of the parameters, records written out."""
+    found: list[str] = []
+    for name, own in parameters(template).items():
+        found += [f"{name}_{field}" for field in own] or [name]
+    return found
 
 
 class Schema:
@@ -14,7 +53,7 @@ class Schema:
     Parameters
     ----------
     template : callable
-        The kernel's text: its parameters are the names.
+        The kernel's text: its parameters, with records written out, are the names.
     kind : str
         The type of every argument that `kinds` does not name: see `toolchain.Kernel`.
     **kinds : str
@@ -28,8 +67,8 @@ class Schema:
     """
 
     def __init__(self, template: Callable[..., Any], kind: str = "i64", **kinds: str) -> None:
-        code = template.__code__
-        self.names = code.co_varnames[: code.co_argcount]
+        self._parameters = parameters(template)
+        self.names = tuple(arguments(template))
         types = {name: other for other, names in kinds.items() for name in names.split()}
         self._require(types.keys() - set(self.names), "has no")
         self.signature = " ".join(types.get(name, kind) for name in self.names)
@@ -37,11 +76,15 @@ class Schema:
     def __call__(self, **values: Any) -> tuple[Any, ...]:
         """Return the values in the order of the arguments; TypeError if one is missing or unknown.
 
-        They are numbers, and what a launch replaces by addresses (`plan.product.Slot`).
+        Values are numbers, and what a launch replaces by addresses (`plan.product.Slot`), or
+        records of them.
         """
-        self._require(values.keys() - set(self.names), "has no")
-        self._require(set(self.names) - values.keys(), "wants")
-        return tuple(values[name] for name in self.names)
+        self._require(values.keys() - set(self._parameters), "has no")
+        self._require(set(self._parameters) - values.keys(), "wants")
+        found: list[Any] = []
+        for name, own in self._parameters.items():
+            found += [getattr(values[name], field) for field in own] or [values[name]]
+        return tuple(found)
 
     @staticmethod
     def _require(names: set[str], but: str) -> None:

@@ -2,9 +2,14 @@
 
 An accumulator of a tensor core lives in registers, and a register has no index: every subscript of
 it must be a constant before the compiler sees it.  So a template says ``for j in unrolled(8):``
-and ``if SLOPE:`` in plain Python, and `expanded` writes both out, with the UPPER-case names that
-are bound to numbers, texts or tuples replaced by their values.  What it makes is Python again: the
-function keeps it as ``numfuse_text``, to be printed.
+and ``if SLOPE:`` in plain Python, and `text` writes both out, with the UPPER-case names that
+are bound to numbers, texts or tuples replaced by their values.  A record (`schema`)
+among the parameters, or of an annotated assignment, is written out as its fields, and so it is as
+an argument of another template and where it is made.  What it makes
+is Python again.
+
+A function of `kernels` that a template calls is a template as well: a device function with the same
+names bound.
 """
 
 from __future__ import annotations
@@ -20,11 +25,15 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
-from numfuse.backends.cuda.compile.toolchain import device_function, identity
+from numfuse.backends.cuda.compile.schema import Schema, arguments, fields_of, parameters
+from numfuse.backends.cuda.compile.toolchain import Kernel, device_function, identity, kernel
 from numfuse.expr import Expr
 from numfuse.runtime.lifetimes import formulas_of
 
-__all__ = ["Inlined", "Template", "expanded", "inlined", "names_of", "text", "unrolled"]
+__all__ = ["Inlined", "Template", "bound", "inlined", "kernel_of", "text", "unrolled"]
+
+#: Where the templates are.
+_ROOM = "numfuse.backends.cuda.kernels."
 
 
 def unrolled(*bounds: int) -> range:
@@ -71,8 +80,13 @@ def _copied(node: Any) -> Any:
 class _Writer(ast.NodeTransformer):
     """Replaces what is constant, bottom up."""
 
-    def __init__(self, constants: Mapping[str, Any]) -> None:
-        self.constants = dict(constants)
+    def __init__(
+        self,
+        constants: Mapping[str, Any],
+        records: Mapping[str, tuple[str, ...]],
+        scope: Mapping[str, Any],
+    ) -> None:
+        self.constants, self.records, self.scope = dict(constants), dict(records), scope
 
     def _value(self, value: Any) -> ast.expr:
         return ast.Constant(value)
@@ -80,6 +94,13 @@ class _Writer(ast.NodeTransformer):
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Load) and node.id in self.constants:
             return self._value(self.constants[node.id])
+        return node
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        owner = node.value
+        if isinstance(owner, ast.Name) and node.attr in self.records.get(owner.id, ()):
+            return ast.Name(f"{owner.id}_{node.attr}", node.ctx)
+        self.generic_visit(node)
         return node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
@@ -136,7 +157,15 @@ class _Writer(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
+        given: list[ast.expr] = []
+        for argument in node.args:
+            name = getattr(argument, "id", "")
+            fields = self.records.get(name, ())
+            given += [ast.Name(f"{name}_{x}", ast.Load()) for x in fields] or [argument]
+        node.args = given
         self.generic_visit(node)
+        if fields_of(self.scope.get(getattr(node.func, "id", ""))):
+            return ast.Tuple(node.args, ast.Load())
         known = {"min": min, "max": max}.get(getattr(node.func, "id", ""))
         if known and all(isinstance(a, ast.Constant) for a in node.args):
             return self._value(known(a.value for a in node.args))  # type: ignore[attr-defined]
@@ -169,6 +198,14 @@ class _Writer(ast.NodeTransformer):
             return []
         node.targets = [self.visit(t) for t in node.targets]
         return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        assert isinstance(node.target, ast.Name) and isinstance(node.annotation, ast.Name)
+        name, own = node.target.id, fields_of(self.scope[node.annotation.id])
+        self.records[name] = own
+        names: list[ast.expr] = [ast.Name(f"{name}_{field}", ast.Store()) for field in own]
+        assert node.value is not None
+        return ast.Assign([ast.Tuple(names, ast.Store())], self.visit(node.value))
 
     def visit_While(self, node: ast.While) -> ast.stmt:
         return ast.While(self.visit(node.test), self._body(node.body) or [ast.Pass()], [])
@@ -209,38 +246,17 @@ def _tree(template: Callable[..., Any]) -> ast.FunctionDef:
         function.body = function.body[1:]
     function.decorator_list = []
     function.returns = None
-    for argument in function.args.args:
-        argument.annotation = None
+    function.args.args = [ast.arg(name) for name in arguments(template)]
     return function
 
 
 def text(template: Callable[..., Any], bindings: Mapping[str, Any]) -> str:
     """`template` written out under `bindings`, as Python text."""
     function = _copied(_tree(template))
-    writer = _Writer({name: value for name, value in bindings.items() if _constant(value)})
+    constants = {name: value for name, value in bindings.items() if _constant(value)}
+    writer = _Writer(constants, parameters(template), template.__globals__)
     function.body = writer._body(function.body) or [ast.Pass()]
     return ast.unparse(ast.fix_missing_locations(function)) + "\n"
-
-
-def expanded(template: Callable[..., Any], bindings: Mapping[str, Any]) -> Callable[..., Any]:
-    """The function of `text`; what is no constant stays a free name."""
-    source = text(template, bindings)
-    digest = hashlib.sha256(source.encode()).hexdigest()[:20]
-    filename = f"<{template.__name__} {digest}>"
-    # tracebacks and the compiler's messages show the lines of the text
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    scope = dict(template.__globals__)
-    exec(compile(source, filename, "exec"), scope)
-    function = scope[template.__name__]
-    function.numfuse_text = source
-    function.numfuse_key = f"{template.__module__}.{template.__qualname__} {digest}"
-    return function
-
-
-def names_of(function: Callable[..., Any], bindings: Mapping[str, Any]) -> dict[str, Any]:
-    """The bindings that a function made by `expanded` still names."""
-    used = function.__code__.co_names
-    return {name: bindings[name] for name in sorted(bindings) if name in used}
 
 
 class Template:
@@ -258,7 +274,13 @@ class Template:
 
     def __init__(self, template: Callable[..., Any], bindings: Mapping[str, Any]) -> None:
         self._template = template
-        used = {n: bindings[n] for n in sorted(template.__code__.co_names) if n in bindings}
+        used: dict[str, Any] = {}
+        for name in sorted(template.__code__.co_names):
+            own = template.__globals__.get(name)
+            if name in bindings:
+                used[name] = bindings[name]
+            elif isinstance(own, FunctionType) and own.__module__.startswith(_ROOM):
+                used[name] = Inlined(own, bindings)
         self._constants = {name: value for name, value in used.items() if _constant(value)}
         #: What is no constant, by its name.
         self.others = {name: value for name, value in used.items() if not _constant(value)}
@@ -274,8 +296,14 @@ class Template:
 
     @functools.cached_property
     def function(self) -> Any:
-        """The function, written out."""
-        return expanded(self._template, self._constants)
+        """The function, written out; what is no constant stays a free name."""
+        template, source = self._template, text(self._template, self._constants)
+        filename = f"<{template.__name__} {hashlib.sha256(source.encode()).hexdigest()[:20]}>"
+        # tracebacks and the compiler's messages show the lines of the text
+        linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+        scope = dict(template.__globals__)
+        exec(compile(source, filename, "exec"), scope)
+        return scope[template.__name__]
 
     @property
     def __code__(self) -> CodeType:
@@ -305,3 +333,31 @@ class Inlined(Template):
 def inlined(template: Callable[..., Any], **bindings: Any) -> Inlined:
     """`Inlined`, with the names as keywords."""
     return Inlined(template, bindings)
+
+
+def bound(owner: Any, names: str) -> dict[str, Any]:
+    """Return attributes, their names separated by blanks, as bindings of UPPER-case names."""
+    return {name.upper(): getattr(owner, name) for name in names.split()}
+
+
+def kernel_of(
+    template: Callable[..., Any],
+    schema: Schema,
+    bindings: Mapping[str, Any],
+    *,
+    threads: int,
+    name: str,
+    blocks: int = 0,
+    feature: str = "",
+) -> Kernel:
+    """Return the kernel (`toolchain.kernel`) of a template with its names bound."""
+    made = Template(template, bindings)
+    return kernel(
+        made,
+        schema.signature,
+        threads=threads,
+        blocks=blocks,
+        feature=feature,
+        name=name,
+        **made.others,
+    )

@@ -197,10 +197,6 @@ def _short_primitives() -> SimpleNamespace:
         return factor * power(x * log2e)
 
     @jit
-    def scaled_exp(factor, hi, lo):  # type: ignore[no-untyped-def]
-        return factor * power(hi * log2e)
-
-    @jit
     def exp(x):  # type: ignore[no-untyped-def]
         return power(x * log2e)
 
@@ -209,16 +205,8 @@ def _short_primitives() -> SimpleNamespace:
         return factor * reciprocal(one + power(x * -log2e))
 
     @jit
-    def scaled_sigmoid(factor, hi, lo):  # type: ignore[no-untyped-def]
-        return factor * reciprocal(one + power(hi * -log2e))
-
-    @jit
     def plain_complement(factor, x):  # type: ignore[no-untyped-def]
         return factor * reciprocal(one + power(x * log2e))
-
-    @jit
-    def scaled_complement(factor, hi, lo):  # type: ignore[no-untyped-def]
-        return factor * reciprocal(one + power(hi * log2e))
 
     @jit
     def plain_bell(factor, x):  # type: ignore[no-untyped-def]
@@ -226,10 +214,6 @@ def _short_primitives() -> SimpleNamespace:
         e = power(absolute(x) * -log2e)
         r = reciprocal(one + e)
         return factor * (e * r) * r
-
-    @jit
-    def scaled_bell(factor, hi, lo):  # type: ignore[no-untyped-def]
-        return plain_bell(factor, hi)
 
     @jit
     def tanh(x):  # type: ignore[no-untyped-def]
@@ -243,19 +227,20 @@ def _short_primitives() -> SimpleNamespace:
     def product_low(a, b):  # type: ignore[no-untyped-def]
         return zero
 
-    return SimpleNamespace(
-        **{
-            **vars(full),
-            "plain_exp": plain_exp,
-            "scaled_exp": scaled_exp,
-            "exp": exp,
-            "plain_sigmoid": plain_sigmoid,
-            "scaled_sigmoid": scaled_sigmoid,
-            "plain_complement": plain_complement,
-            "scaled_complement": scaled_complement,
-            "plain_bell": plain_bell,
-            "scaled_bell": scaled_bell,
-            "tanh": tanh,
-            "product_low": product_low,
-        }
-    )
+    def scaled(plain: Any) -> Any:
+        @jit
+        def made(factor, hi, lo):  # type: ignore[no-untyped-def]
+            return plain(factor, hi)
+
+        return made
+
+    plain = {
+        "exp": plain_exp,
+        "sigmoid": plain_sigmoid,
+        "complement": plain_complement,
+        "bell": plain_bell,
+    }
+    short = {f"plain_{name}": function for name, function in plain.items()}
+    short |= {f"scaled_{name}": scaled(function) for name, function in plain.items()}
+    short |= {"exp": exp, "tanh": tanh, "product_low": product_low}
+    return SimpleNamespace(**{**vars(full), **short})

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.compile.schema import Array
 from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
-from numfuse.backends.cuda.plan.product import Operand, Product, Slot, strides
-from numfuse.expr import Expr
+from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 
-__all__ = ["Finish", "addresses", "formula_of", "steps"]
+__all__ = [
+    "element",
+    "finish_of",
+    "finishing",
+    "formula_of",
+    "in_bytes",
+    "in_elements",
+    "parts_of",
+]
 
 
 def formula_of(product: Product, short: bool) -> Formula:
@@ -22,77 +30,65 @@ def formula_of(product: Product, short: bool) -> Formula:
     return formula(product.epilogue, arguments, product.accumulator, short=short)
 
 
-@dataclass(frozen=True)
-class Finish:
-    """The parts of a `Product` that are bound where a kernel stores the result."""
-
-    accumulator: str
-    #: Storage dtypes, of what there is.
-    out: str
-    bias: str | None
-    extra: str | None
-    pre: bool
-    sums: bool
-    formula: Formula
-
-    def formulas(self) -> list[Expr]:
-        """Return the formulas with which its kernel goes."""
-        return self.formula.formulas()
-
-    @classmethod
-    def of(cls, product: Product, out: str) -> Finish:
-        """Return what a kernel does that stores the result of a product in the dtype `out`."""
-        p = product
-        return cls(
-            p.accumulator,
-            out,
-            p.bias.dtype if p.bias else None,
-            p.extra.dtype if p.extra else None,
-            p.pre is not None,
-            p.sums,
-            formula_of(p, is_short(p.accumulator, p.out.dtype)),
-        )
-
-    def bindings(self, count: int = 1) -> dict[str, Any]:
-        """Return the UPPER-case names; `count`: values of extra, pre and out in one access."""
-        one, acc = intrinsics, self.accumulator
-        store = accesses.store if count == 1 else accesses.store_array
-        found: dict[str, Any] = {
-            "ACCUMULATOR": one.ACCUMULATORS[acc][1],
-            "BIAS": self.bias is not None,
-            "EXTRA": self.extra is not None,
-            "PRE": self.pre,
-            "SUMS": self.sums,
-            "EPILOGUE": self.formula,
-            "STORE_SUM": accesses.store(acc, 1, acc),
-            "STORE_PRE": store(acc, count, acc),
-            "STORE_OUT": store(self.out, count, acc),
-            # sums on their way through shared memory
-            "TAKE_ONE": accesses.load(acc, 1, acc, one.SHARED),
-            "PUT_ONE": accesses.store(acc, 1, acc, one.SHARED),
-        }
-        if self.bias is not None:
-            found["LOAD_BIAS"] = accesses.load(self.bias, 1, acc)
-        if self.extra is not None:
-            found["LOAD_EXTRA"] = accesses.load(self.extra, count, acc)
-        return found
-
-
-def addresses(product: Product, out: Slot) -> dict[str, int | Slot]:
-    """Return the addresses of what a product finishes with, its result at `out`."""
+def parts_of(product: Product) -> dict[str, Any]:
+    """Return which parts the epilogue of a product has, and its formula, as UPPER-case names."""
     p = product
     return {
-        "bias": Slot("bias") if p.bias else 0,
-        "extra": Slot("extra") if p.extra else 0,
-        "pre": Slot("pre") if p.pre else 0,
-        "out": out,
-        "sums": Slot("sums") if p.sums else 0,
+        "BIAS": p.bias is not None,
+        "EXTRA": p.extra is not None,
+        "PRE": p.pre is not None,
+        "SUMS": p.sums,
+        "EPILOGUE": formula_of(p, is_short(p.accumulator, p.out.dtype)),
     }
 
 
-def steps(unit: str, product: Product, out: Operand) -> dict[str, int]:
-    """Return the strides of what a product finishes with, its result laid out as `out`."""
+def finish_of(product: Product, out: str, count: int = 1) -> dict[str, Any]:
+    """Return the UPPER-case names with which a kernel stores a product in the dtype `out`.
+
+    `count`: values of extra, pre and out in one access.
+    """
+    acc, shared = product.accumulator, intrinsics.SHARED
+    store = accesses.store if count == 1 else accesses.store_array
+    found = parts_of(product) | {
+        "ACCUMULATOR": intrinsics.ACCUMULATORS[acc][1],
+        "STORE_SUM": accesses.store(acc, 1, acc),
+        "STORE_PRE": store(acc, count, acc),
+        "STORE_OUT": store(out, count, acc),
+        # sums on their way through shared memory
+        "TAKE_ONE": accesses.load(acc, 1, acc, shared),
+        "PUT_ONE": accesses.store(acc, 1, acc, shared),
+    }
+    if product.bias is not None:
+        found["LOAD_BIAS"] = accesses.load(product.bias.dtype, 1, acc)
+    if product.extra is not None:
+        found["LOAD_EXTRA"] = accesses.load(product.extra.dtype, count, acc)
+    return found
+
+
+def element(array: Array, place, row, column):  # type: ignore[no-untyped-def]
+    """Return how far an element of an array is from its address; a template."""
+    return place * array.place + row * array.row + column * array.column
+
+
+def in_bytes(slot: Slot, operand: Operand | None) -> Array:
+    """Return an array as a kernel's argument, its strides in bytes; zeros for what is not there."""
+    return Array(slot, *operand.steps) if operand else Array(0, 0, 0, 0)
+
+
+def in_elements(slot: Slot, operand: Operand | None) -> Array:
+    """Return an array as a kernel's argument, its strides in elements."""
+    return Array(slot, *operand.strides) if operand else Array(0, 0, 0, 0)
+
+
+def finishing(
+    product: Product, out: Operand, slot: Slot, given: Callable[[Slot, Operand | None], Array]
+) -> dict[str, Any]:
+    """Return the arguments that a product finishes with, its result laid out as `out` at `slot`.
+
+    `given` is `in_bytes` or `in_elements`.
+    """
     p = product
-    found = strides(unit, bias=p.bias, extra=p.extra, pre=p.pre, out=out)
-    del found["bias_row"]  # (it is 0)
+    found: dict[str, Any] = {"out": given(slot, out), "sums": Slot("sums") if p.sums else 0}
+    for name, operand in (("bias", p.bias), ("extra", p.extra), ("pre", p.pre)):
+        found[name] = given(Slot(name), operand)
     return found

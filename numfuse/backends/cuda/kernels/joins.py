@@ -14,13 +14,13 @@ import numpy as np
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
-from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import cuda, device_function, kernel, types
-from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.plan.product import Launch, Operand, Slot, strides
+from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.toolchain import cuda, device_function, types
+from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
+from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
+from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
-__all__ = ["columns", "corrected", "lost", "rows"]
+__all__ = ["columns", "corrected", "fits", "plus", "rows"]
 
 
 @device_function
@@ -31,15 +31,20 @@ def lost(before, value, total):
 
 
 @device_function
+def plus(total, error, value):
+    """A total with one value more, and what its additions have lost."""
+    made = total + value
+    return made, error + lost(total, value, made)
+
+
+@device_function
 def corrected(total, error):
     """A total and what was lost of it; itself where that is no number, or infinite."""
     nothing = error - error
     return total + error if nothing == nothing else total
 
 
-def join_rows(
-    planes, out, vectors, columns, per_row, depth, step, place_step, out_place, out_row, out_column
-):
+def join_rows(planes, out: Array, vectors, columns, per_row, depth, step, place_step):
     """out[o] = the sum of planes[o, q] over q; a thread has VALUES neighbours of a row.
 
     A row of a plane has `per_row` times VALUES values, of which `columns` count; steps in bytes.
@@ -67,31 +72,33 @@ def join_rows(
                     ahead[u * VALUES + v] = loaded[v]
             for u in unrolled(AHEAD):
                 for v in unrolled(VALUES):
-                    before = total[v]
-                    total[v] = before + ahead[u * VALUES + v]
-                    error[v] = error[v] + lost(before, ahead[u * VALUES + v], total[v])
+                    total[v], error[v] = plus(total[v], error[v], ahead[u * VALUES + v])
             q += AHEAD
         while q < depth:
             loaded = LOAD(at + q * step)
             for v in unrolled(VALUES):
-                before = total[v]
-                total[v] = before + loaded[v]
-                error[v] = error[v] + lost(before, loaded[v], total[v])
+                total[v], error[v] = plus(total[v], error[v], loaded[v])
             q += 1
         for v in unrolled(VALUES):
             total[v] = corrected(total[v], error[v])
         column = (i - row * per_row) * VALUES
-        to = out + place * out_place + row * out_row
+        to = out.address + place * out.place + row * out.row
         if WIDE:
             STORE(to + column * OUT_BYTES, total)
         else:
             for v in unrolled(VALUES):
                 if column + v < columns:
-                    STORE(to + (column + v) * out_column, total[v])
+                    STORE(to + (column + v) * out.column, total[v])
 
 
 #: Steps and strides are in bytes.
 ROWS = Schema(join_rows)
+
+
+def fits(out: Operand, lengths: tuple[int, int, int, int], accumulator: str) -> bool:
+    """Return whether `rows` joins contiguous planes to whole accesses of the result."""
+    values = 16 // intrinsics.itemsize(accumulator)
+    return out.in_wholes(lengths[3], values) and lengths[0] < 1 << 16
 
 
 def rows(
@@ -122,7 +129,7 @@ def rows(
     place, plane, pitch = steps or (depth * m * n, m * n, n)
     size = intrinsics.itemsize(accumulator)
     values = 16 // size
-    wide = n % values == 0 and runs_wide(out, 2, values)
+    wide = fits(out, lengths, accumulator)
     store = accesses.store_array if wide else accesses.store
     bindings = {
         "THREADS": tiling.PASS_THREADS,
@@ -136,30 +143,23 @@ def rows(
         "LOAD": accesses.load(accumulator, values, accumulator),
         "STORE": store(out.dtype, values if wide else 1, accumulator),
     }
-    template = expanded(join_rows, bindings)
-    made = kernel(
-        template,
-        ROWS.signature,
-        threads=tiling.PASS_THREADS,
-        name=f"join {out.dtype}",
-        **names_of(template, bindings),
-    )
+    name = f"join {out.dtype}"
+    made = kernel_of(join_rows, ROWS, bindings, threads=tiling.PASS_THREADS, name=name)
     arguments = ROWS(
         planes=planes,
-        out=Slot("out"),
+        out=in_bytes(Slot("out"), out),
         vectors=m * (pitch // values),
         columns=n,
         per_row=pitch // values,
         depth=depth,
         step=plane * size,
         place_step=place * size,
-        **strides("bytes", out=out),
     )
     grid = -(-m * (pitch // values) // tiling.PASS_THREADS), count, 1
     return Launch(made, grid, arguments, overlaps=overlaps)
 
 
-def join_columns(planes, out, n, depth, out_place, out_column):
+def join_columns(planes, out: Array, n, depth):
     """out[o, c] = the sum of planes[o, q, c] over q; 32 columns a block.
 
     Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
@@ -179,15 +179,12 @@ def join_columns(planes, out, n, depth, out_place, out_column):
             for u in unrolled(4):
                 ahead[u] = LOAD(at + u * step)
             for u in unrolled(4):
-                before, total = total, total + ahead[u]
-                error = error + lost(before, ahead[u], total)
+                total, error = plus(total, error, ahead[u])
             at += 4 * step
             q += 4 * LANES
         q -= 3 * LANES
         while q < depth:
-            plane = LOAD(at)
-            before, total = total, total + plane
-            error = error + lost(before, plane, total)
+            total, error = plus(total, error, LOAD(at))
             at += step
             q += LANES
     shared[r, c] = total
@@ -198,7 +195,7 @@ def join_columns(planes, out, n, depth, out_place, out_column):
         for lane in range(LANES):
             before, total = total, total + shared[lane, c]
             error = error + (lost(before, shared[lane, c], total) + shared[LANES + lane, c])
-        STORE(out + place * out_place + column * out_column, corrected(total, error))
+        STORE(out.address + element(out, place, 0, column), corrected(total, error))
 
 
 #: Strides are in bytes.
@@ -226,20 +223,8 @@ def columns(
         "LOAD": accesses.load(accumulator, 1, accumulator),
         "STORE": accesses.store(dtype, 1, accumulator),
     }
-    template = expanded(join_columns, bindings)
-    made = kernel(
-        template,
-        COLUMNS.signature,
-        threads=32 * lanes,
-        name=f"join columns {dtype}",
-        **names_of(template, bindings),
-    )
-    arguments = COLUMNS(
-        planes=planes,
-        out=out,
-        n=n,
-        depth=depth,
-        out_place=steps[0] * size,
-        out_column=steps[1] * size,
-    )
+    name = f"join columns {dtype}"
+    made = kernel_of(join_columns, COLUMNS, bindings, threads=32 * lanes, name=name)
+    to = Array(out, steps[0] * size, 0, steps[1] * size)
+    arguments = COLUMNS(planes=planes, out=to, n=n, depth=depth)
     return Launch(made, (-(-n // 32), count, 1), arguments)

@@ -1,19 +1,24 @@
-"""A copy of a float32 factor whose rows begin at 16 bytes, turned where it lies the other way."""
+"""A copy of a float32 factor whose rows begin at 16 bytes, turned where it lies the other way.
+
+It may be rounded to tf32, which wgmma reads along K alone: it has no transpose bit for that.
+"""
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
 # mypy: disable-error-code="no-untyped-def, name-defined"
 # ruff: noqa: F821
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
-from numfuse.backends.cuda.compile.intrinsics import shared_address
-from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
-from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
+from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
+from numfuse.backends.cuda.compile.intrinsics import round_tf32, shared_address
+from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
 __all__ = ["fits", "laid_out"]
@@ -22,14 +27,18 @@ __all__ = ["fits", "laid_out"]
 SQUARE, ROWS = 64, 16
 
 
-def lay_out(source, out, outer, inner, from_place, from_outer, from_inner, to_place, to_outer):
+def lay_out(out, outer, inner, source: Array, to_place, to_outer):
     """out[place, o, i] = source[place, o, i], where `out` has i inside; steps in bytes.
 
+    `source` has o as its rows and i as its columns.
     A thread has 4 x 4 values. Behind the last of a row it writes zeros, to a multiple of four.
     """
+    if TF32:
+        grid_wait()
+        grid_release()
     t = cuda.threadIdx.x
     i0, o0 = cuda.blockIdx.x * SQUARE, cuda.blockIdx.y * SQUARE
-    source += cuda.blockIdx.z * from_place
+    source.address += cuda.blockIdx.z * source.place
     out += cuda.blockIdx.z * to_place
     fours, line = t & 15, t >> 4
     # all loads are on their way before the first value is used
@@ -39,17 +48,17 @@ def lay_out(source, out, outer, inner, from_place, from_outer, from_inner, to_pl
     if TURNED:
         # read along the source's rows: four of them, of four values
         o, i = o0 + 4 * fours, i0 + 4 * line
-        at = source + o * from_outer + i * from_inner
+        at = source.address + o * source.row + i * source.column
         for r in unrolled(4):
             if WIDE:
                 if i + r < inner and o < outer:
-                    loaded = LOAD_4(at + r * from_inner)
+                    loaded = LOAD_4(at + r * source.column)
                     for v in unrolled(4):
                         held[4 * v + r] = loaded[v]
             else:
                 for v in unrolled(4):
                     if i + r < inner and o + v < outer:
-                        held[4 * v + r] = LOAD(at + r * from_inner + v * from_outer)
+                        held[4 * v + r] = LOAD(at + r * source.column + v * source.row)
         # turned within the thread, then to the rows of `out`; their fours are exchanged so that
         # eight threads of any access meet all banks
         square = shared_address(cuda.shared.array(0, dtype=types.int64))
@@ -62,19 +71,32 @@ def lay_out(source, out, outer, inner, from_place, from_outer, from_inner, to_pl
             if o0 + row < outer and i0 + 4 * fours < inner:
                 taken = TAKE_4(square + (row * SQUARE + 4 * (fours ^ (row >> 2))) * 4)
                 to = out + (o0 + row) * to_outer + (i0 + 4 * fours) * 4
-                STORE_4(to, taken[0], taken[1], taken[2], taken[3])
+                put_4(to, taken[0], taken[1], taken[2], taken[3])
     else:
         i = i0 + 4 * fours
-        at = source + (o0 + line) * from_outer + i * from_inner
+        at = source.address + (o0 + line) * source.row + i * source.column
         for r in unrolled(4):
-            for v in unrolled(4):
-                if o0 + line + r * ROWS < outer and i + v < inner:
-                    held[4 * r + v] = LOAD(at + r * ROWS * from_outer + v * from_inner)
+            if WIDE:
+                if o0 + line + r * ROWS < outer and i < inner:
+                    loaded = LOAD_4(at + r * ROWS * source.row)
+                    for v in unrolled(4):
+                        held[4 * r + v] = loaded[v]
+            else:
+                for v in unrolled(4):
+                    if o0 + line + r * ROWS < outer and i + v < inner:
+                        held[4 * r + v] = LOAD(at + r * ROWS * source.row + v * source.column)
         for r in unrolled(4):
             row = o0 + line + r * ROWS
             if row < outer and i < inner:
                 to = out + row * to_outer + i * 4
-                STORE_4(to, held[4 * r], held[4 * r + 1], held[4 * r + 2], held[4 * r + 3])
+                put_4(to, held[4 * r], held[4 * r + 1], held[4 * r + 2], held[4 * r + 3])
+
+
+def put_4(to, a, b, c, d):
+    """Four values to `out`."""
+    if TF32:
+        a, b, c, d = round_tf32(a), round_tf32(b), round_tf32(c), round_tf32(d)
+    STORE_4(to, a, b, c, d)
 
 
 ARGUMENTS = Schema(lay_out)
@@ -86,11 +108,18 @@ def fits(shape: tuple[int, int], places: int, inner: int) -> bool:
 
 
 def laid_out(
-    operand: Operand, shape: tuple[int, int], places: int, inner: int, source: Slot, to: Slot
+    operand: Operand,
+    shape: tuple[int, int],
+    places: int,
+    inner: int,
+    source: Slot,
+    to: Slot,
+    tf32: bool = False,
 ) -> tuple[Launch, Operand, int]:
     """The launch, the operand that it makes, and its bytes.
 
-    `shape`: rows and columns; `inner`: the axis (1: rows, 2: columns) that is contiguous after it.
+    `shape`: rows and columns; `inner`: the axis (1: rows, 2: columns) that is contiguous after it;
+    `tf32`: rounded, and kept for other products of the factor.
     """
     outer = 3 - inner
     lengths = shape[outer - 1], shape[inner - 1]
@@ -98,42 +127,39 @@ def laid_out(
     many = places if operand.strides[0] else 1
     step = lengths[0] * pitch if many > 1 else 0
     turned = abs(operand.strides[outer]) < abs(operand.strides[inner])
-    one, kind = intrinsics, "float32"
+    along, kind = outer if turned else inner, "float32"
     bindings = {
         "TURNED": turned,
-        "WIDE": turned and runs_wide(operand, outer, 4) and not lengths[0] % 4,
+        "TF32": tf32,
+        "WIDE": operand.runs_wide(along, 4) and not shape[along - 1] % 4,
         "SQUARE": SQUARE,
         "ROWS": ROWS,
         "ZERO": np.float32(0),
         "LOAD": accesses.load(kind, 1, kind),
         "LOAD_4": accesses.load(kind, 4, kind),
         "STORE_4": accesses.store(kind, 4, kind),
-        "TAKE_4": accesses.load(kind, 4, kind, one.SHARED),
-        "PUT_4": accesses.store(kind, 4, kind, one.SHARED),
+        "TAKE_4": accesses.load(kind, 4, kind, intrinsics.SHARED),
+        "PUT_4": accesses.store(kind, 4, kind, intrinsics.SHARED),
     }
-    template = expanded(lay_out, bindings)
-    made = kernel(
-        template,
-        ARGUMENTS.signature,
+    made = kernel_of(
+        lay_out,
+        ARGUMENTS,
+        bindings,
         threads=16 * ROWS,
-        name="turned copy" if turned else "copy",
-        **names_of(template, bindings),
+        name=f"{'turned ' if turned else ''}copy{' tf32' if tf32 else ''}",
     )
     arguments = ARGUMENTS(
-        source=source,
+        source=Array(source, *(operand.steps[i] for i in (0, outer, inner))),
         out=to,
         outer=lengths[0],
         inner=lengths[1],
-        from_place=operand.steps[0],
-        from_outer=operand.steps[outer],
-        from_inner=operand.steps[inner],
         to_place=step * 4,
         to_outer=pitch * 4,
     )
+    size = many * lengths[0] * pitch * 4
     grid = -(-lengths[1] // SQUARE), -(-lengths[0] // SQUARE), many
     strides = (step, pitch, 1) if inner == 2 else (step, 1, pitch)
-    return (
-        Launch(made, grid, arguments, SQUARE * SQUARE * 4 if turned else 0),
-        Operand("float32", strides, 16),
-        many * lengths[0] * pitch * 4,
-    )
+    launch = Launch(made, grid, arguments, SQUARE * SQUARE * 4 if turned else 0)
+    if tf32:
+        launch = replace(launch, overlaps=True, makes=(to.name, size))
+    return launch, Operand("float32", strides, 16), size

@@ -11,18 +11,16 @@ simulator runs.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
-from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel, types
-from numfuse.backends.cuda.kernels import passes
-from numfuse.backends.cuda.kernels.elementwise import is_short
-from numfuse.backends.cuda.kernels.epilogue import addresses, formula_of, steps
+from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
+from numfuse.backends.cuda.kernels.passes import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
     Launch,
@@ -30,20 +28,20 @@ from numfuse.backends.cuda.plan.product import (
     Plan,
     Product,
     Slot,
-    strides,
+    Tier,
 )
 from numfuse.backends.cuda.tiling import CudaTile
 
-__all__ = ["MIRROR", "Mirror"]
+__all__ = ["MIRROR"]
 
 
 def product(
-    x,
-    y,
-    bias,
-    extra,
-    pre,
-    out,
+    x: Array,
+    y: Array,
+    bias: Array,
+    extra: Array,
+    pre: Array,
+    out: Array,
     sums,
     m,
     n,
@@ -52,23 +50,6 @@ def product(
     parts,
     x_along_k,
     y_along_k,
-    x_place,
-    x_row,
-    x_column,
-    y_place,
-    y_row,
-    y_column,
-    bias_place,
-    bias_column,
-    extra_place,
-    extra_row,
-    extra_column,
-    pre_place,
-    pre_row,
-    pre_column,
-    out_place,
-    out_row,
-    out_column,
 ):
     """One block of out = epilogue(X Y), of one part of the sum of one place.
 
@@ -88,14 +69,10 @@ def product(
     # a plane is a part of a place
     plane, block = cuda.blockIdx.x // blocks, cuda.blockIdx.x % blocks
     place = plane // parts
-    # GROUP rows of blocks together, one column of them after the other
-    first = block // (GROUP * columns) * GROUP
-    height = min(GROUP, rows - first)
-    within = block % (GROUP * columns)
-    block_row, block_column = first + within % height, within // height
+    block_row, block_column = block_of(block, rows, columns)
     row0, column0 = block_row * BLOCK_M, block_column * BLOCK_N
 
-    x_at, y_at = place * x_place + row0 * x_row, place * y_place + column0 * y_column
+    x_at, y_at = place * x.place + row0 * x.row, place * y.place + column0 * y.column
     begin = plane % parts * part
     end = min(begin + part, k)
     for k0 in range(begin, end, BLOCK_K):
@@ -103,13 +80,13 @@ def product(
             row, kk = (i // BLOCK_K, i % BLOCK_K) if x_along_k else (i % BLOCK_M, i // BLOCK_M)
             value = ZERO
             if row0 + row < m and k0 + kk < end:
-                value = LOAD_X(x, x_at + row * x_row + (k0 + kk) * x_column)
+                value = LOAD_X(x.address, x_at + row * x.row + (k0 + kk) * x.column)
             shared[kk * X_PITCH + row] = value
         for i in range(t, BLOCK_N * BLOCK_K, THREADS):
             column, kk = (i // BLOCK_K, i % BLOCK_K) if y_along_k else (i % BLOCK_N, i // BLOCK_N)
             value = ZERO
             if column0 + column < n and k0 + kk < end:
-                value = LOAD_Y(y, y_at + (k0 + kk) * y_row + column * y_column)
+                value = LOAD_Y(y.address, y_at + (k0 + kk) * y.row + column * y.column)
             shared[Y_AT + kk * Y_PITCH + column] = value
         cuda.syncthreads()
         for kk in range(BLOCK_K):
@@ -132,137 +109,125 @@ def product(
             at = (ty + i * (BLOCK_M // MR)) * BLOCK_N + tx + j * (BLOCK_N // NR)
             shared[at] = totals[i * NR + j]
     cuda.syncthreads()
+    finish(shared, t, bias, extra, pre, out, place, plane, row0, column0, m, n)
+    if SUMS:
+        cuda.syncthreads()
+        height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
+        sum_columns(shared, t, sums, (place * rows + block_row) * n + column0, height, width)
+
+
+def block_of(number, rows, columns):
+    """Row and column of a block: GROUP rows together, one column of them after the other."""
+    first = number // (GROUP * columns) * GROUP
+    height = min(GROUP, rows - first)
+    within = number % (GROUP * columns)
+    return first + within % height, within // height
+
+
+def finish(
+    shared, t, bias: Array, extra: Array, pre: Array, out: Array, place, plane, row0, column0, m, n
+):
+    """The epilogue of a block: sums in shared memory become results, there and in `out`."""
     for i in range(t, BLOCK_M * BLOCK_N, THREADS):
         row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
         if row < m and column < n:
             offset, added = ZERO, ZERO
             if BIAS:
-                offset = LOAD_BIAS(bias, place * bias_place + column * bias_column)
+                offset = LOAD_BIAS(bias.address, element(bias, place, 0, column))
             if EXTRA:
-                at = place * extra_place + row * extra_row + column * extra_column
-                added = LOAD_EXTRA(extra, at)
+                added = LOAD_EXTRA(extra.address, element(extra, place, row, column))
             if PRE:
                 value, kept = EPILOGUE(shared[i], offset, added)
-                STORE_PRE(pre, place * pre_place + row * pre_row + column * pre_column, kept)
+                STORE_PRE(pre.address, element(pre, place, row, column), kept)
             else:
                 value = EPILOGUE(shared[i], offset, added)
-            STORE(out, plane * out_place + row * out_row + column * out_column, value)
+            STORE(out.address, element(out, plane, row, column), value)
             shared[i] = value
-    if SUMS:
-        cuda.syncthreads()
-        height = min(BLOCK_M, m - row0)
-        for i in range(t, min(BLOCK_N, n - column0), THREADS):
-            total = ZERO
-            for first in range(0, height, RUN):
-                run = ZERO
-                for row in range(first, min(first + RUN, height)):
-                    run = run + shared[row * BLOCK_N + i]
-                total = total + run
-            STORE_PRE(sums, (place * rows + block_row) * n + column0 + i, total)
+
+
+def sum_columns(shared, t, sums, first, height, width):
+    """The sums of the columns of a block in shared memory, to `sums` from `first` on."""
+    for i in range(t, width, THREADS):
+        total = ZERO
+        for begin in range(0, height, RUN):
+            run = ZERO
+            for row in range(begin, min(begin + RUN, height)):
+                run = run + shared[row * BLOCK_N + i]
+            total = total + run
+        STORE_PRE(sums, first + i, total)
 
 
 #: Sizes and strides are in elements.
-ARGUMENTS = Schema(product, u64="x y bias extra pre out sums")
+ARGUMENTS = Schema(
+    product,
+    u64="x_address y_address bias_address extra_address pre_address out_address sums",
+)
 
 
-def _kernel(p: Product, tile: CudaTile) -> Kernel:
+def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
     real = np.dtype(p.accumulator).type
-    storage = p.out.dtype
 
     def load(operand: Operand) -> object:
         return elements.loads(operand.dtype)
 
-    slices = tile.block_k * (tile.block_m + tile.block_n + 2)
-    return kernel(
+    # one more than a power of two: a transposed slice is stored without bank conflicts
+    x_pitch, y_pitch = tile.block_m + 1, tile.block_n + 1
+    y_at = tile.block_k * x_pitch
+    bindings = bound(tile, "block_m block_n block_k mr nr group threads") | parts_of(p)
+    bindings |= {
+        "REAL": getattr(types, p.accumulator),
+        "ZERO": real(0),
+        "SUMS_OF_A_THREAD": tile.mr * tile.nr,
+        "CHAIN": tiling.CHAIN,
+        "RUN": tiling.RUN,
+        "X_PITCH": x_pitch,
+        "Y_PITCH": y_pitch,
+        "Y_AT": y_at,
+        "SHARED": max(y_at + tile.block_k * y_pitch, tile.block_m * tile.block_n),
+        "LOAD_X": load(p.x),
+        "LOAD_Y": load(p.y),
+        "LOAD_BIAS": load(p.bias or p.x),
+        "LOAD_EXTRA": load(p.extra or p.x),
+        "STORE": elements.stores(storage),
+        "STORE_PRE": elements.stores(p.accumulator),
+    }
+    return kernel_of(
         product,
-        ARGUMENTS.signature,
+        ARGUMENTS,
+        bindings,
         threads=tile.threads,
         # two sets of 16 sums leave registers for two blocks; those of float64 would spill
         blocks=2 if p.accumulator == "float32" else 0,
         name=f"mirror {p.epilogue.name}",
-        REAL=getattr(types, p.accumulator),
-        ZERO=real(0),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        MR=tile.mr,
-        NR=tile.nr,
-        GROUP=tile.group,
-        THREADS=tile.threads,
-        SUMS_OF_A_THREAD=tile.mr * tile.nr,
-        CHAIN=tiling.CHAIN,
-        RUN=tiling.RUN,
-        # one more than a power of two: a transposed slice is stored without bank conflicts
-        X_PITCH=tile.block_m + 1,
-        Y_PITCH=tile.block_n + 1,
-        Y_AT=tile.block_k * (tile.block_m + 1),
-        SHARED=max(slices, tile.block_m * tile.block_n),
-        LOAD_X=load(p.x),
-        LOAD_Y=load(p.y),
-        BIAS=p.bias is not None,
-        EXTRA=p.extra is not None,
-        PRE=p.pre is not None,
-        SUMS=p.sums,
-        LOAD_BIAS=load(p.bias or p.x),
-        LOAD_EXTRA=load(p.extra or p.x),
-        STORE=elements.stores(storage),
-        STORE_PRE=elements.stores(p.accumulator),
-        EPILOGUE=formula_of(p, is_short(p.accumulator, storage)),
     )
 
 
-class Mirror:
-    """Takes every product; see the module."""
-
-    name = "mirror"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan:
-        """How to run it."""
-        p = product
-        tile = tiling.MIRROR_TILE if device.capability[0] else tiling.SIMULATED_TILE
-        blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
-        part, parts = p.k, 1
-        if p.free:
-            # not of the number of places: an element of a batch gives what it gives alone
-            part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
-        out, workspace, target = p.out, 0, Slot("out")
-        if parts > 1:
-            # the planes of a place, in the accumulator's dtype, are joined in their order
-            out, target = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16), Slot("work")
-            workspace = p.places * parts * p.m * p.n * np.dtype(p.accumulator).itemsize
-        made = _kernel(replace(p, out=out), tile)
-        arguments = ARGUMENTS(
-            x=Slot("x"),
-            y=Slot("y"),
-            m=p.m,
-            n=p.n,
-            k=p.k,
-            part=part,
-            parts=parts,
-            x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
-            y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
-            **strides("elements", x=p.x, y=p.y),
-            **addresses(p, target),
-            **steps("elements", p, out),
-        )
-        launches: tuple[Launch, ...] = (Launch(made, (blocks * p.places * parts, 1, 1), arguments),)
-        if parts > 1:
-            stage = Slot("work", -(-workspace // 256) * 256)
-            joins, staged = passes.joins(
-                device,
-                p.accumulator,
-                target,
-                Slot("out"),
-                p.out.dtype,
-                p.places,
-                parts,
-                p.m,
-                p.n,
-                p.out.strides,
-                stage,
-            )
-            launches, workspace = launches + joins, stage.offset + staged
-        return Plan(launches, tile, workspace, tile.block_m)
+def take(product: Product, device: DeviceInfo) -> Plan:
+    """How to run it."""
+    p = product
+    tile = tiling.MIRROR_TILE if device.capability[0] else tiling.SIMULATED_TILE
+    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
+    part, parts = p.k, 1
+    if p.free:
+        # not of the number of places: an element of a batch gives what it gives alone
+        part, parts = tiling.parts(blocks, p.k, device.multiprocessors, tile.block_k)
+    planes = Planes.of(p, parts, 0)
+    arguments = ARGUMENTS(
+        x=in_elements(Slot("x"), p.x),
+        y=in_elements(Slot("y"), p.y),
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        part=part,
+        parts=parts,
+        x_along_k=int(abs(p.x.strides[2]) < abs(p.x.strides[1])),
+        y_along_k=int(abs(p.y.strides[1]) < abs(p.y.strides[2])),
+        **finishing(p, planes.operand, planes.slot, in_elements),
+    )
+    grid = (blocks * p.places * parts, 1, 1)
+    launch = Launch(_kernel(p, tile, planes.operand.dtype), grid, arguments)
+    joined, workspace = planes.joined(p, device)
+    return Plan((launch, *joined), tile, workspace, tile.block_m)
 
 
-MIRROR = Mirror()
+MIRROR = Tier("mirror", take)

@@ -9,20 +9,24 @@ Each function returns launches. The kernels take any dtype and any strides, one 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import elements
-from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import cuda, kernel
+from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.toolchain import cuda
+from numfuse.backends.cuda.compile.unroll import kernel_of
 from numfuse.backends.cuda.kernels import joins as wide_joins
 from numfuse.backends.cuda.kernels.elementwise import formula, is_short
-from numfuse.backends.cuda.kernels.joins import corrected, lost
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot, strides
+from numfuse.backends.cuda.kernels.epilogue import element, in_elements
+from numfuse.backends.cuda.kernels.joins import corrected, plus
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 from numfuse.epilogues import Epilogue
 
-__all__ = ["COPY_AXES", "chunks", "copies", "joins", "slopes", "threads_of"]
+__all__ = ["COPY_AXES", "Planes", "chunks", "copies", "joins", "slopes", "threads_of"]
 
 #: Axes of a strided copy; of longer shapes the caller makes several.
 COPY_AXES = 4
@@ -41,29 +45,27 @@ def grid_of(total: int, info: DeviceInfo) -> tuple[int, int, int]:
 
 
 # --- joins --------------------------------------------------------------------------------------
-def join(planes, out, size, columns, depth, width, groups, total, out_place, out_row, out_column):
+def join(planes, out: Array, size, columns, depth, width, groups, total):
     """out[o, g] = the sum of planes[o, q] with q in the group g of `width`, in their order.
 
     What additions lose is summed beside it: a sum is rounded once, however many planes there are.
     """
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
-        element, group, place = i % size, i // size % groups, i // (size * groups)
+        within, group, place = i % size, i // size % groups, i // (size * groups)
         first = group * width
         last = min(first + width, depth)
-        at = (place * depth + first) * size + element
+        at = (place * depth + first) * size + within
         value, error = ZERO, ZERO
         for _ in range(first, last):
-            plane = LOAD(planes, at)
-            before, value = value, value + plane
-            error = error + lost(before, plane, value)
+            value, error = plus(value, error, LOAD(planes, at))
             at += size
         value = corrected(value, error)
-        row, column = element // columns, element % columns
-        STORE(out, place * out_place + group * size + row * out_row + column * out_column, value)
+        at = group * size + element(out, place, within // columns, within % columns)
+        STORE(out.address, at, value)
 
 
 #: Strides are in elements.
-JOIN = Schema(join, u64="planes out")
+JOIN = Schema(join, u64="planes out_address")
 
 
 def joins(
@@ -97,27 +99,21 @@ def joins(
 
     def add(target: Slot, kind: str, width: int, groups: int, steps: tuple[int, int, int]) -> None:
         total = count * groups * size
-        made = kernel(
-            join,
-            JOIN.signature,
-            threads=threads_of(info),
-            name=f"join {kind}",
-            LOAD=elements.loads(accumulator),
-            STORE=elements.stores(kind),
-            ZERO=np.dtype(accumulator).type(0),
-        )
+        bindings = {
+            "LOAD": elements.loads(accumulator),
+            "STORE": elements.stores(kind),
+            "ZERO": np.dtype(accumulator).type(0),
+        }
+        made = kernel_of(join, JOIN, bindings, threads=threads_of(info), name=f"join {kind}")
         arguments = JOIN(
             planes=source,
-            out=target,
+            out=Array(target, *steps),
             size=size,
             columns=columns,
             depth=depth,
             width=width,
             groups=groups,
             total=total,
-            out_place=steps[0],
-            out_row=steps[1],
-            out_column=steps[2],
         )
         launches.append(Launch(made, grid_of(total, info), arguments))
 
@@ -131,27 +127,43 @@ def joins(
     return tuple(launches), used
 
 
+@dataclass(frozen=True)
+class Planes:
+    """Where a product whose K is cut into parts (split-K) stores them: planes in the workspace.
+
+    One part is stored in the result.
+    """
+
+    operand: Operand
+    slot: Slot
+    parts: int
+
+    @classmethod
+    def of(cls, product: Product, parts: int, workspace: int) -> Planes:
+        """Return the planes behind so many bytes of the workspace."""
+        if parts == 1:
+            return cls(product.out, Slot("out"), parts)
+        strides = (product.m * product.n, product.n, 1)
+        return cls(Operand(product.accumulator, strides, 16), Slot("work", workspace), parts)
+
+    def joined(self, product: Product, info: DeviceInfo) -> tuple[tuple[Launch, ...], int]:
+        """Return the launches that add up the planes in their order, and the workspace."""
+        p, acc = product, product.accumulator
+        if self.parts == 1:
+            return (), 0
+        end = self.slot.offset + p.places * self.parts * p.m * p.n * self.operand.itemsize
+        stage = Slot("work", -(-end // 256) * 256)
+        lengths = p.places, self.parts, p.m, p.n
+        if info.capability[0] and wide_joins.fits(p.out, lengths, acc):
+            return (wide_joins.rows(acc, self.slot, p.out, lengths),), stage.offset
+        launches, staged = joins(
+            info, acc, self.slot, Slot("out"), p.out.dtype, *lengths, p.out.strides, stage
+        )
+        return launches, stage.offset + staged
+
+
 # --- slopes -------------------------------------------------------------------------------------
-def slope(
-    pre,
-    extra,
-    out,
-    sums,
-    m,
-    n,
-    chunks,
-    length,
-    total,
-    pre_place,
-    pre_row,
-    pre_column,
-    extra_place,
-    extra_row,
-    extra_column,
-    out_place,
-    out_row,
-    out_column,
-):
+def slope(pre: Array, extra: Array, out: Array, sums, m, n, chunks, length, total):
     """out = FORMULA(pre, extra), and the sums of its columns over chunks of `length` rows."""
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
         column, chunk, place = i % n, i // n % chunks, i // (n * chunks)
@@ -162,11 +174,10 @@ def slope(
             for row in range(begin, min(begin + RUN, end)):
                 x = ZERO
                 if PRE:
-                    x = LOAD_PRE(pre, place * pre_place + row * pre_row + column * pre_column)
-                at = place * extra_place + row * extra_row + column * extra_column
-                made = FORMULA(x, LOAD_EXTRA(extra, at))
+                    x = LOAD_PRE(pre.address, element(pre, place, row, column))
+                made = FORMULA(x, LOAD_EXTRA(extra.address, element(extra, place, row, column)))
                 if OUT:
-                    STORE(out, place * out_place + row * out_row + column * out_column, made)
+                    STORE(out.address, element(out, place, row, column), made)
                 run = run + made
             value = value + run
         if SUMS:
@@ -179,7 +190,7 @@ def chunks(m: int) -> int:
 
 
 #: Strides are in elements.
-SLOPE = Schema(slope, u64="pre extra out sums")
+SLOPE = Schema(slope, u64="pre_address extra_address out_address sums")
 
 
 def slopes(
@@ -202,49 +213,57 @@ def slopes(
     total = places * many * n
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
-    made = kernel(
-        slope,
-        SLOPE.signature,
-        threads=threads_of(info),
-        name=epilogue.name,
-        PRE=pre is not None,
-        OUT=out is not None,
-        SUMS=sums,
-        RUN=tiling.RUN,
-        FORMULA=formula(chosen, ("z", "grad"), accumulator, short=short),
-        LOAD_PRE=elements.loads(accumulator if pre is None else pre.dtype),
-        LOAD_EXTRA=elements.loads(extra.dtype),
-        STORE=elements.stores(accumulator if out is None else out.dtype),
-        STORE_SUM=elements.stores(accumulator),
-        ZERO=np.dtype(accumulator).type(0),
-    )
+    bindings = {
+        "PRE": pre is not None,
+        "OUT": out is not None,
+        "SUMS": sums,
+        "RUN": tiling.RUN,
+        "FORMULA": formula(chosen, ("z", "grad"), accumulator, short=short),
+        "LOAD_PRE": elements.loads(accumulator if pre is None else pre.dtype),
+        "LOAD_EXTRA": elements.loads(extra.dtype),
+        "STORE": elements.stores(accumulator if out is None else out.dtype),
+        "STORE_SUM": elements.stores(accumulator),
+        "ZERO": np.dtype(accumulator).type(0),
+    }
+    made = kernel_of(slope, SLOPE, bindings, threads=threads_of(info), name=epilogue.name)
     arguments = SLOPE(
-        pre=Slot("pre") if pre else 0,
-        extra=Slot("extra"),
-        out=Slot("out") if out else 0,
+        pre=in_elements(Slot("pre"), pre),
+        extra=in_elements(Slot("extra"), extra),
+        out=in_elements(Slot("out"), out),
         sums=Slot("sums") if sums else 0,
         m=m,
         n=n,
         chunks=many,
         length=tiling.PASS_ROWS,
         total=total,
-        **strides("elements", pre=pre, extra=extra, out=out),
     )
     return Launch(made, grid_of(total, info), arguments)
 
 
 # --- copies -------------------------------------------------------------------------------------
-def copy(source, out, n1, n2, n3, total, s0, s1, s2, s3, o0, o1, o2, o3):
-    """out = source, converted; both of four axes, of which the first is what is left of `total`."""
+@dataclass
+class Four:
+    """An array of four axes: its address, and the strides in elements."""
+
+    address: Any
+    s0: Any
+    s1: Any
+    s2: Any
+    s3: Any
+
+
+def copy(source: Four, out: Four, n1, n2, n3, total):
+    """out = source, converted; the first of the four axes is what is left of `total`."""
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
         i3, rest = i % n3, i // n3
         i2, rest = rest % n2, rest // n2
         i1, i0 = rest % n1, rest // n1
-        value = LOAD(source, i0 * s0 + i1 * s1 + i2 * s2 + i3 * s3)
-        STORE(out, i0 * o0 + i1 * o1 + i2 * o2 + i3 * o3, value)
+        at = i0 * source.s0 + i1 * source.s1 + i2 * source.s2 + i3 * source.s3
+        value = LOAD(source.address, at)
+        STORE(out.address, i0 * out.s0 + i1 * out.s1 + i2 * out.s2 + i3 * out.s3, value)
 
 
-COPY = Schema(copy, u64="source out")
+COPY = Schema(copy, u64="source_address out_address")
 
 
 def copies(
@@ -258,20 +277,18 @@ def copies(
 ) -> Launch:
     """out = source, of at most four axes, strides in elements; slots x and out."""
     lead = COPY_AXES - len(shape)
-    n = (1,) * lead + tuple(shape)
-    total = n[0] * n[1] * n[2] * n[3]
-    made = kernel(
-        copy,
-        COPY.signature,
-        threads=threads_of(info),
-        name=f"copy {source} {out}",
-        LOAD=elements.loads(source),
-        STORE=elements.stores(out),
-    )
+    n0, n1, n2, n3 = (1,) * lead + tuple(shape)
+    total = n0 * n1 * n2 * n3
+    bindings = {"LOAD": elements.loads(source), "STORE": elements.stores(out)}
+    name = f"copy {source} {out}"
+    made = kernel_of(copy, COPY, bindings, threads=threads_of(info), name=name)
     zeros = (0,) * lead
-    steps = {f"s{i}": s for i, s in enumerate((*zeros, *source_strides))}
-    steps |= {f"o{i}": s for i, s in enumerate((*zeros, *out_strides))}
     arguments = COPY(
-        source=Slot("x"), out=Slot("out"), n1=n[1], n2=n[2], n3=n[3], total=total, **steps
+        source=Four(Slot("x"), *zeros, *source_strides),
+        out=Four(Slot("out"), *zeros, *out_strides),
+        n1=n1,
+        n2=n2,
+        n3=n3,
+        total=total,
     )
     return Launch(made, grid_of(total, info), arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from numfuse.epilogues import Epilogue, sum_of_terms
 from numfuse.expr import Keyed
@@ -26,7 +26,6 @@ __all__ = [
     "Product",
     "Slot",
     "Tier",
-    "strides",
 ]
 
 #: Bytes of the types of a kernel's arguments; a map is 128 bytes that the kernel sees the address
@@ -69,23 +68,18 @@ class Operand:
         place, row, column = self.strides
         return place * self.itemsize, row * self.itemsize, column * self.itemsize
 
-
-def strides(unit: str, **operands: Operand | None) -> dict[str, int]:
-    """Return the strides of operands as a kernel's arguments: ``x_place``, ``x_row``, ``x_column``.
-
-    `unit` is "bytes" or "elements"; strides of what is not there are 0.
-    """
-    found: dict[str, int] = {}
-    for name, operand in operands.items():
-        own = (
-            (0, 0, 0)
-            if operand is None
-            else operand.strides
-            if unit == "elements"
-            else operand.steps
+    def runs_wide(self, axis: int, values: int) -> bool:
+        """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
+        others = (self.strides[0], self.strides[3 - axis])
+        return (
+            self.strides[axis] == 1
+            and self.alignment >= values * self.itemsize
+            and all(step % values == 0 for step in others)
         )
-        found |= zip((f"{name}_place", f"{name}_row", f"{name}_column"), own, strict=True)
-    return found
+
+    def in_wholes(self, n: int, values: int) -> bool:
+        """Whether rows of `n` are made of aligned accesses of so many values."""
+        return n % values == 0 and self.runs_wide(2, values)
 
 
 #: {storage dtype: bytes}
@@ -188,11 +182,10 @@ class Plan:
     block_m: int = 0
 
 
-class Tier(Protocol):
+@dataclass(frozen=True)
+class Tier:
     """One way to run products."""
 
     name: str
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None where this tier cannot, or should not."""
-        ...
+    #: How to run one; None where this tier cannot, or should not.
+    take: Callable[[Product, DeviceInfo], Plan | None]

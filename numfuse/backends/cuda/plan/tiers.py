@@ -18,9 +18,8 @@ TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR
 
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:
     """The first tier that takes it, and how it runs it."""
-    if product.k:
-        for tier in TIERS:
-            plan = tier.take(product, info)
-            if plan is not None:
-                return tier, plan
-    return MIRROR, MIRROR.take(product, info)
+    for tier in TIERS if product.k else (MIRROR,):
+        plan = tier.take(product, info)
+        if plan is not None:
+            return tier, plan
+    raise AssertionError("the last tier takes every product")

@@ -1,7 +1,9 @@
 """Products whose slices cp.async brings to shared memory.
 
-- `blocks`, `block_product`: a block of the product, by an engine; its kernel
+- `blocks`: a block of the product, by an engine: what is bound in its kernel, and its launches
+- `gemm`, `epilogue`: the kernel: its mainloop, and how a block ends
 - `simt`, `tensor_core`: the engines, on CUDA cores and on tensor cores
 - `slices`, `registers`: how slices come to shared memory, and what a thread keeps in registers
-- `thin`, `thin_product`, `outer`: products of few rows, their kernel; products with a short K
+- `thin`, `thin_gemm`: products of few rows, and their kernel
+- `outer`: products with a short K
 """

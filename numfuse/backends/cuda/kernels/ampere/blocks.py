@@ -1,4 +1,4 @@
-"""The kernel of tier (b): one block of threads makes one block of the product, by an `Engine`.
+"""Products by blocks: a thread block makes one block of the result, by an `Engine`.
 
 X and Y come in slices of BLOCK_K through STAGES copies in shared memory: while a slice is
 multiplied, the copies of later ones are on their way (cp.async), and the registers that the next
@@ -22,22 +22,14 @@ from typing import Any
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, kernel
-from numfuse.backends.cuda.compile.unroll import expanded, names_of
-from numfuse.backends.cuda.kernels import joins, passes
-from numfuse.backends.cuda.kernels.ampere.block_product import block_product
+from numfuse.backends.cuda.compile.toolchain import Kernel
+from numfuse.backends.cuda.compile.unroll import bound, kernel_of
+from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import Arithmetic, add, add_kept, clear, keep
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover, runs_wide
-from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
-from numfuse.backends.cuda.plan.product import (
-    DeviceInfo,
-    Launch,
-    Operand,
-    Plan,
-    Product,
-    Slot,
-    strides,
-)
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
+from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
+from numfuse.backends.cuda.kernels.passes import Planes
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
 
 
@@ -46,7 +38,9 @@ from numfuse.backends.cuda.tiling import CudaBlock
 class Engine:
     """How the threads of a block multiply a slice; made by `simt` and `tensor_core`."""
 
-    accumulator: str
+    tile: CudaBlock
+    x: Fetch
+    y: Fetch
     #: Numba type of a register of factors.
     factor: Any
     arithmetic: Arithmetic
@@ -63,48 +57,37 @@ class Engine:
 
 @dataclass(frozen=True)
 class Block:
-    """Everything that is bound in one kernel but its engine."""
+    """An engine, and how the kernel of a product around it stores and keeps sums."""
 
-    block_m: int
-    block_n: int
-    block_k: int
-    threads: int
-    stages: int
-    #: Rows of blocks that are worked on together.
-    group: int
-    x: Fetch
-    y: Fetch
-    finish: Finish
+    engine: Engine
+    #: The storage dtype of the result, or of its planes.
+    out: str
     #: Whether out, extra and pre are read and written by 16 bytes (of accumulators).
-    wide: bool = False
-    #: Blocks that shall fit on a multiprocessor.
-    blocks: int = 1
-    #: Rows of the epilogue whose loads are on their way together.
-    rows: int = 2
+    wide: bool
     #: Blocks that have a part of K each, of one block of the result.
-    cluster: int = 1
+    cluster: int
     #: Where the sum of the chains of K that have ended waits: "registers" or "shared" memory; "" in
     #: sums of one chain.
-    kept: str = ""
-
-    @property
-    def values(self) -> int:
-        """Columns of a thread in the epilogue."""
-        return 16 // intrinsics.itemsize(self.finish.accumulator)
+    kept: str
+    #: Blocks that shall fit on a multiprocessor.
+    resident: int
 
     @property
     def stage(self) -> int:
         """Bytes of the slices of X and Y."""
-        return self.x.bytes + self.y.bytes
+        return self.engine.x.bytes + self.engine.y.bytes
 
-    def shared_bytes(self, engine: Engine) -> int:
+    @property
+    def kept_at(self) -> int:
+        """Where in shared memory chains wait: behind the slices."""
+        return self.engine.tile.stages * self.stage
+
+    def shared_bytes(self, accumulator: str) -> int:
         """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
-        sums = self.threads * 16 if self.finish.sums else 0
-        kept = 0
+        engine, threads, kept = self.engine, self.engine.tile.threads, 0
         if self.kept == "shared":
-            size = intrinsics.itemsize(engine.accumulator)
-            kept = self.threads * engine.arithmetic.totals * size
-        return max(self.stages * self.stage + kept, engine.pass_rows * engine.put_pitch, sums)
+            kept = threads * engine.arithmetic.totals * intrinsics.itemsize(accumulator)
+        return max(self.kept_at + kept, engine.pass_rows * engine.put_pitch, threads * 16)
 
 
 #: Shared memory that the system takes of each block.
@@ -113,74 +96,51 @@ RESERVED_BYTES = 1024
 ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
 
 
-def build(block: Block, engine: Engine, name: str) -> Kernel:
+def build(product: Product, block: Block, name: str) -> Kernel:
     """The kernel."""
-    one, made = intrinsics, engine.arithmetic
-    acc, values = block.finish.accumulator, block.values
-    columns = block.block_n // values
-    row_step = block.threads // columns
-    rows = max(1, min(block.rows, engine.pass_rows // (row_step * block.cluster)))
-    assert block.threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
-    count = values if block.wide else 1
-    bindings: dict[str, Any] = {
-        "BLOCK_M": block.block_m,
-        "BLOCK_N": block.block_n,
-        "BLOCK_K": block.block_k,
-        "THREADS": block.threads,
-        "STAGES": block.stages,
-        "GROUP": block.group,
-        "STAGE": block.stage,
-        "X_BYTES": block.x.bytes,
-        "TOTALS": made.totals,
-        "FACTORS": made.factors,
-        "FACTOR": engine.factor,
-        "ACC_BYTES": one.itemsize(acc),
-        "CLEAR": clear(made.totals),
-        "KEPT": block.kept,
-        "KEPT_AT": block.stages * block.stage,
-        "ADD": add(made.totals),
-        "KEEP": keep(made.totals, block.threads),
-        "ADD_KEPT": add_kept(made.totals, block.threads),
-        "FIRST_FACTORS": made.first_factors,
-        "MULTIPLY_SLICE": made.multiply_slice,
-        "MULTIPLY_PART": made.multiply_part,
-        "PARTS": made.parts,
-        "X_FROM": engine.x_from,
-        "Y_FROM": engine.y_from,
-        "WAIT_FIRST": accesses.fetch_wait(block.stages - 1),
-        "WAIT_NEXT": accesses.fetch_wait(block.stages - 2),
-        "WAIT_ALL": accesses.fetch_wait0,
-        "PUT_TOTALS": made.put_totals,
-        "PUT_TO": engine.put_to,
-        "PUT_PITCH": engine.put_pitch,
-        "PASSES": engine.passes,
-        "PASS_ROWS": engine.pass_rows,
-        "PASS_ROW": engine.pass_row,
+    engine, made, acc = block.engine, block.engine.arithmetic, product.accumulator
+    # columns of a thread in the epilogue
+    values = 16 // intrinsics.itemsize(acc)
+    tile, threads = engine.tile, engine.tile.threads
+    columns = tile.block_n // values
+    row_step = threads // columns
+    # rows of the epilogue whose loads are on their way together
+    rows = max(1, min(2, engine.pass_rows // (row_step * block.cluster)))
+    assert threads % columns == 0 and engine.pass_rows % (rows * row_step) == 0, block
+    bindings = bound(tile, "block_m block_n block_k threads stages group")
+    bindings |= bound(block, "stage kept kept_at wide cluster")
+    bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
+    bindings |= bound(made, "totals factors parts first_factors multiply_slice multiply_part")
+    bindings |= {
+        "X_BYTES": engine.x.bytes,
         "VALUES": values,
+        "ACC_BYTES": intrinsics.itemsize(acc),
+        "CLEAR": clear(made.totals),
+        "ADD": add(made.totals),
+        "KEEP": keep(made.totals, threads),
+        "ADD_KEPT": add_kept(made.totals, threads),
+        "PUT_TOTALS": made.put_totals,
+        "WAIT_FIRST": accesses.fetch_wait(tile.stages - 1),
+        "WAIT_NEXT": accesses.fetch_wait(tile.stages - 2),
+        "WAIT_ALL": accesses.fetch_wait0,
         "ROWS": rows,
         "ROW_STEP": row_step,
-        "WIDE": block.wide,
         "COLUMN_THREADS": columns,
         "COLUMN_BITS": columns.bit_length() - 1,
         "COLUMN_FIRST": values if block.wide else 1,
         "COLUMN_STEP": 1 if block.wide else columns,
-        "CLUSTER": block.cluster,
-        "BARRIER": one.block_barrier if block.cluster == 1 else one.cluster_barrier,
     }
-    bindings |= block.finish.bindings(count) | mover("X", block.x) | mover("Y", block.y)
+    count = values if block.wide else 1
+    bindings |= finish_of(product, block.out, count) | mover("X", engine.x) | mover("Y", engine.y)
     if block.cluster == 1:
-        bindings["TAKE"] = accesses.load(acc, count, acc, one.SHARED)
+        bindings["BARRIER"] = intrinsics.block_barrier
+        bindings["TAKE"] = accesses.load(acc, count, acc, intrinsics.SHARED)
     else:
+        bindings["BARRIER"] = intrinsics.cluster_barrier
         bindings["TAKE"] = accesses.load_cluster(count, acc, block.cluster)
         bindings["TAKE_ONE"] = accesses.load_cluster(1, acc, block.cluster)
-    template = expanded(block_product, bindings)
-    return kernel(
-        template,
-        ARGUMENTS.signature,
-        threads=block.threads,
-        blocks=block.blocks,
-        name=name,
-        **names_of(template, bindings),
+    return kernel_of(
+        block_product, ARGUMENTS, bindings, threads=threads, blocks=block.resident, name=name
     )
 
 
@@ -193,11 +153,8 @@ def takes(product: Product, device: DeviceInfo) -> bool:
 def plan(
     product: Product,
     device: DeviceInfo,
-    tile: CudaBlock,
     part: int,
     parts: int,
-    x: Fetch,
-    y: Fetch,
     engine: Engine,
     name: str,
     before: tuple[Launch, ...] = (),
@@ -209,80 +166,47 @@ def plan(
     The parts are planes in memory where `product.free`, else those of the blocks of a cluster.
     `before` uses so many bytes of the workspace, where x and y may be (`slots`).
     """
-    p = product
-    size = intrinsics.itemsize(p.accumulator)
-    values = 16 // size
+    p, tile = product, engine.tile
     chain = tiling.chain(min(part, p.k), p.accumulator)
-    out = p.out
-    target = Slot("out")
     cluster = 1 if p.free else parts
     parts //= cluster
-    if parts > 1:
-        out = Operand(p.accumulator, (p.m * p.n, p.n, 1), 16)
-        target = Slot("work", workspace)
-        workspace += -(-p.places * parts * p.m * p.n * size // 256) * 256
-    rows = [o for o in (out, p.extra, p.pre) if o is not None]
-    block = Block(
-        tile.block_m,
-        tile.block_n,
-        tile.block_k,
-        tile.threads,
-        tile.stages,
-        tile.group,
-        x,
-        y,
-        Finish.of(p, out.dtype),
-        wide=p.n % values == 0 and all(runs_wide(o, 2, values) for o in rows),
-        blocks=tile.resident,
-        cluster=cluster,
-        kept=tile.kept if chain < min(part, p.k) else "",
-    )
-    taken = block.shared_bytes(engine) + RESERVED_BYTES
-    if block.kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
-        # fewer blocks have registers for it
-        block = replace(block, kept="registers", blocks=2)
-    made = build(block, engine, f"{name} {p.epilogue.name}")
+    planes = Planes.of(p, parts, workspace)
+    block = _block(p, device, engine, planes.operand, cluster, chain < min(part, p.k))
     arguments = ARGUMENTS(
-        x=slots[0],
-        y=slots[1],
+        x=in_bytes(slots[0], p.x),
+        y=in_bytes(slots[1], p.y),
         m=p.m,
         n=p.n,
         k=p.k,
         part=part,
         parts=parts,
         chain=chain,
-        **strides("bytes", x=p.x, y=p.y),
-        **addresses(p, target),
-        **steps("bytes", p, out),
+        **finishing(p, planes.operand, planes.slot, in_bytes),
     )
     blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
-    launches: tuple[Launch, ...] = (
-        *before,
-        Launch(
-            made,
-            (blocks * p.places * parts * cluster, 1, 1),
-            arguments,
-            block.shared_bytes(engine),
-            cluster,
-        ),
+    launch = Launch(
+        build(p, block, f"{name} {p.epilogue.name}"),
+        (blocks * p.places * parts * cluster, 1, 1),
+        arguments,
+        block.shared_bytes(p.accumulator),
+        cluster,
     )
-    if parts > 1:
-        if p.n % values == 0 and runs_wide(p.out, 2, values) and p.places < 1 << 16:
-            join = joins.rows(p.accumulator, target, p.out, (p.places, parts, p.m, p.n))
-            return Plan((*launches, join), tile, workspace, tile.block_m)
-        more, staged = passes.joins(
-            device,
-            p.accumulator,
-            target,
-            Slot("out"),
-            p.out.dtype,
-            p.places,
-            parts,
-            p.m,
-            p.n,
-            p.out.strides,
-            Slot("work", workspace),
-        )
-        launches, workspace = launches + more, workspace + staged
+    joined, staged = planes.joined(p, device)
     shown = tile if cluster == 1 else f"{tile}, K in clusters of {cluster}"
-    return Plan(launches, shown, workspace, tile.block_m)
+    return Plan((*before, launch, *joined), shown, max(workspace, staged), tile.block_m)
+
+
+def _block(
+    product: Product, device: DeviceInfo, engine: Engine, out: Operand, cluster: int, long: bool
+) -> Block:
+    """Return what is bound for a product; `long`: of a sum of several chains."""
+    p, tile = product, engine.tile
+    values = 16 // intrinsics.itemsize(p.accumulator)
+    wide = all(o is None or o.in_wholes(p.n, values) for o in (out, p.extra, p.pre))
+    kept = tile.kept if long else ""
+    block = Block(engine, out.dtype, wide, cluster, kept, tile.resident)
+    taken = block.shared_bytes(p.accumulator) + RESERVED_BYTES
+    if kept == "shared" and taken * tile.resident > device.shared_per_multiprocessor:
+        # fewer blocks have registers for it
+        return replace(block, kept="registers", resident=2)
+    return block

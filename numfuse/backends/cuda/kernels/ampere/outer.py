@@ -14,46 +14,38 @@ from dataclasses import dataclass
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.scalars import fused
-from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, kernel
-from numfuse.backends.cuda.compile.unroll import expanded, names_of, unrolled
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.plan.product import (
-    DeviceInfo,
-    Launch,
-    Operand,
-    Plan,
-    Product,
-    Slot,
-    strides,
-)
+from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda
+from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
+from numfuse.backends.cuda.kernels.epilogue import in_bytes
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 
 
-def _outer(x, y, out, m, n, x_place, x_row, x_column, y_place, y_row, out_place, out_row):
+def _outer(x: Array, y: Array, out: Array, m, n):
     column = (cuda.blockIdx.x * THREADS + cuda.threadIdx.x) * VALUES
     row = cuda.blockIdx.y * ROWS
     place = cuda.blockIdx.z
     if column < n:
         factors = cuda.local.array(DEPTH * VALUES, dtype=ACCUMULATOR)
         total = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-        y_at = y + place * y_place + column * Y_BYTES
+        y_at = y.address + place * y.place + column * Y_BYTES
         for q in unrolled(DEPTH):
-            loaded = LOAD_Y(y_at + q * y_row)
+            loaded = LOAD_Y(y_at + q * y.row)
             for v in unrolled(VALUES):
                 factors[q * VALUES + v] = loaded[v]
-        x_at = x + place * x_place + row * x_row
-        out_at = out + place * out_place + row * out_row + column * OUT_BYTES
+        x_at = x.address + place * x.place + row * x.row
+        out_at = out.address + place * out.place + row * out.row + column * OUT_BYTES
         end = min(row + ROWS, m)
         while row < end:
             for v in unrolled(VALUES):
                 total[v] = ACCUMULATOR(0)
             for q in unrolled(DEPTH):
-                factor = LOAD_X(x_at + q * x_column)
+                factor = LOAD_X(x_at + q * x.column)
                 for v in unrolled(VALUES):
                     total[v] = fused(factor, factors[q * VALUES + v], total[v])
             STORE(out_at, total)
-            x_at += x_row
-            out_at += out_row
+            x_at += x.row
+            out_at += out.row
             row += 1
 
 
@@ -94,47 +86,31 @@ class Outer:
             "LOAD_Y": accesses.load(self.dtype, self.values, acc),
             "STORE": accesses.store_array(self.out, self.values, acc),
         }
-        template = expanded(_outer, bindings)
-        return kernel(
-            template,
-            ARGUMENTS.signature,
-            threads=tiling.OUTER_THREADS,
-            name=f"short K {self.out}",
-            **names_of(template, bindings),
-        )
+        threads, name = tiling.OUTER_THREADS, f"short K {self.out}"
+        return kernel_of(_outer, ARGUMENTS, bindings, threads=threads, name=name)
 
 
-class ShortK:
-    """Takes d_b where its time is that of writing it."""
-
-    name = "cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
-        p = product
-        if device.capability < (8, 0) or p.k > tiling.OUTER_K or p.precision != "ieee":
-            return None
-        # d_b alone has no epilogue for sure, and may have its sum in an order of its own
-        if not p.free or p.m * p.n < tiling.OUTER_LEAST:
-            return None
-        made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
-        if p.x.dtype != p.y.dtype or not all(_whole(o, p.n, made.values) for o in (p.y, p.out)):
-            return None
-        grid = (
-            -(-p.n // (tiling.OUTER_THREADS * made.values)),
-            -(-p.m // tiling.OUTER_ROWS),
-            p.places,
-        )
-        if max(grid[1:]) >= 1 << 16:
-            return None
-        steps = strides("bytes", x=p.x, y=p.y, out=p.out)
-        del steps["y_column"], steps["out_column"]  # (neighbours)
-        arguments = ARGUMENTS(x=Slot("x"), y=Slot("y"), out=Slot("out"), m=p.m, n=p.n, **steps)
-        return Plan((Launch(made.kernel(), grid, arguments),), made)
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for others, and where rows are not whole accesses of 16 bytes."""
+    p = product
+    if device.capability < (8, 0) or p.k > tiling.OUTER_K or p.precision != "ieee":
+        return None
+    # d_b alone has no epilogue for sure, and may have its sum in an order of its own
+    if not p.free or p.m * p.n < tiling.OUTER_LEAST:
+        return None
+    made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
+    if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, made.values) for o in (p.y, p.out)):
+        return None
+    grid = (
+        -(-p.n // (tiling.OUTER_THREADS * made.values)),
+        -(-p.m // tiling.OUTER_ROWS),
+        p.places,
+    )
+    if max(grid[1:]) >= 1 << 16:
+        return None
+    arrays = {name: in_bytes(Slot(name), getattr(p, name)) for name in ("x", "y", "out")}
+    arguments = ARGUMENTS(**arrays, m=p.m, n=p.n)
+    return Plan((Launch(made.kernel(), grid, arguments),), made)
 
 
-def _whole(operand: Operand, n: int, values: int) -> bool:
-    return n % values == 0 and runs_wide(operand, 2, values)
-
-
-SHORT_K = ShortK()
+SHORT_K = Tier("cores", take)

@@ -1,4 +1,4 @@
-"""Tier (b) on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
+"""Products on CUDA cores: float32 by fused multiply-adds of register tiles, strictly IEEE.
 
 A thread has MR x NR sums, each over K in its order, in chains that are the same whatever the tile
 (`tiling.CHAIN`). Factors come from shared memory by fours, where K is their outer axis:
@@ -27,8 +27,16 @@ from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch, runs_wide
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch
+from numfuse.backends.cuda.plan.product import (
+    DeviceInfo,
+    Launch,
+    Operand,
+    Plan,
+    Product,
+    Slot,
+    Tier,
+)
 from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
@@ -151,17 +159,14 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
     column = inlined(_thread_column, WARPS_N=warps_n)
     pass_rows = tile.block_m * FOUR // mr
     return Engine(
-        accumulator="float32",
+        tile,
+        x_fetch,
+        y_fetch,
         factor=types.float32,
         arithmetic=made,
         x_from=inlined(_from, NUMBER=row),
         y_from=inlined(_from, NUMBER=column),
-        put_to=inlined(
-            _put_to,
-            ROW=row,
-            COLUMN=column,
-            PITCH=put_pitch,
-        ),
+        put_to=inlined(_put_to, ROW=row, COLUMN=column, PITCH=put_pitch),
         put_pitch=put_pitch,
         passes=parts,
         pass_rows=pass_rows,
@@ -172,7 +177,7 @@ def engine(tile: CudaBlock, x_fetch: Fetch, y_fetch: Fetch) -> Engine:
 def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     """How a factor comes to shared memory; `own`: its axis that is not K (1: rows, 2: columns)."""
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
-    wide = runs_wide(operand, 3 - own if along_k else own, FOUR)
+    wide = operand.runs_wide(3 - own if along_k else own, FOUR)
     return Fetch(
         block,
         tile.block_k,
@@ -209,38 +214,21 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
             workspace += -(-size // 256) * 256
     p = replace(p, x=operands[0], y=operands[1])
     x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
-    return blocks.plan(
-        p,
-        device,
-        tile,
-        part,
-        parts,
-        x,
-        y,
-        engine(tile, x, y),
-        "cores",
-        tuple(before),
-        (slots[0], slots[1]),
-        workspace,
+    made, at = engine(tile, x, y), (slots[0], slots[1])
+    return blocks.plan(p, device, part, parts, made, "cores", tuple(before), at, workspace)
+
+
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for other types, and before compute capability 8.0."""
+    p = product
+    if not blocks.takes(p, device) or p.precision != "ieee":
+        return None
+    if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
+        return None
+    tile, part, parts = tiling.block(
+        tiling.CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
     )
+    return plan(p, device, tile, part, parts)
 
 
-class Cores:
-    """Takes float32 products; see the module."""
-
-    name = "cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for other types, and before compute capability 8.0."""
-        p = product
-        if not blocks.takes(p, device) or p.precision != "ieee":
-            return None
-        if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
-            return None
-        tile, part, parts = tiling.block(
-            tiling.CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
-        )
-        return plan(p, device, tile, part, parts)
-
-
-CORES = Cores()
+CORES = Tier("cores", take)

@@ -16,10 +16,9 @@ import numpy as np
 
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.intrinsics import advance, least, most
-from numfuse.backends.cuda.compile.unroll import inlined, unrolled
-from numfuse.backends.cuda.plan.product import Operand
+from numfuse.backends.cuda.compile.unroll import bound, inlined, unrolled
 
-__all__ = ["Fetch", "mover", "runs_wide"]
+__all__ = ["Fetch", "mover"]
 
 i32 = np.int32
 
@@ -66,6 +65,13 @@ class Fetch:
         return self.block // own, self.depth // k
 
     @property
+    def copies(self) -> tuple[int, ...]:
+        """Bytes in shared memory from a thread's first copy to each of them, the own axis first."""
+        (own, k), (own_step, k_step) = self.repeats, self.steps
+        own_bytes, k_bytes = own_step * self.offsets[0], k_step * self.offsets[1]
+        return tuple(a * k_bytes + b * own_bytes for a in range(k) for b in range(own))
+
+    @property
     def pitch(self) -> int:
         """Values from one row in shared memory to the next.
 
@@ -85,43 +91,29 @@ class Fetch:
         long, short = self.pitch * self.itemsize, self.itemsize
         return (long, short) if self.k_inner else (short, long)
 
-    def check(self) -> None:
-        own, k = self.steps
+    def bindings(self) -> dict[str, Any]:
+        (own, k), (repeats_own, repeats_k) = self.steps, self.repeats
         assert self.block % own == 0 and self.depth % k == 0, self
         assert self.fast & (self.fast - 1) == 0, self
-
-    def bindings(self) -> dict[str, Any]:
-        self.check()
-        own, k = self.steps
-        repeats_own, repeats_k = self.repeats
         offset_own, offset_k = self.offsets
-        return {
+        return bound(self, "along_k values itemsize") | {
             "FAST_BITS": self.fast.bit_length() - 1,
-            "ALONG_K": self.along_k,
-            "VALUES": self.values,
             "OWN_STEP": own,
             "K_STEP": k,
             "OWN_REPEATS": repeats_own,
             "K_REPEATS": repeats_k,
             "OWN_OFFSET": offset_own,
             "K_OFFSET": offset_k,
-            "ITEMSIZE": self.itemsize,
             "BLOCK_K": self.depth,
         }
 
 
-def _own(t):
-    """A thread's first value along the factor's own axis."""
+def _first(t):
+    """A thread's first value along (the factor's own axis, K)."""
+    fast, slow = i32((t & ((1 << FAST_BITS) - 1)) * VALUES), i32(t >> FAST_BITS)
     if ALONG_K:
-        return i32(t >> FAST_BITS)
-    return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
-
-
-def _along(t):
-    """Return a thread's first value along K."""
-    if ALONG_K:
-        return i32((t & ((1 << FAST_BITS) - 1)) * VALUES)
-    return i32(t >> FAST_BITS)
+        return slow, fast
+    return fast, slow
 
 
 def _masked_copies(shared, at, own_left, k_left, along, own_step, k_step):
@@ -183,53 +175,31 @@ def _put_held(shared, registers):
 def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     """The functions by which a factor comes to shared memory."""
     f = fetch.bindings()
-    bound: dict[str, Any] = {
-        "OWN": inlined(_own, **f),
-        "ALONG": inlined(_along, **f),
-        "OWN_STEP": f["OWN_STEP"],
-        "K_STEP": f["K_STEP"],
+    names = ("OWN_STEP", "K_STEP", "OWN_OFFSET", "K_OFFSET", "OWN_REPEATS")
+    found: dict[str, Any] = {name: f[name] for name in names} | {
+        "FIRST": inlined(_first, **f),
         "BACK": (f["OWN_REPEATS"] - 1) * f["OWN_STEP"],
-        "OWN_OFFSET": f["OWN_OFFSET"],
-        "K_OFFSET": f["K_OFFSET"],
-        "OWN_REPEATS": f["OWN_REPEATS"],
+        "OFFSETS": fetch.copies,
         "HELD": 0,
         "COPIES": 0,
     }
+    count, bytes_ = len(fetch.copies), fetch.values * fetch.itemsize
     if fetch.held:
-        own, k = fetch.repeats
-        kind, register = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[
-            fetch.itemsize
-        ]
-        one = accesses.load(kind, 1, register)
-        bound["HELD"] = own * k * fetch.values
-        bound["REGISTER"] = intrinsics.ACCUMULATORS[register][1]
-        bound["PUT"] = inlined(
-            _put_held, PUT=accesses.store(kind, 1, register, intrinsics.SHARED), **f
-        )
-        bound["AHEAD"] = inlined(
-            _load_ahead,
-            LOAD=accesses.load(kind, fetch.values, register),
-            LOAD_ONE=one,
-            REGISTER=bound["REGISTER"],
-            **f,
-        )
-    else:
-        bytes_ = fetch.values * fetch.itemsize
-        own, k = fetch.repeats
-        bound |= {
-            "COPIES": own * k,
-            "COPY": accesses.fetch(bytes_),
-            "MASKED": inlined(_masked_copies, COPY_PART=accesses.fetch(bytes_, partial=True), **f),
+        kind, acc = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[fetch.itemsize]
+        register = intrinsics.ACCUMULATORS[acc][1]
+        put = accesses.store(kind, 1, acc, intrinsics.SHARED)
+        load, one = (accesses.load(kind, values, acc) for values in (fetch.values, 1))
+        found |= {
+            "HELD": count * fetch.values,
+            "REGISTER": register,
+            "PUT": inlined(_put_held, PUT=put, **f),
+            "AHEAD": inlined(_load_ahead, LOAD=load, LOAD_ONE=one, REGISTER=register, **f),
         }
-    return {f"{axis}_{name}": value for name, value in bound.items()}
-
-
-def runs_wide(operand: Operand, axis: int, values: int) -> bool:
-    """Whether so many neighbours along `axis` (1: rows, 2: columns) may be accessed at once."""
-    size = values * operand.itemsize
-    others = (operand.strides[0], operand.strides[3 - axis])
-    return (
-        operand.strides[axis] == 1
-        and operand.alignment >= size
-        and all(step % values == 0 for step in others)
-    )
+    else:
+        part = accesses.fetch(bytes_, partial=True)
+        found |= {
+            "COPIES": count,
+            "COPY": accesses.fetch(bytes_),
+            "MASKED": inlined(_masked_copies, COPY_PART=part, **f),
+        }
+    return {f"{axis}_{name}": value for name, value in found.items()}

@@ -1,4 +1,4 @@
-"""Tier (b) on tensor cores: float64 on all that have them, bfloat16 and float16 before Hopper.
+"""Products on tensor cores: float64 on all that have them, bfloat16 and float16 before Hopper.
 
 A warp multiplies its part of a slice by mma.sync in chunks of K. The factors of a chunk are
 replaced while it is multiplied, each after its last use, so that what the first instruction of the
@@ -26,14 +26,14 @@ from numfuse.backends.cuda.compile.engines import (
     mma_double_small,
     mma_half,
 )
-from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, F64, I32, itemsize
+from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, F64, I32
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels.ampere import blocks
 from numfuse.backends.cuda.kernels.ampere.blocks import Engine
 from numfuse.backends.cuda.kernels.ampere.registers import arithmetic
-from numfuse.backends.cuda.kernels.ampere.slices import Fetch, runs_wide
-from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product
+from numfuse.backends.cuda.kernels.ampere.slices import Fetch
+from numfuse.backends.cuda.plan.product import DeviceInfo, Operand, Plan, Product, Tier
 from numfuse.backends.cuda.tiling import CudaBlock
 
 i32 = np.int32
@@ -73,15 +73,12 @@ def _pass_row(r, turn):
 class _Warp:
     """A warp's arithmetic on chunks of K, as LLVM instructions."""
 
-    def __init__(
-        self, dtype: str, warp_m: int, warp_n: int, chunk: int, small: bool, x: Fetch, y: Fetch
-    ) -> None:
-        self.dtype, self.warp_m, self.warp_n, self.chunk = dtype, warp_m, warp_n, chunk
-        self.small = small
+    def __init__(self, dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> None:
+        self.dtype, self.chunk, self.small = dtype, tile.chunk, small
         self.x, self.y = x, y
-        self.mi, self.nj = warp_m // 16, warp_n // 8
+        self.mi, self.nj = tile.part_m // 16, tile.part_n // 8
         #: registers of one piece of X (16 rows) and of Y (8 columns)
-        self.a, self.b = (chunk // 2, chunk // 4) if dtype == "float64" else (4, 2)
+        self.a, self.b = (self.chunk // 2, self.chunk // 4) if dtype == "float64" else (4, 2)
 
     def rows(self, builder: Any, x: Any, i: int, k: int) -> list[Any]:
         """16 rows of X for the chunk that begins at `k`."""
@@ -153,28 +150,16 @@ class _Warp:
 
 
 @functools.cache
-def engine(
-    dtype: str,
-    block_m: int,
-    block_n: int,
-    block_k: int,
-    warp_m: int,
-    warp_n: int,
-    chunk: int,
-    small: bool,
-    x: Fetch,
-    y: Fetch,
-) -> Engine:
-    """The engine of a block of warps; `chunk`: of K in one instruction (16 for halves).
+def engine(dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> Engine:
+    """The engine of a block of warps.
 
     `small`: mma.m8n8k4, the instruction for float64 of compute capability 8.0.
     """
-    accumulator = "float64" if dtype == "float64" else "float32"
-    warp = _Warp(dtype, warp_m, warp_n, chunk, small, x, y)
-    key = f"{dtype},{block_m},{block_n},{block_k},{warp_m},{warp_n},{chunk},{small},{x},{y}"
+    warp = _Warp(dtype, tile, small, x, y)
+    key = f"{dtype},{tile},{tile.chunk},{small},{x},{y}"
     totals, factors = warp.mi * warp.nj * 4, warp.mi * warp.a + warp.nj * warp.b
-    size = itemsize(accumulator)
-    put_pitch = (block_n + 8) * size
+    size = 8 if dtype == "float64" else 4
+    put_pitch = (tile.block_n + 8) * size
 
     def passed(turn: int) -> list[tuple[int, int, int]]:
         return [
@@ -188,12 +173,12 @@ def engine(
         totals,
         factors,
         warp.mi,
-        range(chunk, block_k, chunk),
+        range(tile.chunk, tile.block_k, tile.chunk),
         lambda builder, x, y: warp.factors(builder, x, y, 0),
         warp.multiply,
         passed,
     )
-    warps_n = block_n // warp_n
+    warps_n = tile.block_n // tile.part_n
 
     def starts(fetch: Fetch, rows: bool) -> Any:
         own, along = fetch.offsets
@@ -203,22 +188,24 @@ def engine(
             ROWS=rows,
             HALVES=dtype != "float64",
             K_INNER=fetch.k_inner,
-            WARP_LENGTH=warp_m if rows else warp_n,
+            WARP_LENGTH=tile.part_m if rows else tile.part_n,
             OWN_OFFSET=own,
             K_OFFSET=along,
         )
 
     return Engine(
-        accumulator=accumulator,
+        tile,
+        x,
+        y,
         factor=ACCUMULATORS["float64"][1] if dtype == "float64" else types.int32,
         arithmetic=made,
         x_from=starts(x, True),
         y_from=starts(y, False),
-        put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=warp_n, PITCH=put_pitch, SIZE=size),
+        put_to=inlined(_put_to, WARPS_N=warps_n, WARP_N=tile.part_n, PITCH=put_pitch, SIZE=size),
         put_pitch=put_pitch,
-        passes=warp_m // 16,
-        pass_rows=block_m // warp_m * 16,
-        pass_row=inlined(_pass_row, WARP_M=warp_m),
+        passes=tile.part_m // 16,
+        pass_rows=tile.block_m // tile.part_m * 16,
+        pass_row=inlined(_pass_row, WARP_M=tile.part_m),
     )
 
 
@@ -227,7 +214,7 @@ def _values(operand: Operand, own: int) -> tuple[bool, int]:
     along_k = abs(operand.strides[3 - own]) < abs(operand.strides[own])
     axis = 3 - own if along_k else own
     for values in (16 // operand.itemsize, 4 // operand.itemsize):
-        if values > 1 and runs_wide(operand, axis, values):
+        if values > 1 and operand.runs_wide(axis, values):
             return along_k, values
     return along_k, 1
 
@@ -251,55 +238,38 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
             )
         )
     x, y = found
-    small = device.capability < (9, 0)
-    made = engine(
-        p.x.dtype,
-        tile.block_m,
-        tile.block_n,
-        tile.block_k,
-        tile.part_m,
-        tile.part_n,
-        tile.chunk,
-        small,
-        x,
-        y,
-    )
-    return blocks.plan(p, device, tile, part, parts, x, y, made, "tensor cores")
+    made = engine(p.x.dtype, tile, device.capability < (9, 0), x, y)
+    return blocks.plan(p, device, part, parts, made, "tensor cores")
 
 
-class TensorCores:
-    """Takes float64, bfloat16 and float16 products; see the module."""
-
-    name = "tensor cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for float32, mixed types, and before compute capability 8.0."""
-        p = product
-        if not blocks.takes(p, device) or p.x.dtype != p.y.dtype or p.x.dtype == "float32":
-            return None
-        if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
-            return None
-        few = None
-        tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
-        if p.k > tiling.ONE_CHAIN["float64"]:
-            tiles = tiling.DOUBLE_LONG
-        if p.x.dtype != "float64":
-            held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
-            tiles = tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
-        elif device.capability >= (9, 0) and not p.free:
-            few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
-        if few is not None:
-            made = plan(p, device, *few)
-            if made.launches[-1].shared_bytes <= device.shared_per_block:
-                return made
-        for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
-            tile, part, parts = tiling.block(
-                fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
-            )
-            made = plan(p, device, tile, part, parts)
-            if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
-                break
-        return made
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for float32, mixed types, and before compute capability 8.0."""
+    p = product
+    if not blocks.takes(p, device) or p.x.dtype != p.y.dtype or p.x.dtype == "float32":
+        return None
+    if p.accumulator != ("float64" if p.x.dtype == "float64" else "float32"):
+        return None
+    few = None
+    tiles: tuple[CudaBlock, ...] = tiling.DOUBLE_BLOCKS
+    if p.k > tiling.ONE_CHAIN["float64"]:
+        tiles = tiling.DOUBLE_LONG
+    if p.x.dtype != "float64":
+        held = 1 in (_values(p.x, 1)[1], _values(p.y, 2)[1])
+        tiles = tiling.HALF_BLOCKS_HELD if held else tiling.HALF_BLOCKS
+    elif device.capability >= (9, 0) and not p.free:
+        few = tiling.few(tiling.DOUBLE_FEW, p.m, p.n, p.k, device.multiprocessors)
+    if few is not None:
+        made = plan(p, device, *few)
+        if made.launches[-1].shared_bytes <= device.shared_per_block:
+            return made
+    for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
+        tile, part, parts = tiling.block(
+            fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
+        )
+        made = plan(p, device, tile, part, parts)
+        if max(x.shared_bytes for x in made.launches) <= device.shared_per_block:
+            break
+    return made
 
 
-TENSOR_CORES = TensorCores()
+TENSOR_CORES = Tier("tensor cores", take)

@@ -20,35 +20,22 @@ from typing import Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
-from numfuse.backends.cuda.compile.accesses import (
-    put_shared_vector,
-    shared_vector,
-)
+from numfuse.backends.cuda.compile.accesses import put_shared_vector, shared_vector
 from numfuse.backends.cuda.compile.intrinsics import (
     FORMATS,
     I32,
-    array_pointer,
     fused,
-    named,
+    on_arrays,
     read_registers,
     write_registers,
 )
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, kernel, types
-from numfuse.backends.cuda.compile.unroll import expanded, inlined, names_of
+from numfuse.backends.cuda.compile.toolchain import Kernel
+from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
-from numfuse.backends.cuda.kernels.ampere.slices import runs_wide
-from numfuse.backends.cuda.kernels.ampere.thin_product import (
-    copy_whole_x,
-    copy_whole_y,
-    copy_x,
-    copy_y,
-    i32,
-    thin_product,
-)
-from numfuse.backends.cuda.kernels.epilogue import Finish, addresses, steps
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, strides
-from numfuse.runtime import lifetimes
+from numfuse.backends.cuda.kernels.ampere.thin_gemm import i32, thin_product
+from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
 
 #: Columns of a block.
 COLUMNS = 32
@@ -167,28 +154,20 @@ def _multiply(thin: Thin) -> Any:
         ]
         return rows, [[line[j] for line in lines] for j in range(columns)]
 
-    def typing(typingctx: Any, total: Any, part: Any, x: Any, y: Any) -> Any:
-        if not isinstance(part, types.IntegerLiteral):
-            return None
+    def emit(builder: Any, total: Any, part: int, x: Any, y: Any) -> None:
+        sums = read_registers(builder, total, 0, thin.part_m * columns)
+        steps = thin.share // few // thin.parts
+        for u in range(steps * part, steps * (part + 1)):
+            rows, ys = factors(builder, x, y, u)
+            for v in range(few):
+                for r, row in enumerate(rows):
+                    # back and forth: the turn shares a factor of Y
+                    for j in range(columns) if r % 2 == 0 else reversed(range(columns)):
+                        i = r * columns + j
+                        sums[i] = fused(builder, row[v], ys[j][v], sums[i])
+        write_registers(builder, total, 0, sums)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at = array_pointer(context, builder, signature.args[0], args[0])
-            sums = read_registers(builder, at, 0, thin.part_m * columns)
-            steps = thin.share // few // thin.parts
-            for u in range(steps * part.literal_value, steps * (part.literal_value + 1)):
-                rows, ys = factors(builder, args[2], args[3], u)
-                for v in range(few):
-                    for r, row in enumerate(rows):
-                        # back and forth: the turn shares a factor of Y
-                        for j in range(columns) if r % 2 == 0 else reversed(range(columns)):
-                            i = r * columns + j
-                            sums[i] = fused(builder, row[v], ys[j][v], sums[i])
-            write_registers(builder, at, 0, sums)
-            return context.get_dummy_value()
-
-        return types.void(total, part, types.int32, types.int32), codegen
-
-    return named("multiply", thin.key, 4, typing)
+    return on_arrays("multiply", thin.key, "anrr", emit)
 
 
 @functools.cache
@@ -198,23 +177,17 @@ def _put_part(thin: Thin) -> Any:
     lanes_n = 32 // columns
     count = 1 if thin.along_k else min(16 // size, columns)
 
-    def typing(typingctx: Any, total: Any, to: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at = array_pointer(context, builder, signature.args[0], args[0])
-            for r in range(thin.part_m):
-                for j in range(0, columns, count):
-                    offset = (r * columns * 32 + j * lanes_n) * size
-                    values = read_registers(builder, at, r * columns + j, count)
-                    put_shared_vector(builder, builder.add(args[1], I32(offset)), values)
-            return context.get_dummy_value()
+    def emit(builder: Any, total: Any, to: Any) -> None:
+        for r in range(thin.part_m):
+            for j in range(0, columns, count):
+                offset = (r * columns * 32 + j * lanes_n) * size
+                values = read_registers(builder, total, r * columns + j, count)
+                put_shared_vector(builder, builder.add(to, I32(offset)), values)
 
-        return types.void(total, types.int32), codegen
-
-    return named("put_part", thin.key, 2, typing)
+    return on_arrays("put_part", thin.key, "ar", emit)
 
 
-@lifetimes.kept(256)
-def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
+def _kernel(thin: Thin, product: Product) -> Kernel:
     size = thin.size
     threads = 32 * tiling.THIN_WARPS
     line_bytes = thin.depth * size if thin.along_k else COLUMNS * size
@@ -225,27 +198,19 @@ def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
     x_values = few if thin.x_wide else 1
     x_pieces = thin.depth // x_values
     x_step = max(1, threads // x_pieces)
-    bindings: dict[str, Any] = {
-        "ROWS": thin.rows,
-        "DEPTH": thin.depth,
-        "SHARE": thin.share,
+    sums = thin.part_m * thin.lanes_m
+    bindings = bound(thin, "rows depth share parts along_k size pitch stages lanes_m x_pitch")
+    bindings |= {
         "FEW": few,
         "WARPS": tiling.THIN_WARPS,
-        "PARTS": thin.parts,
-        "ALONG_K": thin.along_k,
-        "SIZE": size,
-        "PITCH": thin.pitch,
         "LINE_BYTES": line_bytes,
         "PIECES": pieces,
         "PIECE_BITS": pieces.bit_length() - 1,
         "REACH": reach,
         "COPIES": lines // reach,
-        "STAGES": thin.stages,
         "SLICE": thin.slice_bytes,
         "Y_SLICE": thin.y_bytes,
-        "PART": thin.part_m * thin.lanes_m,
-        "LANES_M": thin.lanes_m,
-        "X_PITCH": thin.x_pitch,
+        "PART": sums,
         "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
         "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),
         "X_PIECES": x_pieces,
@@ -258,73 +223,54 @@ def _kernel(thin: Thin, finish: Finish, name: str, chain: int) -> Kernel:
         "FETCH_16": accesses.fetch(16, ahead=""),
         "WAIT": accesses.fetch_wait(thin.stages - 2),
         "WAIT_ALL": accesses.fetch_wait0,
-        "CLEAR": clear(thin.part_m * thin.lanes_m),
+        "CLEAR": clear(sums),
         "MULTIPLY": _multiply(thin),
-        "CHAIN": chain // thin.share,
-        "ADD": add(thin.part_m * thin.lanes_m),
+        "CHAIN": tiling.CHAIN // thin.share,
+        "ADD": add(sums),
         "RUN": tiling.RUN,
         "PUT_PART": _put_part(thin),
-        **finish.bindings(),
+        **finish_of(product, product.out.dtype),
     }
-    bindings["COPY_Y"] = inlined(copy_y, **bindings)
-    bindings["COPY_X"] = inlined(copy_x, **bindings)
-    bindings["COPY_WHOLE_Y"] = inlined(copy_whole_y, **bindings)
-    bindings["COPY_WHOLE_X"] = inlined(copy_whole_x, **bindings)
-    template = expanded(thin_product, bindings)
-    return kernel(
-        template,
-        ARGUMENTS.signature,
-        threads=threads,
-        blocks=1,
-        name=f"few rows {name}",
-        **names_of(template, bindings),
-    )
+    name = f"few rows {product.epilogue.name}"
+    return kernel_of(thin_product, ARGUMENTS, bindings, threads=threads, blocks=1, name=name)
 
 
 def plan(product: Product, device: DeviceInfo) -> Plan | None:
     """How to run it, whatever its sizes; None where Y has no 16 bytes to copy, or few fit."""
     p = product
     few = 16 // intrinsics.itemsize(p.y.dtype)
-    along_k = runs_wide(p.y, 1, few)
-    if p.places > 65535 or not (along_k or runs_wide(p.y, 2, few)):
+    along_k = p.y.runs_wide(1, few)
+    if p.places > 65535 or not (along_k or p.y.runs_wide(2, few)):
         return None
     rows = 1 << (p.m - 1).bit_length() if p.m <= 16 else tiling.round_up(p.m, 4 if p.m <= 32 else 8)
-    made = Thin(p.y.dtype, along_k, runs_wide(p.x, 2, few), rows, 0)
+    made = Thin(p.y.dtype, along_k, p.x.runs_wide(2, few), rows, 0)
     stages = min(tiling.THIN_STAGES, device.shared_per_block // made.slice_bytes)
     if stages < 3:
         return None
     made = replace(made, stages=stages)
     arguments = ARGUMENTS(
-        x=Slot("x"),
-        y=Slot("y"),
+        x=in_bytes(Slot("x"), p.x),
+        y=in_bytes(Slot("y"), p.y),
         m=p.m,
         n=p.n,
         k=p.k,
-        **strides("bytes", x=p.x, y=p.y),
-        **addresses(p, Slot("out")),
-        **steps("bytes", p, p.out),
+        **finishing(p, p.out, Slot("out"), in_bytes),
     )
-    built = _kernel(made, Finish.of(p, p.out.dtype), p.epilogue.name, tiling.CHAIN)
     grid = (-(-p.n // COLUMNS), p.places, 1)
-    launch = Launch(built, grid, arguments, stages * made.slice_bytes)
+    launch = Launch(_kernel(made, p), grid, arguments, stages * made.slice_bytes)
     return Plan((launch,), made, block_m=p.m)
 
 
-class FewRows:
-    """Takes products whose time is that of reading Y once; see the module."""
-
-    name = "cores"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """How to run it; None for more rows, few columns, and before compute capability 8.0."""
-        p = product
-        if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
-            return None
-        if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
-            return None
-        if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
-            return None
-        return plan(p, device)
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """How to run it; None for more rows, few columns, and before compute capability 8.0."""
+    p = product
+    if device.capability < (8, 0) or p.free or max(p.n, p.k) >= 1 << 26:
+        return None
+    if p.m > tiling.THIN_ROWS.get(p.y.dtype, 0) or p.accumulator != p.y.dtype:
+        return None
+    if p.x.dtype != p.y.dtype or min(p.n, p.k) < tiling.THIN_LEAST:
+        return None
+    return plan(p, device)
 
 
-FEW_ROWS = FewRows()
+FEW_ROWS = Tier("cores", take)

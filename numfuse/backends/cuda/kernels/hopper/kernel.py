@@ -1,4 +1,4 @@
-"""The kernel of a product on Hopper: what is bound in the templates of `gemm` and `finish`."""
+"""The kernel of a product on Hopper: what is bound in the templates of `gemm`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,13 @@ import numpy as np
 
 from numfuse.backends.cuda.compile.engines import multiply, multiply_wait
 from numfuse.backends.cuda.compile.intrinsics import HALVES
-from numfuse.backends.cuda.compile.scalars import is_finite, select
 from numfuse.backends.cuda.compile.schema import Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, kernel
-from numfuse.backends.cuda.compile.unroll import Inlined, Template
+from numfuse.backends.cuda.compile.toolchain import Kernel
+from numfuse.backends.cuda.compile.unroll import bound, inlined, kernel_of
 from numfuse.backends.cuda.kernels.ampere.registers import add, clear
 from numfuse.backends.cuda.kernels.elementwise import Formula
-from numfuse.backends.cuda.kernels.hopper import finish, gemm
-from numfuse.backends.cuda.kernels.hopper.tiling import (
-    HopperTile,
-)
+from numfuse.backends.cuda.kernels.hopper import epilogue, gemm
+from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
 from numfuse.expr import Expr, dumps
 from numfuse.language.curves import leaf
 from numfuse.runtime import lifetimes
@@ -70,6 +67,16 @@ class Gemm:
         return planes_of(self.operands)
 
     @property
+    def halves(self) -> int:
+        """Tiles of 64 rows of a consumer."""
+        return self.tile.halves
+
+    @property
+    def values(self) -> int:
+        """Sums of a thread."""
+        return self.tile.halves * self.tile.block_n // 2
+
+    @property
     def plane_bytes(self) -> int:
         """Bytes of a slice of K in both operands."""
         return (self.tile.block_m + self.tile.block_n) * 128
@@ -117,126 +124,95 @@ class Gemm:
         return -(-needed // 1024) * 1024 * self.tile.consumers
 
     @property
-    def stages(self) -> int:
-        room = SHARED_BYTES - EXTRA_BYTES - self.staging_bytes - self._biases
-        return min(MOST_STAGES, room // self.stage_bytes)
-
-    @property
     def _biases(self) -> int:
         return 2 * self.bias_bytes * (2 if self.tile.ping_pong else 1)
 
     @property
+    def stages(self) -> int:
+        room = SHARED_BYTES - EXTRA_BYTES - self.staging_bytes - self._biases
+        return min(MOST_STAGES, room // self.stage_bytes)
+
+    # where in shared memory staging, biases and mbarriers begin, behind the stages
+    @property
+    def staging_at(self) -> int:
+        return self.stages * self.stage_bytes
+
+    @property
+    def bias_at(self) -> int:
+        return self.staging_at + self.staging_bytes
+
+    @property
+    def full_at(self) -> int:
+        return self.bias_at + self._biases
+
+    @property
     def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + self.staging_bytes + self._biases + EXTRA_BYTES
+        return self.full_at + EXTRA_BYTES
 
     def bindings(self) -> dict[str, Any]:
         """All UPPER-case names of the templates."""
         t = self.tile
-        half = "bfloat16" if self.planes > 1 else self.operands
-        kind = {"bfloat16": "bf16", "float16": "f16", "tf32": "tf32"}[half]
-        values = t.halves * t.block_n // 2
-        y_box = min(64, t.block_n)
-        # bytes of K (or of 16 rows of K) from one instruction to the next
-        steps = (2048 if self.x_turned else 32, 32 * y_box if self.y_turned else 32)
-        wait = multiply_wait(values)
-        (x_low, x_high), (y_low, y_high) = (
-            divmod(_descriptor(turned, box), 1 << 32)[::-1]
-            for turned, box in ((self.x_turned, 64), (self.y_turned, y_box))
+        b = bound(t, "block_m block_n group ping_pong consumers")
+        b |= bound(
+            self,
+            "halves values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
+            " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums",
         )
-        step = multiply(
-            t.block_n,
-            t.halves,
-            kind,
-            (int(self.x_turned), int(self.y_turned)),
-            steps,
-            8192,
-            (x_high, y_high),
-        )
-        b: dict[str, Any] = {
-            "BLOCK_M": t.block_m,
-            "BLOCK_N": t.block_n,
-            "DEPTH": 32 if kind == "tf32" else 64,
-            "GROUP": t.group,
-            "HALVES": t.halves,
-            "PING_PONG": t.ping_pong,
+        b |= {
+            "DEPTH": 32 if self.operands == "tf32" else 64,
             "READERS": 1 if t.ping_pong else t.consumers,
-            "CONSUMERS": t.consumers,
-            "VALUES": values,
-            "STAGES": self.stages,
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
-            "STAGE_BYTES": self.stage_bytes,
             "X_BYTES": t.block_m * 128,
-            "X_TURNED": self.x_turned,
-            "Y_TURNED": self.y_turned,
-            "Y_BOX": y_box,
-            "X_DESCRIPTOR": x_low,
-            "Y_DESCRIPTOR": y_low,
-            "PLANES": self.planes,
-            "PLANE_BYTES": self.plane_bytes,
+            "Y_BOX": min(64, t.block_n),
             "PROMOTE": PROMOTE,
-            "STAGING_AT": self.stages * self.stage_bytes,
-            "BIAS_AT": self.stages * self.stage_bytes + self.staging_bytes,
-            "FULL_AT": self.stages * self.stage_bytes + self.staging_bytes + self._biases,
-            "BIAS_BYTES": self.bias_bytes,
             "BIASES": max(1, t.block_n // 128),
-            "ALONE": self.alone,
-            "BUFFERS": self.buffers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
-            "WIDTH": self.width,
-            "CHUNKS": self.chunks,
             "ROW_CHUNKS": t.block_n // self.width,
             "PIECES": self.width // 8,
             "SHIFT": 3 if self.width == 64 else 2,
-            "STAGED": self.staged,
-            "OUT": self.out,
             "OUT_SIZE": 2 if self.staged else 4,
-            "EXTRA": self.extra,
             "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
-            "BIAS": self.bias,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
             "PRE": self.pre != "",
-            "SUMS": self.sums,
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
-            "MULTIPLY": step,
-            "MULTIPLY_WAIT": wait,
-            "CLEAR": clear(values),
-            "ADD": add(values),
+            "CLEAR": clear(self.values),
+            "ADD": add(self.values),
+            "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
+            "STORE_PRE": inlined(epilogue.store_two, PAIRS=self.pre == "pairs"),
+            "STORE_OUT": inlined(epilogue.store_two, PAIRS=self.out_pairs),
         }
+        half = "bfloat16" if self.planes > 1 else self.operands
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
-        b["FINITE"] = Inlined(gemm.finite, {"IS_FINITE": is_finite, "SELECT": select, **b})
-        b["LOAD_BIAS"] = Inlined(finish.load_bias, b)
-        b["LOAD_EXTRA"] = Inlined(finish.load_two, {"PAIRS": self.extra_pairs})
-        b["STORE_PRE"] = Inlined(finish.store_two, {"PAIRS": self.pre == "pairs"})
-        b["STORE_OUT"] = Inlined(finish.store_two, {"PAIRS": self.out_pairs})
-        b["FETCH_ROWS"] = Inlined(finish.fetch_rows, b)
-        b["FETCH_VECTORS"] = Inlined(finish.fetch_vectors, b)
-        b["STORE_VECTORS"] = Inlined(finish.store_vectors, b)
-        b["STORE_ROWS"] = Inlined(finish.store_rows, b)
-        b["PIECE"] = Inlined(finish.piece, b)
-        b["UNIT_AT"] = Inlined(gemm.unit_at, b)
-        b["COUNT"] = Inlined(gemm.slices_of, b)
-        b["PAST"] = Inlined(gemm.past, b)
-        b["NEXT"] = Inlined(gemm.next_stage, b)
-        b["PRODUCE"] = Inlined(gemm.produce, b)
-        b["MULTIPLY_SLICES"] = Inlined(gemm.multiply_slices, b)
-        b["MULTIPLY_SPLIT"] = Inlined(gemm.multiply_split, b)
-        b["SUM_COLUMNS"] = Inlined(finish.sum_columns, b)
-        b["FINISH"] = Inlined(finish.finish, b)
-        b["CONSUME"] = Inlined(gemm.consume, b)
-        return b
+        return b | self._wgmma({"bfloat16": "bf16", "float16": "f16", "tf32": "tf32"}[half])
+
+    def _wgmma(self, kind: str) -> dict[str, Any]:
+        """Return the names of the instruction and of its operands' descriptors."""
+        t = self.tile
+        box = min(64, t.block_n)
+        x_high, x_low = divmod(_descriptor(self.x_turned, 64), 1 << 32)
+        y_high, y_low = divmod(_descriptor(self.y_turned, box), 1 << 32)
+        # bytes of K (or of 16 rows of K) from one instruction to the next
+        steps = (2048 if self.x_turned else 32, 32 * box if self.y_turned else 32)
+        turned, high = (int(self.x_turned), int(self.y_turned)), (x_high, y_high)
+        return {
+            "X_DESCRIPTOR": x_low,
+            "Y_DESCRIPTOR": y_low,
+            "MULTIPLY": multiply(t.block_n, t.halves, kind, turned, steps, 8192, high),
+            "MULTIPLY_WAIT": multiply_wait(self.values),
+        }
 
     @property
     def schema(self) -> Schema:
         """The arguments: strides are in elements."""
-        there = {"out_map": self.out == "map", "extra_map": self.extra == "map"}
+        there = {"maps_out": self.out == "map", "maps_extra": self.extra == "map"}
         maps = ["x_map", "y_map", *(name for name, is_map in there.items() if is_map)]
         return Schema(gemm.gemm, map=" ".join(maps))
 
     def kernel(self) -> Kernel:
-        return kernel_of(self)
+        return _kernel(self)
 
 
 #: Shared memory of a block on Hopper, and more stages than ever helped.
@@ -264,14 +240,13 @@ def _descriptor(turned: bool, box: int) -> int:
 
 
 @lifetimes.kept(1024)
-def kernel_of(g: Gemm) -> Kernel:
-    template = Template(gemm.gemm, g.bindings())
-    return kernel(
-        template,
-        g.schema.signature,
+def _kernel(g: Gemm) -> Kernel:
+    return kernel_of(
+        gemm.gemm,
+        g.schema,
+        g.bindings(),
         threads=128 * (1 + g.tile.consumers),
         blocks=1,
         feature="a",
         name=str(g),
-        **template.others,
     )

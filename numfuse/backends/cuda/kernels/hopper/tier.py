@@ -7,17 +7,14 @@ rounded to tf32.  `kernel.Gemm` describes a kernel.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from numfuse.backends.cuda.kernels import joins
-from numfuse.backends.cuda.kernels.epilogue import addresses, formula_of, steps
-from numfuse.backends.cuda.kernels.hopper.factors import (
-    HALF,
-    factor_of,
-    fitted,
-    tensor_map,
-)
+from numfuse.backends.cuda.kernels.epilogue import finishing, formula_of, in_elements
+from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
 from numfuse.backends.cuda.kernels.hopper.kernel import SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
+from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HOPPER_BY_MAP,
     HopperTile,
@@ -32,20 +29,8 @@ from numfuse.backends.cuda.plan.product import (
     Plan,
     Product,
     Slot,
+    Tier,
 )
-
-
-def _pairs(operand: Operand, n: int) -> bool:
-    """Whether two neighbours of a row are one aligned access, in every row and place."""
-    place, row, column = operand.strides
-    wide = 2 * operand.itemsize
-    return column == 1 and not (place % 2 or row % 2 or n % 2) and operand.alignment >= wide
-
-
-def _vectors(operand: Operand, n: int) -> bool:
-    """Whether each 8 values of a row are 16 aligned bytes, in every row and place."""
-    place, row, column = operand.strides
-    return column == 1 and not (place % 8 or row % 8 or n % 8) and operand.alignment >= 16
 
 
 def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorMap | None:
@@ -56,43 +41,39 @@ def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorM
     fit = fitted(operand, product.m, product.n, row, column, product.places)
     if fit is None:
         return None
-    made = tensor_map(operand.dtype, product.n, product.m, product.places, *fit, (width, rows))
+    sizes = product.n, product.m, product.places
+    made = TensorMap(operand.dtype, sizes, fit, (width, rows))
     return made if made.possible() else None
 
 
-class _Hopper:
-    """The tier."""
-
-    name = "wgmma"
-
-    def take(self, product: Product, device: DeviceInfo) -> Plan | None:
-        """Launches for a product of 16-bit operands, or of float32 ones that may be split."""
-        kind = self._kind(product)
-        if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
-            return None
-        return _plan(product, kind, device)
-
-    @staticmethod
-    def _kind(product: Product) -> str | None:
-        dtypes = {product.x.dtype, product.y.dtype}
-        dtypes |= {o.dtype for o in (product.bias, product.extra) if o is not None}
-        if product.out.dtype != "float32" or product.extra is not None:
-            dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
-        if len(dtypes) > 1 or product.accumulator != "float32":
-            return None
-        if product.pre is not None and product.pre.dtype != "float32":
-            return None
-        if max(product.m, product.n, product.k) >= 1 << 30 or product.places > 65535:
-            return None
-        dtype = dtypes.pop()
-        if dtype in HALF:
-            return dtype
-        if dtype == "float32" and product.precision in ("bf16x6", "tf32"):
-            return product.precision
+def take(product: Product, device: DeviceInfo) -> Plan | None:
+    """Launches for a product of 16-bit operands, or of float32 ones that may be split."""
+    kind = _kind(product)
+    if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
         return None
+    return _plan(product, kind, device)
 
 
-WGMMA = _Hopper()
+def _kind(product: Product) -> str | None:
+    dtypes = {product.x.dtype, product.y.dtype}
+    dtypes |= {o.dtype for o in (product.bias, product.extra) if o is not None}
+    if product.out.dtype != "float32" or product.extra is not None:
+        dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
+    if len(dtypes) > 1 or product.accumulator != "float32":
+        return None
+    if product.pre is not None and product.pre.dtype != "float32":
+        return None
+    if max(product.m, product.n, product.k) >= 1 << 30 or product.places > 65535:
+        return None
+    dtype = dtypes.pop()
+    if dtype in HALF:
+        return dtype
+    if dtype == "float32" and product.precision in ("bf16x6", "tf32"):
+        return product.precision
+    return None
+
+
+WGMMA = Tier("wgmma", take)
 
 
 def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
@@ -132,113 +113,103 @@ def plan_with(
 
     `by_map`: whether the copy engine stores the result and fetches the residual or grad, too.
     """
-    m, n, k, places = product.m, product.n, product.k, product.places
-    slices = -(-k // (32 if kind == "tf32" else 64))
+    m, n, places = product.m, product.n, product.places
+    slices = -(-product.k // (32 if kind == "tf32" else 64))
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
     x = factor_of(product, "x", kind, tile.block_m)
-    if x is None:
-        return None
-    y = factor_of(product, "y", kind, tile.block_n)
-    if y is None:
-        return None
-    half = kind in HALF
-    width = min(64, tile.block_n)
-    out, extra = product.out, product.extra
-    joined: tuple[Launch, ...] = ()
-    workspace = 0
-    out_slot, out_part, out_map, extra_map = Slot("out"), 0, None, None
-    extra_kind = "" if extra is None else "rows" if half else "float32"
-    if parts > 1:
-        pitch = -(-n // 4) * 4
-        out_kind, out_slot = "float32", Slot("work")
-        planes = Operand("float32", (m * pitch, pitch, 1), 16)
-        out_part = places * m * pitch
-        workspace = parts * out_part * 4
-        lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
-        joined = (joins.rows("float32", out_slot, out, lengths, steps_of, overlaps=True),)
-        out = planes
-    elif half and out.dtype != "float32":
-        out_kind = "vectors" if _vectors(out, n) else "rows"
-        if by_map or out_kind == "rows":
-            if extra is not None:
-                extra_map = _boxed(extra, product, width, 64)
-            # by warps, or by groups where the residual or grad takes the same way
-            out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
-        if out_map is not None:
-            out_kind = "map"
-            if extra_map is not None:
-                extra_kind = "map"
-        elif extra is not None:
-            extra_map = None
-            if _vectors(extra, n):
-                extra_kind = "vectors"
-    else:
-        out_kind = "float32"
-    bias = product.bias
-    bias_kind = ""
-    if bias is not None:
-        bias_kind = "half" if half else "float32"
-    pre = product.pre
-    gemm = Gemm(
-        kind,
-        x.turned,
-        y.turned,
-        tile,
-        out_kind,
-        extra=extra_kind,
-        bias=bias_kind,
-        sums=product.sums,
-        # the planes' rows have room for a neighbour of the last column
-        out_pairs=out_kind == "float32" and ((parts > 1 and n % 2 == 0) or _pairs(out, n)),
-        extra_pairs=extra_kind == "float32" and extra is not None and _pairs(extra, n),
-        pre="" if pre is None else "pairs" if _pairs(pre, n) else "single",
-        # short: the sums themselves are good to some units in the last place
-        formula=formula_of(product, short=True),
-    )
+    y = factor_of(product, "y", kind, tile.block_n) if x is not None else None
     row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
     units = row_blocks * column_blocks * places * parts
-    if units >= 1 << 31:
+    if x is None or y is None or units >= 1 << 31:
         return None
+    out, slot, out_part = product.out, Slot("out"), 0
+    joined: tuple[Launch, ...] = ()
+    if parts > 1:
+        pitch = -(-n // 4) * 4
+        slot, out_part = Slot("work"), places * m * pitch
+        lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
+        joined = (joins.rows("float32", slot, out, lengths, steps_of, overlaps=True),)
+        out = Operand("float32", (m * pitch, pitch, 1), 16)
+    ways = _ways(product, out, min(64, tile.block_n), by_map)
+    gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
         for f, b in ((x, tile.block_m), (y, tile.block_n))
     )
     arguments = gemm.schema(
-        x_map=Derived(x.slot, x.map),
-        y_map=Derived(y.slot, y.map),
-        out_map=0 if out_map is None else Derived(Slot("out"), out_map),
-        extra_map=0 if extra_map is None else Derived(Slot("extra"), extra_map),
-        m=m,
-        n=n,
-        slices=slices,
-        row_blocks=row_blocks,
-        column_blocks=column_blocks,
-        places=places,
-        units=units,
-        part_slices=part_slices,
+        x=Fetched(Derived(x.slot, x.map), x.places, x.plane),
+        y=Fetched(Derived(y.slot, y.map), y.places, y.plane),
+        maps=Maps(
+            Derived(Slot("out"), ways.out_map) if ways.out_map else 0,
+            Derived(Slot("extra"), ways.extra_map) if ways.extra_map else 0,
+        ),
+        work=Work(m, n, units, row_blocks, column_blocks, places, slices, part_slices, out_part),
         slice_bytes=slice_bytes,
-        x_places=x.places,
-        y_places=y.places,
-        x_plane=x.plane,
-        y_plane=y.plane,
-        out_part=out_part,
-        **addresses(product, out_slot),
-        **steps("elements", product, out),
+        **finishing(product, out, slot, in_elements),
     )
     grid = (min(units, device.multiprocessors), 1, 1)
-    launch = Launch(
-        gemm.kernel(),
-        grid,
-        arguments,
-        shared_bytes=gemm.shared_bytes,
-        overlaps=True,
-    )
+    launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     return Plan(
         (*x.launches, *y.launches, launch, *joined),
         tiling=HopperTiling(tile, gemm.stages, parts),
-        workspace=workspace,
+        workspace=parts * out_part * 4,
         block_m=64 * tile.halves,
+    )
+
+
+class _Ways(NamedTuple):
+    """How the result leaves a block and the residual or grad comes to it (`Gemm.out`, `.extra`)."""
+
+    out: str
+    extra: str
+    out_map: TensorMap | None = None
+    extra_map: TensorMap | None = None
+
+
+def _ways(product: Product, out: Operand, width: int, by_map: bool) -> _Ways:
+    extra = product.extra
+    if out.dtype == "float32":
+        return _Ways("float32", "" if extra is None else "float32")
+    whole = out.in_wholes(product.n, 8)
+    if by_map or not whole:
+        extra_map = None if extra is None else _boxed(extra, product, width, 64)
+        # by warps, or by groups where the residual or grad takes the same way
+        out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
+        if out_map is not None:
+            way = "" if extra is None else "rows" if extra_map is None else "map"
+            return _Ways("map", way, out_map, extra_map)
+    way = "" if extra is None else "vectors" if extra.in_wholes(product.n, 8) else "rows"
+    return _Ways("vectors" if whole else "rows", way)
+
+
+def _gemm(
+    product: Product,
+    kind: str,
+    tile: HopperTile,
+    x: Factor,
+    y: Factor,
+    out: Operand,
+    ways: _Ways,
+    parts: int,
+) -> Gemm:
+    """The kernel, of which the result is `out`."""
+    n, pre, extra = product.n, product.pre, product.extra
+    return Gemm(
+        kind,
+        x.turned,
+        y.turned,
+        tile,
+        ways.out,
+        extra=ways.extra,
+        bias="" if product.bias is None else "half" if kind in HALF else "float32",
+        sums=product.sums,
+        # the planes' rows have room for a neighbour of the last column
+        out_pairs=ways.out == "float32" and ((parts > 1 and n % 2 == 0) or out.in_wholes(n, 2)),
+        extra_pairs=ways.extra == "float32" and extra is not None and extra.in_wholes(n, 2),
+        pre="" if pre is None else "pairs" if pre.in_wholes(n, 2) else "single",
+        # short: the sums themselves are good to some units in the last place
+        formula=formula_of(product, short=True),
     )
 
 

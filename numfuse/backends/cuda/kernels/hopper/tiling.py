@@ -5,26 +5,6 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-__all__ = [
-    "HOPPER_BYTES",
-    "HOPPER_BY_MAP",
-    "HOPPER_COPY",
-    "HOPPER_CORES",
-    "HOPPER_FINISH",
-    "HOPPER_HIDDEN",
-    "HOPPER_LAUNCH",
-    "HOPPER_MEMORY",
-    "HOPPER_PART",
-    "HOPPER_ROWS",
-    "HOPPER_SPLIT_TILES",
-    "HOPPER_START",
-    "HOPPER_TENSORS",
-    "HOPPER_TILES",
-    "HopperTile",
-    "hopper_splits",
-    "hopper_tile",
-]
-
 
 @dataclass(frozen=True)
 class HopperTile:

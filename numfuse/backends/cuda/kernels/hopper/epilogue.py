@@ -1,4 +1,4 @@
-"""How a consumer of `gemm` finishes its block, as templates: the epilogue, loads and stores.
+"""How a consumer of `gemm` finishes its block, as templates: formula, loads and stores.
 
 A result of 16-bit values goes through `staging` in shared memory, where stmatrix puts it in rows
 with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts). It
@@ -9,9 +9,10 @@ for no other, but where the residual or grad comes by "map". The bias waits in s
 float32.
 """
 
+# A template has no annotations but records, and its UPPER-case names are bound by `kernel`.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
 from __future__ import annotations
-
-from typing import Any
 
 from numfuse.backends.cuda.compile.accesses import (
     fetch16,
@@ -51,43 +52,27 @@ from numfuse.backends.cuda.compile.intrinsics import (
     shuffle_xor,
     warp_barrier,
 )
+from numfuse.backends.cuda.compile.schema import Array
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-
-# ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
-# mypy: disable-error-code="name-defined"
+from numfuse.backends.cuda.kernels.hopper.records import Maps, Unit, Work
 
 
 def finish(
-    acc: Any,
-    out_map: int,
-    extra_map: int,
-    biases: int,
-    extra: int,
-    pre: int,
-    out: int,
-    staging: int,
-    arrived: int,
-    extra_parity: int,
-    consumer: int,
-    thread: int,
-    part: int,
-    place: int,
-    row0: int,
-    column0: int,
-    m: int,
-    n: int,
-    extra_place: int,
-    extra_row: int,
-    extra_column: int,
-    pre_place: int,
-    pre_row: int,
-    pre_column: int,
-    out_part: int,
-    out_place: int,
-    out_row: int,
-    out_column: int,
-) -> None:
+    acc,
+    maps: Maps,
+    biases,
+    extra: Array,
+    pre: Array,
+    out: Array,
+    staging,
+    arrived,
+    extra_parity,
+    consumer,
+    thread,
+    here: Unit,
+    work: Work,
+):
     """The epilogue of a block: 64 rows x WIDTH columns at a time.
 
     Of each 8 columns a thread holds two neighbours in a row and in the one 8 below (9.7.15.5.1.1.2
@@ -95,18 +80,18 @@ def finish(
     """
     leader = thread == 0
     # computed here, and not kept while the block is multiplied
-    thread, part, place = fresh(thread), fresh(part), fresh(place)
+    thread, part, place = fresh(thread), fresh(here.part), fresh(here.place)
+    m, n, row0, column0 = work.m, work.n, here.row0, here.column0
     lane, warp = thread & 31, thread >> 5
     # the row of stmatrix and ldmatrix that this lane names, and its first 16-byte piece; the
     # swizzle exchanges pieces by an exclusive or, and so the q-th is 32 q away by one
     own_row = warp * 16 + (lane & 15)
-    swizzle = (own_row & 7) if WIDTH == 64 else ((own_row >> 1) & 3)
-    own = staging + own_row * (2 * WIDTH) + (((lane >> 4) ^ swizzle) << 4)
+    own = piece_at(staging, own_row, lane >> 4)
     biases = biases + (lane & 3) * 8
     b = cuda.local.array(WIDTH // 4, types.float32)
-    extra = extra + place * extra_place * EXTRA_SIZE
-    pre = pre + place * pre_place * 4
-    out = out + (part * out_part + place * out_place) * OUT_SIZE
+    extra.address += place * extra.place * EXTRA_SIZE
+    pre.address += place * pre.place * 4
+    out.address += (part * work.part_step + place * out.place) * OUT_SIZE
     for c in unrolled(CHUNKS):
         ROW = c // ROW_CHUNKS * 64
         COLUMN = c % ROW_CHUNKS * WIDTH
@@ -134,114 +119,69 @@ def finish(
                 fetch_wait0()
             warp_barrier()
         if EXTRA == "rows":
-            FETCH_ROWS(
-                extra,
-                buffer,
-                top + warp * 16,
-                warp * 16,
-                left,
-                lane,
-                m,
-                n,
-                extra_row,
-                extra_column,
-            )
+            fetch_rows(extra, buffer, top + warp * 16, warp * 16, left, lane, m, n)
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
                 b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
         for q in unrolled(WIDTH // 16):
-            # an index that is no literal: PIECE is compiled once, and inlined with the constant
-            PIECE(
-                acc,
-                types.int64(BASE + 8 * q),
-                b,
-                types.int64(4 * q),
-                (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q),
-                row,
-                left + 16 * q + 2 * (lane & 3),
-                m,
-                n,
-                pre,
-                pre_row,
-                pre_column,
-                extra,
-                extra_row,
-                extra_column,
-                out,
-                out_row,
-                out_column,
-            )
+            at = (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q)
+            column = left + 16 * q + 2 * (lane & 3)
+            # an index that is no literal: `piece` is compiled once, and inlined with the constant
+            index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
+            piece(acc, index, b, b_index, at, row, column, m, n, pre, extra, out)
         if ALONE:
             copy_fence()
             warp_barrier()
             if lane == 0:
-                tensor_store(out_map, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
+                tensor_store(maps.out, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
                 store_commit()
         elif OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
-                tensor_store(out_map, left, top, place, buffer)
+                tensor_store(maps.out, left, top, place, buffer)
                 store_commit()
                 if c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
+                    barrier = arrived + 8 * (c % BUFFERS)
                     store_wait_read0()
-                    barrier_expect(arrived + 8 * (c % BUFFERS), BUFFER_BYTES)
-                    tensor_load(
-                        buffer,
-                        extra_map,
-                        column0 + NEXT % ROW_CHUNKS * WIDTH,
+                    barrier_expect(barrier, BUFFER_BYTES)
+                    row, column = (
                         row0 + NEXT // ROW_CHUNKS * 64,
-                        place,
-                        arrived + 8 * (c % BUFFERS),
+                        column0 + NEXT % ROW_CHUNKS * WIDTH,
                     )
+                    tensor_load(buffer, maps.extra, column, row, place, barrier)
         if OUT == "rows":
             warp_barrier()
-            STORE_ROWS(
-                out, buffer, top + warp * 16, warp * 16, left, lane, m, n, out_row, out_column
-            )
+            store_rows(out, buffer, top + warp * 16, warp * 16, left, lane, m, n)
             warp_barrier()
         if OUT == "vectors":
             warp_barrier()
-            STORE_VECTORS(out, buffer, top, left, thread, m, n, out_row)
+            store_vectors(out, buffer, top, left, thread, m, n)
             warp_barrier()
         if EXTRA == "vectors":
             AHEAD = c + BUFFERS
             if AHEAD < CHUNKS:
-                FETCH_VECTORS(
-                    extra,
-                    buffer,
-                    row0 + AHEAD // ROW_CHUNKS * 64,
-                    column0 + AHEAD % ROW_CHUNKS * WIDTH,
-                    thread,
-                    m,
-                    n,
-                    extra_row,
-                )
+                row, column = row0 + AHEAD // ROW_CHUNKS * 64, column0 + AHEAD % ROW_CHUNKS * WIDTH
+                fetch_vectors(extra, buffer, row, column, thread, m, n)
             else:
                 fetch_commit()  # an empty group: one for each piece, so that they can be counted
 
 
-def piece(
-    acc: Any,
-    index: int,
-    b: Any,
-    b_index: int,
-    at: int,
-    row: int,
-    column: int,
-    m: int,
-    n: int,
-    pre: int,
-    pre_row: int,
-    pre_column: int,
-    extra: int,
-    extra_row: int,
-    extra_column: int,
-    out: int,
-    out_row: int,
-    out_column: int,
-) -> None:
+def piece_at(buffer, row, number):
+    """Where a 16-byte piece of a row of a buffer is, as the copy engine's swizzle has it."""
+    turned = (row & 7) if WIDTH == 64 else ((row >> 1) & 3)
+    return buffer + row * (2 * WIDTH) + ((number ^ turned) << 4)
+
+
+def stores_read(thread):
+    """The stores of the copy engine must have left the buffers."""
+    if OUT == "map":
+        if (thread & (31 if ALONE else 127)) == 0:
+            store_wait_read0()
+
+
+def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Array, out: Array):
     """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
@@ -254,8 +194,8 @@ def piece(
         words[0], words[1], words[2], words[3] = matrix_load(at)
     for p in unrolled(2):
         if EXTRA == "float32":
-            g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n, extra_row, extra_column)
-            g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n, extra_row, extra_column)
+            g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n)
+            g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n)
         elif EXTRA != "":
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
@@ -265,8 +205,8 @@ def piece(
             else:
                 v[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
         if PRE:
-            STORE_PRE(pre, row, column, m, n, pre_row, pre_column, kept[0], kept[1])
-            STORE_PRE(pre, row + 8, column, m, n, pre_row, pre_column, kept[2], kept[3])
+            STORE_PRE(pre, row, column, m, n, kept[0], kept[1])
+            STORE_PRE(pre, row + 8, column, m, n, kept[2], kept[3])
         if SUMS:
             # rows below the last are products of zeros and a bias: they do not count
             acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
@@ -275,111 +215,81 @@ def piece(
             half[2 * p] = PACK(v[0], v[1])
             half[2 * p + 1] = PACK(v[2], v[3])
         else:
-            STORE_OUT(out, row, column, m, n, out_row, out_column, v[0], v[1])
-            STORE_OUT(out, row + 8, column, m, n, out_row, out_column, v[2], v[3])
+            STORE_OUT(out, row, column, m, n, v[0], v[1])
+            STORE_OUT(out, row + 8, column, m, n, v[2], v[3])
         column += 8
     if STAGED:
         matrix_store(at, half[0], half[1], half[2], half[3])
 
 
-def fetch_rows(
-    extra: int,
-    buffer: int,
-    row: int,
-    in_buffer: int,
-    column: int,
-    lane: int,
-    m: int,
-    n: int,
-    stride: int,
-    column_stride: int,
-) -> None:
+def fetch_rows(extra: Array, buffer, row, in_buffer, column, lane, m, n):
     """16 rows of `extra` into a buffer, in its order; two neighbours a lane."""
     word = cuda.local.array(4, types.int32)
     # of 32 columns, the second half of the lanes does the same again
     lane = fresh(lane) & (WIDTH // 2 - 1)
     column += 2 * lane
     rows = m - row
-    at = extra + (row * stride + column * column_stride) * 2
+    at = extra.address + (row * extra.row + column * extra.column) * 2
     low_in, high_in = column < n, column + 1 < n
     i, end = 0, fresh(16)  # a loop that stays one: written out, it would need too many registers
     while i < end:
         for j in unrolled(4):
             low = global_load16(at, low_in & (i + j < rows))
-            high = global_load16(at + 2 * column_stride, high_in & (i + j < rows))
+            high = global_load16(at + 2 * extra.column, high_in & (i + j < rows))
             word[j] = low | (high << 16)
-            at += 2 * stride
+            at += 2 * extra.row
         for j in unrolled(4):
             in_row = in_buffer + i + j
-            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-            piece = ((lane >> 2) ^ swizzle) << 4
-            shared_store32(buffer + in_row * (2 * WIDTH) + piece + ((lane & 3) << 2), word[j])
+            shared_store32(piece_at(buffer, in_row, lane >> 2) + ((lane & 3) << 2), word[j])
         i += 4
     warp_barrier()
 
 
-def store_rows(
-    out: int,
-    buffer: int,
-    row: int,
-    in_buffer: int,
-    column: int,
-    lane: int,
-    m: int,
-    n: int,
-    stride: int,
-    column_stride: int,
-) -> None:
+def store_rows(out: Array, buffer, row, in_buffer, column, lane, m, n):
     """16 rows of a buffer to `out`: neighbouring lanes store neighbours, any alignment."""
     lane = fresh(lane)
     column += lane
     rows = m - row
-    at = out + (row * stride + column * column_stride) * 2
+    at = out.address + (row * out.row + column * out.column) * 2
     left_in, right_in = column < n, column + 32 < n
     i, end = 0, fresh(16)
     while i < end:
         for j in unrolled(4):
             in_row = in_buffer + i + j
-            swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-            piece = buffer + in_row * (2 * WIDTH) + ((lane & 7) << 1)
-            value = shared_load16(piece + (((lane >> 3) ^ swizzle) << 4))
+            value = shared_load16(piece_at(buffer, in_row, lane >> 3) + ((lane & 7) << 1))
             global_store16(at, value, left_in & (i + j < rows))
             if WIDTH == 64:
-                value = shared_load16(piece + ((((lane >> 3) + 4) ^ swizzle) << 4))
-                global_store16(at + 64 * column_stride, value, right_in & (i + j < rows))
-            at += 2 * stride
+                value = shared_load16(piece_at(buffer, in_row, (lane >> 3) + 4) + ((lane & 7) << 1))
+                global_store16(at + 64 * out.column, value, right_in & (i + j < rows))
+            at += 2 * out.row
         i += 4
 
 
-def fetch_vectors(
-    extra: int, buffer: int, row: int, column: int, thread: int, m: int, n: int, stride: int
-) -> None:
+def fetch_vectors(extra: Array, buffer, row, column, thread, m, n):
     """A warp's 16 rows of `extra` on their way into a buffer: one group of 16-byte copies."""
     thread = fresh(thread)
     lane, first = thread & 31, (thread >> 5) * 16
     column += (lane & (PIECES - 1)) * 8
-    at = extra + ((row + first + (lane >> SHIFT)) * stride + column) * 2
+    at = extra.address + ((row + first + (lane >> SHIFT)) * extra.row + column) * 2
     left = m - row
     in_row = first + (lane >> SHIFT)
     i, end = 0, fresh(PIECES // 2)  # a loop that stays one, for want of registers
     while i < end:
-        swizzle = (in_row & 7) if WIDTH == 64 else ((in_row >> 1) & 3)
-        to = buffer + in_row * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
-        fetch16(to, at, 16 * ((in_row < left) & (column < n)))
-        at += 64 // PIECES * stride
+        fetch16(
+            piece_at(buffer, in_row, lane & (PIECES - 1)), at, 16 * ((in_row < left) & (column < n))
+        )
+        at += 64 // PIECES * extra.row
         in_row += 32 // PIECES
         i += 1
     fetch_commit()
 
 
-def store_vectors(
-    out: int, buffer: int, row: int, column: int, thread: int, m: int, n: int, stride: int
-) -> None:
+def store_vectors(out: Array, buffer, row, column, thread, m, n):
     """A warp's 16 rows of a buffer to `out`, 16 bytes a thread."""
     thread = fresh(thread)
     lane, first = thread & 31, (thread >> 5) * 16
     column += (lane & (PIECES - 1)) * 8
-    at = out + ((row + first + (lane >> SHIFT)) * stride + column) * 2
+    at = out.address + ((row + first + (lane >> SHIFT)) * out.row + column) * 2
     left = m - row
     in_row = first + (lane >> SHIFT)
     word = cuda.local.array(PIECES, types.int32)
@@ -387,9 +297,8 @@ def store_vectors(
     while i < end:
         for j in unrolled(PIECES // 4):
             own = in_row + 32 // PIECES * j
-            swizzle = (own & 7) if WIDTH == 64 else ((own >> 1) & 3)
             word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3] = shared_load4_b32(
-                buffer + own * (2 * WIDTH) + (((lane & (PIECES - 1)) ^ swizzle) << 4)
+                piece_at(buffer, own, lane & (PIECES - 1))
             )
         for j in unrolled(PIECES // 4):
             global_store4_b32(
@@ -400,71 +309,49 @@ def store_vectors(
                 word[4 * j + 3],
                 (in_row < left) & (column < n),
             )
-            at += 64 // PIECES * stride
+            at += 64 // PIECES * out.row
             in_row += 32 // PIECES
         i += 1
 
 
-def load_bias(bias: int, column: int, n: int, stride: int) -> Any:
+def load_bias(at, column, n, stride):
     """The bias of a column; 0 behind the last."""
-    at = bias + column * stride * BIAS_SIZE
+    at += column * stride * BIAS_SIZE
     if BIAS == "float32":
         return global_load_f32(at, column < n)
     else:
         return LOW(global_load16(at, column < n))
 
 
-def load_two(
-    base: int, row: int, column: int, m: int, n: int, stride: int, column_stride: int
-) -> tuple[Any, Any]:
+def load_two(array: Array, row, column, m, n):
     """Two neighbours in a row of float32; 0 outside."""
     if PAIRS:
-        return global_load2_f32(base + (row * stride + column) * 4, (row < m) & (column < n))
+        return global_load2_f32(
+            array.address + (row * array.row + column) * 4, (row < m) & (column < n)
+        )
     else:
-        at = base + (row * stride + column * column_stride) * 4
+        at = array.address + (row * array.row + column * array.column) * 4
         low = global_load_f32(at, (row < m) & (column < n))
-        return low, global_load_f32(at + 4 * column_stride, (row < m) & (column + 1 < n))
+        return low, global_load_f32(at + 4 * array.column, (row < m) & (column + 1 < n))
 
 
-def store_two(
-    base: int,
-    row: int,
-    column: int,
-    m: int,
-    n: int,
-    stride: int,
-    column_stride: int,
-    low: Any,
-    high: Any,
-) -> None:
+def store_two(array: Array, row, column, m, n, low, high):
     """Two neighbours in a row of float32, where they are inside."""
     if PAIRS:
-        at = base + (row * stride + column) * 4
+        at = array.address + (row * array.row + column) * 4
         global_store2_f32(at, low, high, (row < m) & (column < n))
     else:
-        at = base + (row * stride + column * column_stride) * 4
+        at = array.address + (row * array.row + column * array.column) * 4
         global_store_f32(at, low, (row < m) & (column < n))
-        global_store_f32(at + 4 * column_stride, high, (row < m) & (column + 1 < n))
+        global_store_f32(at + 4 * array.column, high, (row < m) & (column + 1 < n))
 
 
-def sum_columns(
-    acc: Any,
-    sums: int,
-    shared: int,
-    consumer: int,
-    thread: int,
-    place: int,
-    row0: int,
-    column0: int,
-    m: int,
-    n: int,
-) -> None:
+def sum_columns(acc, sums, shared, consumer, thread, here: Unit, m, n):
     """The sums of the block's columns over a consumer's rows, always in the same order.
 
     Of each pair of lanes that differ in one bit of their row one keeps the first half of the
     columns and the other the second: seven eighths of the exchanges are saved.  Then four warps.
     """
-    leader = thread == 0
     thread = fresh(thread)
     lane, warp = thread & 31, thread >> 5
     N = BLOCK_N // 4
@@ -483,14 +370,7 @@ def sum_columns(
             given = select(s[i], s[i + HALF], upper)
             s[i] = kept + shuffle_xor(given, 16 >> bit)
     first = (lane >> 4) * (N // 2) + ((lane >> 3) & 1) * (N // 4) + ((lane >> 2) & 1) * (N // 8)
-    # the stores of the block must have left the buffers
-    if OUT == "map":
-        if ALONE:
-            if lane == 0:
-                store_wait_read0()
-        else:
-            if leader:
-                store_wait_read0()
+    stores_read(thread)
     group_barrier(1 + consumer, 128)
     for i in unrolled(N // 8):
         index = first + i
@@ -498,14 +378,14 @@ def sum_columns(
         shared_store_f32(shared + (warp * BLOCK_N + column) * 4, s[i])
     group_barrier(1 + consumer, 128)
     rows = (m + 64 * HALVES - 1) >> (5 + HALVES)  # 64 or 128 of them
-    out = sums + (place * rows + (row0 >> (5 + HALVES))) * n * 4
+    out = sums + (here.place * rows + (here.row0 >> (5 + HALVES))) * n * 4
     for i in unrolled((BLOCK_N + 127) // 128):
         column = thread + 128 * i
         at = shared + (column & (BLOCK_N - 1)) * 4
         value = shared_load_f32(at)
         for w in unrolled(1, 4):
             value += shared_load_f32(at + w * BLOCK_N * 4)
-        inside = (column < BLOCK_N) & (column0 + column < n) & (row0 < m)
-        global_store_f32(out + (column0 + column) * 4, value, inside)
+        inside = (column < BLOCK_N) & (here.column0 + column < n) & (here.row0 < m)
+        global_store_f32(out + (here.column0 + column) * 4, value, inside)
     copy_fence()  # the copy engine writes the buffers next
     group_barrier(1 + consumer, 128)

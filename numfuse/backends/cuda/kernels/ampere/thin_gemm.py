@@ -1,24 +1,18 @@
 """The kernel of `thin`: all rows and all of K of 32 columns, read once through a long ring."""
 
-# A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
+# A kernel has no annotations but records, and its UPPER-case names are bound by the toolchain.
 # mypy: disable-error-code="no-untyped-def, name-defined"
 # ruff: noqa: F821
 from __future__ import annotations
 
 import numpy as np
 
-from numfuse.backends.cuda.compile.accesses import (
-    fetch16,
-    fetch_commit,
-)
-from numfuse.backends.cuda.compile.intrinsics import (
-    block_barrier,
-    least,
-    most,
-    shared_address,
-)
+from numfuse.backends.cuda.compile.accesses import fetch16, fetch_commit
+from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, most, shared_address
+from numfuse.backends.cuda.compile.schema import Array
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
+from numfuse.backends.cuda.kernels.epilogue import element
 
 i32, i64 = np.int32, np.int64
 
@@ -32,7 +26,7 @@ def copy_y(to, at, step, bytes_left, lines_left):
 
 
 def copy_x(to, at, step, left, row0, m):
-    """Make this thread's copies of a slice of X; zeros for what is not there."""
+    """This thread's copies of a slice of X; zeros for what is not there."""
     for c in unrolled(X_COPIES):
         if row0 + c * X_STEP < ROWS:
             inside = i32(least(most(left, 0), X_VALUES) * SIZE)
@@ -41,51 +35,19 @@ def copy_x(to, at, step, left, row0, m):
         at = at + step
 
 
-def copy_whole_y(to, at, step):
-    """The copies of a slice of Y of which all is there."""
+def copy_whole(y_to, y_at, y_step, x_to, x_at, x_step, x_row0):
+    """This thread's copies of a slice of which all is there."""
     for c in unrolled(COPIES):
-        FETCH_16(i32(to + c * (REACH * PITCH)), at)
-        at = at + step
-
-
-def copy_whole_x(to, at, step, row0):
-    """Make the copies of a slice of X of which all is there."""
+        FETCH_16(i32(y_to + c * (REACH * PITCH)), y_at)
+        y_at = y_at + y_step
     for c in unrolled(X_COPIES):
-        if (c + 1) * X_STEP <= ROWS:
-            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
-        elif row0 + c * X_STEP < ROWS:
-            FETCH_WHOLE_X(i32(to + c * (X_STEP * X_PITCH)), at)
-        at = at + step
+        if (c + 1) * X_STEP <= ROWS or x_row0 + c * X_STEP < ROWS:
+            FETCH_WHOLE_X(i32(x_to + c * (X_STEP * X_PITCH)), x_at)
+        x_at = x_at + x_step
 
 
 def thin_product(
-    x,
-    y,
-    bias,
-    extra,
-    pre,
-    out,
-    sums,
-    m,
-    n,
-    k,
-    x_place,
-    x_row,
-    x_column,
-    y_place,
-    y_row,
-    y_column,
-    bias_place,
-    bias_column,
-    extra_place,
-    extra_row,
-    extra_column,
-    pre_place,
-    pre_row,
-    pre_column,
-    out_place,
-    out_row,
-    out_column,
+    x: Array, y: Array, bias: Array, extra: Array, pre: Array, out: Array, sums, m, n, k
 ):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
@@ -97,38 +59,37 @@ def thin_product(
     # What this thread copies of a slice: every REACH-th line, the same 16 bytes of it. Lines are
     # values of K where Y's columns are neighbours, else columns.
     line, piece = i32(t >> PIECE_BITS), i32(t & (PIECES - 1))
-    to = i32(memory + line * PITCH + piece * 16)
+    y_to = i32(memory + line * PITCH + piece * 16)
     if ALONG_K:
-        y_at = y + place * y_place + i64(column0 + line) * y_column + piece * 16
-        lines_left = i32(n - column0 - line)
-        bytes_left = i32(k * SIZE - piece * 16)
-        y_line, y_slice = y_column * REACH, i64(DEPTH * SIZE)
+        y_at = y.address + place * y.place + i64(column0 + line) * y.column + piece * 16
+        y_lines = i32(n - column0 - line)
+        y_bytes = i32(k * SIZE - piece * 16)
+        y_line, y_slice = y.column * REACH, i64(DEPTH * SIZE)
     else:
-        y_at = y + place * y_place + i64(line) * y_row + i64(column0) * SIZE + piece * 16
-        lines_left = i32(k - line)
-        bytes_left = i32(least(i32((n - column0) * SIZE), LINE_BYTES) - piece * 16)
-        y_line, y_slice = y_row * REACH, y_row * DEPTH
+        y_at = y.address + place * y.place + i64(line) * y.row + i64(column0) * SIZE + piece * 16
+        y_lines = i32(k - line)
+        y_bytes = i32(least(i32((n - column0) * SIZE), LINE_BYTES) - piece * 16)
+        y_line, y_slice = y.row * REACH, y.row * DEPTH
     # ... and of X's: the same K of every X_STEP-th row
     x_k, x_row0 = i32((t & (X_PIECES - 1)) * X_VALUES), i32(t >> X_BITS)
     x_to = i32(memory + Y_SLICE + x_row0 * X_PITCH + x_k * SIZE)
-    x_at = x + place * x_place + i64(x_row0) * x_row + x_k * x_column
+    x_at = x.address + place * x.place + i64(x_row0) * x.row + x_k * x.column
     x_left = i32(k - x_k)
-    x_line, x_slice = x_row * X_STEP, x_column * DEPTH
+    x_line, x_slice = x.row * X_STEP, x.column * DEPTH
     whole = m == ROWS and column0 + 32 <= n
     write = i32(0)
     while write < (STAGES - 1) * SLICE:
         if whole and x_left + x_k >= DEPTH:
-            COPY_WHOLE_Y(i32(to + write), y_at, y_line)
-            COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+            copy_whole(i32(y_to + write), y_at, y_line, i32(x_to + write), x_at, x_line, x_row0)
         else:
-            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
-            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+            copy_y(i32(y_to + write), y_at, y_line, y_bytes, y_lines)
+            copy_x(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
-            bytes_left = i32(bytes_left - DEPTH * SIZE)
+            y_bytes = i32(y_bytes - DEPTH * SIZE)
         else:
-            lines_left = i32(lines_left - DEPTH)
+            y_lines = i32(y_lines - DEPTH)
         write = i32(write + SLICE)
 
     total = cuda.local.array(PART, dtype=ACCUMULATOR)
@@ -149,8 +110,7 @@ def thin_product(
         block_barrier()  # the slice is there, and the one before has been read by all
         if whole and x_left + x_k >= DEPTH:
             if PARTS == 1:
-                COPY_WHOLE_Y(i32(to + write), y_at, y_line)
-                COPY_WHOLE_X(i32(x_to + write), x_at, x_line, x_row0)
+                copy_whole(i32(y_to + write), y_at, y_line, i32(x_to + write), x_at, x_line, x_row0)
                 MULTIPLY(total, 0, i32(x_from + read), i32(y_from + read))
             else:
                 # copies and reads of shared memory share a queue: the copies go between the parts
@@ -158,25 +118,23 @@ def thin_product(
                 for u in unrolled(PARTS):
                     MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
                     for c in unrolled(u * COPIES // PARTS, (u + 1) * COPIES // PARTS):
-                        FETCH_16(i32(to + write + c * (REACH * PITCH)), y_run)
+                        FETCH_16(i32(y_to + write + c * (REACH * PITCH)), y_run)
                         y_run = y_run + y_line
                     for c in unrolled(u * X_COPIES // PARTS, (u + 1) * X_COPIES // PARTS):
-                        if (c + 1) * X_STEP <= ROWS:
-                            FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
-                        elif x_row0 + c * X_STEP < ROWS:
+                        if (c + 1) * X_STEP <= ROWS or x_row0 + c * X_STEP < ROWS:
                             FETCH_WHOLE_X(i32(x_to + write + c * (X_STEP * X_PITCH)), x_run)
                         x_run = x_run + x_line
         else:
-            COPY_Y(i32(to + write), y_at, y_line, bytes_left, lines_left)
-            COPY_X(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
+            copy_y(i32(y_to + write), y_at, y_line, y_bytes, y_lines)
+            copy_x(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
             for u in unrolled(PARTS):
                 MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
         if ALONG_K:
-            bytes_left = i32(bytes_left - DEPTH * SIZE)
+            y_bytes = i32(y_bytes - DEPTH * SIZE)
         else:
-            lines_left = i32(lines_left - DEPTH)
+            y_lines = i32(y_lines - DEPTH)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         done = i32(done + 1)
@@ -189,13 +147,30 @@ def thin_product(
     PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
     block_barrier()
 
+    finish(memory, bias, extra, pre, out, sums, m, n, t, place, column0)
+
+
+def finish(
+    memory,
+    bias: Array,
+    extra: Array,
+    pre: Array,
+    out: Array,
+    sums,
+    m,
+    n,
+    t,
+    place,
+    column0,
+):
+    """The epilogue: each warp adds up the warps' sums of every WARPS-th row, and stores it."""
+    lane, warp = i32(t & 31), i32(t >> 5)
     column = i64(column0 + lane)
     inside_n = column0 + lane < n
     offset = ACCUMULATOR(0)
     if BIAS:
         if inside_n:
-            offset = LOAD_BIAS(bias + place * bias_place + column * bias_column)
-    # each warp finishes every WARPS-th row
+            offset = LOAD_BIAS(bias.address + element(bias, place, 0, column))
     row_here = i32(warp)
     while row_here < ROWS:
         row = i64(row_here)
@@ -207,15 +182,13 @@ def thin_product(
                 value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
             added = ACCUMULATOR(0)
             if EXTRA:
-                added = LOAD_EXTRA(
-                    extra + place * extra_place + row * extra_row + column * extra_column
-                )
+                added = LOAD_EXTRA(extra.address + element(extra, place, row, column))
             if PRE:
                 result, value = EPILOGUE(value, offset, added)
-                STORE_PRE(pre + place * pre_place + row * pre_row + column * pre_column, value)
+                STORE_PRE(pre.address + element(pre, place, row, column), value)
             else:
                 result = EPILOGUE(value, offset, added)
-            STORE_OUT(out + place * out_place + row * out_row + column * out_column, result)
+            STORE_OUT(out.address + element(out, place, row, column), result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
             PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)
@@ -223,12 +196,12 @@ def thin_product(
     if SUMS:
         block_barrier()
         if t < 32 and inside_n:
-            result_sum = ACCUMULATOR(0)
+            total = ACCUMULATOR(0)
             at = i32(0)
             while at < m:
                 run, end = ACCUMULATOR(0), i32(least(i32(at + RUN), m))
                 while at < end:
                     run = run + TAKE_ONE(i32(memory + ((WARPS * ROWS + at) * 32 + lane) * SIZE))
                     at = i32(at + 1)
-                result_sum = result_sum + run
-            STORE_SUM(sums + (place * n + column) * SIZE, result_sum)
+                total = total + run
+            STORE_SUM(sums + (place * n + column) * SIZE, total)

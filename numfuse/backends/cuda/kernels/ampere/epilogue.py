@@ -1,0 +1,152 @@
+"""How a block of `gemm` ends: its sums go through shared memory to whole rows of the result."""
+
+# A kernel has no annotations but records, and its UPPER-case names are bound by `blocks`.
+# mypy: disable-error-code="no-untyped-def, name-defined"
+# ruff: noqa: F821
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.toolchain import cuda
+from numfuse.backends.cuda.compile.unroll import unrolled
+
+i32, i64 = np.int32, np.int64
+
+
+@dataclass
+class Position:
+    """Where a thread block is; a plane is a part of a place."""
+
+    plane: Any
+    place: Any
+    #: In the cluster.
+    rank: Any
+    block_row: Any
+    #: The first of the block.
+    row0: Any
+    column0: Any
+
+
+def finish(
+    total,
+    memory,
+    bias: Array,
+    extra: Array,
+    pre: Array,
+    out: Array,
+    summed,
+    m,
+    n,
+    here: Position,
+):
+    """The epilogue of a block: thread (c, r) has VALUES columns of every ROW_STEP-th row."""
+    t = i32(cuda.threadIdx.x)
+    c, r0 = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
+    place, row0 = here.place, here.row0
+    column = i32(here.column0 + c * COLUMN_FIRST)
+    first = i64(column)
+    offset = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    added = cuda.local.array(VALUES * ROWS, dtype=ACCUMULATOR)
+    value = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    result = cuda.local.array(VALUES, dtype=ACCUMULATOR)
+    for v in unrolled(VALUES):
+        offset[v] = ACCUMULATOR(0)
+        summed[v] = ACCUMULATOR(0)
+        if BIAS:
+            if column + v * COLUMN_STEP < n:
+                along = place * bias.place + (first + v * COLUMN_STEP) * bias.column
+                offset[v] = LOAD_BIAS(bias.address + along)
+    out.address += here.plane * out.place + first * out.column
+    extra.address += place * extra.place + first * extra.column
+    pre.address += place * pre.place + first * pre.column
+    put_to = PUT_TO(t, memory)
+    take_from = i32(memory + r0 * PUT_PITCH + c * (COLUMN_FIRST * ACC_BYTES))
+
+    turn = i32(0)
+    while turn < PASSES:
+        BARRIER()
+        for q in unrolled(PASSES):
+            if turn == q:
+                PUT_TOTALS(total, q, put_to)
+        BARRIER()
+        # a block of a cluster finishes its share of the rows: TAKE adds up what all blocks have
+        r = i32(r0 + here.rank * (ROWS * ROW_STEP))
+        while r < PASS_ROWS:
+            if EXTRA:
+                for u in unrolled(ROWS):
+                    row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
+                    load_row(added, u * VALUES, extra, row, column, m, n)
+            for u in unrolled(ROWS):
+                row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
+                take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
+                if WIDE:
+                    taken = TAKE(take_row)
+                for v in unrolled(VALUES):
+                    at = i32(take_row + v * (COLUMN_STEP * ACC_BYTES))
+                    value[v] = taken[v] if WIDE else TAKE(at)
+                for v in unrolled(VALUES):
+                    if PRE:
+                        result[v], value[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
+                    else:
+                        result[v] = EPILOGUE(value[v], offset[v], added[u * VALUES + v])
+                if row < m:
+                    if WIDE:
+                        if column < n:
+                            if PRE:
+                                STORE_PRE(cell(pre, row, 0), value)
+                            STORE_OUT(cell(out, row, 0), result)
+                    else:
+                        for v in unrolled(VALUES):
+                            if column + v * COLUMN_STEP < n:
+                                if PRE:
+                                    STORE_PRE(cell(pre, row, v), value[v])
+                                STORE_OUT(cell(out, row, v), result[v])
+                    if SUMS:
+                        for v in unrolled(VALUES):
+                            summed[v] = summed[v] + result[v]
+            r = i32(r + CLUSTER * (ROWS * ROW_STEP))
+        turn = i32(turn + 1)
+
+
+def cell(array: Array, row, v):
+    """Where a row's value of this thread is, of an array that begins at its first column."""
+    return array.address + i64(row) * array.row + (v * COLUMN_STEP) * array.column
+
+
+def load_row(added, first, extra: Array, row, column, m, n):
+    """A thread's values of a row of the residual or grad, to `added` from `first` on."""
+    for v in unrolled(VALUES):
+        added[first + v] = ACCUMULATOR(0)
+    if row < m:
+        if WIDE:
+            if column < n:
+                loaded = LOAD_EXTRA(cell(extra, row, 0))
+                for v in unrolled(VALUES):
+                    added[first + v] = loaded[v]
+        else:
+            for v in unrolled(VALUES):
+                if column + v * COLUMN_STEP < n:
+                    added[first + v] = LOAD_EXTRA(cell(extra, row, v))
+
+
+def sum_columns(memory, summed, sums, n, rank, column0):
+    """The sums of a block's columns: those of the threads, in the order of their rows."""
+    t = i32(cuda.threadIdx.x)
+    c, r0 = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
+    BARRIER()
+    for v in unrolled(VALUES):
+        at = i32(memory + (r0 * BLOCK_N + c * COLUMN_FIRST + v * COLUMN_STEP) * ACC_BYTES)
+        PUT_ONE(at, summed[v])
+    BARRIER()
+    at = i32(t)
+    while at < BLOCK_N:
+        if rank == 0 and column0 + at < n:
+            total = ACCUMULATOR(0)
+            for q in unrolled(ROW_STEP):
+                total = total + TAKE_ONE(i32(memory + (q * BLOCK_N + at) * ACC_BYTES))
+            STORE_SUM(sums + (column0 + at) * ACC_BYTES, total)
+        at = i32(at + THREADS)
