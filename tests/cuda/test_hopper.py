@@ -23,7 +23,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
     hopper_tile,
 )
-from numfuse.runtime import lifetimes
+from numfuse.runtime import replay
 
 try:
     from numfuse.backends.cuda.compile.schema import Schema
@@ -615,7 +615,7 @@ class Recording:
     info = HOPPER
 
     def __init__(self):
-        self.kept_products = lifetimes.Table(100)
+        self.kept_products = replay.Replay(100, 0)
 
     def prepare(self, launch):
         slots = [a for a in launch.arguments if isinstance(a, Slot)]

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ from numfuse.backends.cuda.driver.libcuda import Attribute, Config, count, libra
 from numfuse.backends.cuda.driver.modules import Module, Retired
 from numfuse.backends.cuda.plan.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
 from numfuse.errors import DeviceError, DeviceLost
-from numfuse.runtime.lifetimes import Table
+from numfuse.runtime.replay import Replay
 
 __all__ = ["Device", "Prepared"]
 
@@ -93,11 +94,11 @@ class Device:
     def _begin(self) -> None:
         #: Why the device is lost; None as long as it is not.
         self.lost: str | None = None
-        #: How products are run, and the steps of calls, by what they depend on.
-        self.kept_products = Table(4 * tiling.KEPT_PLANS)
-        self.kept_calls = Table(tiling.KEPT_PLANS)
-        self._launched: deque[str] = deque(maxlen=REMEMBERED)
-        self._many = 0
+        #: How products are run, by what that depends on.
+        self.kept_products: Replay[Any] = Replay(4 * tiling.KEPT_PLANS, 0)
+        self._launched: deque[str] = deque(maxlen=REMEMBERED + 1)
+        #: Note a launch, for the message of a later error.
+        self.note: Callable[[str], None] = self._launched.append
         #: Of every kernel that was loaded and still is kept.
         self._modules: weakref.WeakKeyDictionary[Kernel, Module] = weakref.WeakKeyDictionary()
         self.retired = Retired()
@@ -168,8 +169,9 @@ class Device:
 
     def _names(self) -> str:
         names = list(self._launched)
-        more = self._many - len(names)
-        return ", ".join(([f"({more} earlier)"] if more > 0 else []) + names) or "nothing"
+        if len(names) > REMEMBERED:
+            names[0] = "(earlier ones)"
+        return ", ".join(names) or "nothing"
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
@@ -190,7 +192,6 @@ class Device:
         """Wait for all work; its context is current."""
         self.check(self.cuda.cuCtxSynchronize(), "synchronize")
         self._launched.clear()
-        self._many = 0
 
     def capture(self, stream: int) -> int:
         """The number of the CUDA graph that is being captured from this stream; 0: none is."""
@@ -290,10 +291,12 @@ class Device:
         """The end of a recorded graph (which may still be running)."""
         self.cuda.cuGraphExecDestroy(graph)
 
-    def wait(self, stream: int, event: int) -> None:
-        """Let a stream wait for an event."""
+    def follow(self, stream: int, other: int) -> None:
+        """Let a stream wait for the work of another one so far."""
+        event = self.event(other)
         with self.current():
             self.check(self.cuda.cuStreamWaitEvent(stream, event, 0), "wait for an event")
+        self.forget(event)
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
@@ -374,11 +377,6 @@ class Device:
     def prepare(self, launch: Launch) -> Prepared:
         """A launch of this device, ready to be started with addresses."""
         return Prepared(self, launch)
-
-    def note(self, name: str) -> None:
-        """A launch, for the message of a later error."""
-        self._launched.append(name)
-        self._many += 1
 
 
 class Prepared:

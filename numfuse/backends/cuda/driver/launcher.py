@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numfuse.backends.cuda.driver.modules import STREAMS
 from numfuse.runtime import specialise
 
-__all__ = ["DRIVER_WORDS", "PLAN", "STREAM_OFFSET", "launch_all"]
+__all__ = ["PLAN", "STREAM_OFFSET", "launch_all"]
 
 specialise.register(__name__, __file__)
 
@@ -210,8 +210,6 @@ PLAN = (
     "BEFORE",
     "CAPTURED",
 )
-#: How many of them are the device's, not the call's.
-DRIVER_WORDS = PLAN.index("LAUNCH_COUNT")
 
 
 @functools.cache

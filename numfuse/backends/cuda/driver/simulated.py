@@ -34,7 +34,6 @@ class SimulatedDevice(Device):
 
     def synchronize(self, stream: int | None = None) -> None:
         self._launched.clear()
-        self._many = 0
 
     def pace(self, stream: int) -> None:
         pass
@@ -54,7 +53,7 @@ class SimulatedDevice(Device):
     def forget(self, event: int) -> None:
         pass
 
-    def wait(self, stream: int, event: int) -> None:
+    def follow(self, stream: int, other: int) -> None:
         pass
 
     def allocate(self, nbytes: int, what: str) -> int:
@@ -76,22 +75,21 @@ class SimulatedDevice(Device):
         ctypes.memset(address, 0, nbytes)
 
     def prepare(self, launch: Launch) -> Any:
-        return _SimulatedLaunch(self, launch)
+        return _SimulatedLaunch(launch)
 
 
 class _SimulatedLaunch:
     """A launch of the simulator."""
 
-    def __init__(self, device: SimulatedDevice, launch: Launch) -> None:
-        self.name = launch.kernel.name
-        self._device, self._launch = device, launch
+    def __init__(self, launch: Launch) -> None:
+        self.name, self._launch = launch.kernel.name, launch
         self.table = tuple(dict.fromkeys(a.name for a in launch.arguments if isinstance(a, Slot)))
 
-    def start(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Run it to its end."""
-        known = dict(zip(self.table, addresses, strict=True))
+    def start(self, bases: tuple[int, ...], refs: tuple[tuple[int, int], ...]) -> None:
+        """Run it to its end, with (number of the base, offset) of each address."""
+        pairs = zip(self.table, refs, strict=True)
+        known = {name: bases[number] + offset for name, (number, offset) in pairs}
         values = [
             known[a.name] + a.offset if isinstance(a, Slot) else a for a in self._launch.arguments
         ]
-        self._device.note(self.name)
         self._launch.kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)
