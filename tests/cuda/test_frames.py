@@ -1,8 +1,8 @@
 """Python frames of a call with arrays of a CUDA device: a bound on what stands before a launch.
 
 Run in the simulator by `test_cuda_simulator`. What stands there for the driver's one native call
-does not count. Memory has a bound of its own: an array of numfuse's opens frames when it is made and
-when it goes, the workspace of a call when it is taken and given back.
+does not count. Memory has a bound of its own: an array of numfuse's opens frames when it is made
+and when it goes, the workspace of a call when it is taken and given back.
 """
 
 from __future__ import annotations

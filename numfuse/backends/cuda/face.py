@@ -113,7 +113,7 @@ class CudaBackend:
             "devices": [str(device_of(i)) for i in range(count())],
             "tiers": ", ".join(tier.name for tier in TIERS),
             "compiler": ", ".join(f"{k} {v}" for k, v in toolchain.versions().items()),
-            "kernel cache": toolchain.cache_directory(),
+            "kernel cache": str(toolchain.cache_directory()),
         }
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:

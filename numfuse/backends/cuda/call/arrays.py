@@ -18,6 +18,7 @@ from numpy import ndarray
 from numfuse.backends.cuda.call import dlpack
 from numfuse.backends.cuda.call.memory import Block, Pool
 from numfuse.backends.cuda.driver.device import Device
+from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import GhostViews
 
 __all__ = [
@@ -25,7 +26,6 @@ __all__ = [
     "Memory",
     "address",
     "bounds",
-    "contiguous",
     "dtype_of",
     "ghost",
     "pool_of",
@@ -57,15 +57,6 @@ def bounds(at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int)
         reach = (length - 1) * stride
         low, high = low + min(reach, 0), high + max(reach, 0)
     return low, high + itemsize
-
-
-def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of an array in C order: in elements, or in bytes with the bytes of one."""
-    strides, run = [], itemsize
-    for length in reversed(shape):
-        strides.append(run)
-        run *= max(1, length)
-    return tuple(strides[::-1])
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

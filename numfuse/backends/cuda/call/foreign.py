@@ -14,11 +14,12 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.cuda.call import dlpack
-from numfuse.backends.cuda.call.arrays import DeviceArray, contiguous, dtype_of
+from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
 from numfuse.backends.cuda.call.record import Argument
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.driver.libcuda import ordinal_of
 from numfuse.backends.cuda.face import CudaBackend
+from numfuse.runtime.strided import contiguous
 
 __all__ = ["KINDS", "LIBRARIES", "PLAIN", "DLPack", "Interface", "Kind", "Own", "kind_of"]
 

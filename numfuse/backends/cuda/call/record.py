@@ -165,7 +165,7 @@ def record(
             results.append(maker(x.shape, x.dtype.name))
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
-        offset = address(x) - address(ghosts[name]) if x.size else 0
+        offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0
         return View(
             rec.number(name),
             offset,

@@ -125,11 +125,11 @@ class Backward:
         self.d_b, self.d_bias = _last(self.d_b), _last(self.d_bias)
         if self.d_a is not None:
             out = self.d_a
-            self.d_a = places.as_rows(out)
+            self.d_a = out.rows
             if self.d_a is None:
                 apart = rec.fresh(out.shape, out.dtype)
                 self.late = apart, out
-                self.d_a = places.as_rows(apart)
+                self.d_a = apart.rows
 
 
 def _last(view: View | None) -> View | None:
@@ -164,9 +164,9 @@ def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     elif v.d_bias is not None:
         slopes(rec, v, p.n, p.k, acc, made, None)
     if v.d_a is not None and v.b is not None:
-        batches.product(rec, grad_pre, places.turned(v.b), v.batch, v.d_a, acc)
+        batches.product(rec, grad_pre, v.b.turned, v.batch, v.d_a, acc)
     if v.d_b is not None and v.a is not None:
-        batches.product(rec, places.turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
+        batches.product(rec, v.a.turned, grad_pre, v.batch, v.d_b, acc, free=True)
     if v.late is not None:
         batches.copy(rec, *v.late)
 
@@ -236,7 +236,7 @@ def slopes(
             )
             for first, at in there:
                 if table is not None:
-                    at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
+                    at["sums"] = table.at(first * rows * n)
                 rec.launches((launch,), at)
     if d_bias is None:
         return
@@ -244,7 +244,7 @@ def slopes(
     if table is None:
         table = rec.fresh((0,), acc)
         depth = 0
-    batches.join(rec, table, prod(batch[i] for i in outer), depth, d_bias, acc)
+    batches.join(rec, table, depth, d_bias, acc)
 
 
 def gate(rec: Recorder, p: GatedProblem, bind: Bind) -> None:
@@ -316,10 +316,10 @@ def pointwise(
         [Source(name, name, found[name].dtype) for name in sources],
         [Result(name, slot, found[slot].dtype) for slot, name in names.items()],
         size,
-        min(places.alignment(view, ()) for view in found.values()),
+        min(view.aligned(()) for view in found.values()),
         is_short(accumulator, storage),
     )
-    rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
+    rec.launches((launch,), {name: view.at() for name, view in found.items()})
     for copied, out in late:
         batches.copy(rec, copied, out)
 
@@ -332,7 +332,7 @@ def _as_one(
     Arrays of one order need no copy, whatever that order is.
     """
     equal("the arrays of a pass", *(view.shape for view in views.values()))
-    orders = {_order(view) for view in views.values()}
+    orders = {view.order for view in views.values()}
     if len(orders) == 1 and None not in orders:
         return views, []
     found: dict[str, View] = {}
@@ -346,16 +346,3 @@ def _as_one(
             else:
                 batches.copy(rec, view, found[name])
     return found, late
-
-
-def _order(view: View) -> tuple[int, ...] | None:
-    """The order of the axes of an array that is one run of memory; None of another."""
-    order = sorted(
-        (i for i, length in enumerate(view.shape) if length != 1), key=lambda i: -view.strides[i]
-    )
-    run = 1
-    for axis in reversed(order):
-        if view.strides[axis] != run:
-            return None
-        run *= view.shape[axis]
-    return tuple(order)

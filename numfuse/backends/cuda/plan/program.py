@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.call.arrays import contiguous, pool_of
+from numfuse.backends.cuda.call.arrays import pool_of
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
 from numfuse.backends.cuda.plan import tiers
 from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.errors import DeviceLost
+from numfuse.runtime.strided import Strided, contiguous
 
 __all__ = ["Program", "Recorder", "View", "strides_of"]
 
@@ -34,39 +36,23 @@ _STATUS, _USE_COUNT = PLAN.index("STATUS"), PLAN.index("USE_COUNT")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class View(Strided):
     """A strided part of a numbered buffer."""
 
-    buffer: int
-    #: In bytes.
-    offset: int
-    shape: tuple[int, ...]
-    #: In elements.
-    strides: tuple[int, ...]
-    dtype: str
-    itemsize: int
     #: A power of two, at most 16, that divides the buffer's address.
     alignment: int
 
-    @property
-    def contiguous(self) -> bool:
-        """Whether it is one run in C order."""
-        run = 1
-        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if length == 1:
-                continue
-            if stride != run:
-                return False
-            run *= length
-        return True
+    def at(self, index: int = 0) -> tuple[int, int]:
+        """Return the number of the buffer, and the bytes from there to an element."""
+        return self.buffer, (self.offset + index) * self.itemsize
 
-    def part(self, axis: int, first: int, last: int) -> View:
-        """A range of one axis; all of it where it is not there, or repeats."""
-        if axis < 0 or self.shape[axis] == 1:
-            return self
-        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
-        offset = self.offset + first * self.strides[axis] * self.itemsize
-        return replace(self, shape=shape, offset=offset)
+    def aligned(self, steps: Sequence[int]) -> int:
+        """Return the power of two, at most 16, that divides every address base + index * step."""
+        found = 16
+        for distance in (self.alignment, *(s * self.itemsize for s in (self.offset, *steps))):
+            while distance % found:
+                found //= 2
+        return found
 
 
 class Recorder:
@@ -98,7 +84,7 @@ class Recorder:
     def fresh(self, shape: tuple[int, ...], dtype: str) -> View:
         """A new C-contiguous view of the workspace, of any content."""
         itemsize = ITEMSIZES[dtype]
-        offset = self._room(max(1, prod(shape)) * itemsize)
+        offset = self._room(max(1, prod(shape)) * itemsize) // itemsize
         return View(_WORK, offset, shape, contiguous(shape), dtype, itemsize, 16)
 
     def _room(self, nbytes: int) -> int:

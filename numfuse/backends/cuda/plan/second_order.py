@@ -13,7 +13,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from numfuse import epilogues
-from numfuse.backends.cuda.plan import batches, lower, places
+from numfuse.backends.cuda.plan import batches, lower
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import Epilogue
@@ -140,7 +140,7 @@ def _column_sums(rec: Recorder, p: Any, x: View, out: View) -> None:
     m, batch = p.m, p.batch
     shared = all(length == 1 for y in (p.b, p.bias) if y is not None for length in y.shape[:-2])
     if batch and shared and all(batch):
-        rows = places.as_rows(x)
+        rows = x.rows
         assert rows is not None, "x is contiguous"
         m, batch, x = m * prod(batch), (), rows
         out = replace(out, shape=out.shape[-2:], strides=out.strides[-2:])
@@ -223,12 +223,12 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
     pairs: dict[str, list[tuple[View, View]]] = {"d_a": [], "d_b": []}
     a, b = bind("a", p.a), bind("b", p.b)
     if q is not None:
-        pairs["d_a"].append((q, places.turned(b)))
-        pairs["d_b"].append((places.turned(a), q))
+        pairs["d_a"].append((q, b.turned))
+        pairs["d_b"].append((a.turned, q))
     if p.v is not None and s is not None:
-        pairs["d_a"].append((s, places.turned(bind("v", p.v))))
+        pairs["d_a"].append((s, bind("v", p.v).turned))
     if p.u is not None and s is not None:
-        pairs["d_b"].append((places.turned(bind("u", p.u)), s))
+        pairs["d_b"].append((bind("u", p.u).turned, s))
     for name, factors in pairs.items():
         if name in wanted:
             _sum_of_products(rec, p, factors, wanted[name], name == "d_b")
