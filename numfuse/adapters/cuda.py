@@ -26,7 +26,7 @@ load("cuda")
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
 from numfuse.backends.cuda.call.arrays import download, dtype_of, ghost  # noqa: E402
 from numfuse.backends.cuda.call.entry import public, run  # noqa: E402
-from numfuse.backends.cuda.call.foreign import kind_of  # noqa: E402
+from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 
 __all__ = [*NAMES, "again", "synchronize", "to_numpy"]
@@ -46,12 +46,18 @@ class _Cuda(PublicFunctions):
 globals().update({name: of_module(public(x), __name__) for name, x in _Cuda().functions().items()})
 
 
-def to_numpy(x: Any) -> ndarray:
-    """As :func:`numfuse.to_numpy`."""
+def _read(x: Any) -> tuple[Kind, Any, int]:
+    """Return the kind of an array, what is read of it and its device's number; else a TypeError."""
     kind = kind_of(x)
     if kind is None:
         raise TypeError(f"x must be an array on a CUDA device, got {type(x).__qualname__}")
     argument, ordinal, _ = kind.read("x", x)
+    return kind, argument, ordinal
+
+
+def to_numpy(x: Any) -> ndarray:
+    """As :func:`numfuse.to_numpy`."""
+    kind, argument, ordinal = _read(x)
     dtype = dtype_of(argument.dtype)
     strides = [s * dtype.itemsize for s in argument.strides]
     out = np.empty(argument.shape, dtype)
@@ -62,15 +68,11 @@ def to_numpy(x: Any) -> ndarray:
 
 def synchronize(x: Any) -> None:
     """As :func:`numfuse.synchronize`."""
-    kind = kind_of(x)
-    if kind is None:
-        raise TypeError(f"x must be an array on a CUDA device, got {type(x).__qualname__}")
-    device(kind.read("x", x)[1]).synchronize()
+    device(_read(x)[2]).synchronize()
 
 
 def pace(x: Any) -> None:
     """The end of a task that made something of `x`: one task runs ahead of the device, not all."""
-    kind = kind_of(x)
-    if kind is not None:
-        ordinal = kind.read("x", x)[1]
+    if kind_of(x) is not None:
+        kind, _, ordinal = _read(x)
         device(ordinal).pace(kind.stream(ordinal) if kind.stream else 0)

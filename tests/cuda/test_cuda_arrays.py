@@ -185,9 +185,6 @@ def test_arrays_of_two_libraries_that_look_alike_are_two_calls(operands, monkeyp
         def parts(self, x):
             return foreign.Own.parts(x.x)
 
-        def read(self, name, x):
-            return super().read(name, x.x)
-
         def maker(self, *form):
             make = super().maker(*form)
             return lambda: Theirs(make())

@@ -35,8 +35,8 @@ class Kind:
 
     #: Whether operands must be held until the work is done; then each is read with care.
     holds = True
-    #: From an array to what a call depends on, and at last its address and the number of its
-    #: device; of kinds that hold none.
+    #: From an array to its shape, strides in bytes and dtype, whether it may be written to where
+    #: that is known, its address and the number of its device; of kinds that hold none.
     parts: Any = None
     #: From a device's number to the caller's current stream; None: it is the default one.
     stream: Any = None
@@ -47,7 +47,9 @@ class Kind:
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         """Return the array, the number of its device, and what keeps it alive (None: x itself)."""
-        raise NotImplementedError
+        shape, steps, dtype, *writable, at, ordinal = self.parts(x)
+        strides = tuple(s // dtype.itemsize for s in steps)
+        return Argument(at, shape, strides, dtype.name, *writable), ordinal, None
 
     def glance(self, values: list[Any], seen: list[Any], addresses: list[int]) -> int:
         """Add to `seen` all that a call depends on in its arguments, and the addresses of arrays.
@@ -89,12 +91,6 @@ class Own(Kind):
     parts = attrgetter(
         "shape", "strides", "dtype", "writable", "address", "memory.pool.device.ordinal"
     )
-
-    def read(self, name: str, x: DeviceArray) -> tuple[Argument, int, Any]:
-        size = x.dtype.itemsize
-        strides = tuple(s // size for s in x.strides)
-        argument = Argument(x.address, x.shape, strides, x.dtype.name, x.writable)
-        return argument, x.device.ordinal, None
 
 
 class Interface(Kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,12 +31,9 @@ REPLAY: Replay[Any] = Replay(tiling.KEPT_PLANS, 0)
 _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "forward": lower.forward,
     "backward": lower.backward,
-    "gated": lower.gate,
-    "gated_backward": lower.gate_backward,
     "double_backward": second_order.double_backward,
     "tangent": second_order.tangent,
-    "gated_double_backward": second_order.gated_double_backward,
-    "gated_tangent": second_order.gated_tangent,
+    **{kind: functools.partial(lower.gate, kind) for kind in lower.GATES},
 }
 
 
@@ -95,13 +93,11 @@ def recorded(
 ) -> tuple[Program, Call]:
     """Return the program of a problem over the arrays `names`, and what `last_call` tells of it."""
     rec = Recorder(device, precision)
-    views: dict[tuple[str, int], View] = {}
 
-    def once(name: str, x: ndarray) -> View:
-        found = views.get((name, id(x)))
-        if found is None:
-            found = views[name, id(x)] = bind(rec, name, x)
-        return found
+    @functools.cache
+    def once(name: str) -> View | None:
+        x = getattr(p, name, None)
+        return None if x is None else bind(rec, name, x)
 
     _OPERATIONS[kind](rec, p, once)
     program = rec.program(names)

@@ -48,6 +48,14 @@ def _narrowed(dtype: str, value: Any) -> int:
     return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
+def _named(name: str, function: Any) -> Any:
+    """Return the intrinsic, or what stands for it in the simulator, under a name."""
+    function.__name__ = function.__qualname__ = name
+    made = intrinsic(function)
+    made.numfuse_key = name
+    return made
+
+
 @functools.cache
 def loads(dtype: str) -> Any:
     """``load(address, index)``: an element, float16 and bfloat16 as float32."""
@@ -61,8 +69,7 @@ def loads(dtype: str) -> Any:
                 return _widened(dtype, value)
             return np.float32(value) if size == 4 else np.float64(value)
 
-        simulated.numfuse_key = f"load_{dtype}"
-        return simulated
+        return _named(f"load_{dtype}", simulated)
 
     made = types.float64 if dtype == "float64" else types.float32
 
@@ -79,10 +86,7 @@ def loads(dtype: str) -> Any:
     def typed(typingctx, address, index):
         return made(types.uint64, types.int64), codegen
 
-    typed.__name__ = typed.__qualname__ = f"load_{dtype}"
-    found = intrinsic(typed)
-    found.numfuse_key = f"load_{dtype}"
-    return found
+    return _named(f"load_{dtype}", typed)
 
 
 @functools.cache
@@ -96,8 +100,7 @@ def stores(dtype: str) -> Any:
             narrow = _narrowed(dtype, value) if size == 2 else float(value)
             c.from_address(int(address) + size * int(index)).value = narrow
 
-        simulated.numfuse_key = f"store_{dtype}"
-        return simulated
+        return _named(f"store_{dtype}", simulated)
 
     taken = types.float64 if dtype == "float64" else types.float32
 
@@ -114,10 +117,7 @@ def stores(dtype: str) -> Any:
     def typed(typingctx, address, index, value):
         return types.void(types.uint64, types.int64, taken), codegen
 
-    typed.__name__ = typed.__qualname__ = f"store_{dtype}"
-    found = intrinsic(typed)
-    found.numfuse_key = f"store_{dtype}"
-    return found
+    return _named(f"store_{dtype}", typed)
 
 
 def _bfloat16(builder: Any, value: Any) -> Any:

@@ -61,7 +61,6 @@ _ATTRIBUTES = {
     "shared_per_multiprocessor": 81,
     "l2_bytes": 38,
 }
-_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
@@ -330,11 +329,6 @@ class Device:
             self.check(self.cuda.cuMemcpyDtoHAsync_v2(target, address, nbytes, stream), "download")
             self.check(self.cuda.cuStreamSynchronize(stream), "download")
 
-    def zero(self, address: int, nbytes: int, stream: int) -> None:
-        """Fill with zero bytes."""
-        with self.current():
-            self.check(self.cuda.cuMemsetD8Async(address, 0, nbytes, stream), "fill with zeros")
-
     def module(self, kernel: Kernel) -> Module:
         """A kernel, compiled and loaded at its first use."""
         found = self._modules.get(kernel)
@@ -364,11 +358,6 @@ class Device:
     def release(self, stream: int) -> None:
         """Give up what belonged to formulas that are gone; called by one that works on `stream`."""
         self.retired.release(self, stream)
-
-    def allow_shared(self, handle: int, nbytes: int, what: str) -> None:
-        """Let a kernel have this much dynamic shared memory (above 48 KiB it must be asked for)."""
-        with self.current():
-            self.check(self.cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, nbytes), what)
 
     def prepare(self, launch: Launch) -> Prepared:
         """A launch of this device, ready to be started with addresses."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Prepared"]
 
+_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 #: What tensor maps are made for at first.
 _SOME_ADDRESS = 1 << 20
@@ -57,7 +58,12 @@ class Prepared:
         #: Held as long as this may be started.
         self.module = device.module(kernel)
         if launch.shared_bytes > 48 << 10:
-            device.allow_shared(self.module.function, launch.shared_bytes, kernel.name)
+            # (more than that must be asked for)
+            with device.current():
+                status = device.cuda.cuFuncSetAttribute(
+                    self.module.function, _MAX_DYNAMIC_SHARED, launch.shared_bytes
+                )
+                device.check(status, kernel.name)
         if len(kernel.signature) != len(launch.arguments):
             raise ValueError(
                 f"{kernel.name} must have {len(kernel.signature)} arguments, "

@@ -35,26 +35,18 @@ class SimulatedDevice(Device):
     def synchronize(self, stream: int | None = None) -> None:
         self._launched.clear()
 
-    def pace(self, stream: int) -> None:
-        pass
-
-    def release(self, stream: int) -> None:
-        pass
-
-    def capture(self, stream: int) -> int:
+    def _no_streams(self, *_: int) -> int:
         return 0
 
-    def event(self, stream: int) -> int:
-        return 0
+    capture: Any = _no_streams
+    event: Any = _no_streams
+    follow: Any = _no_streams
+    forget: Any = _no_streams
+    pace: Any = _no_streams
+    release: Any = _no_streams
 
     def passed(self, event: int) -> bool:
         return True
-
-    def forget(self, event: int) -> None:
-        pass
-
-    def follow(self, stream: int, other: int) -> None:
-        pass
 
     def allocate(self, nbytes: int, what: str) -> int:
         raw = np.full(nbytes + 256, 255, np.uint8)  # NaN, whatever the dtype
@@ -70,9 +62,6 @@ class SimulatedDevice(Device):
 
     def download(self, address: int, target: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(target, address, nbytes)
-
-    def zero(self, address: int, nbytes: int, stream: int) -> None:
-        ctypes.memset(address, 0, nbytes)
 
     def prepare(self, launch: Launch) -> Any:
         return _SimulatedLaunch(launch)

@@ -32,6 +32,7 @@ __all__ = [
     "copy",
     "join",
     "launch",
+    "matrix_of",
     "packed_rows",
     "product",
     "sum_to",
@@ -239,10 +240,10 @@ def _nth(out: View, number: int) -> View:
     """Return a matrix of a batch."""
     index = map(int, np.unravel_index(number, out.shape[:-2]))
     offset = sum(i * s for i, s in zip(index, out.strides, strict=False))
-    return replace(_matrix_of(out), offset=out.offset + offset)
+    return replace(matrix_of(out), offset=out.offset + offset)
 
 
-def _matrix_of(view: View) -> View:
+def matrix_of(view: View) -> View:
     """Return the first matrix of a batch."""
     return replace(view, shape=view.shape[-2:], strides=view.strides[-2:])
 
