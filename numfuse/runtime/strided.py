@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from numfuse.problem.shapes import merge_axes
-
 __all__ = ["Strided", "contiguous"]
 
 
@@ -54,15 +52,6 @@ class Strided:
         """The transpose of its matrices."""
         (*batch, m, n), (*steps, row, column) = self.shape, self.strides
         return replace(self, shape=(*batch, n, m), strides=(*steps, column, row))
-
-    @property
-    def rows(self) -> Self | None:
-        """(..., M, N) as one matrix of all rows; None if the strides do not allow it."""
-        lengths, (steps,) = merge_axes(self.shape[:-1], self.strides[:-1])
-        if len(lengths) > 1:
-            return None
-        count, step = (lengths[0], steps[0]) if lengths else (1, 0)
-        return replace(self, shape=(count, self.shape[-1]), strides=(step, self.strides[-1]))
 
     def axes(self, order: Sequence[int]) -> Self:
         """Return it with its axes in another order."""

@@ -19,13 +19,11 @@ from numfuse.backends.cuda.call import dlpack
 from numfuse.backends.cuda.call.memory import Block, Pool
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.runtime.strided import contiguous
-from numfuse.runtime.views import GhostViews
+from numfuse.runtime.views import GhostViews, address, bounds
 
 __all__ = [
     "DeviceArray",
     "Memory",
-    "address",
-    "bounds",
     "dtype_of",
     "ghost",
     "pool_of",
@@ -40,23 +38,6 @@ def pool_of(owner: Device) -> Pool:
     if found is None:
         found = _POOLS.setdefault(owner.ordinal, Pool(owner))
     return found
-
-
-def address(x: ndarray) -> int:
-    """Where the first element of `x` lies."""
-    found: int = x.__array_interface__["data"][0]
-    return found
-
-
-def bounds(at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """The addresses of the first byte and of the one past the last; strides in bytes."""
-    low = high = at
-    for length, stride in zip(shape, strides, strict=True):
-        if length == 0:
-            return at, at
-        reach = (length - 1) * stride
-        low, high = low + min(reach, 0), high + max(reach, 0)
-    return low, high + itemsize
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

@@ -131,34 +131,29 @@ class DLPack(Kind):
         return Argument(held.address, held.shape, held.strides, held.dtype), held.ordinal, held
 
 
-#: {root of the module that defines a class: its kind}.
-LIBRARIES: dict[str, Callable[[], Kind]] = {"numfuse": Own}
+#: {root of the module that defines a class: its kind}; the bases of a class count.
+LIBRARIES: dict[str, type[Kind]] = {}
 #: The kinds of the classes that were met.
 KINDS: dict[type, Kind] = {}
-_MADE: dict[str, Kind] = {}
+#: The one object of a kind.
+_MADE: dict[type[Kind], Kind] = {}
 
 
 def kind_of(x: Any) -> Kind | None:
     """Return how arrays like this one are read; None of what is no array of a device."""
     found = KINDS.get(type(x))
-    if found is not None:
+    if found is not None or x is None or isinstance(x, (ndarray, np.generic)):
         return found
-    if x is None or isinstance(x, (ndarray, np.generic)):
+    roots = (base.__module__.partition(".")[0] for base in type(x).__mro__)
+    made: type[Kind] | None = next((LIBRARIES[root] for root in roots if root in LIBRARIES), None)
+    if isinstance(x, DeviceArray):
+        made = Own
+    elif made is None and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        made = DLPack
+    elif made is None and hasattr(x, "__cuda_array_interface__"):
+        made = Interface
+    if made is None:
         return None
-    for base in type(x).__mro__:
-        root = base.__module__.partition(".")[0]
-        if isinstance(x, DeviceArray):
-            root = "numfuse"
-        if root in LIBRARIES:
-            if root not in _MADE:
-                _MADE[root] = LIBRARIES[root]()
-            found = _MADE[root]
-            break
-    else:
-        if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-            found = _MADE.setdefault("dlpack", DLPack())
-        elif hasattr(x, "__cuda_array_interface__"):
-            found = _MADE.setdefault("interface", Interface())
-        else:
-            return None
-    return KINDS.setdefault(type(x), found)
+    if made not in _MADE:
+        _MADE[made] = made()
+    return KINDS.setdefault(type(x), _MADE[made])

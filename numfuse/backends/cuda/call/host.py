@@ -9,12 +9,13 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.backends import latest
-from numfuse.backends.cuda.call.arrays import address, pool_of
+from numfuse.backends.cuda.call.arrays import pool_of
 from numfuse.backends.cuda.call.memory import Block
 from numfuse.backends.cuda.call.record import REPLAY, recorded
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.problem.fields import FIELDS
+from numfuse.runtime.views import address
 
 __all__ = ["run"]
 

@@ -11,13 +11,14 @@ from numpy import ndarray
 
 from numfuse.backends import Call
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.call.arrays import address, bounds, dtype_of, ghost
+from numfuse.backends.cuda.call.arrays import dtype_of, ghost
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan import lower, second_order
 from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
 from numfuse.problem import product
 from numfuse.problem.fields import FIELDS
 from numfuse.runtime.replay import Replay
+from numfuse.runtime.views import address, bounds
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation

@@ -3,7 +3,7 @@
 A product is one launch (or a few) over *places*, the elements of the batch of its result. Where the
 result is summed over a part of the batch, that part is folded into K if the strides allow, and else
 each element makes a plane, and the planes are joined in their order. What is launched depends on
-the shapes, strides and alignments alone, so it is recorded once (`plans.Recorder`) and repeated
+the shapes, strides and alignments alone, so it is recorded once (`program.Recorder`) and repeated
 with other addresses.
 """
 

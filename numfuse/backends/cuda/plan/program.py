@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -24,6 +24,7 @@ from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
 from numfuse.backends.cuda.plan import tiers
 from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.errors import DeviceLost
+from numfuse.problem.shapes import merge_axes
 from numfuse.runtime.strided import Strided, contiguous
 
 __all__ = ["Program", "Recorder", "View", "strides_of"]
@@ -41,6 +42,15 @@ class View(Strided):
 
     #: A power of two, at most 16, that divides the buffer's address.
     alignment: int
+
+    @property
+    def rows(self) -> View | None:
+        """(..., M, N) as one matrix of all rows; None if the strides do not allow it."""
+        lengths, (steps,) = merge_axes(self.shape[:-1], self.strides[:-1])
+        if len(lengths) > 1:
+            return None
+        count, step = (lengths[0], steps[0]) if lengths else (1, 0)
+        return replace(self, shape=(count, self.shape[-1]), strides=(step, self.strides[-1]))
 
     def at(self, index: int = 0) -> tuple[int, int]:
         """Return the number of the buffer, and the bytes from there to an element."""
