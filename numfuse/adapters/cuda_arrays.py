@@ -122,7 +122,8 @@ class CuPy(Kind):
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         if not isinstance(x, self._cupy.ndarray):
             raise TypeError(f"{name} must be a cupy.ndarray, got {type(x).__qualname__}")
-        return super().read(name, x)
+        strides = tuple(s // x.itemsize for s in x.strides)
+        return Argument(x.data.ptr, x.shape, strides, x.dtype.name), x.device.id, None
 
     def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         def make() -> Any:

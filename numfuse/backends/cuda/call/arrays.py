@@ -94,7 +94,9 @@ class DeviceArray(GhostViews):
         "_ghost",
         "address",
         "dtype",
+        "layout",
         "memory",
+        "ordinal",
         "shape",
         "strides",
         "writable",
@@ -113,6 +115,9 @@ class DeviceArray(GhostViews):
         #: Of the first element.
         self.address = at
         self.shape, self.strides, self.dtype, self.writable = shape, strides, dtype, writable
+        #: What a call depends on, beside the address; and the number of the device.
+        self.layout = shape, strides, dtype, writable
+        self.ordinal = memory.pool.device.ordinal
         self._ghost: ndarray | None = None
 
     @classmethod

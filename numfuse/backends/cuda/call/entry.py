@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
-from numfuse.backends.cuda.call.foreign import KINDS, Kind, kind_of
+from numfuse.backends.cuda.call.foreign import KINDS, PLAIN, Kind, kind_of
 from numfuse.backends.cuda.call.record import REPLAY, Argument, Recorded, alignment_of, record
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
@@ -82,9 +82,11 @@ def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = T
     addresses: list[int] = []
     held: list[Any] = []
     ordinal, place = -1, function.place
-    kind: Any = next(filter(None, map(KINDS.get, map(type, args))), None)
-    if kind is None:  # the first of its class
-        kind = next(filter(None, map(kind_of, args)), None)
+    kind: Any = None
+    for x in args:
+        kind = KINDS.get(type(x)) or (None if type(x) in PLAIN else kind_of(x))
+        if kind is not None:
+            break
     if kind is not None and not kind.holds and len(args) > place:
         values = [*args, *options.values()]
         which: Any = function.activation
@@ -106,14 +108,13 @@ def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = T
         if not first:
             return None
         kept, kind, ordinal, addresses, held = _closely(function, args, options, fingerprint)
-    out = options.get("out")
-    given = out if isinstance(out, (tuple, list)) else (out,)
     results: list[Any] = []
     for make in kept.results:
         if make is None:
             results.append(None)
         elif isinstance(make, int):
-            results.append(given[make])
+            out = options["out"]
+            results.append(out[make] if isinstance(out, (tuple, list)) else out)
         else:
             made = make()
             addresses.append(kind.address(made))

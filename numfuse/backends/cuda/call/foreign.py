@@ -35,8 +35,8 @@ class Kind:
 
     #: Whether operands must be held until the work is done; then each is read with care.
     holds = True
-    #: From an array to its shape, strides in bytes and dtype, whether it may be written to where
-    #: that is known, its address and the number of its device; of kinds that hold none.
+    #: From an array to what a call depends on, and at last its address and the number of its
+    #: device; of kinds that hold none.
     parts: Any = None
     #: From a device's number to the caller's current stream; None: it is the default one.
     stream: Any = None
@@ -47,9 +47,7 @@ class Kind:
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         """Return the array, the number of its device, and what keeps it alive (None: x itself)."""
-        shape, steps, dtype, *writable, at, ordinal = self.parts(x)
-        strides = tuple(s // dtype.itemsize for s in steps)
-        return Argument(at, shape, strides, dtype.name, *writable), ordinal, None
+        raise NotImplementedError
 
     def glance(self, values: list[Any], seen: list[Any], addresses: list[int]) -> int:
         """Add to `seen` all that a call depends on in its arguments, and the addresses of arrays.
@@ -62,11 +60,14 @@ class Kind:
             if kind in PLAIN:
                 seen.append(x)
             elif KINDS.get(kind) is self:
-                *layout, at, place = self.parts(x)
-                if ordinal not in (-1, place):
-                    return -1
-                ordinal = place
-                seen.append((*layout, at & 15))
+                parts = self.parts(x)
+                at, place = parts[-2:]
+                if place != ordinal:
+                    if ordinal >= 0:
+                        return -1
+                    ordinal = place
+                seen += parts[:-2]
+                seen.append(at & 15)
                 addresses.append(at)
             elif isinstance(x, (tuple, list)):  # needs, or out
                 seen.append(len(x))
@@ -88,9 +89,12 @@ class Own(Kind):
     """numfuse's own."""
 
     holds = False  # their memory knows the streams that used it
-    parts = attrgetter(
-        "shape", "strides", "dtype", "writable", "address", "memory.pool.device.ordinal"
-    )
+    parts = attrgetter("layout", "address", "ordinal")
+
+    def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
+        (shape, steps, dtype, writable), at, ordinal = self.parts(x)
+        strides = tuple(s // dtype.itemsize for s in steps)
+        return Argument(at, shape, strides, dtype.name, writable), ordinal, None
 
 
 class Interface(Kind):
