@@ -23,20 +23,20 @@ import torch
 from cuda_gpu import Clock, Contestants, gelu, operands
 
 import numfuse as nf
-from numfuse.backends.cuda.call import entry
+from numfuse.backends.cuda.call.record import REPLAY
 
 SHAPE = (64, 64, 64)
 
 
 def launches(call: Callable[[], Any]) -> tuple[Callable[[], Any], int]:
     """What launches all of a repeated call again, and how many launches there are."""
-    entry._KNOWN.clear()
+    REPLAY.clear()
     for _ in range(2):
         call()
-    (known,) = entry._KNOWN.values()
-    steps = known.kept.steps
+    (known,) = REPLAY.programs()
+    program = known.program
     stream = torch.cuda.current_stream().cuda_stream
-    return lambda: steps._call(steps._plan_at, stream, 0), steps.count
+    return lambda: program._call(program._plan_at, stream, 0), program.count
 
 
 def contestants() -> Contestants:

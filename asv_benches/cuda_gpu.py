@@ -188,7 +188,7 @@ def prepare(work: list[tuple[str, tuple[int, int, int], str]], processes: int) -
 
 def compiled(work: tuple[str, tuple[int, int, int], str]) -> str:
     """Compile the kernels of one product into the disk cache; what went wrong."""
-    from numfuse.backends.cuda.call.calls import foresee
+    from numfuse.backends.cuda.call.record import foresee
     from numfuse.backends.cuda.driver.devices import device
 
     dtype, (m, k, n), precision = work

@@ -57,7 +57,7 @@ def unavailable(name: str, reason: str) -> NoReturn:
 def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of activations that are registered in a test vanish after it."""
     # as an attribute of the package, `activations` is the function
-    monkeypatch.setattr(sys.modules["numfuse.activations.table"], "_TABLE", nf.activations())
+    monkeypatch.setattr(sys.modules["numfuse.activations.table"], "TABLE", nf.activations())
 
 
 @pytest.fixture(scope="session", params=BACKENDS)

@@ -206,7 +206,7 @@ def _poison_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         block = take(self, nbytes, stream, *rest, **named)
         if not block.owner[1]:  # (no upload while a graph is captured)
             content = poison(block.nbytes)
-            self._device.upload(address(content), block.address, block.nbytes, stream)
+            self.device.upload(address(content), block.address, block.nbytes, stream)
         return block
 
     def making(self: CuPy, ordinal: int, stream: int) -> Any:

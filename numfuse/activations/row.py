@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.errors import BackendUnavailable
@@ -30,6 +31,7 @@ class _Compiler(NamedTuple):
 
 
 _COMPILERS: dict[str, _Compiler] = {}
+_SERIALS = itertools.count()
 
 
 def register_compiler(target: str, module: str, extra: str | None) -> None:
@@ -52,17 +54,18 @@ class Activation:
         Where the formula comes from.
     id : int or None
         Its number in the GPU kernels' contract (0 none, 1 relu, 2 gelu, 3 silu, 4 sigmoid, 5 tanh).
+    serial : int
+        A number that no other activation has, nor this one after another definition.
     """
 
     #: How often any formula was defined: what is kept by a name is stale after the next.
     definitions = 0
-    #: Called after each definition, to drop what is kept by a name.
-    forgetters: ClassVar[list[Callable[[], object]]] = []
 
     def __init__(self, name: str, source: str, number: int | None = None) -> None:
         self.name = name
         self.source = source
         self.id = number
+        self.serial = next(_SERIALS)
         self._formulas: dict[int, Formula] = {}
         self._traces: dict[int, Expr] = {}
         self._digest: str | None = None
@@ -87,12 +90,12 @@ class Activation:
                 self._traces.pop(later, None)
         self._traces[order] = made
         self._digest = self.key = self._curve = None
+        self.serial = next(_SERIALS)
         self._made.clear()
         for derived in self._derivatives:
             derived.key = derived._curve = None
+            derived.serial = next(_SERIALS)
         Activation.definitions += 1
-        for forget in Activation.forgetters:
-            forget()
 
     def restore(self, traces: tuple[Expr, ...]) -> None:
         """Take graphs that were recorded before, as of a pickle."""

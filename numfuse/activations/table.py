@@ -10,16 +10,17 @@ from typing import Any
 from numfuse.activations.row import Activation, Formula
 from numfuse.language.text import dumps, loads
 
-__all__ = ["activation", "activations", "get", "register"]
+__all__ = ["TABLE", "activation", "activations", "get", "register"]
 
-_TABLE: dict[str, Activation] = {}
+#: By name, in the order of definition.
+TABLE: dict[str, Activation] = {}
 
 
 def register(formula: Formula, name: str, source: str, number: int | None = None) -> Activation:
     """Define the activation of this name; `number` is that of the GPU kernels' contract."""
     made = Activation(name, source, number)
     made.define(0, formula)
-    _TABLE[name] = made
+    TABLE[name] = made
     return made
 
 
@@ -103,7 +104,7 @@ def activation(
 
 def activations() -> dict[str, Activation]:
     """Every registered activation by name, in the order of definition (a copy of the table)."""
-    return dict(_TABLE)
+    return dict(TABLE)
 
 
 def get(which: str | Activation) -> Activation:
@@ -117,16 +118,16 @@ def get(which: str | Activation) -> Activation:
         For anything but a str or an Activation.
     """
     if isinstance(which, str):
-        found = _TABLE.get(which)
+        found = TABLE.get(which)
         if found is not None:
             return found
         import difflib  # a fifth of the time of importing numfuse
 
         # (a search in a text of any length would take any time)
-        close = difflib.get_close_matches(which[:200].lower(), _TABLE, n=1)
+        close = difflib.get_close_matches(which[:200].lower(), TABLE, n=1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         got = repr(which) if len(which) <= 200 else reprlib.repr(which)
-        raise ValueError(f"activation must be one of {', '.join(_TABLE)}, got {got}{hint}")
+        raise ValueError(f"activation must be one of {', '.join(TABLE)}, got {got}{hint}")
     if isinstance(which, Activation):
         return which
     raise TypeError(
@@ -140,7 +141,7 @@ def _from_text(name: str, source: str, number: int | None, text: str) -> Activat
     """Unpickle: the registered activation if it is the same one, else an unregistered copy."""
     made = Activation(name, source, number)
     made.restore(loads(text))
-    known = _TABLE.get(name)
+    known = TABLE.get(name)
     return known if known is not None and known.digest == made.digest else made
 
 

@@ -11,6 +11,7 @@ a capture may forbid.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,74 +24,55 @@ from numfuse.backends import load
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
-from numfuse.backends.cuda.call.entry import DeviceCall, again, remembered  # noqa: E402
-from numfuse.backends.cuda.call.foreign import kind_of  # noqa: E402
+from numfuse.backends.cuda.call.arrays import download, dtype_of, ghost  # noqa: E402
+from numfuse.backends.cuda.call.entry import public, run  # noqa: E402
+from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 
 __all__ = [*NAMES, "again", "synchronize", "to_numpy"]
 
-
-#: What operands are called in the recorded programs (`numfuse.backends.cuda.plan`).
-_PLACES = {
-    "pre_activation": "pre",
-    "a_dot": "u",
-    "b_dot": "v",
-    "bias_dot": "w",
-    "residual_dot": "z",
-}
+#: Return the result of a call that was recorded before, by the function's name, its arguments by
+#: position and those by keyword; None of any other.
+again = partial(run, first=False)
 
 
 class _Cuda(PublicFunctions):
-    """The public functions as calls that are recorded once for each form of operands."""
+    """The public functions as far as their arguments are checked without arrays."""
 
     def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        places = {name: _PLACES.get(name, name) for name in signature.arrays}
-        made = DeviceCall(x["backend"], **{at: x[name] for name, at in places.items()})
-        names = signature.result_names(x)
-        for name, out in signature.outs(x).items():
-            made.out(name, out)
-
-        def make(ghosts: dict[str, ndarray]) -> Any:
-            arrays = ghosts | {name: ghosts.get(at) for name, at in places.items()}
-            return signature.problem(x, **arrays), names
-
-        act = x["activation"]
-        options = (x[name] for name in signature.options if name != "activation")
-        return made.run(signature.kind, (signature.name, act.name, act.digest, *options), make)
+        return signature, x
 
 
-globals().update(
-    {name: of_module(remembered(x), __name__) for name, x in _Cuda().functions().items()}
-)
+globals().update({name: of_module(public(x), __name__) for name, x in _Cuda().functions().items()})
 
 
-def to_numpy(x: Any) -> ndarray:
-    """As :func:`numfuse.to_numpy`."""
+def _read(x: Any) -> tuple[Kind, Any, int]:
+    """Return the kind of an array, what is read of it and its device's number; else a TypeError."""
     kind = kind_of(x)
     if kind is None:
         raise TypeError(f"x must be an array on a CUDA device, got {type(x).__qualname__}")
     argument, ordinal, _ = kind.read("x", x)
+    return kind, argument, ordinal
+
+
+def to_numpy(x: Any) -> ndarray:
+    """As :func:`numfuse.to_numpy`."""
+    kind, argument, ordinal = _read(x)
     dtype = dtype_of(argument.dtype)
     strides = [s * dtype.itemsize for s in argument.strides]
     out = np.empty(argument.shape, dtype)
-    stream = x.stream if isinstance(x, DeviceArray) else kind.stream(ordinal)
     source = ghost(argument.address, argument.shape, strides, dtype, False)
-    download(device(ordinal), source, out, stream)
+    download(device(ordinal), source, out, kind.stream(ordinal) if kind.stream else 0)
     return out
 
 
 def synchronize(x: Any) -> None:
     """As :func:`numfuse.synchronize`."""
-    kind = kind_of(x)
-    if kind is None:
-        raise TypeError(f"x must be an array on a CUDA device, got {type(x).__qualname__}")
-    device(kind.read("x", x)[1]).synchronize()
+    device(_read(x)[2]).synchronize()
 
 
 def pace(x: Any) -> None:
     """The end of a task that made something of `x`: one task runs ahead of the device, not all."""
-    kind = kind_of(x)
-    if kind is not None:
-        ordinal = kind.read("x", x)[1]
-        device(ordinal).pace(x.stream if isinstance(x, DeviceArray) else kind.stream(ordinal))
+    if kind_of(x) is not None:
+        kind, _, ordinal = _read(x)
+        device(ordinal).pace(kind.stream(ordinal) if kind.stream else 0)

@@ -6,14 +6,16 @@ their protocols ask for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from math import prod
+from operator import attrgetter
 from typing import Any
 
 from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
-from numfuse.backends.cuda.call.calls import Argument, Maker
-from numfuse.backends.cuda.call.foreign import KINDS, LIBRARIES, DLPack, Interface, Kind
+from numfuse.backends.cuda.call.foreign import LIBRARIES, PLAIN, DLPack, Interface, Kind
+from numfuse.backends.cuda.call.record import Argument
 
 __all__ = ["CuPy", "Jax", "Numba", "Torch"]
 
@@ -32,24 +34,24 @@ class Torch(Kind):
             torch.bfloat16: "bfloat16",
         }
         self._dtypes = {name: dtype for dtype, name in self._names.items()}
-        raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-        self._stream = raw or (lambda i: torch.cuda.current_stream(i).cuda_stream)
-        self._devices: dict[int, Any] = {}
-        self._capturing = getattr(
+        self.stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
+            lambda i: torch.cuda.current_stream(i).cuda_stream
+        )
+        self.capturing = getattr(
             torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
         )
+        self.address = torch.Tensor.data_ptr
+        self.device = partial(torch.device, "cuda")
         self._tensors = {torch.Tensor, torch.nn.Parameter}
         self._grad = torch.is_grad_enabled
         #: A tensor of one element, by its device and dtype.
         self._ones: dict[tuple[int, str], Any] = {}
 
-    def glance(
-        self, values: Iterable[Any], made: list[Any], addresses: list[int], ordinal: int
-    ) -> int:
+    def glance(self, values: list[Any], seen: list[Any], addresses: list[int]) -> int:
         # as `Kind.glance`, in one loop: a training step spends its time here
-        tensors = self._tensors
+        tensors, ordinal = self._tensors, -1
         try:
-            for x in values:
+            for x in values:  # (which grows)
                 kind = type(x)
                 if kind in tensors:
                     place = x.get_device()
@@ -61,37 +63,30 @@ class Torch(Kind):
                     at = x.data_ptr()
                     if not at:  # empty, or of zeros without memory
                         return -1
-                    made.append((x.shape, x.stride(), x.dtype, at & 15))
+                    seen.append((x.shape, x.stride(), x.dtype, at & 15))
                     addresses.append(at)
-                elif kind in KINDS:
-                    return -1
+                elif kind in PLAIN:
+                    seen.append(x)
+                elif isinstance(x, (tuple, list)):  # needs, or out
+                    seen.append(len(x))
+                    values += x
                 else:
-                    made.append(x)
+                    return -1
         except RuntimeError:  # it has no strides
             return -1
         return ordinal
 
-    def maker_of(
-        self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int
-    ) -> Callable[[], tuple[Any, int]]:
+    def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        empty, where = self._torch.empty, self.device(ordinal)
         # A tensor like another one takes PyTorch half the time of one of a shape. The other one is
         # a single element in every place, of which PyTorch makes one in C order; it would keep the
         # strides of 0 where there is one place or none.
         if prod(shape) <= 1:
-            return super().maker_of(shape, dtype, ordinal, stream)
+            return partial(empty, shape, dtype=self._dtypes[dtype], device=where)
         one = self._ones.get((ordinal, dtype))
         if one is None:
-            one = self._ones[ordinal, dtype] = self.maker(ordinal, stream)((), dtype)[0]
-        like, model = self._torch.empty_like, one.expand(shape)
-
-        def make() -> tuple[Any, int]:
-            made = like(model)
-            return made, made.data_ptr()
-
-        return make
-
-    def capture(self, ordinal: int) -> int | None:
-        return None if self._capturing() else 0
+            one = self._ones[ordinal, dtype] = empty((), dtype=self._dtypes[dtype], device=where)
+        return partial(self._torch.empty_like, one.expand(shape))
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         dtype = self._names.get(x.dtype)
@@ -113,51 +108,27 @@ class Torch(Kind):
             )
         return Argument(x.data_ptr(), x.shape, x.stride(), dtype), x.get_device(), None
 
-    def stream(self, ordinal: int) -> int:
-        found: int = self._stream(ordinal)
-        return found
-
-    def maker(self, ordinal: int, stream: int) -> Maker:
-        empty, dtypes = self._torch.empty, self._dtypes
-        where = self._devices.get(ordinal)
-        if where is None:
-            where = self._devices[ordinal] = self._torch.device("cuda", ordinal)
-
-        def make(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
-            made = empty(shape, dtype=dtypes[dtype], device=where)
-            return made, made.data_ptr()
-
-        return make
-
 
 class CuPy(Kind):
     holds = False
+    parts = attrgetter("shape", "strides", "dtype", "data.ptr", "device.id")
+    address = attrgetter("data.ptr")
 
     def __init__(self) -> None:
         cupy: Any = import_module("cupy")
         self._cupy = cupy
-
-    def look(self, x: Any) -> tuple[Any, int, int] | None:
-        at = x.data.ptr
-        return (x.shape, x.strides, x.dtype, at & 15), at, x.device.id
+        self.stream = lambda ordinal: int(cupy.cuda.get_current_stream(ordinal).ptr)
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
         if not isinstance(x, self._cupy.ndarray):
             raise TypeError(f"{name} must be a cupy.ndarray, got {type(x).__qualname__}")
-        size = x.itemsize
-        strides = tuple(s // size for s in x.strides)
+        strides = tuple(s // x.itemsize for s in x.strides)
         return Argument(x.data.ptr, x.shape, strides, x.dtype.name), x.device.id, None
 
-    def stream(self, ordinal: int) -> int:
-        return int(self._cupy.cuda.get_current_stream(ordinal).ptr)
-
-    def maker(self, ordinal: int, stream: int) -> Maker:
-        cupy = self._cupy
-
-        def make(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
-            with cupy.cuda.Device(ordinal):
-                made = cupy.empty(shape, dtype_of(dtype))
-            return made, made.data.ptr
+    def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        def make() -> Any:
+            with self._cupy.cuda.Device(ordinal):
+                return self._cupy.empty(shape, dtype_of(dtype))
 
         return make
 

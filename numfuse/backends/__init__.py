@@ -245,9 +245,8 @@ def resolve(backend: str | Backend | None = None) -> Backend:
     return backend
 
 
-def active() -> Backend | None:
-    """The backend of the `use_backend` block that runs; None outside of one."""
-    return ACTIVE.get()
+#: Return the backend of the `use_backend` block that runs; None outside of one.
+active: Callable[[], Backend | None] = ACTIVE.get
 
 
 class use_backend(ContextDecorator):

@@ -8,5 +8,7 @@
 - `interrupts`: work that an interrupt does not reach
 - `pool`: free blocks of memory, kept for the next call
 - `views`: views of device memory, without the device
+- `strided`: strided parts of buffers of a device
+- `replay`: recorded calls by what they depend on
 - `threads`: how many threads a call may use
 """

@@ -7,12 +7,30 @@ is never read or written. Views of the ghost are views of the array.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import numpy as np
 from numpy import ndarray
 
-__all__ = ["GhostViews"]
+__all__ = ["GhostViews", "address", "bounds"]
+
+
+def address(x: ndarray) -> int:
+    """Return where the first element of `x` lies."""
+    found: int = x.__array_interface__["data"][0]
+    return found
+
+
+def bounds(at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
+    """Return the addresses of the first byte and of the one past the last; strides in bytes."""
+    low = high = at
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 0:
+            return at, at
+        reach = (length - 1) * stride
+        low, high = low + min(reach, 0), high + max(reach, 0)
+    return low, high + itemsize
 
 
 class GhostViews:

@@ -38,7 +38,7 @@ HALVES = ("float16", "bfloat16")
 @pytest.fixture(autouse=True)
 def local_scheduler(monkeypatch):
     module = sys.modules["numfuse.activations.table"]
-    monkeypatch.setattr(module, "_TABLE", dict(module._TABLE))  # for those that a test registers
+    monkeypatch.setattr(module, "TABLE", dict(module.TABLE))  # for those that a test registers
     with dask.config.set(scheduler="threads", num_workers=4):
         yield
 

@@ -45,13 +45,13 @@ SLOPE_AT_ZERO = {"none": 1, "relu": None, "gelu": 0.5, "silu": 0.5, "sigmoid": N
 def second():
     """Activations whose values are second derivatives; their names vanish after the module."""
     module = sys.modules["numfuse.activations.table"]
-    before = module._TABLE
-    module._TABLE = dict(before)
+    before = module.TABLE
+    module.TABLE = dict(before)
     yield {
         name: nf.activation(nf.activations()[name].second_derivative, name=f"{name}_second")
         for name in BUILT_IN
     }
-    module._TABLE = before
+    module.TABLE = before
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
 
 try:
-    from numfuse.backends.cuda.compile import elements, schema, toolchain
+    from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
     from numfuse.backends.cuda.kernels import joins, passes, pointwise
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
@@ -353,7 +353,7 @@ def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
 def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
     kernel = gate(AMPERE, "float32", "silu").kernel
     finished = []
-    plain = toolchain._ptx
+    plain = assembler.ptx
 
     def noted(*arguments):
         if not finished:  # the main thread is waiting for this one by now
@@ -369,7 +369,7 @@ def test_an_interrupt_comes_when_a_kernel_is_compiled(monkeypatch):
         assert not finished, "the test is too slow to see anything"
         raise Interrupt
 
-    monkeypatch.setattr(toolchain, "_ptx", noted)
+    monkeypatch.setattr(assembler, "ptx", noted)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         with pytest.raises(Interrupt):
@@ -445,7 +445,7 @@ def test_an_activation_is_a_function_of_kernels_of_your_own():
         out[i] = value(x[i]) + slope(x[i])
 
     for real in (toolchain.types.float32, toolchain.types.float64):
-        with toolchain._compiling_for((8, 0)):
+        with assembler.compiling_for((8, 0)):
             text, _ = cuda.compile_ptx(
                 kernel, toolchain.types.void(real[::1], real[::1]), cc=(8, 0)
             )

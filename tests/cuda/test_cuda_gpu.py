@@ -483,13 +483,12 @@ def test_every_device_of_the_machine():
 
 LOST = """
 import numpy as np, numfuse as nf
-from numfuse.backends.cuda.call.arrays import pool_of
-from numfuse.backends.cuda.driver.devices import device
+from numfuse.backends.cuda.call.record import REPLAY
 x = nf.to_device(np.ones(64, np.float32), "cuda")
 nf.silu_mul(x, x)
 nf.synchronize(x)
-(kept,) = device(0).kept_calls.values()
-kept.steps.run(device(0), pool_of(device(0)), 0, [16, 16, 16])  # addresses of nothing
+(kept,) = REPLAY.programs()
+kept.program.launch(0, [16, 16, 16])  # addresses of nothing
 for call in (
     lambda: nf.synchronize(x), lambda: nf.silu_mul(x, x),
     lambda: nf.silu_mul(np.ones(3), np.ones(3), backend="cuda"),

@@ -14,7 +14,7 @@ from conftest import SIMULATED, unavailable
 try:
     from numfuse.backends.cuda.driver import launcher, modules
     from numfuse.backends.cuda.driver.libcuda import Config
-    from numfuse.backends.cuda.plan.program import Steps
+    from numfuse.backends.cuda.plan.program import Program
     from numfuse.errors import DeviceError, DeviceLost
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
@@ -63,7 +63,7 @@ class Driver:
         self._kept += [config, *tables]
         lengths = 2, 2, 2, len(uses)
         plan = list(self.functions)
-        assert len(plan) == launcher.DRIVER_WORDS
+        assert len(plan) == launcher.PLAN.index("LAUNCH_COUNT")
         for length, table in zip(lengths, tables, strict=True):
             plan += [length, at(table)]
         self.plan = words(*plan, at(self.bases), 0, 0, 0)
@@ -107,11 +107,12 @@ def test_a_result_of_pytorch_that_comes_again_is_one_in_c_order(shape):
     from numfuse.adapters.cuda_arrays import Torch
 
     kind = Torch()
-    kind._devices[0] = torch.device("cpu")
+    kind.device = lambda ordinal: torch.device("cpu")
     with torch.inference_mode():
-        first, _ = kind.maker_of(shape, "bfloat16", 0, 0)()
-    made = kind.maker_of(shape, "bfloat16", 0, 0)
-    (x, at), (y, there) = made(), made()
+        first = kind.maker(0, shape, "bfloat16")()
+    made = kind.maker(0, shape, "bfloat16")
+    x, y = made(), made()
+    at, there = map(kind.address, (x, y))
     wanted = torch.empty(shape, dtype=torch.bfloat16)
     for found in (first, x, y):
         assert found.shape == wanted.shape and found.stride() == wanted.stride()
@@ -179,7 +180,7 @@ def test_a_graph_is_one_launch():
 
 
 class Owner:
-    """What `Steps` asks of a device."""
+    """What `Program` asks of a device."""
 
     def __init__(self, driver):
         self.entries, self.lost, self.noted = tuple(driver.functions), None, []
@@ -194,20 +195,20 @@ class Owner:
 
 
 @pytest.mark.parametrize("failing", [None, 3])
-def test_a_single_launch_is_repeated_at_once_as_through_a_run(failing):
+def test_a_launch_takes_the_addresses_that_it_is_given(failing):
     driver = Driver(failing=failing)
     owner = Owner(driver)
     config, first, second = words(*range(20)), words(0), words(0)
     table = words(at(first), at(second))
     prepared = SimpleNamespace(
-        name="one kernel", device=owner, handles=(at(config), 3, at(table)),
+        name="one kernel", handles=(at(config), 3, at(table)),
         slots=((at(first), 0, 0), (at(second), 1, 64)), maps=(), module=SimpleNamespace(uses=0),
     )  # fmt: skip
-    steps = Steps(((prepared, ((2, 16), (3, 0))),), 0, 0, "tier", None, 2)
-    assert steps.simple
+    program = Program(owner, ((prepared, ((2, 16), (3, 0))),), 0, 0, "tier", None, 2)
+    assert program.simple
     for call in (
-        lambda *addresses: steps.once(owner, 55, list(addresses)),
-        lambda *addresses: steps.run(owner, None, 55, list(addresses), 0),
+        lambda *addresses: program.launch(55, list(addresses)),
+        lambda *addresses: program.launch(55, list(addresses), 0),
     ):
         for addresses in ((10_000, 20_000), (30_000, 40_000)):
             driver.launched.clear()

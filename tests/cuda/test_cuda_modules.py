@@ -293,6 +293,7 @@ CALLS = """
 import ctypes, gc
 import numpy as np
 import numfuse as nf
+from numfuse.backends.cuda.call.record import REPLAY
 from numfuse.backends.cuda.driver import libcuda
 
 I64 = ctypes.c_int64
@@ -402,10 +403,10 @@ nf.activation_mul(x, x, "mine")
 assert unloaded == [1] and len(device.retired) == 1
 captured.discard(0)
 stream = 48
-(kept,) = [k for k in device.kept_calls.values() if k.call.kernel.startswith("gated/mine")]
+(kept,) = [k for k in REPLAY.programs() if k.told.kernel.startswith("gated/mine")]
 captured.add(stream)
-kept.steps.once(device, stream, [0, 0, 0])
-module = kept.steps._launches[0][0].module.handle
+kept.program.launch(stream, [0, 0, 0])
+module = kept.program._launches[0][0].module.handle
 del kept
 define(5.0)
 gc.collect()

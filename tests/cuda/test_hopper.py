@@ -25,12 +25,12 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
     hopper_tile,
 )
-from numfuse.runtime import lifetimes
+from numfuse.runtime import replay
 
 try:
     from numfuse.backends.cuda.compile.schema import Array, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
-    from numfuse.backends.cuda.plan import batches, places
+    from numfuse.backends.cuda.plan import batches
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
     from numfuse.backends.cuda.plan.program import Recorder, View
 
@@ -650,7 +650,7 @@ class Recording:
     info = HOPPER
 
     def __init__(self):
-        self.kept_products = lifetimes.Table(100)
+        self.kept_products = replay.Replay(100, 0)
 
     def prepare(self, launch):
         slots = [a for a in launch.arguments if isinstance(a, Slot)]
@@ -668,10 +668,10 @@ def backward_products(overwrite=False):
     rec = Recorder(Recording(), "bf16x6")
     a, b, grad = matrix(2, 2048, 1536), matrix(3, 1536, 2560), matrix(4, 2048, 2560)
     batches.product(rec, a, b, (), matrix(5, 2048, 2560), "float32")
-    batches.product(rec, grad, places.turned(b), (), matrix(6, 2048, 1536), "float32")
+    batches.product(rec, grad, b.turned, (), matrix(6, 2048, 1536), "float32")
     if overwrite:
-        batches.product(rec, grad, places.turned(b), (), a, "float32")
-    batches.product(rec, places.turned(a), grad, (), matrix(7, 1536, 2560), "float32", free=True)
+        batches.product(rec, grad, b.turned, (), a, "float32")
+    batches.product(rec, a.turned, grad, (), matrix(7, 1536, 2560), "float32", free=True)
     return rec
 
 

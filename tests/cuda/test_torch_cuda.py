@@ -103,9 +103,9 @@ def test_operands_on_two_devices_are_an_error():
 
 
 def test_calls_that_come_again_are_known_and_right():
-    from numfuse.backends.cuda.call import entry
+    from numfuse.backends.cuda.call.record import REPLAY
 
-    entry._KNOWN.clear()
+    REPLAY.clear()
     a, b, bias = draw((33, 40), (40, 40), (40,), dtype=torch.float32, needs=False)
     (grad,) = draw((33, 40), dtype=torch.float32, needs=False)
     for _ in range(6):  # at other addresses, and at the same ones
@@ -119,7 +119,7 @@ def test_calls_that_come_again_are_known_and_right():
         torch.testing.assert_close(given.d_bias, slope.sum(0), rtol=1e-4, atol=1e-4)
         assert all(g.is_contiguous() and not g.requires_grad for g in given)
         torch.testing.assert_close(nf.silu_mul(x, x), torch.nn.functional.silu(x) * x)
-    assert len(entry._KNOWN) == 3
+    assert REPLAY.statistics().entries == 3
 
 
 def test_what_looks_like_a_known_call_is_looked_at_again():

@@ -29,9 +29,9 @@ def tables():
     sys.modules[spec.name] = module  # a dataclass looks itself up there
     spec.loader.exec_module(module)
     yield module
-    sys.modules["numfuse.activations.table"]._TABLE = {
+    sys.modules["numfuse.activations.table"].TABLE = {
         name: act
-        for name, act in sys.modules["numfuse.activations.table"]._TABLE.items()
+        for name, act in sys.modules["numfuse.activations.table"].TABLE.items()
         if act.source != "docs/ulp_table.py"
     }
 

@@ -174,7 +174,8 @@ def public(name: str) -> Any:
         first: Any = None
         if not torch.compiler.is_compiling():
             first = args[0] if args else None
-            if type(first) in TENSORS and first.is_cuda and not watched("cuda"):
+            known = type(first) in TENSORS and first.is_cuda and options.get("out") is None
+            if known and not watched("cuda"):
                 made = on_cuda().again(name, args, options)
                 if made is not None:
                     return made
@@ -188,10 +189,10 @@ def public(name: str) -> Any:
             named = {key: _in_memory(x) for key, x in options.items()}
             found = getattr(on_cuda(), name)(*operands, **named)
         else:
-            known: dict[int, Tensor] = {}
-            operands = [_array(x, known) for x in args]
-            named = {key: _array(x, known) for key, x in options.items()}
-            found = _result(getattr(CORE, name)(*operands, **named), known)
+            tensors: dict[int, Tensor] = {}
+            operands = [_array(x, tensors) for x in args]
+            named = {key: _array(x, tensors) for key, x in options.items()}
+            found = _result(getattr(CORE, name)(*operands, **named), tensors)
         for x in outs:
             # What a backward keeps of it is noticed, as where PyTorch itself writes.
             if not x.is_inference():

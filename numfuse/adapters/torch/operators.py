@@ -9,8 +9,8 @@ gradients that is asked for.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -24,9 +24,8 @@ from numfuse.problem.shapes import gemm_shape, residual_view
 __all__ = ["Op", "on_cuda"]
 
 
-def on_cuda() -> Any:
-    """Return the public functions over tensors of a GPU, without derivatives."""
-    return sys.modules.get("numfuse.adapters.cuda") or import_module("numfuse.adapters.cuda")
+#: Return the public functions over tensors of a GPU, without derivatives.
+on_cuda: Callable[[], Any] = cache(partial(import_module, "numfuse.adapters.cuda"))
 
 
 class Op:

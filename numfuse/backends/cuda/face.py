@@ -1,57 +1,29 @@
-"""The CUDA backend: kernels in numba-cuda for NVIDIA GPUs.
-
-The files are in the order of the work: `entry` takes a call on arrays of any library (`foreign`),
-`calls` makes a problem of it or repeats it, `run` makes products of a problem (over `batches`), a
-tier (`mirror`, `simt`, `tensor_core`, `hopper`) makes launches of a product (`product` has what
-they hand over), `toolchain` compiles kernels and `driver` starts them. `elementwise` prints an
-activation, `scalars` has what its arithmetic needs, `intrinsics` every line of PTX.
-"""
+"""The CUDA backend: kernels in numba-cuda for NVIDIA GPUs."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends import Traits, latest
+from numfuse.backends import Traits
 from numfuse.errors import BackendUnavailable
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.backends.cuda.call.arrays import DeviceArray
     from numfuse.backends.cuda.driver.device import Device
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
 
 __all__ = ["PRECISIONS", "CudaBackend", "default"]
 
 #: How float32 products are made: as IEEE 754 says, of three bfloat16 parts each (six products), or
 #: rounded to the 10 bits of tf32.
 PRECISIONS = ("ieee", "bf16x6", "tf32")
-_OUTPUTS = {
-    "forward": ("out", "pre"),
-    "backward": ("d_a", "d_b", "d_bias", "d_residual"),
-    "gated": ("out",),
-    "gated_backward": ("d_a", "d_b"),
-    "double_backward": ("d_grad", "d_a", "d_b", "d_bias", "d_residual"),
-    "tangent": ("out", "out_dot"),
-    "gated_double_backward": ("d_grad", "d_a", "d_b"),
-    "gated_tangent": ("out", "out_dot"),
-}
 
 
 class CudaBackend:
@@ -93,42 +65,20 @@ class CudaBackend:
 
         return device(self.ordinal)
 
-    def forward(self, p: GemmProblem) -> None:
-        """out = act(a @ b + bias) + residual."""
-        self._host("forward", p)
-
-    def backward(self, p: GemmBackwardProblem) -> None:
-        """The gradients of the forward."""
-        self._host("backward", p)
-
-    def gated(self, p: GatedProblem) -> None:
-        """out = act(a) * b."""
-        self._host("gated", p)
-
-    def gated_backward(self, p: GatedBackwardProblem) -> None:
-        """The gradients of the gate."""
-        self._host("gated_backward", p)
-
-    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
-        """The gradients of the backward's gradients."""
-        self._host("double_backward", p)
-
-    def tangent(self, p: GemmTangentProblem) -> None:
-        """The forward and its directional derivative."""
-        self._host("tangent", p)
-
-    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
-        """The gradients of the gate's gradients."""
-        self._host("gated_double_backward", p)
-
-    def gated_tangent(self, p: GatedTangentProblem) -> None:
-        """The gate and its directional derivative."""
-        self._host("gated_tangent", p)
-
     def _host(self, kind: str, p: Any) -> None:
-        from numfuse.backends.cuda.call.calls import host_call
+        """Run a problem of NumPy arrays."""
+        from numfuse.backends.cuda.call import host
 
-        latest.call = host_call(self.device, self.precision, kind, p, _OUTPUTS[kind])
+        host.run(self.device, self.precision, kind, p)
+
+    forward = partialmethod(_host, "forward")
+    backward = partialmethod(_host, "backward")
+    gated = partialmethod(_host, "gated")
+    gated_backward = partialmethod(_host, "gated_backward")
+    double_backward = partialmethod(_host, "double_backward")
+    tangent = partialmethod(_host, "tangent")
+    gated_double_backward = partialmethod(_host, "gated_double_backward")
+    gated_tangent = partialmethod(_host, "gated_tangent")
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
         """This backend on another device, or with another precision of float32 products."""
@@ -163,7 +113,7 @@ class CudaBackend:
             "devices": [str(device_of(i)) for i in range(count())],
             "tiers": ", ".join(tier.name for tier in TIERS),
             "compiler": ", ".join(f"{k} {v}" for k, v in toolchain.versions().items()),
-            "kernel cache": toolchain.cache_directory(),
+            "kernel cache": str(toolchain.cache_directory()),
         }
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
@@ -186,7 +136,7 @@ class CudaBackend:
 
         Nothing runs: the calls are recorded on arrays that are not there.
         """
-        from numfuse.backends.cuda.call.calls import foresee
+        from numfuse.backends.cuda.call.record import foresee
 
         for dtype in dtypes:
             for act in activations:

@@ -1,7 +1,8 @@
-"""Hop 1 on CUDA: a call with device arrays, from the caller's arrays to a recorded program.
+"""Hop 1 on CUDA: a call, from the caller's arrays to a program that is launched.
 
-- `entry`: whose arrays they are, and which device they are on
+- `entry`: a call with device arrays: its fingerprint, and the program that was recorded for it
 - `foreign`, `dlpack`: the arrays of other libraries, read and made without a copy
 - `arrays`, `memory`: numfuse's own device arrays, and the memory that they and the kernels take
-- `calls`: a call, recorded once and launched again when it comes again
+- `record`: a call as a program, over arrays that are not looked at
+- `host`: a call with NumPy arrays
 """

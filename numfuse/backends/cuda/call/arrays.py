@@ -18,15 +18,12 @@ from numpy import ndarray
 from numfuse.backends.cuda.call import dlpack
 from numfuse.backends.cuda.call.memory import Block, Pool
 from numfuse.backends.cuda.driver.device import Device
-from numfuse.backends.cuda.driver.devices import device
-from numfuse.runtime.views import GhostViews
+from numfuse.runtime.strided import contiguous
+from numfuse.runtime.views import GhostViews, address, bounds
 
 __all__ = [
     "DeviceArray",
     "Memory",
-    "address",
-    "bounds",
-    "contiguous",
     "dtype_of",
     "ghost",
     "pool_of",
@@ -36,37 +33,11 @@ _POOLS: dict[int, Pool] = {}
 
 
 def pool_of(owner: Device) -> Pool:
-    """The pool of a device."""
+    """Return the pool of a device."""
     found = _POOLS.get(owner.ordinal)
     if found is None:
         found = _POOLS.setdefault(owner.ordinal, Pool(owner))
     return found
-
-
-def address(x: ndarray) -> int:
-    """Where the first element of `x` lies."""
-    found: int = x.__array_interface__["data"][0]
-    return found
-
-
-def bounds(at: int, shape: Sequence[int], strides: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """The addresses of the first byte and of the one past the last; strides in bytes."""
-    low = high = at
-    for length, stride in zip(shape, strides, strict=True):
-        if length == 0:
-            return at, at
-        reach = (length - 1) * stride
-        low, high = low + min(reach, 0), high + max(reach, 0)
-    return low, high + itemsize
-
-
-def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
-    """The strides of an array in C order: in elements, or in bytes with the bytes of one."""
-    strides, run = [], itemsize
-    for length in reversed(shape):
-        strides.append(run)
-        run *= max(1, length)
-    return tuple(strides[::-1])
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -95,17 +66,17 @@ def ghost(
 class Memory:
     """A block of a pool, given back when the last array over it is gone."""
 
-    __slots__ = ("block", "device", "pool", "streams")
+    __slots__ = ("block", "pool", "streams")
 
-    def __init__(self, owner: Device, nbytes: int, stream: int, what: str) -> None:
-        self.device, self.pool = owner, pool_of(owner)
-        self.block: Block | None = self.pool.take(max(1, nbytes), stream, what)
-        #: Streams whose work used it.
-        self.streams = {stream}
+    def __init__(self, pool: Pool, nbytes: int, what: str) -> None:
+        self.pool = pool
+        self.block: Block | None = pool.take(nbytes, 0, what, 0)
+        #: Streams whose work used it, beside the default one.
+        self.streams: tuple[int, ...] = ()
 
     def __del__(self) -> None:
         block, self.block = getattr(self, "block", None), None
-        if block is not None and self.device.lost is None:
+        if block is not None and self.pool.device.lost is None:
             self.pool.give(block, self.streams)
 
 
@@ -115,7 +86,7 @@ class DeviceArray(GhostViews):
     It has the views of a NumPy array that move no data: basic indexing, ``.T``, :meth:`transpose`,
     :meth:`reshape` (where no copy is needed), and other libraries take it without a copy
     (``__cuda_array_interface__``, but for bfloat16, and DLPack). :func:`numfuse.to_numpy` brings it
-    back.
+    back. The work that makes it is on the default stream.
     """
 
     __slots__ = (
@@ -125,8 +96,8 @@ class DeviceArray(GhostViews):
         "dtype",
         "layout",
         "memory",
+        "ordinal",
         "shape",
-        "stream",
         "strides",
         "writable",
     )
@@ -138,44 +109,35 @@ class DeviceArray(GhostViews):
         shape: tuple[int, ...],
         strides: tuple[int, ...],
         dtype: np.dtype[Any],
-        stream: int,
         writable: bool = True,
     ) -> None:
         self.memory = memory
         #: Of the first element.
         self.address = at
         self.shape, self.strides, self.dtype, self.writable = shape, strides, dtype, writable
-        #: The stream whose work makes it.
-        self.stream = stream
-        #: All that a call depends on.
-        self.layout = shape, strides, dtype, at & 15
+        #: What a call depends on, beside the address; and the number of the device.
+        self.layout = shape, strides, dtype, writable
+        self.ordinal = memory.pool.device.ordinal
         self._ghost: ndarray | None = None
 
     @classmethod
-    def new(
-        cls, owner: Device, shape: Sequence[int], dtype: np.dtype[Any], stream: int
-    ) -> DeviceArray:
-        """A C-contiguous array of any content."""
-        return cls.maker(owner, tuple(shape), dtype, stream)()
-
-    @classmethod
     def maker(
-        cls, owner: Device, shape: tuple[int, ...], dtype: np.dtype[Any], stream: int
+        cls, owner: Device, shape: tuple[int, ...], dtype: np.dtype[Any]
     ) -> Callable[[], DeviceArray]:
         """Return a function that makes a C-contiguous array of any content at every call."""
-        strides, nbytes = contiguous(shape, dtype.itemsize), prod(shape) * dtype.itemsize
-        what = f"an array of shape {shape}"
+        strides, nbytes = contiguous(shape, dtype.itemsize), max(1, prod(shape) * dtype.itemsize)
+        pool, what = pool_of(owner), f"an array of shape {shape}"
 
         def make() -> DeviceArray:
-            memory = Memory(owner, nbytes, stream, what)
+            memory = Memory(pool, nbytes, what)
             assert memory.block is not None
-            return cls(memory, memory.block.address, shape, strides, dtype, stream)
+            return cls(memory, memory.block.address, shape, strides, dtype)
 
         return make
 
     @property
     def device(self) -> Device:
-        return self.memory.device
+        return self.memory.pool.device
 
     @property
     def ghost(self) -> ndarray:  # made when it is wanted: a call that comes again does not
@@ -184,15 +146,8 @@ class DeviceArray(GhostViews):
         return self._ghost
 
     def _view(self, x: ndarray) -> DeviceArray:
-        return DeviceArray(
-            self.memory,
-            address(x),
-            x.shape,
-            x.strides,
-            x.dtype,
-            self.stream,
-            bool(x.flags.writeable),
-        )
+        writable = bool(x.flags.writeable)
+        return DeviceArray(self.memory, address(x), x.shape, x.strides, x.dtype, writable)
 
     def reshape(self, *shape: Any) -> DeviceArray:
         """Return the same elements in another shape, if that takes no copy.
@@ -237,21 +192,16 @@ class DeviceArray(GhostViews):
             "typestr": self.dtype.str,
             "data": (self.address, not self.writable),
             "version": 3,
-            # 0 is forbidden there; 1 is the default stream
-            "stream": self.stream or 1,
+            "stream": 1,  # the default one; 0 is forbidden there
         }
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return dlpack.CUDA, self.device.ordinal
 
     def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
-        if stream is not None and stream != -1:
-            taker = 0 if stream == 1 else stream
-            if taker != self.stream:
-                event = self.device.event(self.stream)
-                self.device.wait(taker, event)
-                self.device.forget(event)
-                self.memory.streams.add(taker)
+        if stream not in (None, -1, 0, 1):
+            self.device.follow(stream, 0)
+            self.memory.streams = *self.memory.streams, stream
         size = self.dtype.itemsize
         return dlpack.export(
             self,
@@ -265,16 +215,16 @@ class DeviceArray(GhostViews):
     def to_numpy(self) -> ndarray:
         """A copy as a C-contiguous NumPy array."""
         out = np.empty(self.shape, self.dtype)
-        download(self.device, self.ghost, out, self.stream)
+        download(self.device, self.ghost, out, 0)
         return out
 
 
-def upload(owner: Device, x: ndarray, stream: int = 0) -> DeviceArray:
-    """A NumPy array, copied to the device as a C-contiguous array."""
+def upload(owner: Device, x: ndarray) -> DeviceArray:
+    """Return a NumPy array, copied to the device as a C-contiguous array."""
     x = np.asarray(x, order="C")
-    made = DeviceArray.new(owner, x.shape, x.dtype, stream)
+    made = DeviceArray.maker(owner, x.shape, x.dtype)()
     if x.size:
-        owner.upload(address(x), made.address, x.nbytes, stream)
+        owner.upload(address(x), made.address, x.nbytes, 0)
     return made
 
 
@@ -289,8 +239,3 @@ def download(owner: Device, x: ndarray, out: ndarray, stream: int) -> None:
     raw = np.empty(high - low, np.uint8)
     owner.download(low, address(raw), high - low, stream)
     out[...] = ndarray(x.shape, x.dtype, raw, address(x) - low, x.strides)
-
-
-def to_device(x: ndarray, ordinal: int = 0) -> DeviceArray:
-    """A NumPy array, copied to a device."""
-    return upload(device(ordinal), x)

@@ -9,6 +9,8 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+from numfuse.runtime.strided import contiguous
+
 __all__ = ["CUDA", "Imported", "export", "take"]
 
 #: kDLCUDA; kDLCUDAManaged memory is the device's too.
@@ -109,14 +111,8 @@ class Imported:
         self.on_cuda = t.device_type in (CUDA, _CUDA_MANAGED)
         self.dtype = _DTYPES.get((t.code, t.bits)) if t.lanes == 1 else None
         self.shape = tuple(t.shape[i] for i in range(t.ndim))
-        if t.strides:
-            self.strides = tuple(t.strides[i] for i in range(t.ndim))
-        else:
-            run, found = 1, []
-            for length in reversed(self.shape):
-                found.append(run)
-                run *= length
-            self.strides = tuple(found[::-1])
+        steps = [t.strides[i] for i in range(t.ndim)] if t.strides else contiguous(self.shape)
+        self.strides = tuple(steps)
 
     def __del__(self) -> None:
         managed = getattr(self, "_managed", None)

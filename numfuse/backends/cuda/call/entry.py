@@ -1,7 +1,8 @@
-"""A call on arrays of a device, as it comes in: whose arrays they are, and where.
+"""A call on arrays of a device, as it comes in: repeated where it was recorded, else recorded.
 
-One that was made before is known at a glance (`again`), and repeated. Every other is a
-`DeviceCall`: each operand is read and checked, and `calls` does the rest.
+All that a call depends on, but its addresses, is its fingerprint. Of most kinds of arrays that is
+taken at a glance. Where arrays have to be read with care (those of the protocols, and arguments in
+another form than usual), the fingerprint is made of what was read.
 
 Lifetimes. PyTorch and CuPy give memory again in the order of the current stream, as their own
 operations do. Of every other kind the operands are held until the work that reads them is done.
@@ -10,258 +11,228 @@ operations do. Of every other kind the operands are held until the work that rea
 from __future__ import annotations
 
 import functools
-import threading
+import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple
 
-from numfuse.activations import Activation
+from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
-from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of
-from numfuse.backends.cuda.call.calls import Argument, Kept, call
-from numfuse.backends.cuda.call.foreign import KINDS, Kind, kind_of
-from numfuse.backends.cuda.call.memory import Pool
+from numfuse.backends.cuda.call.foreign import KINDS, PLAIN, Kind, kind_of
+from numfuse.backends.cuda.call.record import REPLAY, Argument, Recorded, alignment_of, record
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
-from numfuse.problem.operands import required
 
-__all__ = ["DeviceCall", "again", "forget", "remembered"]
+__all__ = ["forget", "public", "run"]
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-class _Place(NamedTuple):
-    kind: Kind
-    ordinal: int
-    name: str
-
-
-class DeviceCall:
-    """The operands and outputs of a call, and where they are."""
-
-    def __init__(self, backend: str | Backend | None, **operands: Any) -> None:
-        self.operands: dict[str, Argument] = {}
-        self.outs: dict[str, tuple[Any, Argument]] = {}
-        self._held: list[Any] = []
-        self._own: list[DeviceArray] = []
-        self._place: _Place | None = None
-        required(operands)
-        late = []
-        for name, x in operands.items():
-            if x is None:
-                continue
-            if self._place is None and kind_of(x) is None:
-                late.append((name, x))  # the message names the device of the others
-            else:
-                self.operands[name] = self._read(name, x)
-        for name, x in late:
-            self._read(name, x)
-        place: Any = self._place  # an array of a device brought the call here
-        self.kind: Kind = place.kind
-        self.ordinal: int = place.ordinal
-        self.device = device(self.ordinal)
-        self.precision = _precision(backend, self.ordinal)
-
-    def _read(self, name: str, x: Any) -> Argument:
-        kind = kind_of(x)
-        if kind is None:
-            text = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
-            where = f"cuda:{self._place.ordinal}" if self._place else "a CUDA device"
-            raise TypeError(
-                f"{name} must be on {where} as the other operands, got {text}: "
-                f"numfuse.to_device({name}, 'cuda') copies it there"
-            )
-        argument, ordinal, held = kind.read(name, x)
-        if self._place is None:
-            self._place = _Place(kind, ordinal, name)
-        first = self._place
-        if kind is not first.kind:
-            text = f"{type(x).__module__}.{type(x).__qualname__}"
-            raise TypeError(
-                f"the operands must be arrays of one kind, got {text} for {name} beside "
-                f"{first.name}"
-            )
-        if ordinal != first.ordinal:
-            raise TypeError(
-                f"{name} must be on cuda:{first.ordinal} as {first.name}, got an array on "
-                f"cuda:{ordinal}"
-            )
-        if kind.holds:
-            self._held.append(x if held is None else held)
-        elif isinstance(x, DeviceArray):
-            self._own.append(x)
-        return argument
-
-    def out(self, name: str, x: Any) -> None:
-        """An output of the caller's; None is allocated."""
-        if x is not None:
-            self.outs[name] = x, self._read(name, x)
-
-    def run(self, kind: str, options: tuple[Any, ...], make_problem: Any) -> Any:
-        """Check, launch, and give the result back."""
-        stream = self.kind.stream(self.ordinal)
-        for x in self._own:
-            self._follow(x, stream)
-        result, kept = call(
-            self.device,
-            stream,
-            self.precision,
-            kind,
-            self.operands,
-            self.outs,
-            options,
-            make_problem,
-            self.kind.maker(self.ordinal, stream),
-            self.kind.capture(self.ordinal),
-        )
-        _LATEST.kept = kept
-        if self._held:
-            _hold(self.device, stream, self._held)
-        return result
-
-    def _follow(self, x: DeviceArray, stream: int) -> None:
-        """Let this stream wait for the work that makes an array of another one."""
-        x.memory.streams.add(stream)
-        if x.stream != stream:
-            event = self.device.event(x.stream)
-            self.device.wait(stream, event)
-            self.device.forget(event)
+#: The names that operands have in problems, where these are not the public ones.
+_FIELDS = {
+    "pre_activation": "pre",
+    "a_dot": "u",
+    "b_dot": "v",
+    "bias_dot": "w",
+    "residual_dot": "z",
+}
 
 
-class _Known(NamedTuple):
-    """A call that was made before, with no outputs of the caller's."""
+class _Function(NamedTuple):
+    """A public function."""
 
-    kept: Kept
-    #: What makes each result, with its address; None of None.
-    results: tuple[Callable[[], tuple[Any, int]] | None, ...]
-    device: Device
-    pool: Pool
-
-
-#: They, by what is seen of them at a glance.
-_KNOWN: dict[tuple[Any, ...], _Known] = {}
-# A key may hold an activation, so none is kept longer than it can be found.
-Activation.forgetters.append(_KNOWN.clear)
-_LATEST = threading.local()  # .kept: of this thread's latest `DeviceCall`
+    #: From its arguments to its signature, and the checked arguments by name.
+    parse: Callable[..., tuple[Any, dict[str, Any]]]
+    parameters: tuple[str, ...]
+    #: The place of the activation among the arguments; -1: it is always `activation`.
+    place: int
+    activation: str
 
 
-def _glance(
-    name: str, args: Sequence[Any], options: dict[str, Any]
-) -> tuple[Kind, tuple[Any, ...], list[int], int] | None:
-    """Return a call's kind of arrays, all that the call depends on, and the addresses and device.
-
-    Return None if the call has to be looked at closely.
-    """
-    for x in args:
-        kind = KINDS.get(type(x))
-        if kind is not None:
-            break
-    else:
-        return None
-    if kind.holds or options.get("out") is not None:
-        return None
-    chosen = active()
-    precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-    made: list[Any] = [name, kind, Activation.definitions, precision]
-    addresses: list[int] = []
-    ordinal = kind.glance(args, made, addresses, -1)
-    if ordinal < 0:
-        return None
-    for key, value in options.items():
-        if value is None:
-            continue
-        made.append(key)
-        if type(value) not in KINDS:
-            made.append(value)
-            continue
-        # of others, the place among the addresses is not known
-        if key != "pre_activation" or kind.glance((value,), made, addresses, ordinal) < 0:
-            return None
-    made.append(ordinal)
-    return kind, tuple(made), addresses, ordinal
+_FUNCTIONS: dict[str, _Function] = {}
 
 
-def again(name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The result of a call that was made before; None of any other.
+def public(parse: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., Any]:
+    """Return the public function whose arguments `parse` checks; it has the same name."""
+    name = parse.__name__
+    parameters = tuple(inspect.signature(parse).parameters)
+    place = parameters.index("activation") if "activation" in parameters else -1
+    gate = name.partition("_mul")[0]
+    fixed = gate if gate in table.TABLE else "none"
+    _FUNCTIONS[name] = _Function(parse, parameters, place, fixed)
+
+    @functools.wraps(parse)
+    def call(*args: Any, **options: Any) -> Any:
+        return run(name, args, options)
+
+    return call
+
+
+def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = True) -> Any:
+    """Return the result of a public function; without `first`, None of a call not yet recorded.
 
     Parameters
     ----------
     name : str
         Of the public function.
-    args : sequence
-        Arrays in the order of its signature, and what follows them.
-    options : dict
-        By keyword: no arrays but a pre-activation, which comes after those of `args`.
+    args, options : sequence, dict
+        Its arguments by position and by keyword.
     """
-    seen = _glance(name, args, options)
-    if seen is None:
-        return None
-    kind, key, addresses, ordinal = seen
-    try:
-        known = _KNOWN.get(key)
-    except TypeError:  # something that cannot be hashed: a list, an array of another kind
-        return None
-    if known is None:
-        return None
-    kept, makers, owner, pool = known
+    function = _FUNCTIONS[name]
+    kept: Recorded | None = None
+    fingerprint: Any = None
+    addresses: list[int] = []
+    held: list[Any] = []
+    ordinal, place = -1, function.place
+    kind: Any = None
+    for x in args:
+        kind = KINDS.get(type(x)) or (None if type(x) in PLAIN else kind_of(x))
+        if kind is not None:
+            break
+    if kind is not None and not kind.holds and len(args) > place:
+        values = [*args, *options.values()]
+        which: Any = function.activation
+        if place >= 0:
+            which, values[place] = values[place], None
+        if type(which) is str:
+            which = table.TABLE.get(which)
+        chosen = active()
+        precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+        seen = [name, kind, getattr(which, "serial", None), precision, *options]
+        ordinal = kind.glance(values, seen, addresses)
+        if ordinal >= 0:
+            seen.append(ordinal)
+            fingerprint = tuple(seen)
+            kept = REPLAY.find(fingerprint)
+            if kept is not None and kept.outs and kept.overlaps(addresses):
+                kept = None
+    if kept is None:
+        if not first:
+            return None
+        kept, kind, ordinal, addresses, held = _closely(function, args, options, fingerprint)
     results: list[Any] = []
-    for make in makers:
+    for make in kept.results:
         if make is None:
             results.append(None)
-            continue
-        x, at = make()
-        addresses.append(at)
-        results.append(x)
-    steps = kept.steps
-    if steps.simple:
-        steps.once(owner, kind.stream(ordinal), addresses)
-    else:
-        steps.run(owner, pool, kind.stream(ordinal), addresses, kind.capture(ordinal))
-    latest.call = kept.call
+        elif isinstance(make, int):
+            out = options["out"]
+            results.append(out[make] if isinstance(out, (tuple, list)) else out)
+        else:
+            made = make()
+            addresses.append(kind.address(made))
+            results.append(made)
+    program = kept.program
+    stream = 0
+    capture: int | None = 0
+    if kind.stream is not None:
+        stream = kind.stream(ordinal)
+        if not program.simple and (kind.capturing is None or kind.capturing()):
+            capture = None  # it asks the driver for the graph's number
+    program.launch(stream, addresses, capture)
+    latest.call = kept.told
+    if held:
+        pairs = zip(results, kept.results, strict=True)
+        results = [kind.wrap(x) if callable(make) else x for x, make in pairs]
+        _hold(program.device, stream, held)
     return results[0] if kept.pack is None else kept.pack(results)
 
 
-def remembered(function: _Function) -> _Function:
-    """A public function whose calls are known `again`; it makes one `DeviceCall`, with its
-    operands in the order of the signature.
+def _closely(
+    function: _Function, args: Sequence[Any], options: dict[str, Any], fingerprint: Any
+) -> tuple[Recorded, Kind, int, list[int], list[Any]]:
+    """Return a call, recorded if need be: that, its arrays' kind, device, addresses, what to hold.
+
+    Without a `fingerprint` it gets one of the arguments as they were checked and read.
     """
-    name = function.__name__
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        result = again(name, args, options)
-        if result is not None:
-            return result
-        _LATEST.kept = None
-        result = function(*args, **options)
-        seen, kept = _glance(name, args, options), _LATEST.kept
-        _LATEST.kept = None  # (nor a call of a formula that goes)
-        if seen is None or kept is None:
-            return result
-        kind, key, _, ordinal = seen
-        stream = kind.stream(ordinal)
-        makers = tuple(
-            kind.maker_of(spec[1], spec[2], ordinal, stream) if type(spec) is tuple else None
-            for spec in kept.results
-        )
-        if len(_KNOWN) >= tiling.KEPT_PLANS:
-            _KNOWN.clear()
+    signature, x = function.parse(*args, **options)
+    fields = {name: _FIELDS.get(name, name) for name in signature.arrays}
+    read = _Arrays({field: x[name] for name, field in fields.items()})
+    precision = _precision(x["backend"], read.ordinal)
+    outs = {name: out for name, out in signature.outs(x).items() if out is not None}
+    for name, out in outs.items():
+        read.add(name, out)
+    # in the order in which `run` and `Kind.glance` find them
+    names = (*function.parameters[: len(args)], *options, *outs)
+    order = dict.fromkeys(_FIELDS.get(name, name) for name in names)
+    arrays = {name: read.arrays[name] for name in order if name in read.arrays}
+    addresses = [a.address for a in arrays.values()]
+    kind, ordinal, kept = read.kind, read.ordinal, None
+    if fingerprint is None:
+        chosen = tuple(x[name] for name in signature.options if name != "activation")
+        seen = tuple((n, *a[1:], alignment_of(a.address)) for n, a in arrays.items())
+        serial = x["activation"].serial
+        fingerprint = (signature.name, kind, serial, precision, ordinal, chosen, seen, *outs)
+        kept = REPLAY.find(fingerprint)
+        if kept is not None and kept.outs and kept.overlaps(addresses):
+            kept = None
+    if kept is None:
         owner = device(ordinal)
-        with suppress(TypeError):
-            _KNOWN[key] = _Known(kept, makers, owner, pool_of(owner))
-        return result
+        owner.release(0 if kind.stream is None else kind.stream(ordinal))
+        kept, formulas = record(
+            owner,
+            precision,
+            signature.kind,
+            arrays,
+            tuple(outs),
+            lambda ghosts: signature.problem(
+                x, **ghosts | {name: ghosts.get(field) for name, field in fields.items()}
+            ),
+            signature.result_names(x),
+            functools.partial(kind.maker, ordinal),
+        )
+        REPLAY.keep(fingerprint, kept, formulas)
+    return kept, kind, ordinal, addresses, read.held
 
-    return cast(_Function, call)
+
+class _Arrays:
+    """The arrays of a call, read and checked: of one kind, and on one device."""
+
+    kind: Kind
+    ordinal: int
+
+    def __init__(self, operands: dict[str, Any]) -> None:
+        self.arrays: dict[str, Argument] = {}
+        self.held: list[Any] = []
+        self._first = ""
+        late = []
+        for name, x in operands.items():
+            if x is not None and not self._first and kind_of(x) is None:
+                late.append((name, x))  # the message names the device of the others
+            elif x is not None:
+                self.add(name, x)
+        for name, x in late:
+            self.add(name, x)
+
+    def add(self, name: str, x: Any) -> None:
+        """Read another one; raise TypeError if it is no array, of another kind or elsewhere."""
+        kind = kind_of(x)
+        text = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
+        if kind is None:
+            where = f"cuda:{self.ordinal}" if self._first else "a CUDA device"
+            raise TypeError(
+                f"{name} must be on {where} as the other operands, got {text}: "
+                f"numfuse.to_device({name}, 'cuda') copies it there"
+            )
+        argument, ordinal, held = kind.read(name, x)
+        if not self._first:
+            self.kind, self.ordinal, self._first = kind, ordinal, name
+        if kind is not self.kind:
+            raise TypeError(
+                f"the operands must be arrays of one kind, got {text} for {name} beside "
+                f"{self._first}"
+            )
+        if ordinal != self.ordinal:
+            raise TypeError(
+                f"{name} must be on cuda:{self.ordinal} as {self._first}, got an array on "
+                f"cuda:{ordinal}"
+            )
+        if kind.holds:
+            self.held.append(x if held is None else held)
+        self.arrays[name] = argument
 
 
 def forget(owner: Device) -> None:
     """Let every choice that was made for a call of a device be made again."""
-    owner.kept_calls.clear()
     owner.kept_products.clear()
-    _KNOWN.clear()
+    REPLAY.clear()
 
 
 _IN_FLIGHT: dict[int, deque[tuple[int, list[Any]]]] = {}
@@ -283,8 +254,8 @@ def _precision(backend: str | Backend | None, ordinal: int) -> str:
     Raise ValueError if another backend is asked for, as nothing moves unasked.
     """
     if backend is None:
-        chosen = active()
-        return chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
+        backend = active()
+        return backend.precision if isinstance(backend, CudaBackend) else "ieee"
     if backend == "cuda":
         return "ieee"
     if isinstance(backend, CudaBackend) and backend.ordinal == ordinal:

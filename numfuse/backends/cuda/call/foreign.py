@@ -6,118 +6,95 @@ library's is added to `LIBRARIES` by its adapter.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
 from numfuse.backends.cuda.call import dlpack
-from numfuse.backends.cuda.call.arrays import DeviceArray, contiguous, dtype_of
-from numfuse.backends.cuda.call.calls import Argument, Maker
+from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
+from numfuse.backends.cuda.call.record import Argument
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.driver.libcuda import ordinal_of
+from numfuse.backends.cuda.face import CudaBackend
+from numfuse.runtime.strided import contiguous
 
-__all__ = ["KINDS", "LIBRARIES", "DLPack", "Interface", "Kind", "Own", "kind_of"]
+__all__ = ["KINDS", "LIBRARIES", "PLAIN", "DLPack", "Interface", "Kind", "Own", "kind_of"]
+
+#: Classes of arguments that stand for themselves in a fingerprint.
+PLAIN = frozenset({type(None), bool, int, str, CudaBackend})
 
 
 class Kind:
-    """How arrays of a kind are read and made."""
+    """How arrays of a kind are read and made.
 
-    #: Whether operands must be held until the work is done.
+    The callables among its attributes are not Python's where they can be: they open no frame.
+    """
+
+    #: Whether operands must be held until the work is done; then each is read with care.
     holds = True
+    #: From an array to what a call depends on, and at last its address and the number of its
+    #: device; of kinds that hold none.
+    parts: Any = None
+    #: From a device's number to the caller's current stream; None: it is the default one.
+    stream: Any = None
+    #: Whether a graph may be being captured; None: the driver has to be asked.
+    capturing: Any = None
+    #: From an array that `maker`'s function made to its address.
+    address: Any = attrgetter("address")
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
-        """The array, the number of its device, and what keeps it alive (None: x itself)."""
+        """Return the array, the number of its device, and what keeps it alive (None: x itself)."""
         raise NotImplementedError
 
-    def stream(self, ordinal: int) -> int:
-        """The caller's current stream."""
-        return 0
+    def glance(self, values: list[Any], seen: list[Any], addresses: list[int]) -> int:
+        """Add to `seen` all that a call depends on in its arguments, and the addresses of arrays.
 
-    def maker(self, ordinal: int, stream: int) -> Maker:
-        """Return a function that makes results."""
-        owner = device(ordinal)
-
-        def make(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
-            made = DeviceArray.new(owner, shape, dtype_of(dtype), stream)
-            return self.wrap(made), made.address
-
-        return make
-
-    def wrap(self, made: DeviceArray) -> Any:
-        """A result of numfuse's own as one of this kind."""
-        return made
-
-    def capture(self, ordinal: int) -> int | None:
-        """0 where it is known that no graph is being captured; None: ask the driver."""
-        return None
-
-    def maker_of(
-        self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int
-    ) -> Callable[[], tuple[Any, int]]:
-        """Return a function that makes one result of `maker` at every call."""
-        return functools.partial(self.maker(ordinal, stream), shape, dtype)
-
-    def glance(
-        self, values: Iterable[Any], made: list[Any], addresses: list[int], ordinal: int
-    ) -> int:
-        """Add to `made` all that a call depends on in arguments, and the addresses of arrays.
-
-        They are on the device `ordinal` (-1: on any one), which is returned; -1 of what has to be
-        looked at closely.
+        Return the number of the device they are on; -1 if they have to be read with care.
         """
-        for x in values:
-            kind = KINDS.get(type(x))
-            if kind is None:
-                made.append(x)
-                continue
-            seen = self.look(x) if kind is self else None
-            if seen is None or ordinal not in (-1, seen[2]):
+        ordinal = -1
+        for x in values:  # (which grows)
+            kind = type(x)
+            if kind in PLAIN:
+                seen.append(x)
+            elif KINDS.get(kind) is self:
+                parts = self.parts(x)
+                at, place = parts[-2:]
+                if place != ordinal:
+                    if ordinal >= 0:
+                        return -1
+                    ordinal = place
+                seen += parts[:-2]
+                seen.append(at & 15)
+                addresses.append(at)
+            elif isinstance(x, (tuple, list)):  # needs, or out
+                seen.append(len(x))
+                values += x
+            else:
                 return -1
-            one, at, ordinal = seen
-            made.append(one)
-            addresses.append(at)
         return ordinal
 
-    def look(self, x: Any) -> tuple[Any, int, int] | None:
-        """Return all that a call depends on in an operand, the operand's address and its device."""
-        return None
+    def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """Return a function that makes a C-contiguous array of any content at every call."""
+        return DeviceArray.maker(device(ordinal), shape, dtype_of(dtype))
+
+    def wrap(self, made: Any) -> Any:
+        """Return what `maker`'s function made as one of this kind (of those that hold)."""
+        return made
 
 
 class Own(Kind):
     """numfuse's own."""
 
     holds = False  # their memory knows the streams that used it
+    parts = attrgetter("layout", "address", "ordinal")
 
-    def look(self, x: DeviceArray) -> tuple[Any, int, int] | None:
-        # another stream than that of these calls, or memory that was given back
-        if x.stream or x.memory.block is None:
-            return None
-        return x.layout, x.address, x.device.ordinal
-
-    def maker_of(
-        self, shape: tuple[int, ...], dtype: str, ordinal: int, stream: int
-    ) -> Callable[[], tuple[Any, int]]:
-        new = DeviceArray.maker(device(ordinal), shape, dtype_of(dtype), stream)
-
-        def make() -> tuple[Any, int]:
-            made = new()
-            return self.wrap(made), made.address
-
-        return make
-
-    def read(self, name: str, x: DeviceArray) -> tuple[Argument, int, Any]:
-        if x.memory.block is None:
-            raise ValueError(f"{name} has been given back")
-        size = x.dtype.itemsize
-        strides = tuple(s // size for s in x.strides)
-        return (
-            Argument(x.address, x.shape, strides, x.dtype.name, x.writable),
-            x.device.ordinal,
-            None,
-        )
+    def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:
+        (shape, steps, dtype, writable), at, ordinal = self.parts(x)
+        strides = tuple(s // dtype.itemsize for s in steps)
+        return Argument(at, shape, strides, dtype.name, writable), ordinal, None
 
 
 class Interface(Kind):
@@ -142,10 +119,7 @@ class Interface(Kind):
         ordinal = ordinal_of(at) if at else 0
         theirs = made.get("stream")
         if theirs not in (None, 0, 1):
-            owner = device(ordinal)
-            event = owner.event(theirs)
-            owner.wait(0, event)
-            owner.forget(event)
+            device(ordinal).follow(0, theirs)
         return Argument(at, shape, strides, dtype.name, not read_only), ordinal, None
 
 
@@ -161,34 +135,29 @@ class DLPack(Kind):
         return Argument(held.address, held.shape, held.strides, held.dtype), held.ordinal, held
 
 
-#: {root of the module that defines a class: its kind}.
-LIBRARIES: dict[str, Callable[[], Kind]] = {"numfuse": Own}
+#: {root of the module that defines a class: its kind}; the bases of a class count.
+LIBRARIES: dict[str, type[Kind]] = {}
 #: The kinds of the classes that were met.
 KINDS: dict[type, Kind] = {}
-_MADE: dict[str, Kind] = {}
+#: The one object of a kind.
+_MADE: dict[type[Kind], Kind] = {}
 
 
 def kind_of(x: Any) -> Kind | None:
-    """How arrays like this one are read; None of what is no array of a device."""
+    """Return how arrays like this one are read; None of what is no array of a device."""
     found = KINDS.get(type(x))
-    if found is not None:
+    if found is not None or x is None or isinstance(x, (ndarray, np.generic)):
         return found
-    if x is None or isinstance(x, (ndarray, np.generic)):
+    roots = (base.__module__.partition(".")[0] for base in type(x).__mro__)
+    made: type[Kind] | None = next((LIBRARIES[root] for root in roots if root in LIBRARIES), None)
+    if isinstance(x, DeviceArray):
+        made = Own
+    elif made is None and hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
+        made = DLPack
+    elif made is None and hasattr(x, "__cuda_array_interface__"):
+        made = Interface
+    if made is None:
         return None
-    for base in type(x).__mro__:
-        root = base.__module__.partition(".")[0]
-        if isinstance(x, DeviceArray):
-            root = "numfuse"
-        if root in LIBRARIES:
-            if root not in _MADE:
-                _MADE[root] = LIBRARIES[root]()
-            found = _MADE[root]
-            break
-    else:
-        if hasattr(x, "__dlpack__") and hasattr(x, "__dlpack_device__"):
-            found = _MADE.setdefault("dlpack", DLPack())
-        elif hasattr(x, "__cuda_array_interface__"):
-            found = _MADE.setdefault("interface", Interface())
-        else:
-            return None
-    return KINDS.setdefault(type(x), found)
+    if made not in _MADE:
+        _MADE[made] = made()
+    return KINDS.setdefault(type(x), _MADE[made])

@@ -10,6 +10,7 @@ be launched at any later time: it goes round within the capture, and is never gi
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from collections.abc import Iterable
 
@@ -22,8 +23,9 @@ __all__ = ["Block", "Pool"]
 _MEGABYTE = 1 << 20
 
 
+@functools.lru_cache(maxsize=4096)
 def size_class(nbytes: int) -> int:
-    """The bytes of a block for so many: a power of two, or a multiple of 2 MiB."""
+    """Return the bytes of a block for so many: a power of two, or a multiple of 2 MiB."""
     if nbytes <= _MEGABYTE:
         return max(512, 1 << (nbytes - 1).bit_length())
     return -(-nbytes // (2 * _MEGABYTE)) * 2 * _MEGABYTE
@@ -49,7 +51,7 @@ class Pool:
     """
 
     def __init__(self, device: Device, limit: int = tiling.POOL_BYTES) -> None:
-        self._device = device
+        self.device = device
         self._free: FreeBlocks[Block] = FreeBlocks(self._drop, limit)
         #: Of captured graphs: as long as the process.
         self._captured: FreeBlocks[Block] = FreeBlocks(self._drop)
@@ -73,7 +75,7 @@ class Pool:
     ) -> Block:
         """A block for work of this stream; its content is undefined."""
         nbytes = size_class(nbytes)
-        owner = stream, self._device.capture(stream) if capture is None else capture
+        owner = stream, self.device.capture(stream) if capture is None else capture
         if self._late:
             self._collect()
         # or a larger one that is not wasted on it
@@ -82,19 +84,16 @@ class Pool:
         if block is not None:
             return block
         try:
-            address = self._device.allocate(nbytes, what)
+            address = self.device.allocate(nbytes, what)
         except MemoryError:
             self.release()
-            address = self._device.allocate(nbytes, what)
+            address = self.device.allocate(nbytes, what)
         self._allocated[address] = nbytes
         return Block(address, nbytes, owner)
 
     def give(self, block: Block, others: Iterable[int] = ()) -> None:
         """Take a block back. All its work is in its own stream, and in `others` of the device."""
-        events = []
-        for stream in others:
-            if stream != block.owner[0]:
-                events.append(self._device.event(stream))
+        events = [self.device.event(stream) for stream in others if stream != block.owner[0]]
         if events:
             self._late.append((block, events))
         else:
@@ -111,7 +110,7 @@ class Pool:
     def _drop(self, block: Block) -> None:
         # known no longer before it is free, and so may be another's
         self._allocated.pop(block.address, None)
-        self._device.free(block.address)
+        self.device.free(block.address)
 
     def _collect(self) -> None:
         for _ in range(len(self._late)):
@@ -119,9 +118,9 @@ class Pool:
                 block, events = self._late.popleft()
             except IndexError:  # another thread looks, too
                 return
-            if all(self._device.passed(event) for event in events):
+            if all(self.device.passed(event) for event in events):
                 for event in events:
-                    self._device.forget(event)
+                    self.device.forget(event)
                 self._keep(block)
             else:
                 self._late.append((block, events))

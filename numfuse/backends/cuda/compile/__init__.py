@@ -1,6 +1,7 @@
 """The compiler of CUDA kernels, the one room that knows numba-cuda.
 
-- `toolchain`: Python to PTX, PTX to machine code, and the disk cache
+- `toolchain`: kernels, each compiled once, and their disk cache
+- `assembler`: Python to PTX, and PTX to machine code
 - `unroll`: a template's constant loops written out
 - `schema`: a kernel's arguments, by their names
 - `intrinsics`, `accesses`, `engines`: PTX instructions as Python functions

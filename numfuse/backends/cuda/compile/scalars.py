@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -149,37 +150,37 @@ def _on_bits(function: Any) -> Any:
     return codegen
 
 
-@_either_text(lambda x: np.result_type(x).type(abs(x)))
-def absolute(typingctx, x):
-    """|x|."""
-    return x(x), _on_bits(
-        lambda b, integer, mantissa, bias, w: b.and_(w, integer((1 << (integer.width - 1)) - 1))
-    )
+def _bitwise(arity: int, made: Any, simulated: Callable[..., Any]) -> Any:
+    """Return the intrinsic of an operation on bits, of one float or of two."""
+    if SIMULATED:
+        return simulated
+    if arity == 1:
+        return intrinsic(lambda typingctx, x: (x(x), _on_bits(made)))
+    return intrinsic(lambda typingctx, x, y: (x(x, x), _on_bits(made)))
 
 
-@_either_text(lambda x, y: np.copysign(x, y))
-def copy_sign(typingctx, x, y):
-    """|x| with the sign of y."""
-
-    def made(b, integer, mantissa, bias, w, v):
-        sign = 1 << (integer.width - 1)
-        return b.or_(b.and_(w, integer(sign - 1)), b.and_(v, integer(sign)))
-
-    return x(x, x), _on_bits(made)
+def _sign(integer: Any) -> int:
+    return 1 << (integer.width - 1)
 
 
-def _simulated_toward(low, high):
-    return -low if np.signbit(high) else low
+def _with_sign(b: Any, integer: Any, mantissa: int, bias: int, w: Any, v: Any) -> Any:
+    return b.or_(b.and_(w, integer(_sign(integer) - 1)), b.and_(v, integer(_sign(integer))))
 
 
-@_either_text(_simulated_toward)
-def toward(typingctx, low, high):
-    """`low`, its sign turned where `high` is negative."""
-    return low(low, low), _on_bits(
-        lambda b, integer, mantissa, bias, w, v: b.xor(
-            w, b.and_(v, integer(1 << (integer.width - 1)))
-        )
-    )
+#: |x|
+absolute = _bitwise(
+    1,
+    lambda b, integer, mantissa, bias, w: b.and_(w, integer(_sign(integer) - 1)),
+    lambda x: np.result_type(x).type(abs(x)),
+)
+#: |x| with the sign of y
+copy_sign = _bitwise(2, _with_sign, lambda x, y: np.copysign(x, y))
+#: `low`, its sign turned where `high` is negative
+toward = _bitwise(
+    2,
+    lambda b, integer, mantissa, bias, w, v: b.xor(w, b.and_(v, integer(_sign(integer)))),
+    lambda low, high: -low if np.signbit(high) else low,
+)
 
 
 @_either_text(lambda condition, a, b: a if condition else b)
@@ -227,25 +228,23 @@ def _simulated_power_of_two(shifted):
     return _from_bits((int(_bits(shifted)) + bias) << mantissa, kind, unsigned)
 
 
-@_either_text(_simulated_power_of_two)
-def power_of_two(typingctx, shifted):
-    """2^n for a normal result, n the low bits of ``n + 1.5 * 2^mantissa``."""
-    return shifted(shifted), _on_bits(
-        lambda b, integer, mantissa, bias, w: b.shl(b.add(w, integer(bias)), integer(mantissa))
-    )
-
-
 def _simulated_raised_exponent(shifted):
     kind, unsigned, mantissa, _ = _format(shifted)
     return _from_bits(int(_bits(shifted)) << mantissa, kind, unsigned)
 
 
-@_either_text(_simulated_raised_exponent)
-def raised_exponent(typingctx, shifted):
-    """2^(k - bias), k > 0 the low bits of ``k + 1.5 * 2^mantissa``."""
-    return shifted(shifted), _on_bits(
-        lambda b, integer, mantissa, bias, w: b.shl(w, integer(mantissa))
-    )
+#: 2^n for a normal result, n the low bits of ``n + 1.5 * 2^mantissa``
+power_of_two = _bitwise(
+    1,
+    lambda b, integer, mantissa, bias, w: b.shl(b.add(w, integer(bias)), integer(mantissa)),
+    _simulated_power_of_two,
+)
+#: 2^(k - bias), k > 0 the low bits of ``k + 1.5 * 2^mantissa``
+raised_exponent = _bitwise(
+    1,
+    lambda b, integer, mantissa, bias, w: b.shl(w, integer(mantissa)),
+    _simulated_raised_exponent,
+)
 
 
 def _simulated_two_powers_of_two(shifted):
@@ -308,24 +307,12 @@ def exponent_parts(typingctx, u):
     return types.UniTuple(u, 3)(u), codegen
 
 
+_HERE = globals()
 TARGET = Target(
     jit=device_function,
-    absolute=absolute,
-    square_root=square_root,
-    copy_sign=copy_sign,
-    fused=fused,
-    rounded_product=rounded_product,
-    select=select,
-    both=both,
-    either=either,
-    negation=negation,
-    power_of_two=power_of_two,
-    raised_exponent=raised_exponent,
-    two_powers_of_two=two_powers_of_two,
-    exponent_parts=exponent_parts,
-    toward=toward,
     # (with float64's own, a gradient's kernel has no registers left, and is no faster)
     inverses={"float32": inverse},
+    **{x.name: _HERE[x.name] for x in fields(Target) if x.name not in ("jit", "inverses")},
 )
 
 

@@ -1,4 +1,4 @@
-"""Compiling kernels: Python to PTX by numba-cuda, PTX to machine code by nvJitLink, kept on disk.
+"""Kernels: texts with their names bound, compiled (`assembler`) and kept on disk.
 
 The one place that imports numba.cuda. Nothing here needs a GPU or its driver: a kernel is compiled
 for a compute capability, and the result is kept in a directory of its own, so that the next process
@@ -24,7 +24,7 @@ import threading
 import types as pytypes
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import config as numba_config
 
+from numfuse.backends.cuda.compile import assembler
 from numfuse.expr import Expr
 from numfuse.language.scalar import SOURCES
 from numfuse.runtime import binaries
@@ -228,10 +229,10 @@ class Kernel:
         bounds = (threads, self._blocks) if self._blocks else (threads,)
 
         def make() -> str:
-            with _compiling_for(capability):
-                return _ptx(self.text(), signature, self.architecture(capability), bounds)
+            with assembler.compiling_for(capability):
+                return assembler.ptx(self.text(), signature, self.architecture(capability), bounds)
 
-        return _with_maps(compiled(make), self.signature)
+        return assembler.with_maps(compiled(make), self.signature)
 
     def binary(self, capability: tuple[int, int]) -> tuple[bytes, str]:
         """Machine code for this capability, and the name of its entry; compiled, or from disk."""
@@ -240,17 +241,18 @@ class Kernel:
             found = self._binaries.get(capability)
             if found is not None:  # (another thread has made it)
                 return found
-            key = self.key(capability)
-            found = _read(key)
-            self.origin = "disk"
-            if found is None:
+            path = cache_directory() / f"{self.key(capability)}.bin"
+            raw, self.origin = binaries.read(path), "disk"
+            if raw is None:
                 self.origin = "compiled"
                 text = self.ptx(capability)
                 match = re.search(r"\.entry\s+([\w$]+)", text)
                 assert match is not None, "numba-cuda made PTX without an entry"
-                found = _assemble(text, self.architecture(capability), self.name), match[1]
-                _write(key, *found)
-            self._binaries[capability] = found
+                code = assembler.machine_code(text, self.architecture(capability), self.name)
+                raw = match[1].encode() + b"\n" + code
+                binaries.write(path, raw)
+            entry, _, code = raw.partition(b"\n")
+            found = self._binaries[capability] = code, entry.decode()
             return found
 
         return self._binaries.get(capability) or compiled(make)
@@ -258,7 +260,7 @@ class Kernel:
     def linked(self, capability: tuple[int, int]) -> bytes:
         """Machine code of a kernel whose `binary` is text, where the driver cannot assemble it."""
         text = self.binary(capability)[0].rstrip(b"\0").decode()
-        return compiled(lambda: _link(text, self.architecture(capability), self.name))
+        return compiled(lambda: assembler.link(text, self.architecture(capability), self.name))
 
     def key(self, capability: tuple[int, int]) -> str:
         """Its name on disk."""
@@ -345,115 +347,9 @@ def kernels() -> list[Kernel]:
     return list(_KERNELS.values())
 
 
-@contextlib.contextmanager
-def _compiling_for(capability: tuple[int, int]) -> Iterator[None]:
-    """numba-cuda asks its current device for what a device function is compiled for."""
-    dispatcher: Any = import_module("numba.cuda.dispatcher")
-    before = dispatcher.get_current_device
-    dispatcher.get_current_device = lambda: pytypes.SimpleNamespace(
-        compute_capability=capability, id=0
-    )
-    try:
-        yield
-    finally:
-        dispatcher.get_current_device = before
-
-
-def _ptx(
-    function: Any, signature: Any, architecture: tuple[Any, ...], bounds: tuple[int, ...]
-) -> str:
-    compiler: Any = import_module("numba.cuda.compiler")
-    low_level = getattr(compiler, "_compile_pyfunc_with_fixup", None)
-    if low_level is None:
-        text, _ = compiler.compile(
-            function, signature, device=False, abi="numba", cc=architecture, launch_bounds=bounds
-        )
-        return str(text)
-    library, _ = low_level(
-        function, signature, device=False, abi="numba", cc=architecture, launch_bounds=bounds
-    )
-    # A product is merged with a sum where the text says so, and nowhere else: elsewhere it would
-    # depend on what is computed beside it.
-    library._nvvm_options["fma"] = False
-    (text,) = library.get_asm_strs(cc=architecture)
-    return str(text)
-
-
-def _with_maps(text: str, signature: tuple[str, ...]) -> str:
-    """Make the uint64 that stands for a map 128 bytes of the arguments, and its value its address.
-
-    numba-cuda has no argument that is a structure; a tensor map must be one (PTX ISA, tensors: a
-    map lies in the space of the parameters, of constants or in global memory, 64-byte aligned).
-    """
-    for index, kind in enumerate(signature):
-        if kind != "map":
-            continue
-        declared = re.search(rf"\.param \.[bu]64 (\w+_param_{index})\b", text)
-        assert declared is not None, "the PTX has a parameter for each argument"
-        name = declared[1]
-        # the declaration alone: "_param_1" is the beginning of "_param_10" too
-        text = re.sub(rf"{re.escape(declared[0])}\b", f".param .align 64 .b8 {name}[128]", text)
-        text, loads = re.subn(
-            rf"ld\.param\.[bu]64\s+(%\w+), \[{name}\];",
-            rf"mov.b64 \1, {name};\n\tcvta.param.u64 \1, \1;",
-            text,
-        )
-        assert loads, "the kernel reads the map"
-    return text
-
-
-def _assemble(text: str, architecture: tuple[Any, ...], name: str) -> bytes:
-    """Machine code; or the text, for the driver to assemble (it keeps what it makes on disk).
-
-    nvJitLink assembles for being linked with other code, and then ignores ``setmaxnreg`` ("to
-    maintain compatibility across compilation units"): a kernel of three groups has 168 registers a
-    thread where two of the groups were to have 232, and spills. The driver assembles it alone.
-    """
-    if "setmaxnreg" in text:
-        return _oldest(text).encode() + b"\0"
-    try:
-        return _link(text, architecture, name)
-    except ImportError:
-        return text.encode() + b"\0"
-
-
-def _oldest(text: str) -> str:
-    """The text with the version of the PTX ISA that had all of its instructions first.
-
-    A driver refuses a version newer than itself, whatever the text holds. Those with setmaxnreg are
-    made for Hopper, whose instructions 8.0 brought.
-    """
-    return re.sub(r"^\.version .*$", ".version 8.0", text, count=1, flags=re.MULTILINE)
-
-
-def _link(text: str, architecture: tuple[Any, ...], name: str) -> bytes:
-    """Machine code by nvJitLink; ImportError where that is not installed."""
-    nvjitlink: Any = import_module("cuda.bindings.nvjitlink")
-    arch = "sm_" + "".join(map(str, architecture))
-    raw = text.encode()
-    options = [f"-arch={arch}", "-O3"]
-    handle = nvjitlink.create(len(options), options)
-    try:
-        try:
-            nvjitlink.add_data(handle, nvjitlink.InputType.PTX, raw, len(raw), name)
-            nvjitlink.complete(handle)
-        except nvjitlink.nvJitLinkError as error:
-            log = bytearray(nvjitlink.get_error_log_size(handle))
-            nvjitlink.get_error_log(handle, log)
-            raise RuntimeError(
-                f"{name} for {arch}: {error}: {log.decode(errors='replace')}"
-            ) from error
-        made = bytearray(nvjitlink.get_linked_cubin_size(handle))
-        nvjitlink.get_linked_cubin(handle, made)
-    finally:
-        nvjitlink.destroy(handle)
-    return bytes(made)
-
-
-# --- the cache on disk --------------------------------------------------------------------------
 @functools.cache
-def _directory() -> pathlib.Path | None:
-    """Where binaries are kept; None where no directory is writable."""
+def cache_directory() -> pathlib.Path:
+    """Return where compiled kernels are kept."""
     chosen = getattr(numba_config, "CACHE_DIR", "")
     if chosen:
         base = pathlib.Path(chosen)
@@ -461,39 +357,4 @@ def _directory() -> pathlib.Path | None:
         base = pathlib.Path(os.environ.get("LOCALAPPDATA", tempfile.gettempdir()))
     else:
         base = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-    path = base / "numfuse" / "cuda"
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        binaries.tell(
-            "write",
-            f"{path} is not writable ({error.strerror}), every process compiles its CUDA kernels "
-            "anew (seconds); set NUMBA_CACHE_DIR to a writable directory",
-        )
-        return None
-    return path
-
-
-def cache_directory() -> str:
-    """Where compiled kernels are kept, or that they are not."""
-    path = _directory()
-    return "none" if path is None else str(path)
-
-
-def _read(key: str) -> tuple[bytes, str] | None:
-    path = _directory()
-    if path is None:
-        return None
-    raw = binaries.read(path / f"{key}.bin")
-    if raw is None:
-        return None
-    entry, _, body = raw.partition(b"\n")
-    return body, entry.decode()
-
-
-def _write(key: str, body: bytes, entry: str) -> None:
-    path = _directory()
-    if path is not None:
-        binaries.write(path / f"{key}.bin", entry.encode() + b"\n" + body)
+    return base / "numfuse" / "cuda"

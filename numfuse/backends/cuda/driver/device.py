@@ -17,20 +17,20 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
 from functools import cached_property
-
-import numpy as np
+from typing import Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.toolchain import Kernel
-from numfuse.backends.cuda.driver.libcuda import Attribute, Config, count, library
+from numfuse.backends.cuda.driver.libcuda import count, library
 from numfuse.backends.cuda.driver.modules import Module, Retired
-from numfuse.backends.cuda.plan.product import ARGUMENT_BYTES, Derived, DeviceInfo, Launch, Slot
+from numfuse.backends.cuda.driver.prepared import Prepared
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch
 from numfuse.errors import DeviceError, DeviceLost
-from numfuse.runtime.lifetimes import Table
+from numfuse.runtime.replay import Replay
 
-__all__ = ["Device", "Prepared"]
+__all__ = ["Device"]
 
 #: Launches named by the message of an asynchronous error.
 REMEMBERED = 32
@@ -61,13 +61,9 @@ _ATTRIBUTES = {
     "shared_per_multiprocessor": 81,
     "l2_bytes": 38,
 }
-_MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
-_CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 _THREAD_LOCAL, _RELAXED = 1, 2  # CUstreamCaptureMode
 _NO_TIMING = 2  # CUevent_flags
 _NOT_READY = 600
-#: What tensor maps are made for at first.
-_SOME_ADDRESS = 1 << 20
 #: A driver without a compiler, one that may not compile, text that is too new for it.
 _NOT_ASSEMBLED = (218, 221, 222, 223)
 
@@ -93,11 +89,11 @@ class Device:
     def _begin(self) -> None:
         #: Why the device is lost; None as long as it is not.
         self.lost: str | None = None
-        #: How products are run, and the steps of calls, by what they depend on.
-        self.kept_products = Table(4 * tiling.KEPT_PLANS)
-        self.kept_calls = Table(tiling.KEPT_PLANS)
-        self._launched: deque[str] = deque(maxlen=REMEMBERED)
-        self._many = 0
+        #: How products are run, by what that depends on.
+        self.kept_products: Replay[Any] = Replay(4 * tiling.KEPT_PLANS, 0)
+        self._launched: deque[str] = deque(maxlen=REMEMBERED + 1)
+        #: Note a launch, for the message of a later error.
+        self.note: Callable[[str], None] = self._launched.append
         #: Of every kernel that was loaded and still is kept.
         self._modules: weakref.WeakKeyDictionary[Kernel, Module] = weakref.WeakKeyDictionary()
         self.retired = Retired()
@@ -168,8 +164,9 @@ class Device:
 
     def _names(self) -> str:
         names = list(self._launched)
-        more = self._many - len(names)
-        return ", ".join(([f"({more} earlier)"] if more > 0 else []) + names) or "nothing"
+        if len(names) > REMEMBERED:
+            names[0] = "(earlier ones)"
+        return ", ".join(names) or "nothing"
 
     def memory(self) -> tuple[int, int]:
         """Free and total bytes."""
@@ -190,7 +187,6 @@ class Device:
         """Wait for all work; its context is current."""
         self.check(self.cuda.cuCtxSynchronize(), "synchronize")
         self._launched.clear()
-        self._many = 0
 
     def capture(self, stream: int) -> int:
         """The number of the CUDA graph that is being captured from this stream; 0: none is."""
@@ -290,10 +286,12 @@ class Device:
         """The end of a recorded graph (which may still be running)."""
         self.cuda.cuGraphExecDestroy(graph)
 
-    def wait(self, stream: int, event: int) -> None:
-        """Let a stream wait for an event."""
+    def follow(self, stream: int, other: int) -> None:
+        """Let a stream wait for the work of another one so far."""
+        event = self.event(other)
         with self.current():
             self.check(self.cuda.cuStreamWaitEvent(stream, event, 0), "wait for an event")
+        self.forget(event)
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
@@ -331,11 +329,6 @@ class Device:
             self.check(self.cuda.cuMemcpyDtoHAsync_v2(target, address, nbytes, stream), "download")
             self.check(self.cuda.cuStreamSynchronize(stream), "download")
 
-    def zero(self, address: int, nbytes: int, stream: int) -> None:
-        """Fill with zero bytes."""
-        with self.current():
-            self.check(self.cuda.cuMemsetD8Async(address, 0, nbytes, stream), "fill with zeros")
-
     def module(self, kernel: Kernel) -> Module:
         """A kernel, compiled and loaded at its first use."""
         found = self._modules.get(kernel)
@@ -366,119 +359,6 @@ class Device:
         """Give up what belonged to formulas that are gone; called by one that works on `stream`."""
         self.retired.release(self, stream)
 
-    def allow_shared(self, handle: int, nbytes: int, what: str) -> None:
-        """Let a kernel have this much dynamic shared memory (above 48 KiB it must be asked for)."""
-        with self.current():
-            self.check(self.cuda.cuFuncSetAttribute(handle, _MAX_DYNAMIC_SHARED, nbytes), what)
-
     def prepare(self, launch: Launch) -> Prepared:
         """A launch of this device, ready to be started with addresses."""
         return Prepared(self, launch)
-
-    def note(self, name: str) -> None:
-        """A launch, for the message of a later error."""
-        self._launched.append(name)
-        self._many += 1
-
-
-class Prepared:
-    """A launch whose arguments are packed, but for addresses: `plans.Steps` writes these.
-
-    Parameters
-    ----------
-    device : Device
-    launch : Launch
-    """
-
-    __slots__ = (
-        "_attributes",
-        "_config",
-        "_pointers",
-        "_words",
-        "device",
-        "handles",
-        "maps",
-        "module",
-        "name",
-        "slots",
-        "table",
-    )
-
-    def __init__(self, device: Device, launch: Launch) -> None:
-        kernel = launch.kernel
-        self.name = kernel.name
-        self.device = device
-        #: Held as long as this may be started.
-        self.module = device.module(kernel)
-        if launch.shared_bytes > 48 << 10:
-            device.allow_shared(self.module.function, launch.shared_bytes, kernel.name)
-        if len(kernel.signature) != len(launch.arguments):
-            raise ValueError(
-                f"{kernel.name} must have {len(kernel.signature)} arguments, "
-                f"got {len(launch.arguments)}"
-            )
-        # Each argument begins at 8 bytes of its own, a map at 64.
-        at, starts = 0, []
-        for kind in kernel.signature:
-            at = -(-at // 8) * 8 if kind == "map" else at
-            starts.append(at)
-            at += -(-ARGUMENT_BYTES[kind] // 8)
-        raw = (c_uint64 * (at + 8))()
-        first = -(ctypes.addressof(raw) // 8) % 8
-        self._words = words = (c_uint64 * at).from_buffer(raw, 8 * first)
-        base = ctypes.addressof(words)
-        #: The names of the addresses that a start needs, in its order.
-        self.table = tuple(
-            dict.fromkeys(
-                a.name if isinstance(a, Slot) else a.slot.name
-                for a in launch.arguments
-                if isinstance(a, (Slot, Derived))
-            )
-        )
-        #: (where, number in the table, bytes to add) of each address among the arguments
-        self.slots: list[tuple[int, int, int]] = []
-        #: The same of each tensor map; the driver writes an address into one that is there.
-        self.maps: list[tuple[int, int, int]] = []
-        for kind, start, value in zip(kernel.signature, starts, launch.arguments, strict=True):
-            where = base + 8 * start
-            if isinstance(value, Slot):
-                self.slots.append((where, self.table.index(value.name), value.offset))
-            elif isinstance(value, Derived):
-                made = value.make(_SOME_ADDRESS)
-                ctypes.memmove(where, made, len(made))
-                self.maps.append((where, self.table.index(value.slot.name), value.slot.offset))
-            else:
-                packed = np.array(value, _NUMPY[kind]).tobytes().ljust(8, b"\0")
-                words[start] = int.from_bytes(packed, "little")
-        self._pointers = (c_void_p * max(1, len(starts)))(*[base + 8 * at for at in starts])
-        attributes = []
-        if launch.cluster > 1:
-            size = (c_uint * 16)(launch.cluster, 1, 1)
-            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, size))
-        if launch.overlaps:
-            attributes.append(Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
-        self._attributes = (Attribute * max(1, len(attributes)))(*attributes)
-        self._config = Config(
-            (c_uint * 3)(*launch.grid),
-            (c_uint * 3)(*kernel.block),
-            launch.shared_bytes,
-            None,
-            self._attributes if attributes else None,
-            len(attributes),
-        )
-        #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
-        self.handles = (
-            ctypes.addressof(self._config),
-            self.module.function,
-            ctypes.addressof(self._pointers),
-        )
-
-
-_NUMPY = {
-    "u64": np.uint64,
-    "i64": np.int64,
-    "u32": np.uint32,
-    "i32": np.int32,
-    "f32": np.float32,
-    "f64": np.float64,
-}

@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numfuse.backends.cuda.driver.modules import STREAMS
 from numfuse.runtime import specialise
 
-__all__ = ["DRIVER_WORDS", "PLAN", "STREAM_OFFSET", "launch_all"]
+__all__ = ["PLAN", "STREAM_OFFSET", "launch_all"]
 
 specialise.register(__name__, __file__)
 
@@ -53,41 +53,33 @@ def store(typingctx, address, value):
     return types.void(types.int64, types.int64), codegen
 
 
-@intrinsic
-def call(typingctx, function, config, handle, arguments):
-    """cuLaunchKernelEx(config, handle, arguments, NULL)."""
+def _driver_call(count):
+    """Return the typing and the code of a call of the driver with so many integers."""
 
     def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_I32, [_I64] * 4)
-        pointer = builder.inttoptr(args[0], kind.as_pointer())
-        status = builder.call(pointer, [*args[1:], ir.Constant(_I64, 0)])
+        kind = ir.FunctionType(_I32, [_I64] * count)
+        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
         return builder.sext(status, _I64)
 
-    return types.int64(*[types.int64] * 4), codegen
+    return types.int64(*[types.int64] * (1 + count)), codegen
 
 
 @intrinsic
 def call_one(typingctx, function, argument):
     """A function of the driver with one argument."""
-
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_I32, [_I64])
-        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), [args[1]])
-        return builder.sext(status, _I64)
-
-    return types.int64(types.int64, types.int64), codegen
+    return _driver_call(1)
 
 
 @intrinsic
 def call_two(typingctx, function, first, second):
     """A function of the driver with two arguments."""
+    return _driver_call(2)
 
-    def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_I32, [_I64] * 2)
-        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return builder.sext(status, _I64)
 
-    return types.int64(types.int64, types.int64, types.int64), codegen
+@intrinsic
+def call_four(typingctx, function, first, second, third, fourth):
+    """A function of the driver with four arguments."""
+    return _driver_call(4)
 
 
 @intrinsic
@@ -170,7 +162,7 @@ def launch_loop(plan, stream, graph):
                 at = launches + 24 * i
                 config = LOAD(at)
                 STORE(config + STREAM_OFFSET, stream)
-                status = CALL(function, config, LOAD(at + 8), LOAD(at + 16))
+                status = CALL_FOUR(function, config, LOAD(at + 8), LOAD(at + 16), 0)
                 if status != 0:
                     failed = i
                     STORE(plan + STATUS, status)
@@ -182,7 +174,7 @@ def launch_loop(plan, stream, graph):
 
 # The text of an intrinsic is in the key by a number that a change of it raises.
 load.numfuse_key, store.numfuse_key = "launcher.load 1", "launcher.store 1"
-call.numfuse_key = "launcher.call 1"
+call_four.numfuse_key = "launcher.call_four 1"
 claim.numfuse_key = "launcher.claim 1"
 call_one.numfuse_key, call_two.numfuse_key = "launcher.call_one 1", "launcher.call_two 1"
 
@@ -210,8 +202,6 @@ PLAN = (
     "BEFORE",
     "CAPTURED",
 )
-#: How many of them are the device's, not the call's.
-DRIVER_WORDS = PLAN.index("LAUNCH_COUNT")
 
 
 @functools.cache
@@ -223,10 +213,10 @@ def launch_all() -> Callable[[int, int, int], int]:
         types.int64(types.int64, types.int64, types.int64),
         LOAD=load,
         STORE=store,
-        CALL=call,
         CLAIM=claim,
         CALL_ONE=call_one,
         CALL_TWO=call_two,
+        CALL_FOUR=call_four,
         STREAM_OFFSET=STREAM_OFFSET,
         STREAMS=STREAMS,
         **words,

@@ -34,28 +34,19 @@ class SimulatedDevice(Device):
 
     def synchronize(self, stream: int | None = None) -> None:
         self._launched.clear()
-        self._many = 0
 
-    def pace(self, stream: int) -> None:
-        pass
-
-    def release(self, stream: int) -> None:
-        pass
-
-    def capture(self, stream: int) -> int:
+    def _no_streams(self, *_: int) -> int:
         return 0
 
-    def event(self, stream: int) -> int:
-        return 0
+    capture: Any = _no_streams
+    event: Any = _no_streams
+    follow: Any = _no_streams
+    forget: Any = _no_streams
+    pace: Any = _no_streams
+    release: Any = _no_streams
 
     def passed(self, event: int) -> bool:
         return True
-
-    def forget(self, event: int) -> None:
-        pass
-
-    def wait(self, stream: int, event: int) -> None:
-        pass
 
     def allocate(self, nbytes: int, what: str) -> int:
         raw = np.full(nbytes + 256, 255, np.uint8)  # NaN, whatever the dtype
@@ -72,26 +63,22 @@ class SimulatedDevice(Device):
     def download(self, address: int, target: int, nbytes: int, stream: int) -> None:
         ctypes.memmove(target, address, nbytes)
 
-    def zero(self, address: int, nbytes: int, stream: int) -> None:
-        ctypes.memset(address, 0, nbytes)
-
     def prepare(self, launch: Launch) -> Any:
-        return _SimulatedLaunch(self, launch)
+        return _SimulatedLaunch(launch)
 
 
 class _SimulatedLaunch:
     """A launch of the simulator."""
 
-    def __init__(self, device: SimulatedDevice, launch: Launch) -> None:
-        self.name = launch.kernel.name
-        self._device, self._launch = device, launch
+    def __init__(self, launch: Launch) -> None:
+        self.name, self._launch = launch.kernel.name, launch
         self.table = tuple(dict.fromkeys(a.name for a in launch.arguments if isinstance(a, Slot)))
 
-    def start(self, stream: int, addresses: tuple[int, ...]) -> None:
-        """Run it to its end."""
-        known = dict(zip(self.table, addresses, strict=True))
+    def start(self, bases: tuple[int, ...], refs: tuple[tuple[int, int], ...]) -> None:
+        """Run it to its end, with (number of the base, offset) of each address."""
+        pairs = zip(self.table, refs, strict=True)
+        known = {name: bases[number] + offset for name, (number, offset) in pairs}
         values = [
             known[a.name] + a.offset if isinstance(a, Slot) else a for a in self._launch.arguments
         ]
-        self._device.note(self.name)
         self._launch.kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)

@@ -3,7 +3,7 @@
 A product is one launch (or a few) over *places*, the elements of the batch of its result. Where the
 result is summed over a part of the batch, that part is folded into K if the strides allow, and else
 each element makes a plane, and the planes are joined in their order. What is launched depends on
-the shapes, strides and alignments alone, so it is recorded once (`plans.Recorder`) and repeated
+the shapes, strides and alignments alone, so it is recorded once (`program.Recorder`) and repeated
 with other addresses.
 """
 
@@ -18,28 +18,21 @@ import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import passes
-from numfuse.backends.cuda.plan.product import Product, Slot
+from numfuse.backends.cuda.plan.places import Places, matrix, split
+from numfuse.backends.cuda.plan.product import ITEMSIZES, Product, Slot
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import sum_of_terms
 from numfuse.problem.shapes import equal, merge_axes
+from numfuse.runtime.strided import contiguous
 
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
-
-from numfuse.backends.cuda.plan.places import (
-    Places,
-    as_rows,
-    batch_steps,
-    contiguous,
-    matrix,
-    split,
-    turned,
-)
 
 __all__ = [
     "copy",
     "join",
     "launch",
+    "matrix_of",
     "packed_rows",
     "product",
     "sum_to",
@@ -97,7 +90,7 @@ def launch(
         table = rec.fresh((prod(lengths[i] for i in order), rows, n), accumulator)
     for first, at in places:
         if table is not None:
-            at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
+            at["sums"] = table.at(first * rows * n)
         rec.plan(plan, at)
     return None if table is None else (table, rows)
 
@@ -135,14 +128,14 @@ def product(
             k = 0
         elif full and free:
             # d_b: the rows of all elements in their order, by a copy where need be
-            views["x"], x_k = _along_k(rec, turned(x), batch, outer, inner)
+            views["x"], x_k = _along_k(rec, x.turned, batch, outer, inner)
             views["y"], y_k = _along_k(rec, y, batch, outer, inner)
             k *= prod(batch[i] for i in inner)
             factors = {
                 "x": (matrix(views["x"])[1], x_k),
                 "y": (y_k, matrix(views["y"])[1]),
             }
-            views["x"] = turned(views["x"])
+            views["x"] = views["x"].turned
         else:
             _summed(rec, views, batch, outer, inner, out, accumulator)
             return
@@ -170,8 +163,8 @@ def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
 def _along_k(
     rec: Recorder, view: View, batch: tuple[int, ...], outer: list[int], inner: list[int]
 ) -> tuple[View, int]:
-    """A view (..., K, N) whose axes `inner` and K are one step apart, and that step."""
-    steps = batch_steps(view, len(batch))
+    """Return a view (..., K, N) whose axes `inner` and K are one step apart, and that step."""
+    steps = view.batch_steps(len(batch))
     lengths = [*(batch[i] for i in inner), view.shape[-2]]
     found, (k_steps,) = merge_axes(lengths, [*(steps[i] for i in inner), view.strides[-2]])
     if len(found) <= 1:
@@ -180,17 +173,8 @@ def _along_k(
     order = [i - lead for i in (*outer, *inner) if i >= lead]
     order = [i for i in range(len(view.shape) - 2) if i not in order] + order
     order += [len(view.shape) - 2, len(view.shape) - 1]
-    ordered = replace(
-        view,
-        shape=tuple(view.shape[i] for i in order),
-        strides=tuple(view.strides[i] for i in order),
-    )
-    packed = rec.fresh(ordered.shape, view.dtype)
-    copy(rec, ordered, packed)
-    strides = [0] * len(order)
-    for at, axis in enumerate(order):
-        strides[axis] = packed.strides[at]
-    return replace(packed, shape=view.shape, strides=tuple(strides)), packed.strides[-2]
+    packed = _copied(rec, view.axes(order), view.dtype)
+    return packed.axes([order.index(i) for i in range(len(order))]), packed.strides[-2]
 
 
 def _summed(
@@ -207,16 +191,13 @@ def _summed(
     n = views["y"].shape[-1]
     count = prod(batch[i] for i in outer)
     segments = prod(batch[i] for i in inner)
-    itemsize = 8 if accumulator == "float64" else 4
-    plane = m * n * itemsize
-    room = max(1, tiling.PLANES_BYTES // max(1, plane * count))
-    if segments > room:
-        # In turns, along the first axis that is summed over: each adds to the sum of those before.
-        axis = inner[0]
-        step = max(1, room // max(1, segments // batch[axis]))
-    else:
-        axis, step = inner[0], batch[inner[0]]
+    itemsize, plane = ITEMSIZES[accumulator], m * n
+    room = max(1, tiling.PLANES_BYTES // max(1, plane * count * itemsize))
+    axis = inner[0]
     rest = segments // batch[axis]
+    # Beyond that in turns, along the first axis that is summed over: each adds to the sum of those
+    # before.
+    step = batch[axis] if segments <= room else max(1, room // max(1, rest))
     turns = range(0, batch[axis], step)
     depth = min(step, batch[axis]) * rest + (len(turns) > 1)
     planes = rec.fresh((count, depth, m, n), accumulator)
@@ -226,18 +207,14 @@ def _summed(
         lengths = tuple(last - first if i == axis else length for i, length in enumerate(batch))
         order = outer + inner
         steps = [0] * len(batch)
-        for i, s in zip(inner, contiguous([lengths[i] for i in inner]), strict=True):
-            steps[i] = s * m * n
-        for i, s in zip(outer, contiguous([batch[i] for i in outer]), strict=True):
-            steps[i] = s * depth * m * n
-        target = View(
-            planes.buffer,
-            planes.offset + lead * plane,
-            (*lengths, m, n),
-            (*steps, n, 1),
-            accumulator,
-            planes.itemsize,
-            planes.alignment,
+        for axes, first_step in ((inner, plane), (outer, depth * plane)):
+            for i, stride in zip(axes, contiguous([lengths[i] for i in axes]), strict=True):
+                steps[i] = stride * first_step
+        target = replace(
+            planes,
+            offset=planes.offset + lead * plane,
+            shape=(*lengths, m, n),
+            strides=(*steps, n, 1),
         )
         parts = {
             name: view.part(axis - (len(batch) + 2 - len(view.shape)), first, last)
@@ -247,7 +224,7 @@ def _summed(
         launch(rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator)
         used = (last - first) * rest + lead
         if last == batch[axis] and len(turns) == 1:
-            join(rec, planes, count, depth, out, accumulator)
+            join(rec, planes, depth, out, accumulator)
         else:
             # places are `depth` planes apart, of which `used` hold something
             done = last == batch[axis]
@@ -256,56 +233,45 @@ def _summed(
                     planes, offset=planes.offset + place * depth * plane, shape=(1, used, m, n)
                 )
                 goal = _nth(out, place) if done else replace(one, shape=(m, n), strides=(n, 1))
-                join(rec, one, 1, used, goal, accumulator)
+                join(rec, one, used, goal, accumulator)
 
 
 def _nth(out: View, number: int) -> View:
-    """A matrix of a batch."""
-    offset = 0
-    for length, stride in zip(out.shape[:-2][::-1], out.strides[:-2][::-1], strict=True):
-        number, index = divmod(number, length)
-        offset += index * stride
-    return replace(
-        out,
-        offset=out.offset + offset * out.itemsize,
-        shape=out.shape[-2:],
-        strides=out.strides[-2:],
-    )
+    """Return a matrix of a batch."""
+    index = map(int, np.unravel_index(number, out.shape[:-2]))
+    offset = sum(i * s for i, s in zip(index, out.strides, strict=False))
+    return replace(matrix_of(out), offset=out.offset + offset)
 
 
-def join(rec: Recorder, planes: View, count: int, depth: int, out: View, accumulator: str) -> None:
+def matrix_of(view: View) -> View:
+    """Return the first matrix of a batch."""
+    return replace(view, shape=view.shape[-2:], strides=view.strides[-2:])
+
+
+def join(rec: Recorder, planes: View, depth: int, out: View, accumulator: str) -> None:
     """Record out[o] = the sum of planes[o, q] over q; contiguous planes of a matrix each."""
-    rows, columns = out.shape[-2:]
+    *batch, rows, columns = out.shape
     if not prod(out.shape):
         return
     equal("planes and their sums", prod(planes.shape), depth * prod(out.shape))
-    lengths, (steps,) = merge_axes(out.shape[:-2], out.strides[:-2])
-    many = lengths[-1] if lengths else 1
-    step = steps[-1] if steps else 0
-    size = depth * rows * columns * planes.itemsize
-    for number, index in enumerate(np.ndindex(*lengths[:-1])):
-        offset = sum(i * s for i, s in zip(index, steps[:-1], strict=True)) * out.itemsize
-        launches, workspace = passes.joins(
-            rec.device.info,
-            accumulator,
-            Slot("planes"),
-            Slot("out"),
-            out.dtype,
-            many,
-            depth,
-            rows,
-            columns,
-            (step, out.strides[-2], out.strides[-1]),
-            Slot("work"),
-        )
-        rec.launches(
-            launches,
-            {
-                "planes": (planes.buffer, planes.offset + number * many * size),
-                "out": (out.buffer, out.offset + offset),
-            },
-            workspace,
-        )
+    steps = contiguous(batch, depth * rows * columns)
+    stacked = replace(planes, shape=(*batch, depth * rows, columns), strides=(*steps, columns, 1))
+    places = Places(batch, {"planes": stacked, "out": out}, range(len(batch)))
+    launches, workspace = passes.joins(
+        rec.device.info,
+        accumulator,
+        Slot("planes"),
+        Slot("out"),
+        out.dtype,
+        places.count,
+        depth,
+        rows,
+        columns,
+        (places.step["out"], out.strides[-2], out.strides[-1]),
+        Slot("work"),
+    )
+    for _, at in places:
+        rec.launches(launches, at, workspace)
 
 
 def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
@@ -321,22 +287,14 @@ def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
         copy(rec, source, target)
         return
     order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
-    ordered = replace(
-        source,
-        shape=tuple(source.shape[i] for i in order),
-        strides=tuple(source.strides[i] for i in order),
-    )
-    planes = rec.fresh(ordered.shape, accumulator)
-    copy(rec, ordered, planes)
+    planes = _copied(rec, source.axes(order), accumulator)
     depth = prod(source.shape[i] for i in summed)
     # the target has the rest in the same order: as one row, or in a contiguous copy
-    row = replace(target, shape=(1, prod(target.shape)), strides=(0, 1))
-    if target.contiguous:
-        join(rec, planes, 1, depth, row, accumulator)
-        return
-    apart = rec.fresh(target.shape, target.dtype)
-    join(rec, planes, 1, depth, replace(apart, shape=row.shape, strides=(0, 1)), accumulator)
-    copy(rec, apart, target)
+    whole = target if target.contiguous else rec.fresh(target.shape, target.dtype)
+    row = replace(whole, shape=(1, prod(target.shape)), strides=(0, 1))
+    join(rec, planes, depth, row, accumulator)
+    if whole is not target:
+        copy(rec, whole, target)
 
 
 def copy(rec: Recorder, source: View, out: View) -> None:
@@ -358,21 +316,21 @@ def copy(rec: Recorder, source: View, out: View) -> None:
     )
     for index in np.ndindex(*lengths[:lead]):
         at = {
-            name: (
-                view.buffer,
-                view.offset + view.itemsize * sum(i * s for i, s in zip(index, mine, strict=False)),
-            )
+            name: view.at(sum(i * s for i, s in zip(index, mine, strict=False)))
             for name, view, mine in (("x", source, steps), ("out", out, out_steps))
         }
         rec.launches((launch,), at)
 
 
+def _copied(rec: Recorder, view: View, dtype: str) -> View:
+    """Return a contiguous copy in a dtype."""
+    packed = rec.fresh(view.shape, dtype)
+    copy(rec, view, packed)
+    return packed
+
+
 def packed_rows(rec: Recorder, view: View) -> View:
     """Return (..., M, N) as one matrix of all rows, by a copy where need be."""
-    found = as_rows(view)
-    if found is None:
-        packed = rec.fresh(view.shape, view.dtype)
-        copy(rec, view, packed)
-        found = as_rows(packed)
-        assert found is not None
+    found = view.rows or _copied(rec, view, view.dtype).rows
+    assert found is not None, "a copy is contiguous"
     return found

@@ -7,8 +7,6 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from numpy import ndarray
-
 from numfuse import epilogues
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import passes
@@ -18,49 +16,53 @@ from numfuse.backends.cuda.kernels.pointwise import launch as pass_over_elements
 from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.language.curves import leaf
-from numfuse.problem.shapes import equal
+from numfuse.problem.fields import FIELDS
+from numfuse.problem.shapes import equal, shares_weights
 
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
+    from numfuse.language.curves import Curve
+    from numfuse.problem.product import GemmBackwardProblem, GemmProblem
     from numfuse.problem.second_order import GemmTangentProblem
 
 __all__ = [
+    "GATES",
     "Backward",
     "Bind",
     "backward",
     "forward",
     "gate",
-    "gate_backward",
     "guarded",
+    "layer",
     "layer_of",
-    "over_fields",
     "pointwise",
     "slopes",
 ]
 
-#: How a run gets the view of a problem's array, by the name of the operand that it is of.
-Bind = Callable[[str, ndarray], View]
+#: From the name of a problem's field to the view of its array; None of one that is not there.
+Bind = Callable[[str], Any]
 
 
 def forward(rec: Recorder, p: GemmProblem, bind: Bind) -> None:
-    """out = act(a @ b + bias) + residual."""
+    """Record out = act(a @ b + bias) + residual."""
+    layer(rec, p, bind, bind("out"), bind("pre"), layer_of(p))
+
+
+def layer(
+    rec: Recorder, p: Any, bind: Bind, out: View, pre: View | None, epilogue: Epilogue
+) -> None:
+    """Record an epilogue of a @ b, bias and residual."""
     batches.product(
         rec,
-        bind("a", p.a),
-        bind("b", p.b),
+        bind("a"),
+        bind("b"),
         p.batch,
-        bind("out", p.out),
+        out,
         p.acc_dtype.name,
-        epilogue=layer_of(p),
-        bias=None if p.bias is None else bind("bias", p.bias),
-        extra=None if p.residual is None else bind("residual", p.residual),
-        pre=None if p.pre is None else bind("pre", p.pre),
+        epilogue=epilogue,
+        bias=bind("bias"),
+        extra=bind("residual"),
+        pre=pre,
     )
 
 
@@ -95,48 +97,33 @@ class Backward:
 
     @classmethod
     def of(cls, rec: Recorder, p: GemmBackwardProblem, bind: Bind, recomputed: bool) -> Backward:
-        def view(name: str, x: ndarray | None, needed: bool = True) -> View | None:
-            return bind(name, x) if x is not None and needed else None
-
-        made = cls(
-            p.m,
-            p.batch,
-            bind("grad", p.grad),
-            view("a", p.a, recomputed or p.d_b is not None),
-            view("b", p.b, recomputed or p.d_a is not None),
-            view("bias", p.bias, recomputed),
-            view("pre", p.pre),
-            view("d_a", p.d_a),
-            view("d_b", p.d_b),
-            view("d_bias", p.d_bias),
-        )
-        shared = all(length == 1 for x in (p.b, p.bias) if x is not None for length in x.shape[:-2])
-        if p.batch and shared and all(p.batch):
+        wanted = {
+            "a": recomputed or p.d_b is not None,
+            "b": recomputed or p.d_a is not None,
+            "bias": recomputed,
+        }
+        names = ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias")
+        views: Any = {name: bind(name) if wanted.get(name, True) else None for name in names}
+        made = cls(p.m, p.batch, **views)
+        if p.batch and shares_weights(p) and all(p.batch):
             made._fold(rec)
         return made
 
     def _fold(self, rec: Recorder) -> None:
-        self.m *= prod(self.batch)
-        self.batch = ()
-        self.grad = batches.packed_rows(rec, self.grad)
-        self.a = None if self.a is None else batches.packed_rows(rec, self.a)
-        self.pre = None if self.pre is None else batches.packed_rows(rec, self.pre)
-        self.b, self.bias = _last(self.b), _last(self.bias)
-        self.d_b, self.d_bias = _last(self.d_b), _last(self.d_bias)
-        if self.d_a is not None:
-            out = self.d_a
-            self.d_a = places.as_rows(out)
-            if self.d_a is None:
-                apart = rec.fresh(out.shape, out.dtype)
-                self.late = apart, out
-                self.d_a = places.as_rows(apart)
+        self.m, self.batch = self.m * prod(self.batch), ()
+        for name in ("grad", "a", "pre"):
+            setattr(self, name, _each(lambda x: batches.packed_rows(rec, x), getattr(self, name)))
+        for name in ("b", "bias", "d_b", "d_bias"):
+            setattr(self, name, _each(batches.matrix_of, getattr(self, name)))
+        out = self.d_a
+        if out is not None and out.rows is None:
+            apart = rec.fresh(out.shape, out.dtype)
+            self.late, out = (apart, out), apart
+        self.d_a = None if out is None else out.rows
 
 
-def _last(view: View | None) -> View | None:
-    """The matrix of a batch of one."""
-    if view is None:
-        return None
-    return replace(view, shape=view.shape[-2:], strides=view.strides[-2:])
+def _each(made: Callable[[View], View], view: View | None) -> View | None:
+    return None if view is None else made(view)
 
 
 def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
@@ -144,8 +131,7 @@ def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     if p.d_a is not None or p.d_b is not None or p.d_bias is not None:
         _gradients(rec, p, bind)
     if p.d_residual is not None:
-        source, target = bind("grad", p.grad), bind("d_residual", p.d_residual)
-        batches.sum_to(rec, source, target, p.acc_dtype.name)
+        batches.sum_to(rec, bind("grad"), bind("d_residual"), p.acc_dtype.name)
 
 
 def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
@@ -164,9 +150,9 @@ def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     elif v.d_bias is not None:
         slopes(rec, v, p.n, p.k, acc, made, None)
     if v.d_a is not None and v.b is not None:
-        batches.product(rec, grad_pre, places.turned(v.b), v.batch, v.d_a, acc)
+        batches.product(rec, grad_pre, v.b.turned, v.batch, v.d_a, acc)
     if v.d_b is not None and v.a is not None:
-        batches.product(rec, places.turned(v.a), grad_pre, v.batch, v.d_b, acc, free=True)
+        batches.product(rec, v.a.turned, grad_pre, v.batch, v.d_b, acc, free=True)
     if v.late is not None:
         batches.copy(rec, *v.late)
 
@@ -188,33 +174,21 @@ def slopes(
     # places of one bias are neighbours
     outer, inner = places.split(batch, () if d_bias is None else d_bias.shape[:-2])
     order = outer + inner
-    table, rows = None, 0
+    table: View | None = None
+    rows = 0
     if m and n and prod(batch):
         views = {"extra": v.grad}
         if grad_pre is not None:
             views["out"] = grad_pre
-        if grad_pre is not None and v.pre is None:
-            assert v.a is not None and v.b is not None
-            views |= {"x": v.a, "y": v.b}
-            if v.bias is not None:
-                views["bias"] = v.bias
+            given = {"pre": v.pre} if v.pre is not None else {"x": v.a, "y": v.b, "bias": v.bias}
+            views |= {name: view for name, view in given.items() if view is not None}
+        if "x" in views:
+            sums = d_bias is not None
             made = batches.launch(
-                rec,
-                m,
-                n,
-                k,
-                batch,
-                order,
-                views,
-                acc,
-                epilogue=epilogue,
-                sums=d_bias is not None,
+                rec, m, n, k, batch, order, views, acc, epilogue=epilogue, sums=sums
             )
-            if made is not None:
-                table, rows = made
+            table, rows = made or (None, 0)
         else:
-            if v.pre is not None and grad_pre is not None:
-                views["pre"] = v.pre
             there = places.Places(batch, views, order)
             operands = {
                 name: there.operand(name, *places.matrix(view)) for name, view in views.items()
@@ -232,55 +206,48 @@ def slopes(
                 m,
                 n,
                 there.count,
-                table is not None,
+                d_bias is not None,
             )
             for first, at in there:
                 if table is not None:
-                    at["sums"] = table.buffer, table.offset + first * rows * n * table.itemsize
+                    at["sums"] = table.at(first * rows * n)
                 rec.launches((launch,), at)
-    if d_bias is None:
+    if d_bias is not None:
+        depth = prod(batch[i] for i in inner) * rows
+        batches.join(rec, table or rec.fresh((0,), acc), depth, d_bias, acc)
+
+
+#: The epilogues of gates, by the kind of problem.
+GATES: dict[str, Callable[[Curve], Epilogue]] = {
+    "gated": epilogues.gate,
+    "gated_backward": lambda curve: epilogues.gate(curve).backward(),
+    "gated_double_backward": epilogues.gate_double_backward,
+    "gated_tangent": lambda curve: epilogues.gate(curve).tangent(),
+}
+#: The fields of inputs that have another name.
+_FIELD_OF = {"a_dot": "u", "b_dot": "v"}
+
+
+def gate(kind: str, rec: Recorder, p: Any, bind: Bind) -> None:
+    """Record a gate, or its derivative, as one pass over the arrays of its problem.
+
+    An input that is not there is left out of the epilogue.
+    """
+    there = [name for name in FIELDS[kind][1] if getattr(p, name) is not None]
+    if not there or not prod(p.shape):
         return
-    depth = prod(batch[i] for i in inner) * rows
-    if table is None:
-        table = rec.fresh((0,), acc)
-        depth = 0
-    batches.join(rec, table, prod(batch[i] for i in outer), depth, d_bias, acc)
-
-
-def gate(rec: Recorder, p: GatedProblem, bind: Bind) -> None:
-    """out = act(a) * b."""
-    over_fields(rec, p, bind, epilogues.gate(p.activation.curve), ("out",))
-
-
-def gate_backward(rec: Recorder, p: GatedBackwardProblem, bind: Bind) -> None:
-    """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-    made = epilogues.gate(p.activation.curve).backward()
-    over_fields(rec, p, bind, guarded(p, made), ("d_a", "d_b"))
+    whole = GATES[kind](p.activation.curve)
+    field = {name: _FIELD_OF.get(name, name) for name in whole.inputs}
+    absent = [name for name in whole.inputs if getattr(p, field[name]) is None]
+    made = (guarded(p, whole) if hasattr(p, "guard") else whole).without(*absent).select(*there)
+    sources = {name: bind(field[name]) for name in made.inputs}
+    results = {name: bind(name) for name in there}
+    pointwise(rec, made, p.acc_dtype.name, p.dtype.name, sources, results)
 
 
 def guarded(p: Any, epilogue: Epilogue) -> Epilogue:
     """Return the epilogue as a problem wants it."""
     return epilogue.guarded() if p.guard else epilogue
-
-
-def over_fields(
-    rec: Recorder, p: Any, bind: Bind, epilogue: Epilogue, results: tuple[str, ...], **fields: str
-) -> None:
-    """Record one pass over the arrays of a problem.
-
-    `fields` names the problem's field of an input that has another name; what is not there is left
-    out of the epilogue.
-    """
-    field = {name: fields.get(name, name) for name in epilogue.inputs}
-    absent = [name for name in epilogue.inputs if getattr(p, field[name]) is None]
-    there = [name for name in results if getattr(p, name) is not None]
-    if not there or not prod(p.shape):
-        return
-    made = epilogue.without(*absent)
-    made = made.select(*there)
-    sources = {name: bind(field[name], getattr(p, field[name])) for name in made.inputs}
-    views = {name: bind(name, getattr(p, name)) for name in there}
-    pointwise(rec, made, p.acc_dtype.name, p.dtype.name, sources, views)
 
 
 def pointwise(
@@ -316,10 +283,10 @@ def pointwise(
         [Source(name, name, found[name].dtype) for name in sources],
         [Result(name, slot, found[slot].dtype) for slot, name in names.items()],
         size,
-        min(places.alignment(view, ()) for view in found.values()),
+        min(view.aligned(()) for view in found.values()),
         is_short(accumulator, storage),
     )
-    rec.launches((launch,), {name: (v.buffer, v.offset) for name, v in found.items()})
+    rec.launches((launch,), {name: view.at() for name, view in found.items()})
     for copied, out in late:
         batches.copy(rec, copied, out)
 
@@ -332,7 +299,7 @@ def _as_one(
     Arrays of one order need no copy, whatever that order is.
     """
     equal("the arrays of a pass", *(view.shape for view in views.values()))
-    orders = {_order(view) for view in views.values()}
+    orders = {view.order for view in views.values()}
     if len(orders) == 1 and None not in orders:
         return views, []
     found: dict[str, View] = {}
@@ -346,16 +313,3 @@ def _as_one(
             else:
                 batches.copy(rec, view, found[name])
     return found, late
-
-
-def _order(view: View) -> tuple[int, ...] | None:
-    """The order of the axes of an array that is one run of memory; None of another."""
-    order = sorted(
-        (i for i, length in enumerate(view.shape) if length != 1), key=lambda i: -view.strides[i]
-    )
-    run = 1
-    for axis in reversed(order):
-        if view.strides[axis] != run:
-            return None
-        run *= view.shape[axis]
-    return tuple(order)

@@ -1,14 +1,15 @@
 """Launches of a call, recorded once and repeated with other addresses.
 
 What a call launches depends on the shapes, strides and alignments of its arrays, never on what is
-in them or where they lie. `run` records it as launches over numbered buffers: the workspace, the
-tiers' own, then the arrays by name. A call that looks like an earlier one repeats its steps.
+in them or where they lie. `lower` records it as launches over numbered buffers: the workspace, the
+tiers' own, then the arrays by name.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -16,16 +17,17 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.call.arrays import contiguous
-from numfuse.backends.cuda.call.memory import Pool
+from numfuse.backends.cuda.call.arrays import pool_of
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.driver.device import Device
-from numfuse.backends.cuda.driver.launcher import DRIVER_WORDS, PLAN, launch_all
+from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
 from numfuse.backends.cuda.plan import tiers
 from numfuse.backends.cuda.plan.product import ITEMSIZES, Launch, Plan, Product, Slot
 from numfuse.errors import DeviceLost
+from numfuse.problem.shapes import merge_axes
+from numfuse.runtime.strided import Strided, contiguous
 
-__all__ = ["Recorder", "Steps", "View"]
+__all__ = ["Program", "Recorder", "View", "strides_of"]
 
 _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
@@ -35,39 +37,32 @@ _STATUS, _USE_COUNT = PLAN.index("STATUS"), PLAN.index("USE_COUNT")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class View(Strided):
     """A strided part of a numbered buffer."""
 
-    buffer: int
-    #: In bytes.
-    offset: int
-    shape: tuple[int, ...]
-    #: In elements.
-    strides: tuple[int, ...]
-    dtype: str
-    itemsize: int
     #: A power of two, at most 16, that divides the buffer's address.
     alignment: int
 
     @property
-    def contiguous(self) -> bool:
-        """Whether it is one run in C order."""
-        run = 1
-        for length, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
-            if length == 1:
-                continue
-            if stride != run:
-                return False
-            run *= length
-        return True
+    def rows(self) -> View | None:
+        """(..., M, N) as one matrix of all rows; None if the strides do not allow it."""
+        lengths, (steps,) = merge_axes(self.shape[:-1], self.strides[:-1])
+        if len(lengths) > 1:
+            return None
+        count, step = (lengths[0], steps[0]) if lengths else (1, 0)
+        return replace(self, shape=(count, self.shape[-1]), strides=(step, self.strides[-1]))
 
-    def part(self, axis: int, first: int, last: int) -> View:
-        """A range of one axis; all of it where it is not there, or repeats."""
-        if axis < 0 or self.shape[axis] == 1:
-            return self
-        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
-        offset = self.offset + first * self.strides[axis] * self.itemsize
-        return replace(self, shape=shape, offset=offset)
+    def at(self, index: int = 0) -> tuple[int, int]:
+        """Return the number of the buffer, and the bytes from there to an element."""
+        return self.buffer, (self.offset + index) * self.itemsize
+
+    def aligned(self, steps: Sequence[int]) -> int:
+        """Return the power of two, at most 16, that divides every address base + index * step."""
+        found = 16
+        for distance in (self.alignment, *(s * self.itemsize for s in (self.offset, *steps))):
+            while distance % found:
+                found //= 2
+        return found
 
 
 class Recorder:
@@ -99,7 +94,7 @@ class Recorder:
     def fresh(self, shape: tuple[int, ...], dtype: str) -> View:
         """A new C-contiguous view of the workspace, of any content."""
         itemsize = ITEMSIZES[dtype]
-        offset = self._room(max(1, prod(shape)) * itemsize)
+        offset = self._room(max(1, prod(shape)) * itemsize) // itemsize
         return View(_WORK, offset, shape, contiguous(shape), dtype, itemsize, 16)
 
     def _room(self, nbytes: int) -> int:
@@ -110,7 +105,7 @@ class Recorder:
     def choose(self, product: Product) -> Plan:
         """How a tier runs a product; kept by the device."""
         products, key = self.device.kept_products, product.named()
-        tier, plan = products.get(key) or products.keep(
+        tier, plan = products.find(key) or products.keep(
             key, tiers.choose(product, self.device.info), product.formulas()
         )
         self._tiers.setdefault(tier.name)
@@ -165,11 +160,12 @@ class Recorder:
             if self._chief is None:
                 self._chief = 0, launch.kernel.name, None
 
-    def steps(self, names: tuple[str, ...]) -> Steps:
-        """Return what was recorded, as steps over the arrays of these names in this order."""
+    def program(self, names: tuple[str, ...]) -> Program:
+        """Return what was recorded, over the arrays of these names in this order."""
         order = {number: 2 + names.index(name) for name, number in self._numbers.items()}
         order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
-        return Steps(
+        return Program(
+            self.device,
             tuple(
                 (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
                 for prepared, refs in self._steps
@@ -182,11 +178,12 @@ class Recorder:
         )
 
 
-class Steps:
+class Program:
     """Launches over numbered buffers, to be repeated.
 
     Parameters
     ----------
+    device : Device
     launches : tuple
         (prepared launch, (buffer, offset) of each address in the order of its table)
     work, scratch : int
@@ -196,22 +193,24 @@ class Steps:
     chief : tuple or None
         Of its largest product: its work, kernel and tiling.
     arrays : int
-        How many addresses a run takes.
+        How many addresses a launch takes.
     """
 
     __slots__ = (
+        "__weakref__",
         "_bases",
         "_call",
-        "_device",
         "_graphs",
         "_launches",
         "_lock",
         "_plan",
         "_plan_at",
+        "_pool",
         "_seen",
         "_tables",
         "_work",
         "chief",
+        "device",
         "names",
         "nbytes",
         "simple",
@@ -220,6 +219,7 @@ class Steps:
 
     def __init__(
         self,
+        device: Device,
         launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
         work: int,
         scratch: int,
@@ -227,14 +227,17 @@ class Steps:
         chief: tuple[int, str, Any] | None,
         arrays: int,
     ) -> None:
+        self.device = device
         self._launches, self._work = launches, work
         self.nbytes = work + scratch
+        self._pool = pool_of(device) if self.nbytes else None
         self.tiers, self.chief = tiers, chief
-        #: Whether it is one launch without workspace (the simulator has no `launch_loop`).
-        self.simple = len(launches) == 1 and not self.nbytes and not SIMULATED
+        #: Whether it is one launch without workspace: the same in a capture.
+        self.simple = len(launches) == 1 and not self.nbytes
         self.names = ", ".join(prepared.name for prepared, _ in launches)
         self._lock = threading.Lock()
-        if not SIMULATED:
+        self._graphs: dict[tuple[int, ...], int | None] = {}
+        if launches and not SIMULATED:
             self._compile(2 + arrays)
 
     @property
@@ -257,14 +260,12 @@ class Steps:
                 maps += (where, buffer, offset + extra, launch, 0)
         # a module once, however many launches it has
         uses = list(dict.fromkeys(p.module.uses for p, _ in self._launches if p.module.uses))
-        self._device: Device | None = self._launches[0][0].device if self._launches else None
         self._bases = _words([0] * buffers)
         self._tables = _words(launches), _words(updates), _words(maps), _words(uses)
         at = [ctypes.addressof(table) for table in self._tables]
-        entries = self._device.entries if self._device else (0,) * DRIVER_WORDS
         self._plan = _words(
             [
-                *entries,
+                *self.device.entries,
                 len(self._launches),
                 at[0],
                 len(updates) // 3,
@@ -282,72 +283,49 @@ class Steps:
         self._plan_at = ctypes.addressof(self._plan)
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}
-        self._graphs: dict[tuple[int, ...], int | None] = {}
 
     def __del__(self) -> None:
-        device = getattr(self, "_device", None)
-        if device is not None:
-            graphs = getattr(self, "_graphs", {}).values()
-            device.retired.graphs.extend(graph for graph in graphs if graph is not None)
+        graphs = getattr(self, "_graphs", {}).values()
+        if graphs:
+            self.device.retired.graphs.extend(graph for graph in graphs if graph is not None)
 
-    def run(
-        self,
-        device: Device,
-        pool: Pool,
-        stream: int,
-        addresses: list[int],
-        capture: int | None = None,
-    ) -> None:
+    def launch(self, stream: int, addresses: list[int], capture: int | None = None) -> None:
         """Launch all on a stream, with the addresses of the arrays.
 
         `capture` is the number of the graph that is being captured, where the caller knows it.
         """
+        device, pool = self.device, self._pool
         if device.lost is not None:
             raise DeviceLost(device.lost)
+        if not self._launches:
+            return
         device.note(self.names)
-        block = pool.take(self.nbytes, stream, "workspace", capture) if self.nbytes else None
-        base = 0 if block is None else block.address
-        bases = (base, base + self._work, *addresses)
+        block, base, graph, failed = None, 0, 0, -1
+        if pool is not None:
+            block = pool.take(self.nbytes, stream, "workspace", capture)
+            base = block.address
         try:
+            bases = (base, base + self._work, *addresses)
             if SIMULATED:
                 for prepared, refs in self._launches:
-                    prepared.start(stream, tuple(bases[b] + offset for b, offset in refs))
-            elif self._launches:
-                self._start(device, stream, bases, capture)
+                    prepared.start(bases, refs)
+                return
+            with self._lock:  # the driver copies the arguments before it returns
+                if len(self._launches) > 1:
+                    graph = self._graph(stream, bases, capture)
+                if not graph:
+                    self._bases[:] = bases
+                failed = self._call(self._plan_at, stream, graph)
+                status = self._plan[_STATUS] if failed >= 0 else 0
         finally:
-            if block is not None:
+            if block is not None and pool is not None:
                 pool.give(block)
-
-    def once(self, device: Device, stream: int, addresses: list[int]) -> None:
-        """As `run`, of one launch without workspace: the same in a capture."""
-        if device.lost is not None:
-            raise DeviceLost(device.lost)
-        device.note(self.names)
-        with self._lock:
-            self._bases[2:] = addresses
-            status = self._plan[_STATUS] if self._call(self._plan_at, stream, 0) >= 0 else 0
-        if status:
-            device.check(status, self.names)
-
-    def _start(
-        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
-    ) -> None:
-        with self._lock:  # the driver copies the arguments before it returns
-            graph = 0
-            if len(self._launches) > 1:
-                graph = self._graph(device, stream, bases, capture)
-            if not graph:
-                self._bases[:] = bases
-            failed = self._call(self._plan_at, stream, graph)
-            status = self._plan[_STATUS] if failed >= 0 else 0
         if failed >= 0:
             device.check(status, self._launches[failed][0].name)
 
-    def _graph(
-        self, device: Device, stream: int, bases: tuple[int, ...], capture: int | None
-    ) -> int:
-        """The launches with these addresses as a graph, where they came often enough; else 0."""
-        found = self._graphs.get(bases)
+    def _graph(self, stream: int, bases: tuple[int, ...], capture: int | None) -> int:
+        """Return the launches with these addresses as a graph, or 0 if they came seldom."""
+        device, found = self.device, self._graphs.get(bases)
         if found is None:
             if bases in self._graphs:
                 return 0  # it could not be recorded
@@ -380,7 +358,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
-    """In elements."""
+    """Return the strides in elements."""
     size = x.itemsize
     return tuple(s // size for s in x.strides)
 

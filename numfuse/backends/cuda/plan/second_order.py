@@ -13,22 +13,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from numfuse import epilogues
-from numfuse.backends.cuda.plan import batches, lower, places
+from numfuse.backends.cuda.plan import batches, lower
 from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.language.graph import constant
+from numfuse.problem.shapes import shares_weights
 
 if TYPE_CHECKING:
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
+    from numfuse.problem.second_order import GemmDoubleBackwardProblem, GemmTangentProblem
 
-__all__ = ["double_backward", "gated_double_backward", "gated_tangent", "tangent", "zero"]
+__all__ = ["double_backward", "tangent"]
 
 
 def zero(rec: Recorder, out: View) -> None:
@@ -60,16 +56,7 @@ def _wide(rec: Recorder, p: Any) -> View:
 def _pre(rec: Recorder, p: Any, bind: Bind) -> View:
     """Record the pre-activation."""
     pre = _wide(rec, p)
-    batches.product(
-        rec,
-        bind("a", p.a),
-        bind("b", p.b),
-        p.batch,
-        pre,
-        p.acc_dtype.name,
-        epilogue=epilogues.residual_layer().without("residual"),
-        bias=None if p.bias is None else bind("bias", p.bias),
-    )
+    lower.layer(rec, p, bind, pre, None, epilogues.residual_layer().without("residual"))
     return pre
 
 
@@ -90,17 +77,12 @@ def _moved(rec: Recorder, p: Any, bind: Bind, out: View | None) -> list[View]:
     One product goes to `out`, where that is given; two go to matrices of their own.
     """
     acc = p.acc_dtype.name
-    a, b = bind("a", p.a), bind("b", p.b)
-    factors = []
-    if p.u is not None:
-        factors.append((bind("u", p.u), b))
-    if p.v is not None:
-        factors.append((a, bind("v", p.v)))
+    a, b, u, v, w, z = map(bind, ("a", "b", "u", "v", "w", "z"))
+    factors = [(x, y) for x, y in ((u, b), (a, v)) if x is not None and y is not None]
     if not factors:
         factors.append((_without_products(a, -1), _without_products(b, -2)))
-    beside = {"bias": p.w, "residual": p.z}
-    made = epilogues.residual_layer().without(*(n for n, x in beside.items() if x is None))
-    w, z = (None if x is None else bind(name, x) for name, x in (("w", p.w), ("z", p.z)))
+    absent = [name for name, x in (("bias", w), ("residual", z)) if x is None]
+    made = epilogues.residual_layer().without(*absent)
     found = []
     for i, (x, y) in enumerate(factors):
         target = out if out is not None and len(factors) == 1 else _wide(rec, p)
@@ -138,12 +120,10 @@ def _sum_of_products(
 def _column_sums(rec: Recorder, p: Any, x: View, out: View) -> None:
     """Record out = the sums of the columns of x, as the backward's of d_bias."""
     m, batch = p.m, p.batch
-    shared = all(length == 1 for y in (p.b, p.bias) if y is not None for length in y.shape[:-2])
-    if batch and shared and all(batch):
-        rows = places.as_rows(x)
+    if batch and shares_weights(p) and all(batch):
+        rows = x.rows
         assert rows is not None, "x is contiguous"
-        m, batch, x = m * prod(batch), (), rows
-        out = replace(out, shape=out.shape[-2:], strides=out.strides[-2:])
+        m, batch, x, out = m * prod(batch), (), rows, batches.matrix_of(out)
     v = lower.Backward(m, batch, x, None, None, None, None, None, None, out)
     summed = epilogues.residual_layer().backward().select("d_bias")
     lower.slopes(rec, v, p.n, 0, p.acc_dtype.name, summed, None)
@@ -152,25 +132,14 @@ def _column_sums(rec: Recorder, p: Any, x: View, out: View) -> None:
 # --- operations ---------------------------------------------------------------------------------
 def tangent(rec: Recorder, p: GemmTangentProblem, bind: Bind) -> None:
     """out as in the forward, out_dot = act'(pre) * T."""
-    acc, out_dot = p.acc_dtype.name, bind("out_dot", p.out_dot)
+    out_dot = bind("out_dot")
     made = _of_moved(epilogues.layer_tangent(p.activation.curve), "z_dot")
     made = made.select("out_dot").without("bias", *_unmoved(p))
     sources: dict[str, View] = {}
     if _moves(p) and "z" in made.inputs:
         sources["z"] = _wide(rec, p)
     # as the forward with its pre-activation, so with the same bits
-    batches.product(
-        rec,
-        bind("a", p.a),
-        bind("b", p.b),
-        p.batch,
-        bind("out", p.out),
-        acc,
-        epilogue=lower.layer_of(p),
-        bias=None if p.bias is None else bind("bias", p.bias),
-        extra=None if p.residual is None else bind("residual", p.residual),
-        pre=sources.get("z"),
-    )
+    lower.layer(rec, p, bind, bind("out"), sources.get("z"), lower.layer_of(p))
     if not _moves(p):
         zero(rec, out_dot)
         return
@@ -203,15 +172,15 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
         ("d_bias", bent),
         ("d_residual", False),
     ):
-        x = getattr(p, name)
+        x = bind(name)
         if x is not None and there:
-            wanted[name] = bind(name, x)
+            wanted[name] = x
         elif x is not None:
-            zero(rec, bind(name, x))
+            zero(rec, x)
     if not wanted:
         return
     q: View | None = None
-    s: View | None = bind("grad", p.grad)
+    s: View | None = bind("grad")
     q_wide: View | None = None
     if identity:
         if "d_grad" in wanted:
@@ -221,14 +190,14 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
     else:
         q, q_wide, s = _elementwise(rec, p, bind, wanted, bent)
     pairs: dict[str, list[tuple[View, View]]] = {"d_a": [], "d_b": []}
-    a, b = bind("a", p.a), bind("b", p.b)
+    a, b = bind("a"), bind("b")
     if q is not None:
-        pairs["d_a"].append((q, places.turned(b)))
-        pairs["d_b"].append((places.turned(a), q))
+        pairs["d_a"].append((q, b.turned))
+        pairs["d_b"].append((a.turned, q))
     if p.v is not None and s is not None:
-        pairs["d_a"].append((s, places.turned(bind("v", p.v))))
+        pairs["d_a"].append((s, bind("v").turned))
     if p.u is not None and s is not None:
-        pairs["d_b"].append((places.turned(bind("u", p.u)), s))
+        pairs["d_b"].append((bind("u").turned, s))
     for name, factors in pairs.items():
         if name in wanted:
             _sum_of_products(rec, p, factors, wanted[name], name == "d_b")
@@ -260,24 +229,11 @@ def _elementwise(
         chosen = made.select(*("q" if name == "q_wide" else name for name in results))
         sources: dict[str, View] = {}
         if "z" in chosen.inputs:
-            sources["z"] = _pre(rec, p, bind) if p.pre is None else bind("pre", p.pre)
+            sources["z"] = _pre(rec, p, bind) if p.pre is None else bind("pre")
         if "t" in chosen.inputs:
             sources |= zip(("t", "w"), _moved(rec, p, bind, None), strict=False)
         if "grad" in chosen.inputs:
-            sources["grad"] = bind("grad", p.grad)
+            sources["grad"] = bind("grad")
         _pass(rec, p, made, sources, results, q_wide="q")
     q = results.get("q")
     return q, results.get("q_wide", q), results.get("s")
-
-
-def gated_double_backward(rec: Recorder, p: GatedDoubleBackwardProblem, bind: Bind) -> None:
-    """One pass over up to five operands and three results."""
-    made = epilogues.gate_double_backward(p.activation.curve)
-    lower.over_fields(rec, p, bind, lower.guarded(p, made), ("d_grad", "d_a", "d_b"))
-
-
-def gated_tangent(rec: Recorder, p: GatedTangentProblem, bind: Bind) -> None:
-    """One pass over up to four operands and both results."""
-    made = epilogues.gate(p.activation.curve).tangent()
-    made = lower.guarded(p, made)
-    lower.over_fields(rec, p, bind, made, ("out", "out_dot"), a_dot="u", b_dot="v")

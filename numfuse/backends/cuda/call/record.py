@@ -1,0 +1,201 @@
+"""A call on arrays of a device as a program: the problem, with every check, is made of ghosts."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.backends import Call
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.call.arrays import dtype_of, ghost
+from numfuse.backends.cuda.driver.device import Device
+from numfuse.backends.cuda.plan import lower, second_order
+from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
+from numfuse.problem import product
+from numfuse.problem.fields import FIELDS
+from numfuse.runtime.replay import Replay
+from numfuse.runtime.views import address, bounds
+
+if TYPE_CHECKING:
+    from numfuse.activations import Activation
+    from numfuse.expr import Expr
+
+__all__ = ["REPLAY", "Argument", "Recorded", "alignment_of", "foresee", "record", "recorded"]
+
+#: The recorded calls of this process, of all devices; who launches one holds it.
+REPLAY: Replay[Any] = Replay(tiling.KEPT_PLANS, 0)
+#: What runs a kind of problem.
+_OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
+    "forward": lower.forward,
+    "backward": lower.backward,
+    "double_backward": second_order.double_backward,
+    "tangent": second_order.tangent,
+    **{kind: functools.partial(lower.gate, kind) for kind in lower.GATES},
+}
+
+
+class Argument(NamedTuple):
+    """An array of a call."""
+
+    address: int
+    shape: tuple[int, ...]
+    #: In elements.
+    strides: tuple[int, ...]
+    dtype: str
+    writable: bool = True
+
+
+class Recorded(NamedTuple):
+    """The program of a call, and what its results are."""
+
+    program: Program
+    #: Of each result: what makes it, or its place in the caller's `out`, or None.
+    results: tuple[Callable[[], Any] | int | None, ...]
+    #: What makes one result of them; None: there is one.
+    pack: Callable[[Sequence[Any]], Any] | None
+    told: Call
+    #: Of each array, the distances from its address to its first byte and past its last one.
+    spans: tuple[tuple[int, int], ...]
+    #: The arrays that are outputs of the caller's.
+    outs: tuple[int, ...]
+    #: Outputs and the arrays that they may be: these were one when the call was recorded.
+    same: frozenset[tuple[int, int]]
+
+    def overlaps(self, addresses: Sequence[int]) -> bool:
+        """Return whether an output may share memory with anything that it may not be."""
+        ranges = []
+        for at, (low, high) in zip(addresses, self.spans, strict=True):
+            ranges.append((at + low, at + high))
+        for i in self.outs:
+            low, high = ranges[i]
+            for j, (first, last) in enumerate(ranges):
+                if j != i and first < high and low < last:
+                    if ranges[j] != ranges[i] or (i, j) not in self.same:
+                        return True
+        return False
+
+
+def alignment_of(at: int) -> int:
+    """Return the power of two, at most 16, that divides an address."""
+    return at & -at & 15 or 16
+
+
+def recorded(
+    device: Device,
+    precision: str,
+    kind: str,
+    p: Any,
+    bind: Callable[[Recorder, str, ndarray], View],
+    names: tuple[str, ...],
+) -> tuple[Program, Call]:
+    """Return the program of a problem over the arrays `names`, and what `last_call` tells of it."""
+    rec = Recorder(device, precision)
+
+    @functools.cache
+    def once(name: str) -> View | None:
+        x = getattr(p, name, None)
+        return None if x is None else bind(rec, name, x)
+
+    _OPERATIONS[kind](rec, p, once)
+    program = rec.program(names)
+    _, kernel, tile = program.chief or (0, "nothing", None)
+    told = Call("cuda", str(device), program.tiers, f"{kind}/{p.activation.name} {kernel}", tile)
+    return program, told
+
+
+def record(
+    device: Device,
+    precision: str,
+    kind: str,
+    arrays: dict[str, Argument],
+    outs: Sequence[str],
+    make_problem: Callable[[dict[str, ndarray]], Any],
+    result_names: tuple[str, ...],
+    maker: Callable[[tuple[int, ...], str], Callable[[], Any]],
+) -> tuple[Recorded, list[Expr]]:
+    """Return a call that is recorded, and the formulas with which it goes.
+
+    Parameters
+    ----------
+    device, precision, kind
+        As of :func:`recorded`.
+    arrays : dict
+        The operands and outputs by their names in the problem, in the order of the addresses.
+    outs : sequence of str
+        Which of them are outputs of the caller's.
+    make_problem : callable
+        From ghosts by name to the problem.
+    result_names : tuple of str
+        The names of the problem's results.
+    maker : callable
+        From a shape and a dtype to what makes a new array.
+    """
+    ghosts: dict[str, ndarray] = {}
+    spans = []
+    for name, a in arrays.items():
+        dtype = dtype_of(a.dtype)
+        strides = [s * dtype.itemsize for s in a.strides]
+        ghosts[name] = ghost(a.address, a.shape, strides, dtype, a.writable)
+        spans.append(bounds(0, a.shape, strides, dtype.itemsize))
+    p = make_problem(ghosts)
+    order = list(arrays)
+    same = frozenset(
+        (order.index(out), i)
+        for out in outs
+        for i, a in enumerate(arrays.values())
+        if a[:4] == arrays[out][:4]
+    )
+    parts = p.result if isinstance(p.result, tuple) else (p.result,)
+    results: list[Callable[[], Any] | int | None] = []
+    alignments = {name: alignment_of(a.address) for name, a in arrays.items()}
+    for i, (name, x) in enumerate(zip(result_names, parts, strict=True)):
+        if x is None:
+            results.append(None)
+        elif name in arrays:
+            results.append(i)
+        else:
+            ghosts[name], alignments[name] = x, 16
+            results.append(maker(x.shape, x.dtype.name))
+
+    def bind(rec: Recorder, name: str, x: ndarray) -> View:
+        offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0
+        return View(
+            rec.number(name),
+            offset,
+            x.shape,
+            strides_of(x),
+            x.dtype.name,
+            x.itemsize,
+            alignments[name],
+        )
+
+    program, told = recorded(device, precision, kind, p, bind, tuple(ghosts))
+    pack = getattr(type(p.result), "_make", tuple) if isinstance(p.result, tuple) else None
+    written = tuple(map(order.index, outs))
+    made = Recorded(program, tuple(results), pack, told, tuple(spans), written, same)
+    return made, p.activation.formulas()
+
+
+def foresee(
+    device: Device, precision: str, dtype: str, act: Activation, m: int, k: int, n: int
+) -> None:
+    """Record the calls on contiguous arrays of these sizes, which compiles and loads kernels."""
+    shapes = (m, k), (k, n), (n,), (m, n)
+    a, b, bias, grad = (np.empty(shape, dtype_of(dtype)) for shape in shapes)
+
+    def bind(rec: Recorder, name: str, x: ndarray) -> View:
+        return View(rec.number(name), 0, x.shape, strides_of(x), dtype, x.itemsize, 16)
+
+    problems: tuple[tuple[str, Any], ...] = (
+        ("forward", product.gemm(a, b, bias, act)),
+        ("forward", product.gemm(a, b, bias, act, True)),
+        ("backward", product.gemm_backward(grad, a, b, bias, act)),
+        ("gated", product.gated(a, a, act)),
+        ("gated_backward", product.gated_backward(a, a, a, act)),
+    )
+    for kind, p in problems:
+        recorded(device, precision, kind, p, bind, (*FIELDS[kind][0], *FIELDS[kind][1]))
