@@ -37,6 +37,16 @@ def register_compiler(target: str, module: str, extra: str | None) -> None:
     _COMPILERS[target] = _Compiler(module, extra)
 
 
+def _device_function(target: str, order: int) -> property:
+    """Return the property of an activation that is its value, or a derivative, on a device."""
+    kind = {
+        "cpu": "a Numba function, for float32 and float64 scalars in your own kernels",
+        "cuda": "a CUDA device function; BackendUnavailable without that backend",
+    }
+    what = _ORDER_NAMES[order].replace("_", " ")
+    return property(lambda act: act._device(target, order), doc=f"The {what} as {kind[target]}.")
+
+
 class Activation:
     """One row of the table: a scalar function with three derivatives, for every target.
 
@@ -203,45 +213,14 @@ class Activation:
             )
         return made
 
-    @property
-    def njit(self) -> Any:
-        """The value as a Numba function, for float32 and float64 scalars in your own kernels."""
-        return self._device("cpu", 0)
-
-    @property
-    def njit_derivative(self) -> Any:
-        """The first derivative as a Numba function."""
-        return self._device("cpu", 1)
-
-    @property
-    def njit_second_derivative(self) -> Any:
-        """The second derivative as a Numba function."""
-        return self._device("cpu", 2)
-
-    @property
-    def njit_third_derivative(self) -> Any:
-        """The third derivative as a Numba function."""
-        return self._device("cpu", 3)
-
-    @property
-    def cuda(self) -> Any:
-        """The value as a CUDA device function; BackendUnavailable without that backend."""
-        return self._device("cuda", 0)
-
-    @property
-    def cuda_derivative(self) -> Any:
-        """The first derivative as a CUDA device function."""
-        return self._device("cuda", 1)
-
-    @property
-    def cuda_second_derivative(self) -> Any:
-        """The second derivative as a CUDA device function."""
-        return self._device("cuda", 2)
-
-    @property
-    def cuda_third_derivative(self) -> Any:
-        """The third derivative as a CUDA device function."""
-        return self._device("cuda", 3)
+    njit = _device_function("cpu", 0)
+    njit_derivative = _device_function("cpu", 1)
+    njit_second_derivative = _device_function("cpu", 2)
+    njit_third_derivative = _device_function("cpu", 3)
+    cuda = _device_function("cuda", 0)
+    cuda_derivative = _device_function("cuda", 1)
+    cuda_second_derivative = _device_function("cuda", 2)
+    cuda_third_derivative = _device_function("cuda", 3)
 
     # --- identity ---------------------------------------------------------------------------
     def __repr__(self) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.language import arithmetic, bounds, coefficients, python
+from numfuse.language import arithmetic, bounds, coefficients, lines, operations, python
 from numfuse.language.coefficients import (
     ERF,
     EXP,
@@ -34,7 +34,10 @@ __all__ = ["SOURCES", "Target", "primitives"]
 #: The texts from which the code of a formula is made: a cache of compiled code depends on them.
 SOURCES = [
     pathlib.Path(__file__),
-    *(pathlib.Path(str(x.__file__)) for x in (arithmetic, bounds, coefficients, python)),
+    *(
+        pathlib.Path(str(x.__file__))
+        for x in (arithmetic, bounds, coefficients, lines, operations, python)
+    ),
 ]
 
 
