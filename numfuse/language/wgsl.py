@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,10 +13,7 @@ from numfuse.language.graph import SYMBOL, Expr, node, rounded, topological
 from numfuse.language.lines import INFIX, assignments
 from numfuse.language.wgsl_arithmetic import FEATURES, literal, primitives, real
 
-if TYPE_CHECKING:
-    from numfuse.activations import Activation
-
-__all__ = ["FEATURES", "epilogue", "function", "prelude", "table"]
+__all__ = ["FEATURES", "epilogue", "function", "prelude"]
 
 _INFIX = {**INFIX, "product": "*", "both": "&", "either": "|"}
 _LINE = "    let {} = {};"
@@ -152,18 +148,3 @@ def prelude(text: str, dtype: str = "float32", one_rounding: bool = False) -> st
 
     need(text)
     return "\n\n".join(texts[name] for name in order)
-
-
-def table(activations: Mapping[str, Activation], dtype: str = "float32") -> str:
-    """One module with every activation: ``name``, ``name_prime``, ``name_second``, ``name_third``.
-
-    ``tests/golden/regenerate.py`` renews the golden texts of the tests.
-    """
-    endings = ("", "_prime", "_second", "_third")
-    functions = [
-        function(act.trace(order), name + ending, dtype)
-        for name, act in activations.items()
-        for order, ending in enumerate(endings)
-    ]
-    text = "\n\n".join(functions)
-    return f"{prelude(text, dtype)}\n\n{text}\n"

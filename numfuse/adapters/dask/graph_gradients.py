@@ -43,13 +43,11 @@ class Gradients(Product):
         operands += ["bias"] if len(self.axes.get("bias", ())) > 2 else []
         found |= self._gradients(operands, (*self.letters, "k"), products, task)
         if "bias" in needs:
-            made = self.map(
+            made = self.tasks(
                 block_gradients.column_sums,
-                self.letters,
-                self.index(self.letters),
-                *self.named("grad", "bias"),
-                dtype=self.acc_dtype,
+                ("grad", "bias"),
                 task=task,
+                dtype=self.acc_dtype,
                 acc_dtype=self.acc_dtype,
             )
             found |= self._summed_up(made, self.letters, ["bias"], [None])
@@ -70,21 +68,15 @@ class Gradients(Product):
 
     def _make_grad_pre(self, saved: bool) -> None:
         """grad_pre in place of grad: made once, for every chunk of K."""
-        names = ["pre_activation"] if saved else ["sum"]
-        operands = self.named(*names) if saved else [self.sum_of_parts()]
+        names = ["grad", "pre_activation" if saved else "sum"]
+        operands = self.named("grad")
+        operands += self.named("pre_activation") if saved else [self.sum_of_parts()]
         if not saved and "bias" in self.given:
             names.append("bias")
             operands += self.named("bias")
-        self.given["grad"] = self.map(
-            block_gradients.grad_pre,
-            self.letters,
-            self.index(self.letters),
-            *self.named("grad"),
-            *operands,
-            dtype=self.acc_dtype,
-            names=("grad", *names),
-            task=self.task,
-            acc_dtype=self.acc_dtype,
+        dtype = self.acc_dtype
+        self.given["grad"] = self.tasks(
+            block_gradients.grad_pre, names, operands, dtype=dtype, acc_dtype=dtype
         )
 
     def _gradients(
@@ -101,15 +93,8 @@ class Gradients(Product):
         # Of all gradients, needed or not: which ones are asked for changes no bit of the others.
         every = [name for name in ("a", "b", "bias") if name in self.given]
         exact = tuple(name for name in every if self._summed(name))
-        made = self.map(
-            function,
-            letters,
-            self.index(letters),
-            *self.named(*names),
-            names=tuple(names),
-            needs=tuple(needs),
-            exact=exact,
-            task=task,
+        made = self.tasks(
+            function, names, letters=letters, task=task, needs=tuple(needs), exact=exact
         )
         # Those that are summed along the same axes share the tasks of one sum.
         groups: dict[tuple[str, ...], list[str]] = {}
@@ -192,14 +177,11 @@ class Gradients(Product):
     def residual_gradient(self) -> Any:
         """grad summed to the residual's shape."""
         kept = self._kept("residual")
-        made = self.map(
+        made = self.tasks(
             block_gradients.residual_sums,
-            self.letters,
-            self.index(self.letters),
-            *self.named("grad"),
+            ("grad",),
             dtype=self.acc_dtype,
             kept=tuple(letter in kept for letter in self._own("residual")),
-            task=self.task,
             acc_dtype=self.acc_dtype,
         )
         return self._summed_up(made, self.letters, ["residual"], [None])["residual"]
