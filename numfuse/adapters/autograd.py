@@ -140,13 +140,15 @@ def _tangents(argnums: Any, gs: Any, args: Any) -> list[Any]:
     return found
 
 
-def _bwd_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    """Run the forward mode of a product's backward, which is bilinear without an activation."""
-    *operands, how = args
-    if not how.activation.is_identity:
-        return _through("product_bwd")[1](argnums, gs, ans, args, kwargs)
-    dots = _tangents(argnums, gs, args)[:3]
-    return traced_tuple(pieces.linear_backward_tangent(FUNCTIONS, how, *operands, *dots))
+def _backward_tangent(name: str) -> Callable[..., Any]:
+    """Return the forward rule of a backward."""
+
+    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+        *operands, how = args
+        dots = _tangents(argnums, gs, args)
+        return traced_tuple(FUNCTIONS.backward_tangent(name, how, operands, dots))
+
+    return forward
 
 
 def _by_tangent(name: str) -> Callable[..., Any]:
@@ -187,12 +189,9 @@ def _rules(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     primitive = PRIMITIVES[name]
     if name == "residual":
         return _residual_reverse, _residual_forward
-    if primitive.is_forward:
-        return _fused(name), _by_tangent(name)
-    reverse, forward = _through(name)
-    if name == "product_bwd":
-        forward = _bwd_forward
-    return (_fused(name) if primitive.derivative else reverse), forward
+    if primitive.derivative is None:
+        return _through(name)
+    return _fused(name), (_by_tangent if primitive.is_forward else _backward_tangent)(name)
 
 
 for _name, _run in _RUN.items():

@@ -17,7 +17,17 @@ from numfuse import differentials, functional
 from numfuse.activations import Activation
 from numfuse.adapters.signatures import NAMES, SIGNATURES
 
-__all__ = ["CORE", "PRIMITIVES", "How", "Primitive", "chosen", "made", "matrices", "spread"]
+__all__ = [
+    "CORE",
+    "PRIMITIVES",
+    "How",
+    "Primitive",
+    "backward_tangents",
+    "chosen",
+    "made",
+    "matrices",
+    "spread",
+]
 
 #: The public functions over NumPy arrays.
 CORE = SimpleNamespace(
@@ -142,6 +152,22 @@ PRIMITIVES = {
         ("gate_tangent", "activation_mul_jvp", "eeee", "e"),
     )
 }
+
+
+def backward_tangents(
+    name: str, x: Sequence[Any], dots: Sequence[Any]
+) -> list[tuple[Primitive, list[Any]]]:
+    """Return the primitives, with their operands, whose sum is the forward mode of a backward.
+
+    A backward is linear in grad; by all else it has a product of a Hessian, which is symmetric, and
+    so the double backward's. `dots` are the tangents of grad and the operands `x`, None for zero.
+    """
+    primitive, found = PRIMITIVES[name], []
+    if dots[0] is not None:
+        found.append((primitive, [dots[0], *x[1:]]))
+    if any(dot is not None for dot in dots[1:]):
+        found.append((PRIMITIVES[str(primitive.derivative)], [*dots[1:], *x]))
+    return found
 
 
 def matrices(

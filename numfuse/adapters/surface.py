@@ -8,12 +8,14 @@ None, and what is made of what, are here, once for all libraries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
 
 from numfuse.adapters import pieces
-from numfuse.adapters.primitives import PRIMITIVES, How, spread
+from numfuse.adapters.primitives import PRIMITIVES, How, backward_tangents, spread
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.problem.operands import accumulator
 
@@ -123,6 +125,16 @@ class Functions(PublicFunctions):
             raise TypeError(f"pre_activation must have dtype {wanted}, got {found}")
         _same_shape("pre_activation", pre, "the result's shape", grad)
         return pre if self.moves(pre) else None
+
+    def backward_tangent(
+        self, name: str, how: How, x: Sequence[Any], dots: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Return the tangents of the gradients `how.needs` that a backward makes."""
+        parts = [
+            self.primitive(primitive.name, how, *operands)
+            for primitive, operands in backward_tangents(name, x, dots)
+        ]
+        return tuple(reduce(add, some) for some in zip(*parts, strict=True))
 
     def composite(self, name: str) -> Callable[..., Any]:
         """Return a function of (how, operands) that stands for a primitive: what it is made of."""

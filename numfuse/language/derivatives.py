@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 
 from numfuse.language.curves import Curve, call
-from numfuse.language.graph import SYMBOL, Expr, constant, node, topological
+from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.operations import OPERATIONS, TRUTH
 
-__all__ = ["derivative_graph", "forward", "reverse", "second_order"]
+__all__ = ["forward", "reverse", "second_order"]
 
 
 def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
@@ -183,9 +183,3 @@ def second_order(
         if bent is not None and not _is_zero(bent):
             second[i, j] = bent if i == j else 2 * bent
     return gradient, second
-
-
-def derivative_graph(expr: Expr) -> Expr:
-    """Return the derivative of `expr` by the symbol; see :func:`numfuse.expr.differentiate`."""
-    (result,) = forward((expr,), {SYMBOL: constant(1)})
-    return constant(0) if result is None else result

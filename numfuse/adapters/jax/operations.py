@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse.adapters.primitives import CORE, How, matrices
+from numfuse.adapters.primitives import CORE, PRIMITIVES, How, backward_tangents, matrices
 from numfuse.adapters.primitives import Primitive as Operation
 from numfuse.problem.shapes import gemm_shape, residual_view
 
@@ -31,7 +31,6 @@ __all__ = [
     "Form",
     "Operation",
     "Shape",
-    "derivative_of_backward",
     "highest_order",
     "on_host",
     "own_shapes",
@@ -133,30 +132,15 @@ def on_host(operation: Operation, form: Form, given: Sequence[Any]) -> list[ndar
     ]
 
 
-#: An operation by name, its operands, and the place of the first of its results that counts.
-Part = tuple[str, list[Any], int]
-
-
-def derivative_of_backward(kind: str, kept: Operands, dots: Operands) -> list[Part]:
-    """Return the parts whose sum is the tangent of a "product"'s or a "gate"'s backward.
-
-    `kept` are grad and the operands, `dots` their tangents, None where they are zero.
-    """
-    parts: list[Part] = []
-    if dots[0] is not None:
-        parts.append((f"{kind}_bwd", [*kept[1:], dots[0]], 0))
-    if any(dot is not None for dot in dots[1:]):
-        parts.append((f"{kind}_double", [*kept, *dots[1:]], 1))
-    return parts
-
-
-def transpose(operation: Operation, kept: Operands, cotangents: Operands) -> list[Part]:
-    """Return the parts whose sum is the transpose of an operation in what it is linear in."""
+def transpose(
+    operation: Operation, kept: Operands, cotangents: Operands
+) -> list[tuple[Operation, list[Any]]]:
+    """Return the operations, with operands, whose sum is the transpose in what is linear."""
     kind, _, what = operation.name.partition("_")
     if what == "double":
-        return derivative_of_backward(kind, kept, cotangents)
-    partner = "bwd" if what == "tangent" else "tangent"
-    return [(f"{kind}_{partner}", [*kept, *cotangents], 0)]
+        return backward_tangents(f"{kind}_bwd", kept, cotangents)
+    partner = PRIMITIVES[f"{kind}_bwd" if what == "tangent" else f"{kind}_tangent"]
+    return [(partner, partner.in_place([*kept, *cotangents]))]
 
 
 def highest_order(operation: Operation, how: How, operands: Operands) -> int:

@@ -30,14 +30,13 @@ from numfuse.adapters.jax.operations import (
     Form,
     Operation,
     Shape,
-    derivative_of_backward,
     highest_order,
     on_host,
     own_shapes,
     shapes_of,
     transpose,
 )
-from numfuse.adapters.primitives import PRIMITIVES, How, made
+from numfuse.adapters.primitives import PRIMITIVES, How, backward_tangents, made
 from numfuse.problem.operands import accumulator
 
 __all__ = ["call", "through"]
@@ -171,11 +170,13 @@ def _transposed(operation: Operation, cotangents: Operands, *given: Any, form: F
         ad.Zero(one.aval) if ask else None for one, ask in zip(x, asked, strict=True)
     ]
     parts = transpose(operation, x[:n], cts) if any(ct is not None for ct in cts) else []
-    for name, operands, first in parts:
-        partner, how = PRIMITIVES[name], form.how
+    for partner, operands in parts:
+        # (a double backward has d_grad before the others, which is none of them here)
+        first, how = len(partner.results) - len(x[n:]), form.how
         if partner.names is not None:
             needs = zip(partner.names[first:], asked[n:], strict=True)
             how = how._replace(needs=tuple(name for name, one in needs if one))
+        operands = partner.linear_last(operands)
         own = _pooling(partner, form._replace(how=how), operands, [None] * first + x[n:])
         for i, dot in enumerate(_bind(partner, own, operands)[first:], n):
             if dot is not None:
@@ -201,19 +202,18 @@ def _pooling(partner: Operation, form: Form, operands: Operands, undefined: Oper
     return form._replace(pooled=0)
 
 
-def _by_tangent(name: str, form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
+def _forward_tangent(name: str, form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
     """Return the tangents of a forward: another operation."""
     return _bind(PRIMITIVES[f"{name}_tangent"], form, [*x, *dots])
 
 
-def _tangent_of_backward(kind: str, form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
-    """Return the tangents of a backward, of parts that are operations."""
-    found: list[Any] = [None] * len(PRIMITIVES[f"{kind}_bwd"].results)
-    # grad stands before the others in what is linear in all of them
-    for name, operands, first in derivative_of_backward(
-        kind, [x[-1], *x[:-1]], [dots[-1], *dots[:-1]]
-    ):
-        for i, dot in enumerate(_bind(PRIMITIVES[name], form, operands)[first:]):
+def _backward_tangent(name: str, form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
+    """Return the tangents of a backward, of operations that are added."""
+    backward = PRIMITIVES[name]
+    found: list[Any] = [None] * len(backward.results)
+    for part, operands in backward_tangents(name, backward.in_place(x), backward.in_place(dots)):
+        made = _bind(part, form, part.linear_last(operands))
+        for i, dot in enumerate(made[len(made) - len(found) :]):
             if dot is not None:
                 found[i] = dot if found[i] is None else found[i] + dot
     return found
@@ -239,11 +239,11 @@ def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
 
 #: By operation: (form, operands, tangents or None) to the tangents of the results.
 _DERIVATIVES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {
-    "product": functools.partial(_by_tangent, "product"),
-    "product_bwd": functools.partial(_tangent_of_backward, "product"),
+    "product": functools.partial(_forward_tangent, "product"),
+    "product_bwd": functools.partial(_backward_tangent, "product_bwd"),
     "residual": _residual_tangent,
-    "gate": functools.partial(_by_tangent, "gate"),
-    "gate_bwd": functools.partial(_tangent_of_backward, "gate"),
+    "gate": functools.partial(_forward_tangent, "gate"),
+    "gate_bwd": functools.partial(_backward_tangent, "gate_bwd"),
 }
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from numfuse.adapters import pieces
 from numfuse.adapters.primitives import PRIMITIVES, How, Primitive, spread
 from numfuse.adapters.surface import Functions
 from numfuse.adapters.torch.operators import Op
@@ -121,20 +120,20 @@ def _rules(functions: Functions, name: str) -> tuple[Rule, Rule]:
             return (functions.primitive(tangent, how, *x, *dots),)
 
         return _fused(functions, primitive), push
-    made_of = functions.composite(name)
-    if primitive.takes_saved:
-        pull, through = _through(
-            lambda how, *x: made_of(how, *x[:-1], pre=x[-1]), len(primitive.operands)
-        )
-    else:
-        pull, through = _through(made_of)
+    count, saved = len(primitive.operands), primitive.takes_saved
+
+    def made_of(how: How, *x: Any) -> Any:
+        pre = {"pre": x[count]} if saved else {}
+        return functions.composite(name)(how, *x[:count], **pre)
+
+    pull, through = _through(made_of, count if saved else None)
     if primitive.derivative is None:
         return pull, through
 
     def push_backward(x: Any, how: How, *dots: Any) -> Any:
-        if name == "product_bwd" and how.activation.is_identity:
-            return pieces.linear_backward_tangent(functions, how, *x[:-1], *dots[:3])
-        return through(x, how, *dots)
+        if any(dot is not None for dot in dots[count:]):  # of a saved pre-activation
+            return through(x, how, *dots)
+        return functions.backward_tangent(name, how, x[:count], dots[:count])
 
     return _fused(functions, primitive), push_backward
 
