@@ -62,7 +62,7 @@ class _Autograd(Functions):
 
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         if pre is not None:
-            return self.composite(name)(how, *operands, pre=pre, guard=how.guard)
+            return self.composite(name, how, *operands, pre=pre, guard=how.guard)
         return _RUN[name](*operands, how)
 
 
@@ -96,14 +96,13 @@ def _fused(name: str) -> Callable[..., Any]:
 
 def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the reverse and the forward rule of a primitive, through what it is made of."""
-    composite = FUNCTIONS.composite(name)
 
     def replaced(argnums: Any, args: Any) -> Callable[[Any], Any]:
         def call(values: Any) -> Any:
             *operands, how = args
             for place, i in enumerate(argnums):
                 operands[i] = values[place]
-            found = composite(how, *operands)
+            found = FUNCTIONS.composite(name, how, *operands)
             return traced_tuple(found) if isinstance(found, tuple) else found
 
         return call

@@ -136,14 +136,9 @@ class Functions(PublicFunctions):
         ]
         return tuple(reduce(add, some) for some in zip(*parts, strict=True))
 
-    def composite(self, name: str) -> Callable[..., Any]:
-        """Return a function of (how, operands) that stands for a primitive: what it is made of."""
-        made_of = pieces.COMPOSITES[name]
-
-        def call(how: How, *operands: Any, **options: Any) -> Any:
-            return made_of(self, how, *operands, **options)
-
-        return call
+    def composite(self, name: str, how: How, *operands: Any, **options: Any) -> Any:
+        """Run what a primitive is made of."""
+        return pieces.COMPOSITES[name](self, how, *operands, **options)
 
 
 def _layer(ops: Functions, how: How, x: dict[str, Any]) -> Any:

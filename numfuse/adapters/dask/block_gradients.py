@@ -6,7 +6,6 @@ from typing import Any
 
 from numfuse import functional
 from numfuse.activations import Activation
-from numfuse.adapters.dask.block_sums import one_or_all
 from numfuse.adapters.dask.blocks import (
     Task,
     accumulated,
@@ -23,8 +22,10 @@ __all__ = ["backward", "column_sums", "double_backward", "grad_pre", "residual_s
 
 
 @task
-def backward(x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]) -> Any:
-    """A block's part of the gradients `needs`: a tuple, or the array where it is only one.
+def backward(
+    x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """A block's part of the gradients `needs`.
 
     Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
     """
@@ -37,7 +38,7 @@ def backward(x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple
     if dtype != acc_dtype and exact:
         shared = b.ndim == 2 and (bias is None or bias.ndim == 1)
         if shared and a.shape[:-1] == x["grad"].shape[:-1]:
-            return one_or_all(_half_gradients(x, needs, exact, task))
+            return _half_gradients(x, needs, exact, task)
         # Batches of halves that are summed over in part: the same in the accumulator's dtype.
         x = {name: block.astype(acc_dtype) for name, block in x.items()}
     found = public("matmul_bias_activation_bwd", x, task, needs=needs, sum_batch=task.sum_batch)
@@ -47,7 +48,7 @@ def backward(x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple
 @task
 def double_backward(
     x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
-) -> Any:
+) -> tuple[Any, ...]:
     """As `backward`, of the double backward."""
     dtype = x["a"].dtype
     if exact:  # a sum over blocks is not rounded to a half: nor is what they add
@@ -56,18 +57,20 @@ def double_backward(
     return _rounded(public(task.operation, x, task, needs=needs), needs, exact, dtype)
 
 
-def _rounded(found: Any, needs: tuple[str, ...], exact: tuple[str, ...], dtype: Any) -> Any:
-    """Return the gradients `needs` in their dtypes: a tuple, or the array where it is only one."""
+def _rounded(
+    found: Any, needs: tuple[str, ...], exact: tuple[str, ...], dtype: Any
+) -> tuple[Any, ...]:
+    """Return the gradients `needs` in their dtypes."""
     acc_dtype = accumulator("a", dtype)
-    parts = ((name, getattr(found, f"d_{name}")) for name in needs)
-    return one_or_all(
-        [part.astype(acc_dtype if name in exact else dtype, copy=False) for name, part in parts]
+    return tuple(
+        getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
+        for name in needs
     )
 
 
 def _half_gradients(
     x: dict[str, Any], needs: tuple[str, ...], exact: tuple[str, ...], task: Task
-) -> list[Any]:
+) -> tuple[Any, ...]:
     """The gradients of half types with sums that are not rounded to halves.
 
     Products read grad_pre in the storage dtype, so that they run on the units for halves.
@@ -101,7 +104,7 @@ def _half_gradients(
             if name == "a":
                 part = part.reshape(own_shape)
         found.append(part if name in exact else part.astype(dtype, copy=False))
-    return found
+    return tuple(found)
 
 
 def _times_slope(grad: Any, pre: Any, act: Activation, task: Task) -> Any:
@@ -134,7 +137,7 @@ def grad_pre(x: dict[str, Any], task: Task, acc_dtype: Any) -> Any:
 @task
 def column_sums(x: dict[str, Any], task: Task, acc_dtype: Any) -> Any:
     """A block's part of d_bias, of grad_pre."""
-    return _column_sums(x["grad"].astype(acc_dtype, copy=False), x["bias"], task)
+    return (_column_sums(x["grad"].astype(acc_dtype, copy=False), x["bias"], task),)
 
 
 @task
@@ -143,4 +146,4 @@ def residual_sums(x: dict[str, Any], task: Task, kept: tuple[bool, ...], acc_dty
     grad = x["grad"]
     lengths = grad.shape[grad.ndim - len(kept) :]
     shape = tuple(n if keep else 1 for n, keep in zip(lengths, kept, strict=True))
-    return sum_to(grad, shape, acc_dtype).astype(acc_dtype)
+    return (sum_to(grad, shape, acc_dtype).astype(acc_dtype),)

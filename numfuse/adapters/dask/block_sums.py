@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["block_index", "chosen", "item", "one_or_all", "single", "total", "unchanged"]
+__all__ = ["block_index", "chosen", "item", "single", "total", "unchanged"]
 
 
 def single(block: Any) -> Any:
@@ -20,21 +20,15 @@ def block_index(block_id: tuple[int, ...] = ()) -> tuple[int, ...]:
     return block_id
 
 
-def one_or_all(parts: Sequence[Any]) -> Any:
-    """Return the tuple of a block's results, or the array where it is only one."""
-    return tuple(parts) if len(parts) > 1 else parts[0]
-
-
-def item(block: Any, *, number: int | None, to: Any = None) -> Any:
+def item(block: Any, *, number: int, to: Any = None) -> Any:
     """One of the results of a block."""
-    block = single(block)
-    block = block if number is None else block[number]
+    block = single(block)[number]
     return block if to is None else block.astype(to, copy=False)
 
 
 def chosen(block: Any, *, numbers: tuple[int, ...]) -> Any:
     """Some of the results of a block."""
-    return one_or_all([block[i] for i in numbers])
+    return tuple(block[i] for i in numbers)
 
 
 def unchanged(block: Any, axis: Any = None, keepdims: Any = None) -> Any:

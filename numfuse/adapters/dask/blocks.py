@@ -18,7 +18,7 @@ import numpy as np
 from numfuse import differentials, functional
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
-from numfuse.adapters.dask.block_sums import one_or_all, single
+from numfuse.adapters.dask.block_sums import single
 from numfuse.adapters.signatures import SIGNATURES
 from numfuse.problem.operands import accumulator
 from numfuse.runtime.dispatch import adapter_of
@@ -159,7 +159,8 @@ def results(x: dict[str, Any], task: Task, **options: Any) -> Any:
     found = public(task.operation, x, task, **options)
     if "needs" not in options:
         return found
-    return one_or_all([getattr(found, f"d_{name}") for name in options["needs"]])
+    parts = tuple(getattr(found, f"d_{name}") for name in options["needs"])
+    return parts if len(parts) > 1 else parts[0]
 
 
 # --- K in several chunks ----------------------------------------------------------------------

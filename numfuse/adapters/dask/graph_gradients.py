@@ -50,7 +50,7 @@ class Gradients(Product):
                 dtype=self.acc_dtype,
                 acc_dtype=self.acc_dtype,
             )
-            found |= self._summed_up(made, self.letters, ["bias"], [None])
+            found |= self._summed_up(made, self.letters, ["bias"], [0])
         return found
 
     def double_backward(self, needs: Sequence[str]) -> dict[str, Any]:
@@ -102,8 +102,7 @@ class Gradients(Product):
             groups.setdefault(tuple(self._summed(name)), []).append(name)
         found: dict[str, Any] = {}
         for group in groups.values():
-            numbers = [needs.index(name) if len(needs) > 1 else None for name in group]
-            found |= self._summed_up(made, letters, group, numbers)
+            found |= self._summed_up(made, letters, group, [needs.index(x) for x in group])
         return found
 
     # --- gradients: what every block adds, and its sum --------------------------------------------
@@ -114,13 +113,8 @@ class Gradients(Product):
 
     def _kept(self, name: str) -> set[str]:
         """Return the axes of a gradient along which the gradient is not summed."""
-        own = self._own(name)
-        lengths = self.given[name].shape[-len(own) :] if own else ()
-        return {
-            letter
-            for letter, length in zip(own, lengths, strict=True)
-            if length == self.sizes[letter]
-        }
+        own = zip(reversed(self._own(name)), reversed(self.given[name].shape), strict=False)
+        return {letter for letter, length in own if length == self.sizes[letter]}
 
     def _summed(self, name: str) -> list[str]:
         """The axes of several blocks along which it is summed."""
@@ -128,7 +122,7 @@ class Gradients(Product):
         return [x for x in self.letters if x not in kept and len(self.chunks[x]) > 1]
 
     def _summed_up(
-        self, made: Any, letters: Letters, names: Sequence[str], numbers: Sequence[int | None]
+        self, made: Any, letters: Letters, names: Sequence[str], numbers: Sequence[int]
     ) -> dict[str, Any]:
         """Gradients that are summed along the same axes, from their `numbers` in blocks `made`.
 
@@ -136,16 +130,15 @@ class Gradients(Product):
         """
         summed = self._summed(names[0])
         if summed:
-            if list(numbers) != [None]:
-                made = self.map(
-                    block_sums.chosen,
-                    letters,
-                    (made, letters),
-                    dtype=self.acc_dtype,
-                    adjust=dict.fromkeys(summed, 1),
-                    numbers=tuple(numbers),
-                )
-                numbers = range(len(names)) if len(names) > 1 else [None]
+            made = self.map(
+                block_sums.chosen,
+                letters,
+                (made, letters),
+                dtype=self.acc_dtype,
+                adjust=dict.fromkeys(summed, 1),
+                numbers=tuple(numbers),
+            )
+            numbers = range(len(names))
             made = self.reduced(made, [letters.index(letter) for letter in summed], self.acc_dtype)
         found: dict[str, Any] = {}
         for name, number in zip(names, numbers, strict=True):
@@ -184,4 +177,4 @@ class Gradients(Product):
             kept=tuple(letter in kept for letter in self._own("residual")),
             acc_dtype=self.acc_dtype,
         )
-        return self._summed_up(made, self.letters, ["residual"], [None])["residual"]
+        return self._summed_up(made, self.letters, ["residual"], [0])["residual"]

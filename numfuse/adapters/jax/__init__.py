@@ -43,7 +43,7 @@ class _Jax(Functions):
 
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         if pre is not None:
-            return self.composite(name)(how, *operands, pre=pre, guard=how.guard)
+            return self.composite(name, how, *operands, pre=pre, guard=how.guard)
         primitive = PRIMITIVES[name]
         if primitive.names is not None and not how.needs:
             return ()
@@ -64,7 +64,7 @@ activation = FUNCTIONS.activation
 # --- what is differentiated through its pieces --------------------------------------------------
 def _of_pieces(name: str, how: How, x: list[Any]) -> Sequence[Any]:
     """Return the results of an operation by what it is made of, whatever JAX does with it."""
-    found = FUNCTIONS.composite(name)(how, *PRIMITIVES[name].in_place(x))
+    found = FUNCTIONS.composite(name, how, *PRIMITIVES[name].in_place(x))
     return found if isinstance(found, tuple) else (found,)
 
 

@@ -146,7 +146,7 @@ def _derived(operation: Operation, primals: Operands, tangents: Operands, *, for
     if operation.moved and all(dot is None for dot in dots[:n]):
         found: Sequence[Any] = _bind(operation, form, [*x[:n], *dots[n:]])
     else:
-        found = _DERIVATIVES[operation.name](form, x, dots)
+        found = _moved(operation, form, x, dots)
     if operation.names is not None:
         found = made(found, operation.names, form.how.needs)
     return outs, [
@@ -202,16 +202,17 @@ def _pooling(partner: Operation, form: Form, operands: Operands, undefined: Oper
     return form._replace(pooled=0)
 
 
-def _forward_tangent(name: str, form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
-    """Return the tangents of a forward: another operation."""
-    return _bind(PRIMITIVES[f"{name}_tangent"], form, [*x, *dots])
-
-
-def _backward_tangent(name: str, form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
-    """Return the tangents of a backward, of operations that are added."""
-    backward = PRIMITIVES[name]
-    found: list[Any] = [None] * len(backward.results)
-    for part, operands in backward_tangents(name, backward.in_place(x), backward.in_place(dots)):
+def _moved(operation: Operation, form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
+    """Return the tangents of the results: other operations, or those of what it is made of."""
+    if operation.name == "residual":
+        return _residual_tangent(form, x, dots)
+    if operation.tangent is not None:
+        return _bind(PRIMITIVES[operation.tangent], form, [*x, *dots])
+    if operation.derivative is None:
+        return _COMPOSITES[operation.name](form, x, dots)
+    found: list[Any] = [None] * len(operation.results)
+    x, dots = operation.in_place(x), operation.in_place(dots)
+    for part, operands in backward_tangents(operation.name, x, dots):
         made = _bind(part, form, part.linear_last(operands))
         for i, dot in enumerate(made[len(made) - len(found) :]):
             if dot is not None:
@@ -237,14 +238,8 @@ def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
     return [found]
 
 
-#: By operation: (form, operands, tangents or None) to the tangents of the results.
-_DERIVATIVES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {
-    "product": functools.partial(_forward_tangent, "product"),
-    "product_bwd": functools.partial(_backward_tangent, "product_bwd"),
-    "residual": _residual_tangent,
-    "gate": functools.partial(_forward_tangent, "gate"),
-    "gate_bwd": functools.partial(_backward_tangent, "gate_bwd"),
-}
+#: By operation: (form, operands, tangents or None) to the tangents of what it is made of.
+_COMPOSITES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {}
 
 
 def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> None:
@@ -277,7 +272,7 @@ def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> 
         _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
         return operation.cotangents(found, form.how)
 
-    _DERIVATIVES[name] = derivative
+    _COMPOSITES[name] = derivative
 
 
 def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:

@@ -15,6 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from numfuse.adapters.primitives import CORE, How, Primitive, matrices
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
@@ -138,7 +139,13 @@ class Op:
         return (*found, *[None] * rest, None, None, None)
 
     def _push(self, ctx: Any, *tangents: Any) -> Any:
-        found = self._forward(ctx.saved_tensors, ctx.how, *tangents[: len(self._kinds)])
+        # PyTorch switches forward mode off while a rule runs, for all levels of torch.func: outer
+        # ones watch what is done here. The operator's own level is left by its primals.
+        with forward_ad._set_fwd_grad_enabled(True):
+            operands = [
+                None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors
+            ]
+            found = self._forward(operands, ctx.how, *tangents[: len(self._kinds)])
         return tuple(found) if len(self._results) > 1 else found[0]
 
     def _as_function(self, name: str) -> Any:

@@ -56,10 +56,12 @@ def _through(
         return call
 
     def pull(ctx: Any, operands: Any, how: How, *gs: Any) -> Any:
+        # (that of torch.func.vjp is called when its level is left)
+        operands = [x if x is None else torch._C._functorch.unwrap_if_dead(x) for x in operands]
         at = [i for i in range(len(operands)) if ctx.needs_input_grad[i]]
         call = replaced(operands, how, at)
         found: list[Any] = [None] * len(operands)
-        if in_functorch():
+        if in_functorch() or not all(operands[i].requires_grad for i in at):
             outs, back, *_ = torch.func.vjp(call, *(operands[i] for i in at))
             full = (torch.zeros_like(o) if g is None else g for o, g in zip(outs, gs, strict=True))
             gradients = back(tuple(full))
@@ -93,14 +95,9 @@ def _through(
         if in_functorch():
             primals = tuple(operands[i] for i in at)
             return torch.func.jvp(call, primals, tuple(tangents[i] for i in at))[1]
-        # Outside of torch.func there is one level of forward mode, which is switched off while a
-        # rule of it runs; torch.func.jvp would open a second one.
-        with forward_ad._set_fwd_grad_enabled(True):
-            duals = [
-                forward_ad.make_dual(forward_ad.unpack_dual(operands[i]).primal, tangents[i])
-                for i in at
-            ]
-            found = [forward_ad.unpack_dual(out) for out in call(*duals)]
+        # Outside of torch.func there is one level: torch.func.jvp would open another.
+        duals = [forward_ad.make_dual(operands[i], tangents[i]) for i in at]
+        found = [forward_ad.unpack_dual(out) for out in call(*duals)]
         return tuple(
             torch.zeros_like(out.primal) if out.tangent is None else out.tangent for out in found
         )
@@ -124,7 +121,7 @@ def _rules(functions: Functions, name: str) -> tuple[Rule, Rule]:
 
     def made_of(how: How, *x: Any) -> Any:
         pre = {"pre": x[count]} if saved else {}
-        return functions.composite(name)(how, *x[:count], **pre)
+        return functions.composite(name, how, *x[:count], **pre)
 
     pull, through = _through(made_of, count if saved else None)
     if primitive.derivative is None:
@@ -149,7 +146,7 @@ def _fused(functions: Functions, primitive: Primitive) -> Rule:
         operands = *primitive.cotangents(gs, how), *x[:count]
         how = how._replace(needs=needs)
         if "pre" in needs:
-            found = functions.composite(following.name)(how, *operands, pre=x[count])
+            found = functions.composite(following.name, how, *operands, pre=x[count])
         else:
             found = functions.primitive(following.name, how, *operands)
         return spread(found, names, needs)
