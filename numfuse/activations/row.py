@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.errors import BackendUnavailable
@@ -22,19 +22,13 @@ Formula: TypeAlias = Callable[[Any], Any]
 _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 
 
-class _Compiler(NamedTuple):
-    """The module of a backend that makes device functions of formulas, and the extra it needs."""
-
-    module: str
-    extra: str | None
-
-
-_COMPILERS: dict[str, _Compiler] = {}
+#: By target: the module that makes device functions of formulas, and the extra it needs.
+_COMPILERS: dict[str, tuple[str, str | None]] = {}
 
 
 def register_compiler(target: str, module: str, extra: str | None) -> None:
     """Let `module`, which has a ``device_function(graph, name)``, compile formulas for a target."""
-    _COMPILERS[target] = _Compiler(module, extra)
+    _COMPILERS[target] = module, extra
 
 
 def _device_function(target: str, order: int) -> property:
@@ -199,14 +193,14 @@ class Activation:
     def _device(self, target: str, order: int) -> Any:
         made = self._made.get((target, order))
         if made is None:
-            compiler = _COMPILERS[target]
+            module, extra = _COMPILERS[target]
             try:
-                loaded: Any = import_module(compiler.module)
+                loaded: Any = import_module(module)
             except ModuleNotFoundError as error:
                 # A part of numfuse: the failed import of another package speaks for itself.
-                known = compiler.module.startswith(str(error.name))
+                known = module.startswith(str(error.name))
                 reason = "this version of numfuse does not contain it" if known else str(error)
-                raise BackendUnavailable(target, reason, compiler.extra) from error
+                raise BackendUnavailable(target, reason, extra) from error
             made = self._made[target, order] = loaded.device_function(
                 self.trace(order),
                 re.sub(r"\W", "_", f"{self.name}_{_ORDER_NAMES[order]}", flags=re.A),

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 
-from numfuse.language.curves import Curve, call
+from numfuse.language.curves import Curve, call, present
 from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.operations import OPERATIONS, TRUTH
 
@@ -48,13 +48,8 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
     if all(one is None for one in d):
         return None
     match e.op:
-        case "add":
-            return _sum(d[0], d[1])
-        case "sub":
-            return d[0] if d[1] is None else -d[1] if d[0] is None else d[0] - d[1]
-        case "neg":
-            assert d[0] is not None  # the only operand
-            return -d[0]
+        case "add" | "sub" | "neg":
+            return present(e, d)
         case "mul" | "product":
             return _sum(_times(a[1], d[0]), _times(a[0], d[1]))
         case "fma":

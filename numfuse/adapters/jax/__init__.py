@@ -7,7 +7,6 @@ functions over them.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -62,14 +61,8 @@ activation = FUNCTIONS.activation
 
 
 # --- what is differentiated through its pieces --------------------------------------------------
-def _of_pieces(name: str, how: How, x: list[Any]) -> Sequence[Any]:
-    """Return the results of an operation by what it is made of, whatever JAX does with it."""
-    found = FUNCTIONS.composite(name, how, *PRIMITIVES[name].in_place(x))
-    return found if isinstance(found, tuple) else (found,)
-
-
 for _name in ("product_tangent", "product_double", "gate_tangent", "gate_double"):
-    through(_name, functools.partial(_of_pieces, _name))
+    through(_name, FUNCTIONS.composite)
 
 
 # --- where they are served ----------------------------------------------------------------------

@@ -242,11 +242,8 @@ def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
 _COMPOSITES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {}
 
 
-def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> None:
-    """Differentiate an operation through what it is made of.
-
-    `composite`: from (how, operands, None where they are not there) to all results that are needed.
-    """
+def through(name: str, composite: Callable[..., Any]) -> None:
+    """Differentiate an operation through `composite` (see `Functions`): what it is made of."""
     operation = PRIMITIVES[name]
 
     def derivative(form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
@@ -257,7 +254,8 @@ def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> 
             every = [None] * len(x)
             for i, member in zip(there, members, strict=True):
                 every[i] = member
-            return tuple(composite(form.how, every))
+            found = composite(name, form.how, *operation.in_place(every))
+            return found if isinstance(found, tuple) else (found,)
 
         shapes = shapes_of(operation, form, tuple(x[i].shape for i in there))
         kinds = operation.wanted(form.how.needs)
