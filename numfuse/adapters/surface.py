@@ -87,8 +87,12 @@ class Functions(PublicFunctions):
         if x.get("bias", self) is None:
             needs = tuple(name for name in needs if name != "bias")
         how = How(x["activation"], needs, x.get("guard", True), x["backend"])
-        special = _CALLS.get(signature.name)
-        found = special(self, how, x) if special else self.run(_PRIMITIVES[signature.name], how, x)
+        name = signature.name
+        option = _UNLESS.get(name)
+        if name in _CALLS and (option is None or x[option]):
+            found = _CALLS[name](self, how, x)
+        else:
+            found = self.run(_PRIMITIVES[name], how, x)
         return found if signature.result is tuple else signature.result(*found)
 
     def run(self, name: str, how: How, x: dict[str, Any]) -> Any:
@@ -144,8 +148,6 @@ class Functions(PublicFunctions):
 def _layer(ops: Functions, how: How, x: dict[str, Any]) -> Any:
     """Run a forward; a pre-activation is differentiable too, and costs a product of its own."""
     result = ops.run("product", how, x)
-    if not x["return_pre_activation"]:
-        return result
     pre = ops.matmul_bias_activation(x["a"], x["b"], x["bias"], backend=how.backend)
     return result, ops.widened(pre)
 
@@ -204,6 +206,11 @@ _CALLS: dict[str, Callable[[Functions, How, dict[str, Any]], Any]] = {
         ops.run("gate", how, x),
         ops.run("gate_tangent", how, x),
     ),
+}
+#: The option without which such a function is one primitive alone.
+_UNLESS = {
+    "matmul_bias_activation": "return_pre_activation",
+    "matmul_bias_activation_bwd": "sum_batch",
 }
 _PRIMITIVES = {primitive.function: name for name, primitive in PRIMITIVES.items()}
 
