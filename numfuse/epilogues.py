@@ -27,7 +27,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from numfuse.language.curves import Curve, call, expand, inputs, leaf, rebuilt, replace_leaves
+from numfuse.language.curves import (
+    Curve,
+    call,
+    expand,
+    inputs,
+    leaf,
+    present,
+    rebuilt,
+    replace_leaves,
+)
 from numfuse.language.derivatives import forward, reverse, second_order
 from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
@@ -114,7 +123,7 @@ class Epilogue(Keyed):
             if e.op == "input":
                 made[e] = None if e.payload in absent else e
             else:
-                made[e] = _present(e, [made[a] for a in e.args])
+                made[e] = present(e, [made[a] for a in e.args])
         return Epilogue(
             self.name,
             tuple(name for name in self.accumulators if name not in absent),
@@ -205,27 +214,6 @@ class Epilogue(Keyed):
         for (i, j), bend in bends.items():
             results.append((f"bend_{self.accumulators[i]}_{self.accumulators[j]}", bend))
         return Epilogue(f"{self.name} jet", self.accumulators, self.operands, tuple(results))
-
-
-def _present(e: Expr, args: list[Expr | None]) -> Expr | None:
-    """The node over operands of which some are absent (None); None: it is absent itself."""
-    if not args or all(a is not None for a in args):
-        kept = [a for a in args if a is not None]
-        return rebuilt(e, kept)
-    match e.op:
-        case "add":
-            return args[0] if args[1] is None else args[1]
-        case "sub":
-            return args[0] if args[1] is None else -args[1]
-        case "neg" | "mul" | "product" | "product_low":
-            return None
-        case "div" if args[0] is None:
-            return None
-        case "fma":
-            if args[0] is not None and args[1] is not None:
-                return args[0] * args[1]
-            return args[2]
-    return rebuilt(e, [constant(0) if a is None else a for a in args])
 
 
 def record(

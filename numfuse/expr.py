@@ -23,7 +23,7 @@ from typing import Any
 
 from numfuse.language import elementary
 from numfuse.language.curves import substitute
-from numfuse.language.derivatives import derivative_graph
+from numfuse.language.derivatives import forward
 from numfuse.language.graph import SYMBOL, Expr, constant, node, rounded, topological
 from numfuse.language.keys import Keyed
 from numfuse.language.operations import TRUTH
@@ -103,49 +103,30 @@ def clamp(x: Any, low: Any, high: Any) -> Any:
     return minimum(maximum(x, low), high)
 
 
-def abs(x: Any) -> Any:
-    """Absolute value."""
-    return _apply("abs", x)
-
-
 def copysign(magnitude: Any, sign: Any) -> Any:
     """`magnitude` with the sign bit of `sign` (that of -0.0 too)."""
     return _apply("copysign", magnitude, sign)
 
 
-def sqrt(x: Any) -> Any:
-    """Square root, correctly rounded; NaN below zero."""
-    return _apply("sqrt", x)
+def _function(op: str, doc: str) -> Callable[[Any], Any]:
+    """Return the function that writes an operation of one operand."""
+
+    def function(x: Any) -> Any:
+        return _apply(op, x)
+
+    function.__name__ = function.__qualname__ = op
+    function.__doc__ = doc
+    return function
 
 
-def exp(x: Any) -> Any:
-    """e**x."""
-    return _apply("exp", x)
-
-
-def log(x: Any) -> Any:
-    """Natural logarithm; -inf at 0, NaN below."""
-    return _apply("log", x)
-
-
-def log1p(x: Any) -> Any:
-    """log(1 + x), accurate near 0; -inf at -1, NaN below."""
-    return _apply("log1p", x)
-
-
-def tanh(x: Any) -> Any:
-    """Hyperbolic tangent; keeps the sign of zero."""
-    return _apply("tanh", x)
-
-
-def sigmoid(x: Any) -> Any:
-    """1 / (1 + e**-x), with full relative accuracy in the negative tail."""
-    return _apply("sigmoid", x)
-
-
-def erf(x: Any) -> Any:
-    """Error function."""
-    return _apply("erf", x)
+abs = _function("abs", "Absolute value.")
+sqrt = _function("sqrt", "Square root, correctly rounded; NaN below zero.")
+exp = _function("exp", "e**x.")
+log = _function("log", "Natural logarithm; -inf at 0, NaN below.")
+log1p = _function("log1p", "log(1 + x), accurate near 0; -inf at -1, NaN below.")
+tanh = _function("tanh", "Hyperbolic tangent; keeps the sign of zero.")
+sigmoid = _function("sigmoid", "1 / (1 + e**-x), with full relative accuracy in the negative tail.")
+erf = _function("erf", "Error function.")
 
 
 def normal_cdf(x: Any) -> Any:
@@ -218,4 +199,5 @@ def differentiate(expr: Expr) -> Expr:
     A kink takes the value of its right-hand operand: ``maximum(x, 0)`` has derivative 0 at 0. Low
     words (`product_low`) are rounding errors and count as constant.
     """
-    return derivative_graph(expr)
+    (result,) = forward((expr,), {SYMBOL: constant(1)})
+    return constant(0) if result is None else result

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from numfuse import expr as ex
 from numfuse.errors import BackendUnavailable
@@ -23,20 +23,24 @@ Formula: TypeAlias = Callable[[Any], Any]
 _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 
 
-class _Compiler(NamedTuple):
-    """The module of a backend that makes device functions of formulas, and the extra it needs."""
-
-    module: str
-    extra: str | None
-
-
-_COMPILERS: dict[str, _Compiler] = {}
+#: By target: the module that makes device functions of formulas, and the extra it needs.
+_COMPILERS: dict[str, tuple[str, str | None]] = {}
 _SERIALS = itertools.count()
 
 
 def register_compiler(target: str, module: str, extra: str | None) -> None:
     """Let `module`, which has a ``device_function(graph, name)``, compile formulas for a target."""
-    _COMPILERS[target] = _Compiler(module, extra)
+    _COMPILERS[target] = module, extra
+
+
+def _device_function(target: str, order: int) -> property:
+    """Return the property of an activation that is its value, or a derivative, on a device."""
+    kind = {
+        "cpu": "a Numba function, for float32 and float64 scalars in your own kernels",
+        "cuda": "a CUDA device function; BackendUnavailable without that backend",
+    }
+    what = _ORDER_NAMES[order].replace("_", " ")
+    return property(lambda act: act._device(target, order), doc=f"The {what} as {kind[target]}.")
 
 
 class Activation:
@@ -192,59 +196,28 @@ class Activation:
     def _device(self, target: str, order: int) -> Any:
         made = self._made.get((target, order))
         if made is None:
-            compiler = _COMPILERS[target]
+            module, extra = _COMPILERS[target]
             try:
-                loaded: Any = import_module(compiler.module)
+                loaded: Any = import_module(module)
             except ModuleNotFoundError as error:
                 # A part of numfuse: the failed import of another package speaks for itself.
-                known = compiler.module.startswith(str(error.name))
+                known = module.startswith(str(error.name))
                 reason = "this version of numfuse does not contain it" if known else str(error)
-                raise BackendUnavailable(target, reason, compiler.extra) from error
+                raise BackendUnavailable(target, reason, extra) from error
             made = self._made[target, order] = loaded.device_function(
                 self.trace(order),
                 re.sub(r"\W", "_", f"{self.name}_{_ORDER_NAMES[order]}", flags=re.A),
             )
         return made
 
-    @property
-    def njit(self) -> Any:
-        """The value as a Numba function, for float32 and float64 scalars in your own kernels."""
-        return self._device("cpu", 0)
-
-    @property
-    def njit_derivative(self) -> Any:
-        """The first derivative as a Numba function."""
-        return self._device("cpu", 1)
-
-    @property
-    def njit_second_derivative(self) -> Any:
-        """The second derivative as a Numba function."""
-        return self._device("cpu", 2)
-
-    @property
-    def njit_third_derivative(self) -> Any:
-        """The third derivative as a Numba function."""
-        return self._device("cpu", 3)
-
-    @property
-    def cuda(self) -> Any:
-        """The value as a CUDA device function; BackendUnavailable without that backend."""
-        return self._device("cuda", 0)
-
-    @property
-    def cuda_derivative(self) -> Any:
-        """The first derivative as a CUDA device function."""
-        return self._device("cuda", 1)
-
-    @property
-    def cuda_second_derivative(self) -> Any:
-        """The second derivative as a CUDA device function."""
-        return self._device("cuda", 2)
-
-    @property
-    def cuda_third_derivative(self) -> Any:
-        """The third derivative as a CUDA device function."""
-        return self._device("cuda", 3)
+    njit = _device_function("cpu", 0)
+    njit_derivative = _device_function("cpu", 1)
+    njit_second_derivative = _device_function("cpu", 2)
+    njit_third_derivative = _device_function("cpu", 3)
+    cuda = _device_function("cuda", 0)
+    cuda_derivative = _device_function("cuda", 1)
+    cuda_second_derivative = _device_function("cuda", 2)
+    cuda_third_derivative = _device_function("cuda", 3)
 
     # --- identity ---------------------------------------------------------------------------
     def __repr__(self) -> str:

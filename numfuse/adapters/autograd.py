@@ -62,7 +62,7 @@ class _Autograd(Functions):
 
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         if pre is not None:
-            return self.composite(name)(how, *operands, pre=pre, guard=how.guard)
+            return self.composite(name, how, *operands, pre=pre, guard=how.guard)
         return _RUN[name](*operands, how)
 
 
@@ -73,8 +73,10 @@ activation = FUNCTIONS.activation
 
 # --- their derivatives --------------------------------------------------------------------------
 def _fused(name: str) -> Callable[..., Any]:
-    """Return the reverse rule of a forward: one fused call."""
-    backward, names = _RUN[f"{name}_bwd"], PRIMITIVES[f"{name}_bwd"].names
+    """Return the reverse rule that is another primitive: one fused call."""
+    primitive = PRIMITIVES[name]
+    following = PRIMITIVES[str(primitive.derivative)]
+    names = following.names
     assert names is not None
 
     def make(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
@@ -82,7 +84,9 @@ def _fused(name: str) -> Callable[..., Any]:
         needs = chosen(argnums, names)
 
         def pull(g: Any) -> Any:
-            found = backward(_like(g, operands[0]), *operands, how._replace(needs=needs))
+            parts = primitive.cotangents((g,) if primitive.names is None else g, how)
+            cotangents = [None if part is None else _like(part, operands[0]) for part in parts]
+            found = _RUN[following.name](*cotangents, *operands, how._replace(needs=needs))
             return tuple(spread(found, names, needs)[i] for i in argnums)
 
         return pull
@@ -92,14 +96,13 @@ def _fused(name: str) -> Callable[..., Any]:
 
 def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the reverse and the forward rule of a primitive, through what it is made of."""
-    composite = FUNCTIONS.composite(name)
 
     def replaced(argnums: Any, args: Any) -> Callable[[Any], Any]:
         def call(values: Any) -> Any:
             *operands, how = args
             for place, i in enumerate(argnums):
                 operands[i] = values[place]
-            found = composite(how, *operands)
+            found = FUNCTIONS.composite(name, how, *operands)
             return traced_tuple(found) if isinstance(found, tuple) else found
 
         return call
@@ -136,59 +139,26 @@ def _tangents(argnums: Any, gs: Any, args: Any) -> list[Any]:
     return found
 
 
-def _bwd_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    """Run the forward mode of a product's backward, which is bilinear without an activation."""
-    *operands, how = args
-    if not how.activation.is_identity:
-        return _through("product_bwd")[1](argnums, gs, ans, args, kwargs)
-    dots = _tangents(argnums, gs, args)[:3]
-    return traced_tuple(pieces.linear_backward_tangent(FUNCTIONS, how, *operands, *dots))
-
-
-def _bwd_reverse(name: str) -> Callable[..., Any]:
-    """Return the reverse rule of a backward: the double backward."""
-    names, double = PRIMITIVES[f"{name}_bwd"].names, f"{name}_double"
-    assert names is not None
-    second = ("grad", *names)
-
-    def make(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-        *operands, how = args
-        needs = chosen(argnums, second)
-
-        def pull(g: Any) -> Any:
-            parts = spread(g, names, how.needs)
-            cotangents = [
-                None if part is None else _like(part, x)
-                for part, x in zip(parts, operands[1:], strict=True)
-            ]
-            found = _RUN[double](*cotangents, *operands, how._replace(needs=needs))
-            return tuple(spread(found, second, needs)[i] for i in argnums)
-
-        return pull
-
-    return make
-
-
-def _by_tangent(name: str) -> Callable[..., Any]:
-    """Return the forward rule of a forward: one fused call."""
+def _backward_tangent(name: str) -> Callable[..., Any]:
+    """Return the forward rule of a backward."""
 
     def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         *operands, how = args
-        return _RUN[f"{name}_tangent"](*operands, *_tangents(argnums, gs, args), how)
+        dots = _tangents(argnums, gs, args)
+        return traced_tuple(FUNCTIONS.backward_tangent(name, how, operands, dots))
 
     return forward
 
 
-for _name in ("product", "gate"):
-    _bwd = _RUN[f"{_name}_bwd"]
-    defvjp_argnums(_RUN[_name], _fused(_name))
-    defjvp_argnums(_RUN[_name], _by_tangent(_name))
-    defvjp_argnums(_bwd, _bwd_reverse(_name))
-    defjvp_argnums(_bwd, _bwd_forward if _name == "product" else _through("gate_bwd")[1])
-    for _made_of in (f"{_name}_double", f"{_name}_tangent"):
-        _reverse, _forward = _through(_made_of)
-        defvjp_argnums(_RUN[_made_of], _reverse)
-        defjvp_argnums(_RUN[_made_of], _forward)
+def _by_tangent(name: str) -> Callable[..., Any]:
+    """Return the forward rule of a forward: one fused call."""
+    tangent = _RUN[str(PRIMITIVES[name].tangent)]
+
+    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+        *operands, how = args
+        return tangent(*operands, *_tangents(argnums, gs, args), how)
+
+    return forward
 
 
 def _residual_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
@@ -213,8 +183,20 @@ def _residual_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -
     return t
 
 
-defvjp_argnums(_RUN["residual"], _residual_reverse)
-defjvp_argnums(_RUN["residual"], _residual_forward)
+def _rules(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the reverse and the forward rule of a primitive."""
+    primitive = PRIMITIVES[name]
+    if name == "residual":
+        return _residual_reverse, _residual_forward
+    if primitive.derivative is None:
+        return _through(name)
+    return _fused(name), (_by_tangent if primitive.is_forward else _backward_tangent)(name)
+
+
+for _name, _run in _RUN.items():
+    _reverse, _forward = _rules(_name)
+    defvjp_argnums(_run, _reverse)
+    defjvp_argnums(_run, _forward)
 
 
 def to_numpy(x: Any) -> Any:

@@ -23,7 +23,7 @@ from numba import types
 from numba.core.errors import TypingError
 from numba.extending import overload, register_jitable
 
-from numfuse import functional
+from numfuse import epilogues, functional
 
 __all__ = ["init"]
 
@@ -58,24 +58,29 @@ def _format(what: str, axes: int | None, **operands: Any) -> str:
     return dtypes.pop()
 
 
-def _literal(activation: Any) -> str:
-    if isinstance(activation, types.Omitted):
-        activation = activation.value
-    if isinstance(activation, str):
-        return activation
-    if not isinstance(activation, types.StringLiteral):
+def _activation(given: Any) -> Any:
+    """Return the activation that a literal names."""
+    from numfuse.activations import get
+
+    given = given.value if isinstance(given, types.Omitted) else given
+    if not isinstance(given, str | types.StringLiteral):
         raise TypingError(
-            f'activation must be a literal, such as "gelu", in an njit function, got {activation}'
+            f'activation must be a literal, such as "gelu", in an njit function, got {given}'
         )
-    return str(activation.literal_value)
+    return get(str(getattr(given, "literal_value", given)))
 
 
-def _is_none(x: Any) -> bool:
-    return (
-        x is None
-        or isinstance(x, types.NoneType)
-        or (isinstance(x, types.Omitted) and x.value is None)
-    )
+def _given(bias: Any) -> dict[str, Any]:
+    """Return the bias by its name, where it is there."""
+    given = bias.value if isinstance(bias, types.Omitted) else bias
+    return {} if given is None or isinstance(given, types.NoneType) else {"bias": bias}
+
+
+def _formula(made: Any, fmt: str, *arguments: str) -> Any:
+    """Return an epilogue as a function of scalars, with 0 for derivatives that are not finite."""
+    from numfuse.backends.cpu.llvm.primitives import scalar_function
+
+    return scalar_function(made.guarded().graphs, fmt, arguments)
 
 
 #: Kernels whose addresses are in compiled functions of the user's, which Numba keeps for good.
@@ -152,48 +157,39 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
     return product
 
 
+# Numba leaves out the branch of a bias that is None, or not None: each has types of its own.
+
+
 @_overload(functional.matmul_bias_activation, prefer_literal=True)
 def _matmul_bias_activation(a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
-    from numfuse.activations import get
-
-    act, has_bias = get(_literal(activation)), not _is_none(bias)
-    operands = {"a": a, "b": b, **({"bias": bias} if has_bias else {})}
+    act, operands = _activation(activation), {"a": a, "b": b} | _given(bias)
     fmt = _format("matmul_bias_activation", 2, **operands)
-    product, dtype = _product(fmt, act, has_bias), np.dtype(fmt)
+    product, dtype = _product(fmt, act, "bias" in operands), np.dtype(fmt)
 
-    if has_bias:
-
-        def with_bias(a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
-            if a.shape[1] != b.shape[0]:
-                raise ValueError("b must have shape (K, N) with K the last axis of a")
-            if bias.shape[0] != b.shape[1]:
-                raise ValueError("bias must have shape (N,)")
-            out = np.empty((a.shape[0], b.shape[1]), dtype)
-            product(a, b, bias, out)
-            return out
-
-        return with_bias
-
-    def without(a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
+    def layer(a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
         if a.shape[1] != b.shape[0]:
             raise ValueError("b must have shape (K, N) with K the last axis of a")
         out = np.empty((a.shape[0], b.shape[1]), dtype)
-        product(a, b, np.empty(0, dtype), out)
+        if bias is None:
+            product(a, b, np.empty(0, dtype), out)
+        else:
+            if bias.shape[0] != b.shape[1]:
+                raise ValueError("bias must have shape (N,)")
+            product(a, b, bias, out)
         return out
 
-    return without
+    return layer
 
 
 @_overload(functional.matmul_bias_activation_bwd, prefer_literal=True)
 def _matmul_bias_activation_bwd(grad, a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
     """(d_a, d_b, d_bias), or (d_a, d_b, None) without a bias."""
-    from numfuse.activations import get
-
-    act, none, has_bias = get(_literal(activation)), get("none"), not _is_none(bias)
-    operands = {"grad": grad, "a": a, "b": b, **({"bias": bias} if has_bias else {})}
+    act, operands = _activation(activation), {"grad": grad, "a": a, "b": b} | _given(bias)
     fmt = _format("matmul_bias_activation_bwd", 2, **operands)
-    dtype, slope = np.dtype(fmt), act.njit_derivative
-    recompute, plain = _product(fmt, none, has_bias), _product(fmt, none, False)
+    dtype, none = np.dtype(fmt), _activation("none")
+    backward = epilogues.layer(act.curve).select("out").backward()
+    grad_pre_of = _formula(backward.without("bias").select("d_z"), fmt, "z", "grad")
+    recompute, plain = _product(fmt, none, "bias" in operands), _product(fmt, none, False)
 
     @_jitable
     def gradients(grad, a, b, bias):  # type: ignore[no-untyped-def]
@@ -204,17 +200,18 @@ def _matmul_bias_activation_bwd(grad, a, b, bias=None, activation="none"):  # ty
         recompute(a, b, bias, grad_pre)
         for i in range(m):
             for j in range(n):
-                value = slope(grad_pre[i, j])
-                grad_pre[i, j] = grad[i, j] * (value if np.isfinite(value) else dtype.type(0))
+                grad_pre[i, j] = grad_pre_of(grad_pre[i, j], grad[i, j])
         d_a, d_b = np.empty(a.shape, dtype), np.empty(b.shape, dtype)
         nothing = np.empty(0, dtype)
         plain(grad_pre, b.T, nothing, d_a)
         plain(a.T, grad_pre, nothing, d_b)
         return d_a, d_b, grad_pre
 
-    if has_bias:
-
-        def with_bias(grad, a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
+    def layer_bwd(grad, a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
+        if bias is None:
+            d_a, d_b, _ = gradients(grad, a, b, np.empty(0, dtype))
+            return d_a, d_b, None
+        else:
             if bias.shape[0] != b.shape[1]:
                 raise ValueError("bias must have shape (N,)")
             d_a, d_b, grad_pre = gradients(grad, a, b, bias)
@@ -224,23 +221,21 @@ def _matmul_bias_activation_bwd(grad, a, b, bias=None, activation="none"):  # ty
                     sums[j] += grad_pre[i, j]
             return d_a, d_b, sums.astype(dtype)
 
-        return with_bias
-
-    def without(grad, a, b, bias=None, activation="none"):  # type: ignore[no-untyped-def]
-        d_a, d_b, _ = gradients(grad, a, b, np.empty(0, dtype))
-        return d_a, d_b, None
-
-    return without
+    return layer_bwd
 
 
 # --- gates --------------------------------------------------------------------------------------
-def _gate(what: str, activation: str, **operands: Any) -> Any:
-    from numfuse.activations import get
-
+def _curve_and_format(what: str, activation: Any, **operands: Any) -> tuple[Any, str]:
+    """Return the activation's curve and the dtype of a gate's call, after the checks of types."""
     fmt = _format(what, None, **operands)
     if len({x.ndim for x in operands.values()}) > 1:
         raise TypingError(f"{what}: {', '.join(operands)} must have one shape")
-    value, dtype = get(activation).njit, np.dtype(fmt)
+    return _activation(activation).curve, fmt
+
+
+def _gate(what: str, activation: Any, **operands: Any) -> Any:
+    curve, fmt = _curve_and_format(what, activation, **operands)
+    formula, dtype = _formula(epilogues.gate(curve), fmt, "a", "b"), np.dtype(fmt)
 
     @_jitable
     def gate(a, b):  # type: ignore[no-untyped-def]
@@ -250,20 +245,16 @@ def _gate(what: str, activation: str, **operands: Any) -> Any:
         x, y = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
         flat = out.reshape(-1)
         for i in range(flat.size):
-            flat[i] = value(x[i]) * y[i]
+            flat[i] = formula(x[i], y[i])
         return out
 
     return gate
 
 
-def _gate_bwd(what: str, activation: str, **operands: Any) -> Any:
-    from numfuse.activations import get
-
-    fmt = _format(what, None, **operands)
-    if len({x.ndim for x in operands.values()}) > 1:
-        raise TypingError(f"{what}: {', '.join(operands)} must have one shape")
-    act, dtype = get(activation), np.dtype(fmt)
-    value, slope = act.njit, act.njit_derivative
+def _gate_bwd(what: str, activation: Any, **operands: Any) -> Any:
+    curve, fmt = _curve_and_format(what, activation, **operands)
+    backward = epilogues.gate(curve).backward().select("d_a", "d_b")
+    formula, dtype = _formula(backward, fmt, "grad", "a", "b"), np.dtype(fmt)
 
     @_jitable
     def gate_bwd(grad, a, b):  # type: ignore[no-untyped-def]
@@ -274,9 +265,7 @@ def _gate_bwd(what: str, activation: str, **operands: Any) -> Any:
         g = np.ascontiguousarray(grad).reshape(-1)
         first, second = d_a.reshape(-1), d_b.reshape(-1)
         for i in range(first.size):
-            s = slope(x[i])
-            first[i] = g[i] * y[i] * (s if np.isfinite(s) else dtype.type(0))
-            second[i] = g[i] * value(x[i])
+            first[i], second[i] = formula(g[i], x[i], y[i])
         return d_a, d_b
 
     return gate_bwd
@@ -284,13 +273,13 @@ def _gate_bwd(what: str, activation: str, **operands: Any) -> Any:
 
 @_overload(functional.activation_mul, prefer_literal=True)
 def _activation_mul(a, b, activation):  # type: ignore[no-untyped-def]
-    gate = _gate("activation_mul", _literal(activation), a=a, b=b)
+    gate = _gate("activation_mul", activation, a=a, b=b)
     return lambda a, b, activation: gate(a, b)
 
 
 @_overload(functional.activation_mul_bwd, prefer_literal=True)
 def _activation_mul_bwd(grad, a, b, activation):  # type: ignore[no-untyped-def]
-    gate_bwd = _gate_bwd("activation_mul_bwd", _literal(activation), grad=grad, a=a, b=b)
+    gate_bwd = _gate_bwd("activation_mul_bwd", activation, grad=grad, a=a, b=b)
     return lambda grad, a, b, activation: gate_bwd(grad, a, b)
 
 

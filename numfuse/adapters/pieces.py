@@ -16,9 +16,9 @@ what that returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache, reduce
-from operator import mul
+from operator import add, mul
 from typing import Any
 
 from numfuse.activations import Activation
@@ -34,7 +34,7 @@ from numfuse.epilogues import (
 from numfuse.expr import SYMBOL, Expr, constant, exp
 from numfuse.language.curves import Curve
 
-__all__ = ["COMPOSITES", "linear_backward_tangent", "moved"]
+__all__ = ["COMPOSITES", "moved"]
 
 NONE = "none"
 
@@ -52,7 +52,6 @@ _FORMULAS: dict[str, Callable[[Curve], Epilogue]] = {
     "product_bwd": lambda f: layer(f).select("out").backward().without("bias"),
     "product_double": lambda f: layer_double_backward(f).without("bias", "w"),
     "product_tangent": lambda f: layer_tangent(f).without("bias"),
-    "gate_bwd": lambda f: gate(f).backward(),
     "gate_double": lambda f: gate_double_backward(f),
     "gate_tangent": lambda f: gate(f).tangent(),
 }
@@ -137,15 +136,6 @@ def _gate(
     return found if narrow else ops.narrowed(found, y)
 
 
-def _gradients(
-    ops: Any, name: str, how: How, inputs: Mapping[str, Any], names: Sequence[str], like: Any
-) -> tuple[Any, ...]:
-    """Return the results ``d_x`` for these names; zeros for those that are zero everywhere."""
-    found = evaluate(ops, name, how, inputs)
-    results = (found(f"d_{x}") for x in names)
-    return tuple(ops.zeros_like(like) if x is None else x for x in results)
-
-
 # --- products -------------------------------------------------------------------------------------
 def moved(ops: Any, u: Any, v: Any, w: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
     """Return T = u @ b + a @ v + w in the result's shape, or None where all are None."""
@@ -179,34 +169,6 @@ def _pre(ops: Any, a: Any, b: Any, bias: Any, how: How) -> Callable[[], Any]:
     return lambda: ops.matmul_bias_activation(a, b, bias, NONE, backend=how.backend)
 
 
-def linear_backward_tangent(
-    ops: Any,
-    how: How,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    grad_dot: Any,
-    a_dot: Any,
-    b_dot: Any,
-) -> tuple[Any, ...]:
-    """Return tangents of the gradients `how.needs` of a @ b + bias, which are bilinear."""
-    found: dict[str, Any] = {}
-    for moved_names, operands in (
-        (("a", "b", "bias"), (grad_dot, a, b)),
-        (("a",), (grad, a, b_dot)),
-        (("b",), (grad, a_dot, b)),
-    ):
-        needs = tuple(name for name in moved_names if name in how.needs)
-        if needs and all(x is not None for x in operands):
-            part = ops.primitive("product_bwd", how._replace(needs=needs), *operands, bias)
-            for i, name in enumerate(needs):
-                found[name] = part[i] if name not in found else found[name] + part[i]
-    like = {"a": a, "b": b, "bias": bias}
-    names = [name for name in like if name in how.needs]
-    return tuple(found[name] if name in found else ops.zeros_like(like[name]) for name in names)
-
-
 # --- the primitives' own --------------------------------------------------------------------------
 def _product_bwd(
     ops: Any, how: How, grad: Any, a: Any, b: Any, bias: Any, pre: Any = None, guard: bool = False
@@ -220,59 +182,46 @@ def _product_bwd(
 
 
 def _product_double(
-    ops: Any,
-    how: How,
-    u: Any,
-    v: Any,
-    w: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    bias: Any,
-    pre: Any = None,
-    guard: bool = False,
+    ops: Any, how: How, *x: Any, pre: Any = None, guard: bool = False
 ) -> tuple[Any, ...]:
     """Return the gradients `how.needs` of the backward's gradients, weighted with u, v and w.
 
     With a saved `pre`, that is in the place of a @ b + bias. Where `how.needs` has "pre", it is an
     operand of its own: the part of the gradients that goes through it is its own, and theirs not.
     """
-    t = moved(ops, u, v, w, a, b, bias, how.backend)
+    u, v, w, grad, a, b, bias = x
     z = _pre(ops, a, b, bias, how) if pre is None else pre
+    t = moved(ops, u, v, w, a, b, bias, how.backend)
     element = evaluate(ops, "product_double", how, {"z": z, "t": t, "grad": grad}, guard)
+    # Each gradient is a sum: of what is done element by element, taken back through these factors.
+    terms: dict[str, tuple[Any, ...]] = {
+        "a": (("q", a, b), ("s", a, v)),
+        "b": (("q", a, b), ("s", u, b)),
+    }
+    terms["bias"] = terms["a"][:1]
 
-    def gradient(name: str, g: Any, x: Any, y: Any) -> Any:
-        if any(one is None for one in (g, x, y)):
+    def gradient(name: str, result: str, left: Any, right: Any) -> Any:
+        if left is None or right is None or (result == "q" and "pre" in how.needs):
             return None
-        found = ops.matmul_bias_activation_bwd(
-            g, x, y, bias, NONE, needs=(name,), backend=how.backend
-        )
+        g = element(result)
+        if g is None:
+            return None
+        needs: Any = {"needs": (name,), "backend": how.backend}
+        found = ops.matmul_bias_activation_bwd(g, left, right, bias, NONE, **needs)
         return getattr(found, f"d_{name}")
 
-    def through_pre(name: str) -> Any:
-        return None if "pre" in how.needs else gradient(name, element("q"), a, b)
-
-    terms: dict[str, Callable[[], tuple[Any, ...]]] = {
-        "grad": lambda: (element("d_grad"),),
-        "a": lambda: (
-            through_pre("a"),
-            None if v is None else gradient("a", element("s"), a, v),
-        ),
-        "b": lambda: (
-            through_pre("b"),
-            None if u is None else gradient("b", element("s"), u, b),
-        ),
-        "bias": lambda: (through_pre("bias"),),
-        "pre": lambda: (None if (q := element("q")) is None else ops.narrowed(q, pre),),
-    }
-    like = {"grad": grad, "a": a, "b": b, "bias": bias, "pre": pre}
-    found = []
-    for name in how.needs:
-        there = [term for term in terms[name]() if term is not None]
-        found.append(there[0] + there[1] if len(there) > 1 else there[0] if there else None)
-        if not there:
-            found[-1] = ops.zeros_like(like[name])
-    return tuple(found)
+    made = []
+    for name, like in {"grad": grad, "a": a, "b": b, "bias": bias, "pre": pre}.items():
+        if name not in how.needs:
+            continue
+        if name in terms:
+            parts = [gradient(name, *term) for term in terms[name]]
+        else:
+            parts = [element("d_grad" if name == "grad" else "q")]
+        there = [part for part in parts if part is not None]
+        total = reduce(add, there) if there else ops.zeros_like(like)
+        made.append(ops.narrowed(total, pre) if name == "pre" else total)
+    return tuple(made)
 
 
 def _product_tangent(ops: Any, how: How, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any) -> Any:
@@ -283,13 +232,11 @@ def _product_tangent(ops: Any, how: How, a: Any, b: Any, bias: Any, u: Any, v: A
     return evaluate(ops, "product_tangent", how, {"z": z, "z_dot": t})("out_dot")
 
 
-def _gate_bwd(ops: Any, how: How, grad: Any, a: Any, b: Any) -> tuple[Any, ...]:
-    return _gradients(ops, "gate_bwd", how, {"a": a, "b": b, "grad": grad}, how.needs, a)
-
-
 def _gate_double(ops: Any, how: How, u: Any, v: Any, grad: Any, a: Any, b: Any) -> tuple[Any, ...]:
     inputs = {"a": a, "b": b, "grad": grad, "u": u, "v": v}
-    return _gradients(ops, "gate_double", how, inputs, how.needs, a)
+    found = evaluate(ops, "gate_double", how, inputs)
+    results = (found(f"d_{name}") for name in how.needs)
+    return tuple(ops.zeros_like(a) if x is None else x for x in results)
 
 
 def _gate_tangent(ops: Any, how: How, a: Any, b: Any, u: Any, v: Any) -> Any:
@@ -303,7 +250,6 @@ COMPOSITES: dict[str, Callable[..., Any]] = {
     "product_bwd": _product_bwd,
     "product_double": _product_double,
     "product_tangent": _product_tangent,
-    "gate_bwd": _gate_bwd,
     "gate_double": _gate_double,
     "gate_tangent": _gate_tangent,
 }

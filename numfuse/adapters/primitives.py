@@ -16,9 +16,18 @@ from typing import Any, NamedTuple
 from numfuse import differentials, functional
 from numfuse.activations import Activation
 from numfuse.adapters.signatures import NAMES, SIGNATURES
-from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, GEMM_NEEDS, GEMM_SECOND_NEEDS
 
-__all__ = ["CORE", "PRIMITIVES", "How", "Primitive", "chosen", "made", "spread"]
+__all__ = [
+    "CORE",
+    "PRIMITIVES",
+    "How",
+    "Primitive",
+    "backward_tangents",
+    "chosen",
+    "made",
+    "matrices",
+    "spread",
+]
 
 #: The public functions over NumPy arrays.
 CORE = SimpleNamespace(
@@ -35,48 +44,73 @@ class How(NamedTuple):
     backend: Any = None
 
 
-class Primitive(NamedTuple):
-    """A function of arrays that a library differentiates."""
+class Primitive:
+    """A function of arrays that a library differentiates.
 
-    name: str
-    #: The public function that it calls.
-    function: str
-    #: The kind of each operand, in the order of the public function.
-    kinds: str
-    #: The kind of each result.
-    results: str
-    #: The operands whose gradients the results are, where `How.needs` chooses among them.
-    names: tuple[str, ...] | None = None
-    #: The operands in which it is linear, and which may be None.
-    moved: tuple[str, ...] = ()
+    Parameters
+    ----------
+    name : str
+    function : str
+        The public function that it calls.
+    kinds, results : str
+        The kind of each operand, in the order of the public function, and of each result.
+    derivative, tangent : str, optional
+        The primitives that give its gradients, weighted with a cotangent for each result in front
+        of the operands, and its forward mode, the tangents being behind them.
 
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The names of the operands; a saved pre-activation is none of them."""
-        arrays = SIGNATURES[self.function].arrays
-        return tuple(name for name in arrays if name != "pre_activation")
+    Attributes
+    ----------
+    operands : tuple of str
+        Their names; a saved pre-activation is none of them.
+    takes_saved : bool
+        Whether a saved pre-activation may be given.
+    names : tuple of str or None
+        The operands whose gradients the results are, where `How.needs` chooses among them.
+    moved : tuple of str
+        The operands in which it is linear.
+    optional : tuple of bool
+        Whether each operand may be None.
+    order : tuple of int
+        The places of the operands, of those in which it is linear last.
+    ordered_kinds : str
+        The kinds of the operands in that order.
+    kept : int
+        The number of the operands in which it is not linear.
+    """
 
-    @property
-    def takes_saved(self) -> bool:
-        """Whether a saved pre-activation may be given."""
-        return "pre_activation" in SIGNATURES[self.function].arrays
+    def __init__(
+        self,
+        name: str,
+        function: str,
+        kinds: str,
+        results: str,
+        derivative: str | None = None,
+        tangent: str | None = None,
+    ) -> None:
+        self.name, self.function, self.kinds, self.results = name, function, kinds, results
+        self.derivative, self.tangent = derivative, tangent
+        arrays, self.names = SIGNATURES[function].arrays, SIGNATURES[function].needs or None
+        self.operands = tuple(x for x in arrays if x != "pre_activation")
+        self.takes_saved = "pre_activation" in arrays
+        along = tuple(x for x in arrays if x in ("u", "v", "w") or x.endswith("_dot"))
+        self.moved = along or tuple(x for x in arrays if x == "grad")
+        self.optional = tuple(x == "bias" or x in along for x in self.operands)
+        self.is_forward = not self.moved
+        places = range(len(kinds))
+        self.order = tuple(sorted(places, key=lambda i: self.operands[i] in self.moved))
+        self.ordered_kinds = "".join(self.linear_last(kinds))
+        self.kept = len(kinds) - len(self.moved)
 
-    @property
-    def optional(self) -> tuple[bool, ...]:
-        """Whether each operand may be None."""
-        tangents = self.moved != ("grad",)
-        return tuple(name == "bias" or (tangents and name in self.moved) for name in self.operands)
+    def cotangents(self, found: Sequence[Any], how: How) -> Sequence[Any]:
+        """Return a cotangent for each result, None where the result is not needed."""
+        return found if self.names is None else spread(found, self.names, how.needs)
 
-    @property
-    def is_forward(self) -> bool:
-        """Whether it is no derivative."""
-        return self.names is None and not self.moved
-
-    @property
-    def order(self) -> tuple[int, ...]:
-        """The places of the operands, of those in which it is linear last."""
-        places = range(len(self.kinds))
-        return tuple(sorted(places, key=lambda i: self.operands[i] in self.moved))
+    def wanted(self, needs: Sequence[str]) -> str:
+        """Return the kinds of the results that are made."""
+        if self.names is None:
+            return self.results
+        pairs = zip(self.results, self.names, strict=True)
+        return "".join(kind for kind, name in pairs if name in needs)
 
     def linear_last(self, operands: Sequence[Any]) -> list[Any]:
         """Return operands with those in which it is linear behind the others."""
@@ -105,41 +139,58 @@ class Primitive(NamedTuple):
 
 
 PRIMITIVES = {
-    primitive.name: primitive
-    for primitive in (
-        Primitive("product", "matmul_bias_activation", "abc", "o"),
-        Primitive(
-            "product_bwd", "matmul_bias_activation_bwd", "oabc", "abc", GEMM_NEEDS, ("grad",)
-        ),
-        Primitive(
-            "product_double",
-            "matmul_bias_activation_double_bwd",
-            "abcoabc",
-            "oabc",
-            GEMM_SECOND_NEEDS,
-            ("u", "v", "w"),
-        ),
-        Primitive(
-            "product_tangent",
-            "matmul_bias_activation_jvp",
-            "abcabc",
-            "o",
-            moved=("a_dot", "b_dot", "bias_dot"),
-        ),
-        Primitive("residual", "matmul_bias_residual", "abcr", "o"),
-        Primitive("gate", "activation_mul", "ee", "e"),
-        Primitive("gate_bwd", "activation_mul_bwd", "eee", "ee", GATED_NEEDS, ("grad",)),
-        Primitive(
-            "gate_double",
-            "activation_mul_double_bwd",
-            "eeeee",
-            "eee",
-            GATED_SECOND_NEEDS,
-            ("u", "v"),
-        ),
-        Primitive("gate_tangent", "activation_mul_jvp", "eeee", "e", moved=("a_dot", "b_dot")),
+    row[0]: Primitive(*row)
+    for row in (
+        ("product", "matmul_bias_activation", "abc", "o", "product_bwd", "product_tangent"),
+        ("product_bwd", "matmul_bias_activation_bwd", "oabc", "abc", "product_double"),
+        ("product_double", "matmul_bias_activation_double_bwd", "abcoabc", "oabc"),
+        ("product_tangent", "matmul_bias_activation_jvp", "abcabc", "o"),
+        ("residual", "matmul_bias_residual", "abcr", "o"),
+        ("gate", "activation_mul", "ee", "e", "gate_bwd", "gate_tangent"),
+        ("gate_bwd", "activation_mul_bwd", "eee", "ee", "gate_double"),
+        ("gate_double", "activation_mul_double_bwd", "eeeee", "eee"),
+        ("gate_tangent", "activation_mul_jvp", "eeee", "e"),
     )
 }
+
+
+def backward_tangents(
+    name: str, x: Sequence[Any], dots: Sequence[Any]
+) -> list[tuple[Primitive, list[Any]]]:
+    """Return the primitives, with their operands, whose sum is the forward mode of a backward.
+
+    A backward is linear in grad; by all else it has a product of a Hessian, which is symmetric, and
+    so the double backward's. `dots` are the tangents of grad and the operands `x`, None for zero.
+    """
+    primitive, found = PRIMITIVES[name], []
+    if dots[0] is not None:
+        found.append((primitive, [dots[0], *x[1:]]))
+    if any(dot is not None for dot in dots[1:]):
+        found.append((PRIMITIVES[str(primitive.derivative)], [*dots[1:], *x]))
+    return found
+
+
+def matrices(
+    kind: str, shape: tuple[int, ...], rank: int, row: bool, column: bool
+) -> tuple[int, ...]:
+    """Return the shape of a product's operand as matrices, with `rank` axes.
+
+    Parameters
+    ----------
+    kind : str
+    shape : tuple of int
+        Its own.
+    row, column : bool
+        Whether a is 1-D, and whether b is: what they leave out is put in.
+    """
+    if kind in "or":
+        shape = (1,) * (rank - row - column - len(shape)) + shape
+        shape = (*shape, 1) if column else shape
+    if row if kind in "aor" else kind == "c" and len(shape) == 1:
+        shape = (*shape[:-1], 1, shape[-1])
+    elif kind == "b" and column:
+        shape = (*shape, 1)
+    return (1,) * (rank - len(shape)) + shape
 
 
 def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any, ...]:

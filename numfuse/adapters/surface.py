@@ -8,15 +8,16 @@ None, and what is made of what, are here, once for all libraries.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
 
 from numfuse.adapters import pieces
-from numfuse.adapters.primitives import How, spread
+from numfuse.adapters.primitives import PRIMITIVES, How, backward_tangents, spread
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.problem.operands import accumulator
-from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, GEMM_NEEDS, GEMM_SECOND_NEEDS
 
 __all__ = ["NAMES", "Functions"]
 
@@ -86,8 +87,28 @@ class Functions(PublicFunctions):
         if x.get("bias", self) is None:
             needs = tuple(name for name in needs if name != "bias")
         how = How(x["activation"], needs, x.get("guard", True), x["backend"])
-        found = _CALLS[signature.name](self, how, x)
+        name = signature.name
+        option = _UNLESS.get(name)
+        if name in _CALLS and (option is None or x[option]):
+            found = _CALLS[name](self, how, x)
+        else:
+            found = self.run(_PRIMITIVES[name], how, x)
         return found if signature.result is tuple else signature.result(*found)
+
+    def run(self, name: str, how: How, x: dict[str, Any]) -> Any:
+        """Run a primitive on the arguments of a call; gradients that it does not make are None."""
+        primitive = PRIMITIVES[name]
+        operands = [x[operand] for operand in primitive.operands]
+        if primitive.names is None:
+            return self.primitive(name, how, *operands)
+        needs = tuple(n for n in how.needs if n != "residual")
+        pre = None
+        if primitive.takes_saved:
+            pre = self.saved(x.get("pre_activation"), x["grad"])
+            if "residual" in x:  # checked, and without a part in the gradients
+                pre = None
+        found = self.primitive(name, how._replace(needs=needs), *operands, pre=pre)
+        return spread(found, primitive.names, needs)
 
     def activation(self, x: Any, activation: Any) -> Any:
         """Return the values of an activation at an array, by a gate, which has derivatives."""
@@ -109,37 +130,30 @@ class Functions(PublicFunctions):
         _same_shape("pre_activation", pre, "the result's shape", grad)
         return pre if self.moves(pre) else None
 
-    def composite(self, name: str) -> Callable[..., Any]:
-        """Return a function of (how, operands) that stands for a primitive: what it is made of."""
-        made_of = pieces.COMPOSITES[name]
+    def backward_tangent(
+        self, name: str, how: How, x: Sequence[Any], dots: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Return the tangents of the gradients `how.needs` that a backward makes."""
+        parts = [
+            self.primitive(primitive.name, how, *operands)
+            for primitive, operands in backward_tangents(name, x, dots)
+        ]
+        return tuple(reduce(add, some) for some in zip(*parts, strict=True))
 
-        def call(how: How, *operands: Any, **options: Any) -> Any:
-            return made_of(self, how, *operands, **options)
-
-        return call
+    def composite(self, name: str, how: How, *operands: Any, **options: Any) -> Any:
+        """Run what a primitive is made of."""
+        return pieces.COMPOSITES[name](self, how, *operands, **options)
 
 
 def _layer(ops: Functions, how: How, x: dict[str, Any]) -> Any:
     """Run a forward; a pre-activation is differentiable too, and costs a product of its own."""
-    operands = x["a"], x["b"], x["bias"]
-    result = ops.primitive("product", how, *operands)
-    if not x["return_pre_activation"]:
-        return result
-    return result, ops.widened(ops.matmul_bias_activation(*operands, backend=how.backend))
-
-
-def _residual(ops: Functions, how: How, x: dict[str, Any]) -> Any:
-    return ops.primitive("residual", how, x["a"], x["b"], x["bias"], x["residual"])
+    result = ops.run("product", how, x)
+    pre = ops.matmul_bias_activation(x["a"], x["b"], x["bias"], backend=how.backend)
+    return result, ops.widened(pre)
 
 
 def _layer_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
-    needs = tuple(name for name in how.needs if name != "residual")
-    pre = ops.saved(x["pre_activation"], x["grad"])
-    if "residual" in x:  # checked, and without a part in the gradients
-        pre = None
-    operands = (x[name] for name in ("grad", "a", "b", "bias"))
-    found = ops.primitive("product_bwd", how._replace(needs=needs), *operands, pre=pre)
-    d_a, d_b, d_bias = spread(found, GEMM_NEEDS, needs)
+    d_a, d_b, d_bias = ops.run("product_bwd", how, x)
     if x["sum_batch"] and d_b is not None and d_b.ndim > 2:
         d_b = ops.sum_to(d_b, d_b.shape[-2:])
     return [d_a, d_b, d_bias]
@@ -152,30 +166,15 @@ def _residual_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     return [*found, d_residual]
 
 
-def _layer_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
-    needs = tuple(name for name in how.needs if name != "residual")
-    pre = ops.saved(x.get("pre_activation"), x["grad"])
-    operands = (x[name] for name in ("u", "v", "w", "grad", "a", "b", "bias"))
-    found = ops.primitive("product_double", how._replace(needs=needs), *operands, pre=pre)
-    return spread(found, GEMM_SECOND_NEEDS, needs)
-
-
 def _residual_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
     z, residual = x["z"], x["residual"]
     ops.checked(z=z, residual=residual)
     _same_shape("z", z, "the shape of residual", residual)
-    d_grad, *rest = _layer_double(ops, how, x)
+    d_grad, *rest = ops.run("product_double", how, x)
     if d_grad is not None and z is not None:
         d_grad = d_grad + z
     d_residual = ops.zeros_like(residual) if "residual" in how.needs else None
     return [d_grad, *rest, d_residual]
-
-
-def _layer_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
-    operands = x["a"], x["b"], x["bias"]
-    out = ops.primitive("product", how, *operands)
-    dots = x["a_dot"], x["b_dot"], x["bias_dot"]
-    return out, ops.primitive("product_tangent", how, *operands, *dots)
 
 
 def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
@@ -184,7 +183,7 @@ def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any
     ops.checked(a=x["a"], **dots)
     for name in names:
         _same_shape(f"{name}_dot", dots[f"{name}_dot"], f"the shape of {name}", x[name])
-    out = _residual(ops, how, x)
+    out = ops.run("residual", how, x)
     u, v, w, residual_dot = dots.values()
     dot = pieces.moved(ops, u, v, w, x["a"], x["b"], x["bias"], how.backend)
     # The residual has no part in T, and may enlarge nothing.
@@ -192,41 +191,28 @@ def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any
     return out, dot if residual_dot is None else dot + residual_dot
 
 
-def _gate(ops: Functions, how: How, x: dict[str, Any]) -> Any:
-    return ops.primitive("gate", how, x["a"], x["b"])
-
-
-def _gate_bwd(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
-    found = ops.primitive("gate_bwd", how, x["grad"], x["a"], x["b"])
-    return spread(found, GATED_NEEDS, how.needs)
-
-
-def _gate_double(ops: Functions, how: How, x: dict[str, Any]) -> list[Any]:
-    operands = (x[name] for name in ("u", "v", "grad", "a", "b"))
-    found = ops.primitive("gate_double", how, *operands)
-    return spread(found, GATED_SECOND_NEEDS, how.needs)
-
-
-def _gate_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any]:
-    dot = ops.primitive("gate_tangent", how, x["a"], x["b"], x["a_dot"], x["b_dot"])
-    return _gate(ops, how, x), dot
-
-
-#: By public function: what it is made of.
+#: By public function: what it is made of, where that is not one primitive alone.
 _CALLS: dict[str, Callable[[Functions, How, dict[str, Any]], Any]] = {
     "matmul_bias_activation": _layer,
-    "matmul_bias_residual": _residual,
     "matmul_bias_activation_bwd": _layer_bwd,
     "matmul_bias_residual_bwd": _residual_bwd,
-    "matmul_bias_activation_double_bwd": _layer_double,
     "matmul_bias_residual_double_bwd": _residual_double,
-    "matmul_bias_activation_jvp": _layer_jvp,
     "matmul_bias_residual_jvp": _residual_jvp,
-    "activation_mul": _gate,
-    "activation_mul_bwd": _gate_bwd,
-    "activation_mul_double_bwd": _gate_double,
-    "activation_mul_jvp": _gate_jvp,
+    "matmul_bias_activation_jvp": lambda ops, how, x: (
+        ops.run("product", how, x),
+        ops.run("product_tangent", how, x),
+    ),
+    "activation_mul_jvp": lambda ops, how, x: (
+        ops.run("gate", how, x),
+        ops.run("gate_tangent", how, x),
+    ),
 }
+#: The option without which such a function is one primitive alone.
+_UNLESS = {
+    "matmul_bias_activation": "return_pre_activation",
+    "matmul_bias_activation_bwd": "sum_batch",
+}
+_PRIMITIVES = {primitive.function: name for name, primitive in PRIMITIVES.items()}
 
 
 def _same_shape(name: str, x: Any, what: str, like: Any) -> None:

@@ -32,7 +32,7 @@ VIEW_SIZES = ["256", "1024", "8192x512x2048", "1000x777x1003"]
 VIEW_OPERATIONS = ["forward", "backward"]
 # Beside those, for gated operations alone: 32 Mi elements, far beyond any cache and beyond what an
 # allocator keeps for the next array.
-GATED_SIZES = {"quick": [], "default": ["2048x2048"], "full": ["8192x4096"]}
+GATED_SIZES = {"quick": [], "default": ["2048x2048x1"], "full": ["8192x4096x1"]}
 # Rounds and the least seconds of one timed stretch.
 EFFORT = {"quick": (3, 1e-3), "default": (5, 2e-3), "full": (15, 5e-3)}
 # A plain `bench` is done within two minutes on any machine: after this many seconds the cases that
@@ -152,34 +152,33 @@ def choose_threads(arguments: argparse.Namespace, cores: list[int]) -> tuple[lis
 
 
 def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
-    sizes = arguments.sizes or [size(text) for text in SIZES[arguments.effort]]
-    quick = arguments.effort == "quick"
-    dtypes = arguments.dtype or (["float32"] if quick else ["float32", "float64"])
+    effort = arguments.effort
     default = {"quick": OPERATIONS[:2], "default": DEFAULT_OPERATIONS, "full": OPERATIONS}
-    operations = arguments.operations or default[arguments.effort]
+    sizes = arguments.sizes or list(map(size, SIZES[effort]))
+    gates = sizes
+    if not arguments.sizes:
+        gates = [x for x in sizes if x[0] * x[1] >= GATED_ELEMENTS]
+        gates += map(size, GATED_SIZES[effort])
     # A gated operation works on (M, N): one case where two sizes differ in K only.
     cases: dict[tuple[Any, ...], None] = {}
-    for dtype in dtypes:
+
+    def add(operation: str, shapes: list[tuple[int, int, int]], dtype: str, layout: str) -> None:
+        for m, n, k in shapes:
+            k = k if operation in PRODUCTS else 0
+            cases[(operation, m, n, k, dtype, arguments.activation, layout)] = None
+
+    operations = arguments.operations or default[effort]
+    for dtype in arguments.dtype or ["float32", "float64"][: 1 if effort == "quick" else 2]:
         for layout in arguments.layouts or ["contiguous"]:
             for operation in operations:
-                gated = operation not in PRODUCTS
-                if gated and layout != "contiguous":
-                    continue
-                for m, n, k in sizes:
-                    if gated and not arguments.sizes and m * n < GATED_ELEMENTS:
-                        continue
-                    k = 0 if gated else k
-                    cases[(operation, m, n, k, dtype, arguments.activation, layout)] = None
-                if gated and not arguments.sizes:
-                    for text in GATED_SIZES[arguments.effort]:
-                        m, n = map(int, text.split("x"))
-                        cases[(operation, m, n, 0, dtype, arguments.activation, layout)] = None
-        if arguments.effort == "full" and not (arguments.sizes or arguments.layouts):
+                if operation in PRODUCTS:
+                    add(operation, sizes, dtype, layout)
+                elif layout == "contiguous":
+                    add(operation, gates, dtype, layout)
+        if effort == "full" and not (arguments.sizes or arguments.layouts):
             for layout in LAYOUTS:
-                for operation in operations:
-                    for text in VIEW_SIZES if operation in VIEW_OPERATIONS else ():
-                        shape = size(text)
-                        cases[(operation, *shape, dtype, arguments.activation, layout)] = None
+                for operation in filter(VIEW_OPERATIONS.__contains__, operations):
+                    add(operation, list(map(size, VIEW_SIZES)), dtype, layout)
     return list(cases)
 
 

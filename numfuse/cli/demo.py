@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from numfuse.cli import missing_extra
 
 if TYPE_CHECKING:
-    from numfuse.cli.network import Array, Parameters
+    from numfuse.cli.network import Parameters
+    from numfuse.cli.ufuncs import Array
 
 RATE = 3e-3  # Adam's, at the start; it falls along a half cosine to 0
 TEST_SHARE = 0.25

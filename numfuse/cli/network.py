@@ -20,8 +20,7 @@ from typing import Any
 import numpy as np
 
 import numfuse as nf
-
-Array = np.ndarray[Any, np.dtype[Any]]
+from numfuse.cli.ufuncs import Array
 
 PIXELS, HIDDEN, MIXED, CLASSES = 64, 256, 128, 10
 LAYERS = {
@@ -205,12 +204,12 @@ class TorchNetwork:
 
         self.torch = torch
         self.x, self.labels = torch.tensor(x), torch.tensor(labels)
-        self.weight: dict[str, Any] = {
-            k: torch.tensor(v, requires_grad=True) for k, v in start.weight.items()
-        }
-        self.bias: dict[str, Any] = {
-            k: torch.tensor(v, requires_grad=True) for k, v in start.bias.items()
-        }
+        self.weight: dict[str, Any]
+        self.bias: dict[str, Any]
+        self.weight, self.bias = (
+            {name: torch.tensor(x, requires_grad=True) for name, x in part.items()}
+            for part in (start.weight, start.bias)
+        )
         self.adam = torch.optim.Adam(
             [*self.weight.values(), *self.bias.values()],
             lr=rate,

@@ -9,13 +9,14 @@ views for everyone; JAX, which has none, takes them inside its compiled function
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-Array = np.ndarray[Any, np.dtype[Any]]
+from numfuse.cli.ufuncs import Array, numpy_activation, numpy_times_slope
 
 OPERATIONS = (
     *("forward", "backward", "backward_saved"),
@@ -65,6 +66,11 @@ class Case(NamedTuple):
     layout: str = "contiguous"
 
     @property
+    def work(self) -> str:
+        """The operation, whether its results are new arrays or not."""
+        return self.operation.removesuffix("_fresh")
+
+    @property
     def flop(self) -> int:
         return 2 * PRODUCTS.get(self.operation, 0) * self.m * self.n * self.k
 
@@ -93,10 +99,21 @@ class Operands(NamedTuple):
 
 
 class Contestant(NamedTuple):
-    """A callable without arguments that does the work, and what turns its result into arrays."""
+    """A callable without arguments that does the work."""
 
     run: Callable[[], Any]
-    arrays: Callable[[Any], tuple[Array, ...]]
+
+    def arrays(self, results: Any) -> tuple[Array, ...]:
+        """Return what a run made as arrays of NumPy."""
+        return tuple(np.asarray(x) for x in results)
+
+
+def results_memory(case: Case, empty: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what gives a result its memory: always the same, or a new array where it is timed."""
+    if case.work != case.operation:
+        return empty
+    kept = empty()
+    return lambda: kept
 
 
 def draw_operands(case: Case, generator: np.random.Generator) -> Operands:
@@ -118,68 +135,14 @@ def draw_operands(case: Case, generator: np.random.Generator) -> Operands:
     return Operands(a, b, bias, grad, a @ b + bias, grad)
 
 
-# --- formulas in NumPy, in place ------------------------------------------------------------------
-
-
-def numpy_activation(x: Array, activation: str, scratch: Array) -> Array:
-    """x becomes activation(x), with one array of scratch; the same array is returned."""
-    if activation == "relu":
-        return np.maximum(x, 0, out=x)
-    if activation == "silu":
-        np.negative(x, out=scratch)
-        np.exp(scratch, out=scratch)
-        scratch += 1
-        return np.divide(x, scratch, out=x)
-    np.multiply(x, x, out=scratch)  # gelu, tanh form
-    scratch *= 0.044715
-    scratch += 1
-    scratch *= x
-    scratch *= math.sqrt(2 / math.pi)
-    np.tanh(scratch, out=scratch)
-    scratch += 1
-    x *= scratch
-    x *= 0.5
-    return x
-
-
-def numpy_times_slope(x: Array, activation: str, grad: Array, s: Array, t: Array) -> Array:
-    """grad * activation'(x), written to `s`; `t` is scratch and x is kept."""
-    if activation == "relu":
-        np.greater(x, 0, out=s, casting="unsafe")
-    elif activation == "silu":
-        np.negative(x, out=s)
-        np.exp(s, out=s)
-        s += 1
-        np.reciprocal(s, out=s)
-        np.subtract(1, s, out=t)
-        t *= x
-        t += 1
-        s *= t
-    else:
-        np.multiply(x, x, out=t)
-        np.multiply(t, 0.044715, out=s)
-        s += 1
-        s *= x
-        s *= math.sqrt(2 / math.pi)
-        np.tanh(s, out=s)
-        t *= 3 * 0.044715
-        t += 1
-        t *= x
-        t *= math.sqrt(2 / math.pi)  # t = x u'
-        np.subtract(1, s, out=s)  # e = 1 - tanh u; the slope is (2 - e)(1 + t e) / 2
-        t *= s
-        t += 1
-        np.subtract(2, s, out=s)
-        s *= t
-        s *= 0.5
-    s *= grad
-    return s
+# --- NumPy ---------------------------------------------------------------------------------------
 
 
 def numpy_contestant(case: Case, o: Operands) -> Contestant:
     """NumPy as one writes it for speed: out= and in-place ufuncs, products by its BLAS."""
     activation = case.activation
-    x, s, t = np.empty_like(o.pre), np.empty_like(o.pre), np.empty_like(o.pre)
+    x, s, t = (np.empty_like(o.pre) for _ in range(3))
+    new_gate, new_up = (results_memory(case, lambda: np.empty_like(o.pre)) for _ in range(2))
     d_a, d_b, d_bias = (np.empty(y.shape, y.dtype) for y in (o.a, o.b, o.bias))
 
     def pre_activation() -> Array:
@@ -194,26 +157,17 @@ def numpy_contestant(case: Case, o: Operands) -> Contestant:
         return d_a, d_b, d_bias
 
     def gated() -> tuple[Array, ...]:
-        np.copyto(x, o.pre)
-        return (np.multiply(numpy_activation(x, activation, s), o.up, out=x),)
+        y = new_gate()
+        np.copyto(y, o.pre)
+        return (np.multiply(numpy_activation(y, activation, s), o.up, out=y),)
 
     def gated_backward() -> tuple[Array, ...]:
-        np.copyto(x, o.pre)
-        numpy_activation(x, activation, s)
-        np.multiply(x, o.grad, out=x)
-        numpy_times_slope(o.pre, activation, o.grad, s, t)
-        return np.multiply(s, o.up, out=s), x
-
-    def gated_fresh() -> tuple[Array, ...]:
-        x = o.pre.copy()
-        return (np.multiply(numpy_activation(x, activation, s), o.up, out=x),)
-
-    def gated_backward_fresh() -> tuple[Array, ...]:
-        x, d_a = o.pre.copy(), np.empty_like(o.pre)
-        numpy_activation(x, activation, s)
-        np.multiply(x, o.grad, out=x)
-        numpy_times_slope(o.pre, activation, o.grad, d_a, t)
-        return np.multiply(d_a, o.up, out=d_a), x
+        d_gate, d_up = new_gate(), new_up()
+        np.copyto(d_up, o.pre)
+        numpy_activation(d_up, activation, s)
+        np.multiply(d_up, o.grad, out=d_up)
+        numpy_times_slope(o.pre, activation, o.grad, d_gate, t)
+        return np.multiply(d_gate, o.up, out=d_gate), d_up
 
     runs = {
         "forward": lambda: (numpy_activation(pre_activation(), activation, s),),
@@ -221,10 +175,8 @@ def numpy_contestant(case: Case, o: Operands) -> Contestant:
         "backward_saved": lambda: gradients(o.pre),
         "gated": gated,
         "gated_backward": gated_backward,
-        "gated_fresh": gated_fresh,
-        "gated_backward_fresh": gated_backward_fresh,
     }
-    return Contestant(runs[case.operation], tuple)
+    return Contestant(runs[case.work])
 
 
 def exact(case: Case, o: Operands) -> tuple[Array, ...]:
@@ -241,9 +193,10 @@ def numfuse_contestant(case: Case, o: Operands) -> Contestant:
     import numfuse as nf
 
     activation = case.activation
-    out = np.empty_like(o.pre)
-    gated_out = (np.empty_like(o.pre), np.empty_like(o.pre))
-    gradients = (*(np.empty(x.shape, x.dtype) for x in (o.a, o.b, o.bias)),)
+    out, d_gate, d_up = (np.empty_like(o.pre) for _ in range(3))
+    gradients = tuple(np.empty(x.shape, x.dtype) for x in (o.a, o.b, o.bias))
+    fresh = case.work != case.operation
+    gate_out, gates_out = (None, None) if fresh else (out, (d_gate, d_up))
 
     runs: dict[str, Callable[[], Any]] = {
         "forward": lambda: (nf.matmul_bias_activation(o.a, o.b, o.bias, activation, out=out),),
@@ -253,45 +206,38 @@ def numfuse_contestant(case: Case, o: Operands) -> Contestant:
         "backward_saved": lambda: nf.matmul_bias_activation_bwd(
             o.grad, o.a, o.b, o.bias, activation, pre_activation=o.pre, out=gradients
         ),
-        "gated": lambda: (nf.activation_mul(o.pre, o.up, activation, out=out),),
+        "gated": lambda: (nf.activation_mul(o.pre, o.up, activation, out=gate_out),),
         "gated_backward": lambda: nf.activation_mul_bwd(
-            o.grad, o.pre, o.up, activation, out=gated_out
+            o.grad, o.pre, o.up, activation, out=gates_out
         ),
-        "gated_fresh": lambda: (nf.activation_mul(o.pre, o.up, activation),),
-        "gated_backward_fresh": lambda: nf.activation_mul_bwd(o.grad, o.pre, o.up, activation),
     }
-    return Contestant(runs[case.operation], tuple)
+    return Contestant(runs[case.work])
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
-
-
-def torch_arrays(value: Any) -> tuple[Array, ...]:
-    return tuple(tensor.numpy() for tensor in value)
 
 
 def torch_contestant(case: Case, o: Operands) -> Contestant:
     """Eager PyTorch with out= everywhere and its own fused derivative kernels."""
     import torch
 
-    aten, activation = torch.ops.aten, case.activation
+    aten = torch.ops.aten
     a, b, bias, grad, pre, up = (torch.from_numpy(x) for x in o)
-    x, s, t = torch.empty_like(pre), torch.empty_like(pre), torch.empty_like(pre)
+    x, s = torch.empty_like(pre), torch.empty_like(pre)
+    new_gate, new_up = (results_memory(case, lambda: torch.empty_like(pre)) for _ in range(2))
     d_a, d_b, d_bias = (torch.empty(y.shape, dtype=y.dtype) for y in (a, b, bias))
-
-    def activate(source: Any, out: Any) -> Any:
-        if activation == "gelu":
-            return aten.gelu.out(source, approximate="tanh", out=out)
-        if activation == "silu":
-            return aten.silu.out(source, out=out)
-        return torch.clamp(source, min=0, out=out)
-
-    def times_slope(source: Any, g: Any, out: Any) -> Any:
-        if activation == "gelu":
-            return aten.gelu_backward.grad_input(g, source, approximate="tanh", grad_input=out)
-        if activation == "silu":
-            return aten.silu_backward.grad_input(g, source, grad_input=out)
-        return aten.threshold_backward.grad_input(g, source, 0, grad_input=out)
+    activate: Callable[[Any, Any], Any] = {
+        "gelu": lambda x, out: aten.gelu.out(x, approximate="tanh", out=out),
+        "silu": lambda x, out: aten.silu.out(x, out=out),
+        "relu": lambda x, out: torch.clamp(x, min=0, out=out),
+    }[case.activation]
+    times_slope: Callable[[Any, Any, Any], Any] = {
+        "gelu": lambda x, g, out: aten.gelu_backward.grad_input(
+            g, x, approximate="tanh", grad_input=out
+        ),
+        "silu": lambda x, g, out: aten.silu_backward.grad_input(g, x, grad_input=out),
+        "relu": lambda x, g, out: aten.threshold_backward.grad_input(g, x, 0, grad_input=out),
+    }[case.activation]
 
     def gradients(source: Any) -> tuple[Any, ...]:
         grad_pre = times_slope(source, grad, s)
@@ -300,30 +246,55 @@ def torch_contestant(case: Case, o: Operands) -> Contestant:
         torch.sum(grad_pre, 0, out=d_bias)
         return d_a, d_b, d_bias
 
-    def gated_backward() -> tuple[Any, ...]:
-        torch.mul(grad, up, out=s)
-        times_slope(pre, s, t)
-        return t, torch.mul(activate(pre, x), grad, out=x)
-
-    def gated_fresh() -> tuple[Any, ...]:
-        y = activate(pre, torch.empty_like(pre))
+    def gated() -> tuple[Any, ...]:
+        y = activate(pre, new_up())
         return (torch.mul(y, up, out=y),)
 
-    def gated_backward_fresh() -> tuple[Any, ...]:
-        y = activate(pre, torch.empty_like(pre))
-        d_a = times_slope(pre, torch.mul(grad, up, out=s), torch.empty_like(pre))
-        return d_a, torch.mul(y, grad, out=y)
+    def gated_backward() -> tuple[Any, ...]:
+        y = activate(pre, new_up())
+        d_gate = times_slope(pre, torch.mul(grad, up, out=s), new_gate())
+        return d_gate, torch.mul(y, grad, out=y)
 
     runs = {
         "forward": lambda: (activate(torch.addmm(bias, a, b, out=x), x),),
         "backward": lambda: gradients(torch.addmm(bias, a, b, out=x)),
         "backward_saved": lambda: gradients(pre),
-        "gated": lambda: (torch.mul(activate(pre, x), up, out=x),),
+        "gated": gated,
         "gated_backward": gated_backward,
-        "gated_fresh": gated_fresh,
-        "gated_backward_fresh": gated_backward_fresh,
     }
-    return Contestant(runs[case.operation], torch_arrays)
+    return Contestant(runs[case.work])
+
+
+# --- compilers ------------------------------------------------------------------------------------
+
+
+def program_of(
+    case: Case,
+    activate: Callable[[Any], Any],
+    times_slope: Callable[[Any, Any], Any],
+    layer: Callable[[Any, Any, Any], Any],
+) -> tuple[Callable[..., tuple[Any, ...]], list[str]]:
+    """Return the work as a function of arrays, for a compiler, and its operands' names.
+
+    A compiled function allocates its results in any case.
+    """
+
+    def gradients(grad: Any, a: Any, b: Any, pre: Any) -> tuple[Any, ...]:
+        grad_pre = times_slope(pre, grad)
+        return grad_pre @ b.T, a.T @ grad_pre, grad_pre.sum(0)
+
+    programs: dict[str, Callable[..., tuple[Any, ...]]] = {
+        "forward": lambda a, b, bias: (activate(layer(a, b, bias)),),
+        "backward": lambda grad, a, b, bias: gradients(grad, a, b, layer(a, b, bias)),
+        "backward_saved": gradients,
+        "gated": lambda pre, up: (activate(pre) * up,),
+        "gated_backward": lambda grad, pre, up: (
+            times_slope(pre, grad * up),
+            activate(pre) * grad,
+        ),
+    }
+    program = programs[case.work]
+    return program, list(inspect.signature(program).parameters)
 
 
 def torch_compile_contestant(case: Case, o: Operands) -> Contestant:
@@ -331,46 +302,21 @@ def torch_compile_contestant(case: Case, o: Operands) -> Contestant:
     import torch
 
     torch._dynamo.reset()  # each case is a program of its own; the recompile limit counts them
-    aten, activation = torch.ops.aten, case.activation
-    a, b, bias, grad, pre, up = (torch.from_numpy(x) for x in o)
-
-    def activate(x: Any) -> Any:
-        functional = torch.nn.functional
-        if activation == "gelu":
-            return functional.gelu(x, approximate="tanh")
-        return functional.silu(x) if activation == "silu" else functional.relu(x)
-
-    def times_slope(x: Any, g: Any) -> Any:
-        if activation == "gelu":
-            return aten.gelu_backward(g, x, approximate="tanh")
-        if activation == "silu":
-            return aten.silu_backward(g, x)
-        return aten.threshold_backward(g, x, 0)
-
-    def gradients(a: Any, b: Any, grad: Any, x: Any) -> tuple[Any, ...]:
-        grad_pre = times_slope(x, grad)
-        return grad_pre @ b.t(), a.t() @ grad_pre, grad_pre.sum(0)
-
-    def backward(grad: Any, a: Any, b: Any, bias: Any) -> tuple[Any, ...]:
-        return gradients(a, b, grad, torch.addmm(bias, a, b))
-
-    def gated_backward(grad: Any, x: Any, up: Any) -> tuple[Any, ...]:
-        return times_slope(x, grad * up), activate(x) * grad
-
-    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "forward": (lambda a, b, bias: (activate(torch.addmm(bias, a, b)),), (a, b, bias)),
-        "backward": (backward, (grad, a, b, bias)),
-        "backward_saved": (gradients, (a, b, grad, pre)),
-        "gated": (lambda x, up: (activate(x) * up,), (pre, up)),
-        "gated_backward": (gated_backward, (grad, pre, up)),
-    }
-    # A compiled function allocates its results in any case.
-    program, arguments = programs[case.operation.removesuffix("_fresh")]
+    aten, functional = torch.ops.aten, torch.nn.functional
+    activate, times_slope = {
+        "gelu": (
+            lambda x: functional.gelu(x, approximate="tanh"),
+            lambda x, g: aten.gelu_backward(g, x, approximate="tanh"),
+        ),
+        "silu": (functional.silu, lambda x, g: aten.silu_backward(g, x)),
+        "relu": (functional.relu, lambda x, g: aten.threshold_backward(g, x, 0)),
+    }[case.activation]
+    program, names = program_of(
+        case, activate, times_slope, lambda a, b, bias: torch.addmm(bias, a, b)
+    )
     compiled = torch.compile(program, dynamic=False, fullgraph=True)
-    return Contestant(lambda: compiled(*arguments), torch_arrays)
-
-
-# --- JAX ------------------------------------------------------------------------------------------
+    arguments = [torch.from_numpy(getattr(o, name)) for name in names]
+    return Contestant(lambda: compiled(*arguments))
 
 
 def jax_contestant(case: Case, o: Operands) -> Contestant:
@@ -378,49 +324,26 @@ def jax_contestant(case: Case, o: Operands) -> Contestant:
     import jax
 
     jax.config.update("jax_enable_x64", True)
+
+    # (its gelu is the tanh form by default)
+    activate = getattr(jax.nn, case.activation)
+
+    def times_slope(x: Any, g: Any) -> Any:
+        return jax.vjp(activate, x)[1](g)[0]
+
+    program, names = program_of(case, activate, times_slope, lambda a, b, bias: a @ b + bias)
+    views = dict(zip(("a", "b", "grad"), LAYOUTS[case.layout], strict=True))
+
+    def on_views(*whole: Any) -> Any:
+        return program(
+            *(views.get(name, WHOLE).take(x) for name, x in zip(names, whole, strict=True))
+        )
+
+    compiled = jax.jit(on_views)
     # Whole arrays: a view would be copied here, where nobody counts the time.
-    a, b, bias, grad, pre, up = (jax.numpy.asarray(x if x.base is None else x.base) for x in o)
-    views = [view.take for view in LAYOUTS[case.layout]]
-
-    def activate(x: Any) -> Any:
-        if case.activation == "gelu":
-            return jax.nn.gelu(x, approximate=True)
-        return jax.nn.silu(x) if case.activation == "silu" else jax.nn.relu(x)
-
-    def gradients(a: Any, b: Any, grad: Any, x: Any) -> tuple[Any, ...]:
-        (grad_pre,) = jax.vjp(activate, x)[1](grad)
-        return grad_pre @ b.T, a.T @ grad_pre, grad_pre.sum(0)
-
-    def on_views(program: Callable[..., Any]) -> Callable[..., Any]:
-        def call(a: Any, b: Any, grad: Any, x: Any) -> Any:
-            a, b, grad = (take(y) for take, y in zip(views, (a, b, grad), strict=True))
-            return program(a, b, grad, x)
-
-        return call
-
-    programs: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-        "forward": (
-            on_views(lambda a, b, grad, bias: (activate(a @ b + bias),)),
-            (a, b, grad, bias),
-        ),
-        "backward": (
-            on_views(lambda a, b, grad, bias: gradients(a, b, grad, a @ b + bias)),
-            (a, b, grad, bias),
-        ),
-        "backward_saved": (on_views(gradients), (a, b, grad, pre)),
-        "gated": (lambda x, up: (activate(x) * up,), (pre, up)),
-        "gated_backward": (
-            lambda grad, x, up: jax.vjp(lambda x, up: activate(x) * up, x, up)[1](grad),
-            (grad, pre, up),
-        ),
-    }
-    # A compiled function allocates its results in any case.
-    program, arguments = programs[case.operation.removesuffix("_fresh")]
-    compiled = jax.jit(program)
-    return Contestant(
-        lambda: jax.block_until_ready(compiled(*arguments)),
-        lambda value: tuple(np.asarray(x) for x in value),
-    )
+    operands = [getattr(o, name) for name in names]
+    arguments = [jax.numpy.asarray(x if x.base is None else x.base) for x in operands]
+    return Contestant(lambda: jax.block_until_ready(compiled(*arguments)))
 
 
 # Name in the tables: (the module that must be installed, what makes the contestant).

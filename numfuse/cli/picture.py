@@ -15,6 +15,12 @@ BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#555555"
 ROWS, COLUMNS = 4, 6
 
 
+def note(axes: Any, text: str, at: Any, *, dx: int, dy: int, **style: Any) -> None:
+    """Write a text at a point, to its left, moved by some points of print."""
+    va = "bottom" if dy > 0 else "top"
+    axes.annotate(text, at, xytext=(dx, dy), textcoords="offset points", ha="right", va=va, **style)
+
+
 def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress) -> None:
     """Write the picture. Wrong predictions come first in the grid, so that none hides."""
     import numpy as np
@@ -41,16 +47,8 @@ def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress)
     right_class, other = 1 - SMOOTHING + SMOOTHING / CLASSES, SMOOTHING / CLASSES
     floor = -right_class * math.log(right_class) - (CLASSES - 1) * other * math.log(other)
     loss_axes.axhline(floor, color=GREY, linewidth=1, linestyle=":")
-    loss_axes.annotate(
-        f"least possible with smoothed labels: {floor:.2f}",
-        (epochs[-1], floor),
-        xytext=(-4, -4),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color=GREY,
-        fontsize=9,
-    )
+    least = f"least possible with smoothed labels: {floor:.2f}"
+    note(loss_axes, least, (epochs[-1], floor), dx=-4, dy=-4, color=GREY, fontsize=9)
     accuracy_axes.plot(epochs, progress.test_accuracy, color=ORANGE, linewidth=2, marker=marker)
     accuracy_axes.set_ylabel("test accuracy")
     accuracy_axes.set_xlabel("epoch")
@@ -58,16 +56,8 @@ def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress)
     accuracy_axes.set_ylim(min(0.9, 0.1 * int(10 * low)), 1.003)
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     accuracy_axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
-    accuracy_axes.annotate(
-        f"{accuracy:.2%} after {len(epochs)} epochs",
-        (epochs[-1], accuracy),
-        xytext=(-4, -26),
-        textcoords="offset points",
-        ha="right",
-        va="top",
-        color=ORANGE,
-        weight="bold",
-    )
+    reached = f"{accuracy:.2%} after {len(epochs)} epochs"
+    note(accuracy_axes, reached, (epochs[-1], accuracy), dx=-4, dy=-26, color=ORANGE, weight="bold")
     for axes in (loss_axes, accuracy_axes):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)

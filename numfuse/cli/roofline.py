@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from numfuse.cli.picture import BLUE, GREY, ORANGE, note
 from numfuse.cli.report import fastest_peer
 
-# Blue and orange of the Okabe-Ito palette, for float32 and float64.
-COLOURS = {"float32": "#0072B2", "float64": "#D55E00"}
-GREY = "#555555"
+COLOURS = {"float32": BLUE, "float64": ORANGE}
 MIB = 1 << 20
 
 
@@ -92,16 +91,8 @@ def _products(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> No
         corner = [x for x in (low, ridge, high) if low <= x <= high]
         roof = [min(peak, x * triad) if triad else peak for x in corner]
         axes.loglog(corner, roof, color=colour, linewidth=1.5)
-        axes.annotate(
-            f"FMA peak, {dtype}: {peak:.0f}",
-            (high, peak),
-            xytext=(-2, 3),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=colour,
-            fontsize=8,
-        )
+        text = f"FMA peak, {dtype}: {peak:.0f}"
+        note(axes, text, (high, peak), dx=-2, dy=3, color=colour, fontsize=8)
     axes.set(xscale="log", yscale="log")
     for case, x in zip(cases, intensities, strict=True):
         _marks(axes, case, x, case["flop"])
@@ -118,17 +109,9 @@ def _gates(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
         return
     if triad:
         axes.axhline(triad, color=GREY, linewidth=1.5)
-        axes.annotate(
-            f"triad, from memory: {triad:.0f}",
-            (1, triad),
-            xytext=(-2, 3),
-            xycoords=("axes fraction", "data"),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            color=GREY,
-            fontsize=8,
-        )
+        right = {"xycoords": ("axes fraction", "data")}
+        text = f"triad, from memory: {triad:.0f}"
+        note(axes, text, (1, triad), dx=-2, dy=3, color=GREY, fontsize=8, **right)
     for case in cases:
         _marks(axes, case, case["bytes"] / MIB, case["bytes"])
     axes.set_xscale("log")

@@ -7,10 +7,12 @@ argument and reads one JSON object a line from the standard output.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -55,11 +57,14 @@ def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
         " --xla_cpu_multi_thread_eigen=false" if threads == "1" else ""
     )
     command = [sys.executable, "-c", BOOT, json.dumps(plan), ",".join(map(str, cpus))]
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        tail = _Drain(process.stderr)
+    # (a file takes what a talkative library says; a pipe that nobody reads would block it)
+    with (
+        tempfile.TemporaryFile("w+") as said,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=said, text=True
+        ) as process,
+    ):
+        assert process.stdout is not None
         try:
             for line in process.stdout:
                 if line.startswith("{"):  # libraries print there too
@@ -67,25 +72,10 @@ def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
         except BaseException:
             process.kill()
             raise
-        code = process.wait()
-    if code:
-        raise RuntimeError(f"the measuring process ended with code {code}:\n{tail.text()}")
-
-
-class _Drain:
-    """Reads a pipe in the background, so that a talkative library cannot fill and block it."""
-
-    def __init__(self, pipe: Any) -> None:
-        import collections
-        import threading
-
-        self.lines: collections.deque[str] = collections.deque(maxlen=40)
-        self.thread = threading.Thread(target=self.lines.extend, args=(pipe,), daemon=True)
-        self.thread.start()
-
-    def text(self) -> str:
-        self.thread.join(timeout=5)
-        return "".join(self.lines)
+        if code := process.wait():
+            said.seek(0)
+            tail = "".join(said.readlines()[-40:])
+            raise RuntimeError(f"the measuring process ended with code {code}:\n{tail}")
 
 
 def measure(plan_text: str) -> None:
@@ -122,12 +112,11 @@ def measure(plan_text: str) -> None:
 
 def limit_threads(names: list[str], threads: int) -> None:
     """Set every pool that has a switch; for JAX the affinity of the process is the switch."""
-    try:
-        import threadpoolctl
-    except ImportError:
-        pass  # OPENBLAS_NUM_THREADS and its like did it at the import
-    else:
-        threadpoolctl.threadpool_limits(threads)
+    # (without it, OPENBLAS_NUM_THREADS and its like did it at the import)
+    if importlib.util.find_spec("threadpoolctl") is not None:
+        from threadpoolctl import threadpool_limits
+
+        threadpool_limits(threads)
     if any(name in ("PyTorch", "torch.compile") for name in names):
         import torch
 
@@ -136,10 +125,10 @@ def limit_threads(names: list[str], threads: int) -> None:
 
 
 def blas_libraries() -> list[str]:
-    try:
-        from threadpoolctl import threadpool_info
-    except ImportError:
+    if importlib.util.find_spec("threadpoolctl") is None:
         return []
+    from threadpoolctl import threadpool_info
+
     return sorted(
         {
             f"{info['internal_api']} {info.get('version') or ''}".strip()

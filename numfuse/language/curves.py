@@ -9,7 +9,17 @@ from typing import Any
 
 from numfuse.language.graph import SYMBOL, Expr, constant, intern, node, topological
 
-__all__ = ["Curve", "call", "expand", "inputs", "leaf", "rebuilt", "replace_leaves", "substitute"]
+__all__ = [
+    "Curve",
+    "call",
+    "expand",
+    "inputs",
+    "leaf",
+    "present",
+    "rebuilt",
+    "replace_leaves",
+    "substitute",
+]
 
 _SERIALS = itertools.count()
 
@@ -91,6 +101,27 @@ def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
     if isinstance(e.payload, Curve):
         return call(e.payload, args[0])
     return node(e.op, *args) if args else e
+
+
+def present(e: Expr, args: Sequence[Expr | None]) -> Expr | None:
+    """Return the node over operands of which some are absent (zero); None where it is zero too."""
+    if not args or all(a is not None for a in args):
+        kept = [a for a in args if a is not None]
+        return rebuilt(e, kept)
+    match e.op:
+        case "add":
+            return args[0] if args[1] is None else args[1]
+        case "sub":
+            return args[0] if args[1] is None else -args[1]
+        case "neg" | "mul" | "product" | "product_low":
+            return None
+        case "div" if args[0] is None:
+            return None
+        case "fma":
+            if args[0] is not None and args[1] is not None:
+                return args[0] * args[1]
+            return args[2]
+    return rebuilt(e, [constant(0) if a is None else a for a in args])
 
 
 def expand(exprs: Iterable[Expr], trace: Callable[[Curve], Expr] | None = None) -> tuple[Expr, ...]:

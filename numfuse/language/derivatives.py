@@ -15,37 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 
-from numfuse.language.curves import Curve, call
-from numfuse.language.graph import SYMBOL, Expr, constant, node, topological
-from numfuse.language.operations import TRUTH
+from numfuse.language.curves import Curve, call, present
+from numfuse.language.graph import Expr, constant, node, topological
+from numfuse.language.operations import OPERATIONS, TRUTH
 
-__all__ = ["derivative_graph", "forward", "reverse", "second_order"]
-
-_TWO_OVER_SQRT_PI = constant("1.12837916709551257389615890312154517168810125865800")
-_ONE_OVER_SQRT_2PI = constant("0.39894228040143267793994605993438186847585863116493")
-
-
-def _density(x: Expr) -> Expr:
-    return _ONE_OVER_SQRT_2PI * node("exp", -0.5 * x * x)
-
-
-# Partial derivatives by each operand; None where the operand does not count. `e` is the node.
-_PARTIALS: dict[str, Callable[[Expr], tuple[Expr | None, ...]]] = {
-    "sqrt": lambda e: (0.5 / e,),
-    "copysign": lambda e: (node("where", node("eq", e, e.args[0]), 1.0, -1.0), None),
-    "exp": lambda e: (e,),
-    "log": lambda e: (1.0 / e.args[0],),
-    "log1p": lambda e: (1.0 / (1.0 + e.args[0]),),
-    # 1 - tanh^2 = 4 s(2x) s(-2x), without the cancellation
-    "tanh": lambda e: (node("scaled_bell", 4.0, 2.0 * e.args[0], 0.0),),
-    "sigmoid": lambda e: (node("scaled_bell", 1.0, e.args[0], 0.0),),
-    "erf": lambda e: (_TWO_OVER_SQRT_PI * node("exp", -(e.args[0] * e.args[0])),),
-    "scaled_normal_cdf": lambda e: (
-        node("scaled_normal_cdf", 1.0, e.args[1]),
-        e.args[0] * _density(e.args[1]),
-    ),
-    "abs": lambda e: (node("where", e.args[0] > 0, 1.0, node("where", e.args[0] < 0, -1.0, 0.0)),),
-}
+__all__ = ["forward", "reverse", "second_order"]
 
 
 def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
@@ -74,13 +48,8 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
     if all(one is None for one in d):
         return None
     match e.op:
-        case "add":
-            return _sum(d[0], d[1])
-        case "sub":
-            return d[0] if d[1] is None else -d[1] if d[0] is None else d[0] - d[1]
-        case "neg":
-            assert d[0] is not None  # the only operand
-            return -d[0]
+        case "add" | "sub" | "neg":
+            return present(e, d)
         case "mul" | "product":
             return _sum(_times(a[1], d[0]), _times(a[0], d[1]))
         case "fma":
@@ -116,7 +85,9 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
                 lambda factor, h: node("scaled_bell", -factor * node("tanh", 0.5 * h), a[1], a[2]),
             )
     out: Expr | None = None
-    for partial, move in zip(_PARTIALS[e.op](e), d, strict=True):
+    partials = OPERATIONS[e.op].partials
+    assert partials is not None  # (all others have a case)
+    for partial, move in zip(partials(node, e, *a), d, strict=True):
         if partial is not None:
             out = _sum(out, _times(partial, move))
     return out
@@ -207,9 +178,3 @@ def second_order(
         if bent is not None and not _is_zero(bent):
             second[i, j] = bent if i == j else 2 * bent
     return gradient, second
-
-
-def derivative_graph(expr: Expr) -> Expr:
-    """Return the derivative of `expr` by the symbol; see :func:`numfuse.expr.differentiate`."""
-    (result,) = forward((expr,), {SYMBOL: constant(1)})
-    return constant(0) if result is None else result

@@ -41,6 +41,8 @@ __all__ = [
 
 Payload: TypeAlias = "Fraction | float | str | Curve | None"
 
+_Operator: TypeAlias = "Callable[[Expr, Any], Expr]"
+
 #: Characters of a graph's text. What is used twice stands there twice, so that the text of a small
 #: graph can be longer than any memory.
 _SHOWN = 2000
@@ -67,13 +69,23 @@ def _refuse(done: str, remedy: str) -> NoReturn:
     )
 
 
+def _operator(op: str) -> tuple[_Operator, _Operator]:
+    """Return the operator of an operation on a node, and that with the operands turned round."""
+    return lambda a, b: _binary(op, a, b), lambda a, b: _binary(op, b, a)
+
+
+def _condition(op: str) -> tuple[_Operator, _Operator]:
+    """Return the operator of a condition, and that with the operands turned round."""
+    return lambda a, b: node(op, a, b), lambda a, b: node(op, b, a)
+
+
 class Expr:
     """One node of a recorded formula; made by arithmetic on the symbol, never directly.
 
     Attributes
     ----------
     op : str
-        A key of `operations.ARITY`, or "x" (the symbol), "input", "const" or "call".
+        A key of `operations.OPERATIONS`, or "x" (the symbol), "input", "const" or "call".
     args : tuple of Expr
         The operands.
     payload : Fraction or float or str or Curve or None
@@ -93,29 +105,10 @@ class Expr:
         _refuse("be made by hand", "call the formula through numfuse.expr.trace")
 
     # --- arithmetic -------------------------------------------------------------------------
-    def __add__(self, other: Any) -> Expr:
-        return _binary("add", self, other)
-
-    def __radd__(self, other: Any) -> Expr:
-        return _binary("add", other, self)
-
-    def __sub__(self, other: Any) -> Expr:
-        return _binary("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expr:
-        return _binary("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expr:
-        return _binary("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return _binary("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Expr:
-        return _binary("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expr:
-        return _binary("div", other, self)
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("div")
 
     def __neg__(self) -> Expr:
         return node("neg", self)
@@ -149,17 +142,10 @@ class Expr:
     __round__ = __floor__ = __ceil__ = __trunc__ = _whole
 
     # --- comparisons ------------------------------------------------------------------------
-    def __lt__(self, other: Any) -> Expr:
-        return node("lt", self, other)
-
-    def __le__(self, other: Any) -> Expr:
-        return node("le", self, other)
-
-    def __gt__(self, other: Any) -> Expr:
-        return node("lt", other, self)
-
-    def __ge__(self, other: Any) -> Expr:
-        return node("le", other, self)
+    __lt__, __gt__ = _condition("lt")
+    __le__, __ge__ = _condition("le")
+    __and__, __rand__ = _condition("both")
+    __or__, __ror__ = _condition("either")
 
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
         return node("eq", self, other)
@@ -169,18 +155,6 @@ class Expr:
 
     # Equal nodes are one object, so identity is the right hash (and dict looks at it first).
     __hash__ = object.__hash__
-
-    def __and__(self, other: Any) -> Expr:
-        return node("both", self, other)
-
-    def __rand__(self, other: Any) -> Expr:
-        return node("both", other, self)
-
-    def __or__(self, other: Any) -> Expr:
-        return node("either", self, other)
-
-    def __ror__(self, other: Any) -> Expr:
-        return node("either", other, self)
 
     def __invert__(self) -> Expr:
         return node("negation", self)

@@ -29,24 +29,23 @@ class Keyed:
     truth. The equality that a dataclass makes for itself asks for it from Python 3.13 on.
     """
 
-    def _key(self) -> tuple[Any, ...]:
+    def _values(self) -> tuple[Any, ...]:
         fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
-        return tuple(named(getattr(self, name)) for name in fields)
+        return tuple(getattr(self, name) for name in fields)
 
     def named(self) -> tuple[Any, ...]:
         """A key that stands for it and holds no formula."""
-        return type(self), *self._key()
+        return type(self), *named(self._values())
 
     def formulas(self) -> list[Expr]:
         """The formulas in its fields, and in tuples there."""
-        fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
-        return formulas_of(tuple(getattr(self, name) for name in fields))
+        return formulas_of(self._values())
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self._key() == other._key()
+        return type(self) is type(other) and named(self._values()) == named(other._values())
 
     def __hash__(self) -> int:
-        return hash(self._key())
+        return hash(named(self._values()))
 
 
 def formulas_of(value: Any) -> list[Expr]:

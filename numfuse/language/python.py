@@ -8,25 +8,16 @@ would have other bits alone than together with its value.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from numfuse.language.bounds import Range, ranges
 from numfuse.language.coefficients import GROWTH_FACTOR
 from numfuse.language.curves import expand
 from numfuse.language.graph import Expr, constant, node, rounded, topological
+from numfuse.language.lines import INFIX, assignments
 
 __all__ = ["render"]
-
-_INFIX = {
-    "add": "+",
-    "sub": "-",
-    "mul": "*",
-    "div": "/",
-    "lt": "<",
-    "le": "<=",
-    "eq": "==",
-    "ne": "!=",
-}
 
 
 def _lowered(op: str, args: list[Expr]) -> Expr:
@@ -110,6 +101,13 @@ def _primitive_graphs(exprs: tuple[Expr, ...], growth: bool = True) -> tuple[Exp
     return _divided(tuple(made[e] for e in exprs))
 
 
+def _operation(e: Expr, args: Sequence[str]) -> str:
+    """Return the text of a node over the texts of its operands."""
+    if e.op in INFIX:
+        return f"{args[0]} {INFIX[e.op]} {args[1]}"
+    return f"-{args[0]}" if e.op == "neg" else f"{e.op}({', '.join(args)})"
+
+
 def render(
     exprs: tuple[Expr, ...],
     dtype: str,
@@ -133,28 +131,14 @@ def render(
         function has one argument, the symbol.
     """
     constants: dict[str, Any] = {}
-    names: dict[Expr, str] = {}
-    lines: list[str] = []
+
+    def constant_of(e: Expr) -> str:
+        name = f"c{len(constants)}"
+        constants[name] = rounded(e, dtype)
+        return name
+
     exprs = _primitive_graphs(expand(exprs), growth)
-    for e in topological(exprs):
-        if e.op == "x":
-            names[e] = "x"
-        elif e.op == "input":
-            names[e] = f"in_{e.payload}"
-        elif e.op == "const":
-            names[e] = f"c{len(constants)}"
-            constants[names[e]] = rounded(e, dtype)
-        else:
-            args = [names[a] for a in e.args]
-            sign = _INFIX.get(e.op)
-            if sign is not None:
-                text = f"{args[0]} {sign} {args[1]}"
-            elif e.op == "neg":
-                text = f"-{args[0]}"
-            else:
-                text = f"{e.op}({', '.join(args)})"
-            names[e] = f"t{len(lines)}"
-            lines.append(f"    {names[e]} = {text}")
+    names, lines = assignments(exprs, "    {} = {}", constant_of, _operation)
     result = ", ".join(names[e] for e in exprs)
     given = "x" if arguments is None else ", ".join(f"in_{name}" for name in arguments)
     return "\n".join([f"def {name}({given}):", *lines, f"    return {result}", ""]), constants

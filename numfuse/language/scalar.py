@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.language import arithmetic, bounds, coefficients, python
+from numfuse.language import arithmetic, bounds, coefficients, lines, operations, python
 from numfuse.language.coefficients import (
     ERF,
     EXP,
@@ -32,10 +32,8 @@ from numfuse.language.coefficients import (
 __all__ = ["SOURCES", "Target", "primitives"]
 
 #: The texts from which the code of a formula is made: a cache of compiled code depends on them.
-SOURCES = [
-    pathlib.Path(__file__),
-    *(pathlib.Path(str(x.__file__)) for x in (arithmetic, bounds, coefficients, python)),
-]
+_MODULES = (arithmetic, bounds, coefficients, lines, operations, python)
+SOURCES = [pathlib.Path(__file__), *(pathlib.Path(str(x.__file__)) for x in _MODULES)]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 
 from numfuse.language.curves import Curve, leaf
 from numfuse.language.graph import SYMBOL, Expr, Payload, constant, intern, topological
-from numfuse.language.operations import ARITY
+from numfuse.language.operations import OPERATIONS
 
 __all__ = ["digest", "dumps", "loads"]
 
@@ -82,7 +82,7 @@ def loads(text: str) -> tuple[Expr, ...]:
             made.append(leaf(rest[0]))
         elif op == "call":
             made.append(intern(op, (made[int(rest[0])],), _curve(rest[1])))
-        elif ARITY.get(op) == len(rest):
+        elif op in OPERATIONS and OPERATIONS[op].arity == len(rest):
             # not `node`: the text was folded when it was recorded
             made.append(intern(op, tuple(made[int(i)] for i in rest), None))
         else:

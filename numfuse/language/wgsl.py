@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import numpy as np
 
 from numfuse.language.curves import Curve, rebuilt
 from numfuse.language.elementary import evaluate
 from numfuse.language.graph import SYMBOL, Expr, node, rounded, topological
+from numfuse.language.lines import INFIX, assignments
 from numfuse.language.wgsl_arithmetic import FEATURES, literal, primitives, real
 
-if TYPE_CHECKING:
-    from numfuse.activations import Activation
+__all__ = ["FEATURES", "epilogue", "function", "prelude"]
 
-__all__ = ["FEATURES", "epilogue", "function", "prelude", "table"]
-
-_INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "product": "*", "div": "/", "lt": "<", "le": "<=",
-    "eq": "==", "ne": "!=", "both": "&", "either": "|",
-}  # fmt: skip
+_INFIX = {**INFIX, "product": "*", "both": "&", "either": "|"}
+_LINE = "    let {} = {};"
 _BUILTIN = {"abs", "sqrt"}
 #: Functions of WGSL that the texts call: one of these names would hide them.
 _CALLED = {"abs", "fma", "max", "min", "round", "select", "sqrt"}
@@ -58,18 +53,9 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
     if name in _CALLED or name.startswith("nf_"):
         raise ValueError(f"a function of WGSL cannot be called {name!r}: the primitives use it")
     kind = real(dtype)
-    names: dict[Expr, str] = {}
-    lines: list[str] = []
-    for e in topological((expr,)):
-        if e.op == "x":
-            names[e] = "x"
-            continue
-        if e.op == "const":
-            names[e] = literal(rounded(e, dtype), dtype)
-            continue
-        text = _operation(e, [names[a] for a in e.args])
-        names[e] = f"t{len(lines)}"
-        lines.append(f"    let {names[e]} = {text};")
+    names, lines = assignments(
+        (expr,), _LINE, lambda e: literal(rounded(e, dtype), dtype), _operation
+    )
     result = names[expr]
     if SYMBOL in names:
         at_nan = evaluate(expr, np.nan)
@@ -125,25 +111,14 @@ def epilogue(
     """
     kind = real(dtype)
     exprs, contracted = _contracted([expr for _, expr in results])
-    names: dict[Expr, str] = {}
     curves: dict[Curve, str] = {}
-    lines: list[str] = []
-    for e in topological(exprs):
-        if e.op == "input":
-            names[e] = f"in_{e.payload}"
-            continue
-        if e.op == "const":
-            names[e] = literal(rounded(e, dtype), dtype)
-            continue
-        args = [names[a] for a in e.args]
+
+    def operation(e: Expr, args: Sequence[str]) -> str:
         if isinstance(e.payload, Curve):
-            text = f"{curves.setdefault(e.payload, f'curve_{len(curves)}')}({args[0]})"
-        elif e in contracted:
-            text = f"fma({', '.join(args)})"
-        else:
-            text = _operation(e, args)
-        names[e] = f"t{len(lines)}"
-        lines.append(f"    let {names[e]} = {text};")
+            return f"{curves.setdefault(e.payload, f'curve_{len(curves)}')}({args[0]})"
+        return f"fma({', '.join(args)})" if e in contracted else _operation(e, args)
+
+    names, lines = assignments(exprs, _LINE, lambda e: literal(rounded(e, dtype), dtype), operation)
     members = ", ".join(f"{name}: {kind}" for name, _ in results)
     given = ", ".join(f"in_{name}: {kind}" for name in arguments)
     made = ", ".join(names[e] for e in exprs)
@@ -173,18 +148,3 @@ def prelude(text: str, dtype: str = "float32", one_rounding: bool = False) -> st
 
     need(text)
     return "\n\n".join(texts[name] for name in order)
-
-
-def table(activations: Mapping[str, Activation], dtype: str = "float32") -> str:
-    """One module with every activation: ``name``, ``name_prime``, ``name_second``, ``name_third``.
-
-    ``tests/golden/regenerate.py`` renews the golden texts of the tests.
-    """
-    endings = ("", "_prime", "_second", "_third")
-    functions = [
-        function(act.trace(order), name + ending, dtype)
-        for name, act in activations.items()
-        for order, ending in enumerate(endings)
-    ]
-    text = "\n\n".join(functions)
-    return f"{prelude(text, dtype)}\n\n{text}\n"

@@ -102,9 +102,11 @@ def _words(dtype: str) -> dict[str, str]:
     }
     root_half = np.array(math.sqrt(0.5), dtype).view(f"u{bits // 8}")
     polynomials = {
-        "EXP_POLYNOMIAL": (EXP, "r"), "LOG_POLYNOMIAL": (LOG, "z"), "ERF_POLYNOMIAL": (ERF, "z"),
+        "EXP_POLYNOMIAL": (EXP, "r"),
+        "LOG_POLYNOMIAL": (LOG, "z"),
+        "ERF_POLYNOMIAL": (ERF, "z"),
         "MILLS_POLYNOMIAL": (MILLS, "w"),
-    }  # fmt: skip
+    }
     return {
         "REAL": f"f{bits}",
         "UINT": f"u{bits}",

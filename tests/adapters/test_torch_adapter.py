@@ -283,6 +283,62 @@ def test_a_saved_pre_activation_is_checked_whether_or_not_something_is_different
         getattr(nf, name)(**arrays, **bent, pre_activation=pre.requires_grad_())
 
 
+def _layer(a, b, bias):
+    return torch.nn.functional.gelu(a @ b + bias, approximate="tanh")
+
+
+def _gate(a, b):
+    return torch.nn.functional.silu(a) * b
+
+
+def _of_gradients(function):
+    return lambda grad, *x: torch.func.vjp(function, *x)[1](grad)
+
+
+#: Functions of tensors, and PyTorch's own formulas of them.
+NESTED = {
+    "layer": (lambda *x: nf.matmul_bias_activation(*x, "gelu"), _layer),
+    "gate": (nf.silu_mul, _gate),
+    "layer_bwd": (
+        lambda *x: tuple(nf.matmul_bias_activation_bwd(*x, "gelu")),
+        _of_gradients(_layer),
+    ),
+    "linear_bwd": (
+        lambda *x: tuple(nf.matmul_bias_activation_bwd(*x)),
+        _of_gradients(lambda a, b, bias: a @ b + bias),
+    ),
+    "gate_bwd": (lambda *x: tuple(nf.silu_mul_bwd(*x)), _of_gradients(_gate)),
+}
+
+
+@pytest.mark.parametrize("outer", ["jvp", "vjp"])
+@pytest.mark.parametrize("inner", ["jvp", "vjp"])
+@pytest.mark.parametrize("name", NESTED)
+def test_transformations_nest_in_any_order(name, inner, outer):
+    """Also where vjp hands out its function, which is called when its transformation is over."""
+    shapes = [(2, 4), (2, 3), (3, 4), (4,)] if "gate" not in name else [(5,)] * 3
+    shapes = shapes if name.endswith("_bwd") else shapes[1:]
+    random = torch.Generator().manual_seed(3)
+    x, first, second = (
+        tuple(torch.randn(shape, generator=random, dtype=torch.float64) for shape in shapes)
+        for _ in range(3)
+    )
+
+    def derived(function, mode, directions):
+        def call(*x):
+            if mode == "jvp":
+                return torch.func.jvp(function, x, directions)[1]
+            out, back = torch.func.vjp(function, *x)
+            return back(torch.utils._pytree.tree_map(torch.ones_like, out))
+
+        return call
+
+    ours, theirs = (
+        derived(derived(function, inner, first), outer, second)(*x) for function in NESTED[name]
+    )
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
 def test_a_saved_pre_activation_has_the_derivatives_of_one_that_is_made_again():
     a, b, bias, grad = draw((3, 2), (2, 4), (4,), (3, 4), seed=31, needs=False)
 

@@ -11,4 +11,16 @@ import sys
 from numfuse.activations import activations
 from numfuse.language import wgsl
 
-print(wgsl.table(activations(), sys.argv[1]), end="")
+
+def table(activations, dtype="float32"):
+    """Return one module: of each activation ``name``, ``name_prime`` and so on."""
+    text = "\n\n".join(
+        wgsl.function(act.trace(order), name + ending, dtype)
+        for name, act in activations.items()
+        for order, ending in enumerate(("", "_prime", "_second", "_third"))
+    )
+    return f"{wgsl.prelude(text, dtype)}\n\n{text}\n"
+
+
+if __name__ == "__main__":
+    print(table(activations(), sys.argv[1]), end="")

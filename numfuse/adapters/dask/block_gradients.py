@@ -6,15 +6,14 @@ from typing import Any
 
 from numfuse import functional
 from numfuse.activations import Activation
-from numfuse.adapters.dask.block_sums import single
 from numfuse.adapters.dask.blocks import (
     Task,
     accumulated,
     activation_of,
-    block_of,
     ones,
     pre_of_sum,
     public,
+    task,
 )
 from numfuse.problem.operands import accumulator
 from numfuse.problem.shapes import sum_to
@@ -22,27 +21,14 @@ from numfuse.problem.shapes import sum_to
 __all__ = ["backward", "column_sums", "double_backward", "grad_pre", "residual_sums"]
 
 
+@task
 def backward(
-    index: tuple[int, ...],
-    *blocks: Any,
-    names: tuple[str, ...],
-    needs: tuple[str, ...],
-    exact: tuple[str, ...],
-    task: Task,
-) -> Any:
-    """A block's part of the gradients `needs`: a tuple, or the array where it is only one.
+    x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """A block's part of the gradients `needs`.
 
     Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
     """
-    x = dict(zip(names, map(single, blocks), strict=True))
-    with block_of(task, index, x["grad"]):
-        found = _gradients(x, needs, exact, task)
-    return found[0] if len(needs) == 1 else found
-
-
-def _gradients(
-    x: dict[str, Any], needs: tuple[str, ...], exact: tuple[str, ...], task: Task
-) -> tuple[Any, ...]:
     a, b, bias = x["a"], x["b"], x.get("bias")
     dtype = a.dtype
     acc_dtype = accumulator("a", dtype)
@@ -56,9 +42,29 @@ def _gradients(
         # Batches of halves that are summed over in part: the same in the accumulator's dtype.
         x = {name: block.astype(acc_dtype) for name, block in x.items()}
     found = public("matmul_bias_activation_bwd", x, task, needs=needs, sum_batch=task.sum_batch)
-    parts = {"a": found.d_a, "b": found.d_b, "bias": found.d_bias}
+    return _rounded(found, needs, exact, dtype)
+
+
+@task
+def double_backward(
+    x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """As `backward`, of the double backward."""
+    dtype = x["a"].dtype
+    if exact:  # a sum over blocks is not rounded to a half: nor is what they add
+        acc_dtype = accumulator("a", dtype)
+        x = {name: block.astype(acc_dtype, copy=False) for name, block in x.items()}
+    return _rounded(public(task.operation, x, task, needs=needs), needs, exact, dtype)
+
+
+def _rounded(
+    found: Any, needs: tuple[str, ...], exact: tuple[str, ...], dtype: Any
+) -> tuple[Any, ...]:
+    """Return the gradients `needs` in their dtypes."""
+    acc_dtype = accumulator("a", dtype)
     return tuple(
-        parts[name].astype(acc_dtype if name in exact else dtype, copy=False) for name in needs
+        getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
+        for name in needs
     )
 
 
@@ -102,7 +108,7 @@ def _half_gradients(
 
 
 def _times_slope(grad: Any, pre: Any, act: Activation, task: Task) -> Any:
-    """grad_pre = grad * act'(pre), in the accumulator's dtype."""
+    """grad_pre of a pre-activation, in the accumulator's dtype."""
     return functional.activation_mul_bwd(
         grad, pre, ones(pre), act, needs=("a",), guard=task.guard, backend=task.backend
     ).d_a
@@ -120,53 +126,24 @@ def _column_sums(grad_pre: Any, bias: Any, task: Task) -> Any:
     ).d_bias
 
 
-def grad_pre(
-    index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task, acc_dtype: Any
-) -> Any:
+@task
+def grad_pre(x: dict[str, Any], task: Task, acc_dtype: Any) -> Any:
     """A block of grad_pre, of the complete sum over K or a saved pre-activation."""
-    x = dict(zip(names, map(single, blocks), strict=True))
-    with block_of(task, index, x["grad"]):
-        pre = x["pre_activation"] if "pre_activation" in x else pre_of_sum(x)
-        grad = x["grad"].astype(acc_dtype, copy=False)
-        pre = pre.astype(acc_dtype, copy=False)
-        return _times_slope(grad, pre, activation_of(task), task)
+    pre = x["pre_activation"] if "pre_activation" in x else pre_of_sum(x)
+    grad, pre = (part.astype(acc_dtype, copy=False) for part in (x["grad"], pre))
+    return _times_slope(grad, pre, activation_of(task), task)
 
 
-def column_sums(index: tuple[int, ...], grad: Any, bias: Any, *, task: Task, acc_dtype: Any) -> Any:
+@task
+def column_sums(x: dict[str, Any], task: Task, acc_dtype: Any) -> Any:
     """A block's part of d_bias, of grad_pre."""
-    with block_of(task, index, single(grad)):
-        return _column_sums(single(grad).astype(acc_dtype, copy=False), single(bias), task)
+    return (_column_sums(x["grad"].astype(acc_dtype, copy=False), x["bias"], task),)
 
 
-def residual_sums(
-    index: tuple[int, ...], grad: Any, *, kept: tuple[bool, ...], task: Task, acc_dtype: Any
-) -> Any:
+@task
+def residual_sums(x: dict[str, Any], task: Task, kept: tuple[bool, ...], acc_dtype: Any) -> Any:
     """A block's part of d_residual: grad summed over all axes but those that `kept` says."""
-    with block_of(task, index, single(grad)):
-        grad = single(grad)
-        lengths = grad.shape[grad.ndim - len(kept) :]
-        shape = tuple(n if keep else 1 for n, keep in zip(lengths, kept, strict=True))
-        return sum_to(grad, shape, acc_dtype).astype(acc_dtype)
-
-
-def double_backward(
-    index: tuple[int, ...],
-    *blocks: Any,
-    names: tuple[str, ...],
-    needs: tuple[str, ...],
-    exact: tuple[str, ...],
-    task: Task,
-) -> Any:
-    """As `backward`, of the double backward."""
-    x = dict(zip(names, map(single, blocks), strict=True))
-    with block_of(task, index, x["a"]):
-        dtype = x["a"].dtype
-        acc_dtype = accumulator("a", dtype)
-        if exact:  # a sum over blocks is not rounded to a half: nor is what they add
-            x = {name: block.astype(acc_dtype, copy=False) for name, block in x.items()}
-        found = public(task.operation, x, task, needs=needs)
-        parts = tuple(
-            getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
-            for name in needs
-        )
-    return parts[0] if len(needs) == 1 else parts
+    grad = x["grad"]
+    lengths = grad.shape[grad.ndim - len(kept) :]
+    shape = tuple(n if keep else 1 for n, keep in zip(lengths, kept, strict=True))
+    return (sum_to(grad, shape, acc_dtype).astype(acc_dtype),)

@@ -20,16 +20,15 @@ def block_index(block_id: tuple[int, ...] = ()) -> tuple[int, ...]:
     return block_id
 
 
-def item(block: Any, *, number: int | None, to: Any = None) -> Any:
+def item(block: Any, *, number: int, to: Any = None) -> Any:
     """One of the results of a block."""
-    block = single(block)
-    block = block if number is None else block[number]
+    block = single(block)[number]
     return block if to is None else block.astype(to, copy=False)
 
 
 def chosen(block: Any, *, numbers: tuple[int, ...]) -> Any:
-    """Some of the results of a block: a tuple, or the array where it is only one."""
-    return tuple(block[i] for i in numbers) if len(numbers) > 1 else block[numbers[0]]
+    """Some of the results of a block."""
+    return tuple(block[i] for i in numbers)
 
 
 def unchanged(block: Any, axis: Any = None, keepdims: Any = None) -> Any:

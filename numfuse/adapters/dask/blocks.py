@@ -1,15 +1,15 @@
 """The work of one task of a Dask graph: the public functions on blocks of any kind of array.
 
-A worker imports this module, and nothing of Dask. Every function takes the index of its block
-first: an error that is raised inside gets the index as a note, and stays the same error.
+A worker imports this module, and nothing of Dask. A task is given the index of its block first: an
+error that is raised inside gets the index as a note, and stays the same error.
 """
 
 from __future__ import annotations
 
+import functools
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -29,13 +29,13 @@ __all__ = [
     "Task",
     "accumulated",
     "activation_of",
-    "block_of",
     "epilogue",
     "ones",
     "pre_of_sum",
     "product",
     "public",
     "results",
+    "task",
 ]
 
 
@@ -88,17 +88,25 @@ def activation_of(task: Task) -> Activation:
     return _unpickled(task.activation)
 
 
-@contextmanager
-def block_of(task: Task, index: tuple[int, ...], block: Any) -> Iterator[None]:
-    """Around what a task does with `block` (and others): its threads, and whose error it is."""
-    try:
-        with at_most(_share(task.threads)):
-            yield
-        if type(block) is not np.ndarray:
-            _pace(block)
-    except Exception as error:
-        error.add_note(f"in block {index} of numfuse.{task.operation}")
-        raise
+def task(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Turn a function of (blocks by name, task, options) into the work of one task of a graph."""
+
+    @functools.wraps(function)
+    def run(
+        index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task, **options: Any
+    ) -> Any:
+        x = dict(zip(names, map(single, blocks), strict=True))
+        try:
+            with at_most(_share(task.threads)):
+                found = function(x, task, **options)
+            if type(x[names[0]]) is not np.ndarray:
+                _pace(x[names[0]])
+        except Exception as error:
+            error.add_note(f"in block {index} of numfuse.{task.operation}")
+            raise
+        return found
+
+    return run
 
 
 def _pace(block: Any) -> None:
@@ -145,17 +153,10 @@ def accumulated(a: Any, b: Any, backend: Any) -> Any:
 # --- tasks of one call ------------------------------------------------------------------------
 
 
-def results(
-    index: tuple[int, ...],
-    *blocks: Any,
-    names: tuple[str, ...],
-    task: Task,
-    **options: Any,
-) -> Any:
+@task
+def results(x: dict[str, Any], task: Task, **options: Any) -> Any:
     """A block of the results of the operation: one, or the tuple of those that are needed."""
-    x = dict(zip(names, map(single, blocks), strict=True))
-    with block_of(task, index, x["a"]):
-        found = public(task.operation, x, task, **options)
+    found = public(task.operation, x, task, **options)
     if "needs" not in options:
         return found
     parts = tuple(getattr(found, f"d_{name}") for name in options["needs"])
@@ -165,33 +166,25 @@ def results(
 # --- K in several chunks ----------------------------------------------------------------------
 
 
-def product(index: tuple[int, ...], a: Any, b: Any, *, task: Task) -> Any:
+@task
+def product(x: dict[str, Any], task: Task) -> Any:
     """A block's part of a @ b from one chunk of K, with an axis of length 1 in front."""
-    with block_of(task, index, single(a)):
-        return accumulated(single(a), single(b), task.backend)[None]
+    return accumulated(x["a"], x["b"], task.backend)[None]
 
 
-def epilogue(
-    index: tuple[int, ...],
-    *blocks: Any,
-    names: tuple[str, ...],
-    task: Task,
-    to: Any,
-    save_pre: bool = False,
-) -> Any:
+@task
+def epilogue(x: dict[str, Any], task: Task, to: Any, save_pre: bool = False) -> Any:
     """Return the result of a forward from the complete sum over K."""
-    x = dict(zip(names, map(single, blocks), strict=True))
-    with block_of(task, index, x["sum"]):
-        pre = pre_of_sum(x)
-        act = activation_of(task)
-        if "residual" in x:
-            out = pre + x["residual"].astype(pre.dtype)
-        elif act.is_identity:
-            out = pre
-        else:
-            out = functional.activation_mul(pre, ones(pre), act, backend=task.backend)
-        out = out.astype(to, copy=save_pre and out is pre)
-        return (out, pre) if save_pre else out
+    pre = pre_of_sum(x)
+    act = activation_of(task)
+    if "residual" in x:
+        out = pre + x["residual"].astype(pre.dtype)
+    elif act.is_identity:
+        out = pre
+    else:
+        out = functional.activation_mul(pre, ones(pre), act, backend=task.backend)
+    out = out.astype(to, copy=save_pre and out is pre)
+    return (out, pre) if save_pre else out
 
 
 def pre_of_sum(x: dict[str, Any]) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dask.array as da
@@ -18,7 +18,7 @@ from dask.array import PerformanceWarning
 from numfuse.adapters.dask import block_sums, blocks, tiling
 from numfuse.adapters.dask.blocks import Task
 from numfuse.adapters.dask.operands import MAY_BE_NUMPY, Chunks, Gate, Letters, base, checked, ghost
-from numfuse.problem.operands import same_dtype
+from numfuse.problem.operands import same_dtype, saved_pre_activation, shaped
 from numfuse.problem.shapes import gemm_shape, residual_view
 
 __all__ = ["LENT", "Product", "in_one_block"]
@@ -50,23 +50,15 @@ class Product(Gate):
         shape, *_ = gemm_shape(ghosts["a"], ghosts["b"], ghosts.get("bias"))
         if "residual" in given:
             residual_view(shape, ghosts["residual"])
-        if pre is not None and pre.dtype not in (self.dtype, self.acc_dtype):
-            raise TypeError(
-                f"pre_activation must have dtype {self.acc_dtype} or {self.dtype}, got {pre.dtype}"
-            )
-        for name in ("grad", "pre_activation"):
-            if name in given and given[name].shape != shape.visible:
-                raise ValueError(
-                    f"{name} must have the result's shape {shape.visible}, got {given[name].shape}"
-                )
-        for name, x in given.items():
+        if pre is not None:
+            saved_pre_activation(pre, shape.visible, self.dtype, self.acc_dtype)
+        for name, x in ghosts.items():
             of = base(name)
             if of not in given:
                 raise ValueError(f"{name} must be None where {of} is None, got an array")
-            if x.shape != ghosts.get(of, x).shape:
-                raise ValueError(
-                    f"{name} must have the shape of {of} {given[of].shape}, got {x.shape}"
-                )
+            if name == "grad":
+                shaped(x, name, shape.visible)
+            shaped(x, name, ghosts[of].shape, f"the shape of {of}")
         #: What 1-D operands leave out of the results, and of their own gradients; and the axes
         #: that the residual got in front because of them.
         self.added = 0
@@ -156,15 +148,12 @@ class Product(Gate):
 
     def sum_of_parts(self) -> tuple[Any, Letters]:
         """a @ b from the parts of each chunk of K; its blocks have an axis of length 1 in front."""
-        letters = ("k", *self.letters)
-        parts = self.map(
+        parts = self.tasks(
             blocks.product,
-            letters,
-            self.index(letters),
-            *self.named("a", "b"),
+            ("a", "b"),
+            letters=("k", *self.letters),
             dtype=self.acc_dtype,
             adjust={"k": 1},
-            task=self.task,
         )
         return self.reduced(parts, [0], self.acc_dtype, keepdims=False), self.letters
 
@@ -190,25 +179,14 @@ class Product(Gate):
 
     def forward(self, save_pre: bool = False) -> Any:
         """The result, or the pair of it and of the pre-activation."""
-        every = ("a", "b", "bias", "residual")
-        names = [name for name in every if name in self.given]
+        names: list[str] = [x for x in ("a", "b", "bias", "residual") if x in self.given]
         self.join_k(1)
-        function: Callable[..., Any] = blocks.results
-        operands = self.named(*names)
-        options: dict[str, Any] = {"return_pre_activation": save_pre}
         if self.many_k:
-            names, function = names[2:], blocks.epilogue
-            operands = [self.sum_of_parts(), *self.named(*names)]
-            names, options = ["sum", *names], {"save_pre": save_pre, "to": self.dtype}
-        made = self.map(
-            function,
-            self.letters,
-            self.index(self.letters),
-            *operands,
-            names=tuple(names),
-            task=self.task,
-            **options,
-        )
+            operands = [self.sum_of_parts(), *self.named(*names[2:])]
+            names = ["sum", *names[2:]]
+            made = self.tasks(blocks.epilogue, names, operands, save_pre=save_pre, to=self.dtype)
+        else:
+            made = self.tasks(blocks.results, names, return_pre_activation=save_pre)
         if not save_pre:
             return self.visible(made)
         pair = self.item(made, 0, self.dtype), self.item(made, 1, self.acc_dtype)

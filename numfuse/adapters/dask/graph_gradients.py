@@ -43,16 +43,14 @@ class Gradients(Product):
         operands += ["bias"] if len(self.axes.get("bias", ())) > 2 else []
         found |= self._gradients(operands, (*self.letters, "k"), products, task)
         if "bias" in needs:
-            made = self.map(
+            made = self.tasks(
                 block_gradients.column_sums,
-                self.letters,
-                self.index(self.letters),
-                *self.named("grad", "bias"),
-                dtype=self.acc_dtype,
+                ("grad", "bias"),
                 task=task,
+                dtype=self.acc_dtype,
                 acc_dtype=self.acc_dtype,
             )
-            found |= self._summed_up(made, self.letters, ["bias"], [None])
+            found |= self._summed_up(made, self.letters, ["bias"], [0])
         return found
 
     def double_backward(self, needs: Sequence[str]) -> dict[str, Any]:
@@ -70,21 +68,15 @@ class Gradients(Product):
 
     def _make_grad_pre(self, saved: bool) -> None:
         """grad_pre in place of grad: made once, for every chunk of K."""
-        names = ["pre_activation"] if saved else ["sum"]
-        operands = self.named(*names) if saved else [self.sum_of_parts()]
+        names = ["grad", "pre_activation" if saved else "sum"]
+        operands = self.named("grad")
+        operands += self.named("pre_activation") if saved else [self.sum_of_parts()]
         if not saved and "bias" in self.given:
             names.append("bias")
             operands += self.named("bias")
-        self.given["grad"] = self.map(
-            block_gradients.grad_pre,
-            self.letters,
-            self.index(self.letters),
-            *self.named("grad"),
-            *operands,
-            dtype=self.acc_dtype,
-            names=("grad", *names),
-            task=self.task,
-            acc_dtype=self.acc_dtype,
+        dtype = self.acc_dtype
+        self.given["grad"] = self.tasks(
+            block_gradients.grad_pre, names, operands, dtype=dtype, acc_dtype=dtype
         )
 
     def _gradients(
@@ -101,15 +93,8 @@ class Gradients(Product):
         # Of all gradients, needed or not: which ones are asked for changes no bit of the others.
         every = [name for name in ("a", "b", "bias") if name in self.given]
         exact = tuple(name for name in every if self._summed(name))
-        made = self.map(
-            function,
-            letters,
-            self.index(letters),
-            *self.named(*names),
-            names=tuple(names),
-            needs=tuple(needs),
-            exact=exact,
-            task=task,
+        made = self.tasks(
+            function, names, letters=letters, task=task, needs=tuple(needs), exact=exact
         )
         # Those that are summed along the same axes share the tasks of one sum.
         groups: dict[tuple[str, ...], list[str]] = {}
@@ -117,8 +102,7 @@ class Gradients(Product):
             groups.setdefault(tuple(self._summed(name)), []).append(name)
         found: dict[str, Any] = {}
         for group in groups.values():
-            numbers = [needs.index(name) if len(needs) > 1 else None for name in group]
-            found |= self._summed_up(made, letters, group, numbers)
+            found |= self._summed_up(made, letters, group, [needs.index(x) for x in group])
         return found
 
     # --- gradients: what every block adds, and its sum --------------------------------------------
@@ -129,13 +113,8 @@ class Gradients(Product):
 
     def _kept(self, name: str) -> set[str]:
         """Return the axes of a gradient along which the gradient is not summed."""
-        own = self._own(name)
-        lengths = self.given[name].shape[-len(own) :] if own else ()
-        return {
-            letter
-            for letter, length in zip(own, lengths, strict=True)
-            if length == self.sizes[letter]
-        }
+        own = zip(reversed(self._own(name)), reversed(self.given[name].shape), strict=False)
+        return {letter for letter, length in own if length == self.sizes[letter]}
 
     def _summed(self, name: str) -> list[str]:
         """The axes of several blocks along which it is summed."""
@@ -143,7 +122,7 @@ class Gradients(Product):
         return [x for x in self.letters if x not in kept and len(self.chunks[x]) > 1]
 
     def _summed_up(
-        self, made: Any, letters: Letters, names: Sequence[str], numbers: Sequence[int | None]
+        self, made: Any, letters: Letters, names: Sequence[str], numbers: Sequence[int]
     ) -> dict[str, Any]:
         """Gradients that are summed along the same axes, from their `numbers` in blocks `made`.
 
@@ -151,16 +130,15 @@ class Gradients(Product):
         """
         summed = self._summed(names[0])
         if summed:
-            if list(numbers) != [None]:
-                made = self.map(
-                    block_sums.chosen,
-                    letters,
-                    (made, letters),
-                    dtype=self.acc_dtype,
-                    adjust=dict.fromkeys(summed, 1),
-                    numbers=tuple(numbers),
-                )
-                numbers = range(len(names)) if len(names) > 1 else [None]
+            made = self.map(
+                block_sums.chosen,
+                letters,
+                (made, letters),
+                dtype=self.acc_dtype,
+                adjust=dict.fromkeys(summed, 1),
+                numbers=tuple(numbers),
+            )
+            numbers = range(len(names))
             made = self.reduced(made, [letters.index(letter) for letter in summed], self.acc_dtype)
         found: dict[str, Any] = {}
         for name, number in zip(names, numbers, strict=True):
@@ -192,14 +170,11 @@ class Gradients(Product):
     def residual_gradient(self) -> Any:
         """grad summed to the residual's shape."""
         kept = self._kept("residual")
-        made = self.map(
+        made = self.tasks(
             block_gradients.residual_sums,
-            self.letters,
-            self.index(self.letters),
-            *self.named("grad"),
+            ("grad",),
             dtype=self.acc_dtype,
             kept=tuple(letter in kept for letter in self._own("residual")),
-            task=self.task,
             acc_dtype=self.acc_dtype,
         )
-        return self._summed_up(made, self.letters, ["residual"], [None])["residual"]
+        return self._summed_up(made, self.letters, ["residual"], [0])["residual"]

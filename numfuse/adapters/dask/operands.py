@@ -185,17 +185,31 @@ class Gate:
     def named(self, *names: str) -> list[tuple[Any, Letters]]:
         return [(self.given[name], self.axes[name]) for name in names]
 
-    def results(self, **options: Any) -> Any:
-        """Return the results of the task's operation, block by block."""
+    def tasks(
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        operands: Sequence[tuple[Any, Letters]] | None = None,
+        letters: Letters | None = None,
+        *,
+        task: Task | None = None,
+        **options: Any,
+    ) -> Any:
+        """Return what a function of `blocks` makes of operands by name, block by block."""
+        letters = self.letters if letters is None else letters
         return self.map(
-            blocks.results,
-            self.letters,
-            self.index(self.letters),
-            *self.named(*self.given),
-            names=tuple(self.given),
-            task=self.task,
+            function,
+            letters,
+            self.index(letters),
+            *(self.named(*names) if operands is None else operands),
+            names=tuple(names),
+            task=self.task if task is None else task,
             **options,
         )
+
+    def results(self, **options: Any) -> Any:
+        """Return the results of the task's operation, block by block."""
+        return self.tasks(blocks.results, tuple(self.given), **options)
 
     def item(self, made: Any, number: int, dtype: Any) -> Any:
         """One of the results of blocks that are tuples."""

@@ -7,8 +7,6 @@ functions over them.
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -44,7 +42,7 @@ class _Jax(Functions):
 
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         if pre is not None:
-            return self.composite(name)(how, *operands, pre=pre, guard=how.guard)
+            return self.composite(name, how, *operands, pre=pre, guard=how.guard)
         primitive = PRIMITIVES[name]
         if primitive.names is not None and not how.needs:
             return ()
@@ -63,32 +61,8 @@ activation = FUNCTIONS.activation
 
 
 # --- what is differentiated through its pieces --------------------------------------------------
-def _bwd_tangent(name: str, how: How, x: list[Any]) -> Sequence[Any]:
-    """Return what the host makes, of operations that can be differentiated."""
-    n = len(x) // 2
-    (grad, *kept), (grad_dot, *dots) = x[:n], x[n:]
-    parts: list[Sequence[Any]] = []
-    if grad_dot is not None:
-        parts.append(call(f"{name}_bwd", how, (*kept, grad_dot)))
-    if any(dot is not None for dot in dots):
-        parts.append(call(f"{name}_double", how, (grad, *kept, *dots))[1:])
-    return [
-        functools.reduce(operator.add, some)
-        for some in zip(*parts, strict=True)
-        if some[0] is not None
-    ]
-
-
-def _of_pieces(name: str, how: How, x: list[Any]) -> Sequence[Any]:
-    """Return the results of an operation by what it is made of, whatever JAX does with it."""
-    found = FUNCTIONS.composite(name)(how, *PRIMITIVES[name].in_place(x))
-    return found if isinstance(found, tuple) else (found,)
-
-
-for _name in ("product", "gate"):
-    through(f"{_name}_bwd_tangent", functools.partial(_bwd_tangent, _name))
-    for _made_of in (f"{_name}_tangent", f"{_name}_double"):
-        through(_made_of, functools.partial(_of_pieces, _made_of))
+for _name in ("product_tangent", "product_double", "gate_tangent", "gate_double"):
+    through(_name, FUNCTIONS.composite)
 
 
 # --- where they are served ----------------------------------------------------------------------

@@ -27,8 +27,6 @@ from numpy import ndarray
 
 from numfuse.activations import get
 from numfuse.adapters.jax.operations import (
-    OPERATIONS,
-    TRANSPOSES,
     Form,
     Operation,
     Shape,
@@ -36,8 +34,9 @@ from numfuse.adapters.jax.operations import (
     on_host,
     own_shapes,
     shapes_of,
+    transpose,
 )
-from numfuse.adapters.primitives import How, made, spread
+from numfuse.adapters.primitives import PRIMITIVES, How, backward_tangents, made
 from numfuse.problem.operands import accumulator
 
 __all__ = ["call", "through"]
@@ -53,10 +52,8 @@ def _bind(operation: Operation, form: Form, operands: Operands) -> list[Any]:
     )  # past the table it raises
     there = tuple(x is not None for x in operands)
     given = [x for x in operands if x is not None]
-    found = _PRIMITIVES[operation.name].bind(*given, form=form._replace(there=there))
-    if operation.names is None:
-        return list(found)
-    return spread(found, operation.names, form.how.needs)
+    found = _JAX_PRIMITIVES[operation.name].bind(*given, form=form._replace(there=there))
+    return list(operation.cotangents(found, form.how))
 
 
 def _refused(platform: str) -> TypeError:
@@ -68,7 +65,7 @@ def _refused(platform: str) -> TypeError:
 
 @functools.partial(jax.jit, static_argnames=("name", "form"))
 def _compiled(*given: Any, name: str, form: Form) -> Any:
-    return _PRIMITIVES[name].bind(*given, form=form)
+    return _JAX_PRIMITIVES[name].bind(*given, form=form)
 
 
 def _now(operation: Operation, *given: Any, form: Form) -> Any:
@@ -90,7 +87,7 @@ def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
     """The abstract results: of one shard's kind where JAX maps over a mesh."""
     shapes = shapes_of(operation, form, tuple(x.shape for x in avals))
     found = []
-    for kind in operation.wanted(form.how):
+    for kind in operation.wanted(form.how.needs):
         shape, like = shapes.full(kind), avals[0]
         sharding: Any = getattr(like, "sharding", None)
         if sharding is None or sharding.mesh.empty:
@@ -132,7 +129,7 @@ def _batched(operation: Operation, given: Operands, axes: Operands, *, form: For
         jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(given, axes, strict=True)
     ]
-    found = _PRIMITIVES[operation.name].bind(*moved, form=form._replace(lead=form.lead + 1))
+    found = _JAX_PRIMITIVES[operation.name].bind(*moved, form=form._replace(lead=form.lead + 1))
     return found, [0] * len(found)
 
 
@@ -142,14 +139,14 @@ def _placed(form: Form, given: Operands) -> list[Any]:
 
 
 def _derived(operation: Operation, primals: Operands, tangents: Operands, *, form: Form) -> Any:
-    outs = _PRIMITIVES[operation.name].bind(*primals, form=form)
+    outs = _JAX_PRIMITIVES[operation.name].bind(*primals, form=form)
     x = _placed(form, primals)
     dots = _placed(form, [None if type(t) is ad.Zero else t for t in tangents])
-    n = len(operation.kept)
+    n = operation.kept
     if operation.moved and all(dot is None for dot in dots[:n]):
         found: Sequence[Any] = _bind(operation, form, [*x[:n], *dots[n:]])
     else:
-        found = _DERIVATIVES[operation.name](form, x, dots)
+        found = _moved(operation, form, x, dots)
     if operation.names is not None:
         found = made(found, operation.names, form.how.needs)
     return outs, [
@@ -160,31 +157,32 @@ def _derived(operation: Operation, primals: Operands, tangents: Operands, *, for
 
 def _transposed(operation: Operation, cotangents: Operands, *given: Any, form: Form) -> Any:
     x = _placed(form, given)
-    n = len(operation.kept)
+    n = operation.kept
     asked = [ad.is_undefined_primal(one) for one in x]
-    if operation.name not in TRANSPOSES or any(asked[:n]):
+    if not operation.moved or any(asked[:n]):
         raise TypeError(
-            f"numfuse's {operation.name} is linear in {operation.moved or 'nothing'} alone, "
-            f"got a transposition in {operation.operands}"
+            f"numfuse's {operation.name} is linear in {operation.ordered_kinds[n:] or 'nothing'} "
+            f"alone, got a transposition in {operation.ordered_kinds}"
         )
-    partner = OPERATIONS[TRANSPOSES[operation.name]]
     cts = [None if type(ct) is ad.Zero else ct for ct in cotangents]
-    if operation.names is not None:
-        cts = spread(cts, operation.names, form.how.needs)
-    found: Sequence[Any] = [None] * len(operation.moved)
-    if any(ct is not None for ct in cts):
-        how = form.how
+    cts = list(operation.cotangents(cts, form.how))
+    found: list[Any] = [
+        ad.Zero(one.aval) if ask else None for one, ask in zip(x, asked, strict=True)
+    ]
+    parts = transpose(operation, x[:n], cts) if any(ct is not None for ct in cts) else []
+    for partner, operands in parts:
+        # (a double backward has d_grad before the others, which is none of them here)
+        first, how = len(partner.results) - len(x[n:]), form.how
         if partner.names is not None:
-            needs = zip(partner.names, asked[n:], strict=True)
+            needs = zip(partner.names[first:], asked[n:], strict=True)
             how = how._replace(needs=tuple(name for name, one in needs if one))
-        form = form._replace(how=how)
-        operands = [*x[:n], *cts]
-        found = _bind(partner, _pooling(partner, form, operands, x[n:]), operands)
-    every: list[Any] = [None] * n
-    for one, dot, ask in zip(x[n:], found, asked[n:], strict=True):
-        zero = ad.Zero(one.aval) if ask else None
-        every.append(zero if dot is None else _fitted(dot, one.aval.shape))
-    return [one for one, there in zip(every, form.there, strict=True) if there]
+        operands = partner.linear_last(operands)
+        own = _pooling(partner, form._replace(how=how), operands, [None] * first + x[n:])
+        for i, dot in enumerate(_bind(partner, own, operands)[first:], n):
+            if dot is not None:
+                dot = _fitted(dot, x[i].aval.shape)
+                found[i] = dot if type(found[i]) is ad.Zero else found[i] + dot
+    return [one for one, there in zip(found, form.there, strict=True) if there]
 
 
 def _pooling(partner: Operation, form: Form, operands: Operands, undefined: Operands) -> Form:
@@ -204,15 +202,22 @@ def _pooling(partner: Operation, form: Form, operands: Operands, undefined: Oper
     return form._replace(pooled=0)
 
 
-def _by(name: str, first: str | None = None) -> Callable[..., list[Any]]:
-    """The derivative that another operation is, linear in the tangents."""
-
-    def derivative(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
-        if first is not None:  # the operand before the others there
-            x, dots = [x[-1], *x[:-1]], [dots[-1], *dots[:-1]]
-        return _bind(OPERATIONS[name], form, [*x, *dots])
-
-    return derivative
+def _moved(operation: Operation, form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
+    """Return the tangents of the results: other operations, or those of what it is made of."""
+    if operation.name == "residual":
+        return _residual_tangent(form, x, dots)
+    if operation.tangent is not None:
+        return _bind(PRIMITIVES[operation.tangent], form, [*x, *dots])
+    if operation.derivative is None:
+        return _COMPOSITES[operation.name](form, x, dots)
+    found: list[Any] = [None] * len(operation.results)
+    x, dots = operation.in_place(x), operation.in_place(dots)
+    for part, operands in backward_tangents(operation.name, x, dots):
+        made = _bind(part, form, part.linear_last(operands))
+        for i, dot in enumerate(made[len(made) - len(found) :]):
+            if dot is not None:
+                found[i] = dot if found[i] is None else found[i] + dot
+    return found
 
 
 def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
@@ -220,10 +225,10 @@ def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
     found = None
     if any(dot is not None for dot in product):
         plain = form._replace(how=form.how._replace(activation=get("none")))
-        (found,) = _bind(OPERATIONS["product_tangent"], plain, [*x[:3], *product])
+        (found,) = _bind(PRIMITIVES["product_tangent"], plain, [*x[:3], *product])
     if residual is not None:
         shapes = shapes_of(
-            OPERATIONS["residual"], form, tuple(one.shape for one in x if one is not None)
+            PRIMITIVES["residual"], form, tuple(one.shape for one in x if one is not None)
         )
         lead, visible = form.lead, shapes.own["o"]
         own = residual.shape[lead:]
@@ -233,24 +238,15 @@ def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
     return [found]
 
 
-#: By operation: (form, operands, tangents or None) to the tangents of the results.
-_DERIVATIVES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {
-    "product": _by("product_tangent"),
-    "product_bwd": _by("product_bwd_tangent", "grad"),
-    "residual": _residual_tangent,
-    "gate": _by("gate_tangent"),
-    "gate_bwd": _by("gate_bwd_tangent", "grad"),
-}
+#: By operation: (form, operands, tangents or None) to the tangents of what it is made of.
+_COMPOSITES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {}
 
 
-def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> None:
-    """Differentiate an operation through what it is made of.
+def through(name: str, composite: Callable[..., Any]) -> None:
+    """Differentiate an operation through `composite` (see `Functions`): what it is made of."""
+    operation = PRIMITIVES[name]
 
-    `composite`: from (how, operands, None where they are not there) to all results that are needed.
-    """
-    operation = OPERATIONS[name]
-
-    def derivative(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
+    def derivative(form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
         at = [i for i, dot in enumerate(dots) if dot is not None]
         there = [i for i, one in enumerate(x) if one is not None]
 
@@ -258,10 +254,11 @@ def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> 
             every = [None] * len(x)
             for i, member in zip(there, members, strict=True):
                 every[i] = member
-            return tuple(composite(form.how, every))
+            found = composite(name, form.how, *operation.in_place(every))
+            return found if isinstance(found, tuple) else (found,)
 
         shapes = shapes_of(operation, form, tuple(x[i].shape for i in there))
-        kinds = operation.wanted(form.how)
+        kinds = operation.wanted(form.how.needs)
 
         def moving(*values: Any) -> Any:
             every = list(x)
@@ -271,9 +268,9 @@ def through(name: str, composite: Callable[[How, list[Any]], Sequence[Any]]) -> 
             return [_fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
 
         _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
-        return found if operation.names is None else spread(found, operation.names, form.how.needs)
+        return operation.cotangents(found, form.how)
 
-    _DERIVATIVES[name] = derivative
+    _COMPOSITES[name] = derivative
 
 
 def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
@@ -301,7 +298,7 @@ def _primitive(operation: Operation) -> Primitive:
     return p
 
 
-_PRIMITIVES = {name: _primitive(operation) for name, operation in OPERATIONS.items()}
+_JAX_PRIMITIVES = {name: _primitive(operation) for name, operation in PRIMITIVES.items()}
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -328,10 +325,10 @@ def call(name: str, how: How, operands: Operands) -> list[Any]:
 
     The operands that it is linear in come last.
     """
-    operation = OPERATIONS[name]
+    operation = PRIMITIVES[name]
     given: list[tuple[str, Any]] = []
     dtypes: dict[str, None] = {}
-    for kind, x in zip(operation.operands, operands, strict=True):
+    for kind, x in zip(operation.ordered_kinds, operands, strict=True):
         if x is None:
             continue
         if not isinstance(x, (jax.Array, ndarray, np.generic)):

@@ -15,8 +15,9 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
-from numfuse.adapters.primitives import CORE, How, Primitive
+from numfuse.adapters.primitives import CORE, How, Primitive, matrices
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
 from numfuse.adapters.torch.tensors import own_values, to_numpy, to_tensor, transformed
 from numfuse.problem.shapes import gemm_shape, residual_view
@@ -60,10 +61,7 @@ class Op:
         if primitive.takes_saved:
             self._kinds.append("o")
             parts.append("Tensor? pre_activation")
-        self._results = primitive.results
-        if primitive.names is not None:
-            pairs = zip(primitive.results, primitive.names, strict=True)
-            self._results = "".join(kind for kind, name in pairs if name in needs)
+        self._results = primitive.wanted(needs)
         name = "_".join((primitive.name, *needs))
         returned = ", ".join(["Tensor"] * len(self._results))
         if len(self._results) > 1:
@@ -140,7 +138,13 @@ class Op:
         return (*found, *[None] * rest, None, None, None)
 
     def _push(self, ctx: Any, *tangents: Any) -> Any:
-        found = self._forward(ctx.saved_tensors, ctx.how, *tangents[: len(self._kinds)])
+        # PyTorch switches forward mode off while a rule runs, for all levels of torch.func: outer
+        # ones watch what is done here. The operator's own level is left by its primals.
+        with forward_ad._set_fwd_grad_enabled(True):
+            operands = [
+                None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors
+            ]
+            found = self._forward(operands, ctx.how, *tangents[: len(self._kinds)])
         return tuple(found) if len(self._results) > 1 else found[0]
 
     def _as_function(self, name: str) -> Any:
@@ -177,23 +181,13 @@ class Op:
             return found, (0,) * len(found) if isinstance(found, tuple) else 0
         # Each member as matrices, with as many batch axes as the one that has the most.
         row, column = at["a"].ndim == 2, at["b"].ndim == 2
-        rank = max(3, *(at[kind].ndim for kind in "abc" if at[kind] is not None))
-
-        def matrices(x: Any, kind: str) -> Any:
-            if x is None:
-                return None
-            if kind in "or":
-                visible = rank - row - column
-                x = x.reshape(x.shape[0], *(1,) * (visible - x.ndim), *x.shape[1:])
-                x = x.unsqueeze(-1) if column else x
-                return x.unsqueeze(-2) if row else x
-            if (kind == "a" and row) or (kind == "c" and x.ndim == 2):
-                x = x.unsqueeze(-2)
-            elif kind == "b" and column:
-                x = x.unsqueeze(-1)
-            return x.reshape(x.shape[0], *(1,) * (rank - x.ndim), *x.shape[1:])
-
-        full = [matrices(x, kind) for x, kind in zip(operands, self._kinds, strict=True)]
+        rank = max(2, *(at[kind].ndim - 1 for kind in "abc" if at[kind] is not None))
+        full = [
+            None
+            if x is None
+            else x.reshape(x.shape[0], *matrices(kind, x.shape[1:], rank, row, column))
+            for x, kind in zip(operands, self._kinds, strict=True)
+        ]
         found = self._dispatched(*full, *args[count:])
         outs = []
         several = found if isinstance(found, tuple) else (found,)

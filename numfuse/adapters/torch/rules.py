@@ -8,18 +8,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from numfuse.adapters import pieces
-from numfuse.adapters.primitives import PRIMITIVES, How, spread
+from numfuse.adapters.primitives import PRIMITIVES, How, Primitive, spread
 from numfuse.adapters.surface import Functions
 from numfuse.adapters.torch.operators import Op
 from numfuse.adapters.torch.tensors import in_functorch
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GATED_SECOND_NEEDS,
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    RESIDUAL_NEEDS,
-)
+from numfuse.problem.results import RESIDUAL_NEEDS
 
 __all__ = ["operators"]
 
@@ -63,10 +56,12 @@ def _through(
         return call
 
     def pull(ctx: Any, operands: Any, how: How, *gs: Any) -> Any:
+        # (that of torch.func.vjp is called when its level is left)
+        operands = [x if x is None else torch._C._functorch.unwrap_if_dead(x) for x in operands]
         at = [i for i in range(len(operands)) if ctx.needs_input_grad[i]]
         call = replaced(operands, how, at)
         found: list[Any] = [None] * len(operands)
-        if in_functorch():
+        if in_functorch() or not all(operands[i].requires_grad for i in at):
             outs, back, *_ = torch.func.vjp(call, *(operands[i] for i in at))
             full = (torch.zeros_like(o) if g is None else g for o, g in zip(outs, gs, strict=True))
             gradients = back(tuple(full))
@@ -100,14 +95,9 @@ def _through(
         if in_functorch():
             primals = tuple(operands[i] for i in at)
             return torch.func.jvp(call, primals, tuple(tangents[i] for i in at))[1]
-        # Outside of torch.func there is one level of forward mode, which is switched off while a
-        # rule of it runs; torch.func.jvp would open a second one.
-        with forward_ad._set_fwd_grad_enabled(True):
-            duals = [
-                forward_ad.make_dual(forward_ad.unpack_dual(operands[i]).primal, tangents[i])
-                for i in at
-            ]
-            found = [forward_ad.unpack_dual(out) for out in call(*duals)]
+        # Outside of torch.func there is one level: torch.func.jvp would open another.
+        duals = [forward_ad.make_dual(operands[i], tangents[i]) for i in at]
+        found = [forward_ad.unpack_dual(out) for out in call(*duals)]
         return tuple(
             torch.zeros_like(out.primal) if out.tangent is None else out.tangent for out in found
         )
@@ -115,93 +105,70 @@ def _through(
     return pull, push
 
 
-class _Rules:
-    """The backward and the forward mode of each operator, over an adapter's public functions."""
-
-    def __init__(self, functions: Functions) -> None:
-        self._functions = functions
-
-    def of(self, name: str) -> tuple[Rule, Rule]:
-        """Return the two rules of a primitive: its own, or those through its pieces."""
-        own = getattr(self, f"_{name}", None)
-        return own() if own is not None else self._pieces(name)
-
-    def _pieces(self, name: str) -> tuple[Rule, Rule]:
-        made_of = self._functions.composite(name)
-        if not PRIMITIVES[name].takes_saved:
-            return _through(made_of)
-        count = len(PRIMITIVES[name].operands)
-        return _through(lambda how, *x: made_of(how, *x[:-1], pre=x[-1]), count)
-
-    def _fused(self, names: tuple[str, ...], backward: str, tangent: str) -> tuple[Rule, Rule]:
-        """Return the rules of a forward: one fused call each."""
-        run = self._functions.primitive
-
-        def pull(ctx: Any, x: Any, how: How, g: Any) -> Any:
-            needs = _wanted(ctx, names)
-            return spread(run(backward, how._replace(needs=needs), g, *x), names, needs)
-
-        return pull, lambda x, how, *dots: (run(tangent, how, *x, *dots),)
-
-    def _product(self) -> tuple[Rule, Rule]:
-        return self._fused(GEMM_NEEDS, "product_bwd", "product_tangent")
-
-    def _gate(self) -> tuple[Rule, Rule]:
-        return self._fused(GATED_NEEDS, "gate_bwd", "gate_tangent")
-
-    def _product_bwd(self) -> tuple[Rule, Rule]:
-        functions = self._functions
-        _, through = self._pieces("product_bwd")
-
-        def pull(ctx: Any, x: Any, how: How, *gs: Any) -> Any:
-            """Return the gradients of the backward: fused, or with that of a pre-activation."""
-            *operands, pre = x
-            names = (*GEMM_SECOND_NEEDS, "pre")
-            needs = _wanted(ctx, names)
-            cotangents = spread(gs, GEMM_NEEDS, how.needs)
-            how = how._replace(needs=needs)
-            if "pre" not in needs:
-                found = functions.primitive("product_double", how, *cotangents, *operands)
-            else:
-                found = functions.composite("product_double")(how, *cotangents, *operands, pre=pre)
-            return spread(found, names, needs)
+def _rules(functions: Functions, name: str) -> tuple[Rule, Rule]:
+    """Return the backward and the forward mode of a primitive: fused ones, else its pieces'."""
+    primitive = PRIMITIVES[name]
+    if name == "residual":
+        return _residual(functions)
+    if primitive.is_forward:
+        tangent = str(primitive.tangent)
 
         def push(x: Any, how: How, *dots: Any) -> Any:
-            if not how.activation.is_identity:
-                return through(x, how, *dots)
-            return pieces.linear_backward_tangent(functions, how, *x[:-1], *dots[:3])
+            return (functions.primitive(tangent, how, *x, *dots),)
 
-        return pull, push
+        return _fused(functions, primitive), push
+    count, saved = len(primitive.operands), primitive.takes_saved
 
-    def _gate_bwd(self) -> tuple[Rule, Rule]:
-        run = self._functions.primitive
+    def made_of(how: How, *x: Any) -> Any:
+        pre = {"pre": x[count]} if saved else {}
+        return functions.composite(name, how, *x[:count], **pre)
 
-        def pull(ctx: Any, x: Any, how: How, *gs: Any) -> Any:
-            needs = _wanted(ctx, GATED_SECOND_NEEDS)
-            cotangents = spread(gs, GATED_NEEDS, how.needs)
-            found = run("gate_double", how._replace(needs=needs), *cotangents, *x)
-            return spread(found, GATED_SECOND_NEEDS, needs)
+    pull, through = _through(made_of, count if saved else None)
+    if primitive.derivative is None:
+        return pull, through
 
-        return pull, self._pieces("gate_bwd")[1]
+    def push_backward(x: Any, how: How, *dots: Any) -> Any:
+        if any(dot is not None for dot in dots[count:]):  # of a saved pre-activation
+            return through(x, how, *dots)
+        return functions.backward_tangent(name, how, x[:count], dots[:count])
 
-    def _residual(self) -> tuple[Rule, Rule]:
-        functions = self._functions
+    return _fused(functions, primitive), push_backward
 
-        def pull(ctx: Any, x: Any, how: How, g: Any) -> Any:
-            needs = _wanted(ctx, RESIDUAL_NEEDS)
-            return functions.matmul_bias_residual_bwd(g, *x, needs=needs, backend=how.backend)
 
-        def push(x: Any, how: How, *dots: Any) -> Any:
-            return (functions.matmul_bias_residual_jvp(*x, *dots, backend=how.backend).out_dot,)
+def _fused(functions: Functions, primitive: Primitive) -> Rule:
+    """Return the backward that is another primitive: one fused call."""
+    following = PRIMITIVES[str(primitive.derivative)]
+    count = len(primitive.operands)
 
-        return pull, push
+    def pull(ctx: Any, x: Any, how: How, *gs: Any) -> Any:
+        names = (*(following.names or ()), "pre")[: len(x)]
+        needs = _wanted(ctx, names)
+        operands = *primitive.cotangents(gs, how), *x[:count]
+        how = how._replace(needs=needs)
+        if "pre" in needs:
+            found = functions.composite(following.name, how, *operands, pre=x[count])
+        else:
+            found = functions.primitive(following.name, how, *operands)
+        return spread(found, names, needs)
+
+    return pull
+
+
+def _residual(functions: Functions) -> tuple[Rule, Rule]:
+    def pull(ctx: Any, x: Any, how: How, g: Any) -> Any:
+        needs = _wanted(ctx, RESIDUAL_NEEDS)
+        return functions.matmul_bias_residual_bwd(g, *x, needs=needs, backend=how.backend)
+
+    def push(x: Any, how: How, *dots: Any) -> Any:
+        return (functions.matmul_bias_residual_jvp(*x, *dots, backend=how.backend).out_dot,)
+
+    return pull, push
 
 
 def operators(functions: Functions) -> dict[tuple[str, tuple[str, ...]], Op]:
     """Return the operator of each primitive and set of gradients."""
-    rules = _Rules(functions)
     return {
-        (name, needs): Op(primitive, *rules.of(name), needs)
+        (name, needs): Op(primitive, *_rules(functions, name), needs)
         for name, primitive in PRIMITIVES.items()
         for needs in ([()] if primitive.names is None else _sets(primitive.names))
     }

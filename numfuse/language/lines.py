@@ -1,0 +1,55 @@
+"""Lines of a formula's text: an assignment for every node that is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from numfuse.language.graph import Expr, topological
+
+__all__ = ["INFIX", "assignments"]
+
+#: Operations that Python and WGSL write with a sign.
+INFIX = {
+    "add": "+",
+    "sub": "-",
+    "mul": "*",
+    "div": "/",
+    "lt": "<",
+    "le": "<=",
+    "eq": "==",
+    "ne": "!=",
+}
+
+
+def assignments(
+    exprs: Iterable[Expr],
+    line: str,
+    constant: Callable[[Expr], str],
+    operation: Callable[[Expr, Sequence[str]], str],
+) -> tuple[dict[Expr, str], list[str]]:
+    """Return the text by which each node is named, and the lines that compute them.
+
+    Parameters
+    ----------
+    exprs : iterable of Expr
+    line : str
+        An assignment with places for the name and the text.
+    constant : callable
+        From a constant to its text.
+    operation : callable
+        From a node and the texts of its operands to its text.
+    """
+    names: dict[Expr, str] = {}
+    lines: list[str] = []
+    for e in topological(exprs):
+        if e.op == "x":
+            names[e] = "x"
+        elif e.op == "input":
+            names[e] = f"in_{e.payload}"
+        elif e.op == "const":
+            names[e] = constant(e)
+        else:
+            text = operation(e, [names[a] for a in e.args])
+            names[e] = f"t{len(lines)}"
+            lines.append(line.format(names[e], text))
+    return names, lines
