@@ -29,7 +29,7 @@ import numpy as np
 from dask.order import order
 
 import numfuse as nf
-from numfuse.adapters.dask import tiling
+from numfuse.adapters.dask import graph as sizes
 
 HERE = Path(__file__).parent
 BEGIN, END = "<!-- distributed: begin -->", "<!-- distributed: end -->"
@@ -238,7 +238,7 @@ def levels(blocks: int) -> list[int]:
     found = []
     while blocks > 1:
         found.append(blocks)
-        blocks = math.ceil(blocks / tiling.SPLIT)
+        blocks = math.ceil(blocks / sizes.SPLIT)
     return found
 
 

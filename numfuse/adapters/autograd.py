@@ -132,31 +132,15 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _tangents(argnums: Any, gs: Any, args: Any) -> list[Any]:
-    found: list[Any] = [None] * (len(args) - 1)
-    for i, g in zip(argnums, gs, strict=True):
-        found[i] = _like(g, args[i])
-    return found
-
-
-def _backward_tangent(name: str) -> Callable[..., Any]:
-    """Return the forward rule of a backward."""
+def _forward(rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Return autograd's forward rule by one of (result, how, operands, their tangents or None)."""
 
     def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         *operands, how = args
-        dots = _tangents(argnums, gs, args)
-        return traced_tuple(FUNCTIONS.backward_tangent(name, how, operands, dots))
-
-    return forward
-
-
-def _by_tangent(name: str) -> Callable[..., Any]:
-    """Return the forward rule of a forward: one fused call."""
-    tangent = _RUN[str(PRIMITIVES[name].tangent)]
-
-    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-        *operands, how = args
-        return tangent(*operands, *_tangents(argnums, gs, args), how)
+        dots: list[Any] = [None] * len(operands)
+        for i, g in zip(argnums, gs, strict=True):
+            dots[i] = _like(g, args[i])
+        return rule(ans, how, operands, dots)
 
     return forward
 
@@ -174,9 +158,9 @@ def _residual_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
     return pull
 
 
-def _residual_forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    a, b, bias, _, how = args
-    u, v, w, z = _tangents(argnums, gs, args)
+def _residual_tangent(ans: Any, how: How, x: Any, dots: Any) -> Any:
+    a, b, bias, _ = x
+    u, v, w, z = dots
     t = pieces.moved(FUNCTIONS, u, v, w, a, b, bias, how.backend)
     if z is not None:
         t = (anp.zeros_like(ans) if t is None else t) + z
@@ -187,16 +171,20 @@ def _rules(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the reverse and the forward rule of a primitive."""
     primitive = PRIMITIVES[name]
     if name == "residual":
-        return _residual_reverse, _residual_forward
+        return _residual_reverse, _forward(_residual_tangent)
     if primitive.derivative is None:
         return _through(name)
-    return _fused(name), (_by_tangent if primitive.is_forward else _backward_tangent)(name)
+    if primitive.is_forward:
+        tangent = _RUN[str(primitive.tangent)]
+        return _fused(name), _forward(lambda _, how, x, dots: tangent(*x, *dots, how))
+    made = FUNCTIONS.backward_tangent
+    return _fused(name), _forward(lambda _, how, x, dots: traced_tuple(made(name, how, x, dots)))
 
 
 for _name, _run in _RUN.items():
-    _reverse, _forward = _rules(_name)
-    defvjp_argnums(_run, _reverse)
-    defjvp_argnums(_run, _forward)
+    _pull, _push = _rules(_name)
+    defvjp_argnums(_run, _pull)
+    defjvp_argnums(_run, _push)
 
 
 def to_numpy(x: Any) -> Any:

@@ -225,17 +225,15 @@ def _matmul_bias_activation_bwd(grad, a, b, bias=None, activation="none"):  # ty
 
 
 # --- gates --------------------------------------------------------------------------------------
-def _curve_and_format(what: str, activation: Any, **operands: Any) -> tuple[Any, str]:
-    """Return the activation's curve and the dtype of a gate's call, after the checks of types."""
+def _gate(what: str, activation: Any, **operands: Any) -> Any:
+    """Return the function of a gate's operands, or of its backward's where grad is among them."""
     fmt = _format(what, None, **operands)
     if len({x.ndim for x in operands.values()}) > 1:
         raise TypingError(f"{what}: {', '.join(operands)} must have one shape")
-    return _activation(activation).curve, fmt
-
-
-def _gate(what: str, activation: Any, **operands: Any) -> Any:
-    curve, fmt = _curve_and_format(what, activation, **operands)
-    formula, dtype = _formula(epilogues.gate(curve), fmt, "a", "b"), np.dtype(fmt)
+    made, dtype = epilogues.gate(_activation(activation).curve), np.dtype(fmt)
+    if "grad" in operands:
+        made = made.backward().select("d_a", "d_b")
+    formula = _formula(made, fmt, *operands)
 
     @_jitable
     def gate(a, b):  # type: ignore[no-untyped-def]
@@ -247,14 +245,6 @@ def _gate(what: str, activation: Any, **operands: Any) -> Any:
         for i in range(flat.size):
             flat[i] = formula(x[i], y[i])
         return out
-
-    return gate
-
-
-def _gate_bwd(what: str, activation: Any, **operands: Any) -> Any:
-    curve, fmt = _curve_and_format(what, activation, **operands)
-    backward = epilogues.gate(curve).backward().select("d_a", "d_b")
-    formula, dtype = _formula(backward, fmt, "grad", "a", "b"), np.dtype(fmt)
 
     @_jitable
     def gate_bwd(grad, a, b):  # type: ignore[no-untyped-def]
@@ -268,7 +258,7 @@ def _gate_bwd(what: str, activation: Any, **operands: Any) -> Any:
             first[i], second[i] = formula(g[i], x[i], y[i])
         return d_a, d_b
 
-    return gate_bwd
+    return gate_bwd if "grad" in operands else gate
 
 
 @_overload(functional.activation_mul, prefer_literal=True)
@@ -279,7 +269,7 @@ def _activation_mul(a, b, activation):  # type: ignore[no-untyped-def]
 
 @_overload(functional.activation_mul_bwd, prefer_literal=True)
 def _activation_mul_bwd(grad, a, b, activation):  # type: ignore[no-untyped-def]
-    gate_bwd = _gate_bwd("activation_mul_bwd", activation, grad=grad, a=a, b=b)
+    gate_bwd = _gate("activation_mul_bwd", activation, grad=grad, a=a, b=b)
     return lambda grad, a, b, activation: gate_bwd(grad, a, b)
 
 
@@ -291,7 +281,7 @@ def _overload_named(name: str) -> None:
         return lambda a, b: gate(a, b)
 
     def backward(grad, a, b):  # type: ignore[no-untyped-def]
-        gate_bwd = _gate_bwd(f"{name}_mul_bwd", name, grad=grad, a=a, b=b)
+        gate_bwd = _gate(f"{name}_mul_bwd", name, grad=grad, a=a, b=b)
         return lambda grad, a, b: gate_bwd(grad, a, b)
 
     _overload(getattr(functional, f"{name}_mul"))(forward)

@@ -21,16 +21,9 @@ from functools import cache, reduce
 from operator import add, mul
 from typing import Any
 
+from numfuse import epilogues
 from numfuse.activations import Activation
 from numfuse.adapters.primitives import How
-from numfuse.epilogues import (
-    Epilogue,
-    gate,
-    gate_double_backward,
-    layer,
-    layer_double_backward,
-    layer_tangent,
-)
 from numfuse.expr import SYMBOL, Expr, constant, exp
 from numfuse.language.curves import Curve
 
@@ -48,17 +41,17 @@ _STAND_INS = {
     "bent": Curve("f", lambda order: _BENT),
 }
 #: By operation: its derived formula, over an activation's curve.
-_FORMULAS: dict[str, Callable[[Curve], Epilogue]] = {
-    "product_bwd": lambda f: layer(f).select("out").backward().without("bias"),
-    "product_double": lambda f: layer_double_backward(f).without("bias", "w"),
-    "product_tangent": lambda f: layer_tangent(f).without("bias"),
-    "gate_double": lambda f: gate_double_backward(f),
-    "gate_tangent": lambda f: gate(f).tangent(),
+_FORMULAS: dict[str, Callable[[Curve], epilogues.Epilogue]] = {
+    "product_bwd": lambda f: epilogues.layer(f).select("out").backward().without("bias"),
+    "product_double": lambda f: epilogues.layer_double_backward(f).without("bias", "w"),
+    "product_tangent": lambda f: epilogues.layer_tangent(f).without("bias"),
+    "gate_double": epilogues.gate_double_backward,
+    "gate_tangent": lambda f: epilogues.gate(f).tangent(),
 }
 
 
 @cache
-def _formula(name: str, stand_in: str, absent: tuple[str, ...]) -> Epilogue:
+def _formula(name: str, stand_in: str, absent: tuple[str, ...]) -> epilogues.Epilogue:
     return _FORMULAS[name](_STAND_INS[stand_in]).without(*absent)
 
 

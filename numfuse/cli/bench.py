@@ -18,7 +18,6 @@ from typing import Any
 from numfuse.cli import missing_extra
 from numfuse.cli.peers import ACTIVATIONS, LAYOUTS, OPERATIONS, PEERS, PRODUCTS, Case, installed
 
-CASE_FIELDS = Case._fields
 SIZES = {
     "quick": ["64", "256"],
     "default": ["512", "64", "1000x777x1003", "1024", "256"],
@@ -60,66 +59,34 @@ def size(text: str) -> tuple[int, int, int]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     effort = parser.add_mutually_exclusive_group()
-    effort.add_argument(
-        "--quick", dest="effort", action="store_const", const="quick", help="some seconds"
-    )
-    effort.add_argument(
-        "--full",
-        dest="effort",
-        action="store_const",
-        const="full",
-        help="every size, layout and peer, torch.compile too, more rounds: up to two hours",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        metavar="S",
-        help=f"measure for so long at the most; default: {SECONDS:.0f} where nothing else is asked "
-        "for, else no limit",
-    )
+    full = "every size, layout and peer, torch.compile too, more rounds: up to two hours"
+    for name, text in (("quick", "some seconds"), ("full", full)):
+        effort.add_argument(f"--{name}", dest="effort", action="store_const", const=name, help=text)
     parser.set_defaults(effort="default")
-    parser.add_argument(
-        "--sizes",
-        nargs="+",
-        type=size,
-        metavar="MxNxK",
-        help="a is M x K, b is K x N; N for a cube",
-    )
-    parser.add_argument("--dtype", nargs="+", choices=("float32", "float64"))
-    parser.add_argument("--operations", nargs="+", choices=OPERATIONS)
-    parser.add_argument(
-        "--layouts",
-        nargs="+",
-        choices=tuple(LAYOUTS),
-        help="of the operands of products; default: contiguous, with --full some of each",
-    )
-    parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu")
-    parser.add_argument(
-        "--threads", nargs="+", type=int, metavar="N", help="default: 1, and one per core"
-    )
-    parser.add_argument("--peers", nargs="*", choices=tuple(PEERS))
-    parser.add_argument("--rounds", type=int, metavar="N")
-    parser.add_argument("--seed", type=int, help="default: a new one each time")
-    parser.add_argument(
-        "--json",
-        type=Path,
-        metavar="FILE",
-        default=Path("numfuse_bench.json"),
-        help="where to write everything measured (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--picture",
-        type=Path,
-        metavar="FILE",
-        default=Path("numfuse_bench.png"),
-        help="where to draw it under the machine's ceilings (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--markdown",
-        type=Path,
-        metavar="FILE",
-        help="write the tables; between the marks of an existing file, if it has them",
-    )
+    add = parser.add_argument
+    text = "measure for so long at the most; default: "
+    text += f"{SECONDS:.0f} where nothing else is asked for, else no limit"
+    add("--seconds", type=float, metavar="S", help=text)
+    text = "a is M x K, b is K x N; N for a cube"
+    add("--sizes", nargs="+", type=size, metavar="MxNxK", help=text)
+    add("--dtype", nargs="+", choices=("float32", "float64"))
+    add("--operations", nargs="+", choices=OPERATIONS)
+    text = "of the operands of products; default: contiguous, with --full some of each"
+    add("--layouts", nargs="+", choices=tuple(LAYOUTS), help=text)
+    add("--activation", choices=ACTIVATIONS, default="gelu")
+    text = "default: 1, and one per core"
+    add("--threads", nargs="+", type=int, metavar="N", help=text)
+    add("--peers", nargs="*", choices=tuple(PEERS))
+    add("--rounds", type=int, metavar="N")
+    add("--seed", type=int, help="default: a new one each time")
+    for name, file, text in (
+        ("json", Path("numfuse_bench.json"), "where to write everything measured"),
+        ("picture", Path("numfuse_bench.png"), "where to draw it under the machine's ceilings"),
+    ):
+        text += " (default: %(default)s)"
+        add(f"--{name}", type=Path, metavar="FILE", default=file, help=text)
+    text = "write the tables; between the marks of an existing file, if it has them"
+    add("--markdown", type=Path, metavar="FILE", help=text)
 
 
 def choose_peers(arguments: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
@@ -218,6 +185,7 @@ def measure(
     chosen, left_out = choose_peers(arguments)
     cases = choose_cases(arguments)
     rounds, sample = EFFORT[arguments.effort]
+    rounds = arguments.rounds or rounds
     seed = arguments.seed if arguments.seed is not None else secrets.randbits(32)
     if not cores:
         notes.append("this system cannot pin a process: JAX takes as many threads as it likes")
@@ -230,7 +198,7 @@ def measure(
         "python": platform.python_version(),
         "packages": {name: version(name) for name in (*REQUIRED, "torch", "jax")},
         "seed": seed,
-        "rounds": arguments.rounds or rounds,
+        "rounds": rounds,
         "activation": arguments.activation,
         "peers": chosen,
         "left_out": left_out,
@@ -249,7 +217,7 @@ def measure(
             "threads": count,
             "cases": by_turns(cases),
             "peers": chosen,
-            "rounds": report["rounds"],
+            "rounds": rounds,
             "sample": sample,
             "rest": count > 1,  # one pinned thread has nobody to wait for
             "seed": seed,
@@ -273,7 +241,7 @@ def measure(
         report["sessions"].append(found)
     places = {case: place for place, case in enumerate(cases)}
     report["cases"].sort(
-        key=lambda c: (threads.index(c["threads"]), places[tuple(c[name] for name in CASE_FIELDS)])
+        key=lambda c: (threads.index(c["threads"]), places[tuple(c[x] for x in Case._fields)])
     )
     return report
 

@@ -153,34 +153,20 @@ def train_with_bar(
     from rich.progress import Progress as Bar
 
     console = Console()
-
-    def text(epoch: int, progress: Progress) -> str:
-        return (
-            f"epoch {epoch:3d}/{epochs}   loss {progress.loss[-1]:.4f}   "
-            f"test accuracy {progress.test_accuracy[-1]:.4f}"
-        )
-
-    if not console.is_terminal:
-
-        def print_line(epoch: int, progress: Progress) -> None:
-            if epoch == epochs or epoch % max(1, epochs // 6) == 0:
-                print(text(epoch, progress), flush=True)
-
-        return train(digits, start, epochs, batch, seed, print_line)
-
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=console) as bar:
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"epoch   0/{epochs}", total=epochs)
-        return train(
-            digits,
-            start,
-            epochs,
-            batch,
-            seed,
-            lambda epoch, progress: bar.update(
-                task, completed=epoch, description=text(epoch, progress)
-            ),
-        )
+
+        def tell(epoch: int, progress: Progress) -> None:
+            text = (
+                f"epoch {epoch:3d}/{epochs}   loss {progress.loss[-1]:.4f}   "
+                f"test accuracy {progress.test_accuracy[-1]:.4f}"
+            )
+            bar.update(task, completed=epoch, description=text)
+            if bar.disable and (epoch == epochs or epoch % max(1, epochs // 6) == 0):
+                print(text, flush=True)
+
+        return train(digits, start, epochs, batch, seed, tell)
 
 
 def compare_steps(start: Parameters, x: Array, labels: Array) -> None:

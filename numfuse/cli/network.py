@@ -85,25 +85,27 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
     return float(loss), d_logits
 
 
-def predict(p: Parameters, x: Array) -> Array:
-    """The logits of a batch, with numfuse."""
-    gate = nf.matmul_bias_activation(x, p.weight["gate"], p.bias["gate"])
-    up = nf.matmul_bias_activation(x, p.weight["up"], p.bias["up"])
-    hidden = nf.silu_mul(gate, up)
-    mixed = nf.matmul_bias_activation(hidden, p.weight["mix"], p.bias["mix"], "gelu")
-    return nf.matmul_bias_activation(mixed, p.weight["head"], p.bias["head"])
-
-
-def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> float:
-    """Forward and backward with numfuse: ten calls, each gradient written where Adam reads it."""
-    w, b, d_w, d_b = p.weight, p.bias, g.weight, g.bias
+def forward(p: Parameters, x: Array) -> tuple[Array, ...]:
+    """Return the logits of a batch, with numfuse, and what the backward needs before them."""
+    w, b = p.weight, p.bias
     gate = nf.matmul_bias_activation(x, w["gate"], b["gate"])
     up = nf.matmul_bias_activation(x, w["up"], b["up"])
     hidden = nf.silu_mul(gate, up)
     mixed, pre = nf.matmul_bias_activation(
         hidden, w["mix"], b["mix"], "gelu", return_pre_activation=True
     )
-    logits = nf.matmul_bias_activation(mixed, w["head"], b["head"])
+    return gate, up, hidden, pre, mixed, nf.matmul_bias_activation(mixed, w["head"], b["head"])
+
+
+def predict(p: Parameters, x: Array) -> Array:
+    """The logits of a batch, with numfuse."""
+    return forward(p, x)[-1]
+
+
+def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> float:
+    """Forward and backward with numfuse: ten calls, each gradient written where Adam reads it."""
+    w, b, d_w, d_b = p.weight, p.bias, g.weight, g.bias
+    gate, up, hidden, pre, mixed, logits = forward(p, x)
 
     loss, d_logits = cross_entropy(logits, labels)
 
@@ -204,14 +206,14 @@ class TorchNetwork:
 
         self.torch = torch
         self.x, self.labels = torch.tensor(x), torch.tensor(labels)
-        self.weight: dict[str, Any]
-        self.bias: dict[str, Any]
-        self.weight, self.bias = (
-            {name: torch.tensor(x, requires_grad=True) for name, x in part.items()}
-            for part in (start.weight, start.bias)
-        )
+        self.layers: dict[str, Any] = {
+            name: tuple(
+                torch.tensor(part[name], requires_grad=True) for part in (start.weight, start.bias)
+            )
+            for name in LAYERS
+        }
         self.adam = torch.optim.Adam(
-            [*self.weight.values(), *self.bias.values()],
+            [x for layer in self.layers.values() for x in layer],
             lr=rate,
             betas=(BETA_MEAN, BETA_SQUARE),
             eps=EPSILON,
@@ -220,13 +222,16 @@ class TorchNetwork:
 
     def backward(self) -> Any:
         """Forward, loss and backward; the loss as a tensor of one element."""
+
+        def layer(name: str, x: Any) -> Any:
+            weight, bias = self.layers[name]
+            return self.torch.addmm(bias, x, weight)
+
         functional = self.torch.nn.functional
-        addmm, w, b = self.torch.addmm, self.weight, self.bias
         self.adam.zero_grad()
-        hidden = functional.silu(addmm(b["gate"], self.x, w["gate"]))
-        hidden = hidden * addmm(b["up"], self.x, w["up"])
-        mixed = functional.gelu(addmm(b["mix"], hidden, w["mix"]), approximate="tanh")
-        logits = addmm(b["head"], mixed, w["head"])
+        hidden = functional.silu(layer("gate", self.x)) * layer("up", self.x)
+        mixed = functional.gelu(layer("mix", hidden), approximate="tanh")
+        logits = layer("head", mixed)
         loss = functional.cross_entropy(logits, self.labels, label_smoothing=SMOOTHING)
         loss.backward()
         return loss
@@ -239,9 +244,9 @@ class TorchNetwork:
     def gradients(self) -> Parameters:
         self.backward()
         gradients = Parameters.zeros()
-        for name in LAYERS:
-            gradients.weight[name][:] = self.weight[name].grad.numpy()
-            gradients.bias[name][:] = self.bias[name].grad.numpy()
+        for name, (weight, bias) in self.layers.items():
+            gradients.weight[name][:] = weight.grad.numpy()
+            gradients.bias[name][:] = bias.grad.numpy()
         return gradients
 
 

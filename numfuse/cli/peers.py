@@ -138,45 +138,74 @@ def draw_operands(case: Case, generator: np.random.Generator) -> Operands:
 # --- NumPy ---------------------------------------------------------------------------------------
 
 
-def numpy_contestant(case: Case, o: Operands) -> Contestant:
-    """NumPy as one writes it for speed: out= and in-place ufuncs, products by its BLAS."""
-    activation = case.activation
-    x, s, t = (np.empty_like(o.pre) for _ in range(3))
-    new_gate, new_up = (results_memory(case, lambda: np.empty_like(o.pre)) for _ in range(2))
-    d_a, d_b, d_bias = (np.empty(y.shape, y.dtype) for y in (o.a, o.b, o.bias))
+def in_place(
+    case: Case,
+    o: Operands,
+    library: Any,
+    layer: Callable[[Any], Any],
+    activate: Callable[[Any, Any], Any],
+    times_slope: Callable[[Any, Any, Any], Any],
+) -> Contestant:
+    """Return the work of a library that writes where it is told.
 
-    def pre_activation() -> Array:
-        np.matmul(o.a, o.b, out=x)
-        return np.add(x, o.bias, out=x)
+    Parameters
+    ----------
+    library : module
+        NumPy, or what has its functions with ``out=``.
+    layer : callable
+        From an array to a @ b + bias in it.
+    activate, times_slope : callable
+        From (x, out) and (x, grad, out) to activation(x) and grad * activation'(x) in `out`.
+    """
+    a, b, bias, grad, pre, up = o
+    x, s = library.empty_like(pre), library.empty_like(pre)
+    new_gate, new_up = (results_memory(case, lambda: library.empty_like(pre)) for _ in range(2))
+    d_a, d_b, d_bias = (library.empty(y.shape, dtype=y.dtype) for y in (a, b, bias))
 
-    def gradients(pre: Array) -> tuple[Array, ...]:
-        grad_pre = numpy_times_slope(pre, activation, o.grad, s, t)
-        np.matmul(grad_pre, o.b.T, out=d_a)
-        np.matmul(o.a.T, grad_pre, out=d_b)
-        np.sum(grad_pre, axis=0, out=d_bias)
+    def gradients(source: Any) -> tuple[Any, ...]:
+        grad_pre = times_slope(source, grad, s)
+        library.matmul(grad_pre, b.T, out=d_a)
+        library.matmul(a.T, grad_pre, out=d_b)
+        library.sum(grad_pre, 0, out=d_bias)
         return d_a, d_b, d_bias
 
-    def gated() -> tuple[Array, ...]:
-        y = new_gate()
-        np.copyto(y, o.pre)
-        return (np.multiply(numpy_activation(y, activation, s), o.up, out=y),)
+    def gated() -> tuple[Any, ...]:
+        y = activate(pre, new_up())
+        return (library.multiply(y, up, out=y),)
 
-    def gated_backward() -> tuple[Array, ...]:
-        d_gate, d_up = new_gate(), new_up()
-        np.copyto(d_up, o.pre)
-        numpy_activation(d_up, activation, s)
-        np.multiply(d_up, o.grad, out=d_up)
-        numpy_times_slope(o.pre, activation, o.grad, d_gate, t)
-        return np.multiply(d_gate, o.up, out=d_gate), d_up
+    def gated_backward() -> tuple[Any, ...]:
+        y = activate(pre, new_up())
+        library.multiply(y, grad, out=y)
+        d_gate = times_slope(pre, grad, new_gate())
+        return library.multiply(d_gate, up, out=d_gate), y
 
     runs = {
-        "forward": lambda: (numpy_activation(pre_activation(), activation, s),),
-        "backward": lambda: gradients(pre_activation()),
-        "backward_saved": lambda: gradients(o.pre),
+        "forward": lambda: (activate(layer(x), x),),
+        "backward": lambda: gradients(layer(x)),
+        "backward_saved": lambda: gradients(pre),
         "gated": gated,
         "gated_backward": gated_backward,
     }
     return Contestant(runs[case.work])
+
+
+def numpy_contestant(case: Case, o: Operands) -> Contestant:
+    """NumPy as one writes it for speed: out= and in-place ufuncs, products by its BLAS."""
+    scratch = np.empty_like(o.pre)
+
+    def layer(out: Array) -> Array:
+        np.matmul(o.a, o.b, out=out)
+        return np.add(out, o.bias, out=out)
+
+    def activate(x: Array, out: Array) -> Array:
+        if out is not x:
+            np.copyto(out, x)
+        return numpy_activation(out, case.activation, scratch)
+
+    def times_slope(x: Array, grad: Array, out: Array) -> Array:
+        return numpy_times_slope(x, case.activation, grad, out, scratch)
+
+    return in_place(case, o, np, layer, activate, times_slope)
 
 
 def exact(case: Case, o: Operands) -> tuple[Array, ...]:
@@ -222,10 +251,7 @@ def torch_contestant(case: Case, o: Operands) -> Contestant:
     import torch
 
     aten = torch.ops.aten
-    a, b, bias, grad, pre, up = (torch.from_numpy(x) for x in o)
-    x, s = torch.empty_like(pre), torch.empty_like(pre)
-    new_gate, new_up = (results_memory(case, lambda: torch.empty_like(pre)) for _ in range(2))
-    d_a, d_b, d_bias = (torch.empty(y.shape, dtype=y.dtype) for y in (a, b, bias))
+    tensors: Any = Operands._make(map(torch.from_numpy, o))
     activate: Callable[[Any, Any], Any] = {
         "gelu": lambda x, out: aten.gelu.out(x, approximate="tanh", out=out),
         "silu": lambda x, out: aten.silu.out(x, out=out),
@@ -239,30 +265,10 @@ def torch_contestant(case: Case, o: Operands) -> Contestant:
         "relu": lambda x, g, out: aten.threshold_backward.grad_input(g, x, 0, grad_input=out),
     }[case.activation]
 
-    def gradients(source: Any) -> tuple[Any, ...]:
-        grad_pre = times_slope(source, grad, s)
-        torch.mm(grad_pre, b.t(), out=d_a)
-        torch.mm(a.t(), grad_pre, out=d_b)
-        torch.sum(grad_pre, 0, out=d_bias)
-        return d_a, d_b, d_bias
+    def layer(out: Any) -> Any:
+        return torch.addmm(tensors.bias, tensors.a, tensors.b, out=out)
 
-    def gated() -> tuple[Any, ...]:
-        y = activate(pre, new_up())
-        return (torch.mul(y, up, out=y),)
-
-    def gated_backward() -> tuple[Any, ...]:
-        y = activate(pre, new_up())
-        d_gate = times_slope(pre, torch.mul(grad, up, out=s), new_gate())
-        return d_gate, torch.mul(y, grad, out=y)
-
-    runs = {
-        "forward": lambda: (activate(torch.addmm(bias, a, b, out=x), x),),
-        "backward": lambda: gradients(torch.addmm(bias, a, b, out=x)),
-        "backward_saved": lambda: gradients(pre),
-        "gated": gated,
-        "gated_backward": gated_backward,
-    }
-    return Contestant(runs[case.work])
+    return in_place(case, tensors, torch, layer, activate, times_slope)
 
 
 # --- compilers ------------------------------------------------------------------------------------

@@ -41,8 +41,7 @@ def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress)
     left.suptitle("Learning curve", fontsize=13, weight="bold")
     marker = "o" if len(epochs) < 3 else None
     loss_axes.plot(epochs, progress.loss, color=BLUE, linewidth=2, marker=marker)
-    loss_axes.set_ylabel("training loss\n(cross-entropy, nats)")
-    loss_axes.set_ylim(bottom=0)
+    loss_axes.set(ylabel="training loss\n(cross-entropy, nats)", ylim=(0, None))
     # Against smoothed labels a perfect network still pays their entropy.
     right_class, other = 1 - SMOOTHING + SMOOTHING / CLASSES, SMOOTHING / CLASSES
     floor = -right_class * math.log(right_class) - (CLASSES - 1) * other * math.log(other)
@@ -50,10 +49,8 @@ def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress)
     least = f"least possible with smoothed labels: {floor:.2f}"
     note(loss_axes, least, (epochs[-1], floor), dx=-4, dy=-4, color=GREY, fontsize=9)
     accuracy_axes.plot(epochs, progress.test_accuracy, color=ORANGE, linewidth=2, marker=marker)
-    accuracy_axes.set_ylabel("test accuracy")
-    accuracy_axes.set_xlabel("epoch")
-    low = min(progress.test_accuracy)
-    accuracy_axes.set_ylim(min(0.9, 0.1 * int(10 * low)), 1.003)
+    low = min(0.9, 0.1 * int(10 * min(progress.test_accuracy)))
+    accuracy_axes.set(xlabel="epoch", ylabel="test accuracy", ylim=(low, 1.003))
     accuracy_axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     accuracy_axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
     reached = f"{accuracy:.2%} after {len(epochs)} epochs"
@@ -62,23 +59,17 @@ def draw(path: Path, parameters: Parameters, digits: Digits, progress: Progress)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
 
-    right.suptitle(
-        f"Test digits and predictions   ({wrong.sum()} of {len(wrong)} wrong)",
-        fontsize=13,
-        weight="bold",
-    )
+    title = f"Test digits and predictions   ({wrong.sum()} of {len(wrong)} wrong)"
+    right.suptitle(title, fontsize=13, weight="bold")
     # A stable sort keeps the test set's own order on either side.
     shown = np.argsort(~wrong, kind="stable")[: ROWS * COLUMNS]
     for axes, index in zip(right.subplots(ROWS, COLUMNS).flat, shown, strict=True):
         axes.imshow(digits.x_test[index].reshape(8, 8), cmap="gray_r")
-        axes.set_xticks([])
-        axes.set_yticks([])
+        axes.set(xticks=[], yticks=[])
+        title, style, edge = str(predicted[index]), {"color": BLUE}, ("#cccccc", 0.8)
         if wrong[index]:
-            title = f"{predicted[index]}, is {digits.y_test[index]}"
-            axes.set_title(title, fontsize=11, color=ORANGE, weight="bold", pad=3)
-        else:
-            axes.set_title(str(predicted[index]), fontsize=11, color=BLUE, pad=3)
-        for spine in axes.spines.values():
-            spine.set_color(ORANGE if wrong[index] else "#cccccc")
-            spine.set_linewidth(2.5 if wrong[index] else 0.8)
+            title += f", is {digits.y_test[index]}"
+            style, edge = {"color": ORANGE, "weight": "bold"}, (ORANGE, 2.5)
+        axes.set_title(title, fontsize=11, pad=3, **style)
+        axes.spines[:].set(color=edge[0], linewidth=edge[1])
     figure.savefig(path, format="png")

@@ -29,21 +29,12 @@ LEGEND = (
 EQUAL = 0.02
 
 
-class Row(NamedTuple):
-    """One case as text, and whether numfuse is behind its fastest peer."""
-
-    cells: list[str]
-    behind: bool
-
-    @property
-    def style(self) -> str | None:
-        return "yellow" if self.behind else None
-
-
 class Table(NamedTuple):
+    """A row is one case as text, and whether numfuse is behind its fastest peer."""
+
     title: str
     head: list[str]
-    rows: list[Row]
+    rows: list[tuple[list[str], bool]]
 
 
 def fastest_peer(case: dict[str, Any]) -> tuple[str, float] | None:
@@ -99,20 +90,20 @@ def floor_text(case: dict[str, Any], peak: float | None, triad: float | None) ->
     return f"{readable(seconds)} {name}", f"{seconds / case['seconds']['numfuse']:.0%}"
 
 
+def threads_text(threads: int) -> str:
+    return f"{threads} thread{'s' if threads > 1 else ''}"
+
+
 def tables(report: dict[str, Any]) -> list[Table]:
     found = []
     for session in report["sessions"]:
         threads = session["threads"]
         triad = session.get("triad", {}).get("gbs")
-        for dtype in dict.fromkeys(case["dtype"] for case in report["cases"]):
-            cases = [
-                case
-                for case in report["cases"]
-                if case["dtype"] == dtype and case["threads"] == threads
-            ]
-            if cases:
-                title = f"{dtype}, {threads} thread{'s' if threads > 1 else ''}"
-                found.append(table(title, cases, triad, report["peers"]))
+        here = [case for case in report["cases"] if case["threads"] == threads]
+        for dtype in dict.fromkeys(case["dtype"] for case in here):
+            cases = [case for case in here if case["dtype"] == dtype]
+            title = f"{dtype}, {threads_text(threads)}"
+            found.append(table(title, cases, triad, report["peers"]))
     return found
 
 
@@ -127,20 +118,16 @@ def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: l
     for case in cases:
         rival = fastest_peer(case)
         seconds = case["seconds"]
-        rows.append(
-            Row(
-                [
-                    operation_text(case),
-                    size_text(case),
-                    readable(seconds["numfuse"]),
-                    rate_text(case),
-                    *floor_text(case, max(peaks, default=None), triad),
-                    *(readable(seconds[p]) if p in seconds else "failed" for p in peers),
-                    f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
-                ],
-                behind=rival is not None and rival[1] < 1 - EQUAL,
-            )
-        )
+        cells = [
+            operation_text(case),
+            size_text(case),
+            readable(seconds["numfuse"]),
+            rate_text(case),
+            *floor_text(case, max(peaks, default=None), triad),
+            *(readable(seconds[p]) if p in seconds else "failed" for p in peers),
+            f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
+        ]
+        rows.append((cells, rival is not None and rival[1] < 1 - EQUAL))
     return Table(title, head, rows)
 
 
@@ -157,11 +144,10 @@ def verdict(report: dict[str, Any]) -> list[str]:
         f"fastest within {EQUAL:.0%} in {equal}, and slower in {len(behind)}."
     ]
     for case, name, ratio in sorted(behind, key=lambda item: item[2]):
-        plural = "s" if case["threads"] > 1 else ""
         lines.append(
             f"{name} is {1 / ratio:.2f} times as fast as numfuse: "
             f"{operation_text(case)}, {case['dtype']}, {size_text(case)}, "
-            f"{case['threads']} thread{plural}."
+            f"{threads_text(case['threads'])}."
         )
     return lines
 
@@ -197,11 +183,9 @@ def method(report: dict[str, Any]) -> str:
     worst = max((case["spread"]["numfuse"] for case in report["cases"]), default=0.0)
     if worst:
         text += f" numfuse's half interquartile range is at most {worst:.0%} of its median."
-    again = sum(found.get("disturbed", {}).get("disturbed", 0) for found in report["sessions"])
+    probes = [found["disturbed"] for found in report["sessions"] if "disturbed" in found]
+    again, stretches = (sum(x[n] for x in probes) for n in ("disturbed", "stretches"))
     if again:
-        stretches = sum(
-            found.get("disturbed", {}).get("stretches", 0) for found in report["sessions"]
-        )
         text += (
             f" {again} of {stretches} stretches were timed again, because the processor was "
             "slower before or after them than it can be."
@@ -218,7 +202,6 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(method(report), highlight=False)
     for found in tables(report):
         columns = list(range(len(found.head)))
-        lines = [found.head, *(row.cells for row in found.rows)]
         for shown in (columns, [*columns[:3], *columns[4:6], columns[-1]]):
             grid = RichTable(
                 title=found.title, title_justify="left", title_style="bold", box=SIMPLE
@@ -226,10 +209,10 @@ def show(report: dict[str, Any], console: Console) -> None:
             for column in shown:
                 justify = "left" if column < 2 else "right"
                 grid.add_column(found.head[column], justify=justify, no_wrap=True)  # type: ignore[arg-type]
-            for row in found.rows:
-                grid.add_row(*(row.cells[column] for column in shown), style=row.style)
-            text = sum(max(len(line[column]) for line in lines) for column in shown)
-            if text + 3 * len(shown) < console.width:  # a space on either side and the rule
+            for cells, behind in found.rows:
+                grid.add_row(*(cells[i] for i in shown), style="yellow" if behind else None)
+            unlimited = console.options.update(max_width=1 << 20)
+            if console.measure(grid, options=unlimited).maximum <= console.width:
                 break
         console.print(grid)
     console.print(LEGEND, highlight=False, soft_wrap=True)
@@ -246,15 +229,10 @@ def markdown(report: dict[str, Any]) -> str:
             lines += ["", f"{session['threads']} thread(s), BLAS: {', '.join(libraries)}."]
     for found in tables(report):
         lines += ["", f"### {found.title}", ""]
-        lines.append("| " + " | ".join(found.head) + " |")
-        lines.append(
-            "|" + "|".join("---" if i < 2 else "---:" for i in range(len(found.head))) + "|"
-        )
-        for row in found.rows:
-            *others, last = row.cells
-            lines.append("| " + " | ".join([*others, f"**{last}**" if row.behind else last]) + " |")
-    lines += ["", LEGEND]
-    lines += ["", "### In words", ""]
+        lines += [f"| {' | '.join(found.head)} |", f"|---|---{'|---:' * (len(found.head) - 2)}|"]
+        for (*others, last), behind in found.rows:
+            lines.append(f"| {' | '.join([*others, f'**{last}**' if behind else last])} |")
+    lines += ["", LEGEND, "", "### In words", ""]
     lines += [f"- {line}" for line in (*verdict(report), *remarks(report))]
     return "\n".join(lines) + "\n"
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from numfuse.cli.picture import BLUE, GREY, ORANGE, note
-from numfuse.cli.report import fastest_peer
+from numfuse.cli.report import fastest_peer, threads_text
 
 COLOURS = {"float32": BLUE, "float64": ORANGE}
 MIB = 1 << 20
@@ -29,9 +30,11 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     for (left, right), session in zip(rows, sessions, strict=True):
         cases = _cases(report, session["threads"])
         triad = session.get("triad", {}).get("gbs")
-        text = f"{session['threads']} thread{'s' if session['threads'] > 1 else ''}"
-        _products(left, [case for case in cases if case["flop"]], triad)
-        _gates(right, [case for case in cases if not case["flop"]], triad)
+        text = threads_text(session["threads"])
+        left.set(xlabel="arithmetic intensity (flop/byte)", ylabel="speed (GFLOP/s)")
+        right.set(xlabel="operands and results (MiB)", ylabel="bandwidth (GB/s)")
+        _plot(left, [case for case in cases if case["flop"]], _products, triad)
+        _plot(right, [case for case in cases if not case["flop"]], _gates, triad)
         left.set_title(f"Products, {text}", fontsize=10)
         right.set_title(f"Gated operations, {text}", fontsize=10)
     marks = [
@@ -70,16 +73,17 @@ def _plain_logarithms(axis: Any) -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _none_measured(axes: Any) -> None:
-    axes.text(0.5, 0.5, "no case measured", transform=axes.transAxes, ha="center", color=GREY)
-    axes.set(xticks=[], yticks=[])
+def _plot(axes: Any, cases: list[dict[str, Any]], plot: Callable[..., None], triad: Any) -> None:
+    """Draw the cases by `plot`, or say that there are none."""
+    if cases:
+        plot(axes, cases, triad)
+        axes.grid(alpha=0.25)
+    else:
+        axes.text(0.5, 0.5, "no case measured", transform=axes.transAxes, ha="center", color=GREY)
+        axes.set(xticks=[], yticks=[])
 
 
 def _products(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
-    axes.set(xlabel="arithmetic intensity (flop/byte)", ylabel="speed (GFLOP/s)")
-    if not cases:
-        _none_measured(axes)
-        return
     intensities = [case["flop"] / case["bytes"] for case in cases]
     low, high = min(intensities) / 2, max(intensities) * 2
     for dtype, colour in COLOURS.items():
@@ -99,14 +103,9 @@ def _products(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> No
     for axis in (axes.xaxis, axes.yaxis):
         _plain_logarithms(axis)
     axes.set_ylim(top=1.5 * axes.get_ylim()[1])
-    axes.grid(alpha=0.25)
 
 
 def _gates(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
-    axes.set(xlabel="operands and results (MiB)", ylabel="bandwidth (GB/s)")
-    if not cases:
-        _none_measured(axes)
-        return
     if triad:
         axes.axhline(triad, color=GREY, linewidth=1.5)
         right = {"xycoords": ("axes fraction", "data")}
@@ -117,4 +116,3 @@ def _gates(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
     axes.set_xscale("log")
     _plain_logarithms(axes.xaxis)
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    axes.grid(alpha=0.25)

@@ -92,9 +92,7 @@ def measure(plan_text: str) -> None:
     from numfuse.cli import ceilings, peers, timing
 
     numba.set_num_threads(threads)
-    limit_threads(plan["peers"], threads)
-    libraries = blas_libraries()
-    if libraries:
+    if libraries := limit_threads(plan["peers"], threads):
         tell(event="libraries", libraries=libraries)
     bandwidth, array_bytes = ceilings.triad(threads)
     tell(event="triad", gbs=bandwidth, array_bytes=array_bytes)
@@ -110,25 +108,22 @@ def measure(plan_text: str) -> None:
         tell(event="case", **found)
 
 
-def limit_threads(names: list[str], threads: int) -> None:
-    """Set every pool that has a switch; for JAX the affinity of the process is the switch."""
-    # (without it, OPENBLAS_NUM_THREADS and its like did it at the import)
-    if importlib.util.find_spec("threadpoolctl") is not None:
-        from threadpoolctl import threadpool_limits
+def limit_threads(names: list[str], threads: int) -> list[str]:
+    """Set every pool that has a switch; for JAX the affinity of the process is the switch.
 
-        threadpool_limits(threads)
+    Returns the libraries of BLAS that were found.
+    """
     if any(name in ("PyTorch", "torch.compile") for name in names):
         import torch
 
         torch.set_num_threads(threads)
         torch.set_grad_enabled(False)  # no tape: the formulas are explicit
-
-
-def blas_libraries() -> list[str]:
+    # (without it, OPENBLAS_NUM_THREADS and its like did it at the import)
     if importlib.util.find_spec("threadpoolctl") is None:
         return []
-    from threadpoolctl import threadpool_info
+    from threadpoolctl import threadpool_info, threadpool_limits
 
+    threadpool_limits(threads)
     return sorted(
         {
             f"{info['internal_api']} {info.get('version') or ''}".strip()
@@ -164,15 +159,10 @@ def run_case(case: Any, plan: dict[str, Any], generator: Any, probe: Any = None)
         errors[name] = peers.relative_error(result, right)
     del right
 
-    peaks: list[float] = []
+    peaks: list[Any] = []
     if case.flop and ceilings.fma_peak(case.dtype, plan["threads"]) is not None:
         # In the same rounds as the contestants: a processor's clock moves with heat and load.
-        def peak() -> None:
-            figure = ceilings.fma_peak(case.dtype, plan["threads"])
-            assert figure is not None
-            peaks.append(figure)
-
-        runs["peak"] = peak
+        runs["peak"] = lambda: peaks.append(ceilings.fma_peak(case.dtype, plan["threads"]))
     seconds = timing.interleave(
         runs,
         rounds=plan["rounds"],

@@ -39,19 +39,19 @@ def exp_less_one(r):
     return fused(square, exp_polynomial(r, square), r)
 
 
-def reduced(hi, lo):
-    """n (shifted) and e^r - 1, with hi + lo = n ln2 + r."""
-    shifted = fused(hi, log2e, magic)
-    n = shifted - magic
+def reduced(hi, lo, shift):
+    """n + shift and e^r - 1, with hi + lo = n ln2 + r."""
+    shifted = fused(hi, log2e, shift)
+    n = shifted - shift
     # The small words first: r is rounded once.
     r = fused(-n, ln2_head, hi) + fused(-n, ln2_tail, lo)
     return shifted, exp_less_one(r)
 
 
-def plain_reduced(x):
-    """Return n (shifted) and e^r - 1, with x = n ln2 + r: `reduced` without a low word."""
-    shifted = fused(x, log2e, magic)
-    n = shifted - magic
+def plain_reduced(x, shift):
+    """Return n + shift and e^r - 1, with x = n ln2 + r: `reduced` without a low word."""
+    shifted = fused(x, log2e, shift)
+    n = shifted - shift
     r = fused(-n, ln2_tail, fused(-n, ln2_head, x))
     return shifted, exp_less_one(r)
 
@@ -67,11 +67,11 @@ def exp_of(factor, parts):
 
 
 def scaled_exp(factor, hi, lo):
-    return exp_of(factor, reduced(exp_range(hi), lo))
+    return exp_of(factor, reduced(exp_range(hi), lo, magic))
 
 
 def plain_exp(factor, x):
-    return exp_of(factor, plain_reduced(exp_range(x)))
+    return exp_of(factor, plain_reduced(exp_range(x), magic))
 
 
 def exp(x):
@@ -94,11 +94,11 @@ def decay_of(parts):
 
 
 def decay(hi, lo):
-    return decay_of(reduced(decay_range(hi), select(hi < zero, lo, -lo)))
+    return decay_of(reduced(decay_range(hi), select(hi < zero, lo, -lo), magic))
 
 
 def plain_decay(x):
-    return decay_of(plain_reduced(decay_range(x)))
+    return decay_of(plain_reduced(decay_range(x), magic))
 
 
 def sigmoid_of(factor, below, parts):
@@ -144,7 +144,12 @@ def sigmoid(x):
 # exact, and e^y and 1 + e^y are not rounded at their worst together: 1.9 ULP.
 
 
-def growth_of(shifted, p):
+def growth_range(y):
+    return select(y > growth_end, growth_end, y)
+
+
+def growth_of(parts):
+    shifted, p = parts
     s = raised_exponent(shifted)
     t = s + sigma
     # What t lost: nothing, or all of sigma where s is 2^24 (2^53) of it and more.  The product
@@ -154,19 +159,11 @@ def growth_of(shifted, p):
 
 
 def growth(hi, lo):
-    hi = select(hi > growth_end, growth_end, hi)
-    shifted = fused(hi, log2e, growth_magic)
-    n = shifted - growth_magic
-    r = fused(-n, ln2_head, hi) + fused(-n, ln2_tail, lo)
-    return growth_of(shifted, exp_less_one(r))
+    return growth_of(reduced(growth_range(hi), lo, growth_magic))
 
 
 def plain_growth(x):
-    x = select(x > growth_end, growth_end, x)
-    shifted = fused(x, log2e, growth_magic)
-    n = shifted - growth_magic
-    r = fused(-n, ln2_tail, fused(-n, ln2_head, x))
-    return growth_of(shifted, exp_less_one(r))
+    return growth_of(plain_reduced(growth_range(x), growth_magic))
 
 
 def quotient(factor, inverse, g):
@@ -216,7 +213,7 @@ def plain_bell(factor, x):
 def tanh(x):
     y = absolute(x)
     y = select(y > tanh_end, tanh_end, y)
-    shifted, p = plain_reduced(-two * y)
+    shifted, p = plain_reduced(-two * y, magic)
     s = power_of_two(shifted)
     em = fused(s, p, s - one)  # e^-2|x| - 1, exact near 0
     d = fused(s, p, one + s)

@@ -15,6 +15,7 @@ __all__ = [
     "expand",
     "inputs",
     "leaf",
+    "merged",
     "present",
     "rebuilt",
     "replace_leaves",
@@ -101,6 +102,17 @@ def rebuilt(e: Expr, args: Sequence[Expr]) -> Expr:
     if isinstance(e.payload, Curve):
         return call(e.payload, args[0])
     return node(e.op, *args) if args else e
+
+
+def merged(op: str, args: Sequence[Expr]) -> Expr | None:
+    """Return the fma that a sum or difference with a product is; None where there is no product."""
+    at = next((i for i, a in enumerate(args) if a.op == "mul"), None)
+    if op not in ("add", "sub") or at is None:
+        return None
+    (a, b), c = args[at].args, args[1 - at]
+    if op == "sub":
+        a, c = (a, -c) if at == 0 else (-a, c)
+    return node("fma", a, b, c)
 
 
 def present(e: Expr, args: Sequence[Expr | None]) -> Expr | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from numfuse.language.bounds import Range, ranges
 from numfuse.language.coefficients import GROWTH_FACTOR
-from numfuse.language.curves import expand
+from numfuse.language.curves import expand, merged
 from numfuse.language.graph import Expr, constant, node, rounded, topological
 from numfuse.language.lines import INFIX, assignments
 
@@ -24,15 +24,9 @@ def _lowered(op: str, args: list[Expr]) -> Expr:
     """A node as the primitives have it."""
     if op == "sub" and args[1].op == "unscaled":
         return node("less_unscaled", args[0], args[1].args[0])
-    if op in ("add", "sub"):
-        # a * b + c is one fma wherever it occurs, whatever else uses the product.
-        for at, other in ((0, 1), (1, 0)):
-            if args[at].op == "mul":
-                a, b = args[at].args
-                c = args[other]
-                if op == "sub":
-                    a, c = (a, node("neg", c)) if at == 0 else (node("neg", a), c)
-                return node("fma", a, b, c)
+    # a * b + c is one fma wherever it occurs, whatever else uses the product.
+    if (sum_of_product := merged(op, args)) is not None:
+        return sum_of_product
     if op not in ("scaled_exp", "scaled_sigmoid", "scaled_bell"):
         return node(op, *args)
     factor, hi, lo = args

@@ -15,24 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.language import arithmetic, bounds, coefficients, lines, operations, python
-from numfuse.language.coefficients import (
-    ERF,
-    EXP,
-    EXP_RANGE,
-    GROWTH_END,
-    GROWTH_SHIFT,
-    LN2,
-    LOG,
-    MILLS,
-    MILLS_END,
-    TANH_END,
-)
+from numfuse.language import arithmetic, bounds, coefficients, curves, lines, operations, python
 
 __all__ = ["SOURCES", "Target", "primitives"]
 
 #: The texts from which the code of a formula is made: a cache of compiled code depends on them.
-_MODULES = (arithmetic, bounds, coefficients, lines, operations, python)
+_MODULES = (arithmetic, bounds, coefficients, curves, lines, operations, python)
 SOURCES = [pathlib.Path(__file__), *(pathlib.Path(str(x.__file__)) for x in _MODULES)]
 
 
@@ -102,8 +90,8 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
 def _numbers(dtype: str) -> dict[str, Any]:
     """Return the constants that the primitives name, as scalars of the dtype."""
     mantissa, bias = (23, 127) if dtype == "float32" else (52, 1023)
-    ln2_head, ln2_tail = LN2[dtype]
-    shift = GROWTH_SHIFT[dtype]
+    ln2_head, ln2_tail = coefficients.LN2[dtype]
+    shift = coefficients.GROWTH_SHIFT[dtype]
     numbers = {
         "zero": 0.0,
         "quarter": 0.25,
@@ -117,11 +105,11 @@ def _numbers(dtype: str) -> dict[str, Any]:
         "ln2_head": ln2_head,
         "ln2_tail": ln2_tail,
         "magic": 1.5 * 2.0**mantissa,
-        "exp_low": -EXP_RANGE[dtype][0],
-        "exp_high": EXP_RANGE[dtype][1],
-        "mills_end": MILLS_END[dtype],
-        "tanh_end": TANH_END[dtype],
-        "growth_end": GROWTH_END[dtype],
+        "exp_low": -coefficients.EXP_RANGE[dtype][0],
+        "exp_high": coefficients.EXP_RANGE[dtype][1],
+        "mills_end": coefficients.MILLS_END[dtype],
+        "tanh_end": coefficients.TANH_END[dtype],
+        "growth_end": coefficients.GROWTH_END[dtype],
         "sigma": 2.0**-shift,
         # Adds the exponent's bias and the shift to n, where `raised_exponent` finds them.
         "growth_magic": 1.5 * 2.0**mantissa + bias - shift,
@@ -139,35 +127,35 @@ def _numbers(dtype: str) -> dict[str, Any]:
 def _polynomials(dtype: str, fused: Any) -> dict[str, FunctionType]:
     """Return the polynomials, each as one expression: a loop over a tuple compiles slowly."""
     return {
-        "exp_polynomial": _paired(EXP[dtype], dtype, fused),
-        "log_polynomial": _horner(LOG[dtype], dtype, fused),
-        "erf_polynomial": _horner(ERF[dtype], dtype, fused),
-        "mills_polynomial": _horner(MILLS[dtype], dtype, fused),
+        "exp_polynomial": _paired(coefficients.EXP[dtype], dtype, fused),
+        "log_polynomial": _horner(coefficients.LOG[dtype], dtype, fused),
+        "erf_polynomial": _horner(coefficients.ERF[dtype], dtype, fused),
+        "mills_polynomial": _horner(coefficients.MILLS[dtype], dtype, fused),
     }
 
 
-def _horner(coefficients: tuple[float, ...], dtype: str, fused: Any) -> FunctionType:
+def _horner(c: tuple[float, ...], dtype: str, fused: Any) -> FunctionType:
     """Return polynomial(x)."""
     text = "c0"
-    for i in range(1, len(coefficients)):
+    for i in range(1, len(c)):
         text = f"fma({text}, x, c{i})"
-    return _polynomial("x", text, coefficients, dtype, fused)
+    return _polynomial("x", text, c, dtype, fused)
 
 
-def _paired(coefficients: tuple[float, ...], dtype: str, fused: Any) -> FunctionType:
+def _paired(c: tuple[float, ...], dtype: str, fused: Any) -> FunctionType:
     """Return polynomial(x, x * x): as many fmas, in a chain that is half as long."""
-    names = [f"c{i}" for i in range(len(coefficients))]
+    names = [f"c{i}" for i in range(len(c))]
     text = names.pop(0) if len(names) % 2 else f"fma({names.pop(0)}, x, {names.pop(0)})"
     for odd, even in zip(names[::2], names[1::2], strict=True):
         text = f"fma({text}, square, fma({odd}, x, {even}))"
-    return _polynomial("x, square", text, coefficients, dtype, fused)
+    return _polynomial("x, square", text, c, dtype, fused)
 
 
 def _polynomial(
-    arguments: str, text: str, coefficients: tuple[float, ...], dtype: str, fused: Any
+    arguments: str, text: str, numbers: tuple[float, ...], dtype: str, fused: Any
 ) -> FunctionType:
     real = np.dtype(dtype).type
-    scope: dict[str, Any] = {f"c{i}": real(c) for i, c in enumerate(coefficients)}
+    scope: dict[str, Any] = {f"c{i}": real(c) for i, c in enumerate(numbers)}
     exec(f"def polynomial({arguments}):\n    return {text}", scope | {"fma": fused}, scope)
     made: FunctionType = scope["polynomial"]
     made.__globals__.update(scope)

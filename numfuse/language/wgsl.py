@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from numfuse.language.curves import Curve, rebuilt
+from numfuse.language.curves import Curve, merged, rebuilt
 from numfuse.language.elementary import evaluate
-from numfuse.language.graph import SYMBOL, Expr, node, rounded, topological
+from numfuse.language.graph import SYMBOL, Expr, rounded, topological
 from numfuse.language.lines import INFIX, assignments
 from numfuse.language.wgsl_arithmetic import FEATURES, literal, primitives, real
 
@@ -80,13 +80,9 @@ def _contracted(exprs: Sequence[Expr]) -> tuple[list[Expr], set[Expr]]:
     for e in order:
         args = [made[a] for a in e.args]
         made[e] = rebuilt(e, args)
-        at = next((i for i, a in enumerate(args) if a.op == "mul"), None)
-        if e.op in ("add", "sub") and at is not None:
-            (a, b), c = args[at].args, args[1 - at]
-            if e.op == "sub":
-                a, c = (a, -c) if at == 0 else (-a, c)
-            made[e] = node("fma", a, b, c)
-            new.add(made[e])
+        if (sum_of_product := merged(e.op, args)) is not None:
+            made[e] = sum_of_product
+            new.add(sum_of_product)
     return [made[e] for e in exprs], new.difference(order)
 
 

@@ -4,7 +4,7 @@
 - `specialise`: kernels as clones of a template with bound names, for Numba
 - `compilation`, `machine_code`, `binaries`: one compilation at a time, an engine for each kernel,
   and a disk cache whose files say whether they are whole
-- `lifetimes`: tables whose entries go with the formula that they belong to
+- `lifetimes`: keys that go with the formulas that they name
 - `interrupts`: work that an interrupt does not reach
 - `pool`: free blocks of memory, kept for the next call
 - `views`: views of device memory, without the device

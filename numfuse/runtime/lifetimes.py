@@ -1,4 +1,4 @@
-"""Tables that keep what belongs to a formula until the formula goes.
+"""Keys that go with the formulas that they name.
 
 A formula's graph lives as long as an activation, or another graph, has it. What a backend keeps of
 it (kernels, and how calls with them are run) must not keep it alive: so keys name a formula by its
@@ -8,18 +8,15 @@ the formulas in its key is gone. Who runs an entry holds it, so nothing goes und
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any
 
 from numfuse.language.graph import Expr
 from numfuse.language.keys import formulas_of, named
 
-__all__ = ["Table", "Ties", "formulas_of", "kept", "named"]
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+__all__ = ["Ties", "formulas_of", "named"]
 
 
 class Ties:
@@ -56,65 +53,3 @@ class Ties:
         for key in self._keys.pop(number, ()):
             self.untie(key)  # (the other formulas of a key would hold it, and what it names)
             self._drop(key)
-
-
-class Table:
-    """Values by keys that name formulas (:func:`named`); beyond `length` the oldest goes."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-        self._entries: dict[Any, Any] = {}
-        self._ties = Ties(lambda key: self._entries.pop(key, None))
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def values(self) -> list[Any]:
-        """The values, the oldest first."""
-        return list(self._entries.values())
-
-    def clear(self) -> None:
-        """Drop all."""
-        self._entries.clear()
-        self._ties.clear()
-
-    def get(self, key: Any) -> Any:
-        """The value of a key; None where there is none."""
-        return self._entries.get(key)
-
-    def keep(self, key: Any, value: Any, formulas: Iterable[Expr]) -> Any:
-        """Keep a value, as long as all of these formulas live; the one that is kept."""
-        found = self._entries.setdefault(key, value)
-        self._ties.tie(key, formulas)
-        while len(self._entries) > self._length:
-            try:
-                oldest = next(iter(self._entries))
-            except (RuntimeError, StopIteration):  # another thread was here
-                continue
-            self._entries.pop(oldest, None)
-            self._ties.untie(oldest)
-        return found
-
-
-def kept(length: int) -> Callable[[_Function], _Function]:
-    """Keep what a function returns (never None), as long as the formulas in its arguments live.
-
-    A redefined activation is another formula, and what was made of the one before goes.
-    """
-
-    def decorate(make: _Function) -> _Function:
-        table = Table(length)
-
-        @functools.wraps(make)
-        def found(*args: Any, **options: Any) -> Any:
-            key = named((*args, *sorted(options.items())))
-            value = table.get(key)
-            if value is None:
-                made = make(*args, **options)
-                # (after it: what is made of a curve asks it for derivatives)
-                value = table.keep(key, made, formulas_of((*args, *options.values())))
-            return value
-
-        return cast(_Function, found)
-
-    return decorate

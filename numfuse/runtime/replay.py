@@ -7,15 +7,17 @@ backend recorded; who runs it holds it, so nothing goes under a running call.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from numfuse.language.graph import Expr
-from numfuse.runtime.lifetimes import Ties
+from numfuse.runtime.lifetimes import Ties, formulas_of, named
 
-__all__ = ["Recording", "Replay", "Statistics"]
+__all__ = ["Recording", "Replay", "Statistics", "kept"]
 
 Program = TypeVar("Program")
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Statistics(NamedTuple):
@@ -109,3 +111,29 @@ class Replay(Generic[Program]):
     def _forget(self, fingerprint: Hashable) -> None:
         _, nbytes = self._programs.pop(fingerprint, (None, 0))
         self._nbytes -= nbytes
+
+
+def kept(entries: int) -> Callable[[_Function], _Function]:
+    """Keep what a function returns (never None), as long as the formulas in its arguments live.
+
+    A redefined activation is another formula, and what was made of the one before goes.
+    """
+
+    def decorate(make: _Function) -> _Function:
+        table: Replay[Any] = Replay(entries, 0)
+
+        @functools.wraps(make)
+        def found(*args: Any, **options: Any) -> Any:
+            key = named((*args, *sorted(options.items())))
+            value = table.find(key)
+            if value is None:
+                made = make(*args, **options)
+                # (after it: what is made of a curve asks it for derivatives)
+                formulas = formulas_of((*args, *options.values()))
+                # What another thread made meanwhile stays: one object for one key.
+                value = table.find(key) or table.keep(key, made, formulas)
+            return value
+
+        return cast(_Function, found)
+
+    return decorate

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from tolerance import DTYPES, assert_within
 
 import numfuse as nf
-from numfuse.adapters.dask import tiling as sizes
 
 dask = pytest.importorskip("dask")
 da = pytest.importorskip("dask.array")
 
 from numfuse.adapters import dask as adapter  # noqa: E402
 from numfuse.adapters.dask import blocks as dask_blocks  # noqa: E402
+from numfuse.adapters.dask import graph as sizes  # noqa: E402
 
 M, N, K = 13, 7, 11
 #: Chunks of M, N and K.

@@ -21,7 +21,7 @@ import numfuse as nf
 from numfuse import expr as ex
 from numfuse.backends.cpu.face import BACKEND
 from numfuse.backends.cpu.launch import sequence
-from numfuse.runtime import lifetimes, specialise
+from numfuse.runtime import lifetimes, replay, specialise
 
 A = np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
 EYE = np.eye(8, dtype=np.float32)
@@ -170,37 +170,49 @@ def test_threads_that_compute_while_others_redefine_get_what_they_asked_for():
 
 # --- tables -------------------------------------------------------------------------------------
 def test_a_table_forgets_what_names_a_formula_that_is_gone():
-    table = lifetimes.Table(10)
+    table = replay.Replay(10, 0)
     one, two = ex.exp(ex.SYMBOL * 1.25), ex.exp(ex.SYMBOL * 1.5)
     table.keep(lifetimes.named((one, two, "both")), 1, (one, two))
     table.keep(lifetimes.named((one, "one")), 2, (one,))
     table.keep("none", 3, ())
-    assert table.get(lifetimes.named((one, two, "both"))) == 1
+    assert table.find(lifetimes.named((one, two, "both"))) == 1
     number = two.serial
     del two
     gc.collect()
-    assert len(table) == 2 and table.get((("formula", one.serial), "one")) == 2
+    assert len(table.programs()) == 2 and table.find((("formula", one.serial), "one")) == 2
     again = ex.exp(ex.SYMBOL * 1.5)
     assert again.serial != number
     del one
     gc.collect()
-    assert len(table) == 1 and table.get("none") == 3
+    assert len(table.programs()) == 1 and table.find("none") == 3
 
 
 def test_a_table_is_bounded_and_so_is_what_it_knows_of_formulas():
-    table = lifetimes.Table(3)
+    table = replay.Replay(3, 0)
     formula = ex.exp(ex.SYMBOL * 1.75)
     for i in range(20):
         table.keep((lifetimes.named(formula), i), i, (formula,))
-        assert len(table) <= 3
-    assert [table.get((lifetimes.named(formula), i)) for i in (16, 17, 18, 19)] == [
+        assert len(table.programs()) <= 3
+    assert [table.find((lifetimes.named(formula), i)) for i in (16, 17, 18, 19)] == [
         None,
         17,
         18,
         19,
     ]
     assert len(table._ties._keys[formula.serial]) == 3
-    assert table.keep((lifetimes.named(formula), 19), "later", (formula,)) == 19
+
+
+def test_threads_that_make_the_same_at_once_share_what_was_kept_first():
+    @replay.kept(10)
+    def make(formula):
+        if made:
+            return "later"
+        made.append("first")
+        return make(formula)  # another thread, in the middle of this one's
+
+    made = []
+    formula = ex.exp(ex.SYMBOL * 1.875)
+    assert make(formula) == make(formula) == "later"
 
 
 def test_keys_name_formulas_inside_tuples():

@@ -6,8 +6,7 @@ over them are made, is said in docs/distributed.md.
 
 - `operands`: what operands must be, which axes they share; a gate's graph
 - `graph`: a product's graph, `graph_gradients`: that of its gradients
-- `blocks`, `block_gradients`, `block_sums`: the work of one task
-- `tiling`: sizes
+- `blocks`, `block_gradients`: the work of one task
 """
 
 from __future__ import annotations
@@ -102,18 +101,16 @@ class _Dask(PublicFunctions):
 
 def _gate(signature: Signature, gate: Gate, x: dict[str, Any]) -> Any:
     """Return the results of a gate's function, block by block."""
-    if not signature.needs:
-        made = gate.results()
-        if signature.kind == "gated":
-            return made
-        return signature.result(*(gate.item(made, number, gate.dtype) for number in range(2)))
-    needs = x["needs"]
-    found = {}
-    if needs:
-        made = gate.results(needs=needs)
-        for number, name in enumerate(needs):
-            found[name] = made if len(needs) == 1 else gate.item(made, number, gate.dtype)
-    return signature.result(*(found.get(name) for name in signature.needs))
+    if signature.kind == "gated":
+        return gate.results()
+    needs = x["needs"] if signature.needs else ("out", "out_dot")
+    if not needs:
+        return signature.result(*(None for _ in signature.needs))
+    made = gate.results(**({"needs": needs} if signature.needs else {}))
+    found = {needs[0]: made}
+    if len(needs) > 1:
+        found = {name: gate.item(made, i, gate.dtype) for i, name in enumerate(needs)}
+    return signature.result(*(found.get(name) for name in signature.needs or needs))
 
 
 globals().update(_Dask().functions())

@@ -6,15 +6,8 @@ from typing import Any
 
 from numfuse import functional
 from numfuse.activations import Activation
-from numfuse.adapters.dask.blocks import (
-    Task,
-    accumulated,
-    activation_of,
-    ones,
-    pre_of_sum,
-    public,
-    task,
-)
+from numfuse.adapters.dask import blocks
+from numfuse.adapters.dask.blocks import Task, activation_of, public, task
 from numfuse.problem.operands import accumulator
 from numfuse.problem.shapes import sum_to
 
@@ -98,7 +91,7 @@ def _half_gradients(
         else:
             left, right = (narrow, x["b"].T) if name == "a" else (a.T, narrow)
             if name in exact:
-                part = accumulated(left, right, task.backend)
+                part = blocks.accumulated(left, right, task.backend)
             else:
                 part = functional.matmul_bias_activation(left, right, backend=task.backend)
             if name == "a":
@@ -110,7 +103,7 @@ def _half_gradients(
 def _times_slope(grad: Any, pre: Any, act: Activation, task: Task) -> Any:
     """grad_pre of a pre-activation, in the accumulator's dtype."""
     return functional.activation_mul_bwd(
-        grad, pre, ones(pre), act, needs=("a",), guard=task.guard, backend=task.backend
+        grad, pre, blocks.ones(pre), act, needs=("a",), guard=task.guard, backend=task.backend
     ).d_a
 
 
@@ -129,7 +122,7 @@ def _column_sums(grad_pre: Any, bias: Any, task: Task) -> Any:
 @task
 def grad_pre(x: dict[str, Any], task: Task, acc_dtype: Any) -> Any:
     """A block of grad_pre, of the complete sum over K or a saved pre-activation."""
-    pre = x["pre_activation"] if "pre_activation" in x else pre_of_sum(x)
+    pre = x["pre_activation"] if "pre_activation" in x else blocks.pre_of_sum(x)
     grad, pre = (part.astype(acc_dtype, copy=False) for part in (x["grad"], pre))
     return _times_slope(grad, pre, activation_of(task), task)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ import numpy as np
 from numfuse import differentials, functional
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
-from numfuse.adapters.dask.block_sums import single
 from numfuse.adapters.signatures import SIGNATURES
 from numfuse.problem.operands import accumulator
 from numfuse.runtime.dispatch import adapter_of
@@ -29,13 +28,19 @@ __all__ = [
     "Task",
     "accumulated",
     "activation_of",
+    "block_index",
+    "chosen",
     "epilogue",
+    "item",
     "ones",
     "pre_of_sum",
     "product",
     "public",
     "results",
+    "single",
     "task",
+    "total",
+    "unchanged",
 ]
 
 
@@ -190,3 +195,58 @@ def epilogue(x: dict[str, Any], task: Task, to: Any, save_pre: bool = False) -> 
 def pre_of_sum(x: dict[str, Any]) -> Any:
     pre = x["sum"][0]
     return pre + x["bias"].astype(pre.dtype) if "bias" in x else pre
+
+
+# --- results taken apart and added up, whatever made them ---------------------------------------
+
+
+def single(block: Any) -> Any:
+    """The one block in the nested lists that Dask makes along axes which the result lacks."""
+    while isinstance(block, list):
+        (block,) = block
+    return block
+
+
+def block_index(block_id: tuple[int, ...] = ()) -> tuple[int, ...]:
+    """A task's own place in its graph, handed to the block function as an operand."""
+    return block_id
+
+
+def item(block: Any, *, number: int, to: Any = None) -> Any:
+    """One of the results of a block."""
+    block = single(block)[number]
+    return block if to is None else block.astype(to, copy=False)
+
+
+def chosen(block: Any, *, numbers: tuple[int, ...]) -> Any:
+    """Some of the results of a block."""
+    return tuple(block[i] for i in numbers)
+
+
+def unchanged(block: Any, axis: Any = None, keepdims: Any = None) -> Any:
+    return block
+
+
+def total(blocks: Any, axis: Any = None, keepdims: Any = None) -> Any:
+    """The sum of some blocks, or tuples of them, in their order, whichever was there first."""
+    flat = list(_flat(blocks))
+    if isinstance(flat[0], tuple):
+        return tuple(_added(parts) for parts in zip(*flat, strict=True))
+    return _added(flat)
+
+
+def _added(parts: Sequence[Any]) -> Any:
+    if len(parts) == 1:
+        return parts[0]
+    result = parts[0] + parts[1]
+    for part in parts[2:]:
+        result += part
+    return result
+
+
+def _flat(blocks: Any) -> Iterator[Any]:
+    if isinstance(blocks, list):
+        for block in blocks:
+            yield from _flat(block)
+    else:
+        yield blocks

@@ -15,14 +15,22 @@ import dask.array as da
 import numpy as np
 from dask.array import PerformanceWarning
 
-from numfuse.adapters.dask import block_sums, blocks, tiling
+from numfuse.adapters.dask import blocks
 from numfuse.adapters.dask.blocks import Task
 from numfuse.adapters.dask.operands import MAY_BE_NUMPY, Chunks, Gate, Letters, base, checked, ghost
 from numfuse.problem.operands import same_dtype, saved_pre_activation, shaped
 from numfuse.problem.shapes import gemm_shape, residual_view
 
-__all__ = ["LENT", "Product", "in_one_block"]
+__all__ = ["LENT", "MOVED_BYTES", "SPLIT", "Product", "in_one_block"]
 
+#: Blocks that one task of a sum over Dask blocks adds.  It is a constant because the order of a sum
+#: follows from it.  A task holds that many partial results and its result (36 MiB for a d_b of
+#: 512 x 2048 in float32), and the tasks of a sum are a seventh of those of its blocks; the depth,
+#: and with it the latency, falls with the logarithm only: 4096 blocks take 4 levels, with 4 they
+#: take 6 and a third more tasks, with 16 they take 3 (docs/distributed.md counts them).
+SPLIT = 8
+#: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
+MOVED_BYTES = 1 << 30
 #: Which axis of the result K stands on in an operand where it is one block.
 LENT = {"a": "n", "b": "m"}
 
@@ -133,14 +141,14 @@ class Product(Gate):
                 self.given[name] = x.rechunk({x.ndim + axes[base(name)]: -1})
             self.own_k = self.chunks["k"]
             self.chunks["k"] = (self.sizes["k"],)
-        if moved > tiling.MOVED_BYTES:
+        if moved > MOVED_BYTES:
             how = "making K one chunk" if join else "adding the parts of sums over K"
             warnings.warn(
                 f"K = {self.sizes['k']} is in {parts} chunks: {how} moves up to "
                 f"{moved / 2**30:.1f} GiB between workers; chunk a along M instead, "
                 f"with K in one chunk: a.rechunk({{-1: -1, -2: 'auto'}})",
                 PerformanceWarning,
-                stacklevel=6,  # the caller of the public function
+                stacklevel=8,  # the caller of the public function
             )
 
     #: The chunks of K that the operands came with, where they have been joined.
@@ -162,13 +170,13 @@ class Product(Gate):
         for axis in axes:
             parts = da.reduction(
                 parts,
-                block_sums.unchanged,
-                block_sums.total,
-                combine=block_sums.total,
+                blocks.unchanged,
+                blocks.total,
+                combine=blocks.total,
                 axis=(axis,),
                 keepdims=keepdims,
                 dtype=dtype,
-                split_every={axis: tiling.SPLIT},
+                split_every={axis: SPLIT},
                 name="numfuse-sum",
                 concatenate=False,
                 meta=self.meta(parts.ndim - (not keepdims), dtype),

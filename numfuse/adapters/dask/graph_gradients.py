@@ -7,7 +7,7 @@ from typing import Any
 
 import dask.array as da
 
-from numfuse.adapters.dask import block_gradients, block_sums, blocks
+from numfuse.adapters.dask import block_gradients, blocks
 from numfuse.adapters.dask.blocks import Task
 from numfuse.adapters.dask.graph import LENT, Product, in_one_block
 from numfuse.adapters.dask.operands import Letters
@@ -131,7 +131,7 @@ class Gradients(Product):
         summed = self._summed(names[0])
         if summed:
             made = self.map(
-                block_sums.chosen,
+                blocks.chosen,
                 letters,
                 (made, letters),
                 dtype=self.acc_dtype,
@@ -149,7 +149,7 @@ class Gradients(Product):
                 if name in LENT:
                     adjust[LENT[name]] = self.chunks["k"]
             whole = self.map(
-                block_sums.item, own, (made, letters), number=number, to=self.dtype, adjust=adjust
+                blocks.item, own, (made, letters), number=number, to=self.dtype, adjust=adjust
             )
             found[name] = self._as_given(name, whole)
         return found

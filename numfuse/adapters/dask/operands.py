@@ -14,7 +14,7 @@ import dask.array as da
 import numpy as np
 from dask.array.utils import meta_from_array
 
-from numfuse.adapters.dask import block_sums, blocks
+from numfuse.adapters.dask import blocks
 from numfuse.adapters.dask.blocks import Task
 from numfuse.problem.operands import as_plain, required, same_dtype
 from numfuse.runtime.dispatch import adapter_of
@@ -154,7 +154,7 @@ class Gate:
     def index(self, letters: Letters) -> tuple[Any, Letters]:
         """Every task's place among the blocks of these axes: no task of its own once fused."""
         array = da.map_blocks(
-            block_sums.block_index,
+            blocks.block_index,
             chunks=tuple(self.chunks[letter] for letter in letters),
             dtype=np.intp,
             meta=np.empty((0,) * len(letters), np.intp),
@@ -213,6 +213,4 @@ class Gate:
 
     def item(self, made: Any, number: int, dtype: Any) -> Any:
         """One of the results of blocks that are tuples."""
-        return self.map(
-            block_sums.item, self.letters, (made, self.letters), dtype=dtype, number=number
-        )
+        return self.map(blocks.item, self.letters, (made, self.letters), dtype=dtype, number=number)

@@ -20,7 +20,7 @@ from numfuse.backends.cpu.llvm import (
     pairs,
     vectors,
 )
-from numfuse.runtime import lifetimes, specialise
+from numfuse.runtime import lifetimes, replay, specialise
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
 
@@ -283,7 +283,7 @@ def by_formula(make: Callable[..., specialise.Kernel]) -> Callable[..., speciali
     A redefined activation is another formula, and the kernels of the one before go.
     """
 
-    @lifetimes.kept(1024)
+    @replay.kept(1024)
     @functools.wraps(make)
     def found(*args: Any, **options: Any) -> specialise.Kernel:
         kernel = make(*args, **options)

@@ -31,7 +31,7 @@ from numfuse.epilogues import Epilogue
 from numfuse.expr import Expr, dumps, loads
 from numfuse.language.curves import expand
 from numfuse.language.python import render
-from numfuse.runtime import lifetimes
+from numfuse.runtime.replay import kept
 
 __all__ = ["Formula", "device_function", "formula"]
 
@@ -108,7 +108,7 @@ def is_short(accumulator: str, storage: str) -> bool:
     return accumulator == "float32" and storage in ("float16", "bfloat16")
 
 
-@lifetimes.kept(1024)
+@kept(1024)
 def _built(made: Formula) -> Any:
     text, constants = made.print()
     names = _short_primitives() if made.short else scalars.primitives(made.dtype)

@@ -15,7 +15,8 @@ from numfuse.epilogues import Epilogue
 from numfuse.language import wgsl
 from numfuse.language.curves import Curve, inputs, leaf
 from numfuse.language.graph import Expr
-from numfuse.runtime.lifetimes import formulas_of, kept
+from numfuse.runtime.lifetimes import formulas_of
+from numfuse.runtime.replay import kept
 
 __all__ = ["Formula"]
 

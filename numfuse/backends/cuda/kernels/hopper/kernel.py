@@ -18,7 +18,7 @@ from numfuse.backends.cuda.kernels.hopper import epilogue, gemm
 from numfuse.backends.cuda.kernels.hopper.tiling import HopperTile
 from numfuse.expr import Expr, dumps
 from numfuse.language.curves import leaf
-from numfuse.runtime import lifetimes
+from numfuse.runtime.replay import kept
 
 #: Slices of K (64 each) that the tensor cores add up before float32 addition takes over.
 PROMOTE = 4
@@ -239,7 +239,7 @@ def _descriptor(turned: bool, box: int) -> int:
     return swizzle << 62 | (8 * row >> 4) << 32 | ((64 * row >> 4) if turned else 1) << 16
 
 
-@lifetimes.kept(1024)
+@kept(1024)
 def _kernel(g: Gemm) -> Kernel:
     return kernel_of(
         gemm.gemm,
