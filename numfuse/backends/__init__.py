@@ -13,15 +13,16 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
 
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.interrupts import import_module
 from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from numfuse.activations import Activation
     from numfuse.problem.product import (
         GatedBackwardProblem,
@@ -43,6 +44,7 @@ __all__ = [
     "Backend",
     "BackendStatus",
     "Call",
+    "OneRun",
     "Replaying",
     "Traits",
     "active",
@@ -130,6 +132,28 @@ class Backend(Protocol):
         dtypes: Sequence[np.dtype[Any]],
         progress: Callable[[str], None] | None = None,
     ) -> None: ...
+
+
+class OneRun:
+    """A base of backends on the host's arrays, which run problems of all kinds by one method."""
+
+    run: Callable[[str, Any], None]
+
+    def _run(self, kind: str, p: Any) -> None:
+        self.run(kind, p)
+
+    forward = partialmethod(_run, "forward")
+    backward = partialmethod(_run, "backward")
+    gated = partialmethod(_run, "gated")
+    gated_backward = partialmethod(_run, "gated_backward")
+    double_backward = partialmethod(_run, "double_backward")
+    tangent = partialmethod(_run, "tangent")
+    gated_double_backward = partialmethod(_run, "gated_double_backward")
+    gated_tangent = partialmethod(_run, "gated_tangent")
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """A new array for results."""
+        return np.empty(shape, dtype)
 
 
 @runtime_checkable
