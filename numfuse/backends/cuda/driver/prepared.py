@@ -39,19 +39,6 @@ class Prepared:
     launch : Launch
     """
 
-    __slots__ = (
-        "_attributes",
-        "_config",
-        "_pointers",
-        "_words",
-        "handles",
-        "maps",
-        "module",
-        "name",
-        "slots",
-        "table",
-    )
-
     def __init__(self, device: Device, launch: Launch) -> None:
         kernel = launch.kernel
         self.name = kernel.name

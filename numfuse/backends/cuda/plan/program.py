@@ -196,27 +196,6 @@ class Program:
         How many addresses a launch takes.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_bases",
-        "_call",
-        "_graphs",
-        "_launches",
-        "_lock",
-        "_plan",
-        "_plan_at",
-        "_pool",
-        "_seen",
-        "_tables",
-        "_work",
-        "chief",
-        "device",
-        "names",
-        "nbytes",
-        "simple",
-        "tiers",
-    )
-
     def __init__(
         self,
         device: Device,
@@ -261,25 +240,12 @@ class Program:
         # a module once, however many launches it has
         uses = list(dict.fromkeys(p.module.uses for p, _ in self._launches if p.module.uses))
         self._bases = _words([0] * buffers)
-        self._tables = _words(launches), _words(updates), _words(maps), _words(uses)
-        at = [ctypes.addressof(table) for table in self._tables]
-        self._plan = _words(
-            [
-                *self.device.entries,
-                len(self._launches),
-                at[0],
-                len(updates) // 3,
-                at[1],
-                len(maps) // 5,
-                at[2],
-                len(uses),
-                at[3],
-                ctypes.addressof(self._bases),
-                0,
-                0,
-                0,
-            ]
-        )
+        made = (launches, 3), (updates, 3), (maps, 5), (uses, 1)
+        self._tables = [_words(words) for words, _ in made]
+        tables: list[int] = []
+        for (words, each), table in zip(made, self._tables, strict=True):
+            tables += len(words) // each, ctypes.addressof(table)
+        self._plan = _words([*self.device.entries, *tables, ctypes.addressof(self._bases), 0, 0, 0])
         self._plan_at = ctypes.addressof(self._plan)
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}
