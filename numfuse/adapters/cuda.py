@@ -24,10 +24,12 @@ from numfuse.backends import load
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.backends.cuda.call.arrays import download, dtype_of, ghost  # noqa: E402
+from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
+from numfuse.backends.cuda.call.entry import again as recorded  # noqa: E402
 from numfuse.backends.cuda.call.entry import public, run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
+from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
 __all__ = [*NAMES, "again", "synchronize", "to_numpy"]
 
@@ -43,6 +45,7 @@ class _Cuda(PublicFunctions):
         return signature, x
 
 
+AGAIN[DeviceArray] = recorded
 globals().update({name: of_module(public(x), __name__) for name, x in _Cuda().functions().items()})
 
 

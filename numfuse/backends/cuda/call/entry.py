@@ -24,7 +24,7 @@ from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
 
-__all__ = ["forget", "public", "run"]
+__all__ = ["again", "forget", "public", "run"]
 
 #: The names that operands have in problems, where these are not the public ones.
 _FIELDS = {
@@ -133,6 +133,31 @@ def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = T
         results = [kind.wrap(x) if callable(make) else x for x, make in pairs]
         _hold(program.device, stream, held)
     return results[0] if kept.pack is None else kept.pack(results)
+
+
+def again(
+    operation: Any,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Return the result of an operation; see :class:`numfuse.operations.Operation`."""
+    options: dict[str, Any] = {}
+    if operation.operands[-1] == "pre_activation":
+        *operands, options["pre_activation"] = operands  # type: ignore[assignment]
+    for name in operation.options:
+        if name == "activation":
+            operands = (*operands, activation)
+        elif name == "needs":
+            options[name] = needs
+        elif name == "out":
+            options[name] = out
+        else:
+            options[name] = flags[operation.flags.index(name)]
+    return run(operation.name, operands, {**options, "backend": backend})
 
 
 def _closely(

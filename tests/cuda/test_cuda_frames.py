@@ -7,12 +7,10 @@ and when it goes, the workspace of a call when it is taken and given back.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from conftest import SIMULATED, unavailable
+from frames import frames
 
 import numfuse as nf
 
@@ -22,28 +20,8 @@ if not status:
 if not SIMULATED:
     pytest.skip("counted in the simulator", allow_module_level=True)
 
-PACKAGE = Path(nf.__file__).parent
 NATIVE = ("backends/cuda/driver/simulated.py", "backends/cuda/compile/")
 MEMORY = ("backends/cuda/call/memory.py", "backends/cuda/call/arrays.py", "runtime/pool.py")
-#: The functions of an adapter that are compiled from text.
-COMPILED = "of an adapter>"
-
-
-def frames(call):
-    """Return (file, function) of every Python frame of numfuse that the call opens."""
-    found = []
-
-    def opened(frame, event, _):
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-        if event == "call" and (Path(file).is_relative_to(PACKAGE) or file.endswith(COMPILED)):
-            found.append((file.removeprefix(f"{PACKAGE}/"), name))
-
-    sys.setprofile(opened)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return [x for x in found if not x[0].startswith(NATIVE)]
 
 
 def there(*shape):
@@ -82,6 +60,10 @@ def calls(m):
     }
 
 
+def opened(call):
+    return [x for x in frames(call)[1] if not x[0].startswith(NATIVE)]
+
+
 #: New arrays of a call, and functions of the backend that a first call enters, each counted once.
 BOUNDS = {
     "forward": (1, 71),
@@ -110,10 +92,10 @@ def test_frames_of_a_call_are_bounded():
     beyond = {}
     for name, call in calls(4).items():
         made, functions = BOUNDS[name]
-        first = {x for x in frames(call) if x[0].startswith("backends/cuda") and x[1][0] != "<"}
+        first = {x for x in opened(call) if x[0].startswith("backends/cuda") and x[1][0] != "<"}
         call()
-        again = frames(call)
+        again = opened(call)
         own = [x for x in again if not x[0].startswith(MEMORY)]
         if len(own) > 8 or len(again) - len(own) > 12 * made + 8 or len(first) > functions:
-            beyond[name] = len(first), len(own), len(again) - len(own)
+            beyond[name] = len(first), own, len(again) - len(own)
     assert not beyond

@@ -2,37 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from frames import frames
 
 import numfuse as nf
 
-PACKAGE = Path(nf.__file__).parent
 BACKEND = ("backends/cpu", "runtime/replay.py")
-#: Compiled functions report themselves as calls too, under a name with a digest.
-NATIVE = re.compile(r"_[0-9a-f]{20}$")
-
-
-def frames(call):
-    """Return (file, function) of every Python frame of numfuse that the call opens."""
-    found = []
-
-    def opened(frame, event, _):
-        path = Path(frame.f_code.co_filename)
-        if event == "call" and path.is_relative_to(PACKAGE):
-            if not NATIVE.search(frame.f_code.co_name):
-                found.append((str(path.relative_to(PACKAGE)), frame.f_code.co_name))
-
-    sys.setprofile(opened)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return found
 
 
 def calls(m, batch=(), view=np.asarray):
@@ -92,7 +68,7 @@ def calls(m, batch=(), view=np.asarray):
 def test_a_repeated_call_opens_at_most_eight_frames(name, how):
     call = calls(9, **how)[name]
     call()
-    again = frames(call)
+    _, again = frames(call)
     assert len(again) <= 8, again
     backend = [x for x in again if x[0].startswith(BACKEND)]
     assert len(backend) <= 3, backend
@@ -106,7 +82,7 @@ def test_a_repeated_call_on_threads_opens_few_more():
 
     call()
     # The usual one of its ways: late threads of another library's pool make it take another.
-    assert min(len(frames(call)) for _ in range(5)) <= 14
+    assert min(len(frames(call)[1]) for _ in range(5)) <= 14
 
 
 # A first call: functions of the backend and its table, each counted once, as a block or an operand
@@ -125,5 +101,5 @@ def test_a_repeated_call_on_threads_opens_few_more():
 def test_functions_of_a_first_call_are_bounded(name, functions):
     calls(7)[name]()  # the kernels are there
     call = calls(11)[name]
-    first = {x for x in frames(call) if x[0].startswith(BACKEND) and not x[1].startswith("<")}
+    first = {x for x in frames(call)[1] if x[0].startswith(BACKEND) and not x[1].startswith("<")}
     assert len(first) <= functions, sorted(first)

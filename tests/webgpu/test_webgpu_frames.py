@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from arrays import normal
 from conftest import unavailable
+from frames import frames
 
 import numfuse as nf
 
-PACKAGE = Path(nf.__file__).parent
 F32 = np.dtype(np.float32)
 #: A public function, an adapter's, the look-up, the launch, its memory and its submit; one more
 #: each for the name of a gate and for an activation that is no name.
@@ -24,25 +21,6 @@ def adapter():
     status = nf.backends()["webgpu"]
     if not status:
         unavailable("webgpu", str(status))
-
-
-def frames(call):
-    """Return the result of a call, and (file, function) of each frame of numfuse it opens."""
-    found = []
-
-    def opened(frame, event, _):
-        code = frame.f_code
-        if event == "call" and (
-            Path(code.co_filename).is_relative_to(PACKAGE) or "of an adapter>" in code.co_filename
-        ):
-            found.append((Path(code.co_filename).name, code.co_name))
-
-    sys.setprofile(opened)
-    try:
-        result = call()  # (held until the count is over: what ends is no part of the call)
-    finally:
-        sys.setprofile(None)
-    return result, found
 
 
 def arrays(shapes, host=False):
