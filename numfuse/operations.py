@@ -16,6 +16,7 @@ from numpy import empty, ndarray
 from numfuse.activations import Activation, get
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, Replaying, resolve
 from numfuse.problem import product, second_order
+from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
 from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
@@ -46,9 +47,6 @@ _PROBLEMS: dict[str, Callable[..., Any]] = {
     "gated_double_backward": second_order.gated_double_backward,
     "gated_tangent": second_order.gated_tangent,
 }
-#: The field of a problem that has an operand, where its name is another.
-_FIELDS = {"pre_activation": "pre", "a_dot": "u", "b_dot": "v", "bias_dot": "w"}
-_FIELDS["residual_dot"] = "z"
 #: By kind, those of no gradients and no tangents.
 _RESULTS = {"forward": ["out", "pre"], "gated": ["out"]}
 #: By kind, those to the first order.
@@ -86,7 +84,7 @@ class Operation:
         self.flags = [name for name in self.options if name not in special]
         #: The fields of the problem that have the operands, then the results.
         results = [f"d_{x}" for x in self.needs] or _RESULTS.get(kind, ["out", "out_dot"])
-        self.fields = (*(_FIELDS.get(x, x) for x in self.operands), *results)
+        self.fields = (*(FIELD_OF.get(x, x) for x in self.operands), *results)
         #: Whether the result may be an operand itself.
         self.in_place = kind == "gated"
 

@@ -10,6 +10,7 @@ bit for bit what its copy gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from numfuse import epilogues
 from numfuse.backends import Call, OneRun, Traits, latest
 from numfuse.language import elementary
 from numfuse.language.curves import leaf
+from numfuse.problem.fields import FIELD_OF, FIELDS
 from numfuse.problem.results import settled
 from numfuse.problem.shapes import as_one, sum_to
 
@@ -91,19 +93,20 @@ def _backward(p: Any) -> None:
         out[...] = rows.reshape(out.shape)
 
 
-def _gated(p: Any) -> None:
-    """out = act(a) * b; `out` may be `a` or `b`, so it is written last."""
-    made = epilogues.gate(p.activation.curve)
-    p.out[...] = _computed(made, a=_wide(p.a), b=_wide(p.b))["out"]
+def _gate(kind: str, p: Any) -> None:
+    """Compute a gate, or a derivative of one: without the operands that are not there.
 
-
-def _gated_backward(p: Any) -> None:
-    """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-    made = epilogues.gate(p.activation.curve).backward()
-    found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), grad=_wide(p.grad))
-    for name, out in (("d_a", p.d_a), ("d_b", p.d_b)):
+    `out` may be `a` or `b`, so all is computed before anything is written.
+    """
+    made = epilogues.GATES[kind](p.activation.curve)
+    arrays = {name: getattr(p, FIELD_OF.get(name, name)) for name in made.inputs}
+    made = made.without(*(name for name, x in arrays.items() if x is None))
+    there = {name: _wide(x) for name, x in arrays.items() if x is not None}
+    found = _computed(made, getattr(p, "guard", False), **there)
+    for name in FIELDS[kind][1]:
+        out = getattr(p, name)
         if out is not None:
-            out[...] = found[name]
+            out[...] = found.get(name, 0.0)
 
 
 def _double_backward(p: Any) -> None:
@@ -138,37 +141,13 @@ def _tangent(p: Any) -> None:
     p.out[...], p.out_dot[...] = found["out"] + residual, found["out_dot"]
 
 
-def _gated_double_backward(p: Any) -> None:
-    """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
-    moved = {name: _wide(x) for name, x in (("u", p.u), ("v", p.v)) if x is not None}
-    made = epilogues.gate_double_backward(p.activation.curve).without(*{"u", "v"} - set(moved))
-    operands = {"a": _wide(p.a), "b": _wide(p.b), "grad": _wide(p.grad)}
-    found = _computed(made, p.guard, **operands, **moved)
-    for name, out in (("d_grad", p.d_grad), ("d_a", p.d_a), ("d_b", p.d_b)):
-        if out is not None:
-            out[...] = found.get(name, 0.0)
-
-
-def _gated_tangent(p: Any) -> None:
-    """out = act(a) * b, and its derivative along u and v."""
-    dots = (("a_dot", p.u), ("b_dot", p.v))
-    moved = {name: _wide(x) for name, x in dots if x is not None}
-    made = epilogues.gate(p.activation.curve).tangent()
-    made = made.without(*{"a_dot", "b_dot"} - set(moved))
-    found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), **moved)
-    p.out[...], p.out_dot[...] = found["out"], found.get("out_dot", 0.0)
-
-
 #: What computes each kind of problem.
 _COMPUTE: dict[str, Callable[[Any], None]] = {
     "forward": _forward,
     "backward": _backward,
-    "gated": _gated,
-    "gated_backward": _gated_backward,
     "double_backward": _double_backward,
     "tangent": _tangent,
-    "gated_double_backward": _gated_double_backward,
-    "gated_tangent": _gated_tangent,
+    **{kind: partial(_gate, kind) for kind in epilogues.GATES},
 }
 
 

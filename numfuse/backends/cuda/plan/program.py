@@ -178,51 +178,33 @@ class Recorder:
         )
 
 
+@dataclass(eq=False, repr=False)
 class Program:
-    """Launches over numbered buffers, to be repeated.
+    """Launches over numbered buffers, to be repeated."""
 
-    Parameters
-    ----------
-    device : Device
-    launches : tuple
-        (prepared launch, (buffer, offset) of each address in the order of its table)
-    work, scratch : int
-        Bytes of workspace, and of that the tiers'.
-    tiers : str
-        The names of the tiers of its products.
-    chief : tuple or None
-        Of its largest product: its work, kernel and tiling.
-    arrays : int
-        How many addresses a launch takes.
-    """
+    device: Device
+    #: (prepared launch, (buffer, offset) of each address in the order of its table)
+    _launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...]
+    #: Bytes of workspace, and of the tiers' own.
+    _work: int
+    _scratch: int
+    #: The names of the tiers of its products.
+    tiers: str
+    #: Of its largest product: its work, kernel and tiling.
+    chief: tuple[int, str, Any] | None
+    #: How many addresses a launch takes.
+    arrays: int
 
-    def __init__(
-        self,
-        device: Device,
-        launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
-        work: int,
-        scratch: int,
-        tiers: str,
-        chief: tuple[int, str, Any] | None,
-        arrays: int,
-    ) -> None:
-        self.device = device
-        self._launches, self._work = launches, work
-        self.nbytes = work + scratch
-        self._pool = pool_of(device) if self.nbytes else None
-        self.tiers, self.chief = tiers, chief
+    def __post_init__(self) -> None:
+        self.nbytes = self._work + self._scratch
+        self._pool = pool_of(self.device) if self.nbytes else None
         #: Whether it is one launch without workspace: the same in a capture.
-        self.simple = len(launches) == 1 and not self.nbytes
-        self.names = ", ".join(prepared.name for prepared, _ in launches)
+        self.simple = len(self._launches) == 1 and not self.nbytes
+        self.names = ", ".join(prepared.name for prepared, _ in self._launches)
         self._lock = threading.Lock()
         self._graphs: dict[tuple[int, ...], int | None] = {}
-        if launches and not SIMULATED:
-            self._compile(2 + arrays)
-
-    @property
-    def count(self) -> int:
-        """How many launches."""
-        return len(self._launches)
+        if self._launches and not SIMULATED:
+            self._compile(2 + self.arrays)
 
     def _compile(self, buffers: int) -> None:
         """The tables of `launcher.launch_loop`."""
