@@ -209,13 +209,13 @@ def _poison_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
             self.device.upload(address(content), block.address, block.nbytes, stream)
         return block
 
-    def making(self: CuPy, ordinal: int, stream: int) -> Any:
-        make = maker(self, ordinal, stream)
+    def making(self: CuPy, ordinal: int, shape: tuple[int, ...], dtype: str) -> Any:
+        make = maker(self, ordinal, shape, dtype)
 
-        def filled(shape: tuple[int, ...], dtype: str) -> tuple[Any, int]:
-            made, at = make(shape, dtype)
+        def filled() -> Any:
+            made = make()
             made.fill(np.nan)
-            return made, at
+            return made
 
         return filled
 

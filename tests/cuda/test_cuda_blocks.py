@@ -29,7 +29,7 @@ from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.tiling import CudaBlock
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import Curve, leaf
-from numfuse.language.graph import SYMBOL
+from numfuse.language.graph import SYMBOL, constant
 
 if SIMULATED:
     pytest.skip("the simulator has no intrinsics", allow_module_level=True)
@@ -418,6 +418,16 @@ def test_gates_by_16_bytes(dtype, needs):
             assert (error <= 4 * UNITS[dtype] * abs(exact) + 6e-8 * (dtype == "float16")).all()
         else:
             assert np.isnan(found.astype(np.float64)).all()
+
+
+def test_a_formula_without_operands_fills_a_result_by_16_bytes():
+    size = 2 * 256 * 4 + 3
+    out = np.full(size + 8, np.nan, np.float32)
+    fill = epilogues.Epilogue("fill", (), (), (("out", constant(2)),))
+    results = [pointwise.Result("out", "out", "float32")]
+    launch = pointwise.launch(HOPPER, fill, "float32", [], results, size, 16, False)
+    Machine([out]).run(launch, out=out.ctypes.data)
+    assert (out[:size] == 2).all() and np.isnan(out[size:]).all()
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's, of a scalar

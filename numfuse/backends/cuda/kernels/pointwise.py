@@ -79,7 +79,7 @@ def wide_text(
         lines.append(f"    words_{name} = cuda.local.array({4 * vectors}, types.int32)")
     for _, slot, _ in results:
         lines.append(f"    made_{slot} = cuda.local.array({values}, REAL)")
-    for u in range(vectors):
+    for u in range(vectors if sources else 0):
         lines.append(f"    if first + {u * threads} < vectors:")
         for name, _, _ in sources:
             word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
