@@ -43,10 +43,10 @@ from numfuse.language.keys import Keyed
 from numfuse.language.text import dumps
 
 __all__ = [
+    "GATES",
     "Epilogue",
     "gate",
     "gate_double_backward",
-    "gated_layer",
     "layer",
     "layer_double_backward",
     "layer_tangent",
@@ -296,16 +296,15 @@ def gate(f: Curve) -> Epilogue:
     return record(lambda a, b: call(f, a) * b, 0, "gate")
 
 
-def gated_layer(f: Curve) -> Epilogue:
-    """Return the epilogue of activation(a @ b_gate + bias_gate) * (a @ b_up + bias_up)."""
+#: By the kind of a problem, what gives the formulas of a gate, or of a derivative of one.
+GATES: dict[str, Callable[[Curve], Epilogue]] = {
+    "gated": gate,
+    "gated_backward": lambda f: gate(f).backward(),
+    "gated_double_backward": gate_double_backward,
+    "gated_tangent": lambda f: gate(f).tangent(),
+}
 
-    def formula(z_gate: Any, z_up: Any, bias_gate: Any, bias_up: Any) -> Any:
-        return call(f, z_gate + bias_gate) * (z_up + bias_up)
 
-    return record(formula, 2, "gated layer")
-
-
-@cache
 def sum_of_terms(terms: int) -> Epilogue:
     """Return the sum of a product's sum and of `terms` operands: what a matrix grows by."""
     names = tuple(f"term_{i}" for i in range(terms))

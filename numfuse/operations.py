@@ -16,16 +16,9 @@ from numpy import empty, ndarray
 from numfuse.activations import Activation, get
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, Replaying, resolve
 from numfuse.problem import product, second_order
+from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GATED_SECOND_NEEDS,
-    GEMM_NEEDS,
-    GEMM_SECOND_NEEDS,
-    RESIDUAL_NEEDS,
-    RESIDUAL_SECOND_NEEDS,
-    check_needs,
-)
+from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
 
@@ -43,9 +36,17 @@ class _Kept(NamedTuple):
     varies: Callable[[], Hashable] | None = None
 
 
-#: The field of a problem that has an operand, where its name is another.
-_FIELDS = {"pre_activation": "pre", "a_dot": "u", "b_dot": "v", "bias_dot": "w"}
-_FIELDS["residual_dot"] = "z"
+#: What makes the problem of each kind.
+_PROBLEMS: dict[str, Callable[..., Any]] = {
+    "forward": product.gemm,
+    "backward": product.gemm_backward,
+    "gated": product.gated,
+    "gated_backward": product.gated_backward,
+    "double_backward": second_order.gemm_double_backward,
+    "tangent": second_order.gemm_tangent,
+    "gated_double_backward": second_order.gated_double_backward,
+    "gated_tangent": second_order.gated_tangent,
+}
 #: By kind, those of no gradients and no tangents.
 _RESULTS = {"forward": ["out", "pre"], "gated": ["out"]}
 #: By kind, those to the first order.
@@ -62,34 +63,28 @@ class Operation:
         Of the public function.
     kind : str
         The method of a backend that runs its problem.
-    problem : callable
-        Makes the problem, from the parameters of the public function but `backend`.
     operands : str
         The parameters that are arrays, in their order; a `pre_activation` comes last.
-    options : str, optional
+    options : str
         The other parameters, out of `activation`, `needs`, `out` and what is true or false.
-    needs : tuple of str, optional
-        The operands whose gradients may be asked for.
     """
 
-    def __init__(
-        self,
-        name: str,
-        kind: str,
-        problem: Callable[..., Any],
-        operands: str,
-        options: str = "",
-        needs: tuple[str, ...] = (),
-    ) -> None:
-        self.name, self.kind, self.problem, self.needs = name, kind, problem, needs
+    def __init__(self, name: str, kind: str, operands: str, options: str) -> None:
+        self.name, self.kind, self.problem = name, kind, _PROBLEMS[kind]
         self.operands, self.options = operands.split(), options.split()
+        #: The operands whose gradients may be asked for.
+        self.needs: tuple[str, ...] = ()
+        if "needs" in self.options:
+            first = 0 if "double" in kind else 1
+            every = ("grad", "a", "b", "bias", "residual")[first:]
+            self.needs = tuple(name for name in every if name in self.operands)
         #: The operands that may be NumPy scalars, which arithmetic on 0-d arrays gives.
         self.scalars = _SCALARS.get(kind, self.operands)
         special = ("activation", "needs", "out")
         self.flags = [name for name in self.options if name not in special]
         #: The fields of the problem that have the operands, then the results.
-        results = [f"d_{x}" for x in needs] or _RESULTS.get(kind, ["out", "out_dot"])
-        self.fields = (*(_FIELDS.get(x, x) for x in self.operands), *results)
+        results = [f"d_{x}" for x in self.needs] or _RESULTS.get(kind, ["out", "out_dot"])
+        self.fields = (*(FIELD_OF.get(x, x) for x in self.operands), *results)
         #: Whether the result may be an operand itself.
         self.in_place = kind == "gated"
 
@@ -241,82 +236,52 @@ def _same_memory(arrays: Sequence[ndarray | None], given: Sequence[Any]) -> bool
 OPERATIONS = {
     row[0]: Operation(*row)
     for row in (
-        (
-            "matmul_bias_activation",
-            "forward",
-            product.gemm,
-            "a b bias",
-            "activation return_pre_activation out",
-        ),
-        ("matmul_bias_residual", "forward", product.gemm, "a b bias residual", "out"),
+        ("matmul_bias_activation", "forward", "a b bias", "activation return_pre_activation out"),
+        ("matmul_bias_residual", "forward", "a b bias residual", "out"),
         (
             "matmul_bias_activation_bwd",
             "backward",
-            product.gemm_backward,
             "grad a b bias pre_activation",
             "activation needs sum_batch guard out",
-            GEMM_NEEDS,
         ),
         (
             "matmul_bias_residual_bwd",
             "backward",
-            product.gemm_backward,
             "grad a b bias residual pre_activation",
             "needs sum_batch guard out",
-            RESIDUAL_NEEDS,
         ),
-        ("activation_mul", "gated", product.gated, "a b", "activation out"),
-        (
-            "activation_mul_bwd",
-            "gated_backward",
-            product.gated_backward,
-            "grad a b",
-            "activation needs guard out",
-            GATED_NEEDS,
-        ),
+        ("activation_mul", "gated", "a b", "activation out"),
+        ("activation_mul_bwd", "gated_backward", "grad a b", "activation needs guard out"),
         (
             "matmul_bias_activation_double_bwd",
             "double_backward",
-            second_order.gemm_double_backward,
             "u v w grad a b bias pre_activation",
             "activation needs guard",
-            GEMM_SECOND_NEEDS,
         ),
         (
             "matmul_bias_residual_double_bwd",
             "double_backward",
-            second_order.gemm_double_backward,
             "u v w z grad a b bias residual",
             "needs guard",
-            RESIDUAL_SECOND_NEEDS,
         ),
         (
             "matmul_bias_activation_jvp",
             "tangent",
-            second_order.gemm_tangent,
             "a b bias a_dot b_dot bias_dot",
             "activation guard",
         ),
         (
             "matmul_bias_residual_jvp",
             "tangent",
-            second_order.gemm_tangent,
             "a b bias residual a_dot b_dot bias_dot residual_dot",
+            "",
         ),
         (
             "activation_mul_double_bwd",
             "gated_double_backward",
-            second_order.gated_double_backward,
             "u v grad a b",
             "activation needs guard",
-            GATED_SECOND_NEEDS,
         ),
-        (
-            "activation_mul_jvp",
-            "gated_tangent",
-            second_order.gated_tangent,
-            "a b a_dot b_dot",
-            "activation guard",
-        ),
+        ("activation_mul_jvp", "gated_tangent", "a b a_dot b_dot", "activation guard"),
     )
 }

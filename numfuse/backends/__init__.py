@@ -13,28 +13,18 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar, Token
 from dataclasses import dataclass
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
 
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.interrupts import import_module
 from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from numfuse.activations import Activation
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
+    from numfuse.problem import product, second_order
 
 __all__ = [
     "ACTIVE",
@@ -43,6 +33,7 @@ __all__ = [
     "Backend",
     "BackendStatus",
     "Call",
+    "OneRun",
     "Replaying",
     "Traits",
     "active",
@@ -114,14 +105,14 @@ class Backend(Protocol):
 
     @property
     def traits(self) -> Traits: ...
-    def forward(self, p: GemmProblem) -> None: ...
-    def backward(self, p: GemmBackwardProblem) -> None: ...
-    def gated(self, p: GatedProblem) -> None: ...
-    def gated_backward(self, p: GatedBackwardProblem) -> None: ...
-    def double_backward(self, p: GemmDoubleBackwardProblem) -> None: ...
-    def tangent(self, p: GemmTangentProblem) -> None: ...
-    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None: ...
-    def gated_tangent(self, p: GatedTangentProblem) -> None: ...
+    def forward(self, p: product.GemmProblem) -> None: ...
+    def backward(self, p: product.GemmBackwardProblem) -> None: ...
+    def gated(self, p: product.GatedProblem) -> None: ...
+    def gated_backward(self, p: product.GatedBackwardProblem) -> None: ...
+    def double_backward(self, p: second_order.GemmDoubleBackwardProblem) -> None: ...
+    def tangent(self, p: second_order.GemmTangentProblem) -> None: ...
+    def gated_double_backward(self, p: second_order.GatedDoubleBackwardProblem) -> None: ...
+    def gated_tangent(self, p: second_order.GatedTangentProblem) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
     def warmup(
@@ -130,6 +121,28 @@ class Backend(Protocol):
         dtypes: Sequence[np.dtype[Any]],
         progress: Callable[[str], None] | None = None,
     ) -> None: ...
+
+
+class OneRun:
+    """A base of backends on the host's arrays, which run problems of all kinds by one method."""
+
+    run: Callable[[str, Any], None]
+
+    def _run(self, kind: str, p: Any) -> None:
+        self.run(kind, p)
+
+    forward = partialmethod(_run, "forward")
+    backward = partialmethod(_run, "backward")
+    gated = partialmethod(_run, "gated")
+    gated_backward = partialmethod(_run, "gated_backward")
+    double_backward = partialmethod(_run, "double_backward")
+    tangent = partialmethod(_run, "tangent")
+    gated_double_backward = partialmethod(_run, "gated_double_backward")
+    gated_tangent = partialmethod(_run, "gated_tangent")
+
+    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """A new array for results."""
+        return np.empty(shape, dtype)
 
 
 @runtime_checkable

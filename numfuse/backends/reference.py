@@ -10,33 +10,23 @@ bit for bit what its copy gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
 from numfuse import epilogues
-from numfuse.backends import Call, Traits, latest
+from numfuse.backends import Call, OneRun, Traits, latest
 from numfuse.language import elementary
 from numfuse.language.curves import leaf
+from numfuse.problem.fields import FIELD_OF, FIELDS
 from numfuse.problem.results import settled
 from numfuse.problem.shapes import as_one, sum_to
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.epilogues import Epilogue
-    from numfuse.problem.product import (
-        GatedBackwardProblem,
-        GatedProblem,
-        GemmBackwardProblem,
-        GemmProblem,
-    )
-    from numfuse.problem.second_order import (
-        GatedDoubleBackwardProblem,
-        GatedTangentProblem,
-        GemmDoubleBackwardProblem,
-        GemmTangentProblem,
-    )
 
 __all__ = ["BACKEND", "Reference"]
 
@@ -46,141 +36,23 @@ _LONG = np.dtype(np.longdouble)
 _quietly = np.errstate(all="ignore")
 
 
-class Reference:
+class Reference(OneRun):
     """The reference backend; see :class:`numfuse.backends.Backend` for what each method is."""
 
     name = "reference"
     traits = Traits(intermediate="float64")
 
     @_quietly
-    def forward(self, p: GemmProblem) -> None:
-        """out = act(a @ b + bias) + residual."""
-        if settled(p):
-            return _record("forward", p.activation)
-        made = epilogues.layer(p.activation.curve).without("bias")
-        residual = None if p.residual is None else _wide(p.residual)
-        if residual is not None:
-            made = epilogues.residual_layer().without("bias")
-        found = _computed(made, z=_pre_activation(p), residual=residual)
-        if p.pre is not None:
-            p.pre[...] = found["pre"]
-        p.out[...] = found["out"]
-        _record("forward", p.activation)
-
-    @_quietly
-    def backward(self, p: GemmBackwardProblem) -> None:
-        """grad_pre = grad * act'(pre), and from it the gradients."""
-        if settled(p):
-            return _record("backward", p.activation)
-        if p.d_residual is not None:
-            p.d_residual[...] = sum_to(_wide(p.grad), p.d_residual.shape, _LONG)
-        p, outs = _in_rows(p)
-        pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
-        made = epilogues.layer(p.activation.curve).select("out").backward().without("bias")
-        grad_pre = _computed(made, p.guard, z=pre, grad=_wide(p.grad))["d_z"]
-        if p.d_a is not None:
-            p.d_a[...] = sum_to(_product(grad_pre, p.b.swapaxes(-1, -2)), p.d_a.shape, _LONG)
-        if p.d_b is not None:
-            p.d_b[...] = sum_to(_product(p.a.swapaxes(-1, -2), grad_pre), p.d_b.shape, _LONG)
-        if p.d_bias is not None:
-            p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _LONG)
-        for out, rows in outs:
-            out[...] = rows.reshape(out.shape)
-        _record("backward", p.activation)
-
-    @_quietly
-    def gated(self, p: GatedProblem) -> None:
-        """out = act(a) * b; `out` may be `a` or `b`, so it is written last."""
-        if settled(p):
-            return _record("gated", p.activation)
-        made = epilogues.gate(p.activation.curve)
-        p.out[...] = _computed(made, a=_wide(p.a), b=_wide(p.b))["out"]
-        _record("gated", p.activation)
-
-    @_quietly
-    def gated_backward(self, p: GatedBackwardProblem) -> None:
-        """d_a = grad * b * act'(a), d_b = grad * act(a)."""
-        if settled(p):
-            return _record("gated_backward", p.activation)
-        made = epilogues.gate(p.activation.curve).backward()
-        found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), grad=_wide(p.grad))
-        for name, out in (("d_a", p.d_a), ("d_b", p.d_b)):
-            if out is not None:
-                out[...] = found[name]
-        _record("gated_backward", p.activation)
-
-    @_quietly
-    def double_backward(self, p: GemmDoubleBackwardProblem) -> None:
-        """T, Q and S, and from them the gradients of the backward's gradients."""
-        if settled(p):
-            return _record("double_backward", p.activation)
-        if p.d_residual is not None:
-            p.d_residual[...] = 0
-        p, outs = _in_rows(p)
-        pre, grad = _pre_activation(p) if p.pre is None else _wide(p.pre), _wide(p.grad)
-        made = epilogues.layer_double_backward(p.activation.curve).without("bias", "w")
-        found = _computed(made, p.guard, z=pre, grad=grad, t=_moved(p, grad.shape))
-        q, s = found.get("q", np.zeros_like(grad)), found["s"]
-        if p.d_grad is not None:
-            p.d_grad[...] = found["d_grad"]
-        if p.d_a is not None:
-            second = None if p.v is None else _product(s, p.v.swapaxes(-1, -2))
-            p.d_a[...] = _sum(p.d_a, _product(q, p.b.swapaxes(-1, -2)), second)
-        if p.d_b is not None:
-            second = None if p.u is None else _product(p.u.swapaxes(-1, -2), s)
-            p.d_b[...] = _sum(p.d_b, _product(p.a.swapaxes(-1, -2), q), second)
-        if p.d_bias is not None:
-            p.d_bias[...] = sum_to(q, p.d_bias.shape, _LONG)
-        for out, rows in outs:
-            out[...] = rows.reshape(out.shape)
-        _record("double_backward", p.activation)
-
-    @_quietly
-    def tangent(self, p: GemmTangentProblem) -> None:
-        """out as in the forward, out_dot = act'(pre) * T."""
-        if settled(p):
-            return _record("tangent", p.activation)
-        pre = _pre_activation(p)
-        made = epilogues.layer_tangent(p.activation.curve).without("bias")
-        found = _computed(made, p.guard, z=pre, z_dot=_moved(p, pre.shape))
-        residual = 0.0 if p.residual is None else _wide(p.residual)
-        p.out[...], p.out_dot[...] = found["out"] + residual, found["out_dot"]
-        _record("tangent", p.activation)
-
-    @_quietly
-    def gated_double_backward(self, p: GatedDoubleBackwardProblem) -> None:
-        """The gradients of grad * b * act'(a) and grad * act(a), weighted with u and v."""
-        if settled(p):
-            return _record("gated_double_backward", p.activation)
-        moved = {name: _wide(x) for name, x in (("u", p.u), ("v", p.v)) if x is not None}
-        made = epilogues.gate_double_backward(p.activation.curve).without(*{"u", "v"} - set(moved))
-        operands = {"a": _wide(p.a), "b": _wide(p.b), "grad": _wide(p.grad)}
-        found = _computed(made, p.guard, **operands, **moved)
-        for name, out in (("d_grad", p.d_grad), ("d_a", p.d_a), ("d_b", p.d_b)):
-            if out is not None:
-                out[...] = found.get(name, 0.0)
-        _record("gated_double_backward", p.activation)
-
-    @_quietly
-    def gated_tangent(self, p: GatedTangentProblem) -> None:
-        """out = act(a) * b, and its derivative along u and v."""
-        if settled(p):
-            return _record("gated_tangent", p.activation)
-        dots = (("a_dot", p.u), ("b_dot", p.v))
-        moved = {name: _wide(x) for name, x in dots if x is not None}
-        made = epilogues.gate(p.activation.curve).tangent()
-        made = made.without(*{"a_dot", "b_dot"} - set(moved))
-        found = _computed(made, p.guard, a=_wide(p.a), b=_wide(p.b), **moved)
-        p.out[...], p.out_dot[...] = found["out"], found.get("out_dot", 0.0)
-        _record("gated_tangent", p.activation)
+    def run(self, kind: str, p: Any) -> None:
+        """Compute a problem."""
+        if not settled(p):
+            _COMPUTE[kind](p)
+        told = f"{kind}/{p.activation.name}"
+        latest.call = Call("reference", "NumPy", "float64", told, None)
 
     def describe(self) -> dict[str, Any]:
         """Return what `info` shows, by name."""
         return {"device": "NumPy", "arithmetic": "float64, products in long double"}
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
-        """A new array for this backend."""
-        return np.empty(shape, dtype)
 
     def warmup(
         self,
@@ -189,6 +61,94 @@ class Reference:
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """Nothing is compiled."""
+
+
+def _forward(p: Any) -> None:
+    """out = act(a @ b + bias) + residual."""
+    made = epilogues.layer(p.activation.curve).without("bias")
+    residual = None if p.residual is None else _wide(p.residual)
+    if residual is not None:
+        made = epilogues.residual_layer().without("bias")
+    found = _computed(made, z=_pre_activation(p), residual=residual)
+    if p.pre is not None:
+        p.pre[...] = found["pre"]
+    p.out[...] = found["out"]
+
+
+def _backward(p: Any) -> None:
+    """grad_pre = grad * act'(pre), and from it the gradients."""
+    if p.d_residual is not None:
+        p.d_residual[...] = sum_to(_wide(p.grad), p.d_residual.shape, _LONG)
+    p, outs = _in_rows(p)
+    pre = _pre_activation(p) if p.pre is None else _wide(p.pre)
+    made = epilogues.layer(p.activation.curve).select("out").backward().without("bias")
+    grad_pre = _computed(made, p.guard, z=pre, grad=_wide(p.grad))["d_z"]
+    if p.d_a is not None:
+        p.d_a[...] = sum_to(_product(grad_pre, p.b.swapaxes(-1, -2)), p.d_a.shape, _LONG)
+    if p.d_b is not None:
+        p.d_b[...] = sum_to(_product(p.a.swapaxes(-1, -2), grad_pre), p.d_b.shape, _LONG)
+    if p.d_bias is not None:
+        p.d_bias[...] = sum_to(grad_pre, p.d_bias.shape, _LONG)
+    for out, rows in outs:
+        out[...] = rows.reshape(out.shape)
+
+
+def _gate(kind: str, p: Any) -> None:
+    """Compute a gate, or a derivative of one: without the operands that are not there.
+
+    `out` may be `a` or `b`, so all is computed before anything is written.
+    """
+    made = epilogues.GATES[kind](p.activation.curve)
+    arrays = {name: getattr(p, FIELD_OF.get(name, name)) for name in made.inputs}
+    made = made.without(*(name for name, x in arrays.items() if x is None))
+    there = {name: _wide(x) for name, x in arrays.items() if x is not None}
+    found = _computed(made, getattr(p, "guard", False), **there)
+    for name in FIELDS[kind][1]:
+        out = getattr(p, name)
+        if out is not None:
+            out[...] = found.get(name, 0.0)
+
+
+def _double_backward(p: Any) -> None:
+    """T, Q and S, and from them the gradients of the backward's gradients."""
+    if p.d_residual is not None:
+        p.d_residual[...] = 0
+    p, outs = _in_rows(p)
+    pre, grad = _pre_activation(p) if p.pre is None else _wide(p.pre), _wide(p.grad)
+    made = epilogues.layer_double_backward(p.activation.curve).without("bias", "w")
+    found = _computed(made, p.guard, z=pre, grad=grad, t=_moved(p, grad.shape))
+    q, s = found.get("q", np.zeros_like(grad)), found["s"]
+    if p.d_grad is not None:
+        p.d_grad[...] = found["d_grad"]
+    if p.d_a is not None:
+        second = None if p.v is None else _product(s, p.v.swapaxes(-1, -2))
+        p.d_a[...] = _sum(p.d_a, _product(q, p.b.swapaxes(-1, -2)), second)
+    if p.d_b is not None:
+        second = None if p.u is None else _product(p.u.swapaxes(-1, -2), s)
+        p.d_b[...] = _sum(p.d_b, _product(p.a.swapaxes(-1, -2), q), second)
+    if p.d_bias is not None:
+        p.d_bias[...] = sum_to(q, p.d_bias.shape, _LONG)
+    for out, rows in outs:
+        out[...] = rows.reshape(out.shape)
+
+
+def _tangent(p: Any) -> None:
+    """out as in the forward, out_dot = act'(pre) * T."""
+    pre = _pre_activation(p)
+    made = epilogues.layer_tangent(p.activation.curve).without("bias")
+    found = _computed(made, p.guard, z=pre, z_dot=_moved(p, pre.shape))
+    residual = 0.0 if p.residual is None else _wide(p.residual)
+    p.out[...], p.out_dot[...] = found["out"] + residual, found["out_dot"]
+
+
+#: What computes each kind of problem.
+_COMPUTE: dict[str, Callable[[Any], None]] = {
+    "forward": _forward,
+    "backward": _backward,
+    "double_backward": _double_backward,
+    "tangent": _tangent,
+    **{kind: partial(_gate, kind) for kind in epilogues.GATES},
+}
 
 
 def _in_rows(p: Any) -> tuple[Any, list[tuple[ndarray, ndarray]]]:
@@ -214,7 +174,7 @@ def _product(a: ndarray, b: ndarray) -> ndarray:
     return product
 
 
-def _pre_activation(p: GemmProblem | GemmBackwardProblem) -> ndarray:
+def _pre_activation(p: Any) -> ndarray:
     pre = _product(p.a, p.b)
     if p.bias is not None:
         pre = pre + _wide(p.bias)
@@ -231,7 +191,7 @@ def _computed(
     return {name: value for (name, _), value in zip(made.results, values, strict=True)}
 
 
-def _moved(p: GemmDoubleBackwardProblem | GemmTangentProblem, shape: tuple[int, ...]) -> ndarray:
+def _moved(p: Any, shape: tuple[int, ...]) -> ndarray:
     """T = u @ b + a @ v + w + z."""
     t = np.zeros(shape, _LONG)
     if p.u is not None:
@@ -251,10 +211,6 @@ def _sum(out: ndarray, *products: ndarray | None) -> ndarray:
         if product is not None:
             total = total + sum_to(product, out.shape, _LONG)
     return total
-
-
-def _record(kernel: str, activation: Activation) -> None:
-    latest.call = Call("reference", "NumPy", "float64", f"{kernel}/{activation.name}", None)
 
 
 BACKEND = Reference()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["FIELDS"]
+__all__ = ["FIELDS", "FIELD_OF"]
 
 _FORWARD = ("a", "b", "bias", "residual")
 _BACKWARD = ("grad", "a", "b", "bias", "pre")
@@ -18,4 +18,12 @@ FIELDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tangent": ((*_FORWARD, "u", "v", "w", "z"), ("out", "out_dot")),
     "gated_double_backward": (("grad", "a", "b", "u", "v"), ("d_grad", "d_a", "d_b")),
     "gated_tangent": (("a", "b", "u", "v"), ("out", "out_dot")),
+}
+#: The fields of operands that have another name in the public functions.
+FIELD_OF = {
+    "pre_activation": "pre",
+    "a_dot": "u",
+    "b_dot": "v",
+    "bias_dot": "w",
+    "residual_dot": "z",
 }

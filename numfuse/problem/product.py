@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy import empty, ndarray
@@ -36,10 +36,8 @@ from numfuse.problem.operands import (
 from numfuse.problem.results import (
     GATED_NEEDS,
     GEMM_NEEDS,
-    allocate,
-    check_needs,
-    check_outputs,
-    gradients_of,
+    Fields,
+    made_gradients,
 )
 from numfuse.problem.shapes import column_view, fold_rows, gemm_shape, residual_view, row_view
 
@@ -47,7 +45,6 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
 
 __all__ = [
-    "Fields",
     "GateOperands",
     "GatedBackwardProblem",
     "GatedProblem",
@@ -60,12 +57,9 @@ __all__ = [
     "gemm",
     "gemm_backward",
     "gemm_residual",
-    "made_gradients",
 ]
 
 _DType = np.dtype[Any]
-#: Fields of a problem by name.
-Fields: TypeAlias = dict[str, Any]
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -217,31 +211,12 @@ class Layer:
         """Return the gradients of the operands of these names for a problem, and for the caller."""
         if "residual" in self.given:
             names = (*names, "residual")
-        shapes = {name: self.given[name].shape if name in self.given else None for name in names}
+        shapes = {name: self.given[name].shape for name in names if name in self.given}
         if sum_batch and self.given["b"].ndim > 2:
             shapes["b"] = self.given["b"].shape[-2:]
         made, result = made_gradients(names, shapes, needs, out, self.dtype, self.given)
         promoted = {f"d_{name}": self.promoted(name, made[f"d_{name}"]) for name in names}
         return {"d_residual": None, **promoted}, result
-
-
-def made_gradients(
-    names: tuple[str, ...],
-    shapes: Mapping[str, Any],
-    needs: Any,
-    out: Any,
-    dtype: _DType,
-    given: dict[str, ndarray],
-) -> tuple[Fields, Any]:
-    """Return the gradients by the names of fields, and the named tuple of them for the caller.
-
-    None stands for one that is not needed, or whose operand is not there.
-    """
-    needs = names if needs is None else check_needs(needs, names)
-    outs = None if out is None else check_outputs(out, names)
-    arrays, own = allocate(outs, shapes, needs, dtype, given)
-    result = gradients_of(names)(*own)
-    return dict(zip(result._fields, arrays, strict=True)), result
 
 
 def gemm(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy import ndarray
@@ -17,6 +17,7 @@ __all__ = [
     "GEMM_SECOND_NEEDS",
     "RESIDUAL_NEEDS",
     "RESIDUAL_SECOND_NEEDS",
+    "Fields",
     "GatedGradients",
     "GatedSecondGradients",
     "GemmGradients",
@@ -24,13 +25,15 @@ __all__ = [
     "GemmResidualSecondGradients",
     "GemmSecondGradients",
     "Tangent",
-    "allocate",
     "check_needs",
     "check_outputs",
-    "gradients_of",
+    "made_gradients",
     "settled",
     "without_terms",
 ]
+
+#: Fields of a problem by name.
+Fields: TypeAlias = dict[str, Any]
 
 GEMM_NEEDS = ("a", "b", "bias")
 RESIDUAL_NEEDS = ("a", "b", "bias", "residual")
@@ -101,6 +104,7 @@ class Tangent(NamedTuple):
     out_dot: Any
 
 
+#: {the operands that have gradients: the named tuple of these}
 _GRADIENTS: dict[tuple[str, ...], Any] = {
     tuple(name.removeprefix("d_") for name in made._fields): made
     for made in (
@@ -112,11 +116,6 @@ _GRADIENTS: dict[tuple[str, ...], Any] = {
         GatedSecondGradients,
     )
 }
-
-
-def gradients_of(names: tuple[str, ...]) -> Any:
-    """Return the named tuple of the gradients of these operands."""
-    return _GRADIENTS[names]
 
 
 #: The results of every kind of forward, and of every kind of backward, which reads `pre`.
@@ -176,44 +175,32 @@ def check_outputs(out: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
     return tuple(out)
 
 
-def allocate(
-    outs: tuple[Any, ...] | None,
-    shapes: Mapping[str, tuple[int, ...] | None],
-    needs: tuple[str, ...],
+def made_gradients(
+    names: tuple[str, ...],
+    shapes: Mapping[str, Any],
+    needs: Any,
+    out: Any,
     dtype: np.dtype[Any],
     operands: dict[str, ndarray],
-) -> tuple[list[ndarray | None], list[Any]]:
-    """New arrays, or the caller's after every check, for the gradients that are needed.
+) -> tuple[Fields, Any]:
+    """Return the gradients by the names of fields, and the named tuple of them for the caller.
 
-    Parameters
-    ----------
-    outs : tuple or None
-        What the caller gave, one entry per entry of `shapes`; None for all of them new.
-    shapes : mapping
-        {operand: shape of its gradient}; None where the operand is not there.
-    needs : tuple of str
-    dtype : numpy.dtype
-    operands : dict
-        {name: array} of what no output may overlap; each output joins it.
-
-    Returns
-    -------
-    arrays, result : list, list
-        As plain arrays, for a backend, and as the caller's own objects, to be returned.
+    They are new arrays, or the caller's after every check; None where one is not needed, or has no
+    shape, as its operand is not there. `operands` has by name what no output may overlap; each
+    output joins it.
     """
-    arrays: list[ndarray | None] = []
+    needs = names if needs is None else check_needs(needs, names)
+    arrays: Fields = {}
     result: list[Any] = []
-    for (name, shape), given in zip(shapes.items(), outs or (None,) * len(shapes), strict=True):
-        if name not in needs or shape is None:
+    for name, given in zip(names, check_outputs(out, names), strict=True):
+        field, shape, array = f"d_{name}", shapes.get(name), None
+        if name in needs and shape is not None:
+            array = output(field, given, shape, dtype, operands)
             if given is not None:
-                reason = f"{name!r} is not in needs" if name not in needs else f"{name} is None"
-                raise ValueError(f"d_{name} in out must be None where {reason}, got an array")
-            arrays.append(None)
-            result.append(None)
-            continue
-        array = output(f"d_{name}", given, shape, dtype, operands)
-        if given is not None:
-            operands[f"d_{name}"] = array  # a new array overlaps nothing
-        arrays.append(array)
+                operands[field] = array  # a new array overlaps nothing
+        elif given is not None:
+            reason = f"{name!r} is not in needs" if name not in needs else f"{name} is None"
+            raise ValueError(f"{field} in out must be None where {reason}, got an array")
+        arrays[field] = array
         result.append(array if given is None else given)
-    return arrays, result
+    return arrays, _GRADIENTS[names](*result)

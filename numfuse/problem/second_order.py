@@ -16,15 +16,19 @@ from typing import Any, ClassVar
 from numpy import empty, ndarray
 
 from numfuse.problem.product import (
-    Fields,
     GateOperands,
     GemmBackwardProblem,
     GemmProblem,
     Layer,
     gate_operands,
+)
+from numfuse.problem.results import (
+    GATED_SECOND_NEEDS,
+    GEMM_SECOND_NEEDS,
+    Fields,
+    Tangent,
     made_gradients,
 )
-from numfuse.problem.results import GATED_SECOND_NEEDS, GEMM_SECOND_NEEDS, Tangent
 from numfuse.problem.shapes import fold_rows
 
 __all__ = [

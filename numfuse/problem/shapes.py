@@ -162,17 +162,16 @@ def merge_rows(x: ndarray) -> ndarray | None:
     if x.ndim == 2:
         return x
     lengths = x.shape[:-1]
-    if x.size:
-        merged, step = 1, 0
-        for length, stride in zip(reversed(lengths), reversed(x.strides[:-1]), strict=True):
-            if length == 1:
-                continue
-            if merged > 1 and stride != merged * step:
-                return None
-            if merged == 1:
-                step = stride
-            merged *= length
+    if x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1:
+        return None
     return x.reshape(prod(lengths), x.shape[-1])
+
+
+def _rows_of(name: str, x: ndarray) -> ndarray | None:
+    """Return an operand or result by `merge_rows`; one row for every row of the result as it is."""
+    if name in ("residual", "z", "d_residual") and x.size == x.shape[-1]:
+        return x.reshape(1, x.shape[-1])
+    return merge_rows(x)
 
 
 def shares_weights(p: Any) -> bool:
@@ -211,11 +210,8 @@ def fold_rows(p: Any, rows: tuple[str, ...]) -> None:
         x = getattr(p, name)
         if x is None:
             continue
-        if name in ("residual", "z", "d_residual") and x.size == x.shape[-1]:
-            views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
-            continue
-        merged = merge_rows(x)
-        if merged is None or merged.shape[0] != m:
+        merged = _rows_of(name, x)
+        if merged is None or merged.shape[0] not in (m, 1):
             return
         views[name] = merged
     fold(p, views)
@@ -243,14 +239,10 @@ def as_one(p: Any) -> Any:
     for name, x in views.items():
         if x is None:
             continue
-        if name == "z" and x.size == x.shape[-1]:
-            views[name] = x.reshape(1, x.shape[-1])  # one row for every row of the result
-            continue
-        if name == "z":
-            x = views[name] = np.broadcast_to(x, (*rows, x.shape[-1]))
-        merged = merge_rows(x)
-        if merged is not None:
-            views[name] = merged
+        if name == "z" and x.size != x.shape[-1]:
+            x = np.broadcast_to(x, (*rows, x.shape[-1]))
+        merged = _rows_of(name, x)
+        views[name] = x if merged is None else merged
     fold(p, views)
     return p
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial, partialmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from numfuse.backends import Traits
+from numfuse.backends import OneRun, Traits
 from numfuse.backends.cpu import gates, host, layers, tiling
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
@@ -39,7 +39,7 @@ _RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
 }
 
 
-class CpuBackend:
+class CpuBackend(OneRun):
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
@@ -68,25 +68,13 @@ class CpuBackend:
 
     launch = staticmethod(sequence.run)
 
-    def _run(self, kind: str, p: Any) -> None:
+    def run(self, kind: str, p: Any) -> None:
         """Run a problem once."""
         every = {
             field.name: getattr(p, field.name) for field in fields(p) if field.name != "result"
         }
         arrays = {name: x for name, x in every.items() if isinstance(x, np.ndarray)}
         self.launch(self.record(kind, p, tuple(arrays)).program, tuple(arrays.values()))
-
-    forward = partialmethod(_run, "forward")
-    backward = partialmethod(_run, "backward")
-    gated = partialmethod(_run, "gated")
-    gated_backward = partialmethod(_run, "gated_backward")
-    double_backward = partialmethod(_run, "double_backward")
-    tangent = partialmethod(_run, "tangent")
-    gated_double_backward = partialmethod(_run, "gated_double_backward")
-    gated_tangent = partialmethod(_run, "gated_tangent")
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        return np.empty(shape, dtype)
 
     def describe(self) -> dict[str, Any]:
         """Return what `python -m numfuse info` tells about this backend, by name."""

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends import Traits
+from numfuse.backends import OneRun, Traits
 from numfuse.errors import BackendUnavailable
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ __all__ = ["PRECISIONS", "CudaBackend", "default"]
 PRECISIONS = ("ieee", "bf16x6", "tf32")
 
 
-class CudaBackend:
+class CudaBackend(OneRun):
     """A CUDA device; see :class:`numfuse.backends.Backend` for what each method is.
 
     Parameters
@@ -65,20 +64,11 @@ class CudaBackend:
 
         return device(self.ordinal)
 
-    def _host(self, kind: str, p: Any) -> None:
+    def run(self, kind: str, p: Any) -> None:
         """Run a problem of NumPy arrays."""
         from numfuse.backends.cuda.call import host
 
         host.run(self.device, self.precision, kind, p)
-
-    forward = partialmethod(_host, "forward")
-    backward = partialmethod(_host, "backward")
-    gated = partialmethod(_host, "gated")
-    gated_backward = partialmethod(_host, "gated_backward")
-    double_backward = partialmethod(_host, "double_backward")
-    tangent = partialmethod(_host, "tangent")
-    gated_double_backward = partialmethod(_host, "gated_double_backward")
-    gated_tangent = partialmethod(_host, "gated_tangent")
 
     def configure(self, device: Any = None, precision: str | None = None) -> CudaBackend:
         """This backend on another device, or with another precision of float32 products."""
@@ -115,10 +105,6 @@ class CudaBackend:
             "compiler": ", ".join(f"{k} {v}" for k, v in toolchain.versions().items()),
             "kernel cache": str(toolchain.cache_directory()),
         }
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
-        """A new array for this backend's NumPy results."""
-        return np.empty(shape, dtype)
 
     def to_device(self, x: ndarray) -> DeviceArray:
         """A NumPy array, copied to the device."""

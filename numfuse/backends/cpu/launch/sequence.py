@@ -18,6 +18,7 @@ from numfuse.backends.cpu.launch import entries, threads, workspace
 from numfuse.backends.cpu.launch.workspace import PAGE
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.runtime.specialise import Kernel
+from numfuse.runtime.strided import contiguous
 
 
 class Operand(NamedTuple):
@@ -53,10 +54,7 @@ def operand(name: str, x: np.ndarray) -> Operand:
 
 def temporary(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
     """Return a contiguous array that only the call itself knows."""
-    strides = [vectors.itemsize(fmt)]
-    for length in reversed(shape[1:]):
-        strides.append(strides[-1] * length)
-    return Operand(name, shape, tuple(reversed(strides)), fmt)
+    return Operand(name, shape, contiguous(shape, vectors.itemsize(fmt)), fmt)
 
 
 @dataclass(slots=True, eq=False)

@@ -73,20 +73,20 @@ def number() -> int:
     most = share.threads
     if _forked or most == 1:
         return 1  # without asking Numba, which would start a pool that is not used
-    try:
-        own = int(numba.get_num_threads())
-    except ValueError as error:
-        raise _no_threads(error) from error
+    own = _numbas()
     return own if most is None else min(own, most)
 
 
-def _no_threads(error: ValueError) -> BackendUnavailable:
-    """Return the error to raise if Numba cannot start threads, as with a layer not installed."""
-    layer: Any = numba.config.THREADING_LAYER  # type: ignore[attr-defined]
-    reason = " ".join(str(error).split())
-    return BackendUnavailable(
-        "cpu", f"Numba has no threads, NUMBA_THREADING_LAYER is {layer!r}: {reason}"
-    )
+def _numbas() -> int:
+    """Return how many threads Numba is set to use; this starts its layer."""
+    try:
+        return int(numba.get_num_threads())
+    except ValueError as error:  # it cannot, as with a layer that is not installed
+        layer: Any = numba.config.THREADING_LAYER  # type: ignore[attr-defined]
+        reason = " ".join(str(error).split())
+        raise BackendUnavailable(
+            "cpu", f"Numba has no threads, NUMBA_THREADING_LAYER is {layer!r}: {reason}"
+        ) from error
 
 
 def layer() -> str:
@@ -94,10 +94,7 @@ def layer() -> str:
 
     Under the last numfuse uses its own threads.
     """
-    try:
-        numba.get_num_threads()  # starts the layer; its name is unknown before
-    except ValueError as error:
-        raise _no_threads(error) from error
+    _numbas()  # the layer's name is unknown before
     return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 

@@ -34,10 +34,7 @@ _POOLS: dict[int, Pool] = {}
 
 def pool_of(owner: Device) -> Pool:
     """Return the pool of a device."""
-    found = _POOLS.get(owner.ordinal)
-    if found is None:
-        found = _POOLS.setdefault(owner.ordinal, Pool(owner))
-    return found
+    return _POOLS.get(owner.ordinal) or _POOLS.setdefault(owner.ordinal, Pool(owner))
 
 
 def dtype_of(name: str) -> np.dtype[Any]:

@@ -23,17 +23,9 @@ from numfuse.backends.cuda.call.record import REPLAY, Argument, Recorded, alignm
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
+from numfuse.problem.fields import FIELD_OF
 
 __all__ = ["again", "forget", "public", "run"]
-
-#: The names that operands have in problems, where these are not the public ones.
-_FIELDS = {
-    "pre_activation": "pre",
-    "a_dot": "u",
-    "b_dot": "v",
-    "bias_dot": "w",
-    "residual_dot": "z",
-}
 
 
 class _Function(NamedTuple):
@@ -168,7 +160,7 @@ def _closely(
     Without a `fingerprint` it gets one of the arguments as they were checked and read.
     """
     signature, x = function.parse(*args, **options)
-    fields = {name: _FIELDS.get(name, name) for name in signature.arrays}
+    fields = {name: FIELD_OF.get(name, name) for name in signature.arrays}
     read = _Arrays({field: x[name] for name, field in fields.items()})
     precision = _precision(x["backend"], read.ordinal)
     outs = {name: out for name, out in signature.outs(x).items() if out is not None}
@@ -176,7 +168,7 @@ def _closely(
         read.add(name, out)
     # in the order in which `run` and `Kind.glance` find them
     names = (*function.parameters[: len(args)], *options, *outs)
-    order = dict.fromkeys(_FIELDS.get(name, name) for name in names)
+    order = dict.fromkeys(FIELD_OF.get(name, name) for name in names)
     arrays = {name: read.arrays[name] for name in order if name in read.arrays}
     addresses = [a.address for a in arrays.values()]
     kind, ordinal, kept = read.kind, read.ordinal, None

@@ -82,17 +82,9 @@ def run(device: Device, precision: str, kind: str, p: Any) -> None:
     inputs, outputs = FIELDS[kind]
     names = (*inputs, *outputs)
     arrays = {name: x for name in names if (x := getattr(p, name, None)) is not None}
-    key = (
-        device.ordinal,
-        kind,
-        precision,
-        p.activation.serial,
-        getattr(p, "guard", None),
-        p.dtype,
-        getattr(p, "batch", None),
-        getattr(p, "k", None),
-        tuple((name, x.shape, x.strides, x.dtype) for name, x in arrays.items()),
-    )
+    form = [getattr(p, name, None) for name in ("guard", "dtype", "batch", "k")]
+    form += ((name, x.shape, x.strides, x.dtype) for name, x in arrays.items())
+    key = device.ordinal, kind, precision, p.activation.serial, *form
     there = _Arrays(device, outputs)
     try:
         kept = REPLAY.find(key)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
+from numfuse import epilogues
 from numfuse.backends import Call
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.arrays import dtype_of, ghost
@@ -34,7 +35,7 @@ _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "backward": lower.backward,
     "double_backward": second_order.double_backward,
     "tangent": second_order.tangent,
-    **{kind: functools.partial(lower.gate, kind) for kind in lower.GATES},
+    **{kind: functools.partial(lower.gate, kind) for kind in epilogues.GATES},
 }
 
 

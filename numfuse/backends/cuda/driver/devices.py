@@ -24,7 +24,8 @@ def device(ordinal: int = 0) -> Device:
         with _lock:
             found = _devices.get(ordinal)
             if found is None:
-                found = _devices[ordinal] = _made(ordinal)
+                kind = SimulatedDevice if SIMULATED else Device
+                found = _devices[ordinal] = kind(ordinal)
     return found
 
 
@@ -38,7 +39,3 @@ def _after_fork_in_child() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def _made(ordinal: int) -> Device:
-    return SimulatedDevice(ordinal) if SIMULATED else Device(ordinal)

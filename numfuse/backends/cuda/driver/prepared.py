@@ -31,26 +31,7 @@ _NUMPY = {
 
 
 class Prepared:
-    """A launch whose arguments are packed, but for addresses.
-
-    Parameters
-    ----------
-    device : Device
-    launch : Launch
-    """
-
-    __slots__ = (
-        "_attributes",
-        "_config",
-        "_pointers",
-        "_words",
-        "handles",
-        "maps",
-        "module",
-        "name",
-        "slots",
-        "table",
-    )
+    """A launch whose arguments are packed, but for addresses."""
 
     def __init__(self, device: Device, launch: Launch) -> None:
         kernel = launch.kernel

@@ -38,12 +38,7 @@ class SimulatedDevice(Device):
     def _no_streams(self, *_: int) -> int:
         return 0
 
-    capture: Any = _no_streams
-    event: Any = _no_streams
-    follow: Any = _no_streams
-    forget: Any = _no_streams
-    pace: Any = _no_streams
-    release: Any = _no_streams
+    capture = event = follow = forget = pace = release = _no_streams  # type: ignore[assignment]
 
     def passed(self, event: int) -> bool:
         return True

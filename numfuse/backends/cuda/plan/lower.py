@@ -16,17 +16,15 @@ from numfuse.backends.cuda.kernels.pointwise import launch as pass_over_elements
 from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.language.curves import leaf
-from numfuse.problem.fields import FIELDS
+from numfuse.problem.fields import FIELD_OF, FIELDS
 from numfuse.problem.shapes import equal, shares_weights
 
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
-    from numfuse.language.curves import Curve
     from numfuse.problem.product import GemmBackwardProblem, GemmProblem
     from numfuse.problem.second_order import GemmTangentProblem
 
 __all__ = [
-    "GATES",
     "Backward",
     "Bind",
     "backward",
@@ -217,17 +215,6 @@ def slopes(
         batches.join(rec, table or rec.fresh((0,), acc), depth, d_bias, acc)
 
 
-#: The epilogues of gates, by the kind of problem.
-GATES: dict[str, Callable[[Curve], Epilogue]] = {
-    "gated": epilogues.gate,
-    "gated_backward": lambda curve: epilogues.gate(curve).backward(),
-    "gated_double_backward": epilogues.gate_double_backward,
-    "gated_tangent": lambda curve: epilogues.gate(curve).tangent(),
-}
-#: The fields of inputs that have another name.
-_FIELD_OF = {"a_dot": "u", "b_dot": "v"}
-
-
 def gate(kind: str, rec: Recorder, p: Any, bind: Bind) -> None:
     """Record a gate, or its derivative, as one pass over the arrays of its problem.
 
@@ -236,8 +223,8 @@ def gate(kind: str, rec: Recorder, p: Any, bind: Bind) -> None:
     there = [name for name in FIELDS[kind][1] if getattr(p, name) is not None]
     if not there or not prod(p.shape):
         return
-    whole = GATES[kind](p.activation.curve)
-    field = {name: _FIELD_OF.get(name, name) for name in whole.inputs}
+    whole = epilogues.GATES[kind](p.activation.curve)
+    field = {name: FIELD_OF.get(name, name) for name in whole.inputs}
     absent = [name for name in whole.inputs if getattr(p, field[name]) is None]
     made = (guarded(p, whole) if hasattr(p, "guard") else whole).without(*absent).select(*there)
     sources = {name: bind(field[name]) for name in made.inputs}

@@ -178,72 +178,33 @@ class Recorder:
         )
 
 
+@dataclass(eq=False, repr=False)
 class Program:
-    """Launches over numbered buffers, to be repeated.
+    """Launches over numbered buffers, to be repeated."""
 
-    Parameters
-    ----------
-    device : Device
-    launches : tuple
-        (prepared launch, (buffer, offset) of each address in the order of its table)
-    work, scratch : int
-        Bytes of workspace, and of that the tiers'.
-    tiers : str
-        The names of the tiers of its products.
-    chief : tuple or None
-        Of its largest product: its work, kernel and tiling.
-    arrays : int
-        How many addresses a launch takes.
-    """
+    device: Device
+    #: (prepared launch, (buffer, offset) of each address in the order of its table)
+    _launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...]
+    #: Bytes of workspace, and of the tiers' own.
+    _work: int
+    _scratch: int
+    #: The names of the tiers of its products.
+    tiers: str
+    #: Of its largest product: its work, kernel and tiling.
+    chief: tuple[int, str, Any] | None
+    #: How many addresses a launch takes.
+    arrays: int
 
-    __slots__ = (
-        "__weakref__",
-        "_bases",
-        "_call",
-        "_graphs",
-        "_launches",
-        "_lock",
-        "_plan",
-        "_plan_at",
-        "_pool",
-        "_seen",
-        "_tables",
-        "_work",
-        "chief",
-        "device",
-        "names",
-        "nbytes",
-        "simple",
-        "tiers",
-    )
-
-    def __init__(
-        self,
-        device: Device,
-        launches: tuple[tuple[Any, tuple[tuple[int, int], ...]], ...],
-        work: int,
-        scratch: int,
-        tiers: str,
-        chief: tuple[int, str, Any] | None,
-        arrays: int,
-    ) -> None:
-        self.device = device
-        self._launches, self._work = launches, work
-        self.nbytes = work + scratch
-        self._pool = pool_of(device) if self.nbytes else None
-        self.tiers, self.chief = tiers, chief
+    def __post_init__(self) -> None:
+        self.nbytes = self._work + self._scratch
+        self._pool = pool_of(self.device) if self.nbytes else None
         #: Whether it is one launch without workspace: the same in a capture.
-        self.simple = len(launches) == 1 and not self.nbytes
-        self.names = ", ".join(prepared.name for prepared, _ in launches)
+        self.simple = len(self._launches) == 1 and not self.nbytes
+        self.names = ", ".join(prepared.name for prepared, _ in self._launches)
         self._lock = threading.Lock()
         self._graphs: dict[tuple[int, ...], int | None] = {}
-        if launches and not SIMULATED:
-            self._compile(2 + arrays)
-
-    @property
-    def count(self) -> int:
-        """How many launches."""
-        return len(self._launches)
+        if self._launches and not SIMULATED:
+            self._compile(2 + self.arrays)
 
     def _compile(self, buffers: int) -> None:
         """The tables of `launcher.launch_loop`."""
@@ -261,25 +222,12 @@ class Program:
         # a module once, however many launches it has
         uses = list(dict.fromkeys(p.module.uses for p, _ in self._launches if p.module.uses))
         self._bases = _words([0] * buffers)
-        self._tables = _words(launches), _words(updates), _words(maps), _words(uses)
-        at = [ctypes.addressof(table) for table in self._tables]
-        self._plan = _words(
-            [
-                *self.device.entries,
-                len(self._launches),
-                at[0],
-                len(updates) // 3,
-                at[1],
-                len(maps) // 5,
-                at[2],
-                len(uses),
-                at[3],
-                ctypes.addressof(self._bases),
-                0,
-                0,
-                0,
-            ]
-        )
+        made = (launches, 3), (updates, 3), (maps, 5), (uses, 1)
+        self._tables = [_words(words) for words, _ in made]
+        tables: list[int] = []
+        for (words, each), table in zip(made, self._tables, strict=True):
+            tables += len(words) // each, ctypes.addressof(table)
+        self._plan = _words([*self.device.entries, *tables, ctypes.addressof(self._bases), 0, 0, 0])
         self._plan_at = ctypes.addressof(self._plan)
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}
