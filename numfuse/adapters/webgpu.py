@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from numfuse.activations import Activation
+from numfuse.activations.table import TABLE
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
@@ -119,10 +120,10 @@ def again(
     plain = type(needs) in (tuple, list) and type(backend) in _BACKENDS
     if plain:
         seen.append(tuple(needs))
-    if type(activation) is str:  # which formula it names now
-        seen += activation, Activation.definitions
-    elif isinstance(activation, Activation):
-        seen += activation.name, activation.curve.serial
+    if type(activation) is str:
+        activation = TABLE.get(activation, activation)
+    if isinstance(activation, Activation):
+        seen += activation.name, activation.serial
     else:
         plain = False
     given: list[DeviceArray] = []

@@ -1,9 +1,7 @@
 """Arrays that live on a device: a shape, a dtype and strides over a buffer.
 
-What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
-array, and of an array of a device by its *ghost*: a NumPy array of the same shape and strides that
-is never read or written. Views of the ghost are views of the buffer, at the same distance from the
-beginning. (Memory that is never touched takes address space only.)
+The views of one are those of its ghost (`runtime.views`), at the same distance from the beginning
+of its buffer's. (Memory that is never touched takes address space only.)
 """
 
 from __future__ import annotations
@@ -18,24 +16,9 @@ from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
-from numfuse.runtime.views import GhostViews
+from numfuse.runtime.views import GhostViews, address, bounds
 
 __all__ = ["DeviceArray"]
-
-
-def address(x: ndarray) -> int:
-    """Return where the first element of `x` lies."""
-    found: int = x.__array_interface__["data"][0]
-    return found
-
-
-def bounds(first: int, x: ndarray | DeviceArray) -> tuple[int, int]:
-    """Return where `x`, which has elements, begins and ends, if its first one lies at `first`."""
-    low = high = first
-    for length, stride in zip(x.shape, x.strides, strict=True):
-        reach = (length - 1) * stride
-        low, high = low + min(reach, 0), high + max(reach, 0)
-    return low, high + x.dtype.itemsize
 
 
 class DeviceArray(GhostViews):
@@ -107,7 +90,7 @@ class DeviceArray(GhostViews):
         out = np.empty(self.shape, self.dtype)
         if not out.size:
             return out
-        low, high = bounds(self.offset, self)
+        low, high = bounds(self.offset, self.shape, self.strides, self.dtype.itemsize)
         first = low // 16 * 16
         last = min(-(-high // 16) * 16, self.buffer.size)
         block = _download(self.device, self.buffer, first, last)

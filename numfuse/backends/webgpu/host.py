@@ -15,9 +15,10 @@ from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.program import Program
-from numfuse.backends.webgpu.stores import Region, Store, contiguous_strides, fresh
+from numfuse.backends.webgpu.stores import Region, Store, fresh
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.shapes import sum_to
+from numfuse.runtime.strided import contiguous
 
 __all__ = ["HostProgram", "run"]
 
@@ -67,7 +68,7 @@ class _HostStore(Store):
         size = max(prod(unique) * x.itemsize, 16)
         buffer = self.device.buffer(size, f"an operand of shape {x.shape}")
         strides = [0] * x.ndim
-        for axis, stride in zip(packed.order, contiguous_strides(unique), strict=True):
+        for axis, stride in zip(packed.order, contiguous(unique), strict=True):
             strides[axis] = stride if x.strides[axis] else 0
         view = Region(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
         self.sources[id(x)] = x, packed, view

@@ -117,19 +117,12 @@ class Places:
         columns = []
         for region in regions:
             at = np.full((), 0 if region is None else region.offset, np.int64)
-            steps = _steps(region, len(self.batch))
+            axes = len(self.batch)
+            steps = (0,) * axes if region is None else region.batch_steps(axes)
             for axis in order:
                 at = np.add.outer(at, np.arange(self.batch[axis]) * steps[axis])
             columns.append(at.reshape(-1))
         return np.stack(columns, axis=1).astype(np.uint32).tobytes()
-
-
-def _steps(region: Region | None, axes: int) -> tuple[int, ...]:
-    """Return the strides of the batch axes, with leading ones for those that an array lacks."""
-    if region is None:
-        return (0,) * axes
-    own = repeated(region.shape[:-2], region.strides[:-2])
-    return (0,) * (axes - len(own)) + own
 
 
 @dataclass(frozen=True)

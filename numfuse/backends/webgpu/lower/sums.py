@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -80,11 +79,8 @@ def _sum(
 
 def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
     """Record out = x summed over the axes along which out was broadcast to the shape of x."""
-    source, target = store.source(x), store.target(out)
-    missing = x.ndim - out.ndim
-    target = replace(
-        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
-    )
+    source = store.source(x)
+    _, target, _ = source.summed_to(store.target(out))
     if source.shape == target.shape:
         copy(store.commands, source, target)
         return
@@ -119,13 +115,7 @@ def _sum_to(
             else:
                 _sum_to(store, half, target, accumulator, add or first > 0)
         return
-    summed = [i for i, length in enumerate(target.shape) if length != source.shape[i]]
-    order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
-    turned = replace(
-        source,
-        shape=tuple(source.shape[i] for i in order),
-        strides=tuple(source.strides[i] for i in order),
-    )
+    turned, _, depth = source.summed_to(target)
     planes = fresh(store.device, turned.shape, accumulator, "the summands of a residual")
     copy(store.commands, turned, planes)
-    join(store, planes, 1, prod(source.shape[i] for i in summed), target, add)
+    join(store, planes, 1, depth, target, add)
