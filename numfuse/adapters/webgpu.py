@@ -54,7 +54,7 @@ class _WebGpu(PublicFunctions):
         for name, array in (*operands.items(), *outs.items()):
             _check_place(name, array, device)
         ghosts = {name: array.ghost for name, array in (operands | outs).items()}
-        known: dict[int, Any] = {id(ghosts[name]): out for name, out in outs.items()}
+        known = {id(None): None, **{id(ghosts[name]): out for name, out in outs.items()}}
         p = signature.problem(x, **ghosts)
         backend.check(device, p.dtype, signature.kind)
         store = Store(device, list(operands.values()), list(outs.values()))
@@ -63,9 +63,7 @@ class _WebGpu(PublicFunctions):
         backend.tell(device, signature.kind, p)
 
         def found(ghost: Any) -> Any:
-            if ghost is None or id(ghost) in known:
-                return None if ghost is None else known[id(ghost)]
-            return store.result(ghost)
+            return known[id(ghost)] if id(ghost) in known else store.result(ghost)
 
         result = p.result
         if isinstance(result, tuple):

@@ -156,11 +156,9 @@ class WebGpuBackend:
 
     def reference_shaders(self) -> ContractBackend:
         """numfuse's own module for the shader contract, on this device."""
-        with self._lock:
-            found = self._reference
-        if found is None:
-            found = self._reference = self.load_shaders(reference_source(), "reference shaders")
-        return found
+        if self._reference is None:
+            self._reference = self.load_shaders(reference_source(), "reference shaders")
+        return self._reference
 
     @staticmethod
     def adapters() -> list[str]:
@@ -206,16 +204,11 @@ class WebGpuBackend:
 
 
 _BACKENDS: dict[int, WebGpuBackend] = {}
-_BACKENDS_LOCK = threading.Lock()
 
 
 def _on(index: int) -> WebGpuBackend:
     """The one backend object of an adapter."""
-    with _BACKENDS_LOCK:
-        found = _BACKENDS.get(index)
-        if found is None:
-            found = _BACKENDS[index] = WebGpuBackend(index)
-    return found
+    return _BACKENDS.get(index) or _BACKENDS.setdefault(index, WebGpuBackend(index))
 
 
 # Where there is no adapter, or none of the name asked for, importing this module says so.

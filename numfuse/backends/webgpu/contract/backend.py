@@ -1,9 +1,4 @@
-"""The shader contract: the WGSL modules of others as a backend.
-
-`entry_points` is the contract as data, `source` reads a module, this file holds it against the
-contract, `run` makes passes of a problem, and `check` compares the results with the reference
-backend.
-"""
+"""The backend that a WGSL module of the shader contract is."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from numpy import ndarray
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
 from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS
-from numfuse.backends.webgpu.contract.source import Variable, parse
+from numfuse.backends.webgpu.contract.source import parse
 from numfuse.backends.webgpu.device.commands import Pipeline
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.errors import DeviceError, DeviceLost
@@ -125,9 +120,8 @@ class ContractBackend:
     def _hold_bindings(self, name: str) -> None:
         """Raise ValueError for an array of other elements, or a binding of another kind."""
         interface = ENTRY_POINTS[name].interface
-        touched = self._module.touched(name)
         for index, array in enumerate(interface.arrays):
-            here = _at(touched, index)
+            here = self._module.touched(name, index)
             if len(here) != 1:
                 continue  # unused, or a local variable has the name of a buffer: for the validation
             (variable,) = here
@@ -155,12 +149,11 @@ class ContractBackend:
     def _pipeline(self, device: Device, module: Any, name: str) -> Pipeline:
         """Return the pipeline of an entry point, with the layout that the contract gives it."""
         interface = ENTRY_POINTS[name].interface
-        touched = self._module.touched(name)
         # A layout has to say what the shader says. A binding for which the text shows two kinds of
         # access (a local variable with the name of a buffer) is tried with both.
         choices: list[list[str]] = []
         for index in range(len(interface.arrays)):
-            found = {v.access for v in _at(touched, index)} & {"read", "read_write"}
+            found = {v.access for v in self._module.touched(name, index)} & {"read", "read_write"}
             choices.append(["read_write"] if interface.read_write else sorted(found) or ["read"])
         # with the sizes that a shader may ask for: a struct of a uniform has whole 16 bytes
         uniform = "uniform", -(-len(interface.uniform.names) // 4) * 16
@@ -300,10 +293,6 @@ class ContractBackend:
 
 def _sizes(workgroup: tuple[int, int, int]) -> str:
     return " x ".join(map(str, workgroup))
-
-
-def _at(touched: list[Variable], index: int) -> list[Variable]:
-    return [v for v in touched if v.group == 0 and v.binding == index]
 
 
 @contextlib.contextmanager

@@ -40,26 +40,19 @@ _BINDINGS = {"uniform": "uniform", "read": "read-only-storage", "read_write": "s
 _WANTED = ("shader-f16", "shader-f64", "shader-int64", "timestamp-query")
 
 
-def _direct() -> tuple[Any, Any, Any, Any] | None:
-    """The three calls of a dispatch in the C library of wgpu, as wgpu makes them itself.
+#: The three calls of a dispatch in the C library of wgpu, as wgpu makes them itself.
+#: Its Python methods take 2 to 4 us each, a third of a small call's time. (An error in one is told
+#: by the end of the pass, which is wgpu's own method.) None where this wgpu is built otherwise.
+_DIRECT: tuple[Any, Any, Any, Any] | None = None
+with contextlib.suppress(ImportError, AttributeError):
+    from wgpu.backends.wgpu_native import ffi, lib
 
-    Its Python methods take 2 to 4 us each, a third of a small call's time. (An error in one is told
-    by the end of the pass, which is wgpu's own method.) None where this wgpu is built otherwise.
-    """
-    try:
-        from wgpu.backends.wgpu_native import ffi, lib
-
-        return (
-            lib.wgpuComputePassEncoderSetPipeline,
-            lib.wgpuComputePassEncoderSetBindGroup,
-            lib.wgpuComputePassEncoderDispatchWorkgroups,
-            ffi.NULL,
-        )
-    except (ImportError, AttributeError):
-        return None
-
-
-_DIRECT = _direct()
+    _DIRECT = (
+        lib.wgpuComputePassEncoderSetPipeline,
+        lib.wgpuComputePassEncoderSetBindGroup,
+        lib.wgpuComputePassEncoderDispatchWorkgroups,
+        ffi.NULL,
+    )
 
 
 class Device(Memory):

@@ -47,30 +47,26 @@ def tile_of(
 
 def factor_access(region: Region, outputs: int, depth: int) -> Access:
     """Return how a shader may read a factor, the axes of which are the result's and the sum's."""
-    shape, strides = region.shape, region.strides
+    strides = region.strides
     if strides[depth] == 1 or strides[outputs] == 1:
         turned = strides[depth] == 1
     else:
         turned = abs(strides[depth]) < abs(strides[outputs])
     along, across = (depth, outputs) if turned else (outputs, depth)
-    wide = (
-        strides[along] == 1
-        and shape[along] % 4 == 0
-        and region.offset % 4 == 0
-        and all(s % 4 == 0 for s in (strides[across], *strides[:-2]))
-    )
-    return Access(region.dtype, wide, turned)
+    steps = strides[across], *strides[:-2]
+    return Access(region.dtype, _by_fours(region, along, steps), turned)
 
 
 def row_access(region: Region) -> Access:
     """Return how a shader may read or write an array along its rows."""
-    wide = (
-        region.strides[-1] == 1
-        and region.shape[-1] % 4 == 0
-        and region.offset % 4 == 0
-        and all(s % 4 == 0 for s in repeated(region.shape, region.strides)[:-1])
-    )
-    return Access(region.dtype, wide)
+    steps = repeated(region.shape, region.strides)[:-1]
+    return Access(region.dtype, _by_fours(region, -1, steps))
+
+
+def _by_fours(region: Region, axis: int, steps: Sequence[int]) -> bool:
+    """Return whether four neighbours along an axis may be read at once, steps being of others."""
+    fours = region.shape[axis], region.offset, *steps
+    return region.strides[axis] == 1 and all(number % 4 == 0 for number in fours)
 
 
 def repeated(lengths: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:

@@ -74,6 +74,7 @@ def launch(
     values |= {"segments": cut.per_group, "summed": places.segments, "groups": cut.groups}
     many = places.count != 1 or places.segments != 1
     bindings: dict[str, Any] = {}
+    described = []
     for name, region in given.items():
         bindings[name], first = region.bound(device)
         given[name] = region = replace(region, offset=first)
@@ -84,12 +85,10 @@ def launch(
             strides = repeated(region.shape[-2:], strides)
         values[name] = 0 if many else first
         values[f"{name}_row"], values[f"{name}_column"] = strides
-    described = []
-    for name in used:
-        region = given[f"from_{name}"]
-        described.append(Array(name, row_access(region), by_column=region.shape[-2] == 1))
-    for name in outs:
-        described.append(Array(name, row_access(given[f"to_{name}"]), stored=True))
+        way, _, plain = name.partition("_")
+        if plain:
+            by_column = way == "from" and region.shape[-2] == 1
+            described.append(Array(plain, row_access(region), way == "to", by_column))
     if column_sums is not None:
         bindings["column_sums"] = column_sums.bound(device)[0]
     if many:
