@@ -31,18 +31,6 @@ class Array:
         return f"{'to' if self.stored else 'from'}_{self.name}"
 
 
-class _Lanes:
-    """An array as the templates see it: as many neighbours at a time as the epilogue has calls."""
-
-    def __init__(self, array: Array, accumulator: str, lanes: int) -> None:
-        access, wide = array.access, f"vec4<{accumulator}>"
-        self.NAME, self.ARRAY, self.WIDE = array.name, array.array, access.wide
-        self.SCALAR, self.ELEMENT, self.BY_COLUMN = access.scalar, access.element, array.by_column
-        self.READ = accumulator if lanes == 1 else wide
-        made = ", ".join(f"made_{d}.{array.name}" for d in range(lanes))
-        self.VALUE = made if lanes == 1 else f"{wide}({made})"
-
-
 class _Factor:
     """A factor of a product as the template sees it."""
 
@@ -97,12 +85,19 @@ class _Epilogue(Shader):
         names += ["sum"] if self.formula.summed else []
         lane = "" if lanes == 1 else "[{}]"
         arguments = [", ".join(name + lane.format(d) for name in names) for d in range(lanes)]
+        read = acc if lanes == 1 else f"vec4<{acc}>"
+        made = {}
+        for a in self.arrays:
+            lane_by_lane = ", ".join(f"made_{d}.{a.name}" for d in range(lanes))
+            made[a.name] = lane_by_lane if lanes == 1 else f"{read}({lane_by_lane})"
         return {
             "EPILOGUE": self.formula.text(self.accumulator, self.one_rounding),
             "ARGUMENTS": list(enumerate(arguments)),
             "ACC": acc,
-            "INPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if not a.stored],
-            "OUTPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if a.stored],
+            "READ": read,
+            "MADE": made,
+            "INPUTS": [a for a in self.arrays if not a.stored],
+            "OUTPUTS": [a for a in self.arrays if a.stored],
         }
 
 

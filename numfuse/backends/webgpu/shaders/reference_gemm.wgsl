@@ -38,24 +38,17 @@ struct ResidualParams { M: u32, K: u32, N: u32, batch_size: u32 }
 var<workgroup> left: array<array<f32, TILE>, TILE>;
 var<workgroup> right: array<array<f32, TILE>, TILE>;
 
-fn activate(activation_type: u32, x: f32) -> f32 {
+//$ for name, of, rest in (("activate", "act", "x"), ("slope", "slope", "1.0")):
+fn $name(activation_type: u32, x: f32) -> f32 {
     switch activation_type {
         //$ for act in ACTIVATIONS:
-        case ${act.id}u: { return act_${act.name}(x); }
+        case ${act.id}u: { return ${of}_${act.name}(x); }
         //$ end
-        default: { return x; }
+        default: { return $rest; }
     }
 }
 
-fn slope(activation_type: u32, x: f32) -> f32 {
-    switch activation_type {
-        //$ for act in ACTIVATIONS:
-        case ${act.id}u: { return slope_${act.name}(x); }
-        //$ end
-        default: { return 1.0; }
-    }
-}
-
+//$ end
 // Adds the products of one row of `left` and one column of `right`, all of which are there: to the sums
 // of the chains that have ended, and of the one that goes on.  It ends after 256 products, for the errors
 // of a chain grow with the root of its length.
