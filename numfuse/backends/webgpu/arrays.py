@@ -57,25 +57,6 @@ class DeviceArray(GhostViews):
             self.device, self.buffer, ghost.shape, ghost.strides, ghost.dtype, offset
         )
 
-    def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the same elements in another shape, if that takes no copy.
-
-        Raises
-        ------
-        ValueError
-            The shapes do not fit, or a copy would be needed.
-        """
-        return self._view(self.ghost.reshape(*shape, copy=False))
-
-    def __array__(self, *_: Any, **__: Any) -> ndarray:
-        raise TypeError(
-            f"an array on {self.device.name} is not moved to NumPy unless asked: "
-            f"use numfuse.to_numpy(x)"
-        )
-
-    def __repr__(self) -> str:
-        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
-
     def alive(self) -> None:
         """Raise DeviceLost where the device is gone, BackendUnavailable where a fork forbids it."""
         if self.device.lost:

@@ -112,6 +112,9 @@ class Device(Memory):
         self.hosted: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
         forks.remember(self)
 
+    def __str__(self) -> str:
+        return self.name
+
     @functools.cached_property
     def one_rounding(self) -> dict[str, bool]:
         """{accumulator: whether fma rounds once here}, found by trying it."""
