@@ -20,6 +20,9 @@ from numfuse.runtime.views import GhostViews, address, bounds
 
 __all__ = ["DeviceArray"]
 
+#: Bytes that are downloaded at once: a buffer to read from is never larger than needed.
+_PIECE = 256 << 20
+
 
 class DeviceArray(GhostViews):
     """An array on a WebGPU device; made by :func:`numfuse.to_device` and by calls on such arrays.
@@ -74,22 +77,13 @@ class DeviceArray(GhostViews):
         low, high = bounds(self.offset, self.shape, self.strides, self.dtype.itemsize)
         first = low // 16 * 16
         last = min(-(-high // 16) * 16, self.buffer.size)
-        block = _download(self.device, self.buffer, first, last)
+        block = np.empty(last - first, np.uint8)
+        for at in range(first, last, _PIECE):
+            part = block[at - first :][:_PIECE]
+            wanted = Binding(self.buffer, at, part.nbytes), part
+            (part[...],) = Commands(self.device).submit([wanted])
         out[...] = ndarray(self.shape, self.dtype, block, self.offset - first, self.strides)
         return out
-
-
-def _download(device: Device, buffer: Buffer, first: int, last: int) -> ndarray:
-    """These bytes of a buffer; in pieces, as a buffer to read from is never larger than needed."""
-    step = 256 << 20
-    whole = np.empty(last - first, np.uint8)
-    for at in range(first, last, step):
-        end = min(at + step, last)
-        (part,) = Commands(device).submit(
-            [(Binding(buffer, at, end - at), np.empty(end - at, np.uint8))]
-        )
-        whole[at - first : end - first] = part
-    return whole
 
 
 def to_device(x: ndarray, device: Device) -> DeviceArray:

@@ -1,8 +1,5 @@
 """The WebGPU backend: WGSL compute shaders through wgpu, for any GPU with a driver of Vulkan, Metal
 or Direct3D 12, and for CPUs behind Vulkan.
-
-`split` cuts a problem that is too large, `lower` makes dispatches of one, `stores` and `host`
-find its arrays on the device, `shaders` writes the shaders, `device` compiles and runs them.
 """
 
 from __future__ import annotations

@@ -164,19 +164,18 @@ class HostProgram(NamedTuple):
     def run(self, arrays: tuple[Any, ...]) -> None:
         """Run the program on arrays, each at its number; one may have other axes than recorded."""
         device = self.device
-        owners: list[Buffer] = []
-        for number, shape, strides, packed, size in self.sources:
-            x = arrays[number]
-            if x.shape != shape or x.strides != strides:
-                x = as_strided(x, shape, strides, writeable=False)
-            buffer = device.buffer(size)
-            device.upload(packed(x), buffer)
-            owners.append(buffer)
-        outs = []
-        for number, shape, strides in self.targets:
+        found = []
+        seen: tuple[Any, ...]
+        for seen in (*self.sources, *self.targets):
+            number, shape, strides = seen[:3]
             x = arrays[number]
             if x.shape != shape or x.strides != strides:
                 x = as_strided(x, shape, strides)
-            outs.append(x)
+            found.append(x)
+        owners: list[Buffer] = []
+        for x, (*_, packed, size) in zip(found, self.sources, strict=False):
+            owners.append(device.buffer(size))
+            device.upload(packed(x), owners[-1])
+        outs = found[len(owners) :]
         for x, value in zip(outs, self.program.run(device, owners, (), outs), strict=True):
             x[...] = value

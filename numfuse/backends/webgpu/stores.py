@@ -195,12 +195,8 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
     shader = plain.copy(Access(source.dtype), Access(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
     values = {"size": prod(shape[lead:])}
-    for name, lengths, missing in (
-        ("source", from_strides, 0),
-        ("out", to_strides, 0),
-        ("shape", shape, 1),
-    ):
-        four = (missing,) * (plain.COPY_AXES - len(shape) + lead) + lengths[lead:]
+    for name, lengths in {"source": from_strides, "out": to_strides, "shape": shape}.items():
+        four = (int(name == "shape"),) * (plain.COPY_AXES - len(shape) + lead) + lengths[lead:]
         values |= {f"{name}_{axis}": length for axis, length in enumerate(four)}
     grid = (*device.grid(-(-values["size"] // 256)), 1)
     for from_at, to_at in walk(shape[:lead], from_strides, to_strides):

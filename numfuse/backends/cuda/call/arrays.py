@@ -1,8 +1,6 @@
 """Arrays that live on a CUDA device.
 
-What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
-array, and of an array of a device by its *ghost*: a NumPy array at the device's address, with the
-same shape and strides, that is never read or written.
+The ghost of one (`runtime.views`) is a NumPy array at the device's address.
 """
 
 from __future__ import annotations

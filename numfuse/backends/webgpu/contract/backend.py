@@ -190,25 +190,23 @@ class ContractBackend:
                 self._compiled = device, self._compile(device)
             return self._compiled
 
-    def require(self, *names: str) -> None:
-        """Raise ValueError where the module lacks one of these entry points."""
-        absent = [name for name in names if name not in self.entry_points]
-        if absent:
-            verb = "is" if len(absent) == 1 else "are"
-            raise self._lacks(", ".join(names), f"{', '.join(absent)} {verb}")
+    def require(self, *names: str, one: bool = False) -> str:
+        """Return the first of these entry points that the module has.
 
-    def require_one(self, *names: str) -> str:
-        """Return the first of these entry points that the module has; ValueError: it has none."""
-        for name in names:
-            if name in self.entry_points:
-                return name
-        raise self._lacks(" or ".join(names), "both are")
-
-    def _lacks(self, wanted: str, absent: str) -> ValueError:
-        return ValueError(
-            f"{self.label} must have the entry point{'' if ' or ' in wanted else 's'} {wanted} for "
-            f"this operation, but {absent} absent; it has "
-            f"{', '.join((*self.entry_points, *self.others))}"
+        Raises
+        ------
+        ValueError
+            It lacks one of them; with `one`, all.
+        """
+        found = [name for name in names if name in self.entry_points]
+        if found and (one or len(found) == len(names)):
+            return found[0]
+        absent = [name for name in names if name not in found]
+        wanted = f" {' or '.join(names)}" if one else f"s {', '.join(names)}"
+        told = "both are" if one else f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
+        raise ValueError(
+            f"{self.label} must have the entry point{wanted} for this operation, but {told} "
+            f"absent; it has {', '.join((*self.entry_points, *self.others))}"
         )
 
     def _run(self, kind: str, p: Any) -> None:

@@ -74,7 +74,7 @@ def _error(got: ndarray, exact: ndarray) -> float:
     return float(off / largest) if largest else float("inf" if off else 0)
 
 
-def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ...]:
     """a, b, bias and grad (or a residual); a batch of one is no batch."""
     batch, m, k, n = shape
     rng = np.random.default_rng(shape)
@@ -88,8 +88,7 @@ def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ndarray, ndarray, ndarra
     grad = rng.standard_normal((batch, m, n))
     if batch == 1:
         a, b, grad = a[0], b[0], grad[0]
-    single = [x.astype(np.float32) for x in (a, b, bias, grad)]
-    return single[0], single[1], single[2], single[3]
+    return tuple(x.astype(np.float32) for x in (a, b, bias, grad))
 
 
 def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
@@ -100,10 +99,10 @@ def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
             a, b, bias, residual = _operands(shape)
             if f"gemm_bias_{kind}{'_batched' if shape[0] > 1 else ''}_f32" not in present:
                 continue  # (for a batch of this size there is no entry point)
-            for act in BUILT_IN if kind == "act" else ():
-                yield (output,), "forward", make, shape, act, (a, b, bias, act)
-            if kind == "residual" and shape != _TAILS:
-                yield (output,), "forward", make, shape, none, (a, b, bias, residual)
+            acts = BUILT_IN if kind == "act" else (none,) * (shape != _TAILS)
+            for act in acts:
+                last = act if kind == "act" else residual
+                yield (output,), "forward", make, shape, act, (a, b, bias, last)
     needs = [name for name in ("a", "b", "bias") if f"gemm_bwd_d{name}_f32" in present]
     if "gemm_bwd_grad_pre_f32" not in present:
         needs = []  # nothing else of a backward can run without it

@@ -42,14 +42,14 @@ class EntryPoint(NamedTuple):
 
 
 _SIZES = ("M", "K", "N", "batch_size")
-_PRODUCT = Uniform.of(*_SIZES, "activation_type", "padding_0", "padding_1", "padding_2")
-_GATE = Uniform.of("numel")
+_PRODUCT = Uniform((*_SIZES, "activation_type", "padding_0", "padding_1", "padding_2"))
+_GATE = Uniform(("numel",))
 
 BACKWARD = Interface(
     ("a", "b", "bias", "grad", "grad_pre", "d_a", "d_b", "d_bias"), _PRODUCT, read_write=True
 )
 FORWARD = Interface(("a", "b", "bias", "c"), _PRODUCT)
-RESIDUAL = Interface(("a", "b", "bias", "residual", "c"), Uniform.of(*_SIZES))
+RESIDUAL = Interface(("a", "b", "bias", "residual", "c"), Uniform(_SIZES))
 GATE = Interface(("a", "b", "out"), _GATE)
 GATE_BACKWARD = Interface(("grad", "a", "b", "d_a", "d_b"), _GATE)
 

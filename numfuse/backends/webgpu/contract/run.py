@@ -105,14 +105,13 @@ def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
     """out = act(a @ b + bias) + residual; the entry points that ran."""
     product = Product(backend, p)
     kind = "act" if p.residual is None else "residual"
-    single, batched = f"gemm_bias_{kind}_f32", f"gemm_bias_{kind}_batched_f32"
+    names = f"gemm_bias_{kind}_f32", f"gemm_bias_{kind}_batched_f32"
     # For a single product either will do, with a batch of one.
-    entry = backend.require_one(*((single, batched) if product.rows else (batched, single)))
+    entry = backend.require(*(names if product.rows else names[::-1]), one=True)
     if not p.out.size:
         return []
-    alone = product.own_bias or entry == single
+    alone = product.own_bias or entry == names[0]
     arrays = {**product.operands(alone), "c": product.result((p.m, p.n))}
-
     outs, steps = {"c": p.out}, [product.step(entry)]
     if p.residual is not None:
         full = np.broadcast_to(p.residual, (*p.residual.shape[:-2], p.m, p.n))

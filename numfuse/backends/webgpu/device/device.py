@@ -85,12 +85,9 @@ class Device(Memory):
         self.queue = self.handle.queue
         self.features = frozenset(wanted)
         self.limits: dict[str, int] = {**dict(self.handle.limits), **(limits or {})}
-        self.binding_limit = (
-            min(self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"])
-            // 16
-            * 16
-        )
         self.buffer_limit = self.limits["max-buffer-size"] // 16 * 16
+        binding = self.limits["max-storage-buffer-binding-size"] // 16 * 16
+        self.binding_limit = min(binding, self.buffer_limit)
         self.alignment = max(16, self.limits["min-storage-buffer-offset-alignment"])
         #: Bytes of an array that can be bound wherever it begins.
         self.room = self.binding_limit - 2 * self.alignment
@@ -110,7 +107,7 @@ class Device(Memory):
         #: The recorded calls on arrays of the device (see `program`), and on NumPy's (`host`).
         self.programs: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
         self.hosted: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
-        forks.remember(self)
+        forks.DEVICES.add(self)
 
     def __str__(self) -> str:
         return self.name

@@ -121,7 +121,8 @@ def _rows(
     """Record a formula of every row, and d_bias from its column sums."""
     device, acc = store.device, p.acc_dtype
     by_bias = Places.of(p.batch, () if d_bias is None else d_bias.shape[:-2])
-    places = by_bias.each()
+    # every element of the batch is a place of its own, in the same order
+    places = replace(by_bias, outer=by_bias.outer + by_bias.inner, inner=())
     tile = tile_of(device, p.m, p.n, acc)
     rows = -(-p.m // tile.block_m)
     sums = None

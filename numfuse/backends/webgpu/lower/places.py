@@ -30,19 +30,12 @@ def tile_of(
     device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0
 ) -> WebGpuTile:
     """Return the tile of an M x N result on this device, of which sums over `depth` may be cut."""
-    limits = device.limits
-    return tiling.tile(
-        m,
-        n,
-        accumulator.itemsize,
-        limits["max-compute-workgroup-storage-size"],
-        min(
-            limits["max-compute-invocations-per-workgroup"],
-            limits["max-compute-workgroup-size-x"],
-        ),
-        device.adapter.kind == "CPU",
-        depth,
+    limits, cpu = device.limits, device.adapter.kind == "CPU"
+    storage = limits["max-compute-workgroup-storage-size"]
+    invocations = min(
+        limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
     )
+    return tiling.tile(m, n, accumulator.itemsize, storage, invocations, cpu, depth)
 
 
 def factor_access(region: Region, outputs: int, depth: int) -> Access:
@@ -98,14 +91,6 @@ class Places:
     @property
     def segments(self) -> int:
         return prod(self.batch[i] for i in self.inner)
-
-    def each(self) -> Places:
-        """Return every element of the batch as a place of its own, in the same order."""
-        return Places(self.batch, self.outer + self.inner, ())
-
-    def without_segments(self) -> Places:
-        """Return the places with nothing to add up."""
-        return Places(self.batch, self.outer, ())
 
     def table(self, regions: Sequence[Region | None]) -> bytes:
         """Return where each of these begins, place by place and segment by segment; None at 0."""

@@ -66,9 +66,8 @@ def launch(
         Whether `outs` is a stack of planes.
     """
     device, (m, n, k) = store.device, sizes
-    used = [name for name in formula.inputs if name in arrays]
     given = dict(zip("xy", factors or (), strict=False))
-    given |= {f"from_{name}": arrays[name] for name in used}
+    given |= {f"from_{name}": arrays[name] for name in formula.inputs if name in arrays}
     given |= {f"to_{name}": region for name, region in outs.items()}
     values = {"m": m, "n": n, "k": k, "part": cut.part, "parts": cut.parts}
     values |= {"segments": cut.per_group, "summed": places.segments, "groups": cut.groups}
@@ -141,7 +140,7 @@ def product(
     if not (m and n and places.count):
         return
     if not places.segments:  # a sum of no products: one of length 0, as a kernel adds up
-        places, k = places.without_segments(), 0
+        places, k = replace(places, inner=()), 0
     cut = Cut(k, per_group=places.segments)
     tile = tile_of(store.device, m, n, accumulator, k if free else 0)
     if free:

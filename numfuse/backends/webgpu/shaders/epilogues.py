@@ -30,6 +30,10 @@ class Array:
         """The name of the buffer, and of its offset and strides."""
         return f"{'to' if self.stored else 'from'}_{self.name}"
 
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.array, self.access.element, "read_write" if self.stored else "read")
+
 
 class _Factor:
     """A factor of a product as the template sees it."""
@@ -66,13 +70,6 @@ class _Epilogue(Shader):
     @property
     def _names(self) -> tuple[str, ...]:
         return tuple(array.array for array in self.arrays)
-
-    @property
-    def _storage(self) -> list[Storage]:
-        return [
-            Storage(a.array, a.access.element, "read_write" if a.stored else "read")
-            for a in self.arrays
-        ]
 
     @property
     def _operation(self) -> str:
@@ -129,7 +126,7 @@ class Gemm(_Epilogue):
         found = [
             Storage(n, a.element, "read") for n, a in zip("xy", self.factors or (), strict=False)
         ]
-        found += self._storage
+        found += [a.storage for a in self.arrays]
         if self.formula.summed:
             found.append(Storage("column_sums", TYPES[self.accumulator], "read_write"))
         if self.places:
@@ -140,7 +137,7 @@ class Gemm(_Epilogue):
     def place(self) -> Uniform:
         """Where the arrays of a place begin."""
         factors = ("x", "y") if self.factors else ()
-        return Uniform.of(*factors, *self._names)
+        return Uniform((*factors, *self._names))
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
@@ -151,7 +148,7 @@ class Gemm(_Epilogue):
         # Planes: number z is part z % parts of K, of the segments of place z / parts. A place adds
         # up `summed` segments in all, in `groups` of `segments` each.
         fields += ["first_plane", "part", "parts", "segments", "summed", "groups"]
-        return Uniform.of(*fields, *self.place.names)
+        return Uniform((*fields, *self.place.names))
 
     def text(self) -> str:
         t = self.tile
@@ -209,11 +206,11 @@ class Elementwise(_Epilogue):
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        return tuple(self._storage)
+        return tuple(a.storage for a in self.arrays)
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
-        return Uniform.of("first", "last", *self._names)
+        return Uniform(("first", "last", *self._names))
 
     def text(self) -> str:
         lanes = 4 if self.arrays[-1].access.wide else 1
