@@ -165,9 +165,8 @@ class HostProgram(NamedTuple):
         """Run the program on arrays, each at its number; one may have other axes than recorded."""
         device = self.device
         found = []
-        seen: tuple[Any, ...]
-        for seen in (*self.sources, *self.targets):
-            number, shape, strides = seen[:3]
+        seen: list[Any] = [*self.sources, *self.targets]
+        for number, shape, strides, *_ in seen:
             x = arrays[number]
             if x.shape != shape or x.strides != strides:
                 x = as_strided(x, shape, strides)
