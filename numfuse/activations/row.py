@@ -62,9 +62,6 @@ class Activation:
         A number that no other activation has, nor this one after another definition.
     """
 
-    #: How often any formula was defined: what is kept by a name is stale after the next.
-    definitions = 0
-
     def __init__(self, name: str, source: str, number: int | None = None) -> None:
         self.name = name
         self.source = source
@@ -99,7 +96,6 @@ class Activation:
         for derived in self._derivatives:
             derived.key = derived._curve = None
             derived.serial = next(_SERIALS)
-        Activation.definitions += 1
 
     def restore(self, traces: tuple[Expr, ...]) -> None:
         """Take graphs that were recorded before, as of a pickle."""

@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from numfuse.activations import Activation
+from numfuse.activations.table import TABLE
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
@@ -53,7 +54,7 @@ class _WebGpu(PublicFunctions):
         for name, array in (*operands.items(), *outs.items()):
             _check_place(name, array, device)
         ghosts = {name: array.ghost for name, array in (operands | outs).items()}
-        known: dict[int, Any] = {id(ghosts[name]): out for name, out in outs.items()}
+        known = {id(None): None, **{id(ghosts[name]): out for name, out in outs.items()}}
         p = signature.problem(x, **ghosts)
         backend.check(device, p.dtype, signature.kind)
         store = Store(device, list(operands.values()), list(outs.values()))
@@ -62,9 +63,7 @@ class _WebGpu(PublicFunctions):
         backend.tell(device, signature.kind, p)
 
         def found(ghost: Any) -> Any:
-            if ghost is None or id(ghost) in known:
-                return None if ghost is None else known[id(ghost)]
-            return store.result(ghost)
+            return known[id(ghost)] if id(ghost) in known else store.result(ghost)
 
         result = p.result
         if isinstance(result, tuple):
@@ -119,10 +118,10 @@ def again(
     plain = type(needs) in (tuple, list) and type(backend) in _BACKENDS
     if plain:
         seen.append(tuple(needs))
-    if type(activation) is str:  # which formula it names now
-        seen += activation, Activation.definitions
-    elif isinstance(activation, Activation):
-        seen += activation.name, activation.curve.serial
+    if type(activation) is str:
+        activation = TABLE.get(activation, activation)
+    if isinstance(activation, Activation):
+        seen += activation.name, activation.serial
     else:
         plain = False
     given: list[DeviceArray] = []

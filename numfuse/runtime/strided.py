@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Self
 
-__all__ = ["Strided", "contiguous"]
+import numpy as np
+
+__all__ = ["Strided", "contiguous", "walk"]
 
 
 def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
@@ -16,6 +19,12 @@ def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
         strides.append(run)
         run *= max(1, length)
     return tuple(strides[::-1])
+
+
+def walk(shape: Sequence[int], *strides: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Return where each index of a shape lies by each of these strides, in C order."""
+    for index in np.ndindex(*shape):
+        yield tuple(sum(i * s for i, s in zip(index, mine, strict=False)) for mine in strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,3 +79,16 @@ class Strided:
         own = zip(self.shape[:-2], self.strides[:-2], strict=True)
         steps = tuple(0 if length == 1 else stride for length, stride in own)
         return (0,) * (axes - len(steps)) + steps
+
+    def summed_to(self, target: Self) -> tuple[Self, Self, int]:
+        """Return what is summed over the axes along which `target` was broadcast to it: planes.
+
+        The planes are it with those axes first. With them come the target with all its axes, those
+        of the sum of length 1, and the number of the planes.
+        """
+        lead = len(self.shape) - len(target.shape)
+        shape, strides = (1,) * lead + target.shape, (0,) * lead + target.strides
+        summed = [i for i, length in enumerate(shape) if length != self.shape[i]]
+        planes = self.axes([*summed, *(i for i in range(len(shape)) if i not in summed)])
+        count = prod(self.shape[i] for i in summed)
+        return planes, replace(target, shape=shape, strides=strides), count

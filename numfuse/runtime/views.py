@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 from numpy import ndarray
+from numpy.lib.stride_tricks import as_strided
 
 __all__ = ["GhostViews", "address", "bounds"]
 
@@ -41,6 +42,8 @@ class GhostViews:
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    #: Its text is the device's name.
+    device: Any
     #: In bytes, as NumPy's.
     strides: tuple[int, ...]
 
@@ -88,6 +91,36 @@ class GhostViews:
         if not any(part is Ellipsis for part in parts):
             parts = (*parts, Ellipsis)  # a 0-d view, never a scalar
         return self._view(self.ghost[parts])
+
+    def reshape(self, *shape: Any) -> Self:
+        """Return the same elements in another shape, if that takes no copy.
+
+        Raises
+        ------
+        ValueError
+            The shapes do not fit, or a copy would be needed.
+        """
+        wanted = shape[0] if len(shape) == 1 else shape
+        # What NumPy would copy is not there: the strides are found on an array of one byte an item.
+        size = self.dtype.itemsize
+        steps = tuple(s // size for s in self.strides)
+        low, high = bounds(0, self.shape, steps, 1)
+        like = ndarray(self.shape, np.uint8, np.empty(high - low, np.uint8), -low, steps)
+        made = like.reshape(wanted)
+        if not np.may_share_memory(made, like) and made.size:
+            raise ValueError(
+                f"an array of shape {self.shape} with strides {self.strides} cannot be reshaped "
+                f"without a copy, to {wanted}"
+            )
+        return self._view(as_strided(self.ghost, made.shape, [s * size for s in made.strides]))
+
+    def __array__(self, *_: Any, **__: Any) -> ndarray:
+        raise TypeError(
+            f"an array on {self.device} is not moved to NumPy unless asked: use numfuse.to_numpy(x)"
+        )
+
+    def __repr__(self) -> str:
+        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={str(self.device)!r})"
 
     def __len__(self) -> int:
         return len(self.ghost)

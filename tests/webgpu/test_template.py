@@ -198,7 +198,7 @@ def test_shaders_are_equal_where_their_formulas_are():
 
 
 def test_a_uniform_is_packed_as_its_struct_says():
-    uniform = Uniform.of("stride", "first", "size")
+    uniform = Uniform(("stride", "first", "size"))
     assert uniform.struct() == (
         "struct Params {\n    stride: u32,\n    first: u32,\n    size: u32,\n}"
     )

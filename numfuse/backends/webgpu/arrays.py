@@ -1,9 +1,7 @@
 """Arrays that live on a device: a shape, a dtype and strides over a buffer.
 
-What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
-array, and of an array of a device by its *ghost*: a NumPy array of the same shape and strides that
-is never read or written. Views of the ghost are views of the buffer, at the same distance from the
-beginning. (Memory that is never touched takes address space only.)
+The views of one are those of its ghost (`runtime.views`), at the same distance from the beginning
+of its buffer's. (Memory that is never touched takes address space only.)
 """
 
 from __future__ import annotations
@@ -18,24 +16,12 @@ from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
-from numfuse.runtime.views import GhostViews
+from numfuse.runtime.views import GhostViews, address, bounds
 
 __all__ = ["DeviceArray"]
 
-
-def address(x: ndarray) -> int:
-    """Return where the first element of `x` lies."""
-    found: int = x.__array_interface__["data"][0]
-    return found
-
-
-def bounds(first: int, x: ndarray | DeviceArray) -> tuple[int, int]:
-    """Return where `x`, which has elements, begins and ends, if its first one lies at `first`."""
-    low = high = first
-    for length, stride in zip(x.shape, x.strides, strict=True):
-        reach = (length - 1) * stride
-        low, high = low + min(reach, 0), high + max(reach, 0)
-    return low, high + x.dtype.itemsize
+#: Bytes that are downloaded at once: a buffer to read from is never larger than needed.
+_PIECE = 256 << 20
 
 
 class DeviceArray(GhostViews):
@@ -74,25 +60,6 @@ class DeviceArray(GhostViews):
             self.device, self.buffer, ghost.shape, ghost.strides, ghost.dtype, offset
         )
 
-    def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the same elements in another shape, if that takes no copy.
-
-        Raises
-        ------
-        ValueError
-            The shapes do not fit, or a copy would be needed.
-        """
-        return self._view(self.ghost.reshape(*shape, copy=False))
-
-    def __array__(self, *_: Any, **__: Any) -> ndarray:
-        raise TypeError(
-            f"an array on {self.device.name} is not moved to NumPy unless asked: "
-            f"use numfuse.to_numpy(x)"
-        )
-
-    def __repr__(self) -> str:
-        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={self.device.name!r})"
-
     def alive(self) -> None:
         """Raise DeviceLost where the device is gone, BackendUnavailable where a fork forbids it."""
         if self.device.lost:
@@ -107,25 +74,16 @@ class DeviceArray(GhostViews):
         out = np.empty(self.shape, self.dtype)
         if not out.size:
             return out
-        low, high = bounds(self.offset, self)
+        low, high = bounds(self.offset, self.shape, self.strides, self.dtype.itemsize)
         first = low // 16 * 16
         last = min(-(-high // 16) * 16, self.buffer.size)
-        block = _download(self.device, self.buffer, first, last)
+        block = np.empty(last - first, np.uint8)
+        for at in range(first, last, _PIECE):
+            part = block[at - first :][:_PIECE]
+            wanted = Binding(self.buffer, at, part.nbytes), part
+            (part[...],) = Commands(self.device).submit([wanted])
         out[...] = ndarray(self.shape, self.dtype, block, self.offset - first, self.strides)
         return out
-
-
-def _download(device: Device, buffer: Buffer, first: int, last: int) -> ndarray:
-    """These bytes of a buffer; in pieces, as a buffer to read from is never larger than needed."""
-    step = 256 << 20
-    whole = np.empty(last - first, np.uint8)
-    for at in range(first, last, step):
-        end = min(at + step, last)
-        (part,) = Commands(device).submit(
-            [(Binding(buffer, at, end - at), np.empty(end - at, np.uint8))]
-        )
-        whole[at - first : end - first] = part
-    return whole
 
 
 def to_device(x: ndarray, device: Device) -> DeviceArray:

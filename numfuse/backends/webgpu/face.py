@@ -1,8 +1,5 @@
 """The WebGPU backend: WGSL compute shaders through wgpu, for any GPU with a driver of Vulkan, Metal
 or Direct3D 12, and for CPUs behind Vulkan.
-
-`split` cuts a problem that is too large, `lower` makes dispatches of one, `stores` and `host`
-find its arrays on the device, `shaders` writes the shaders, `device` compiles and runs them.
 """
 
 from __future__ import annotations
@@ -156,11 +153,9 @@ class WebGpuBackend:
 
     def reference_shaders(self) -> ContractBackend:
         """numfuse's own module for the shader contract, on this device."""
-        with self._lock:
-            found = self._reference
-        if found is None:
-            found = self._reference = self.load_shaders(reference_source(), "reference shaders")
-        return found
+        if self._reference is None:
+            self._reference = self.load_shaders(reference_source(), "reference shaders")
+        return self._reference
 
     @staticmethod
     def adapters() -> list[str]:
@@ -206,16 +201,11 @@ class WebGpuBackend:
 
 
 _BACKENDS: dict[int, WebGpuBackend] = {}
-_BACKENDS_LOCK = threading.Lock()
 
 
 def _on(index: int) -> WebGpuBackend:
     """The one backend object of an adapter."""
-    with _BACKENDS_LOCK:
-        found = _BACKENDS.get(index)
-        if found is None:
-            found = _BACKENDS[index] = WebGpuBackend(index)
-    return found
+    return _BACKENDS.get(index) or _BACKENDS.setdefault(index, WebGpuBackend(index))
 
 
 # Where there is no adapter, or none of the name asked for, importing this module says so.

@@ -15,9 +15,10 @@ from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.program import Program
-from numfuse.backends.webgpu.stores import Region, Store, contiguous_strides, fresh
+from numfuse.backends.webgpu.stores import Region, Store, fresh
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.shapes import sum_to
+from numfuse.runtime.strided import contiguous
 
 __all__ = ["HostProgram", "run"]
 
@@ -67,7 +68,7 @@ class _HostStore(Store):
         size = max(prod(unique) * x.itemsize, 16)
         buffer = self.device.buffer(size, f"an operand of shape {x.shape}")
         strides = [0] * x.ndim
-        for axis, stride in zip(packed.order, contiguous_strides(unique), strict=True):
+        for axis, stride in zip(packed.order, contiguous(unique), strict=True):
             strides[axis] = stride if x.strides[axis] else 0
         view = Region(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
         self.sources[id(x)] = x, packed, view
@@ -163,19 +164,17 @@ class HostProgram(NamedTuple):
     def run(self, arrays: tuple[Any, ...]) -> None:
         """Run the program on arrays, each at its number; one may have other axes than recorded."""
         device = self.device
-        owners: list[Buffer] = []
-        for number, shape, strides, packed, size in self.sources:
-            x = arrays[number]
-            if x.shape != shape or x.strides != strides:
-                x = as_strided(x, shape, strides, writeable=False)
-            buffer = device.buffer(size)
-            device.upload(packed(x), buffer)
-            owners.append(buffer)
-        outs = []
-        for number, shape, strides in self.targets:
+        found = []
+        seen: list[Any] = [*self.sources, *self.targets]
+        for number, shape, strides, *_ in seen:
             x = arrays[number]
             if x.shape != shape or x.strides != strides:
                 x = as_strided(x, shape, strides)
-            outs.append(x)
+            found.append(x)
+        owners: list[Buffer] = []
+        for x, (*_, packed, size) in zip(found, self.sources, strict=False):
+            owners.append(device.buffer(size))
+            device.upload(packed(x), owners[-1])
+        outs = found[len(owners) :]
         for x, value in zip(outs, self.program.run(device, owners, (), outs), strict=True):
             x[...] = value

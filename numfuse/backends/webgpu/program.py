@@ -8,6 +8,7 @@ uniforms and grids, and only the buffers are its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +29,7 @@ _NEW = object.__new__
 _STEP_BYTES = 2048
 
 
+@dataclass(slots=True, eq=False)
 class Program:
     """The steps of a call over numbered buffers: the caller's, those of new results, temporaries.
 
@@ -37,24 +39,20 @@ class Program:
         What it takes, about.
     """
 
-    __slots__ = ("_call", "_kind", "_results", "_sets", "_sizes", "_spared", "_spares", "_steps")
-
-    def __init__(
-        self, steps: Any, sizes: Any, spares: Any, results: Any, kind: Any, call: Call | None
-    ) -> None:
-        #: (pipeline, numbers and sizes of buffers or other bindings, grid)
-        self._steps = steps
-        #: Bytes of the buffers of new results, and of the temporaries.
-        self._sizes, self._spares = sizes, spares
-        #: The number of `Device.spares` that has room for the temporaries.
-        self._spared = -1
-        #: None, the number of an array of the caller's, or shape, strides and dtype of a new one.
-        self._results = results
-        #: The type of the results; None of a single one.
-        self._kind = kind
-        self._call = call
-        # Dispatches with the buffers met last: those of a loop are a few sets, by turns.
-        self._sets: dict[tuple[Any, ...], list[Any]] = {}
+    #: (pipeline, numbers and sizes of buffers or other bindings, grid)
+    _steps: list[Any]
+    #: Bytes of the buffers of new results, and of the temporaries.
+    _sizes: list[int]
+    _spares: list[int]
+    #: None, the number of an array of the caller's, or shape, strides and dtype of a new one.
+    _results: list[Any]
+    #: The type of the results; None of a single one.
+    _kind: Any
+    _call: Call | None
+    #: The number of `Device.spares` that has room for the temporaries.
+    _spared: int = -1
+    #: Dispatches with the buffers met last: those of a loop are a few sets, by turns.
+    _sets: dict[tuple[Any, ...], list[Any]] = field(default_factory=dict)
 
     @classmethod
     def of(

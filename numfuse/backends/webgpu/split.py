@@ -82,15 +82,14 @@ def run(store: Store, kind: str, p: Any) -> None:
         part = _part(p, piece, arrays)
         outs: dict[str, tuple[Region, bool]] = {}
         for name in results:
-            mine = key(piece, name)
+            mine, x = key(piece, name), getattr(part, name)
             if mine not in several:
-                outs[name] = store.target(getattr(part, name)), False
-            elif mine in totals:
-                outs[name] = totals[mine], True
-            else:
-                shape = getattr(part, name).shape
-                totals[mine] = fresh(store.device, shape, p.acc_dtype, f"a sum for {name}")
-                outs[name] = totals[mine], False
+                outs[name] = store.target(x), False
+                continue
+            add = mine in totals
+            if not add:
+                totals[mine] = fresh(store.device, x.shape, p.acc_dtype, f"a sum for {name}")
+            outs[name] = totals[mine], add
         operation(store, part, outs)
         for name in results:
             mine = key(piece, name)

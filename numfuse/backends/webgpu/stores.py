@@ -8,98 +8,53 @@ is an upload before and a download after the work; for ghosts nothing moves.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends.webgpu.arrays import DeviceArray, address, bounds
+from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.problem.shapes import equal, merge_axes
+from numfuse.runtime.strided import Strided, contiguous, walk
+from numfuse.runtime.views import address, bounds
 
 __all__ = ["Region", "Store"]
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
-    """A strided part of a buffer; offset and strides in elements."""
+class Region(Strided):
+    """A strided part of a buffer of the device."""
 
-    buffer: Buffer
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    itemsize: int
+    __slots__ = ()
 
     def bound(self, device: Device) -> tuple[Binding, int]:
         """Return what to bind, and the offset of the first element in that binding."""
         if self.buffer.size <= device.binding_limit or not prod(self.shape):
             size = min(self.buffer.size, device.binding_limit)
             return Binding(self.buffer, 0, size), self.offset
-        low = high = self.offset
-        for length, stride in zip(self.shape, self.strides, strict=True):
-            reach = (length - 1) * stride
-            low, high = low + min(reach, 0), high + max(reach, 0)
+        low, high = bounds(self.offset, self.shape, self.strides, 1)
         first = low * self.itemsize // device.alignment * device.alignment
-        last = min(-(-(high + 1) * self.itemsize // 16) * 16, self.buffer.size)
+        last = min(-(-high * self.itemsize // 16) * 16, self.buffer.size)
         return Binding(self.buffer, first, last - first), self.offset - first // self.itemsize
-
-    def part(self, axis: int, first: int, last: int) -> Region:
-        """A range of one axis."""
-        shape = (*self.shape[:axis], last - first, *self.shape[axis + 1 :])
-        return replace(self, shape=shape, offset=self.offset + first * self.strides[axis])
-
-    @property
-    def turned(self) -> Region:
-        """The transpose."""
-        (*batch, m, n), (*steps, row, column) = self.shape, self.strides
-        return replace(self, shape=(*batch, n, m), strides=(*steps, column, row))
 
     @property
     def span(self) -> int:
-        """Bytes from the first element to the last."""
-        reach = sum((n - 1) * abs(s) for n, s in zip(self.shape, self.strides, strict=True) if n)
-        return (reach + 1) * self.itemsize
-
-    @property
-    def order(self) -> tuple[int, ...] | None:
-        """The order of the axes, if the array is one run in memory; else None."""
-        axes = (i for i, length in enumerate(self.shape) if length != 1)
-        order = sorted(axes, key=lambda i: -self.strides[i])
-        run = 1
-        for axis in reversed(order):
-            if self.strides[axis] != run:
-                return None
-            run *= self.shape[axis]
-        return tuple(order)
-
-    @property
-    def contiguous(self) -> bool:
-        """Whether it is one run in C order."""
-        order = self.order
-        return order is not None and list(order) == sorted(order)
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a C-contiguous array, in elements."""
-    strides, run = [], 1
-    for length in reversed(shape):
-        strides.append(run)
-        run *= max(length, 1)
-    return tuple(reversed(strides))
+        """Bytes from its first to its last."""
+        low, high = bounds(0, self.shape, self.strides, 1)
+        return (high - low) * self.itemsize
 
 
 def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: str) -> Region:
     """Return a new C-contiguous region with any content."""
     nbytes = prod(shape) * dtype.itemsize
     buffer = device.buffer(max(nbytes, 16), what)
-    return Region(buffer, 0, shape, contiguous_strides(shape), dtype.name, dtype.itemsize)
+    return Region(buffer, 0, shape, contiguous(shape), dtype.name, dtype.itemsize)
 
 
 class Store:
@@ -173,7 +128,8 @@ class Store:
         """Give a new result its buffer, of which parts can be targets then."""
         if x.size and self._find(x) is None:
             view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
-            self._known.append((*bounds(address(x), x), address(x), view.buffer))
+            at = address(x)
+            self._known.append((*bounds(at, x.shape, x.strides, x.itemsize), at, view.buffer))
 
     def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
         """Return whether x and `out` are on the host, where x is then summed to the shape of it."""
@@ -192,7 +148,7 @@ class Store:
         self.reserve(made)
         found = self._find(made)
         if view is not None and found is not None:
-            use(view, replace(found, shape=x.shape, strides=contiguous_strides(x.shape)))
+            use(view, replace(found, shape=x.shape, strides=contiguous(x.shape)))
         return made
 
     def flush(self) -> None:
@@ -239,18 +195,10 @@ def copy(commands: Commands, source: Region, out: Region) -> None:
     shader = plain.copy(Access(source.dtype), Access(out.dtype))
     (from_, from_first), (to, to_first) = source.bound(device), out.bound(device)
     values = {"size": prod(shape[lead:])}
-    for name, lengths, missing in (
-        ("source", from_strides, 0),
-        ("out", to_strides, 0),
-        ("shape", shape, 1),
-    ):
-        four = (missing,) * (plain.COPY_AXES - len(shape) + lead) + lengths[lead:]
+    for name, lengths in {"source": from_strides, "out": to_strides, "shape": shape}.items():
+        four = (int(name == "shape"),) * (plain.COPY_AXES - len(shape) + lead) + lengths[lead:]
         values |= {f"{name}_{axis}": length for axis, length in enumerate(four)}
     grid = (*device.grid(-(-values["size"] // 256)), 1)
-    for index in np.ndindex(shape[:lead]):
-        for name, first, strides in (
-            ("source_first", from_first, from_strides),
-            ("out_first", to_first, to_strides),
-        ):
-            values[name] = first + sum(i * s for i, s in zip(index, strides, strict=False))
+    for from_at, to_at in walk(shape[:lead], from_strides, to_strides):
+        values |= {"source_first": from_first + from_at, "out_first": to_first + to_at}
         commands.dispatch(shader, {"source": from_, "out": to}, values, grid)

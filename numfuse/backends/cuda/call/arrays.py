@@ -1,8 +1,6 @@
 """Arrays that live on a CUDA device.
 
-What numfuse checks of an operand (shapes, strides, overlaps, broadcasts) it checks of a NumPy
-array, and of an array of a device by its *ghost*: a NumPy array at the device's address, with the
-same shape and strides, that is never read or written.
+The ghost of one (`runtime.views`) is a NumPy array at the device's address.
 """
 
 from __future__ import annotations
@@ -145,37 +143,6 @@ class DeviceArray(GhostViews):
     def _view(self, x: ndarray) -> DeviceArray:
         writable = bool(x.flags.writeable)
         return DeviceArray(self.memory, address(x), x.shape, x.strides, x.dtype, writable)
-
-    def reshape(self, *shape: Any) -> DeviceArray:
-        """Return the same elements in another shape, if that takes no copy.
-
-        Raises
-        ------
-        ValueError
-            The shapes do not fit, or a copy would be needed.
-        """
-        wanted = shape[0] if len(shape) == 1 else shape
-        # What NumPy would copy is not there: the strides are found on an array of one byte an item.
-        size = self.dtype.itemsize
-        steps = tuple(s // size for s in self.strides)
-        low, high = bounds(0, self.shape, steps, 1)
-        like = ndarray(self.shape, np.uint8, np.empty(high - low, np.uint8), -low, steps)
-        made = like.reshape(wanted)
-        if not np.may_share_memory(made, like) and made.size:
-            raise ValueError(
-                f"an array of shape {self.shape} with strides {self.strides} cannot be reshaped "
-                f"without a copy, to {wanted}"
-            )
-        strides = [s * size for s in made.strides]
-        return self._view(ghost(self.address, made.shape, strides, self.dtype, self.writable))
-
-    def __array__(self, *_: Any, **__: Any) -> ndarray:
-        raise TypeError(
-            f"an array on {self.device} is not moved to NumPy unless asked: use numfuse.to_numpy(x)"
-        )
-
-    def __repr__(self) -> str:
-        return f"DeviceArray(shape={self.shape}, dtype={self.dtype}, device={str(self.device)!r})"
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from numfuse.backends.cuda.plan.product import ITEMSIZES, Product, Slot
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import sum_of_terms
 from numfuse.problem.shapes import equal, merge_axes
-from numfuse.runtime.strided import contiguous
+from numfuse.runtime.strided import contiguous, walk
 
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
@@ -276,19 +276,13 @@ def join(rec: Recorder, planes: View, depth: int, out: View, accumulator: str) -
 
 def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
     """Record target = source summed over the axes along which target was broadcast to it."""
-    missing = len(source.shape) - len(target.shape)
-    target = replace(
-        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
-    )
-    summed = [i for i, length in enumerate(target.shape) if length != source.shape[i]]
+    planes, target, depth = source.summed_to(target)
     if not prod(target.shape):
         return
-    if not summed:
+    if source.shape == target.shape:
         copy(rec, source, target)
         return
-    order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
-    planes = _copied(rec, source.axes(order), accumulator)
-    depth = prod(source.shape[i] for i in summed)
+    planes = _copied(rec, planes, accumulator)
     # the target has the rest in the same order: as one row, or in a contiguous copy
     whole = target if target.contiguous else rec.fresh(target.shape, target.dtype)
     row = replace(whole, shape=(1, prod(target.shape)), strides=(0, 1))
@@ -314,12 +308,8 @@ def copy(rec: Recorder, source: View, out: View) -> None:
         steps[lead:],
         out_steps[lead:],
     )
-    for index in np.ndindex(*lengths[:lead]):
-        at = {
-            name: view.at(sum(i * s for i, s in zip(index, mine, strict=False)))
-            for name, view, mine in (("x", source, steps), ("out", out, out_steps))
-        }
-        rec.launches((launch,), at)
+    for first, out_first in walk(lengths[:lead], steps, out_steps):
+        rec.launches((launch,), {"x": source.at(first), "out": out.at(out_first)})
 
 
 def _copied(rec: Recorder, view: View, dtype: str) -> View:

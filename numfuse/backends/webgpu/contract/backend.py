@@ -1,9 +1,4 @@
-"""The shader contract: the WGSL modules of others as a backend.
-
-`entry_points` is the contract as data, `source` reads a module, this file holds it against the
-contract, `run` makes passes of a problem, and `check` compares the results with the reference
-backend.
-"""
+"""The backend that a WGSL module of the shader contract is."""
 
 from __future__ import annotations
 
@@ -21,7 +16,7 @@ from numpy import ndarray
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
 from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS
-from numfuse.backends.webgpu.contract.source import Variable, parse
+from numfuse.backends.webgpu.contract.source import parse
 from numfuse.backends.webgpu.device.commands import Pipeline
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.errors import DeviceError, DeviceLost
@@ -125,9 +120,8 @@ class ContractBackend:
     def _hold_bindings(self, name: str) -> None:
         """Raise ValueError for an array of other elements, or a binding of another kind."""
         interface = ENTRY_POINTS[name].interface
-        touched = self._module.touched(name)
         for index, array in enumerate(interface.arrays):
-            here = _at(touched, index)
+            here = self._module.touched(name, index)
             if len(here) != 1:
                 continue  # unused, or a local variable has the name of a buffer: for the validation
             (variable,) = here
@@ -155,12 +149,11 @@ class ContractBackend:
     def _pipeline(self, device: Device, module: Any, name: str) -> Pipeline:
         """Return the pipeline of an entry point, with the layout that the contract gives it."""
         interface = ENTRY_POINTS[name].interface
-        touched = self._module.touched(name)
         # A layout has to say what the shader says. A binding for which the text shows two kinds of
         # access (a local variable with the name of a buffer) is tried with both.
         choices: list[list[str]] = []
         for index in range(len(interface.arrays)):
-            found = {v.access for v in _at(touched, index)} & {"read", "read_write"}
+            found = {v.access for v in self._module.touched(name, index)} & {"read", "read_write"}
             choices.append(["read_write"] if interface.read_write else sorted(found) or ["read"])
         # with the sizes that a shader may ask for: a struct of a uniform has whole 16 bytes
         uniform = "uniform", -(-len(interface.uniform.names) // 4) * 16
@@ -197,25 +190,23 @@ class ContractBackend:
                 self._compiled = device, self._compile(device)
             return self._compiled
 
-    def require(self, *names: str) -> None:
-        """Raise ValueError where the module lacks one of these entry points."""
-        absent = [name for name in names if name not in self.entry_points]
-        if absent:
-            verb = "is" if len(absent) == 1 else "are"
-            raise self._lacks(", ".join(names), f"{', '.join(absent)} {verb}")
+    def require(self, *names: str, one: bool = False) -> str:
+        """Return the first of these entry points that the module has.
 
-    def require_one(self, *names: str) -> str:
-        """Return the first of these entry points that the module has; ValueError: it has none."""
-        for name in names:
-            if name in self.entry_points:
-                return name
-        raise self._lacks(" or ".join(names), "both are")
-
-    def _lacks(self, wanted: str, absent: str) -> ValueError:
-        return ValueError(
-            f"{self.label} must have the entry point{'' if ' or ' in wanted else 's'} {wanted} for "
-            f"this operation, but {absent} absent; it has "
-            f"{', '.join((*self.entry_points, *self.others))}"
+        Raises
+        ------
+        ValueError
+            It lacks one of them; with `one`, all.
+        """
+        found = [name for name in names if name in self.entry_points]
+        if found and (one or len(found) == len(names)):
+            return found[0]
+        absent = [name for name in names if name not in found]
+        wanted = f" {' or '.join(names)}" if one else f"s {', '.join(names)}"
+        told = "both are" if one else f"{', '.join(absent)} {'is' if len(absent) == 1 else 'are'}"
+        raise ValueError(
+            f"{self.label} must have the entry point{wanted} for this operation, but {told} "
+            f"absent; it has {', '.join((*self.entry_points, *self.others))}"
         )
 
     def _run(self, kind: str, p: Any) -> None:
@@ -300,10 +291,6 @@ class ContractBackend:
 
 def _sizes(workgroup: tuple[int, int, int]) -> str:
     return " x ".join(map(str, workgroup))
-
-
-def _at(touched: list[Variable], index: int) -> list[Variable]:
-    return [v for v in touched if v.group == 0 and v.binding == index]
 
 
 @contextlib.contextmanager

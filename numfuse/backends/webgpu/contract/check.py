@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-from numfuse.activations import Activation, gelu, none, relu, sigmoid, silu, tanh
+from numfuse.activations import none
 from numfuse.backends import load
+from numfuse.backends.webgpu.contract.entry_points import BUILT_IN
 from numfuse.problem import product
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Compared", "check"]
 
-_ACTIVATIONS: tuple[Activation, ...] = (none, relu, gelu, silu, sigmoid, tanh)
 #: (batch, M, K, N): below, at and beyond a tile of 16, long sums, a batch, and sizes of 1.
 _SHAPES = (
     (1, 1, 1, 1),
@@ -74,7 +74,7 @@ def _error(got: ndarray, exact: ndarray) -> float:
     return float(off / largest) if largest else float("inf" if off else 0)
 
 
-def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ndarray, ndarray, ndarray]:
+def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ...]:
     """a, b, bias and grad (or a residual); a batch of one is no batch."""
     batch, m, k, n = shape
     rng = np.random.default_rng(shape)
@@ -88,8 +88,7 @@ def _operands(shape: tuple[int, ...]) -> tuple[ndarray, ndarray, ndarray, ndarra
     grad = rng.standard_normal((batch, m, n))
     if batch == 1:
         a, b, grad = a[0], b[0], grad[0]
-    single = [x.astype(np.float32) for x in (a, b, bias, grad)]
-    return single[0], single[1], single[2], single[3]
+    return tuple(x.astype(np.float32) for x in (a, b, bias, grad))
 
 
 def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
@@ -100,20 +99,20 @@ def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
             a, b, bias, residual = _operands(shape)
             if f"gemm_bias_{kind}{'_batched' if shape[0] > 1 else ''}_f32" not in present:
                 continue  # (for a batch of this size there is no entry point)
-            for act in _ACTIVATIONS if kind == "act" else ():
-                yield (output,), "forward", make, shape, act, (a, b, bias, act)
-            if kind == "residual" and shape != _TAILS:
-                yield (output,), "forward", make, shape, none, (a, b, bias, residual)
+            acts = BUILT_IN if kind == "act" else (none,) * (shape != _TAILS)
+            for act in acts:
+                last = act if kind == "act" else residual
+                yield (output,), "forward", make, shape, act, (a, b, bias, last)
     needs = [name for name in ("a", "b", "bias") if f"gemm_bwd_d{name}_f32" in present]
     if "gemm_bwd_grad_pre_f32" not in present:
         needs = []  # nothing else of a backward can run without it
     for shape in (*_SHAPES, _TAILS, _GUARD) if needs else ():
         a, b, bias, grad = _operands(shape)
-        wanted, acts = needs, _ACTIVATIONS
+        wanted, acts = needs, BUILT_IN
         if shape == _GUARD:
             a[2] = np.nan
             wanted = [name for name in needs if name != "b"]  # NaN * 0 there
-            acts = _ACTIVATIONS[1:]  # the derivative of none is 1 everywhere
+            acts = BUILT_IN[1:]  # the derivative of none is 1 everywhere
         for act in acts:
             operands = grad, a, b, bias, act, None, wanted, True
             names = "d_a", "d_b", "d_bias"
@@ -123,7 +122,7 @@ def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
         a, b, grad = (x.astype(np.float32) for x in rng.standard_normal((3, length)))
         a *= 3
         a[: length // 100] = np.linspace(-100, 100, length // 100)
-        for act in _ACTIVATIONS:
+        for act in BUILT_IN:
             if f"{act.name}_mul_f32" in present:
                 yield ("gate out",), "gated", product.gated, (length,), act, (a, b, act)
             if f"{act.name}_mul_bwd_f32" in present:

@@ -8,15 +8,17 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
-from numfuse.activations import gelu, none, relu, sigmoid, silu, tanh
+from numfuse.activations import Activation, gelu, none, relu, sigmoid, silu, tanh
 from numfuse.backends.webgpu.shaders.shader import Uniform
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.language import wgsl
 
-__all__ = ["ACTIVATIONS", "ENTRY_POINTS", "EntryPoint", "Interface", "reference_source"]
+__all__ = ["ACTIVATIONS", "BUILT_IN", "ENTRY_POINTS", "EntryPoint", "Interface", "reference_source"]
 
-#: In the order of the numbers that the contract gives them: activation_type 0, 1, 2 ...
-ACTIVATIONS = ("none", "relu", "gelu", "silu", "sigmoid", "tanh")
+#: In the order of the numbers that the contract gives them: activation_type 0, 1, 2 ... As they are
+#: defined: a user's own formula of one of these names has no number.
+BUILT_IN: tuple[Activation, ...] = none, relu, gelu, silu, sigmoid, tanh
+ACTIVATIONS = tuple(act.name for act in BUILT_IN)
 #: The gates that numfuse's own module has; a module may have those of the other activations too.
 GATES = ("relu", "gelu", "silu", "sigmoid")
 
@@ -40,17 +42,19 @@ class EntryPoint(NamedTuple):
 
 
 _SIZES = ("M", "K", "N", "batch_size")
-_PRODUCT = Uniform.of(*_SIZES, "activation_type", "padding_0", "padding_1", "padding_2")
-_GATE = Uniform.of("numel")
+_PRODUCT = Uniform((*_SIZES, "activation_type", "padding_0", "padding_1", "padding_2"))
+_GATE = Uniform(("numel",))
 
 BACKWARD = Interface(
     ("a", "b", "bias", "grad", "grad_pre", "d_a", "d_b", "d_bias"), _PRODUCT, read_write=True
 )
 FORWARD = Interface(("a", "b", "bias", "c"), _PRODUCT)
-RESIDUAL = Interface(("a", "b", "bias", "residual", "c"), Uniform.of(*_SIZES))
+RESIDUAL = Interface(("a", "b", "bias", "residual", "c"), Uniform(_SIZES))
 GATE = Interface(("a", "b", "out"), _GATE)
 GATE_BACKWARD = Interface(("grad", "a", "b", "d_a", "d_b"), _GATE)
 
+#: The arguments of the entry points for products.
+_IDS = "@builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>"
 _TILE, _LINE = (16, 16, 1), (256, 1, 1)
 
 ENTRY_POINTS: dict[str, EntryPoint] = {
@@ -73,16 +77,14 @@ ENTRY_POINTS: dict[str, EntryPoint] = {
 @cache
 def reference_source() -> str:
     """numfuse's own module for the contract, as WGSL."""
-    # as they are defined: a user's own formula of one of these names has no number
-    acts = (none, relu, gelu, silu, sigmoid, tanh)
     functions = []
-    for act in acts:
+    for act in BUILT_IN:
         functions.append(wgsl.function(act.trace(0), f"act_{act.name}"))
         functions.append(wgsl.function(act.trace(1), f"raw_slope_{act.name}"))
         functions.append(
             f"fn slope_{act.name}(x: f32) -> f32 {{ return nf_finite(raw_slope_{act.name}(x)); }}"
         )
     text = "\n\n".join(functions)
-    products = expand("reference_gemm.wgsl", {"ACTIVATIONS": acts})
+    products = expand("reference_gemm.wgsl", {"ACTIVATIONS": BUILT_IN, "IDS": _IDS})
     gates = expand("reference_gated.wgsl", {"GATES": GATES})
     return f"{wgsl.prelude(text)}\n\n{text}\n\n{products}{gates}"

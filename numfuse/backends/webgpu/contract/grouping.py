@@ -127,16 +127,14 @@ class Grouping:
                 bindings.append(device.constant(interface.uniform.pack(step.fields(units))))
                 commands.steps.append((self._pipelines[step.entry_point], bindings, grid))
         self.backend.count(len(commands.steps))
-        blocks = commands.submit(
-            [
-                (Binding(buffers[name], 0, 4 * size), np.empty(size, _F32))
-                for name in results
-                for size in (self._total(self.arrays[name]),)
-            ]
-        )
+        sizes = {name: self._total(self.arrays[name]) for name in results}
+        parts = [
+            (Binding(buffers[name], 0, 4 * size), np.empty(size, _F32))
+            for name, size in sizes.items()
+        ]
         return {
             name: self._without_padding(self.arrays[name], block)
-            for name, block in zip(results, blocks, strict=True)
+            for name, block in zip(sizes, commands.submit(parts), strict=True)
         }
 
     def _grid(self, step: Step, units: int) -> tuple[int, ...]:

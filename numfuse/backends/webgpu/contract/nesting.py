@@ -29,20 +29,6 @@ _DECLARED = re.compile(
 _CLOSED = {")": "(", "]": "[", "}": "{"}
 
 
-class _Level:
-    """A level of nesting that is open between two brackets."""
-
-    def __init__(self, bracket: str) -> None:
-        self.bracket = bracket
-        #: Operators and members of the expression so far.
-        self.operators = 0
-        #: `<` without a `>`: a list of a template, or a comparison.
-        self.angles = 0
-        #: `else`s of the chain so far.
-        self.elses = 0
-        self.after_block = False
-
-
 def depth(source: str) -> int:
     """The number of levels of the deepest place of a module, or more, never less.
 
@@ -80,47 +66,40 @@ def _chained(text: str) -> int:
 
 def _nested(text: str) -> int:
     """The levels within one declaration."""
-    here = _Level("")
-    open_levels = [here]
+    #: Of what is open so far: operators and members of expressions, `<` without a `>` (a list of a
+    #: template, or a comparison), and `else`s of chains.
     operators = angles = elses = deepest = 0
+    #: Every open bracket, and these numbers outside of it.
+    levels = [("", 0, 0, 0)]
+    after_block = False
     for token in _TOKEN.finditer(text):
         word, sign = token["word"], token["sign"]
-        if here.after_block:
-            here.after_block = False
-            operators, angles = operators - here.operators, angles - here.angles
-            here.operators = here.angles = 0
+        bracket, *outside = levels[-1]
+        if after_block:
+            operators, angles = outside[:2]
             if word != "else":
-                elses -= here.elses
-                here.elses = 0
+                elses = outside[2]
+        after_block = False
         if word == "else":
-            here.elses += 1
             elses += 1
         elif sign is None or sign == "->":
             continue
         elif sign in "([{":
-            here = _Level(sign)
-            open_levels.append(here)
+            levels.append((sign, operators, angles, elses))
         elif sign in _CLOSED:
-            if _CLOSED[sign] == here.bracket:
-                operators, angles = operators - here.operators, angles - here.angles
-                elses -= here.elses
-                open_levels.pop()
-                here = open_levels[-1]
-                here.after_block = sign == "}"
+            if _CLOSED[sign] == bracket:
+                operators, angles, elses = outside
+                levels.pop()
+                after_block = sign == "}"
         elif sign in ";,":
-            operators -= here.operators
-            here.operators = 0
+            operators = outside[0]
             if sign == ";":
-                angles -= here.angles
-                here.angles = 0
+                angles = outside[1]
         elif sign == "<":
-            here.angles += 1
             angles += 1
-        elif sign == ">" and here.angles:
-            here.angles -= 1
+        elif sign == ">" and angles > outside[1]:
             angles -= 1
         else:
-            here.operators += 1
             operators += 1
-        deepest = max(deepest, len(open_levels) - 1 + angles + elses + operators // PER_LEVEL)
+        deepest = max(deepest, len(levels) - 1 + angles + elses + operators // PER_LEVEL)
     return deepest

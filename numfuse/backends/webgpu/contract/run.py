@@ -10,6 +10,7 @@ own. Sums over groups are made here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -40,7 +41,7 @@ class Product:
 
     def __init__(self, backend: ContractBackend, p: GemmProblem | GemmBackwardProblem) -> None:
         self.p = p
-        self.device = backend.device
+        self.backend = backend
         self.m, self.n = p.m, p.n
         self.batch = p.batch
         # A sum over nothing is a sum over one product of zeros.
@@ -51,30 +52,28 @@ class Product:
         count = prod(self.batch)
         self.units = count * self.m if self.rows else count
 
-    def most(self, alone: bool) -> int:
-        """Units of a group; `alone`: one element of the batch at a time."""
-        if self.rows:
-            return _TILE * self.device.grid_limit
-        return 1 if alone else self.device.grid_limit
+    def run(
+        self, steps: Sequence[Step], arrays: dict[str, Array], results: Iterable[str], alone: bool
+    ) -> dict[str, ndarray]:
+        """Run the steps and return results; `alone`: one element of the batch at a time."""
+        limit = self.backend.device.grid_limit
+        most = _TILE * limit if self.rows else 1 if alone else limit
+        return Grouping(self.backend, self.units, most, arrays).run(steps, list(results))
 
     def operands(self, alone: bool) -> dict[str, Array]:
         """a, b and bias."""
-        p, k = self.p, self.k
+        p = self.p
         a, b = p.a, p.b
         if p.k == 0:
             a, b = np.zeros((self.m, 1), _F32), np.zeros((1, self.n), _F32)
-        bias = Array(self.n, "call", np.zeros(self.n, _F32) if p.bias is None else p.bias)
-        if self.rows:
-            return {"a": self.each(a), "b": Array(k * self.n, "call", b), "bias": bias}
-        one = {
-            name: Array(x.shape[-2] * x.shape[-1], "call", x)
-            for name, x in (("a", a), ("b", b))
-            if alone and _shared(x)
+        bias = np.zeros((1, self.n), _F32) if p.bias is None else p.bias
+        once = {"a": alone and not self.rows, "b": alone or self.rows, "bias": True}
+        return {
+            name: Array(prod(x.shape[-2:]), "call", x)
+            if once[name] and _shared(x)
+            else self.each(x)
+            for name, x in (("a", a), ("b", b), ("bias", bias))
         }
-        if self.own_bias:
-            assert p.bias is not None
-            bias = self.each(p.bias)
-        return {"a": one.get("a") or self.each(a), "b": one.get("b") or self.each(b), "bias": bias}
 
     def each(self, x: ndarray) -> Array:
         """An operand with a piece for each unit, repeated where it was broadcast."""
@@ -86,7 +85,12 @@ class Product:
         """A result of (rows, columns), with a piece for each unit."""
         return Array(shape[1] if self.rows else shape[0] * shape[1])
 
-    def fields(self, activation: int, units: int) -> dict[str, int]:
+    def step(self, entry_point: str, activation: int | None = None, **names: str) -> Step:
+        """Return a pass of an entry point, with the problem's activation or that of a number."""
+        number = self.p.activation.id if activation is None else activation
+        return Step(entry_point, partial(self.fields, number), names)
+
+    def fields(self, activation: int | None, units: int) -> dict[str, Any]:
         """Return the fields of the contract's params, for a group of so many units."""
         m, batch = (units, 1) if self.rows else (self.m, units)
         sizes = {"M": m, "K": self.k, "N": self.n, "batch_size": batch}
@@ -101,30 +105,23 @@ def forward(backend: ContractBackend, p: GemmProblem) -> list[str]:
     """out = act(a @ b + bias) + residual; the entry points that ran."""
     product = Product(backend, p)
     kind = "act" if p.residual is None else "residual"
-    single, batched = f"gemm_bias_{kind}_f32", f"gemm_bias_{kind}_batched_f32"
+    names = f"gemm_bias_{kind}_f32", f"gemm_bias_{kind}_batched_f32"
     # For a single product either will do, with a batch of one.
-    entry = backend.require_one(*((single, batched) if product.rows else (batched, single)))
+    entry = backend.require(*(names if product.rows else names[::-1]), one=True)
     if not p.out.size:
         return []
-    alone = product.own_bias or entry == single
+    alone = product.own_bias or entry == names[0]
     arrays = {**product.operands(alone), "c": product.result((p.m, p.n))}
-
-    def step(activation: int, **names: str) -> Step:
-        return Step(entry, partial(product.fields, activation), names)
-
-    assert p.activation.id is not None
-    steps = [step(p.activation.id)]
+    outs, steps = {"c": p.out}, [product.step(entry)]
     if p.residual is not None:
         full = np.broadcast_to(p.residual, (*p.residual.shape[:-2], p.m, p.n))
         arrays["residual"] = product.each(full)
     if p.pre is not None:
-        arrays["pre"] = arrays["c"]
-        steps.append(step(0, c="pre"))
-    grouping = Grouping(backend, product.units, product.most(alone), arrays)
-    found = grouping.run(steps, ["c"] + ["pre"] * (p.pre is not None))
-    p.out[...] = found["c"].reshape(p.out.shape)
-    if p.pre is not None:
-        p.pre[...] = found["pre"].reshape(p.pre.shape)
+        arrays["pre"], outs["pre"] = arrays["c"], p.pre
+        steps.append(product.step(entry, 0, c="pre"))
+    found = product.run(steps, arrays, outs, alone)
+    for name, x in outs.items():
+        x[...] = found[name].reshape(x.shape)
     return [entry]
 
 
@@ -154,10 +151,8 @@ def backward(backend: ContractBackend, p: GemmBackwardProblem) -> list[str]:
     }
     for name in wanted.keys() - outs.keys():
         arrays[name] = Array(1, "call")  # bound, and never written
-    assert p.activation.id is not None
     ran = [_GRAD_PRE, *(entries[name] for name in outs)]
-    steps = [Step(entry, partial(product.fields, p.activation.id)) for entry in ran]
-    found = Grouping(backend, product.units, product.most(alone), arrays).run(steps, list(outs))
+    found = product.run([product.step(entry) for entry in ran], arrays, outs, alone)
     with np.errstate(over="ignore", invalid="ignore"):
         for name, x in outs.items():
             pieces = found[name]

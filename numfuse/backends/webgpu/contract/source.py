@@ -9,12 +9,13 @@ from __future__ import annotations
 import ast
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["Module", "Variable", "declarations", "parse", "without_comments"]
 
+_END = "; \t\r\n"
 _LINE_END = "\n\v\f\r\u0085\u2028\u2029"
 _COMMENT = re.compile(rf"//[^{_LINE_END}]*|/\*")
 _INSIDE = re.compile(r"/\*|\*/")
@@ -39,6 +40,34 @@ def without_comments(text: str) -> str:
     return "".join(out) + ("" if depth else text[at:])
 
 
+def _quotient(x: int, y: int) -> int:
+    if y == 0:
+        raise ValueError("division by zero")
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _quotient,
+    ast.Mod: lambda x, y: x - _quotient(x, y) * y,
+    ast.LShift: lambda x, y: x << min(max(y, 0), 64),
+    ast.RShift: lambda x, y: x >> min(max(y, 0), 64),
+    ast.BitAnd: operator.and_,
+    ast.BitOr: operator.or_,
+    ast.BitXor: operator.xor,
+}
+_CALLS: dict[str, Callable[..., int]] = {
+    "u32": lambda x=0: x,
+    "i32": lambda x=0: x,
+    "min": min,
+    "max": max,
+    "abs": abs,
+    "clamp": lambda x, low, high: min(max(x, low), high),
+}
+
+
 @dataclass(frozen=True)
 class Variable:
     """A buffer that the module declares."""
@@ -55,8 +84,9 @@ class Variable:
 class Module:
     """The parts of a module that `parse` found."""
 
-    #: {name: (the text of its @workgroup_size, its parameters and body)} of compute entry points.
-    entry_points: dict[str, tuple[str, str]] = field(default_factory=dict)
+    #: {name: the text of its @workgroup_size} of compute entry points.
+    entry_points: dict[str, str] = field(default_factory=dict)
+    #: {name: parameters and body}.
     functions: dict[str, str] = field(default_factory=dict)
     #: {name: text} of constants, and of overrides with a default.
     values: dict[str, str] = field(default_factory=dict)
@@ -71,27 +101,53 @@ class Module:
         ValueError
             It is written with something other than integers, their arithmetic and their names.
         """
-        parts = split_arguments(self.entry_points[entry_point][0])
+        parts = split_arguments(self.entry_points[entry_point])
         x, y, z = ([self.integer(part) for part in parts] + [1, 1])[:3]
         return x, y, z
 
-    def integer(self, text: str) -> int:
-        """A constant expression of integers, or ValueError."""
-        return _integer(text, self.values, ())
+    def integer(self, text: str, inside: tuple[str, ...] = ()) -> int:
+        """A constant expression of integers, or ValueError; `inside` are the names it is of.
 
-    def touched(self, entry_point: str) -> list[Variable]:
-        """The buffers whose names are in an entry point or in a function that it calls.
+        WGSL's arithmetic of integers is written as Python's, but for suffixes and quotients.
+        """
+
+        text = text.strip()
+
+        def value(node: Any) -> int:
+            match node:
+                case ast.Constant(value=int(number)) if not isinstance(number, bool):
+                    return number
+                case ast.Name(id=name) if name in self.values and name not in inside:
+                    return self.integer(self.values[name], (*inside, name))
+                case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                    return _BINARY[type(op)](value(left), value(right))
+                case ast.UnaryOp(op=ast.USub(), operand=operand):
+                    return -value(operand)
+                case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
+                    return _CALLS[name](*map(value, args))
+            raise ValueError("not an integer")
+
+        plain = _INTEGER.sub(lambda m: str(int(m[1], 0)) if m[1] != "0" else "0", text)
+        try:
+            return value(ast.parse(f"({plain})", mode="eval").body)
+        except (SyntaxError, ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{text!r} is not an expression of integer constants") from error
+
+    def touched(self, entry_point: str, binding: int) -> list[Variable]:
+        """The buffers of a binding, named in an entry point or in a function that it calls.
 
         A local variable of the same name counts too: there may be more than there are, never less.
         """
-        todo, seen = [self.entry_points[entry_point][1]], set[str]()
+        todo, seen = [self.functions[entry_point]], set[str]()
         while todo:
             for name in re.findall(r"\w+", todo.pop()):
                 if name not in seen:
                     seen.add(name)
                     if name in self.functions:
                         todo.append(self.functions[name])
-        return [variable for variable in self.variables if variable.name in seen]
+        return [
+            v for v in self.variables if v.name in seen and (v.group, v.binding) == (0, binding)
+        ]
 
     def resolved(self, type_name: str) -> str:
         """A type's text without spaces, with the aliases in it replaced."""
@@ -112,22 +168,21 @@ def parse(text: str) -> Module:
         if found := _FUNCTION.match(rest):
             module.functions[found[1]] = rest[found.end() :]
             if "compute" in attributes:
-                size = attributes.get("workgroup_size", "")
-                module.entry_points[found[1]] = size, rest[found.end() :]
+                module.entry_points[found[1]] = attributes.get("workgroup_size", "")
         elif found := _VALUE.match(rest):
-            module.values[found[1]] = found[2].rstrip("; \t\r\n")
+            module.values[found[1]] = found[2].rstrip(_END)
         elif found := _ALIAS.match(rest):
-            module.aliases[found[1]] = found[2].rstrip("; \t\r\n")
+            module.aliases[found[1]] = found[2].rstrip(_END)
         elif found := _BUFFER.match(rest):
             late.append((attributes, found))
     for attributes, found in late:  # the constants may be declared later
         space, access, name, kind = found.groups()
-        at = [
+        group, binding = (
             module.integer(attributes[word]) if word in attributes else None
             for word in ("group", "binding")
-        ]
-        kind = kind.rstrip("; \t\r\n")
-        module.variables.append(Variable(name, at[0], at[1], space, access or "read", kind))
+        )
+        made = Variable(name, group, binding, space, access or "read", kind.rstrip(_END))
+        module.variables.append(made)
     return module
 
 
@@ -181,55 +236,3 @@ def split_arguments(text: str) -> list[str]:
         else:
             parts[-1] += character
     return [part.strip() for part in parts if part.strip()]
-
-
-def _quotient(x: int, y: int) -> int:
-    if y == 0:
-        raise ValueError("division by zero")
-    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
-
-
-_BINARY: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: _quotient,
-    ast.Mod: lambda x, y: x - _quotient(x, y) * y,
-    ast.LShift: lambda x, y: x << min(max(y, 0), 64),
-    ast.RShift: lambda x, y: x >> min(max(y, 0), 64),
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-}
-_CALLS: dict[str, Callable[..., int]] = {
-    "u32": lambda x=0: x,
-    "i32": lambda x=0: x,
-    "min": min,
-    "max": max,
-    "abs": abs,
-    "clamp": lambda x, low, high: min(max(x, low), high),
-}
-
-
-def _integer(text: str, values: Mapping[str, str], inside: tuple[str, ...]) -> int:
-    """WGSL's arithmetic of integers is written as Python's, but for suffixes and quotients."""
-
-    def value(node: Any) -> int:
-        match node:
-            case ast.Constant(value=int(number)) if not isinstance(number, bool):
-                return number
-            case ast.Name(id=name) if name in values and name not in inside:
-                return _integer(values[name], values, (*inside, name))
-            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return _BINARY[type(op)](value(left), value(right))
-            case ast.UnaryOp(op=ast.USub(), operand=operand):
-                return -value(operand)
-            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _CALLS:
-                return _CALLS[name](*map(value, args))
-        raise ValueError("not an integer")
-
-    plain = _INTEGER.sub(lambda m: str(int(m[1], 0)) if m[1] != "0" else "0", text.strip())
-    try:
-        return value(ast.parse(f"({plain})", mode="eval").body)
-    except (SyntaxError, ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"{text.strip()!r} is not an expression of integer constants") from error

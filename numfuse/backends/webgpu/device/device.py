@@ -40,26 +40,19 @@ _BINDINGS = {"uniform": "uniform", "read": "read-only-storage", "read_write": "s
 _WANTED = ("shader-f16", "shader-f64", "shader-int64", "timestamp-query")
 
 
-def _direct() -> tuple[Any, Any, Any, Any] | None:
-    """The three calls of a dispatch in the C library of wgpu, as wgpu makes them itself.
+#: The three calls of a dispatch in the C library of wgpu, as wgpu makes them itself.
+#: Its Python methods take 2 to 4 us each, a third of a small call's time. (An error in one is told
+#: by the end of the pass, which is wgpu's own method.) None where this wgpu is built otherwise.
+_DIRECT: tuple[Any, Any, Any, Any] | None = None
+with contextlib.suppress(ImportError, AttributeError):
+    from wgpu.backends.wgpu_native import ffi, lib
 
-    Its Python methods take 2 to 4 us each, a third of a small call's time. (An error in one is told
-    by the end of the pass, which is wgpu's own method.) None where this wgpu is built otherwise.
-    """
-    try:
-        from wgpu.backends.wgpu_native import ffi, lib
-
-        return (
-            lib.wgpuComputePassEncoderSetPipeline,
-            lib.wgpuComputePassEncoderSetBindGroup,
-            lib.wgpuComputePassEncoderDispatchWorkgroups,
-            ffi.NULL,
-        )
-    except (ImportError, AttributeError):
-        return None
-
-
-_DIRECT = _direct()
+    _DIRECT = (
+        lib.wgpuComputePassEncoderSetPipeline,
+        lib.wgpuComputePassEncoderSetBindGroup,
+        lib.wgpuComputePassEncoderDispatchWorkgroups,
+        ffi.NULL,
+    )
 
 
 class Device(Memory):
@@ -92,12 +85,9 @@ class Device(Memory):
         self.queue = self.handle.queue
         self.features = frozenset(wanted)
         self.limits: dict[str, int] = {**dict(self.handle.limits), **(limits or {})}
-        self.binding_limit = (
-            min(self.limits["max-storage-buffer-binding-size"], self.limits["max-buffer-size"])
-            // 16
-            * 16
-        )
         self.buffer_limit = self.limits["max-buffer-size"] // 16 * 16
+        binding = self.limits["max-storage-buffer-binding-size"] // 16 * 16
+        self.binding_limit = min(binding, self.buffer_limit)
         self.alignment = max(16, self.limits["min-storage-buffer-offset-alignment"])
         #: Bytes of an array that can be bound wherever it begins.
         self.room = self.binding_limit - 2 * self.alignment
@@ -117,7 +107,10 @@ class Device(Memory):
         #: The recorded calls on arrays of the device (see `program`), and on NumPy's (`host`).
         self.programs: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
         self.hosted: Replay[Any] = Replay(*tiling.KEPT_PROGRAMS)
-        forks.remember(self)
+        forks.DEVICES.add(self)
+
+    def __str__(self) -> str:
+        return self.name
 
     @functools.cached_property
     def one_rounding(self) -> dict[str, bool]:

@@ -20,7 +20,7 @@ from numfuse.errors import BackendUnavailable
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
 
-__all__ = ["begin", "forked", "refuse", "remember"]
+__all__ = ["DEVICES", "begin", "forked", "refuse"]
 
 _REASON = (
     "this process was forked after WebGPU had begun, which drivers do not survive: start it with "
@@ -29,7 +29,8 @@ _REASON = (
 _API = "wgpu.backends.wgpu_native._api"
 
 _began = _forked = False
-_devices: weakref.WeakSet[Device] = weakref.WeakSet()
+#: Every device of this process: to a child they are lost.
+DEVICES: weakref.WeakSet[Device] = weakref.WeakSet()
 
 
 def begin() -> None:
@@ -37,11 +38,6 @@ def begin() -> None:
     global _began
     refuse()
     _began = True
-
-
-def remember(device: Device) -> None:
-    """Let a child know this device, which is lost to it."""
-    _devices.add(device)
 
 
 def forked() -> bool:
@@ -59,17 +55,13 @@ def _kept(_: Any) -> None:
     """Take the place of `_release`: the object is the parent's."""
 
 
-def _exit_functions() -> tuple[Any, ...] | None:
-    """Return the functions that `_leave` calls of the C library; None if that is not GNU's."""
-    try:
-        libc = ctypes.CDLL(None)
-        return libc.on_exit, libc._exit, libc.__cxa_atexit, libc.fflush
-    except (AttributeError, OSError, TypeError):
-        return None
-
-
-# Looked up here: between a fork and its hook no more is done than has to be.
-_C = _exit_functions() if sys.platform == "linux" else None
+#: What `_leave` calls of the C library; None if that is not GNU's. Looked up here: between a fork
+#: and its hook no more is done than has to be.
+_C: tuple[Any, ...] | None = None
+if sys.platform == "linux":
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        _LIBC = ctypes.CDLL(None)
+        _C = _LIBC.on_exit, _LIBC._exit, _LIBC.__cxa_atexit, _LIBC.fflush
 
 
 def _leave() -> None:
@@ -91,7 +83,7 @@ def _after_fork_in_child() -> None:
         return
     _forked = True
     end("webgpu", _REASON)
-    for device in list(_devices):
+    for device in list(DEVICES):
         device.lost = True
     for kind in list(vars(sys.modules[_API]).values()) if _API in sys.modules else ():
         if isinstance(kind, type) and "_release" in vars(kind):

@@ -91,12 +91,7 @@ def backward(store: Store, p: GemmBackwardProblem, outs: _Outs) -> None:
         _gradients(store, p, [(grad_pre, p.b, p.a)], outs)
 
 
-def _gradients(
-    store: Store,
-    p: GemmBackwardProblem,
-    terms: Sequence[_Term],
-    outs: _Outs,
-) -> None:
+def _gradients(store: Store, p: GemmBackwardProblem, terms: Sequence[_Term], outs: _Outs) -> None:
     """Record d_a and d_b: the sums of g @ b^T and of a^T @ g over the terms (g, b, a)."""
     if "d_a" in outs:
         factors = [(g, store.source(b).turned) for g, b, _ in terms if b is not None]
@@ -126,7 +121,8 @@ def _rows(
     """Record a formula of every row, and d_bias from its column sums."""
     device, acc = store.device, p.acc_dtype
     by_bias = Places.of(p.batch, () if d_bias is None else d_bias.shape[:-2])
-    places = by_bias.each()
+    # every element of the batch is a place of its own, in the same order
+    places = replace(by_bias, outer=by_bias.outer + by_bias.inner, inner=())
     tile = tile_of(device, p.m, p.n, acc)
     rows = -(-p.m // tile.block_m)
     sums = None
@@ -154,7 +150,8 @@ def _moved(store: Store, p: _Moving, out: Region) -> None:
     if p.v is not None:
         factors.append((a, store.source(p.v)))
     if not factors:  # sums of no products
-        factors.append((_empty(a, -1), _empty(b, -2)))
+        none = replace(b, shape=(*b.shape[:-2], 0, b.shape[-1]))
+        factors.append((replace(a, shape=(*a.shape[:-1], 0)), none))
     _sum_of_products(store, p, factors, out, added={"bias": p.w, "residual": p.z})
 
 
@@ -187,13 +184,6 @@ def _sum_of_products(
         formula, add = BARE, True
     if target is not out:
         copy(store.commands, target, out)
-
-
-def _empty(region: Region, axis: int) -> Region:
-    """Return a factor without products: its axis of K has length 0."""
-    shape = list(region.shape)
-    shape[axis] = 0
-    return replace(region, shape=tuple(shape))
 
 
 def _wide(store: Store, p: _Moving, what: str) -> Region:
@@ -259,10 +249,7 @@ def double_backward(store: Store, p: GemmDoubleBackwardProblem, outs: _Outs) -> 
 
 
 def _elementwise(
-    store: Store,
-    p: GemmDoubleBackwardProblem,
-    formula: Formula,
-    wanted: _Outs,
+    store: Store, p: GemmDoubleBackwardProblem, formula: Formula, wanted: _Outs
 ) -> tuple[Region | None, Region | None]:
     """Record d_grad, and Q and S where they are needed, which are returned."""
     outs: dict[str, Region] = {}

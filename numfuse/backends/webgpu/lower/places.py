@@ -30,47 +30,36 @@ def tile_of(
     device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0
 ) -> WebGpuTile:
     """Return the tile of an M x N result on this device, of which sums over `depth` may be cut."""
-    limits = device.limits
-    return tiling.tile(
-        m,
-        n,
-        accumulator.itemsize,
-        limits["max-compute-workgroup-storage-size"],
-        min(
-            limits["max-compute-invocations-per-workgroup"],
-            limits["max-compute-workgroup-size-x"],
-        ),
-        device.adapter.kind == "CPU",
-        depth,
+    limits, cpu = device.limits, device.adapter.kind == "CPU"
+    storage = limits["max-compute-workgroup-storage-size"]
+    invocations = min(
+        limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
     )
+    return tiling.tile(m, n, accumulator.itemsize, storage, invocations, cpu, depth)
 
 
 def factor_access(region: Region, outputs: int, depth: int) -> Access:
     """Return how a shader may read a factor, the axes of which are the result's and the sum's."""
-    shape, strides = region.shape, region.strides
+    strides = region.strides
     if strides[depth] == 1 or strides[outputs] == 1:
         turned = strides[depth] == 1
     else:
         turned = abs(strides[depth]) < abs(strides[outputs])
     along, across = (depth, outputs) if turned else (outputs, depth)
-    wide = (
-        strides[along] == 1
-        and shape[along] % 4 == 0
-        and region.offset % 4 == 0
-        and all(s % 4 == 0 for s in (strides[across], *strides[:-2]))
-    )
-    return Access(region.dtype, wide, turned)
+    steps = strides[across], *strides[:-2]
+    return Access(region.dtype, _by_fours(region, along, steps), turned)
 
 
 def row_access(region: Region) -> Access:
     """Return how a shader may read or write an array along its rows."""
-    wide = (
-        region.strides[-1] == 1
-        and region.shape[-1] % 4 == 0
-        and region.offset % 4 == 0
-        and all(s % 4 == 0 for s in repeated(region.shape, region.strides)[:-1])
-    )
-    return Access(region.dtype, wide)
+    steps = repeated(region.shape, region.strides)[:-1]
+    return Access(region.dtype, _by_fours(region, -1, steps))
+
+
+def _by_fours(region: Region, axis: int, steps: Sequence[int]) -> bool:
+    """Return whether four neighbours along an axis may be read at once, steps being of others."""
+    fours = region.shape[axis], region.offset, *steps
+    return region.strides[axis] == 1 and all(number % 4 == 0 for number in fours)
 
 
 def repeated(lengths: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -103,33 +92,18 @@ class Places:
     def segments(self) -> int:
         return prod(self.batch[i] for i in self.inner)
 
-    def each(self) -> Places:
-        """Return every element of the batch as a place of its own, in the same order."""
-        return Places(self.batch, self.outer + self.inner, ())
-
-    def without_segments(self) -> Places:
-        """Return the places with nothing to add up."""
-        return Places(self.batch, self.outer, ())
-
     def table(self, regions: Sequence[Region | None]) -> bytes:
         """Return where each of these begins, place by place and segment by segment; None at 0."""
         order = self.outer + self.inner
         columns = []
         for region in regions:
             at = np.full((), 0 if region is None else region.offset, np.int64)
-            steps = _steps(region, len(self.batch))
+            axes = len(self.batch)
+            steps = (0,) * axes if region is None else region.batch_steps(axes)
             for axis in order:
                 at = np.add.outer(at, np.arange(self.batch[axis]) * steps[axis])
             columns.append(at.reshape(-1))
         return np.stack(columns, axis=1).astype(np.uint32).tobytes()
-
-
-def _steps(region: Region | None, axes: int) -> tuple[int, ...]:
-    """Return the strides of the batch axes, with leading ones for those that an array lacks."""
-    if region is None:
-        return (0,) * axes
-    own = repeated(region.shape[:-2], region.strides[:-2])
-    return (0,) * (axes - len(own)) + own
 
 
 @dataclass(frozen=True)

@@ -66,14 +66,14 @@ def launch(
         Whether `outs` is a stack of planes.
     """
     device, (m, n, k) = store.device, sizes
-    used = [name for name in formula.inputs if name in arrays]
     given = dict(zip("xy", factors or (), strict=False))
-    given |= {f"from_{name}": arrays[name] for name in used}
+    given |= {f"from_{name}": arrays[name] for name in formula.inputs if name in arrays}
     given |= {f"to_{name}": region for name, region in outs.items()}
     values = {"m": m, "n": n, "k": k, "part": cut.part, "parts": cut.parts}
     values |= {"segments": cut.per_group, "summed": places.segments, "groups": cut.groups}
     many = places.count != 1 or places.segments != 1
     bindings: dict[str, Any] = {}
+    described = []
     for name, region in given.items():
         bindings[name], first = region.bound(device)
         given[name] = region = replace(region, offset=first)
@@ -84,12 +84,10 @@ def launch(
             strides = repeated(region.shape[-2:], strides)
         values[name] = 0 if many else first
         values[f"{name}_row"], values[f"{name}_column"] = strides
-    described = []
-    for name in used:
-        region = given[f"from_{name}"]
-        described.append(Array(name, row_access(region), by_column=region.shape[-2] == 1))
-    for name in outs:
-        described.append(Array(name, row_access(given[f"to_{name}"]), stored=True))
+        way, _, plain = name.partition("_")
+        if plain:
+            by_column = way == "from" and region.shape[-2] == 1
+            described.append(Array(plain, row_access(region), way == "to", by_column))
     if column_sums is not None:
         bindings["column_sums"] = column_sums.bound(device)[0]
     if many:
@@ -142,7 +140,7 @@ def product(
     if not (m and n and places.count):
         return
     if not places.segments:  # a sum of no products: one of length 0, as a kernel adds up
-        places, k = places.without_segments(), 0
+        places, k = replace(places, inner=()), 0
     cut = Cut(k, per_group=places.segments)
     tile = tile_of(store.device, m, n, accumulator, k if free else 0)
     if free:

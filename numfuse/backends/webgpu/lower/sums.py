@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -33,29 +32,26 @@ def join(
     while depth > tiling.JOINED:
         stages = -(-depth // tiling.JOINED)
         stage = fresh(device, (count, stages, size), np.dtype(planes.dtype), "joined planes")
-        _sum(store, planes, stage, count, depth, tiling.JOINED, size, False)
+        _sum(store, planes, stage, (count, depth, size), tiling.JOINED, False)
         planes, depth = stage, stages
     target = out
     if not out.contiguous:
         target = fresh(device, out.shape, np.dtype(out.dtype), "a joined result")
         if add:
             copy(store.commands, out, target)
-    _sum(store, planes, target, count, depth, depth, size, add)
+    _sum(store, planes, target, (count, depth, size), depth, add)
     if target is not out:
         copy(store.commands, target, out)
 
 
 def _sum(
-    store: Store,
-    planes: Region,
-    out: Region,
-    count: int,
-    depth: int,
-    width: int,
-    size: int,
-    add: bool,
+    store: Store, planes: Region, out: Region, sizes: tuple[int, int, int], width: int, add: bool
 ) -> None:
-    """Record out[o, g] = the sum of the planes [o, q] with q in the group g of `width`."""
+    """Record out[o, g] = the sum of the planes [o, q] with q in the group g of `width`.
+
+    `sizes` are how many o and q there are, and elements of a plane.
+    """
+    count, depth, size = sizes
     device = store.device
     (source, source_at), (target, target_at) = planes.bound(device), out.bound(device)
     wide = size % 4 == source_at % 4 == target_at % 4 == 0
@@ -80,11 +76,8 @@ def _sum(
 
 def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> None:
     """Record out = x summed over the axes along which out was broadcast to the shape of x."""
-    source, target = store.source(x), store.target(out)
-    missing = x.ndim - out.ndim
-    target = replace(
-        target, shape=(1,) * missing + target.shape, strides=(0,) * missing + target.strides
-    )
+    source = store.source(x)
+    _, target, _ = source.summed_to(store.target(out))
     if source.shape == target.shape:
         copy(store.commands, source, target)
         return
@@ -113,19 +106,12 @@ def _sum_to(
         axis = max(range(len(source.shape)), key=lambda i: source.shape[i])
         middle = source.shape[axis] // 2
         for first, last in ((0, middle), (middle, source.shape[axis])):
-            half = source.part(axis, first, last)
-            if target.shape[axis] == source.shape[axis]:
-                _sum_to(store, half, target.part(axis, first, last), accumulator, add)
-            else:
-                _sum_to(store, half, target, accumulator, add or first > 0)
+            apart = target.shape[axis] == source.shape[axis]
+            goal = target.part(axis, first, last) if apart else target
+            more = add or (first > 0 and not apart)
+            _sum_to(store, source.part(axis, first, last), goal, accumulator, more)
         return
-    summed = [i for i, length in enumerate(target.shape) if length != source.shape[i]]
-    order = [*summed, *(i for i in range(len(source.shape)) if i not in summed)]
-    turned = replace(
-        source,
-        shape=tuple(source.shape[i] for i in order),
-        strides=tuple(source.strides[i] for i in order),
-    )
+    turned, _, depth = source.summed_to(target)
     planes = fresh(store.device, turned.shape, accumulator, "the summands of a residual")
     copy(store.commands, turned, planes)
-    join(store, planes, 1, prod(source.shape[i] for i in summed), target, add)
+    join(store, planes, 1, depth, target, add)

@@ -12,12 +12,12 @@ fn main(@builtin(global_invocation_id) id: vec3<u32>, @builtin(num_workgroups) g
         return;
     }
     //$ for r in INPUTS:
-    let ${r.NAME}_here = ${r.READ}(${r.ARRAY}[p.${r.ARRAY} + i]);
+    let ${r.name}_here = $READ(${r.array}[p.${r.array} + i]);
     //$ end
     //$ for a in ARGUMENTS:
     let made_${a[0]} = epilogue(${a[1]});
     //$ end
     //$ for w in OUTPUTS:
-    ${w.ARRAY}[p.${w.ARRAY} + i] = ${w.ELEMENT}(${w.VALUE});
+    ${w.array}[p.${w.array} + i] = ${w.access.element}(${MADE[w.name]});
     //$ end
 }

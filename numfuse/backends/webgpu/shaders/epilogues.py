@@ -30,17 +30,9 @@ class Array:
         """The name of the buffer, and of its offset and strides."""
         return f"{'to' if self.stored else 'from'}_{self.name}"
 
-
-class _Lanes:
-    """An array as the templates see it: as many neighbours at a time as the epilogue has calls."""
-
-    def __init__(self, array: Array, accumulator: str, lanes: int) -> None:
-        access, wide = array.access, f"vec4<{accumulator}>"
-        self.NAME, self.ARRAY, self.WIDE = array.name, array.array, access.wide
-        self.SCALAR, self.ELEMENT, self.BY_COLUMN = access.scalar, access.element, array.by_column
-        self.READ = accumulator if lanes == 1 else wide
-        made = ", ".join(f"made_{d}.{array.name}" for d in range(lanes))
-        self.VALUE = made if lanes == 1 else f"{wide}({made})"
+    @property
+    def storage(self) -> Storage:
+        return Storage(self.array, self.access.element, "read_write" if self.stored else "read")
 
 
 class _Factor:
@@ -80,13 +72,6 @@ class _Epilogue(Shader):
         return tuple(array.array for array in self.arrays)
 
     @property
-    def _storage(self) -> list[Storage]:
-        return [
-            Storage(a.array, a.access.element, "read_write" if a.stored else "read")
-            for a in self.arrays
-        ]
-
-    @property
     def _operation(self) -> str:
         return self.formula.operation.__name__.replace("_", " ")
 
@@ -97,12 +82,19 @@ class _Epilogue(Shader):
         names += ["sum"] if self.formula.summed else []
         lane = "" if lanes == 1 else "[{}]"
         arguments = [", ".join(name + lane.format(d) for name in names) for d in range(lanes)]
+        read = acc if lanes == 1 else f"vec4<{acc}>"
+        made = {}
+        for a in self.arrays:
+            lane_by_lane = ", ".join(f"made_{d}.{a.name}" for d in range(lanes))
+            made[a.name] = lane_by_lane if lanes == 1 else f"{read}({lane_by_lane})"
         return {
             "EPILOGUE": self.formula.text(self.accumulator, self.one_rounding),
             "ARGUMENTS": list(enumerate(arguments)),
             "ACC": acc,
-            "INPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if not a.stored],
-            "OUTPUTS": [_Lanes(a, acc, lanes) for a in self.arrays if a.stored],
+            "READ": read,
+            "MADE": made,
+            "INPUTS": [a for a in self.arrays if not a.stored],
+            "OUTPUTS": [a for a in self.arrays if a.stored],
         }
 
 
@@ -134,7 +126,7 @@ class Gemm(_Epilogue):
         found = [
             Storage(n, a.element, "read") for n, a in zip("xy", self.factors or (), strict=False)
         ]
-        found += self._storage
+        found += [a.storage for a in self.arrays]
         if self.formula.summed:
             found.append(Storage("column_sums", TYPES[self.accumulator], "read_write"))
         if self.places:
@@ -145,7 +137,7 @@ class Gemm(_Epilogue):
     def place(self) -> Uniform:
         """Where the arrays of a place begin."""
         factors = ("x", "y") if self.factors else ()
-        return Uniform.of(*factors, *self._names)
+        return Uniform((*factors, *self._names))
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
@@ -156,7 +148,7 @@ class Gemm(_Epilogue):
         # Planes: number z is part z % parts of K, of the segments of place z / parts. A place adds
         # up `summed` segments in all, in `groups` of `segments` each.
         fields += ["first_plane", "part", "parts", "segments", "summed", "groups"]
-        return Uniform.of(*fields, *self.place.names)
+        return Uniform((*fields, *self.place.names))
 
     def text(self) -> str:
         t = self.tile
@@ -183,14 +175,8 @@ class Gemm(_Epilogue):
                 "SUMS": [(i, j) for i in range(t.mr) for j in range(t.nr // 4)],
                 "X_PITCH": t.block_m // 4 + (x is not None and x.turned),
                 "Y_PITCH": t.block_n // 4 + (y is not None and y.turned),
-                "BLOCK_M": t.block_m,
-                "BLOCK_N": t.block_n,
-                "BLOCK_K": t.block_k,
+                **{name.upper(): value for name, value in vars(t).items()},
                 "SLICES": t.chain // t.block_k,
-                "MR": t.mr,
-                "NR": t.nr,
-                "GROUP": t.group,
-                "K_FIRST": t.k_first,
                 "INVOCATIONS": t.invocations,
                 "TX": tx,
                 "TY": ty,
@@ -220,11 +206,11 @@ class Elementwise(_Epilogue):
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        return tuple(self._storage)
+        return tuple(a.storage for a in self.arrays)
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
-        return Uniform.of("first", "last", *self._names)
+        return Uniform(("first", "last", *self._names))
 
     def text(self) -> str:
         lanes = 4 if self.arrays[-1].access.wide else 1

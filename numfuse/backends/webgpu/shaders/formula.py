@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from numfuse.epilogues import Epilogue
 from numfuse.language import wgsl
@@ -19,14 +19,6 @@ from numfuse.runtime.lifetimes import formulas_of
 from numfuse.runtime.replay import kept
 
 __all__ = ["Formula"]
-
-
-class _Result(NamedTuple):
-    """A result as a lowering needs to know it."""
-
-    inputs: frozenset[str]
-    #: The input that it is, unchanged.
-    alias: str | None
 
 
 def _epilogue(
@@ -39,13 +31,16 @@ def _epilogue(
 @kept(1024)
 def _facts(
     operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
-) -> tuple[tuple[str, ...], dict[str, _Result]]:
-    """Return the inputs of an epilogue in their order, and its results by name."""
+) -> tuple[tuple[str, ...], dict[str, tuple[frozenset[str], str | None]]]:
+    """Return the inputs of an epilogue in their order, and by the name of a result its own.
+
+    With those comes the input that the result is, unchanged; None if there is none.
+    """
     made = _epilogue(operation, curve, absent, guard)
     results = {}
     for name, expr in made.results:
         alias = str(expr.payload) if expr.op == "input" else None
-        results[name] = _Result(frozenset(inputs((expr,))), alias)
+        results[name] = frozenset(inputs((expr,))), alias
     return made.inputs, results
 
 
@@ -116,15 +111,15 @@ class Formula:
 
     def alias(self, result: str) -> str | None:
         """Return the input that a result is, unchanged; None if there is none."""
-        known = _facts(*self._arguments)[1].get(result)
-        return None if known is None else known.alias
+        known = _facts(*self._arguments)[1]
+        return known[result][1] if result in known else None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that the chosen results depend on, accumulators first."""
         order, known = _facts(*self._arguments)
         chosen = (*self.results, *((self.summed,) if self.summed else ()))
-        used = frozenset[str]().union(*(known[name].inputs for name in chosen if name in known))
+        used = frozenset[str]().union(*(known[name][0] for name in chosen if name in known))
         return tuple(name for name in order if name in used)
 
     def text(self, dtype: str, one_rounding: bool) -> str:

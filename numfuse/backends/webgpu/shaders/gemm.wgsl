@@ -19,14 +19,14 @@ $HEADER
 $EPILOGUE
 //$ for b in INPUTS:
 // Four neighbours of a row; what lies past the last column is 0.
-fn load_${b.NAME}(at: u32, column: u32) -> vec4<$ACC> {
-    //$ if b.WIDE:
-    return vec4<$ACC>(${b.ARRAY}[at / 4u]);
+fn load_${b.name}(at: u32, column: u32) -> vec4<$ACC> {
+    //$ if b.access.wide:
+    return vec4<$ACC>(${b.array}[at / 4u]);
     //$ else:
     var value = vec4<$ACC>();
     //$ for d in range(4):
     if (column + ${d}u < p.n) {
-        value[$d] = $ACC(${b.ARRAY}[at + ${d}u * p.${b.ARRAY}_column]);
+        value[$d] = $ACC(${b.array}[at + ${d}u * p.${b.array}_column]);
     }
     //$ end
     return value;
@@ -35,13 +35,13 @@ fn load_${b.NAME}(at: u32, column: u32) -> vec4<$ACC> {
 //$ end
 
 //$ for b in OUTPUTS:
-fn store_${b.NAME}(at: u32, column: u32, value: vec4<$ACC>) {
-    //$ if b.WIDE:
-    ${b.ARRAY}[at / 4u] = vec4<${b.SCALAR}>(value);
+fn store_${b.name}(at: u32, column: u32, value: vec4<$ACC>) {
+    //$ if b.access.wide:
+    ${b.array}[at / 4u] = vec4<${b.access.scalar}>(value);
     //$ else:
     //$ for d in range(4):
     if (column + ${d}u < p.n) {
-        ${b.ARRAY}[at + ${d}u * p.${b.ARRAY}_column] = ${b.SCALAR}(value[$d]);
+        ${b.array}[at + ${d}u * p.${b.array}_column] = ${b.access.scalar}(value[$d]);
     }
     //$ end
     //$ end
@@ -265,8 +265,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         var sum = vec4<$ACC>();
         //$ end
         if (column < p.n) {
-            //$ for r in [r for r in INPUTS if r.BY_COLUMN]:
-            let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + column * p.${r.ARRAY}_column, column);
+            //$ for r in [r for r in INPUTS if r.by_column]:
+            let ${r.name}_here = load_${r.name}(place.${r.array} + column * p.${r.array}_column, column);
             //$ end
             for (var i = 0u; i < ${MR}u; i++) {
                 let row = row0 + i / 4u * ${BLOCK_M // (MR // 4)}u + ty * 4u + i % 4u;
@@ -280,8 +280,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                         default: { z_here = c${MR - 1}_${NR // 4 - 1}; }
                     }
                     //$ end
-                    //$ for r in [r for r in INPUTS if not r.BY_COLUMN]:
-                    let ${r.NAME}_here = load_${r.NAME}(place.${r.ARRAY} + row * p.${r.ARRAY}_row + column * p.${r.ARRAY}_column, column);
+                    //$ for r in [r for r in INPUTS if not r.by_column]:
+                    let ${r.name}_here = load_${r.name}(place.${r.array} + row * p.${r.array}_row + column * p.${r.array}_column, column);
                     //$ end
                     //$ for a in ARGUMENTS:
                     let made_${a[0]} = epilogue(${a[1]});
@@ -290,7 +290,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     sum = vec4<$ACC>(made_0.sum, made_1.sum, made_2.sum, made_3.sum);
                     //$ end
                     //$ for w in OUTPUTS:
-                    store_${w.NAME}(place.${w.ARRAY} + $ROW * p.${w.ARRAY}_row + column * p.${w.ARRAY}_column, column, ${w.VALUE});
+                    store_${w.name}(place.${w.array} + $ROW * p.${w.array}_row + column * p.${w.array}_column, column, ${MADE[w.name]});
                     //$ end
                 }
             }

@@ -13,12 +13,10 @@ __all__ = ["COPY_AXES", "Plain", "copy", "join", "probe"]
 
 #: Axes of a strided copy; longer shapes are cut.
 COPY_AXES = 4
-_COPY = Uniform.of(
-    *(f"{name}_{axis}" for name in ("source", "out", "shape") for axis in range(COPY_AXES)),
-    *("source_first", "out_first", "size"),
-)
-_JOIN = Uniform.of("size", "depth", "width", "groups", "planes", "out", "total")
-_PROBE = Uniform.of("count")
+_AXES = [f"{name}_{axis}" for name in ("source", "out", "shape") for axis in range(COPY_AXES)]
+_COPY = Uniform((*_AXES, "source_first", "out_first", "size"))
+_JOIN = Uniform(("size", "depth", "width", "groups", "planes", "out", "total"))
+_PROBE = Uniform(("count",))
 
 
 @dataclass(frozen=True)

@@ -38,24 +38,17 @@ struct ResidualParams { M: u32, K: u32, N: u32, batch_size: u32 }
 var<workgroup> left: array<array<f32, TILE>, TILE>;
 var<workgroup> right: array<array<f32, TILE>, TILE>;
 
-fn activate(activation_type: u32, x: f32) -> f32 {
+//$ for name, of, rest in (("activate", "act", "x"), ("slope", "slope", "1.0")):
+fn $name(activation_type: u32, x: f32) -> f32 {
     switch activation_type {
         //$ for act in ACTIVATIONS:
-        case ${act.id}u: { return act_${act.name}(x); }
+        case ${act.id}u: { return ${of}_${act.name}(x); }
         //$ end
-        default: { return x; }
+        default: { return $rest; }
     }
 }
 
-fn slope(activation_type: u32, x: f32) -> f32 {
-    switch activation_type {
-        //$ for act in ACTIVATIONS:
-        case ${act.id}u: { return slope_${act.name}(x); }
-        //$ end
-        default: { return 1.0; }
-    }
-}
-
+//$ end
 // Adds the products of one row of `left` and one column of `right`, all of which are there: to the sums
 // of the chains that have ended, and of the one that goes on.  It ends after 256 products, for the errors
 // of a chain grow with the root of its length.
@@ -91,9 +84,7 @@ fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>)
 
 //$ for end, z in (("", "0u"), ("_batched", "id.z")):
 @compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bias_act${end}_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
+fn gemm_bias_act${end}_f32($IDS) {
     let p = forward_params;
     let total = product(p.M, p.K, p.N, id.y, id.x, $z, at);
     if (id.y < p.M && id.x < p.N) {
@@ -102,9 +93,7 @@ fn gemm_bias_act${end}_f32(
 }
 
 @compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bias_residual${end}_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
+fn gemm_bias_residual${end}_f32($IDS) {
     let p = residual_params;
     let total = product(p.M, p.K, p.N, id.y, id.x, $z, at);
     if (id.y < p.M && id.x < p.N) {
@@ -116,9 +105,7 @@ fn gemm_bias_residual${end}_f32(
 
 // grad_pre[z, row, column] = grad * act'(A[z] B[z] + bias).
 @compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bwd_grad_pre_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
+fn gemm_bwd_grad_pre_f32($IDS) {
     let p = params;
     let total = product(p.M, p.K, p.N, id.y, id.x, id.z, at);
     if (id.y < p.M && id.x < p.N) {
@@ -129,9 +116,7 @@ fn gemm_bwd_grad_pre_f32(
 
 // d_a[z, row, column] = sum over n of grad_pre[z, row, n] B[z, column, n].
 @compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bwd_da_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
+fn gemm_bwd_da_f32($IDS) {
     let p = params;
     let first = id.x - at.x;
     var sums = vec2<f32>();
@@ -155,9 +140,7 @@ fn gemm_bwd_da_f32(
 
 // d_b[row, column] = sum over z and m of A[z, m, row] grad_pre[z, m, column].
 @compute @workgroup_size(TILE, TILE, 1)
-fn gemm_bwd_db_f32(
-    @builtin(global_invocation_id) id: vec3<u32>, @builtin(local_invocation_id) at: vec3<u32>
-) {
+fn gemm_bwd_db_f32($IDS) {
     let p = params;
     let first = id.y - at.y;
     let rows = p.batch_size * p.M;  // those of all elements follow one another

@@ -25,11 +25,6 @@ class Uniform:
 
     names: tuple[str, ...]
 
-    @classmethod
-    def of(cls, *names: str) -> Uniform:
-        """Return the uniform of these fields."""
-        return cls(names)
-
     def struct(self, name: str = "Params") -> str:
         """Return the declaration in WGSL."""
         members = "".join(f"    {field}: u32,\n" for field in self.names)
