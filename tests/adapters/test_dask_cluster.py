@@ -218,24 +218,24 @@ def test_tasks_of_a_worker_share_its_cores(client, asked):
         import numba
 
         from numfuse.backends.cpu import tiling
-        from numfuse.backends.cpu.launch import sequence
+        from numfuse.backends.cpu.face import BACKEND
 
         tiling.PARALLEL_FMAS = 0
-        sequence.spied_counts = []
-        plain = getattr(sequence.run, "__wrapped__", sequence.run)
+        BACKEND.spied_counts = []
+        plain = getattr(BACKEND.launch, "__wrapped__", BACKEND.launch)
 
         def spied(program, arrays):
-            sequence.spied_counts.append(program.threads)
+            BACKEND.spied_counts.append(program.threads)
             plain(program, arrays)
 
         spied.__wrapped__ = plain
-        sequence.run = spied
+        BACKEND.launch = spied
         return int(numba.config.NUMBA_NUM_THREADS)
 
     def seen():
-        from numfuse.backends.cpu.launch import sequence
+        from numfuse.backends.cpu.face import BACKEND
 
-        return sequence.spied_counts
+        return BACKEND.spied_counts
 
     cores = max(client.run(spy).values())
     x = blocks_of(11, 301, K, 8)
