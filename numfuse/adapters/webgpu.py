@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from numfuse.activations import Activation
-from numfuse.activations.table import TABLE
+from numfuse.activations import Activation, table
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
@@ -119,7 +118,7 @@ def again(
     if plain:
         seen.append(tuple(needs))
     if type(activation) is str:
-        activation = TABLE.get(activation, activation)
+        activation = table.TABLE.get(activation, activation)
     if isinstance(activation, Activation):
         seen += activation.name, activation.serial
     else:

@@ -142,6 +142,18 @@ def test_views_are_read_where_they_lie():
     )
 
 
+def test_a_shape_that_takes_no_copy_is_a_view():
+    x = np.arange(24, dtype=F32).reshape(2, 3, 4)
+    (on,) = moved(x)
+    assert_same(on.reshape(6, -1), x.reshape(6, -1))
+    assert_same(on[:, ::-1].reshape((2, 3, 2, 2)), x[:, ::-1].reshape(2, 3, 2, 2))
+    assert on[:0].reshape(0).shape == (0,)
+    with pytest.raises(ValueError, match="without a copy"):
+        on.T.reshape(-1)
+    with pytest.raises(ValueError, match="cannot reshape"):
+        on.reshape(5)
+
+
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (3, 4, 0), (0, 0, 0)])
 def test_empty_arrays_are_arrays(shape):
     m, n, k = shape
@@ -226,6 +238,23 @@ def test_kept_calls_read_new_arrays():
             nf.matmul_bias_activation_bwd(*moved(*host), "silu"),
             nf.matmul_bias_activation_bwd(*host, "silu", backend=WEBGPU),
         )
+
+
+def test_a_kept_call_goes_with_its_own_activation_alone():
+    """It is found by the name until that is defined again, and not until another one is."""
+    (a,) = moved(np.ones((4, 4), F32))
+
+    def call():
+        return nf.matmul_bias_activation(a, a, None, "of this test")
+
+    for factor in (2, 3):
+        nf.activation(lambda x, factor=factor: x * factor, name="of this test")
+        for _ in range(2):
+            assert_same(call(), np.full((4, 4), 4 * factor, F32))
+    nf.activation(lambda x: x, name="another of this test")
+    hits = a.device.programs.statistics().hits
+    call()
+    assert a.device.programs.statistics().hits == hits + 1
 
 
 def test_a_kept_call_reads_a_pre_activation_in_its_own_dtype():
