@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from numpy import empty, ndarray
 
-from numfuse.activations import Activation, get
+from numfuse.activations import Activation, get, table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, Replaying, resolve
 from numfuse.problem import product, second_order
 from numfuse.problem.fields import FIELD_OF
@@ -109,7 +109,10 @@ class Operation:
                 if run is not None:
                     return run(self, operands, activation, flags, needs, out, backend)
                 return self.other(operands, activation, flags, needs, out, backend)
-        act = get(activation)
+        # (what `get` does, as it is the way of nearly every call)
+        act: Any = table.TABLE.get(activation) if type(activation) is str else activation
+        if type(act) is not Activation:
+            act = get(activation)
         if type(needs) is not tuple:
             needs = check_needs(needs, self.needs)
         form.append(needs)
@@ -127,16 +130,16 @@ class Operation:
         chosen: Any = ACTIVE.get() if backend is None else backend
         if chosen is None or type(chosen) is str:
             chosen = LOADED.get(DEFAULT if chosen is None else chosen)
-        table = getattr(chosen, "replay", None)
-        if type(table) is not Replay:
+        replay = getattr(chosen, "replay", None)
+        if type(replay) is not Replay:
             return self._first(operands, act, flags, needs, out, backend, None)
         try:
-            key = act.curve.serial, *form
-            found = table.find(key)
+            key = act.serial, *form
+            found = replay.find(key)
         except TypeError:  # a name in `needs` that has no hash
             return self._first(operands, act, flags, needs, out, backend, None)
         if found is not None and found.varies is not None:
-            found = table.find((key, found.varies()))
+            found = replay.find((key, found.varies()))
         if found is None or (outs and not apart(outs, operands, self.in_place)):
             return self._first(operands, act, flags, needs, out, backend, form)
         made: list[Any] = []
@@ -193,7 +196,7 @@ class Operation:
         form: list[Hashable] | None,
     ) -> Any:
         """Check a call, run it, and keep what was recorded for calls of the same form."""
-        serial = act.curve.serial
+        serial = act.serial
         given = dict(zip(self.operands, operands, strict=True))
         required(given)
         p = self.problem(**given, **self._options(act, flags, needs, out))
@@ -211,7 +214,7 @@ class Operation:
         several = isinstance(result, tuple)
         results = result if several else (result,)
         arrays = [getattr(p, name, None) for name in self.fields]
-        formulas = made.formulas if act.curve.serial == serial else None
+        formulas = made.formulas if act.serial == serial else None
         if formulas is not None and _same_memory(arrays, (*operands, *results)):
             specs = tuple(None if x is None else (x.shape, x.dtype) for x in results)
             key: Hashable = (serial, *form)

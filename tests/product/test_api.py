@@ -1,4 +1,7 @@
-"""The public interface: the names, their documentation, and where a call runs."""
+"""The public interface: the names, their documentation, and where a call runs.
+
+Guards: what docs/api.md lists is there, and a backend that was asked for is the one that runs.
+"""
 
 from __future__ import annotations
 

@@ -76,13 +76,6 @@ class Block(NamedTuple):
         lengths = (*sizes, columns) if x.name in BY_ROWS else (*sizes, length, columns)
         return x._replace(shape=lengths), before
 
-    def turn(self, summed: Sequence[int], batch: tuple[int, ...], m: int | None) -> Turn:
-        """Return its turn in a sum over these batch axes, and over m rows (None: not over rows)."""
-        parts = [(self.batch[axis], batch[axis]) for axis in summed]
-        if m is not None:
-            parts.append((self.rows, m))
-        return Turn(all(s.start == 0 for s, _ in parts), all(s.stop == n for s, n in parts))
-
 
 def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Block]:
     """Yield blocks of `rows` rows of up to `members` batch elements; the first is the largest."""
@@ -203,8 +196,12 @@ class _Schedule:
         return operands, self.part.work(operands, block.sizes[:-1])
 
     def _turn(self, block: Block, name: str, x: Operand) -> Turn:
-        m = None if name == "d_a" else self.p.m
-        return block.turn(summed_axes(x, self.p.batch), self.p.batch, m)
+        """Return a block's turn in the sum of a gradient: over batch axes, and over rows."""
+        batch = self.p.batch
+        parts = [(block.batch[axis], batch[axis]) for axis in summed_axes(x, batch)]
+        if name != "d_a":
+            parts.append((block.rows, self.p.m))
+        return Turn(all(s.start == 0 for s, _ in parts), all(s.stop == n for s, n in parts))
 
     def _total(self, name: str, x: Operand) -> Operand | None:
         grows = any(self._turn(block, name, x) != Turn() for block in self.cuts)

@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial, partialmethod
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.backends import Call, Traits, latest
+from numfuse.backends import Call, OneRun, Traits, latest
 from numfuse.backends.webgpu import host
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.contract.backend import ContractBackend
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __all__ = ["BACKEND", "ContractBackend", "DeviceArray", "WebGpuBackend", "adapters"]
 
 
-class WebGpuBackend:
+class WebGpuBackend(OneRun):
     """A device of WebGPU; see :class:`numfuse.backends.Backend` for what each method is.
 
     Parameters
@@ -93,7 +93,7 @@ class WebGpuBackend:
         self.tell(device, kind, p)
         program = None if without_terms(p) is not None else HostProgram.of(device, kind, p, names)
         if program is None:
-            return Recording(partial(self._once, kind, p), None, 0)
+            return Recording(partial(self.run, kind, p), None, 0)
         formulas = formulas_of(p.activation.curve)
         return Recording(program.run, formulas, program.program.nbytes)
 
@@ -101,22 +101,13 @@ class WebGpuBackend:
         """Run a program on arrays."""
         program(arrays)
 
-    def _once(self, kind: str, p: Any, arrays: tuple[Any, ...] = ()) -> None:
+    def run(self, kind: str, p: Any, arrays: tuple[Any, ...] = ()) -> None:
         """Run a problem of NumPy arrays."""
         device = self.device
         self.check(device, p.dtype, kind)
         if not settled(p):
             host.run(device, kind, p)
         self.tell(device, kind, p)
-
-    forward = partialmethod(_once, "forward")
-    backward = partialmethod(_once, "backward")
-    gated = partialmethod(_once, "gated")
-    gated_backward = partialmethod(_once, "gated_backward")
-    double_backward = partialmethod(_once, "double_backward")
-    tangent = partialmethod(_once, "tangent")
-    gated_double_backward = partialmethod(_once, "gated_double_backward")
-    gated_tangent = partialmethod(_once, "gated_tangent")
 
     def check(self, device: Device, dtype: np.dtype[Any], kind: str) -> None:
         """Raise TypeError for a dtype that the device does not compute."""
@@ -165,10 +156,6 @@ class WebGpuBackend:
     def describe(self) -> dict[str, Any]:
         """Return what `info` shows, by name."""
         return {**self.device.describe(), "adapters": [str(a) for a in adapters()]}
-
-    def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> ndarray:
-        """A new array for this backend's NumPy results."""
-        return np.empty(shape, dtype)
 
     def to_device(self, x: ndarray) -> DeviceArray:
         """A NumPy array, copied to the device."""

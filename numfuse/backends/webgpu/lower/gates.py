@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,25 +13,13 @@ from numfuse.backends.webgpu.stores import Region, Store
 from numfuse.problem.fields import FIELDS
 
 if TYPE_CHECKING:
-    from numfuse.epilogues import Epilogue
-    from numfuse.language.curves import Curve
+    pass
 
 __all__ = ["GATES"]
 
 
-def gate_backward(f: Curve) -> Epilogue:
-    """Return the gradients of a gate's operands."""
-    return epilogues.gate(f).backward()
-
-
-def gate_tangent(f: Curve) -> Epilogue:
-    """Return a gate and its derivative along the tangents of both operands."""
-    return epilogues.gate(f).tangent()
-
-
 def _gate(
     kind: str,
-    operation: Callable[[Curve], Epilogue],
     store: Store,
     p: Any,
     outs: Mapping[str, tuple[Region, bool]],
@@ -46,18 +34,12 @@ def _gate(
     arrays = {inputs.get(name, name): getattr(p, name) for name in FIELDS[kind][0]}
     absent = tuple(name for name, x in arrays.items() if x is None)
     guard = getattr(p, "guard", False)
-    formula = Formula.of(operation, p.activation.curve, absent, guard).choose(*outs)
+    formula = Formula.of(epilogues.GATES[kind], p.activation.curve, absent, guard).choose(*outs)
     used = {name: store.source(arrays[name]) for name in formula.inputs}
     regions = {name: region for name, (region, _) in outs.items()}
     elementwise(store, formula, used, regions, p.acc_dtype)
 
 
 #: By the method of a backend, what records its problem.
-GATES = {
-    "gated": partial(_gate, "gated", epilogues.gate),
-    "gated_backward": partial(_gate, "gated_backward", gate_backward),
-    "gated_double_backward": partial(
-        _gate, "gated_double_backward", epilogues.gate_double_backward
-    ),
-    "gated_tangent": partial(_gate, "gated_tangent", gate_tangent, u="a_dot", v="b_dot"),
-}
+GATES = {kind: partial(_gate, kind) for kind in epilogues.GATES}
+GATES["gated_tangent"] = partial(_gate, "gated_tangent", u="a_dot", v="b_dot")
