@@ -11,13 +11,12 @@ a capture may forbid.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature, of_module
+from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import load
 
 # numba-cuda may be missing, or have no GPU: the reason is a BackendUnavailable, not this import's.
@@ -25,28 +24,26 @@ load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
 from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
-from numfuse.backends.cuda.call.entry import again as recorded  # noqa: E402
-from numfuse.backends.cuda.call.entry import public, run  # noqa: E402
+from numfuse.backends.cuda.call.entry import run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
+from numfuse.operations import OPERATIONS  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
-__all__ = [*NAMES, "again", "synchronize", "to_numpy"]
-
-#: Return the result of a call that was recorded before, by the function's name, its arguments by
-#: position and those by keyword; None of any other.
-again = partial(run, first=False)
+__all__ = [*NAMES, "run", "synchronize", "to_numpy"]
 
 
 class _Cuda(PublicFunctions):
-    """The public functions as far as their arguments are checked without arrays."""
-
     def call(self, signature: Signature, x: dict[str, Any]) -> Any:
-        return signature, x
+        operation = OPERATIONS[signature.name]
+        operands = tuple([x[name] for name in operation.operands])
+        flags = tuple([x[name] for name in operation.flags])
+        options = x.get("needs", ()), x.get("out"), x["backend"]
+        return run(operation, operands, x["activation"], flags, *options, (signature, x))
 
 
-AGAIN[DeviceArray] = recorded
-globals().update({name: of_module(public(x), __name__) for name, x in _Cuda().functions().items()})
+AGAIN[DeviceArray] = run
+globals().update(_Cuda().functions())
 
 
 def _read(x: Any) -> tuple[Kind, Any, int]:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
-from numfuse.backends.cuda.call.entry import again
+from numfuse.backends.cuda.call.entry import run
 from numfuse.backends.cuda.call.foreign import LIBRARIES, PLAIN, DLPack, Interface, Kind
 from numfuse.backends.cuda.call.record import Argument
 from numfuse.runtime.dispatch import AGAIN
@@ -119,7 +119,7 @@ class CuPy(Kind):
     def __init__(self) -> None:
         cupy: Any = import_module("cupy")
         self._cupy = cupy
-        AGAIN[cupy.ndarray] = again
+        AGAIN[cupy.ndarray] = run
         self.stream = lambda ordinal: int(cupy.cuda.get_current_stream(ordinal).ptr)
 
     def read(self, name: str, x: Any) -> tuple[Argument, int, Any]:

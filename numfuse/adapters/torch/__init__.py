@@ -13,11 +13,11 @@ import sys
 from typing import Any
 
 from numfuse.adapters.surface import NAMES
-from numfuse.adapters.torch.functions import TENSORS, activation, public
+from numfuse.adapters.torch.functions import TENSORS, activation, again, public
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
-from numfuse.runtime.dispatch import serve
+from numfuse.runtime.dispatch import AGAIN, serve
 
 __all__ = [*NAMES, "GatedLinear", "Linear", "activation", "synchronize", "to_numpy"]
 
@@ -32,3 +32,4 @@ def synchronize(x: Any) -> None:
 
 # Imported in advance, the adapter is found where torch.compile follows a call.
 serve(sys.modules[__name__], TENSORS)
+AGAIN.update(dict.fromkeys(TENSORS, again))

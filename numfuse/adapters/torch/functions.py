@@ -30,7 +30,7 @@ from numfuse.adapters.torch.tensors import (
     watched,
 )
 
-__all__ = ["FUNCTIONS", "TENSORS", "activation", "public"]
+__all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "public"]
 
 #: Classes whose instances mean no more than their values.
 TENSORS = frozenset({Tensor, nn.Parameter})
@@ -173,12 +173,6 @@ def public(name: str) -> Any:
     def call(*args: Any, **options: Any) -> Any:
         first: Any = None
         if not torch.compiler.is_compiling():
-            first = args[0] if args else None
-            known = type(first) in TENSORS and first.is_cuda and options.get("out") is None
-            if known and not watched("cuda"):
-                made = on_cuda().again(name, args, options)
-                if made is not None:
-                    return made
             first = _bare((*args, *options.values()))
         if first is None:
             return derived(*args, **options)
@@ -200,6 +194,15 @@ def public(name: str) -> Any:
         return found
 
     return of_module(call, __name__.rpartition(".")[0])
+
+
+def again(operation: Any, operands: tuple[Any, ...], *options: Any) -> Any:
+    """Run an operation: one on a GPU that nothing watches at once, if it was recorded before."""
+    x = operands[0]
+    if not torch.compiler.is_compiling() and type(x) in TENSORS and x.is_cuda:
+        if options[3] is None and not watched("cuda"):  # (`out` is told of what was written)
+            return on_cuda().run(operation, operands, *options)
+    return operation.other(operands, *options)
 
 
 _GATED = public("activation_mul")

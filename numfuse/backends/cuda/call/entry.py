@@ -11,10 +11,8 @@ operations do. Of every other kind the operands are held until the work that rea
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
@@ -25,71 +23,40 @@ from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
 from numfuse.problem.fields import FIELD_OF
 
-__all__ = ["again", "forget", "public", "run"]
+__all__ = ["forget", "run"]
 
 
-class _Function(NamedTuple):
-    """A public function."""
+def run(
+    operation: Any,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+    checked: tuple[Any, dict[str, Any]] | None = None,
+) -> Any:
+    """Return the result of a call; see :class:`numfuse.operations.Operation`.
 
-    #: From its arguments to its signature, and the checked arguments by name.
-    parse: Callable[..., tuple[Any, dict[str, Any]]]
-    parameters: tuple[str, ...]
-    #: The place of the activation among the arguments; -1: it is always `activation`.
-    place: int
-    activation: str
-
-
-_FUNCTIONS: dict[str, _Function] = {}
-
-
-def public(parse: Callable[..., tuple[Any, dict[str, Any]]]) -> Callable[..., Any]:
-    """Return the public function whose arguments `parse` checks; it has the same name."""
-    name = parse.__name__
-    parameters = tuple(inspect.signature(parse).parameters)
-    place = parameters.index("activation") if "activation" in parameters else -1
-    gate = name.partition("_mul")[0]
-    fixed = gate if gate in table.TABLE else "none"
-    _FUNCTIONS[name] = _Function(parse, parameters, place, fixed)
-
-    @functools.wraps(parse)
-    def call(*args: Any, **options: Any) -> Any:
-        return run(name, args, options)
-
-    return call
-
-
-def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = True) -> Any:
-    """Return the result of a public function; without `first`, None of a call not yet recorded.
-
-    Parameters
-    ----------
-    name : str
-        Of the public function.
-    args, options : sequence, dict
-        Its arguments by position and by keyword.
+    `checked` is the call's signature, and its arguments as that has checked them. Without it, one
+    that was not recorded goes the operation's other way.
     """
-    function = _FUNCTIONS[name]
     kept: Recorded | None = None
     fingerprint: Any = None
     addresses: list[int] = []
     held: list[Any] = []
-    ordinal, place = -1, function.place
+    ordinal = -1
     kind: Any = None
-    for x in args:
+    for x in operands:
         kind = KINDS.get(type(x)) or (None if type(x) in PLAIN else kind_of(x))
         if kind is not None:
             break
-    if kind is not None and not kind.holds and len(args) > place:
-        values = [*args, *options.values()]
-        which: Any = function.activation
-        if place >= 0:
-            which, values[place] = values[place], None
-        if type(which) is str:
-            which = table.TABLE.get(which)
+    if kind is not None and not kind.holds:
+        which = table.TABLE.get(activation) if type(activation) is str else activation
         chosen = active()
         precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-        seen = [name, kind, getattr(which, "serial", None), precision, *options]
-        ordinal = kind.glance(values, seen, addresses)
+        seen = [operation.name, kind, getattr(which, "serial", None), precision]
+        ordinal = kind.glance([*operands, *flags, backend, needs, out], seen, addresses)
         if ordinal >= 0:
             seen.append(ordinal)
             fingerprint = tuple(seen)
@@ -97,15 +64,14 @@ def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = T
             if kept is not None and kept.outs and kept.overlaps(addresses):
                 kept = None
     if kept is None:
-        if not first:
-            return None
-        kept, kind, ordinal, addresses, held = _closely(function, args, options, fingerprint)
+        if checked is None:
+            return operation.other(operands, activation, flags, needs, out, backend)
+        kept, kind, ordinal, addresses, held = _closely(operation, *checked, fingerprint)
     results: list[Any] = []
     for make in kept.results:
         if make is None:
             results.append(None)
         elif isinstance(make, int):
-            out = options["out"]
             results.append(out[make] if isinstance(out, (tuple, list)) else out)
         else:
             made = make()
@@ -127,39 +93,13 @@ def run(name: str, args: Sequence[Any], options: dict[str, Any], first: bool = T
     return results[0] if kept.pack is None else kept.pack(results)
 
 
-def again(
-    operation: Any,
-    operands: tuple[Any, ...],
-    activation: Any,
-    flags: tuple[bool, ...],
-    needs: Any,
-    out: Any,
-    backend: Any,
-) -> Any:
-    """Return the result of an operation; see :class:`numfuse.operations.Operation`."""
-    options: dict[str, Any] = {}
-    if operation.operands[-1] == "pre_activation":
-        *operands, options["pre_activation"] = operands  # type: ignore[assignment]
-    for name in operation.options:
-        if name == "activation":
-            operands = (*operands, activation)
-        elif name == "needs":
-            options[name] = needs
-        elif name == "out":
-            options[name] = out
-        else:
-            options[name] = flags[operation.flags.index(name)]
-    return run(operation.name, operands, {**options, "backend": backend})
-
-
 def _closely(
-    function: _Function, args: Sequence[Any], options: dict[str, Any], fingerprint: Any
+    operation: Any, signature: Any, x: dict[str, Any], fingerprint: Any
 ) -> tuple[Recorded, Kind, int, list[int], list[Any]]:
     """Return a call, recorded if need be: that, its arrays' kind, device, addresses, what to hold.
 
     Without a `fingerprint` it gets one of the arguments as they were checked and read.
     """
-    signature, x = function.parse(*args, **options)
     fields = {name: FIELD_OF.get(name, name) for name in signature.arrays}
     read = _Arrays({field: x[name] for name, field in fields.items()})
     precision = _precision(x["backend"], read.ordinal)
@@ -167,8 +107,7 @@ def _closely(
     for name, out in outs.items():
         read.add(name, out)
     # in the order in which `run` and `Kind.glance` find them
-    names = (*function.parameters[: len(args)], *options, *outs)
-    order = dict.fromkeys(FIELD_OF.get(name, name) for name in names)
+    order = (*(fields[name] for name in operation.operands), *outs)
     arrays = {name: read.arrays[name] for name in order if name in read.arrays}
     addresses = [a.address for a in arrays.values()]
     kind, ordinal, kept = read.kind, read.ordinal, None
