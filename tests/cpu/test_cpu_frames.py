@@ -7,6 +7,7 @@ import pytest
 from frames import frames
 
 import numfuse as nf
+from numfuse.backends.cpu.launch import workspace
 
 BACKEND = ("backends/cpu", "runtime/replay.py")
 
@@ -57,6 +58,12 @@ def calls(m, batch=(), view=np.asarray):
         "gate tangent": lambda: nf.activation_mul_jvp(grad, grad, grad, grad, "gelu"),
     }
     return {name: found[name] for name in found}
+
+
+@pytest.fixture(autouse=True)
+def one_workspace():
+    """The usual state: threads of the tests before may have left several pieces of memory."""
+    workspace.pool.clear()
 
 
 @pytest.mark.parametrize("name", calls(1))
