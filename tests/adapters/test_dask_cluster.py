@@ -117,6 +117,7 @@ def test_a_cluster_gives_the_bits_of_threads(client):
         assert as_bytes(client.gather(futures)) == as_bytes(results)
 
 
+@pytest.mark.long
 def test_a_killed_worker_and_data_larger_than_its_memory(tmp_path):
     """576 MiB of blocks on two workers of 400 MiB, of which one is killed at the 20th block."""
     rows, k, n, count = 8192, 512, 16, 36
@@ -246,6 +247,7 @@ def test_tasks_of_a_worker_share_its_cores(client, asked):
     assert len(counts) == 8 and set(counts) == {min(asked, max(1, cores // 2))}
 
 
+@pytest.mark.long
 def test_the_training_example_learns(tmp_path):
     example = Path(__file__).parents[2] / "docs" / "gallery" / "train_on_dask.py"
     options = "--blocks 6 --rows 512 --batch 2 --epochs 4 --memory 1GiB --quiet".split()

@@ -128,6 +128,7 @@ def losses(activation):
 
 
 @pytest.mark.parametrize("activation", ["tanh", "gelu", "none"])
+@pytest.mark.long
 def test_transformations_compose(activation):
     w, x, c, *more = draw((2, 4), (3, 2), (4,), (2, 4), (3, 2), seed=7)
     found = []

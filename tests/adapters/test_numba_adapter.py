@@ -94,6 +94,7 @@ def test_gates_have_the_bits_of_the_core(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.long
 def test_fast_math_around_a_call_changes_no_bit(dtype):
     """The flags of a caller say that there is no NaN; the guard is there for those that come."""
     fast = [numba.njit(fastmath=True)(f.py_func) for f in (layer, gradients, gates)]
@@ -126,6 +127,7 @@ def many(a, b, bias):
     return out
 
 
+@pytest.mark.long
 def test_calls_in_a_prange_of_ones_own():
     a, b, bias = draw("float32", (64, 30, 40), (40, 50), (50,), seed=3)
     wanted = nf.matmul_bias_activation(a, b, bias, "silu")

@@ -929,6 +929,7 @@ if __name__ == "__main__":
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.skipif(sys.platform == "win32", reason="a file as the meeting point")
+@pytest.mark.long
 def test_two_processes_give_the_gradients_of_one(tmp_path):
     script = tmp_path / "two.py"
     script.write_text(DISTRIBUTED)

@@ -339,6 +339,7 @@ for fmt in library.FORMATS:
 """
 
 
+@pytest.mark.long
 def test_row_functions_are_vector_code_without_calls(tmp_path):
     done = subprocess.run(
         [sys.executable, "-c", ASSEMBLY],

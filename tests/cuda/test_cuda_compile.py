@@ -315,6 +315,7 @@ def test_the_kernels_that_ask_for_registers_are_assembled_by_the_driver():
     assert launch.kernel.linked((9, 0)).startswith(b"\x7fELF")  # where it has no assembler
 
 
+@pytest.mark.long
 def test_a_compiled_kernel_is_found_on_disk_by_the_next_process(tmp_path):
     code = (
         "import numfuse as nf\n"

@@ -468,6 +468,7 @@ def test_a_late_scale_keeps_a_product_with_a_subnormal_factor():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.long
 def test_a_sigmoid_takes_any_factor(dtype):
     """What is known of the factor and of the sign of the argument changes the way alone."""
     big = 1e26 if dtype == "float32" else 1e260

@@ -56,6 +56,7 @@ def before():
     return living()
 
 
+@pytest.mark.long
 def test_kernels_and_plans_of_a_definition_that_is_gone_are_let_go(before):
     kept = set(programs())
     for step in range(4):

@@ -36,6 +36,7 @@ def tables():
     }
 
 
+@pytest.mark.long
 def test_the_reference_is_right(tables):
     """Seven bits and more beyond float64, so that it adds nothing to a figure of two digits."""
     for found in tables.check(1500).values():

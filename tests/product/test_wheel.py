@@ -64,6 +64,7 @@ def test_wheel_holds_the_package_and_nothing_else(wheel):
     assert inside == sources
 
 
+@pytest.mark.long
 def test_wheel_computes_in_a_fresh_environment(wheel, tmp_path):
     place = tmp_path / "fresh"
     venv.create(place, with_pip=False)

@@ -425,6 +425,7 @@ def test_what_is_compiled_for_a_formula_goes_with_it(device):
     assert held(3) == held(4) == first
 
 
+@pytest.mark.long
 def test_a_buffer_of_a_cycle_comes_back_alive(device):
     """A cycle of garbage ends its members in any order: not the handle before its buffer."""
     for _ in range(20):
