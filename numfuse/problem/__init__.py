@@ -2,6 +2,7 @@
 
 - `operands`: the kinds of array and the dtypes that are served
 - `shapes`: what shapes mean, how batches broadcast, and how axes merge
+- `fields`: the names of the arrays of each kind of problem
 - `results`: the named results, `needs=` and `out=`
 - `product`: the products and the gates, forward and backward
 - `second_order`: the double backward and forward mode

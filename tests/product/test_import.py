@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -283,3 +284,17 @@ def test_no_module_reaches_for_the_underscore_names_of_another(module):
             taken.add(node.attr)
     private = {name for name in taken if name.startswith("_") and not name.startswith("__")}
     assert not private
+
+
+FOLDERS = [path.parent for path in sorted(PACKAGE.rglob("*/__init__.py"))]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda x: x.relative_to(PACKAGE).as_posix())
+def test_a_folder_that_lists_its_files_lists_them_all(folder):
+    """A newcomer finds a file by its folder's docstring, where that is a list."""
+    said = ast.get_docstring(TREES[module_of(folder / "__init__.py")]) or ""
+    listed = said.partition("\n- ")[2]
+    if listed:
+        files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+        files |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        assert files <= set(re.findall(r"`(\w+)`", listed)), folder

@@ -199,8 +199,9 @@ def public(name: str) -> Any:
 def again(operation: Any, operands: tuple[Any, ...], *options: Any) -> Any:
     """Run an operation: one on a GPU that nothing watches at once, if it was recorded before."""
     x = operands[0]
+    *_, out, _ = options
     if not torch.compiler.is_compiling() and type(x) in TENSORS and x.is_cuda:
-        if options[3] is None and not watched("cuda"):  # (`out` is told of what was written)
+        if out is None and not watched("cuda"):  # (else `public` tells `out` that it was written)
             return on_cuda().run(operation, operands, *options)
     return operation.other(operands, *options)
 

@@ -3,7 +3,7 @@
 - `face`: the backend
 - `arrays`, `stores`: device arrays, and where the arrays of a problem are found
 - `split`, `lower`: a problem in pieces where it is too large, and as dispatches
-- `program`: a call that was made before
+- `program`, `host`: a call that was made before, and one on NumPy arrays
 - `shaders`, `tiling`: the shaders and their block sizes
 - `device`: adapters, pipelines, buffers
 - `contract`: the WGSL modules of others

@@ -1,9 +1,10 @@
 """Kernels of the CPU backend, as templates for Numba. Start with `gemm`: it holds the five loops.
 
 - `protocol`: the words of a launch, which the plan fills in and the kernels read
-- `packing`, `pairs`: a strided matrix to the panels that the micro-kernel reads
+- `packing`: a strided matrix to the panels that the micro-kernel reads
 - `gemm`: the product of a cell, block by block, which ends in a row function
+- `ahead`: packing and requests to the caches between two of its tiles
 - `elementwise`: the elementwise cell
-- `rows`: row functions, printed from an epilogue
+- `rows`, `printer`: row functions, and their text, made of an epilogue
 - `library`: the templates with their names bound, compiled on demand
 """
