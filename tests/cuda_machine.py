@@ -349,6 +349,7 @@ class Machine:
             "div.u32": lambda: int(a[0]) // int(a[1]),
             "min.s32": lambda: min(a[0], a[1]),
             "max.s32": lambda: max(a[0], a[1]),
+            "mov.b32": lambda: a[0],
             "cvta.to.shared.u64": lambda: a[0],
             "cvt.rn.bf16.f32": lambda: int(np.float32(a[0]).astype(ml_dtypes.bfloat16).view("i2")),
         }.get(text.split()[0])

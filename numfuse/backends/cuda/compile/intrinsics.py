@@ -227,7 +227,8 @@ product_high = instruction("mul.hi.u32 $0, $1, $2;", "r", "rr", "pure")
 least = instruction("min.s32 $0, $1, $2;", "r", "rr", "pure")
 most = instruction("max.s32 $0, $1, $2;", "r", "rr", "pure")
 #: 9.7.9.3, mov: x, of which the compiler knows nothing. What is computed of it is computed there,
-#: and not once before a loop: hundreds of addresses would not fit beside the accumulators.
+#: and not once before a loop: hundreds of addresses would not fit beside the accumulators. And x
+#: itself is computed before, not where it is used.
 fresh = instruction("mov.b32 $0, $1;", "r", "r")
 
 

@@ -11,6 +11,7 @@ from numfuse.backends.cuda.compile.accesses import fetch_commit
 from numfuse.backends.cuda.compile.intrinsics import (
     advance,
     block_barrier,
+    fresh,
     least,
     most,
     quotient,
@@ -81,8 +82,9 @@ def block_product(
     x_k_step = x.column * X_K_STEP - x.row * X_BACK
     y_k_step = y.row * Y_K_STEP - y.column * Y_BACK
     x_slice, y_slice = x.column * BLOCK_K, y.row * BLOCK_K
-    x_to = i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET)
-    y_to = i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET)
+    # LLVM would compute these in the loop, at every use
+    x_to = fresh(i32(memory + x_own * X_OWN_OFFSET + x_along * X_K_OFFSET))
+    y_to = fresh(i32(memory + X_BYTES + y_own * Y_OWN_OFFSET + y_along * Y_K_OFFSET))
 
     # a factor that goes through registers is loaded a slice ahead of what is put
     if X_HELD:
