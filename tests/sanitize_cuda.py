@@ -10,7 +10,9 @@ after the others; without the sanitizer, a run compiles what they need into the 
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -19,6 +21,15 @@ import numpy as np
 
 import numfuse as nf
 from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.call.entry import forget
+from numfuse.backends.cuda.driver.devices import device
+from numfuse.backends.cuda.kernels.hopper import factors
+from numfuse.backends.cuda.kernels.hopper import tier as hopper
+from numfuse.backends.cuda.kernels.hopper.tiling import (
+    HOPPER_SPLIT_TILES,
+    HOPPER_TILES,
+    HopperTile,
+)
 
 #: (dtype, M, K, N): aligned for the fast tiers, odd for their masks, deep for sums in parts, few
 #: rows of the kernels for these.
@@ -34,67 +45,77 @@ CASES = (
 PRECISIONS = (("bf16x6", 2e-5), ("tf32", 1e-2))
 #: Blocks of Hopper's that only larger sizes choose: each is made to take a forward and a backward.
 FORCED = (
-    *((tile, "ieee", "bfloat16", 392, 200, 520) for tile, _ in tiling.HOPPER_TILES),
-    *((tile, "bf16x6", "float32", 392, 200, 264) for tile, _ in tiling.HOPPER_SPLIT_TILES),
+    *((tile, "ieee", "bfloat16", 392, 200, 520) for tile, _ in HOPPER_TILES),
+    *((tile, "bf16x6", "float32", 392, 200, 264) for tile, _ in HOPPER_SPLIT_TILES),
 )  # fmt: skip
+
+
+@contextlib.contextmanager
+def as_large_products() -> Iterator[None]:
+    """Run small products as large ones.
+
+    Float32 goes to tensor cores, and factors whose rows are not aligned, or lie the other way, are
+    copied before.
+    """
+    with (
+        mock.patch.object(hopper, "hopper_splits", lambda *_: True),
+        mock.patch.object(factors, "HOPPER_COPY", 1),
+        mock.patch.multiple(tiling, TURN_USES=(64, 64), COPY_USES=64),
+    ):
+        yield
+
+
+def in_blocks_of(tile: HopperTile) -> Any:
+    """Return a context in which every product on Hopper is made in blocks of one tile."""
+    return mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1))
 
 
 def main() -> None:
     """Run them all; an AssertionError where a result is off."""
-    from numfuse.backends.cuda.kernels.hopper import factors
-    from numfuse.backends.cuda.kernels.hopper import tier as hopper
-
-    # what large products do, for small ones: tensor cores for float32, copies of factors whose
-    # rows are not aligned, or lie the other way
-    hopper.hopper_splits = lambda *_: True
-    factors.HOPPER_COPY = 1
-    tiling.TURN_USES, tiling.COPY_USES = (64, 64), 64
     rng = np.random.default_rng(0)
-    tolerances = {"float64": 1e-12, "float32": 1e-4}
     tiers: set[str] = set()
     chosen = [int(word) for word in sys.argv[1:]] or range(len(CASES) + len(FORCED))
-    for number in chosen:
-        if number >= len(CASES):
-            forced(*FORCED[number - len(CASES)], rng)
-            continue
-        name, m, k, n = CASES[number]
-        operands = random_operands(rng, name, m, k, n)
-        wanted = results("reference", *operands, set())
-        compare(results("cuda", *operands, tiers), wanted, tolerances.get(name, 3e-2))
-        if name == "float32":
-            for precision, tolerance in PRECISIONS:
-                with nf.use_backend("cuda", precision=precision):
-                    compare(results(None, *operands, tiers), wanted, tolerance)
-        print(name, m, k, n, "done", flush=True)
+    with as_large_products():
+        for number in chosen:
+            if number < len(CASES):
+                small(*CASES[number], rng, tiers)
+            else:
+                forced(*FORCED[number - len(CASES)], rng)
     print("tiers:", ", ".join(sorted(tiers)))
 
 
+def small(name: str, m: int, k: int, n: int, rng: Any, tiers: set[str]) -> None:
+    """Check the functions of every order, in every precision; add the tiers that took them."""
+    operands = random_operands(rng, name, m, k, n)
+    wanted = results("reference", *operands, set())
+    tolerance = {"float64": 1e-12, "float32": 1e-4}.get(name, 3e-2)
+    compare(results("cuda", *operands, tiers), wanted, tolerance)
+    for precision, tolerance in PRECISIONS if name == "float32" else ():
+        with nf.use_backend("cuda", precision=precision):
+            compare(results(None, *operands, tiers), wanted, tolerance)
+    print(name, m, k, n, "done", flush=True)
+
+
 def random_operands(rng: Any, name: str, m: int, k: int, n: int) -> list[np.ndarray]:
-    """a, b, bias and grad."""
+    """Return a, b, bias and grad."""
     dtype = np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
     shapes = (m, k), (k, n), (n,), (m, n)
     return [(rng.standard_normal(s) * s[0] ** -0.5).astype(dtype) for s in shapes]
 
 
-def forced(
-    tile: tiling.HopperTile, precision: Any, name: str, m: int, k: int, n: int, rng: Any
-) -> None:
-    """A forward and a backward with every product in blocks of one tile."""
-    from numfuse.backends.cuda.call import entry
-    from numfuse.backends.cuda.driver.devices import device
-    from numfuse.backends.cuda.kernels.hopper import tier as hopper
-
+def forced(tile: HopperTile, precision: Any, name: str, m: int, k: int, n: int, rng: Any) -> None:
+    """Check a forward and a backward with every product in blocks of one tile."""
     a, b, bias, grad = random_operands(rng, name, m, k, n)
     found = []
-    entry.forget(device())
-    with mock.patch.object(hopper, "hopper_tile", lambda *sizes, **features: (tile, 1)):
+    forget(device())
+    with in_blocks_of(tile):
         for backend in ("reference", "cuda"):
             asked = {} if backend == "reference" else {"precision": precision}
             with nf.use_backend(backend, **asked):
                 results = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
                 found.append([nf.matmul_bias_activation(a, b, bias, "gelu"), *results])
         assert str(tile) in str(nf.last_call().tiling), nf.last_call()
-    entry.forget(device())
+    forget(device())
     compare(found[1], found[0], 3e-2 if name == "bfloat16" else 2e-5)
     print(tile, precision, name, m, k, n, "done", flush=True)
 
@@ -102,7 +123,7 @@ def forced(
 def results(
     backend: str | None, a: Any, b: Any, bias: Any, grad: Any, tiers: set[str]
 ) -> list[np.ndarray]:
-    """Of the functions of every order; which tiers took them is added to `tiers`."""
+    """Return the results of the functions of every order; add the tiers that took them."""
     found = [nf.matmul_bias_activation(a, b, bias, "gelu", backend=backend)]
     tiers.add(str(nf.last_call().tier))
     found += nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", backend=backend)
