@@ -108,8 +108,11 @@ class Builder:
         )
 
     def gep(self, pointer: Any, index: Any) -> Pointer:
-        at = pointer.address + plain(index[0])
-        return Pointer("registers", at, pointer.type.pointee, pointer.registers)
+        kind = pointer.type.pointee
+        step = 1 if pointer.space == "registers" else size_of(kind)
+        return Pointer(
+            pointer.space, pointer.address + step * plain(index[0]), kind, pointer.registers
+        )
 
     def load(self, p: Any) -> Value:
         if p.space == "registers":
@@ -132,6 +135,21 @@ class Builder:
 
     def shl(self, a: Any, b: Any) -> Value:
         return Value(signed(int(plain(a)) << plain(b), a.type.width), a.type)
+
+    def lshr(self, a: Any, b: Any) -> Value:
+        return Value(
+            signed((plain(a) & ((1 << a.type.width) - 1)) >> plain(b), a.type.width), a.type
+        )
+
+    def and_(self, a: Any, b: Any) -> Value:
+        return Value(plain(a) & plain(b), a.type)
+
+    def fcmp_unordered(self, what: str, a: Any, b: Any) -> Value:
+        assert what == "uno"
+        return Value(bool(np.isnan(plain(a)) or np.isnan(plain(b))), ir.IntType(1))
+
+    def select(self, condition: Any, a: Any, b: Any) -> Any:
+        return a if plain(condition) else b
 
     def trunc(self, a: Any, kind: Any) -> Value:
         return Value(signed(plain(a), kind.width), kind)
@@ -235,6 +253,7 @@ class Machine:
         self.builder, self.context = Builder(self), Context()
         self.made: dict[Any, Any] = {}
         self.hub = threading.Semaphore(0)
+        self.grid, self.threads = (1, 1, 1), 1
         self.cluster: list[Block] = [Block((0, 0, 0), 0)]
         self.current: Thread = Thread(0, self.cluster[0])
 
@@ -248,7 +267,8 @@ class Machine:
                 value = addresses[value.name] + value.offset
             arguments.append(Int32(value) if kind == "i32" else int(value))  # type: ignore[arg-type]
         kernel = self.emulated(launch.kernel.text())
-        columns, rows, layers = launch.grid
+        columns, rows, layers = self.grid = launch.grid
+        self.threads = launch.kernel.block[0]
         assert columns % launch.cluster == 0
         for z, y, x in np.ndindex(layers, rows, columns // launch.cluster):
             self.cluster = [
@@ -510,6 +530,12 @@ class _Cuda:
     def blockIdx(self) -> Any:
         x, y, z = self.machine.current.block.index
         return SimpleNamespace(x=x, y=y, z=z)
+
+    def grid(self, axes: int) -> int:
+        return self.blockIdx.x * self.machine.threads + self.threadIdx.x
+
+    def gridsize(self, axes: int) -> int:
+        return self.machine.grid[0] * self.machine.threads
 
 
 def _kind(value: Any) -> Any:

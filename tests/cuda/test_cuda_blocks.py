@@ -431,24 +431,32 @@ def test_a_formula_without_operands_fills_a_result_by_16_bytes():
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # NumPy's, of a scalar
-@pytest.mark.parametrize("wide", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("way", ["columns", "rows", "values"])
 @pytest.mark.parametrize("depth", [5, 600])
-def test_a_join_is_rounded_once(depth, wide):
-    """Columns by many threads each, or rows by 16 bytes."""
+def test_a_join_is_rounded_once(depth, way):
+    """Columns by many threads each, rows by 16 bytes, or value by value, in stages."""
     planes = np.random.default_rng(0).uniform(0, 1, (2, depth, 36)).astype(np.float32)
     planes[0, depth // 2, 3], planes[1, 3, 5] = np.inf, np.nan
     planes[1, :2, 7] = 3e38
     out = np.full((2, 36), np.nan, np.float32)
-    if wide:
-        target = Operand("float32", (36, 12, 1), 16)
-        launch = joins.rows("float32", Slot("work"), target, (2, depth, 3, 12))
+    stage = np.full(2000, np.nan, np.float32)
+    target = Operand("float32", (36, 12, 1), 16)
+    if way == "rows":
+        launches = (joins.rows(HOPPER, "float32", Slot("work"), target, (2, depth, 3, 12)),)
+    elif way == "columns":
+        launches = (joins.columns("float32", Slot("work"), target, (2, depth, 1, 36)),)
     else:
-        slots = Slot("work"), Slot("out")
-        launch = joins.columns("float32", *slots, "float32", 2, depth, 36, (36, 1))
-    Machine([planes, out]).run(launch, work=planes.ctypes.data, out=out.ctypes.data)
+        lengths = 2, depth, 3, 12
+        made = joins.joins(HOPPER, "float32", Slot("work"), target, lengths, Slot("stage"))
+        launches, staged = made
+        assert len(launches) == (1 if depth == 5 else 2) and staged <= stage.nbytes
+    machine = Machine([planes, out, stage])
+    for launch in launches:
+        machine.run(launch, work=planes.ctypes.data, out=out.ctypes.data, stage=stage.ctypes.data)
     exact = planes.astype(np.float64).sum(1)
     known = abs(exact) < 3e38
-    assert (abs(out - exact)[known] <= 2.0**-24 * (1 + 1e-6) * exact[known]).all()
+    most = len(launches) * 2.0**-24 * (1 + 1e-6)  # each stage rounds once
+    assert (abs(out - exact)[known] <= most * exact[known]).all()
     assert out[0, 3] == np.inf and out[1, 7] == np.inf and np.isnan(out[1, 5])
     assert known.sum() == 72 - 3
 
@@ -463,7 +471,8 @@ def test_padded_planes_are_joined_to_a_result_of_any_strides(dtype, n, layout):
     planes[..., n:] = np.nan  # behind a row there may be anything
     out = Array(np.full((2, 5, n), np.nan), dtype, layout)
     steps = 5 * pitch, 10 * pitch, pitch
-    launch = joins.rows("float32", Slot("work"), out.operand, (2, 3, 5, n), steps, overlaps=True)
+    lengths = 2, 3, 5, n
+    launch = joins.rows(HOPPER, "float32", Slot("work"), out.operand, lengths, steps, overlaps=True)
     machine = Machine([planes, out.memory], grid_wait=lambda: None, grid_release=lambda: None)
     machine.run(launch, work=planes.ctypes.data, out=out.address)
     exact = planes.astype(np.float64).sum(0)[..., :n]

@@ -49,6 +49,7 @@ except Exception as error:  # numba-cuda's own, for want of a toolkit
     unavailable("cuda-compiler", f"numba-cuda finds no NVVM: {error}")
 
 AMPERE = DeviceInfo("A100", (8, 0), 108, 163 << 10, 164 << 10, 40 << 20)
+TURING = DeviceInfo("T4", (7, 5), 40, 64 << 10, 64 << 10, 4 << 20)
 HOPPER = DeviceInfo("H200", (9, 0), 132, 227 << 10, 228 << 10, 50 << 20)
 ACT = nf.activations()
 
@@ -173,8 +174,15 @@ CASES = [
         for x in (False, True)
         for y in (False, True)
     ],
-    Case("sums of columns", (joins.columns("float32", Slot("planes"), Slot("out"), "bfloat16", 1,
-                                           512, 4096, (4096, 1)),), HOPPER),
+    *[
+        Case(f"sums of columns, {info.name}",
+             (joins.columns("float32", Slot("planes"), operand("bfloat16", 1, 4096),
+                            (1, 512, 1, 4096)),), info)
+        for info in (HOPPER, TURING)
+    ],
+    Case("join in stages", joins.joins(AMPERE, "float64", Slot("planes"), operand("float64", 9, 5),
+                                       (3, 130, 9, 5), Slot("work"))[0], AMPERE),
+    taken("mirror bf16, parts", MIRROR, product(64, 64, 9000, "bfloat16", free=True), TURING),
     taken("wgmma bf16", WGMMA, product(4096, 4096, 1024, "bfloat16", function="gelu"), HOPPER,
           ("wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16", "cp.async.bulk.tensor.3d",
            "setmaxnreg.inc.sync.aligned.u32 232", "griddepcontrol.wait")),

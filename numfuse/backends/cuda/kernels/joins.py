@@ -1,7 +1,10 @@
-"""Joins of planes in their fast forms: by 16 bytes, and of few columns by many threads each.
+"""Joins: sums of planes, the parts of a sum over K or over places.
 
 The order of a sum is fixed by the number of its planes, whatever the device. What its additions
 lose is summed beside it, so that it is rounded once, however many planes there are.
+
+A thread joins neighbours of a row, 16 bytes of each plane or one value (`join`); where there are
+few columns, several threads share one (`join_columns`).
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -9,18 +12,25 @@ lose is summed beside it, so that it is rounded once, however many planes there 
 # ruff: noqa: F821
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile import accesses, intrinsics
+from numfuse.backends.cuda.compile import accesses, elements, intrinsics
 from numfuse.backends.cuda.compile.engines import grid_release, grid_wait
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, device_function, types
-from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
+from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
-from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
+from numfuse.backends.cuda.kernels.passes import grid_of, threads_of
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 
-__all__ = ["columns", "corrected", "fits", "plus", "rows"]
+__all__ = ["Planes", "columns", "joins", "rows"]
+
+#: Blocks of a grid along y.
+MOST_ALONG_Y = (1 << 16) - 1
 
 
 @device_function
@@ -44,64 +54,198 @@ def corrected(total, error):
     return total + error if nothing == nothing else total
 
 
-def join_rows(planes, out: Array, vectors, columns, per_row, depth, step, place_step):
-    """out[o] = the sum of planes[o, q] over q; a thread has VALUES neighbours of a row.
+def one_value(at):
+    """Return an element, as the loads of several return theirs."""
+    return (LOAD_ELEMENT(at, 0),)
 
-    A row of a plane has `per_row` times VALUES values, of which `columns` count; steps in bytes.
-    AHEAD planes are on their way together.
+
+def add_planes(total, error, ahead, at, count, step):
+    """Add VALUES neighbours of `count` planes to `total`, and to `error` what the additions lose.
+
+    The planes are `step` bytes apart, the first is at `at`. AHEAD are on their way together. (The
+    registers are the caller's: in the simulator, threads share the `cuda` of a device function.)
+    """
+    while count >= AHEAD:
+        for u in unrolled(AHEAD):
+            loaded = LOAD(at + u * step)
+            for v in unrolled(VALUES):
+                ahead[u * VALUES + v] = loaded[v]
+        for u in unrolled(AHEAD):
+            for v in unrolled(VALUES):
+                total[v], error[v] = plus(total[v], error[v], ahead[u * VALUES + v])
+        at += AHEAD * step
+        count -= AHEAD
+    while count > 0:
+        loaded = LOAD(at)
+        for v in unrolled(VALUES):
+            total[v], error[v] = plus(total[v], error[v], loaded[v])
+        at += step
+        count -= 1
+
+
+@dataclass
+class Stack:
+    """Planes that are joined; steps in bytes."""
+
+    #: Values of a row that count; its memory has room for `per_row` times VALUES.
+    columns: Any
+    per_row: Any
+    #: Planes of a place, the groups that they are joined in, from a plane and a place to the next.
+    depth: Any
+    groups: Any
+    step: Any
+    place_step: Any
+
+
+def join_one(total, error, ahead, planes, stack: Stack, out: Array, number, i):
+    """Join the VALUES neighbours number i of the planes of a place, or of a group of them."""
+    for v in unrolled(VALUES):
+        total[v] = ZERO
+        error[v] = ZERO
+    place, count = number, stack.depth
+    at = planes + i * (VALUES * ITEMSIZE)
+    if GROUP:
+        place = number // stack.groups
+        first = (number - place * stack.groups) * GROUP
+        count = min(GROUP, stack.depth - first)
+        at += first * stack.step
+    add_planes(total, error, ahead, at + place * stack.place_step, count, stack.step)
+    for v in unrolled(VALUES):
+        total[v] = corrected(total[v], error[v])
+    row = i // stack.per_row
+    column = (i - row * stack.per_row) * VALUES
+    to = out.address + element(out, number, row, column)
+    if WIDE:
+        STORE(to, total)
+    else:
+        for v in unrolled(VALUES):
+            if column + v < stack.columns:
+                STORE(to + v * out.column, 0, total[v])
+
+
+def join(planes, stack: Stack, out: Array, numbers, vectors):
+    """out[o, g] = the sum of planes[o, q] over q in group g; a thread has VALUES neighbours.
+
+    `numbers` are those of (o, g), g inside; a group has GROUP planes, and the last what is left.
     """
     if OVERLAPS:
         grid_wait()
         grid_release()
-    i = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
-    place = cuda.blockIdx.y
-    if i < vectors:
-        row = i // per_row
-        at = planes + place * place_step + i * 16
-        total = cuda.local.array(VALUES, REAL)
-        error = cuda.local.array(VALUES, REAL)
-        ahead = cuda.local.array(VALUES * AHEAD, REAL)
-        for v in unrolled(VALUES):
-            total[v] = ZERO
-            error[v] = ZERO
-        q = 0
-        while q + AHEAD <= depth:
-            for u in unrolled(AHEAD):
-                loaded = LOAD(at + (q + u) * step)
-                for v in unrolled(VALUES):
-                    ahead[u * VALUES + v] = loaded[v]
-            for u in unrolled(AHEAD):
-                for v in unrolled(VALUES):
-                    total[v], error[v] = plus(total[v], error[v], ahead[u * VALUES + v])
-            q += AHEAD
-        while q < depth:
-            loaded = LOAD(at + q * step)
-            for v in unrolled(VALUES):
-                total[v], error[v] = plus(total[v], error[v], loaded[v])
-            q += 1
-        for v in unrolled(VALUES):
-            total[v] = corrected(total[v], error[v])
-        column = (i - row * per_row) * VALUES
-        to = out.address + place * out.place + row * out.row
-        if WIDE:
-            STORE(to + column * OUT_BYTES, total)
-        else:
-            for v in unrolled(VALUES):
-                if column + v < columns:
-                    STORE(to + (column + v) * out.column, total[v])
+    total = cuda.local.array(VALUES, REAL)
+    error = cuda.local.array(VALUES, REAL)
+    ahead = cuda.local.array(VALUES * AHEAD, REAL)
+    if VALUES > 1:
+        i = cuda.blockIdx.x * THREADS + cuda.threadIdx.x
+        if i < vectors:
+            join_one(total, error, ahead, planes, stack, out, cuda.blockIdx.y, i)
+    else:
+        for index in range(cuda.grid(1), numbers * vectors, cuda.gridsize(1)):
+            number = index // vectors
+            i = index - number * vectors
+            join_one(total, error, ahead, planes, stack, out, number, i)
 
 
 #: Steps and strides are in bytes.
-ROWS = Schema(join_rows)
+JOIN = Schema(join)
 
 
-def fits(out: Operand, lengths: tuple[int, int, int, int], accumulator: str) -> bool:
-    """Return whether `rows` joins contiguous planes to whole accesses of the result."""
-    values = 16 // intrinsics.itemsize(accumulator)
-    return out.in_wholes(lengths[3], values) and lengths[0] < 1 << 16
+def join_columns(planes, out: Array, n, depth):
+    """out[o, c] = the sum of planes[o, q, c] over q; 32 columns a block.
+
+    Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
+    """
+    shared = cuda.shared.array((2 * LANES, 32), REAL)
+    total = cuda.local.array(1, REAL)
+    error = cuda.local.array(1, REAL)
+    ahead = cuda.local.array(AHEAD, REAL)
+    total[0], error[0] = ZERO, ZERO
+    c = cuda.threadIdx.x & 31
+    r = cuda.threadIdx.x >> 5
+    column = cuda.blockIdx.x * 32 + c
+    place = cuda.blockIdx.y
+    if column < n:
+        at = planes + ((place * depth + r) * n + column) * ITEMSIZE
+        count = (depth - r + (LANES - 1)) // LANES
+        add_planes(total, error, ahead, at, count, n * (LANES * ITEMSIZE))
+    shared[r, c] = total[0]
+    shared[LANES + r, c] = error[0]
+    cuda.syncthreads()
+    if r == 0 and column < n:
+        value, missed = ZERO, ZERO
+        for lane in range(LANES):
+            before, value = value, value + shared[lane, c]
+            missed = missed + (lost(before, shared[lane, c], value) + shared[LANES + lane, c])
+        STORE(out.address + element(out, place, 0, column), 0, corrected(value, missed))
+
+
+#: Strides are in bytes.
+COLUMNS = Schema(join_columns)
+
+
+def _bindings(accumulator: str, values: int) -> dict[str, Any]:
+    """Return what `add_planes` is bound to, with so many neighbours of a plane a thread."""
+    if values > 1:
+        load = accesses.load(accumulator, values, accumulator)
+    else:
+        load = inlined(one_value, LOAD_ELEMENT=elements.loads(accumulator))
+    return {
+        "VALUES": values,
+        "AHEAD": tiling.JOIN_AHEAD,
+        "REAL": getattr(types, accumulator),
+        "ZERO": np.dtype(accumulator).type(0),
+        "ITEMSIZE": intrinsics.itemsize(accumulator),
+        "LOAD": load,
+    }
+
+
+def _join(
+    info: DeviceInfo,
+    accumulator: str,
+    planes: Slot,
+    slot: Slot,
+    out: Operand,
+    lengths: tuple[int, int, int, int],
+    steps: tuple[int, int, int],
+    values: int,
+    group: int = 0,
+    overlaps: bool = False,
+) -> Launch:
+    """Return a launch of `join`; `steps` as in `rows`, `group` planes a sum, 0 for all of them."""
+    count, depth, m, n = lengths
+    place, plane, pitch = steps
+    size = intrinsics.itemsize(accumulator)
+    wide = values > 1 and _fits(out, n, accumulator)
+    threads = threads_of(info)
+    bindings = _bindings(accumulator, values) | {
+        "THREADS": threads,
+        "GROUP": group,
+        "WIDE": wide,
+        "OVERLAPS": overlaps,
+        "STORE": (
+            accesses.store_array(out.dtype, values, accumulator)
+            if wide
+            else elements.stores(out.dtype)
+        ),
+    }
+    made = kernel_of(join, JOIN, bindings, threads=threads, name=f"join {out.dtype}")
+    groups = -(-depth // group) if group else 1
+    vectors = m * (pitch // values)
+    stack = Stack(n, pitch // values, depth, groups, plane * size, place * size)
+    to, numbers = in_bytes(slot, out), count * groups
+    arguments = JOIN(planes=planes, stack=stack, out=to, numbers=numbers, vectors=vectors)
+    # by 16 bytes there are no divisions for a place, nor for the simulator loops
+    flat = grid_of(numbers * vectors, info)
+    grid = flat if values == 1 else (-(-vectors // threads), count, 1)
+    return Launch(made, grid, arguments, overlaps=overlaps)
+
+
+def _fits(out: Operand, n: int, accumulator: str) -> bool:
+    """Return whether contiguous planes are joined to whole accesses of the result."""
+    return out.in_wholes(n, 16 // intrinsics.itemsize(accumulator))
 
 
 def rows(
+    info: DeviceInfo,
     accumulator: str,
     planes: Slot,
     out: Operand,
@@ -109,10 +253,11 @@ def rows(
     steps: tuple[int, int, int] | None = None,
     overlaps: bool = False,
 ) -> Launch:
-    """The join of planes to `out`, by 16 bytes of a plane.
+    """Return the join of planes to the slot "out", by 16 bytes of a plane.
 
     Parameters
     ----------
+    info : DeviceInfo
     accumulator : str
     planes : Slot
         At a multiple of 16 bytes.
@@ -125,106 +270,94 @@ def rows(
     overlaps : bool
         Whether the launch may begin before the one before it has ended.
     """
-    count, depth, m, n = lengths
-    place, plane, pitch = steps or (depth * m * n, m * n, n)
-    size = intrinsics.itemsize(accumulator)
-    values = 16 // size
-    wide = fits(out, lengths, accumulator)
-    store = accesses.store_array if wide else accesses.store
-    bindings = {
-        "THREADS": tiling.PASS_THREADS,
-        "VALUES": values,
-        "AHEAD": tiling.JOIN_AHEAD,
-        "REAL": getattr(types, accumulator),
-        "ZERO": np.dtype(accumulator).type(0),
-        "WIDE": wide,
-        "OUT_BYTES": out.itemsize,
-        "OVERLAPS": overlaps,
-        "LOAD": accesses.load(accumulator, values, accumulator),
-        "STORE": store(out.dtype, values if wide else 1, accumulator),
-    }
-    name = f"join {out.dtype}"
-    made = kernel_of(join_rows, ROWS, bindings, threads=tiling.PASS_THREADS, name=name)
-    arguments = ROWS(
-        planes=planes,
-        out=in_bytes(Slot("out"), out),
-        vectors=m * (pitch // values),
-        columns=n,
-        per_row=pitch // values,
-        depth=depth,
-        step=plane * size,
-        place_step=place * size,
-    )
-    grid = -(-m * (pitch // values) // tiling.PASS_THREADS), count, 1
-    return Launch(made, grid, arguments, overlaps=overlaps)
-
-
-def join_columns(planes, out: Array, n, depth):
-    """out[o, c] = the sum of planes[o, q, c] over q; 32 columns a block.
-
-    Lane r of LANES adds up planes r, r + LANES, ..., and thread 0 of a column the lanes.
-    """
-    shared = cuda.shared.array((2 * LANES, 32), REAL)
-    ahead = cuda.local.array(4, REAL)
-    c = cuda.threadIdx.x & 31
-    r = cuda.threadIdx.x >> 5
-    column = cuda.blockIdx.x * 32 + c
-    place = cuda.blockIdx.y
-    total, error = ZERO, ZERO
-    if column < n:
-        at = planes + ((place * depth + r) * n + column) * ITEMSIZE
-        step = n * (LANES * ITEMSIZE)
-        q = r + 3 * LANES
-        while q < depth:
-            for u in unrolled(4):
-                ahead[u] = LOAD(at + u * step)
-            for u in unrolled(4):
-                total, error = plus(total, error, ahead[u])
-            at += 4 * step
-            q += 4 * LANES
-        q -= 3 * LANES
-        while q < depth:
-            total, error = plus(total, error, LOAD(at))
-            at += step
-            q += LANES
-    shared[r, c] = total
-    shared[LANES + r, c] = error
-    cuda.syncthreads()
-    if r == 0 and column < n:
-        total, error = ZERO, ZERO
-        for lane in range(LANES):
-            before, total = total, total + shared[lane, c]
-            error = error + (lost(before, shared[lane, c], total) + shared[LANES + lane, c])
-        STORE(out.address + element(out, place, 0, column), corrected(total, error))
-
-
-#: Strides are in bytes.
-COLUMNS = Schema(join_columns)
+    values = 16 // intrinsics.itemsize(accumulator)
+    slot, steps = Slot("out"), steps or _contiguous(lengths)
+    return _join(info, accumulator, planes, slot, out, lengths, steps, values, overlaps=overlaps)
 
 
 def columns(
+    accumulator: str, planes: Slot, out: Operand, lengths: tuple[int, int, int, int]
+) -> Launch:
+    """Return the join of contiguous planes of one row to the slot "out"; arguments as of `rows`."""
+    count, depth, _, n = lengths
+    lanes = tiling.JOIN_LANES
+    bindings = _bindings(accumulator, 1) | {"LANES": lanes, "STORE": elements.stores(out.dtype)}
+    name = f"join columns {out.dtype}"
+    made = kernel_of(join_columns, COLUMNS, bindings, threads=32 * lanes, name=name)
+    arguments = COLUMNS(planes=planes, out=in_bytes(Slot("out"), out), n=n, depth=depth)
+    return Launch(made, (-(-n // 32), count, 1), arguments)
+
+
+def joins(
+    info: DeviceInfo,
     accumulator: str,
     planes: Slot,
-    out: Slot,
-    dtype: str,
-    count: int,
-    depth: int,
-    n: int,
-    steps: tuple[int, int],
-) -> Launch:
-    """The join of contiguous planes (count, depth, n), of `out` with strides (place, column)."""
-    lanes = tiling.JOIN_LANES
-    size = intrinsics.itemsize(dtype)
-    bindings = {
-        "LANES": lanes,
-        "REAL": getattr(types, accumulator),
-        "ZERO": np.dtype(accumulator).type(0),
-        "ITEMSIZE": intrinsics.itemsize(accumulator),
-        "LOAD": accesses.load(accumulator, 1, accumulator),
-        "STORE": accesses.store(dtype, 1, accumulator),
-    }
-    name = f"join columns {dtype}"
-    made = kernel_of(join_columns, COLUMNS, bindings, threads=32 * lanes, name=name)
-    to = Array(out, steps[0] * size, 0, steps[1] * size)
-    arguments = COLUMNS(planes=planes, out=to, n=n, depth=depth)
-    return Launch(made, (-(-n // 32), count, 1), arguments)
+    out: Operand,
+    lengths: tuple[int, int, int, int],
+    stage: Slot,
+) -> tuple[tuple[Launch, ...], int]:
+    """Return the joins of contiguous planes to the slot "out", and the bytes they want at `stage`.
+
+    So many planes are joined at a time that the tree in which they are added up depends on their
+    number alone. `lengths` as of `rows`; nothing is aligned but to its dtype.
+    """
+    count, depth, m, n = lengths
+    if info.capability[0] and m == 1 and depth >= tiling.JOIN_DEEP and count <= MOST_ALONG_Y:
+        return (columns(accumulator, planes, out, lengths),), 0
+    itemsize = intrinsics.itemsize(accumulator)
+    between = Operand(accumulator, (m * n, n, 1), itemsize)
+    launches: list[Launch] = []
+    used = 0
+
+    def add(target: Slot, out: Operand, group: int = 0) -> None:
+        lengths = count, depth, m, n
+        steps = _contiguous(lengths)
+        launches.append(_join(info, accumulator, planes, target, out, lengths, steps, 1, group))
+
+    while depth > tiling.JOINED:
+        target = Slot(stage.name, stage.offset + used)
+        add(target, between, tiling.JOINED)
+        planes, depth = target, -(-depth // tiling.JOINED)
+        used += tiling.round_up(count * depth * m * n * itemsize, 256)
+    add(Slot("out"), out)
+    return tuple(launches), used
+
+
+def _contiguous(lengths: tuple[int, int, int, int]) -> tuple[int, int, int]:
+    _, depth, m, n = lengths
+    return depth * m * n, m * n, n
+
+
+@dataclass(frozen=True)
+class Planes:
+    """Where a product whose K is cut into parts (split-K) stores them: planes in the workspace.
+
+    One part is stored in the result.
+    """
+
+    operand: Operand
+    slot: Slot
+    parts: int
+
+    @classmethod
+    def of(cls, product: Product, parts: int, workspace: int) -> Planes:
+        """Return the planes behind so many bytes of the workspace."""
+        if parts == 1:
+            return cls(product.out, Slot("out"), parts)
+        strides = (product.m * product.n, product.n, 1)
+        return cls(Operand(product.accumulator, strides, 16), Slot("work", workspace), parts)
+
+    def joined(self, product: Product, info: DeviceInfo) -> tuple[tuple[Launch, ...], int]:
+        """Return the launches that add up the planes in their order, and the workspace."""
+        p, acc = product, product.accumulator
+        if self.parts == 1:
+            return (), 0
+        end = self.slot.offset + p.places * self.parts * p.m * p.n * self.operand.itemsize
+        stage = Slot("work", -(-end // 256) * 256)
+        lengths = p.places, self.parts, p.m, p.n
+        # (older devices round to bfloat16 by integers, value by value)
+        wide = info.capability >= (8, 0) and p.places <= MOST_ALONG_Y
+        if wide and _fits(p.out, p.n, acc):
+            return (rows(info, acc, self.slot, p.out, lengths),), stage.offset
+        launches, staged = joins(info, acc, self.slot, p.out, lengths, stage)
+        return launches, stage.offset + staged

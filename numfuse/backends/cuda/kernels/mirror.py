@@ -20,7 +20,7 @@ from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
-from numfuse.backends.cuda.kernels.passes import Planes
+from numfuse.backends.cuda.kernels.joins import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
     Launch,

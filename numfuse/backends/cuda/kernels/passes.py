@@ -1,4 +1,4 @@
-"""The passes over memory beside the products: joins of planes, slopes, sums of columns, copies.
+"""The passes over memory beside the products: slopes, sums of columns, copies.
 
 Each function returns launches. The kernels take any dtype and any strides, one element at a time.
 """
@@ -19,14 +19,12 @@ from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import kernel_of
-from numfuse.backends.cuda.kernels import joins as wide_joins
 from numfuse.backends.cuda.kernels.elementwise import formula, is_short
 from numfuse.backends.cuda.kernels.epilogue import element, in_elements
-from numfuse.backends.cuda.kernels.joins import corrected, plus
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 
-__all__ = ["COPY_AXES", "Planes", "chunks", "copies", "joins", "slopes", "threads_of"]
+__all__ = ["COPY_AXES", "chunks", "copies", "grid_of", "slopes", "threads_of"]
 
 #: Axes of a strided copy; of longer shapes the caller makes several.
 COPY_AXES = 4
@@ -42,124 +40,6 @@ def grid_of(total: int, info: DeviceInfo) -> tuple[int, int, int]:
     if not info.capability[0]:
         return 1, 1, 1
     return max(1, min(-(-total // tiling.PASS_THREADS), 2**31 - 1)), 1, 1
-
-
-# --- joins --------------------------------------------------------------------------------------
-def join(planes, out: Array, size, columns, depth, width, groups, total):
-    """out[o, g] = the sum of planes[o, q] with q in the group g of `width`, in their order.
-
-    What additions lose is summed beside it: a sum is rounded once, however many planes there are.
-    """
-    for i in range(cuda.grid(1), total, cuda.gridsize(1)):
-        within, group, place = i % size, i // size % groups, i // (size * groups)
-        first = group * width
-        last = min(first + width, depth)
-        at = (place * depth + first) * size + within
-        value, error = ZERO, ZERO
-        for _ in range(first, last):
-            value, error = plus(value, error, LOAD(planes, at))
-            at += size
-        value = corrected(value, error)
-        at = group * size + element(out, place, within // columns, within % columns)
-        STORE(out.address, at, value)
-
-
-#: Strides are in elements.
-JOIN = Schema(join, u64="planes out_address")
-
-
-def joins(
-    info: DeviceInfo,
-    accumulator: str,
-    planes: Slot,
-    out: Slot,
-    dtype: str,
-    count: int,
-    depth: int,
-    rows: int,
-    columns: int,
-    strides: tuple[int, int, int],
-    stage: Slot,
-) -> tuple[tuple[Launch, ...], int]:
-    """out[o] = the sum of planes[o, q] over q, and the bytes that it wants at `stage`.
-
-    The planes (count, depth, rows, columns) are contiguous, and so many at a time that the tree in
-    which they are added up depends on their number alone. `strides` are those of `out` (place, row,
-    column), in elements.
-    """
-    if info.capability[0] and rows == 1 and depth >= tiling.JOIN_DEEP and count < 1 << 16:
-        steps = strides[0], strides[2]
-        launch = wide_joins.columns(accumulator, planes, out, dtype, count, depth, columns, steps)
-        return (launch,), 0
-    size = rows * columns
-    itemsize = 8 if accumulator == "float64" else 4
-    launches: list[Launch] = []
-    used = 0
-    source = planes
-
-    def add(target: Slot, kind: str, width: int, groups: int, steps: tuple[int, int, int]) -> None:
-        total = count * groups * size
-        bindings = {
-            "LOAD": elements.loads(accumulator),
-            "STORE": elements.stores(kind),
-            "ZERO": np.dtype(accumulator).type(0),
-        }
-        made = kernel_of(join, JOIN, bindings, threads=threads_of(info), name=f"join {kind}")
-        arguments = JOIN(
-            planes=source,
-            out=Array(target, *steps),
-            size=size,
-            columns=columns,
-            depth=depth,
-            width=width,
-            groups=groups,
-            total=total,
-        )
-        launches.append(Launch(made, grid_of(total, info), arguments))
-
-    while depth > tiling.JOINED:
-        groups = -(-depth // tiling.JOINED)
-        target = Slot(stage.name, stage.offset + used)
-        add(target, accumulator, tiling.JOINED, groups, (groups * size, columns, 1))
-        used += -(-count * groups * size * itemsize // 256) * 256
-        source, depth = target, groups
-    add(out, dtype, max(depth, 1), 1, strides)
-    return tuple(launches), used
-
-
-@dataclass(frozen=True)
-class Planes:
-    """Where a product whose K is cut into parts (split-K) stores them: planes in the workspace.
-
-    One part is stored in the result.
-    """
-
-    operand: Operand
-    slot: Slot
-    parts: int
-
-    @classmethod
-    def of(cls, product: Product, parts: int, workspace: int) -> Planes:
-        """Return the planes behind so many bytes of the workspace."""
-        if parts == 1:
-            return cls(product.out, Slot("out"), parts)
-        strides = (product.m * product.n, product.n, 1)
-        return cls(Operand(product.accumulator, strides, 16), Slot("work", workspace), parts)
-
-    def joined(self, product: Product, info: DeviceInfo) -> tuple[tuple[Launch, ...], int]:
-        """Return the launches that add up the planes in their order, and the workspace."""
-        p, acc = product, product.accumulator
-        if self.parts == 1:
-            return (), 0
-        end = self.slot.offset + p.places * self.parts * p.m * p.n * self.operand.itemsize
-        stage = Slot("work", -(-end // 256) * 256)
-        lengths = p.places, self.parts, p.m, p.n
-        if info.capability[0] and wide_joins.fits(p.out, lengths, acc):
-            return (wide_joins.rows(acc, self.slot, p.out, lengths),), stage.offset
-        launches, staged = joins(
-            info, acc, self.slot, Slot("out"), p.out.dtype, *lengths, p.out.strides, stage
-        )
-        return launches, stage.offset + staged
 
 
 # --- slopes -------------------------------------------------------------------------------------

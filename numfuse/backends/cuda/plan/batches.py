@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.kernels import passes
+from numfuse.backends.cuda.kernels import joins, passes
 from numfuse.backends.cuda.plan.places import Places, matrix, split
-from numfuse.backends.cuda.plan.product import ITEMSIZES, Product, Slot
+from numfuse.backends.cuda.plan.product import ITEMSIZES, Operand, Product, Slot
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.epilogues import sum_of_terms
 from numfuse.problem.shapes import equal, merge_axes
@@ -257,18 +257,11 @@ def join(rec: Recorder, planes: View, depth: int, out: View, accumulator: str) -
     steps = contiguous(batch, depth * rows * columns)
     stacked = replace(planes, shape=(*batch, depth * rows, columns), strides=(*steps, columns, 1))
     places = Places(batch, {"planes": stacked, "out": out}, range(len(batch)))
-    launches, workspace = passes.joins(
-        rec.device.info,
-        accumulator,
-        Slot("planes"),
-        Slot("out"),
-        out.dtype,
-        places.count,
-        depth,
-        rows,
-        columns,
-        (places.step["out"], out.strides[-2], out.strides[-1]),
-        Slot("work"),
+    row, column = out.strides[-2:]
+    target = Operand(out.dtype, (places.step["out"], row, column), out.itemsize)
+    lengths = places.count, depth, rows, columns
+    launches, workspace = joins.joins(
+        rec.device.info, accumulator, Slot("planes"), target, lengths, Slot("work")
     )
     for _, at in places:
         rec.launches(launches, at, workspace)

@@ -28,7 +28,7 @@ from numfuse.backends.cuda.kernels.ampere.gemm import block_product
 from numfuse.backends.cuda.kernels.ampere.registers import Arithmetic, add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
-from numfuse.backends.cuda.kernels.passes import Planes
+from numfuse.backends.cuda.kernels.joins import Planes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Plan, Product, Slot
 from numfuse.backends.cuda.tiling import CudaBlock
 

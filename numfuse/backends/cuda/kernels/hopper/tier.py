@@ -129,7 +129,7 @@ def plan_with(
         pitch = -(-n // 4) * 4
         slot, out_part = Slot("work"), places * m * pitch
         lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
-        joined = (joins.rows("float32", slot, out, lengths, steps_of, overlaps=True),)
+        joined = (joins.rows(device, "float32", slot, out, lengths, steps_of, overlaps=True),)
         out = Operand("float32", (m * pitch, pitch, 1), 16)
     ways = _ways(product, out, min(64, tile.block_n), by_map)
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
