@@ -41,12 +41,17 @@ class _Factor:
     def __init__(self, name: str, access: Access, block: int, tile: WebGpuTile) -> None:
         row = name == "x"
         self.NAME, self.WIDE, self.TURNED, self.BLOCK = name, access.wide, access.turned, block
-        self.ORIGIN, self.LENGTH = ("row0", "m") if row else ("column0", "n")
+        self.ORIGIN, length = ("row0", "m") if row else ("column0", "n")
         self.STRIDE_O = "x_row" if row else "y_column"
         self.STRIDE_K = "x_column" if row else "y_row"
+        # (index, end, stride): along the four neighbours, and from a line of them to the next
+        output, depth = ("o", f"p.{length}", self.STRIDE_O), ("k", "k_end", self.STRIDE_K)
+        along, line = (depth, output) if access.turned else (output, depth)
+        self.ALONG, self.ALONG_END, self.ALONG_STRIDE = along
+        self.LINE, self.LINE_END, self.LINE_STRIDE = line
+        self.LINES = 4 if access.turned else 1
         # pieces to fetch: squares of 4 x 4 where turned, else runs of four outputs
-        depth = tile.block_k // 4 if access.turned else tile.block_k
-        pieces = block // 4 * depth
+        pieces = block // 4 * (tile.block_k // self.LINES)
         self.LOADS = -(-pieces // tile.invocations)
         self.IF_IN_TILE, self.END_IN_TILE = [], []
         for i in range(self.LOADS):

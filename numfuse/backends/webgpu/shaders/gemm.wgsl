@@ -109,22 +109,16 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     var x_at = place.x;
     var y_at = place.y;
     //$ for o, i in LOADS:
-    //$ if o.TURNED:
-    // a square of four outputs by four values of k
-    //$ if K_FIRST:
+    // a run of four outputs, or, where K is contiguous, a square of four runs along k
+    //$ if o.TURNED and K_FIRST:
     let ${o.NAME}_o$i = (t + ${i * INVOCATIONS}u) / ${BLOCK_K // 4}u;
-    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) % ${BLOCK_K // 4}u * 4u;
+    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) % ${BLOCK_K // 4}u * ${o.LINES}u;
     //$ else:
     let ${o.NAME}_o$i = (t + ${i * INVOCATIONS}u) % ${o.BLOCK // 4}u;
-    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) / ${o.BLOCK // 4}u * 4u;
+    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) / ${o.BLOCK // 4}u * ${o.LINES}u;
     //$ end
-    //$ for c in range(4):
+    //$ for c in range(o.LINES):
     var ${o.NAME}_v${i}_$c = vec4<$ACC>();
-    //$ end
-    //$ else:
-    let ${o.NAME}_o$i = (t + ${i * INVOCATIONS}u) % ${o.BLOCK // 4}u;
-    let ${o.NAME}_k$i = (t + ${i * INVOCATIONS}u) / ${o.BLOCK // 4}u;
-    var ${o.NAME}_v$i = vec4<$ACC>();
     //$ end
     //$ end
 
@@ -148,7 +142,7 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
             ${o.NAME}_tile[${o.NAME}_k$i + ${c}u][${o.NAME}_o$i] = vec4<$ACC>(${o.NAME}_v${i}_0[$c], ${o.NAME}_v${i}_1[$c], ${o.NAME}_v${i}_2[$c], ${o.NAME}_v${i}_3[$c]);
             //$ end
             //$ else:
-            ${o.NAME}_tile[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v$i;
+            ${o.NAME}_tile[${o.NAME}_k$i][${o.NAME}_o$i] = ${o.NAME}_v${i}_0;
             //$ end
             ${o.END_IN_TILE[i]}
             //$ end
@@ -163,34 +157,17 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 let at = ${o.NAME}_at + (${o.ORIGIN} + ${o.NAME}_o$i * 4u) * p.${o.STRIDE_O} + (k0 + ${o.NAME}_k$i) * p.${o.STRIDE_K};
                 let o = ${o.ORIGIN} + ${o.NAME}_o$i * 4u;
                 let k = k0 + ${o.NAME}_k$i;
-                //$ if o.TURNED:
-                //$ for c in range(4):
+                //$ for c in range(o.LINES):
                 ${o.NAME}_v${i}_$c = vec4<$ACC>();
                 //$ if o.WIDE:
-                if (o + ${c}u < p.${o.LENGTH} && k < k_end) {
-                    ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.STRIDE_O}) / 4u]);
+                if (${o.LINE} + ${c}u < ${o.LINE_END} && ${o.ALONG} < ${o.ALONG_END}) {
+                    ${o.NAME}_v${i}_$c = vec4<$ACC>(${o.NAME}[(at + ${c}u * p.${o.LINE_STRIDE}) / 4u]);
                 }
                 //$ else:
-                if (o + ${c}u < p.${o.LENGTH}) {
+                if (${o.LINE} + ${c}u < ${o.LINE_END}) {
                     //$ for d in range(4):
-                    if (k + ${d}u < k_end) {
-                        ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O} + ${d}u * p.${o.STRIDE_K}]);
-                    }
-                    //$ end
-                }
-                //$ end
-                //$ end
-                //$ else:
-                ${o.NAME}_v$i = vec4<$ACC>();
-                //$ if o.WIDE:
-                if (o < p.${o.LENGTH} && k < k_end) {
-                    ${o.NAME}_v$i = vec4<$ACC>(${o.NAME}[at / 4u]);
-                }
-                //$ else:
-                if (k < k_end) {
-                    //$ for c in range(4):
-                    if (o + ${c}u < p.${o.LENGTH}) {
-                        ${o.NAME}_v$i[$c] = $ACC(${o.NAME}[at + ${c}u * p.${o.STRIDE_O}]);
+                    if (${o.ALONG} + ${d}u < ${o.ALONG_END}) {
+                        ${o.NAME}_v${i}_$c[$d] = $ACC(${o.NAME}[at + ${c}u * p.${o.LINE_STRIDE} + ${d}u * p.${o.ALONG_STRIDE}]);
                     }
                     //$ end
                 }
