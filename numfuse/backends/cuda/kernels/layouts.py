@@ -41,54 +41,44 @@ def lay_out(out, outer, inner, source: Array, to_place, to_outer):
     source.address += cuda.blockIdx.z * source.place
     out += cuda.blockIdx.z * to_place
     fours, line = t & 15, t >> 4
-    # all loads are on their way before the first value is used
+    # A thread reads a four of each of four lines: of the source's rows or, where these are turned,
+    # of its columns. All loads are on their way before the first value is used.
+    if TURNED:
+        first, first_end, first_step = o0 + 4 * fours, outer, source.row
+        other, other_end, other_step = i0 + 4 * line, inner, source.column
+    else:
+        first, first_end, first_step = i0 + 4 * fours, inner, source.column
+        other, other_end, other_step = o0 + line, outer, source.row
+    at = source.address + first * first_step + other * other_step
     held = cuda.local.array(16, types.float32)
     for v in unrolled(16):
         held[v] = ZERO
-    if TURNED:
-        # read along the source's rows: four of them, of four values
-        o, i = o0 + 4 * fours, i0 + 4 * line
-        at = source.address + o * source.row + i * source.column
-        for r in unrolled(4):
-            if WIDE:
-                if i + r < inner and o < outer:
-                    loaded = LOAD_4(at + r * source.column)
-                    for v in unrolled(4):
-                        held[4 * v + r] = loaded[v]
-            else:
+    for r in unrolled(4):
+        if WIDE:
+            if other + r * LINES < other_end and first < first_end:
+                loaded = LOAD_4(at + r * LINES * other_step)
                 for v in unrolled(4):
-                    if i + r < inner and o + v < outer:
-                        held[4 * v + r] = LOAD(at + r * source.column + v * source.row)
+                    held[4 * r + v] = loaded[v]
+        else:
+            for v in unrolled(4):
+                if other + r * LINES < other_end and first + v < first_end:
+                    held[4 * r + v] = LOAD(at + r * LINES * other_step + v * first_step)
+    if TURNED:
         # turned within the thread, then to the rows of `out`; their fours are exchanged so that
         # eight threads of any access meet all banks
         square = shared_address(cuda.shared.array(0, dtype=types.int64))
         for v in unrolled(4):
             to = square + ((4 * fours + v) * SQUARE + 4 * (line ^ fours)) * 4
-            PUT_4(to, held[4 * v], held[4 * v + 1], held[4 * v + 2], held[4 * v + 3])
+            PUT_4(to, held[v], held[4 + v], held[8 + v], held[12 + v])
         cuda.syncthreads()
-        for r in unrolled(4):
-            row = line + r * ROWS
-            if o0 + row < outer and i0 + 4 * fours < inner:
+    for r in unrolled(4):
+        row, i = line + r * ROWS, i0 + 4 * fours
+        if o0 + row < outer and i < inner:
+            to = out + (o0 + row) * to_outer + i * 4
+            if TURNED:
                 taken = TAKE_4(square + (row * SQUARE + 4 * (fours ^ (row >> 2))) * 4)
-                to = out + (o0 + row) * to_outer + (i0 + 4 * fours) * 4
                 put_4(to, taken[0], taken[1], taken[2], taken[3])
-    else:
-        i = i0 + 4 * fours
-        at = source.address + (o0 + line) * source.row + i * source.column
-        for r in unrolled(4):
-            if WIDE:
-                if o0 + line + r * ROWS < outer and i < inner:
-                    loaded = LOAD_4(at + r * ROWS * source.row)
-                    for v in unrolled(4):
-                        held[4 * r + v] = loaded[v]
             else:
-                for v in unrolled(4):
-                    if o0 + line + r * ROWS < outer and i + v < inner:
-                        held[4 * r + v] = LOAD(at + r * ROWS * source.row + v * source.column)
-        for r in unrolled(4):
-            row = o0 + line + r * ROWS
-            if row < outer and i < inner:
-                to = out + row * to_outer + i * 4
                 put_4(to, held[4 * r], held[4 * r + 1], held[4 * r + 2], held[4 * r + 3])
 
 
@@ -134,6 +124,8 @@ def laid_out(
         "WIDE": operand.runs_wide(along, 4) and not shape[along - 1] % 4,
         "SQUARE": SQUARE,
         "ROWS": ROWS,
+        # from a line that a thread reads to the next
+        "LINES": 1 if turned else ROWS,
         "ZERO": np.float32(0),
         "LOAD": accesses.load(kind, 1, kind),
         "LOAD_4": accesses.load(kind, 4, kind),

@@ -210,6 +210,9 @@ def _kernel(thin: Thin, product: Product) -> Kernel:
         "COPIES": lines // reach,
         "SLICE": thin.slice_bytes,
         "Y_SLICE": thin.y_bytes,
+        # what a slice takes of what is left of a line, and of the lines
+        "Y_BYTES_STEP": line_bytes if thin.along_k else 0,
+        "Y_LINES_STEP": 0 if thin.along_k else thin.depth,
         "PART": sums,
         "LANE_ROW": inlined(_of_eight if thin.lanes_m == 8 else _of_four),
         "LANE_COLUMN": inlined(_of_four if thin.lanes_m == 8 else _of_eight),

@@ -86,10 +86,7 @@ def thin_product(
             copy_x(i32(x_to + write), x_at, x_line, x_left, x_row0, m)
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
-        if ALONG_K:
-            y_bytes = i32(y_bytes - DEPTH * SIZE)
-        else:
-            y_lines = i32(y_lines - DEPTH)
+        y_bytes, y_lines = i32(y_bytes - Y_BYTES_STEP), i32(y_lines - Y_LINES_STEP)
         write = i32(write + SLICE)
 
     total = cuda.local.array(PART, dtype=ACCUMULATOR)
@@ -131,10 +128,7 @@ def thin_product(
                 MULTIPLY(total, u, i32(x_from + read), i32(y_from + read))
         fetch_commit()
         y_at, x_at, x_left = y_at + y_slice, x_at + x_slice, i32(x_left - DEPTH)
-        if ALONG_K:
-            y_bytes = i32(y_bytes - DEPTH * SIZE)
-        else:
-            y_lines = i32(y_lines - DEPTH)
+        y_bytes, y_lines = i32(y_bytes - Y_BYTES_STEP), i32(y_lines - Y_LINES_STEP)
         write = i32(write + SLICE) if write < (STAGES - 1) * SLICE else i32(0)
         read = i32(read + SLICE) if read < (STAGES - 1) * SLICE else i32(0)
         done = i32(done + 1)

@@ -265,19 +265,21 @@ def store_rows(out: Array, buffer, row, in_buffer, column, lane, m, n):
         i += 4
 
 
+def vector_of(array: Array, row, column, thread):
+    """Return a thread's first 16 bytes of its warp's 16 rows: address, column, row in a buffer."""
+    in_row = (thread >> 5) * 16 + ((thread & 31) >> SHIFT)
+    column += (thread & (PIECES - 1)) * 8
+    return array.address + ((row + in_row) * array.row + column) * 2, column, in_row
+
+
 def fetch_vectors(extra: Array, buffer, row, column, thread, m, n):
     """A warp's 16 rows of `extra` on their way into a buffer: one group of 16-byte copies."""
     thread = fresh(thread)
-    lane, first = thread & 31, (thread >> 5) * 16
-    column += (lane & (PIECES - 1)) * 8
-    at = extra.address + ((row + first + (lane >> SHIFT)) * extra.row + column) * 2
-    left = m - row
-    in_row = first + (lane >> SHIFT)
+    piece_number, left = thread & (PIECES - 1), m - row
+    at, column, in_row = vector_of(extra, row, column, thread)
     i, end = 0, fresh(PIECES // 2)  # a loop that stays one, for want of registers
     while i < end:
-        fetch16(
-            piece_at(buffer, in_row, lane & (PIECES - 1)), at, 16 * ((in_row < left) & (column < n))
-        )
+        fetch16(piece_at(buffer, in_row, piece_number), at, 16 * ((in_row < left) & (column < n)))
         at += 64 // PIECES * extra.row
         in_row += 32 // PIECES
         i += 1
@@ -287,18 +289,15 @@ def fetch_vectors(extra: Array, buffer, row, column, thread, m, n):
 def store_vectors(out: Array, buffer, row, column, thread, m, n):
     """A warp's 16 rows of a buffer to `out`, 16 bytes a thread."""
     thread = fresh(thread)
-    lane, first = thread & 31, (thread >> 5) * 16
-    column += (lane & (PIECES - 1)) * 8
-    at = out.address + ((row + first + (lane >> SHIFT)) * out.row + column) * 2
-    left = m - row
-    in_row = first + (lane >> SHIFT)
+    piece_number, left = thread & (PIECES - 1), m - row
+    at, column, in_row = vector_of(out, row, column, thread)
     word = cuda.local.array(PIECES, types.int32)
     i, end = 0, fresh(2)  # a loop that stays one, for want of registers
     while i < end:
         for j in unrolled(PIECES // 4):
             own = in_row + 32 // PIECES * j
             word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3] = shared_load4_b32(
-                piece_at(buffer, own, lane & (PIECES - 1))
+                piece_at(buffer, own, piece_number)
             )
         for j in unrolled(PIECES // 4):
             global_store4_b32(
