@@ -8,13 +8,14 @@ it, and a backend runs it; one that is built on the replay records it for the ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from numpy import empty, ndarray
 
 from numfuse.activations import Activation, get, table
-from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, Replaying, resolve
+from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, resolve
 from numfuse.problem import product, second_order
 from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
@@ -141,7 +142,7 @@ class Operation:
         if found is not None and found.varies is not None:
             found = replay.find((key, found.varies()))
         if found is None or (outs and not apart(outs, operands, self.in_place)):
-            return self._first(operands, act, flags, needs, out, backend, form)
+            return self._first(operands, act, flags, needs, out, chosen, form)
         made: list[Any] = []
         if outs:
             for spec, x in zip(found.made, outs, strict=False):
@@ -158,7 +159,10 @@ class Operation:
         """Return the values of the options by name."""
         every = {"activation": activation, "needs": needs, "out": out}
         every |= zip(self.flags, flags, strict=True)
-        return {name: every[name] for name in self.options}
+        options = {}
+        for name in self.options:
+            options[name] = every[name]
+        return options
 
     def other(
         self,
@@ -195,44 +199,53 @@ class Operation:
         backend: str | Backend | None,
         form: list[Hashable] | None,
     ) -> Any:
-        """Check a call, run it, and keep what was recorded for calls of the same form."""
+        """Check a call and run it; one that has a form (on a backend with a replay) by its program.
+
+        That is kept for calls of the same form.
+        """
         serial = act.serial
         given = dict(zip(self.operands, operands, strict=True))
-        required(given)
+        if "residual" in given:
+            required(given)  # (each kind of problem asks for the others)
         p = self.problem(**given, **self._options(act, flags, needs, out))
+        if form is not None:
+            return self._record(p, operands, backend, (serial, *form), act.serial != serial)
         chosen: Any = resolve(backend)
         run = getattr(chosen, self.kind, None)
         if run is None:
             raise ValueError(
                 f"backend must have the operation {self.kind!r}, got {chosen!r} without it"
             )
-        result = p.result
-        if form is None or not isinstance(chosen, Replaying):
-            run(p)
-            return result
+        run(p)
+        return p.result
+
+    def _record(
+        self, p: Any, operands: tuple[Any, ...], chosen: Any, key: Hashable, redefined: bool
+    ) -> Any:
+        """Record a problem, keep its program unless it is for this one call, and launch it."""
         made = chosen.record(self.kind, p, self.fields)
+        result = p.result
         several = isinstance(result, tuple)
         results = result if several else (result,)
-        arrays = [getattr(p, name, None) for name in self.fields]
-        formulas = made.formulas if act.serial == serial else None
-        if formulas is not None and _same_memory(arrays, (*operands, *results)):
-            specs = tuple(None if x is None else (x.shape, x.dtype) for x in results)
-            key: Hashable = (serial, *form)
+        arrays: list[Any] = []
+        specs: list[Any] = []
+        own = redefined or made.formulas is None
+        for name, given in zip_longest(self.fields, (*operands, *results)):
+            x = getattr(p, name, None)
+            arrays.append(x)
+            if x is not given and x is not None and given is not None and x.size:
+                # (another view of it, which may begin elsewhere)
+                own = own or address(x) != address(given)
+        if not own:
+            for x in results:
+                specs.append(None if x is None else (x.shape, x.dtype))
             if made.varies is not None:
-                chosen.replay.keep(key, _Kept(None, varies=made.varies), formulas)
+                chosen.replay.keep(key, _Kept(None, varies=made.varies), made.formulas)
                 key = key, made.varies()
-            found = _Kept(made.program, specs, type(result) if several else None)
-            chosen.replay.keep(key, found, formulas, made.nbytes)
+            found = _Kept(made.program, tuple(specs), type(result) if several else None)
+            chosen.replay.keep(key, found, made.formulas, made.nbytes)
         chosen.launch(made.program, tuple(arrays))
         return result
-
-
-def _same_memory(arrays: Sequence[ndarray | None], given: Sequence[Any]) -> bool:
-    """Return whether the arrays of a problem begin where the caller's do."""
-    return all(
-        x is None or y is None or not x.size or address(x) == address(y)
-        for x, y in zip(arrays, given, strict=False)
-    )
 
 
 #: The operations, by the names of their public functions.

@@ -149,7 +149,7 @@ class Activation:
     @property
     def is_identity(self) -> bool:
         """Whether the value is the argument itself: there is no pre-activation beside it."""
-        return self.trace(0) is ex.SYMBOL
+        return (self._traces[0] if 0 in self._traces else self.trace(0)) is ex.SYMBOL
 
     def second_derivative_is_zero(self) -> bool:
         """Whether the second derivative is 0 everywhere: what it multiplies is then left out."""

@@ -10,16 +10,24 @@ from numfuse.language.graph import Expr
 
 __all__ = ["Keyed", "formulas_of", "named"]
 
+#: Kinds that stand for themselves; what is compared with them first is most of a key.
+_PLAIN = frozenset((str, int, bool, type(None)))
+
 
 def named(value: Any) -> Any:
     """Return a key, or a part of one, with formulas by their serial numbers, inside tuples too."""
+    if type(value) is tuple:
+        key = []
+        for part in value:
+            key.append(part if type(part) in _PLAIN else named(part))
+        return tuple(key)
     if isinstance(value, Expr):
         return "formula", value.serial
     if isinstance(value, Curve):
         return "curve", value.serial
     if isinstance(value, Keyed):
         return value.named()
-    return tuple(map(named, value)) if type(value) is tuple else value
+    return value
 
 
 class Keyed:

@@ -17,8 +17,8 @@ __all__ = [
     "address",
     "apart",
     "array_of",
-    "as_operands",
     "as_plain",
+    "checked",
     "output",
     "required",
     "same_dtype",
@@ -108,13 +108,24 @@ def as_plain(name: str, x: Any) -> ndarray:
     return x
 
 
-def as_operands(**operands: Any) -> dict[str, ndarray]:
-    """Return the operands that are there as plain arrays; grad, a and b have to be."""
-    return {
-        name: as_plain(name, x)
-        for name, x in operands.items()
-        if x is not None or name in ("grad", "a", "b")
-    }
+def checked(
+    operands: Mapping[str, Any],
+) -> tuple[dict[str, ndarray], np.dtype[Any], np.dtype[Any]]:
+    """Return the operands that are there as plain arrays by name, their dtype, its accumulator's.
+
+    Of all operands at once, as every first call asks. grad, a and b have to be there.
+    """
+    found: dict[str, ndarray] = {}
+    for name, x in operands.items():
+        if type(x) is ndarray and x.flags.aligned:
+            found[name] = x
+        elif x is not None or name in ("grad", "a", "b"):
+            found[name] = as_plain(name, x)
+    dtype = found["a"].dtype
+    for x in found.values():
+        if x.dtype != dtype or dtype not in ACCUMULATORS:
+            return found, *same_dtype(found)
+    return found, dtype, ACCUMULATORS[dtype]
 
 
 def array_of(x: Any) -> Any:
@@ -159,14 +170,13 @@ def output(
     others: Mapping[str, ndarray],
     may_be: tuple[str, ...] = (),
 ) -> ndarray:
-    """A new array, or the caller's own after every check on it.
+    """The caller's own array for a result, after every check on it.
 
     Parameters
     ----------
     name : str
         What to call it in a message.
-    given : ndarray or None
-        The caller's array; None allocates.
+    given : ndarray
     shape, dtype
         What the result has.
     others : mapping
@@ -175,8 +185,6 @@ def output(
     may_be : tuple of str
         Names in `others` that it may equal exactly (same memory, same strides).
     """
-    if given is None:
-        return np.empty(shape, dtype)
     if not isinstance(given, ndarray):
         raise TypeError(
             f"{name} must be a NumPy array of shape {shape} and dtype {dtype}, "

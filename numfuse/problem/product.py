@@ -18,18 +18,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
-from numpy import empty, ndarray
+from numpy import empty, generic, ndarray
 
+from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.problem.operands import (
     array_of,
-    as_operands,
+    checked,
     output,
     required,
-    same_dtype,
     saved_pre_activation,
     shaped,
 )
@@ -39,10 +39,7 @@ from numfuse.problem.results import (
     Fields,
     made_gradients,
 )
-from numfuse.problem.shapes import column_view, fold_rows, gemm_shape, residual_view, row_view
-
-if TYPE_CHECKING:
-    from numfuse.activations import Activation
+from numfuse.problem.shapes import fold_rows, gemm_shape, residual_view
 
 __all__ = [
     "GateOperands",
@@ -171,39 +168,39 @@ class Layer:
     """
 
     def __init__(self, activation: Any, moved: Mapping[str, str], **operands: Any) -> None:
-        act = get_activation(activation)
-        x = self.given = as_operands(**operands)
-        self.dtype, self.acc_dtype = same_dtype(x)
+        if type(activation) is not Activation:
+            activation = get_activation(activation)
+        x, self.dtype, self.acc_dtype = checked(operands)
+        self.given = x
         self.shape, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
         self.head: Fields = dict(zip(("m", "n", "k", "batch"), self.shape, strict=False))
-        self.head |= {"dtype": self.dtype, "acc_dtype": self.acc_dtype, "activation": act}
+        self.head |= {"dtype": self.dtype, "acc_dtype": self.acc_dtype, "activation": activation}
         self.head |= {"a": a, "b": b, "bias": bias}
         self.grad: Any = None
         if "grad" in x:
-            self.grad = self.shape.full(shaped(x["grad"], "grad", self.shape.visible))
-        self.residual = self.promoted("residual", x.get("residual"))
+            self.grad = self.promoted("grad", shaped(x["grad"], "grad", self.shape.visible))
+        self.residual = residual_view(self.shape, x["residual"]) if "residual" in x else None
+        self.moved: Fields = dict.fromkeys(moved)
         for name, of in moved.items():
             if name in x and of not in x:
                 raise ValueError(f"{name} must be None where {of} is None, got an array")
             if name in x:
                 shaped(x[name], name, x[of].shape, f"the shape of {of}")
-        self.moved: Fields = {name: self.promoted(of, x.get(name)) for name, of in moved.items()}
+                self.moved[name] = self.promoted(of, x[name])
 
-    def promoted(self, of: str, x: ndarray | None) -> ndarray | None:
+    def promoted(self, of: str, x: ndarray) -> ndarray:
         """Return an array of the shape of an operand as a problem has that."""
-        if x is None or of == "grad":
-            return None if x is None else self.shape.full(x)
         if of == "residual":
             return residual_view(self.shape, x)
-        return column_view(x) if of == "b" else row_view(x)
+        if of == "grad":
+            return x if self.shape.promote is None else x[self.shape.promote]
+        return x if x.ndim > 1 else x[:, None] if of == "b" else x[None, :]
 
-    def saved(self, pre: Any) -> ndarray | None:
+    def saved(self, pre: Any) -> ndarray:
         """Return a saved pre-activation, checked and promoted."""
-        if pre is None:
-            return None
         found = saved_pre_activation(pre, self.shape.visible, self.dtype, self.acc_dtype)
         self.given["pre_activation"] = found
-        return self.shape.full(found)
+        return self.promoted("grad", found)
 
     def gradients(
         self, names: tuple[str, ...], needs: Any, out: Any = None, sum_batch: bool = False
@@ -211,12 +208,19 @@ class Layer:
         """Return the gradients of the operands of these names for a problem, and for the caller."""
         if "residual" in self.given:
             names = (*names, "residual")
-        shapes = {name: self.given[name].shape for name in names if name in self.given}
+        shapes = {}
+        for name in names:
+            if name in self.given:
+                shapes[name] = self.given[name].shape
         if sum_batch and self.given["b"].ndim > 2:
             shapes["b"] = self.given["b"].shape[-2:]
         made, result = made_gradients(names, shapes, needs, out, self.dtype, self.given)
-        promoted = {f"d_{name}": self.promoted(name, made[f"d_{name}"]) for name in names}
-        return {"d_residual": None, **promoted}, result
+        for name in names:
+            x = made[f"d_{name}"]
+            if x is not None and (x.ndim < 2 or name in ("grad", "residual")):
+                made[f"d_{name}"] = self.promoted(name, x)
+        made.setdefault("d_residual", None)
+        return made, result
 
 
 def gemm(
@@ -230,16 +234,21 @@ def gemm(
 ) -> GemmProblem:
     """The problem of `matmul_bias_activation`; see there for what is accepted and raised."""
     x = Layer(activation, {}, a=a, b=b, bias=bias, residual=residual)
-    target = output("out", out, x.shape.visible, x.dtype, x.given)
-    result: Any = target if out is None else out
+    visible, promote = x.shape.visible, x.shape.promote
+    if out is None:
+        result: Any = empty(visible, x.dtype)
+        target = result
+    else:
+        result, target = out, output("out", out, visible, x.dtype, x.given)
     pre = None
     if return_pre_activation:
-        pre = empty(x.shape.visible, x.acc_dtype)
+        pre = empty(visible, x.acc_dtype)
         result = result, pre
-        pre = x.shape.full(pre)
-    full = x.shape.full(target)
-    p = GemmProblem(**x.head, residual=x.residual, out=full, pre=pre, result=result)
-    fold_rows(p, p.BY_ROWS)
+    if promote is not None:
+        target, pre = target[promote], None if pre is None else pre[promote]
+    p = GemmProblem(**x.head, residual=x.residual, out=target, pre=pre, result=result)
+    if p.batch:
+        fold_rows(p, p.BY_ROWS)
     return p
 
 
@@ -266,32 +275,40 @@ def gemm_backward(
 
     See there for what is accepted and raised.
     """
-    x = Layer(activation, {}, grad=array_of(grad), a=a, b=b, bias=bias, residual=residual)
-    pre = x.saved(pre_activation)
+    if isinstance(grad, generic):
+        grad = array_of(grad)
+    x = Layer(activation, {}, grad=grad, a=a, b=b, bias=bias, residual=residual)
+    pre = None if pre_activation is None else x.saved(pre_activation)
     made, result = x.gradients(GEMM_NEEDS, needs, out, sum_batch)
     given: Fields = {"grad": x.grad, "pre": pre, "guard": bool(guard)}
     p = GemmBackwardProblem(**x.head, **given, **made, result=result)
-    fold_rows(p, (*p.BY_ROWS, "d_residual"))
+    if p.batch:
+        fold_rows(p, (*p.BY_ROWS, "d_residual"))
     return p
 
 
 def gate_operands(activation: Any, **operands: Any) -> tuple[dict[str, ndarray], Fields]:
     """Return the operands of a gate as plain arrays by name, and the fields of `GateOperands`."""
-    act = get_activation(activation)
-    x = as_operands(**operands)
-    dtype, acc_dtype = same_dtype(x)
+    if type(activation) is not Activation:
+        activation = get_activation(activation)
+    x, dtype, acc_dtype = checked(operands)
     shape = x["a"].shape
     for name, y in x.items():
-        shaped(y, name, shape, "the shape of a")
-    head: Fields = {"shape": shape, "dtype": dtype, "acc_dtype": acc_dtype, "activation": act}
-    return x, head | {"a": x["a"], "b": x["b"]}
+        if y.shape != shape:
+            shaped(y, name, shape, "the shape of a")
+    head: Fields = {"shape": shape, "dtype": dtype, "acc_dtype": acc_dtype}
+    return x, head | {"activation": activation, "a": x["a"], "b": x["b"]}
 
 
 def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
     """The problem of `activation_mul`; see there for what is accepted and raised."""
     x, head = gate_operands(activation, a=a, b=b)
-    target = output("out", out, head["shape"], head["dtype"], x, may_be=("a", "b"))
-    return GatedProblem(**head, out=target, result=target if out is None else out)
+    if out is None:
+        result = target = empty(head["shape"], head["dtype"])
+    else:
+        result = out
+        target = output("out", out, head["shape"], head["dtype"], x, may_be=("a", "b"))
+    return GatedProblem(**head, out=target, result=result)
 
 
 def gated_backward(

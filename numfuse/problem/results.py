@@ -141,11 +141,15 @@ def without_terms(p: Any) -> list[str] | None:
     other axes have. Where no result has an element, none is written.
     """
     forward = hasattr(p, "out")
-    names = _FORWARD if forward else _BACKWARD
-    results = [name for name in names if getattr(p, name, None) is not None]
-    if (p.out if forward else p.grad).size:
-        return None if any(getattr(p, name).size for name in results) else []
-    return results
+    terms = (p.out if forward else p.grad).size
+    results = []
+    for name in _FORWARD if forward else _BACKWARD:
+        x = getattr(p, name, None)
+        if x is not None:
+            if terms and x.size:
+                return None
+            results.append(name)
+    return [] if terms else results
 
 
 def check_needs(needs: Any, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -189,15 +193,20 @@ def made_gradients(
     shape, as its operand is not there. `operands` has by name what no output may overlap; each
     output joins it.
     """
-    needs = names if needs is None else check_needs(needs, names)
+    if needs is None or needs is names:
+        needs = names
+    else:
+        needs = check_needs(needs, names)
+    outs = (None,) * len(names) if out is None else check_outputs(out, names)
     arrays: Fields = {}
     result: list[Any] = []
-    for name, given in zip(names, check_outputs(out, names), strict=True):
+    for name, given in zip(names, outs, strict=True):
         field, shape, array = f"d_{name}", shapes.get(name), None
         if name in needs and shape is not None:
-            array = output(field, given, shape, dtype, operands)
-            if given is not None:
-                operands[field] = array  # a new array overlaps nothing
+            if given is None:
+                array = np.empty(shape, dtype)
+            else:
+                operands[field] = array = output(field, given, shape, dtype, operands)
         elif given is not None:
             reason = f"{name!r} is not in needs" if name not in needs else f"{name} is None"
             raise ValueError(f"{field} in out must be None where {reason}, got an array")

@@ -128,11 +128,12 @@ def gemm_double_backward(
     operands = {"grad": grad, "a": a, "b": b, "bias": bias, "residual": residual}
     moved = {"u": "a", "v": "b", "w": "bias", "z": "residual"}
     x = Layer(activation, moved, **operands, u=u, v=v, w=w, z=z)
-    pre = x.saved(pre_activation)
+    pre = None if pre_activation is None else x.saved(pre_activation)
     made, result = x.gradients(GEMM_SECOND_NEEDS, needs)
     given: Fields = {"grad": x.grad, "pre": pre, "guard": bool(guard)}
     p = GemmDoubleBackwardProblem(**x.head, **given, **made, result=result, **x.moved)
-    fold_rows(p, p.BY_ROWS)
+    if p.batch:
+        fold_rows(p, p.BY_ROWS)
     return p
 
 
@@ -155,12 +156,14 @@ def gemm_tangent(
     operands = {"a": a, "b": b, "bias": bias, "residual": residual}
     tangents = {"a_dot": a_dot, "b_dot": b_dot, "bias_dot": bias_dot, "residual_dot": residual_dot}
     x = Layer(activation, dict(zip(tangents, operands, strict=True)), **operands, **tangents)
-    made = Tangent(*(empty(x.shape.visible, x.dtype) for _ in range(2)))
-    moved = dict(zip("uvwz", x.moved.values(), strict=True))
-    results: Fields = {name: x.shape.full(y) for name, y in made._asdict().items()}
-    given: Fields = {"residual": x.residual, "pre": None, "guard": bool(guard)}
-    p = GemmTangentProblem(**x.head, **given, **moved, **results, result=made)
-    fold_rows(p, p.BY_ROWS)
+    visible, promote = x.shape.visible, x.shape.promote
+    made = Tangent(empty(visible, x.dtype), empty(visible, x.dtype))
+    out, out_dot = made if promote is None else (made.out[promote], made.out_dot[promote])
+    given: Fields = dict(zip("uvwz", x.moved.values(), strict=True))
+    given |= {"residual": x.residual, "pre": None, "guard": bool(guard)}
+    p = GemmTangentProblem(**x.head, **given, out=out, out_dot=out_dot, result=made)
+    if p.batch:
+        fold_rows(p, p.BY_ROWS)
     return p
 
 
@@ -187,6 +190,7 @@ def gated_tangent(
 ) -> GatedTangentProblem:
     """The problem of `activation_mul_jvp`; see there for what is accepted and raised."""
     x, head = gate_operands(activation, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
-    made = Tangent(*(empty(head["shape"], head["dtype"]) for _ in range(2)))
+    out, out_dot = made = Tangent(*[empty(head["shape"], head["dtype"]) for _ in "ab"])
     moved: Fields = {"u": x.get("a_dot"), "v": x.get("b_dot")}
-    return GatedTangentProblem(**head, **moved, guard=bool(guard), **made._asdict(), result=made)
+    results: Fields = {"out": out, "out_dot": out_dot, "result": made}
+    return GatedTangentProblem(**head, **moved, guard=bool(guard), **results)

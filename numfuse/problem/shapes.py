@@ -13,14 +13,12 @@ from numpy import ndarray
 __all__ = [
     "GemmShape",
     "as_one",
-    "column_view",
     "equal",
     "fold_rows",
     "gemm_shape",
     "merge_axes",
     "merge_rows",
     "residual_view",
-    "row_view",
     "runs_of_rows",
     "shares_weights",
     "sum_to",
@@ -96,16 +94,6 @@ def gemm_shape(
     visible = batch + (() if row else (m,)) + (() if column else (n,))
     promote = (_CELL if column else _ROW) if row else (_COLUMN if column else None)
     return GemmShape(m, n, k, batch, visible, promote), a, b, bias
-
-
-def row_view(x: ndarray | None) -> ndarray | None:
-    """A 1-D `a` or `bias`, or the gradient of one, as a row; any other as it is."""
-    return x if x is None or x.ndim > 1 else x[None, :]
-
-
-def column_view(x: ndarray | None) -> ndarray | None:
-    """A 1-D `b`, or its gradient, as a column; any other as it is."""
-    return x if x is None or x.ndim > 1 else x[:, None]
 
 
 def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:

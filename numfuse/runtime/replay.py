@@ -79,10 +79,12 @@ class Replay(Generic[Program]):
         entries, limit = self.limits
         if nbytes > limit:
             return program
-        self._forget(fingerprint)
+        if fingerprint in self._programs:
+            self._forget(fingerprint)
         self._programs[fingerprint] = program, nbytes
         self._nbytes += nbytes
-        self._ties.tie(fingerprint, formulas)
+        if formulas:
+            self._ties.tie(fingerprint, formulas)
         while len(self._programs) > entries or self._nbytes > limit:
             try:
                 oldest = next(iter(self._programs))
