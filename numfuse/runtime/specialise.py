@@ -171,10 +171,10 @@ class Kernel:
     Its machine code goes with it: who calls the address holds the kernel.
     """
 
-    __slots__ = ("__weakref__", "_cfunc", "_code", "address", "formulas", "name")
+    __slots__ = ("__weakref__", "_cfunc", "_code", "address", "formulas", "label", "name")
 
     def __init__(self, name: str, compiled: CFunc) -> None:
-        self.name = name
+        self.name, self.label = name, readable_name(name)
         self._cfunc = compiled
         library: Any = compiled._library  # type: ignore[attr-defined]
         image, symbol = library._get_compiled_object(), str(compiled.native_name)

@@ -7,10 +7,7 @@ every call of its form.
 
 from __future__ import annotations
 
-import math
 from array import array
-from collections.abc import Iterable
-from collections.abc import Sequence as Several
 from typing import NamedTuple
 
 from numfuse.backends import Call
@@ -18,7 +15,7 @@ from numfuse.backends.cpu import host, tiling
 from numfuse.backends.cpu.kernels import library, protocol
 from numfuse.backends.cpu.launch.sequence import Operand, Plan
 from numfuse.backends.cpu.launch.workspace import PAGE
-from numfuse.runtime.specialise import Kernel, readable_name
+from numfuse.runtime.specialise import Kernel
 
 
 class Slots(NamedTuple):
@@ -39,21 +36,26 @@ def layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str,
 
     Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
     """
-    line, page = tiling.LINE, PAGE
-    scratch_stride = tiling.round_up(t.nc * 8, line) + line
-    scratch = protocol.CONTEXT_BYTES
+    line = tiling.LINE
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
-    panel_stride = tiling.round_up(t.kc * r.panel_rows * r.factor + slack, line)
+    scratch_stride = (t.nc * 8 + line - 1) // line * line + line
+    panel_stride = (t.kc * r.panel_rows * r.factor + slack + line - 1) // line * line
     # A group of panels is packed while the group before it is used.
     count = t.panels if t.panels > 1 else 2 * group if group > 1 else 1
-    panels = tiling.round_up(scratch + protocol.SLOT_COUNT * scratch_stride, page)
-    block = tiling.round_up(panels + count * panel_stride, page) + 3 * line
     block_bytes = t.kc * t.nc * r.factor + t.nc // r.nr * line + slack
-    block_stride = tiling.round_up(block_bytes, page) + 5 * line
-    strip = tiling.round_up(block + 2 * block_stride, page) + 9 * line
+    block_stride = (block_bytes + PAGE - 1) // PAGE * PAGE + 5 * line
     strip_stride = t.nc * r.itemsize + line
-    plane = tiling.round_up(strip + 2 * r.mr * strip_stride, page) + 7 * line
-    total = tiling.round_up(plane + t.plane_rows * t.plane_columns * r.itemsize, page) + page
+    starts, at = [], protocol.CONTEXT_BYTES
+    for size, lines in (
+        (protocol.SLOT_COUNT * scratch_stride, 0),
+        (count * panel_stride, 3),
+        (2 * block_stride, 9),
+        (2 * r.mr * strip_stride, 7),
+        (t.plane_rows * t.plane_columns * r.itemsize, PAGE // line),
+    ):
+        starts.append(at)
+        at = (at + size + PAGE - 1) // PAGE * PAGE + lines * line
+    scratch, panels, block, strip, plane = starts
     words = {
         "D_PANEL": panels,
         "D_PANEL_STRIDE": panel_stride,
@@ -67,7 +69,7 @@ def layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str,
         "D_SCRATCH": scratch,
         "D_SCRATCH_STRIDE": scratch_stride,
     }
-    return words, total
+    return words, at
 
 
 _Operands = tuple[Operand | None, ...]
@@ -79,36 +81,47 @@ _WORDS = (
 )
 
 
-def _strides(x: Operand | None, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Byte strides of (..., rows, columns) along `batch`; 0 where it is broadcast."""
-    if x is None:
-        return (0,) * len(batch)
-    missing = len(batch) - (len(x.shape) - 2)
-    own = zip(x.shape[:-2], x.strides[:-2], strict=True)
-    return (0,) * missing + tuple(0 if size == 1 else stride for size, stride in own)
+class Axes(NamedTuple):
+    """The batch axes of a plan."""
+
+    #: The size of each, and every operand's stride along it; of those summed over, A's and B's.
+    words: list[int]
+    outer: int = 0
+    summed: int = 0
+    #: Elements of the axes, and of those that are summed over.
+    elements: int = 1
+    sums: int = 1
 
 
-def _slot_words(slots: _Operands, n: int) -> list[int]:
-    words = [0] * (3 * protocol.SLOT_COUNT)
-    for slot, x in enumerate(slots):
-        if x is None:
+_NO_AXES = Axes([])
+
+
+def _axes(batch: tuple[int, ...], operands: _Operands, summed: tuple[int, ...] = ()) -> Axes:
+    """Return the axes of a batch; an operand that is broadcast along one has the stride 0."""
+    outer: list[int] = []
+    inner: list[int] = []
+    counts, elements = [0, 0], [1, 1]
+    for axis, size in enumerate(batch):
+        if size == 1:
             continue
-        (*_, rows, columns), (*_, row_stride, column_stride) = x.shape, x.strides
-        # An axis of length 1 is broadcast: no step.  But where the result has one column as well,
-        # any step is right, and that of contiguous elements spares the scratch row.
-        words[3 * slot + 1] = 0 if rows == 1 else row_stride
-        words[3 * slot + 2] = column_stride if columns != 1 else (x.itemsize if n == 1 else 0)
-    return words
+        kind = axis in summed
+        counts[kind] += 1
+        elements[kind] *= size
+        words = inner if kind else outer
+        words.append(size)
+        for x in operands[:2] if kind else operands:
+            own = -1 if x is None else axis - len(batch) + len(x.shape) - 2
+            words.append(0 if x is None or own < 0 or x.shape[own] == 1 else x.strides[own])
+    return Axes(outer + inner, *counts, *elements)
 
 
 def _plan(
     cell: Kernel,
     head: dict[str, int],
     operands: _Operands,
-    axes: list[int],
+    axes: Axes,
     t: tiling.Tiling,
     r: tiling.Registers,
-    elements: int,
     threads: int,
     others: tuple[Kernel, ...] = (),
     group: int = 1,
@@ -116,6 +129,21 @@ def _plan(
 ) -> Plan:
     """Return a plan; the first of the other kernels is the row function, if there is one."""
     words, stride = layout(t, r, group)
+    slots = [0] * (3 * protocol.SLOT_COUNT)
+    places: list[tuple[int, str]] = []
+    named = 0
+    for i, x in enumerate(operands):
+        if x is None:
+            continue
+        places.append((_WORDS[i], x.name))
+        named |= 1 << i
+        if i > 1:
+            # An axis of length 1 is broadcast: no step.  But where the result has one column as
+            # well, any step is right, and that of contiguous elements spares the scratch row.
+            (*_, rows, columns), (*_, row_stride, column_stride) = x.shape, x.strides
+            if columns == 1:
+                column_stride = x.itemsize if head["D_N"] == 1 else 0
+            slots[3 * i - 5 : 3 * i - 3] = 0 if rows == 1 else row_stride, column_stride
     head |= words | {
         "D_KC": t.kc,
         "D_NC": t.nc,
@@ -124,23 +152,15 @@ def _plan(
         "D_CELLS_M": t.cells_m,
         "D_CELLS_N": t.cells_n,
         "D_ROW": others[0].address if others else 0,
+        "D_BATCH_AXES": axes.outer,
+        "D_NAMED": named,
     }
-    present = [(i, x) for i, x in enumerate(operands) if x is not None]
-    places = tuple((_WORDS[i], x.name) for i, x in present)
-    head["D_NAMED"] = sum(1 << i for i, _ in present)
-    slots = _slot_words(operands[2:], head["D_N"])
-    descriptor = array("q", [*protocol.DESCRIPTOR.words(head), *slots, *axes])
-    kernel = " + ".join(readable_name(x.name) for x in (cell, *others[:1]))
+    descriptor = array("q", [*protocol.DESCRIPTOR.words(head), *slots, *axes.words])
+    kernel = f"{cell.label} + {others[0].label}" if others else cell.label
     call = Call("cpu", host.name(), tier or host.vector_name(), kernel, t)
+    cells = t.cells_m * t.cells_n * axes.elements
     kernels = cell, *others
-    return Plan(
-        cell.address, descriptor, places, t.cells * elements, stride, threads, call, kernels
-    )
-
-
-def _axes(sizes: Iterable[tuple[int, int]], strides: Several[tuple[int, ...]]) -> list[int]:
-    """Return the words of batch axes: the size of each, and every operand's stride along it."""
-    return [word for axis, size in sizes for word in (size, *(s[axis] for s in strides))]
+    return Plan(cell.address, descriptor, tuple(places), cells, stride, threads, call, kernels)
 
 
 def product(
@@ -159,59 +179,44 @@ def product(
     None where there is nothing to compute.
     """
     operands = (a, b, *slots)
-    m, k = a.shape[-2:]
-    n = b.shape[-1]
-    left, right = a.fmt, b.fmt
-    acc = library.accumulator(left)
-    kind = library.kind(left, right)
-    r = library.registers(acc, kind)
-    strides = [_strides(x, batch) for x in operands]
-    outer = [(axis, n) for axis, n in enumerate(batch) if n != 1 and axis not in summed]
-    inner = [(axis, n) for axis, n in enumerate(batch) if n != 1 and axis in summed]
-    axes = _axes(outer, strides) + _axes(inner, strides[:2])
-    elements, sums = (math.prod(size for _, size in sizes) for sizes in (outer, inner))
-    if m == 0 or n == 0 or elements == 0:
+    (*_, m, k), n = a.shape, b.shape[-1]
+    (*_, a_row, a_k), (*_, b_k, b_column) = a.strides, b.strides
+    axes = _axes(batch, operands, summed) if batch else _NO_AXES
+    if m == 0 or n == 0 or axes.elements == 0:
         return None
-    count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(kind) else threads
+    kind, r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt)
+    fmas = m * n * k * axes.elements * axes.sums
+    count = 1 if fmas < tiling.PARALLEL_FMAS * tiling.PARALLEL_SPEED[kind] else threads
     # Rows of the partial column sums belong to whole chunks.
     rows = r.chunk if slots.sums is not None else r.mr
-    t = tiling.gemm(m, n, k, elements, sums, count, r, rows)
-    a_row, a_k = a.strides[-2:]
-    b_k, b_column = b.strides[-2:]
-    packing = library.pack_a(left, acc, kind), library.pack_b(right, acc, kind)
+    t = tiling.gemm(m, n, k, axes.elements, axes.sums, count, r, rows)
+    widened = b.fmt != library.accumulator(a.fmt)
     head = {
         "D_M": m,
         "D_N": n,
         "D_K": k,
-        "D_PACK_A": packing[0].address,
-        "D_PACK_B": packing[1].address,
-        "D_BATCH_AXES": len(outer),
-        "D_SUM_AXES": len(inner),
-        "D_SUM_SIZE": sums,
+        "D_PACK_A": pack_a.address,
+        "D_PACK_B": pack_b.address,
+        "D_SUM_AXES": axes.summed,
+        "D_SUM_SIZE": axes.sums,
         "D_A_ROW": a_row,
         "D_A_K": a_k,
         "D_B_K": b_k,
         "D_B_COLUMN": b_column,
-        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
+        "D_B_DIRECT": int(not widened and tiling.reads_in_place(m, k, b_k, b_column, r)),
+        "D_B_BY_ROWS": int(b_column == b.itemsize),
     }
-    asked = [
-        slot
-        for slot, x in enumerate(slots)
-        if x is not None
-        and slot != protocol.SLOTS["S_SUMS"]
-        and x.shape[-2] > 1
-        and x.strides[-1] == x.itemsize
-    ]
+    asked = []
+    for slot, x in enumerate(slots):
+        if x is not None and x.shape[-2] > 1 and x.strides[-1] == x.itemsize:
+            if slot != protocol.SLOTS["S_SUMS"]:
+                asked.append(slot)
     for name, slot in zip(("D_ASK", "D_ASK_2", "D_ASK_3"), [*asked, -1, -1, -1], strict=False):
         head[name] = slot
-    head["D_B_BY_ROWS"] = int(b_column == b.itemsize)
     # Columns of A in memory are packed by groups of panels.
     by_columns = a_row == a.itemsize != a_k
     group = r.column_group if by_columns else 1
-    cell = library.gemm_cell(acc, kind, left)
-    tier = host.product_name(kind, left)
-    others = row, *packing
-    return _plan(cell, head, operands, axes, t, r, elements, count, others, group, tier)
+    return _plan(cell, head, operands, axes, t, r, count, (row, pack_a, pack_b), group, tier)
 
 
 def rows(
@@ -230,14 +235,12 @@ def rows(
     `slots.extra` if that is there) of contiguous rows.  None where there is nothing to compute.
     """
     operands = (None, None, *slots)
-    elements = math.prod(batch)
-    if m * n * elements == 0:
+    axes = _axes(batch, operands) if batch else _NO_AXES
+    elements = m * n * axes.elements
+    if elements == 0:
         return None
-    strides = [_strides(x, batch) for x in operands]
-    axes = _axes(enumerate(batch), strides)
-    count = 1 if m * n * elements < tiling.PARALLEL_ELEMENTS else threads
-    head = {"D_M": m, "D_N": n, "D_BATCH_AXES": len(batch)}
-    t = tiling.elementwise(m, n, chunk)
+    count = 1 if elements < tiling.PARALLEL_ELEMENTS else threads
+    head = {"D_M": m, "D_N": n}
     if stream is not None:
         written = slots.out
         assert written is not None
@@ -247,10 +250,12 @@ def rows(
             "D_STREAM_STEP": tiling.STREAM_STEP,
         }
         t = tiling.streamed(m, n, written.itemsize)
+    else:
+        t = tiling.elementwise(m, n, chunk)
     r = library.registers("float64")
     cell = library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
-    return _plan(cell, head, operands, axes, t, r, elements, count, others)
+    return _plan(cell, head, operands, axes, t, r, count, others)
 
 
 def join(
@@ -267,17 +272,15 @@ def join(
     A sum that is to go on is written to `after` in float64, two rows (the sum, and the rounding
     errors made in it), and has no `out`.
     """
-    slots = Slots(extra=before, out=out, pre=after, sums=sums)
+    operands = (None, None, *Slots(extra=before, out=out, pre=after, sums=sums))
     *batch, rows, n = sums.shape
-    elements = math.prod(batch)
-    if n * elements == 0:
+    axes = _axes(tuple(batch), operands) if batch else _NO_AXES
+    elements = n * axes.elements
+    if elements == 0:
         return None
-    operands = (None, None, *slots)
-    strides = [_strides(x, tuple(batch)) for x in operands]
-    axes = _axes(enumerate(batch), strides)
-    count = 1 if rows * n * elements < tiling.PARALLEL_ELEMENTS else threads
+    count = 1 if rows * elements < tiling.PARALLEL_ELEMENTS else threads
     # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
-    head = {"D_M": 1, "D_N": n, "D_K": rows, "D_BATCH_AXES": len(batch)}
+    head = {"D_M": 1, "D_N": n, "D_K": rows}
     t = tiling.elementwise(1, n, 1)
     r = library.registers("float64")
-    return _plan(cell, head, operands, axes, t, r, elements, count)
+    return _plan(cell, head, operands, axes, t, r, count)

@@ -60,9 +60,14 @@ class CpuBackend(OneRun):
             return Recording(sequence.nothing([names.index(x) for x in zeroed]), (), 0)
         large = _takes_threads(p)
         made = _RECORD[kind](p, names, threads.number() if large else 1)
-        refs = [formula() for kernel in made.kernels for formula in kernel.formulas]
-        formulas = [formula for formula in refs if formula is not None]
-        redefined = len(formulas) < len(refs)
+        formulas, redefined = [], False
+        for kernel in made.kernels:
+            for ref in kernel.formulas:
+                formula = ref()
+                if formula is None:
+                    redefined = True
+                else:
+                    formulas.append(formula)
         varies = threads.number if large else None
         return Recording(made, None if redefined else formulas, made.nbytes, varies)
 

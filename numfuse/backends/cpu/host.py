@@ -125,6 +125,7 @@ def is_x86() -> bool:
     return llvm.get_process_triple().split("-")[0] in ("x86_64", "i686")
 
 
+@functools.cache
 def vector_name() -> str:
     """The instruction set behind `vector_bytes`, for people."""
     if multiplies_by_lanes():

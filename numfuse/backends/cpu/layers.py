@@ -21,12 +21,10 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, rows
-from numfuse.backends.cpu.launch.sequence import Operand, Program, Sum, temporary
+from numfuse.backends.cpu.launch.sequence import Operand, Program, Sum, operands, temporary
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import (
     Factors,
@@ -47,19 +45,15 @@ Operands = dict[str, Operand]
 Batch = tuple[int, ...]
 
 
-def _arrays(p: Any, names: Sequence[str]) -> dict[str, np.ndarray]:
-    every = {name: getattr(p, name, None) for name in names}
-    return {name: x for name, x in every.items() if isinstance(x, np.ndarray)}
-
-
-def _less(arrays: Mapping[str, np.ndarray], *names: str) -> dict[str, np.ndarray]:
+def _less(arrays: Mapping[str, Operand], *names: str) -> dict[str, Operand]:
     return {name: x for name, x in arrays.items() if name not in names}
 
 
 # --- programs -----------------------------------------------------------------------------------
 def forward(p: GemmProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a forward on the arrays of these fields of the problem."""
-    return record(p, names, [_whole(p, _arrays(p, names), _forward)], threads)
+    whole = Part(operands(p, names), p.m, math.prod(p.batch), partial(_forward, p))
+    return record(p, names, [whole], threads)
 
 
 def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Program:
@@ -69,8 +63,10 @@ def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Prog
         if p.d_residual is None
         else [Sum.of(names, "grad", p.grad, "d_residual", p.d_residual, p.acc_dtype)]
     )
-    p = as_one(p)
-    arrays = _less(_arrays(p, names), "d_residual")
+    if p.batch:
+        p = as_one(p)
+    arrays = operands(p, names)
+    arrays.pop("d_residual", None)
     fmt = p.dtype.name
     chunk, size = library.chunk(fmt), vectors.itemsize(library.grad_pre_format(fmt))
     if not p.activation.is_identity:
@@ -96,8 +92,10 @@ def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Prog
 def double_backward(p: GemmDoubleBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a double backward; what nothing contributes to is set to zero."""
     residual = p.d_residual is not None
-    p = as_one(p)
-    arrays = _arrays(p, names)
+    if p.batch:
+        p = as_one(p)
+    arrays = operands(p, names)
+    arrays.pop("d_residual", None)
     identity = p.activation.is_identity
     moved = any(name in arrays for name in "uvwz")
     bent = moved and not identity and not p.activation.second_derivative_is_zero()
@@ -126,7 +124,7 @@ def double_backward(p: GemmDoubleBackwardProblem, names: Sequence[str], threads:
 
 def tangent(p: GemmTangentProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of the forward with its derivative along tangents."""
-    arrays = _arrays(p, names)
+    arrays = operands(p, names)
     moved = any(name in arrays for name in "uvwz")
     if moved and not p.activation.is_identity:
         # A tangent of the bias alone is read as it is: no T is held that a block would bound.
@@ -140,7 +138,7 @@ def tangent(p: GemmTangentProblem, names: Sequence[str], threads: int) -> Progra
     return record(p, names, parts, threads, [] if moved else [names.index("out_dot")])
 
 
-def _whole(p: Any, arrays: Mapping[str, np.ndarray], work: Any) -> Part:
+def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:
     """Return a part that holds nothing, so in one block; but of what has to be gathered one block
     of K of d_b's product. The sums are the same, as they begin with zero in each.
     """
@@ -162,7 +160,7 @@ def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
 # --- what is done for a block -------------------------------------------------------------------
 def _forward(p: Any, x: Operands, batch: Batch) -> Work:
     bias, residual, pre = x.get("bias"), x.get("residual"), x.get("pre")
-    there = (operand is not None for operand in (bias, residual, pre))
+    there = bias is not None, residual is not None, pre is not None
     row = rows.forward(p.activation.curve, p.dtype.name, *there)
     slots = Slots(bias=bias, extra=residual, out=x["out"], pre=pre)
     return Work([Pass(row, slots, (x["a"], x["b"]))])
@@ -295,16 +293,18 @@ def _gradients(
     x: Operands, q: Operand | None, s: Operand | None = None
 ) -> dict[str, list[Factors]]:
     """Return the products of ``d_a = q b' + s v'`` and ``d_b = a' q + u' s`` that are there."""
-    turned = {name: x[name].turned() for name in ("a", "b", "u", "v") if name in x}
-    terms = {
-        "d_a": ((q, turned["b"]), (s, turned.get("v"))),
-        "d_b": ((turned["a"], q), (turned.get("u"), s)),
-    }
-    return {
-        name: [(left, right) for left, right in products if left and right]
-        for name, products in terms.items()
-        if name in x
-    }
+    d_a: list[Factors] = []
+    d_b: list[Factors] = []
+    if q is not None and "d_a" in x:
+        d_a.append((q, x["b"].turned()))
+    if s is not None and "d_a" in x and "v" in x:
+        d_a.append((s, x["v"].turned()))
+    if q is not None and "d_b" in x:
+        d_b.append((x["a"].turned(), q))
+    if s is not None and "d_b" in x and "u" in x:
+        d_b.append((x["u"].turned(), s))
+    found = {"d_a": d_a, "d_b": d_b}
+    return {name: products for name, products in found.items() if name in x}
 
 
 def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
@@ -322,6 +322,8 @@ def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
     inner = [axis for axis, size in enumerate(batch) if size == 1 or axis in summed]
     outer = [axis for axis in range(len(batch)) if axis not in inner]
     order = [*outer, *inner, len(batch), len(batch) + 1]
+    if not batch:
+        return temporary("sums", shape, p.acc_dtype.name)
     made = temporary("sums", tuple(shape[axis] for axis in order), p.acc_dtype.name)
     steps = dict(zip(order, made.strides, strict=True))
     return made._replace(shape=shape, strides=tuple(steps[axis] for axis in range(len(shape))))

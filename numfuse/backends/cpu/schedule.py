@@ -36,6 +36,8 @@ from numfuse.runtime.specialise import Kernel
 BY_ROWS = frozenset(
     ("a", "grad", "pre", "d_a", "total d_a", "u", "z", "d_grad", "residual", "out", "out_dot")
 )
+#: What may be summed over blocks, or over several products.
+GRADIENTS = ("d_a", "d_b", "d_bias")
 #: Which of them are results: a block's rows are brought to them, not from them.
 RESULTS_BY_ROWS = ("d_a", "d_grad")
 
@@ -55,11 +57,8 @@ class Block(NamedTuple):
 
     batch: tuple[slice, ...]
     rows: slice
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """The block's batch shape, then its rows."""
-        return tuple(s.stop - s.start for s in (*self.batch, self.rows))
+    #: Its batch shape, then its rows.
+    sizes: tuple[int, ...]
 
     def of(self, x: Operand) -> tuple[Operand, int]:
         """Return the block's part of an operand, and the bytes before it.
@@ -86,7 +85,8 @@ def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Blo
         axes.insert(0, _pieces(size, step))
     axes.append(_pieces(m, max(1, rows)))
     for *parts, part in itertools.product(*axes):
-        yield Block(tuple(parts), part)
+        sizes = tuple(s.stop - s.start for s in (*parts, part))
+        yield Block(tuple(parts), part, sizes)
 
 
 def _pieces(size: int, step: int) -> list[slice]:
@@ -116,12 +116,12 @@ class Work(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some results of an operation: its arrays by name, what a block is, and what is done for it.
+    """Some results of an operation: its operands, what a block is, and what is done for it.
 
     `work` maps the block's operands and its batch shape to a `Work`.
     """
 
-    arrays: Mapping[str, np.ndarray]
+    operands: Mapping[str, Operand]
     rows: int
     members: int
     work: Callable[[dict[str, Operand], tuple[int, ...]], Work]
@@ -129,13 +129,19 @@ class Part(NamedTuple):
 
 def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
     """Return the axes of `batch` that a gradient lacks or has with length 1."""
+    if not batch:
+        return ()
     own = (1,) * (len(batch) - (len(gradient.shape) - 2)) + gradient.shape[:-2]
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
 
 
-def scattered(p: Any, arrays: Mapping[str, np.ndarray]) -> list[str]:
-    """Return the arrays of which a block gathers its rows; see `problem.shapes.as_one`."""
-    return [] if p.batch else [name for name in BY_ROWS if name in arrays and arrays[name].ndim > 2]
+def scattered(p: Any, operands: Mapping[str, Operand]) -> list[str]:
+    """Return the operands of which a block gathers its rows; see `problem.shapes.as_one`."""
+    found = []
+    for name, x in operands.items():
+        if len(x.shape) > 2 and name in BY_ROWS and not p.batch:
+            found.append(name)
+    return found
 
 
 def record(
@@ -169,23 +175,32 @@ class _Schedule:
     def __init__(self, p: Any, part: Part, threads: int) -> None:
         self.p, self.part, self.threads = p, part, threads
         self.fmt, self.acc = p.dtype.name, p.acc_dtype.name
-        self.apart = scattered(p, part.arrays)
-        self.whole = {name: operand(name, x) for name, x in part.arrays.items()}
-        self.cuts = list(cut(p.batch, p.m, part.rows, part.members))
+        self.whole = part.operands
+        self.apart = scattered(p, self.whole)
         self.own: list[Operand] = []
+        #: Whether there is one block, which has every operand as it is.
+        self.one = part.rows >= p.m and part.members >= math.prod(p.batch)
+        if self.one:
+            slices = tuple(map(slice, itertools.repeat(0), (*p.batch, p.m)))
+            self.cuts = [Block(slices[:-1], slices[-1], (*p.batch, p.m))]
+        else:
+            self.cuts = list(cut(p.batch, p.m, part.rows, part.members))
         #: By a block's sizes, as few are of a form of their own: its operands and its work.
-        self.works: dict[Any, tuple[dict[str, Operand], Work]] = {}
+        self.works: dict[Any, tuple[Mapping[str, Operand], Work]] = {}
         for block in self.cuts:
             if block.sizes not in self.works:
-                self.works[block.sizes] = self._work(block)
+                cut_up = self.apart or not self.one
+                operands = self._operands(block) if cut_up else self.whole
+                self.works[block.sizes] = operands, part.work(operands, block.sizes[:-1])
         #: What grows block by block: half types in the accumulator's format, d_bias in float64.
-        self.totals = {
-            f"total {name}": total
-            for name, x in self.whole.items()
-            if name in ("d_a", "d_b", "d_bias") and (total := self._total(name, x)) is not None
-        }
+        self.totals: dict[str, Operand] = {}
+        for name in GRADIENTS:
+            if name in self.whole and self._grows(name):
+                total = self._total(name, self.whole[name])
+                if total is not None:
+                    self.totals[total.name] = total
 
-    def _work(self, block: Block) -> tuple[dict[str, Operand], Work]:
+    def _operands(self, block: Block) -> dict[str, Operand]:
         operands = {}
         for name, x in self.whole.items():
             if name in self.apart:
@@ -193,7 +208,7 @@ class _Schedule:
                 operands[name] = temporary(f"rows of {name}", shape, x.fmt)
             else:
                 operands[name], _ = block.of(x)
-        return operands, self.part.work(operands, block.sizes[:-1])
+        return operands
 
     def _turn(self, block: Block, name: str, x: Operand) -> Turn:
         """Return a block's turn in the sum of a gradient: over batch axes, and over rows."""
@@ -203,12 +218,16 @@ class _Schedule:
             parts.append((block.rows, self.p.m))
         return Turn(all(s.start == 0 for s, _ in parts), all(s.stop == n for s, n in parts))
 
+    def _grows(self, name: str) -> bool:
+        """Return whether a gradient is the sum of several products, of a block or of blocks."""
+        for _, work in self.works.values():
+            if len(work.gradients.get(name, ())) > 1:
+                return True
+        x = self.whole[name]
+        return not self.one and any(self._turn(block, name, x) != Turn() for block in self.cuts)
+
     def _total(self, name: str, x: Operand) -> Operand | None:
-        grows = any(self._turn(block, name, x) != Turn() for block in self.cuts)
-        if not grows and not any(
-            len(w.gradients.get(name, ())) > 1 for _, w in self.works.values()
-        ):
-            return None
+        """Return where a gradient that grows is summed up, if that is not the gradient itself."""
         if name == "d_bias":  # the sum, and the rounding errors made in it
             return temporary(f"total {name}", (*x.shape[:-2], 2, x.shape[-1]), "float64")
         if x.fmt == self.acc:
@@ -220,25 +239,27 @@ class _Schedule:
         """Yield the phases of each block."""
         made: dict[Any, list[list[Plan]]] = {}
         for block in self.cuts:
-            turns = {
-                name: self._turn(block, name, x)
-                for name, x in self.whole.items()
-                if name in ("d_a", "d_b", "d_bias")
-            }
+            turns, offsets = dict.fromkeys(GRADIENTS, Turn()), {}
+            if not self.one:
+                for name, x in (*self.whole.items(), *self.totals.items()):
+                    if name in GRADIENTS:
+                        turns[name] = self._turn(block, name, x)
+                    if name not in self.apart:
+                        offsets[name] = block.of(x)[1]
             form = block.sizes, *turns.values()
             if form not in made:
                 made[form] = self._plans(block, turns)
             phases = made[form]
-            every = {**self.whole, **self.totals}.items()
-            offsets = {name: block.of(x)[1] for name, x in every if name not in self.apart}
             steps: list[list[Step]] = [[(plan, offsets) for plan in phase] for phase in phases]
-            before, after = self._moves(block, phases)
+            before, after = self._moves(block, phases) if self.apart else ([], [])
             yield [before, *steps, after]
 
     def _plans(self, block: Block, turns: Mapping[str, Turn]) -> list[list[Plan]]:
         operands, work = self.works[block.sizes]
         batch = block.sizes[:-1]
-        totals = {name: block.of(x)[0] for name, x in self.totals.items()}
+        totals = self.totals
+        if not self.one:
+            totals = {name: block.of(x)[0] for name, x in totals.items()}
         self.own += work.own
         phases: list[list[Plan | None]] = [[self._pass(x, batch)] for x in work.passes]
         after: list[list[Plan | None]] = [[], []]
@@ -302,7 +323,7 @@ class _Schedule:
         after: list[Step] = []
         used = {name for phase in phases for plan in phase for _, name in plan.places}
         for name in self.apart:
-            x, held = self.part.arrays[name], self.works[block.sizes][0][name]
+            x, held = getattr(self.p, name), self.works[block.sizes][0][name]
             if held.name not in used:
                 continue
             self.own.append(held)

@@ -9,7 +9,7 @@ import functools
 import glob
 import math
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from numfuse.tiling import RUN as RUN
 from numfuse.tiling import round_up as round_up
@@ -161,51 +161,41 @@ class Registers:
     #: How factors are multiplied: a key of `K_STEPS`.
     kind: str = "fma"
 
-    @property
-    def vl(self) -> int:
-        """Lanes of a vector."""
-        return self.vector_bytes // self.itemsize
+    # What follows from these, as fields: a call asks for them dozens of times.
+    #: Lanes of a vector.
+    vl: int = field(init=False, compare=False)
+    nr: int = field(init=False, compare=False)
+    #: Rows that a packed panel of A has room for: whole vectors where that wastes little, so that
+    #: packing writes whole lines (14 values to 16: measured 0.2 against 0.4 cycles each).
+    panel_rows: int = field(init=False, compare=False)
+    #: Rows of a chunk of the column sums.
+    chunk: int = field(init=False, compare=False)
+    #: Values of K that a step of the micro-kernel takes: packing pads with zeros to it.
+    k_step: int = field(init=False, compare=False)
+    #: Bytes of a packed factor: a half where it is not widened.
+    factor: int = field(init=False, compare=False)
+    #: Requests to the caches in a step of the micro-kernel: one beside a row of fused
+    #: multiply-adds (14 cycles), two of each of nine streams in a step of tiles (64 cycles).
+    requests: int = field(init=False, compare=False)
+    #: Panels of A that are packed together where its columns are contiguous.
+    column_group: int = field(init=False, compare=False)
 
-    @property
-    def nr(self) -> int:
-        return self.vectors * self.vl
-
-    @property
-    def panel_rows(self) -> int:
-        """Rows that a packed panel of A has room for: whole vectors where that wastes little, so
-        that packing writes whole lines (14 values to 16: measured 0.2 against 0.4 cycles each).
-        """
-        if self.kind == "amx":
-            return self.mr
-        whole = round_up(self.mr, self.vl)
-        return whole if 7 * whole <= 8 * self.mr else self.mr
-
-    @property
-    def chunk(self) -> int:
-        """Rows of a chunk of the column sums."""
-        return (CHUNK_TILES_AMX if self.kind == "amx" else CHUNK_TILES) * self.mr
-
-    @property
-    def k_step(self) -> int:
-        """Values of K that a step of the micro-kernel takes: packing pads with zeros to it."""
-        return K_STEPS[self.kind]
-
-    @property
-    def factor(self) -> int:
-        """Bytes of a packed factor: a half where it is not widened."""
-        return self.itemsize if self.kind == "fma" else 2
-
-    @property
-    def requests(self) -> int:
-        """Requests to the caches in a step of the micro-kernel: one beside a row of fused
-        multiply-adds (14 cycles), two of each of nine streams in a step of tiles (64 cycles).
-        """
-        return 18 if self.kind == "amx" else 1
-
-    @property
-    def column_group(self) -> int:
-        """Panels of A that are packed together where its columns are contiguous."""
-        return COLUMN_GROUP_AMX if self.kind == "amx" else COLUMN_GROUP
+    def __post_init__(self) -> None:
+        tiles = self.kind == "amx"
+        vl = self.vector_bytes // self.itemsize
+        whole = round_up(self.mr, vl)
+        derived = {
+            "vl": vl,
+            "nr": self.vectors * vl,
+            "panel_rows": whole if 7 * whole <= 8 * self.mr and not tiles else self.mr,
+            "chunk": (CHUNK_TILES_AMX if tiles else CHUNK_TILES) * self.mr,
+            "k_step": K_STEPS[self.kind],
+            "factor": self.itemsize if self.kind == "fma" else 2,
+            "requests": 18 if tiles else 1,
+            "column_group": COLUMN_GROUP_AMX if tiles else COLUMN_GROUP,
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,11 +211,6 @@ class Tiling:
     panels: int
     plane_rows: int
     plane_columns: int
-
-    @property
-    def cells(self) -> int:
-        """Cells of one batch element."""
-        return self.cells_m * self.cells_n
 
 
 @functools.cache
@@ -318,8 +303,10 @@ def gemm(
         if not single:
             rows_limit = min(rows_limit, PLANE_BYTES // (cell_n * r.itemsize))
         rows_limit = max(unit, rows_limit // unit * unit)
-        factors = range(1, CELLS + 1) if threads > 1 else ()
-        for target in {1, *(-(-threads * f // (batch * cells_n)) for f in factors)}:
+        targets = {1}
+        for f in range(1, CELLS + 1) if threads > 1 else ():
+            targets.add(-(-threads * f // (batch * cells_n)))
+        for target in targets:
             cells_m = max(1, target, -(-m // rows_limit))
             cell_m = max(unit, round_up(-(-m // cells_m), unit))
             cells_m = max(1, -(-m // cell_m))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from numfuse.runtime import lifetimes, replay, specialise
 FORMATS = ("float64", "float32", "float16", "bfloat16")
 
 
+@functools.cache
 def accumulator(fmt: str) -> str:
     """The accumulator's format of a storage format."""
     return "float64" if fmt == "float64" else "float32"
@@ -35,6 +36,7 @@ def _zero(acc: str) -> np.generic:
     return np.dtype(acc).type(0)
 
 
+@functools.cache
 def kind(left: str, right: str) -> str:
     """How factors of these formats are multiplied: as stored, where both are the same half."""
     return host.product(left) if left == right else "fma"
@@ -46,11 +48,13 @@ def registers(acc: str, kind: str = "fma") -> tiling.Registers:
     return tiling.registers(host.vector_bytes(), vectors.itemsize(acc), lanes, kind)
 
 
+@functools.cache
 def chunk(fmt: str) -> int:
     """Rows of a chunk of the column sums of a storage format."""
     return registers(accumulator(fmt), kind(fmt, fmt)).chunk
 
 
+@functools.cache
 def grad_pre_format(fmt: str) -> str:
     """Return the format that grad_pre is stored in.
 
@@ -245,6 +249,27 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
         COPY_PANEL_ROW=moves.make_copy_rows(fmt, acc, r.vl, r.nr),
         TRANSPOSE_B=moves.make_transpose(fmt, acc, r.vl, r.vl),
     )
+
+
+class Product(NamedTuple):
+    """The kernels of products of factors in two formats."""
+
+    kind: str
+    registers: tiling.Registers
+    cell: specialise.Kernel
+    pack_a: specialise.Kernel
+    pack_b: specialise.Kernel
+    #: What `last_call` names.
+    tier: str
+
+
+@functools.cache
+def product(left: str, right: str) -> Product:
+    """Return the kernels that multiply factors of these formats."""
+    acc, how = accumulator(left), kind(left, right)
+    packing = pack_a(left, acc, how), pack_b(right, acc, how)
+    cell = gemm_cell(acc, how, left)
+    return Product(how, registers(acc, how), cell, *packing, host.product_name(how, left))
 
 
 @functools.cache

@@ -28,10 +28,13 @@ class Schema(dict[str, int]):
 
     def words(self, values: Mapping[str, int]) -> list[int]:
         """Return the words of these values, 0 where there is none."""
-        unknown = values.keys() - self.keys()
-        if unknown:
-            raise KeyError(f"words must be of the schema, got {sorted(unknown)}")
-        return [values.get(name, 0) for name in self]
+        words = [0] * len(self)
+        first = self.end - len(words)
+        for name, value in values.items():
+            if name not in self:
+                raise KeyError(f"words must be of the schema, got {name!r}")
+            words[self[name] - first] = value
+        return words
 
 
 #: Strides are in bytes, D_ functions by their addresses.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from array import array
 from collections.abc import Iterable, Mapping
@@ -28,15 +29,7 @@ class Operand(NamedTuple):
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     fmt: str
-
-    @property
-    def itemsize(self) -> int:
-        return vectors.itemsize(self.fmt)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements, if they are contiguous."""
-        return math.prod(self.shape) * self.itemsize
+    itemsize: int
 
     def turned(self) -> Operand:
         """Return the transpose."""
@@ -49,12 +42,23 @@ class Operand(NamedTuple):
 
 def operand(name: str, x: np.ndarray) -> Operand:
     """Return an array of the call as an operand."""
-    return Operand(name, x.shape, x.strides, x.dtype.name)
+    return Operand(name, x.shape, x.strides, x.dtype.name, x.itemsize)
+
+
+def operands(p: Any, names: Iterable[str]) -> dict[str, Operand]:
+    """Return those arrays of a problem that are there, by the names of their fields."""
+    found = {}
+    for name in names:
+        x = getattr(p, name, None)
+        if x is not None:
+            found[name] = Operand(name, x.shape, x.strides, x.dtype.name, x.itemsize)
+    return found
 
 
 def temporary(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
     """Return a contiguous array that only the call itself knows."""
-    return Operand(name, shape, contiguous(shape, vectors.itemsize(fmt)), fmt)
+    itemsize = vectors.itemsize(fmt)
+    return Operand(name, shape, contiguous(shape, itemsize), fmt, itemsize)
 
 
 @dataclass(slots=True, eq=False)
@@ -135,16 +139,9 @@ class Program:
     call: Call
     #: Those whose addresses are in the steps.
     kernels: tuple[Kernel, ...]
-
-    @property
-    def threads(self) -> int:
-        """Return the most threads that a sequence takes."""
-        return max((sequence.threads for sequence in self.sequences), default=0)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the recorded steps."""
-        return 8 * sum(len(sequence.words) for sequence in self.sequences)
+    #: The most threads that a sequence takes, and bytes of the recorded steps.
+    threads: int = 0
+    nbytes: int = 0
 
 
 def nothing(zeroed: Several[int] = (), sums: Several[Sum] = ()) -> Program:
@@ -155,7 +152,7 @@ def nothing(zeroed: Several[int] = (), sums: Several[Sum] = ()) -> Program:
 
 def program(
     names: Several[str],
-    launches: Iterable[Several[Several[Step]]],
+    launches: Several[Several[Several[Step]]],
     temporaries: Iterable[Operand] = (),
     totals: Several[Operand] = (),
     zeroed: Several[int] = (),
@@ -167,7 +164,7 @@ def program(
     ----------
     names : sequence of str
         Of the arrays of a call, in their order.
-    launches : iterable of sequences of phases
+    launches : sequence of sequences of phases
         Steps of a phase run beside one another, when the phases before it are finished.
     temporaries : iterable of Operand
         Contiguous arrays in the memory of the launches, behind the workspaces.
@@ -177,40 +174,41 @@ def program(
         The numbers of arrays that are set to zero.
     sums : sequence of Sum
     """
-    found = [[phase for phase in phases if phase] for phases in launches]
-    found = [phases for phases in found if phases]
-    if not found:
+    count = stride = 0
+    plan: Plan | None = None
+    kernels: dict[Kernel, None] = {}
+    for phases in launches:
+        for phase in phases:
+            most = cells = 0
+            for plan, _ in phase:
+                most, cells = max(most, plan.threads), cells + plan.cells
+                stride = max(stride, plan.stride)
+                kernels.update(dict.fromkeys(plan.kernels))
+            count = max(count, min(most, cells))
+    if plan is None:
         return nothing(zeroed, sums)
-    phases = [phase for launch in found for phase in launch]
-    plans = [plan for phase in phases for plan, _ in phase]
-    count = max(
-        min(max(plan.threads for plan, _ in phase), sum(plan.cells for plan, _ in phase))
-        for phase in phases
-    )
-    stride = max(plan.stride for plan in plans)
     own, table = _places(temporaries, count * stride)
     head = {"H_BESIDE": -1}
-    # What a backward writes while it reads grad: see `entries.open_sequence`.
-    beside = next((name for name in ("grad_pre", "q") if name in own), None)
-    if beside is not None:
-        head = {"H_BESIDE": names.index("grad"), "H_PLACE": own[beside]}
-        table += PAGE
-    numbers = {name: i for i, name in enumerate([*names, *(total.name for total in totals)])}
-    made = []
-    for phases in found:
-        words = array("q", protocol.HEAD.words(head)) + _words(phases, numbers, own)
+    for name in ("grad_pre", "q"):
+        if name in own:  # it is written while grad is read: see `entries.open_sequence`
+            head = {"H_BESIDE": names.index("grad"), "H_PLACE": own[name]}
+            table += PAGE
+            break
+    numbers = dict(zip(names, itertools.count(), strict=False))
+    needed = []
+    for i, total in enumerate(totals, len(names)):
+        numbers[total.name] = i
+        needed.append((total.shape, np.dtype(total.fmt)))
+    made, most, nbytes = [], 0, 0
+    for phases in launches:
+        words = _words(head, phases, numbers, own)
         steps = sum(map(len, phases))
-        made.append(Sequence(words, words.buffer_info()[0], steps, count, stride, table))
-    most = max(len(sequence.words) for sequence in made)
-    return Program(
-        tuple(made),
-        table + 8 * (protocol.TABLE["T_ENTRIES"] + most),
-        zeroed,
-        sums,
-        tuple((total.shape, np.dtype(total.fmt)) for total in totals),
-        plans[-1].call,
-        tuple(dict.fromkeys(kernel for plan in plans for kernel in plan.kernels)),
-    )
+        if steps:
+            made.append(Sequence(words, words.buffer_info()[0], steps, count, stride, table))
+            most, nbytes = max(most, len(words)), nbytes + 8 * len(words)
+    size = table + 8 * (protocol.TABLE["T_ENTRIES"] + most)
+    call, used = plan.call, tuple(kernels)
+    return Program(tuple(made), size, zeroed, sums, tuple(needed), call, used, count, nbytes)
 
 
 def _places(temporaries: Iterable[Operand], start: int) -> tuple[dict[str, int], int]:
@@ -221,7 +219,7 @@ def _places(temporaries: Iterable[Operand], start: int) -> tuple[dict[str, int],
     """
     sizes: dict[str, int] = {}
     for x in temporaries:
-        sizes[x.name] = max(sizes.get(x.name, 0), x.nbytes)
+        sizes[x.name] = max(sizes.get(x.name, 0), math.prod(x.shape) * x.itemsize)
     found = {}
     for name, size in sizes.items():
         found[name] = start
@@ -230,9 +228,13 @@ def _places(temporaries: Iterable[Operand], start: int) -> tuple[dict[str, int],
 
 
 def _words(
-    phases: Several[Several[Step]], numbers: Mapping[str, int], own: Mapping[str, int]
+    head: Mapping[str, int],
+    phases: Several[Several[Step]],
+    numbers: Mapping[str, int],
+    own: Mapping[str, int],
 ) -> array[int]:
-    words = array("q")
+    """Return the words of `HEAD`, then of each `STEP` with its descriptor."""
+    words = array("q", protocol.HEAD.words(head))
     end = 0
     for phase in phases:
         before = end

@@ -8,6 +8,7 @@ hashes.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -49,6 +50,7 @@ class _BFloat(ir.Type):
 BFLOAT = _BFloat()
 
 
+@functools.cache
 def itemsize(fmt: str) -> int:
     return FORMATS[fmt][1]
 
