@@ -9,7 +9,7 @@ it, and a backend runs it; one that is built on the replay records it for the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from itertools import zip_longest
+from itertools import compress, zip_longest
 from typing import Any, NamedTuple
 
 from numpy import empty, ndarray
@@ -18,7 +18,7 @@ from numfuse.activations import Activation, get, table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, resolve
 from numfuse.problem import product, second_order
 from numfuse.problem.fields import FIELD_OF
-from numfuse.problem.operands import address, apart, array_of, as_plain, required
+from numfuse.problem.operands import apart, array_of, as_plain, required
 from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
@@ -83,6 +83,9 @@ class Operation:
         self.scalars = _SCALARS.get(kind, self.operands)
         special = ("activation", "needs", "out")
         self.flags = [name for name in self.options if name not in special]
+        #: What a call has beside operands, in that order, and which of it the problem takes.
+        self.named = (*special, *self.flags)
+        self.taken = [name in self.options for name in self.named]
         #: The fields of the problem that have the operands, then the results.
         results = [f"d_{x}" for x in self.needs] or _RESULTS.get(kind, ["out", "out_dot"])
         self.fields = (*(FIELD_OF.get(x, x) for x in self.operands), *results)
@@ -153,17 +156,6 @@ class Operation:
         chosen.launch(found.program, (*operands, *made))
         return made[0] if found.pack is None else tuple.__new__(found.pack, made)
 
-    def _options(
-        self, activation: Any, flags: tuple[bool, ...], needs: Any, out: Any
-    ) -> dict[str, Any]:
-        """Return the values of the options by name."""
-        every = {"activation": activation, "needs": needs, "out": out}
-        every |= zip(self.flags, flags, strict=True)
-        options = {}
-        for name in self.options:
-            options[name] = every[name]
-        return options
-
     def other(
         self,
         operands: tuple[Any, ...],
@@ -181,7 +173,8 @@ class Operation:
                 if x is not None:
                     given[name] = as_plain(name, array_of(x) if name in self.scalars else x)
             return self(tuple(given.values()), activation, flags, needs, out, backend)
-        options = self._options(activation, flags, needs, out)
+        values = compress((activation, needs, out, *flags), self.taken)
+        options = dict(zip(compress(self.named, self.taken), values, strict=True))
         if "pre_activation" in given:
             options["pre_activation"] = given.pop("pre_activation")
         places = list(given.values())
@@ -207,7 +200,9 @@ class Operation:
         given = dict(zip(self.operands, operands, strict=True))
         if "residual" in given:
             required(given)  # (each kind of problem asks for the others)
-        p = self.problem(**given, **self._options(act, flags, needs, out))
+        values = compress((act, needs, out, *flags), self.taken)
+        given.update(zip(compress(self.named, self.taken), values, strict=True))
+        p = self.problem(**given)
         if form is not None:
             return self._record(p, operands, backend, (serial, *form), act.serial != serial)
         chosen: Any = resolve(backend)
@@ -235,7 +230,8 @@ class Operation:
             arrays.append(x)
             if x is not given and x is not None and given is not None and x.size:
                 # (another view of it, which may begin elsewhere)
-                own = own or address(x) != address(given)
+                at, there = x.__array_interface__["data"], given.__array_interface__["data"]
+                own = own or at[0] != there[0]
         if not own:
             for x in results:
                 specs.append(None if x is None else (x.shape, x.dtype))

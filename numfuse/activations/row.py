@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from numfuse import expr as ex
@@ -72,7 +73,6 @@ class Activation:
         self._digest: str | None = None
         #: A string that stands for it in what is compiled (``name digest``), once one was needed.
         self.key: str | None = None
-        self._curve: Curve | None = None
         self._made: dict[tuple[str, int], Any] = {}
         # Made once, so that a tracer that follows a call to one finds an object of the caller's.
         self._derivatives = self._derive()
@@ -90,12 +90,12 @@ class Activation:
             if later == order or later not in self._formulas:
                 self._traces.pop(later, None)
         self._traces[order] = made
-        self._digest = self.key = self._curve = None
-        self.serial = next(_SERIALS)
+        self._digest = None
         self._made.clear()
-        for derived in self._derivatives:
-            derived.key = derived._curve = None
-            derived.serial = next(_SERIALS)
+        for stale in (self, *self._derivatives):
+            stale.key = None
+            stale.__dict__.pop("curve", None)
+            stale.serial = next(_SERIALS)
 
     def restore(self, traces: tuple[Expr, ...]) -> None:
         """Take graphs that were recorded before, as of a pickle."""
@@ -139,12 +139,10 @@ class Activation:
         """The graph of a derivative, or of what is zero beyond the table (else ValueError)."""
         return self.trace(order) if order < 4 else self.derived(order).trace(0)
 
-    @property
+    @cached_property
     def curve(self) -> Curve:
         """The activation as formulas of several variables call it (`numfuse.epilogues`)."""
-        if self._curve is None:
-            self._curve = Curve(self.name, self._order_of)
-        return self._curve
+        return Curve(self.name, self._order_of)
 
     @property
     def is_identity(self) -> bool:

@@ -178,7 +178,9 @@ class Layer:
         self.head |= {"a": a, "b": b, "bias": bias}
         self.grad: Any = None
         if "grad" in x:
-            self.grad = self.promoted("grad", shaped(x["grad"], "grad", self.shape.visible))
+            if x["grad"].shape != self.shape.visible:
+                shaped(x["grad"], "grad", self.shape.visible)
+            self.grad = self.promoted("grad", x["grad"])
         self.residual = residual_view(self.shape, x["residual"]) if "residual" in x else None
         self.moved: Fields = dict.fromkeys(moved)
         for name, of in moved.items():

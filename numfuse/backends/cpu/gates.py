@@ -11,7 +11,7 @@ import numpy as np
 from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import rows
-from numfuse.backends.cpu.launch.sequence import Program, nothing, operand, program
+from numfuse.backends.cpu.launch.sequence import Program, format_of, nothing, operand, program
 from numfuse.backends.cpu.schedule import merged
 from numfuse.runtime.specialise import Kernel
 
@@ -40,13 +40,13 @@ Row = Callable[[bool], Kernel]
 
 def gate(p: GatedProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of ``out = act(a) * b``."""
-    row = partial(rows.gate, p.activation.curve, p.dtype.name)
+    row = partial(rows.gate, p.activation.curve, format_of(p.dtype))
     return _pass(p, names, GATE, ("out",), row, threads)
 
 
 def backward(p: GatedBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of ``d_a = grad * b * act'(a)``, ``d_b = grad * act(a)``."""
-    curve, fmt = p.activation.curve, p.dtype.name
+    curve, fmt = p.activation.curve, format_of(p.dtype)
     if p.d_a is None:  # a forward with another factor
         slots = {"a": "a", "grad": "b", "d_b": "out"}
         return _pass(p, names, slots, ("d_b",), partial(rows.gate, curve, fmt), threads)
@@ -73,7 +73,7 @@ def double_backward(p: GatedDoubleBackwardProblem, names: Sequence[str], threads
     if not results:
         return nothing(zeroed)
     row = rows.gate_double_backward(
-        p.activation.curve, p.dtype.name, p.guard, p.u is not None, p.v is not None, results
+        p.activation.curve, format_of(p.dtype), p.guard, p.u is not None, p.v is not None, results
     )
     slots = {name: "" if there.get(name) is False else x for name, x in DOUBLE_BACKWARD.items()}
     return _pass(p, names, slots, results, lambda streams: row, threads, False, zeroed)
@@ -81,7 +81,7 @@ def double_backward(p: GatedDoubleBackwardProblem, names: Sequence[str], threads
 
 def tangent(p: GatedTangentProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a gate and of its derivative along tangents."""
-    curve, fmt = p.activation.curve, p.dtype.name
+    curve, fmt = p.activation.curve, format_of(p.dtype)
     if p.u is None and p.v is None:
         slots = {**TANGENT, "out_dot": ""}
         zeroed = [names.index("out_dot")]
@@ -107,25 +107,30 @@ def _pass(
 
     Arrays without a slot are not touched.
     """
-    arrays = {
-        name: x for name, slot in slots.items() if slot and (x := getattr(p, name)) is not None
-    }
+    arrays: dict[str, np.ndarray] = {}
+    for name in (*results, *slots):  # (the first result is the first of them)
+        x = getattr(p, name) if slots[name] else None
+        if x is not None:
+            arrays[name] = x
     # The last axis is the one along which the first result is densest. The views number the same
     # elements in another way: the addresses are those of the arrays.
-    order = [*results, *(name for name in arrays if name not in results)]
-    flat = dict(zip(order, merged([arrays[name] for name in order]), strict=True))
-    places = Slots(**{slots[name]: operand(name, x) for name, x in flat.items()})
-    *batch, m, n = flat[results[0]].shape
-    stream = None
-    if streams and _past_the_caches([flat[name] for name in results]):
-        stream = row(True)
-    plan = descriptors.rows(m, n, row(False), places, threads, tuple(batch), stream=stream)
+    places, written = {}, []
+    for name, x in zip(arrays, merged(list(arrays.values())), strict=True):
+        places[slots[name]] = operand(name, x)
+        if name in results:
+            written.append(x)
+    *batch, m, n = written[0].shape
+    stream = row(True) if streams and _past_the_caches(written) else None
+    at = Slots(**places)
+    plan = descriptors.rows(m, n, row(False), at, threads, tuple(batch), stream=stream)
     return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
 
 
 def _past_the_caches(results: list[np.ndarray]) -> bool:
     """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
-    return (
-        all(x.strides[-1] == x.itemsize and x.shape[-1] >= tiling.STREAM_STEP for x in results)
-        and sum(x.nbytes for x in results) >= tiling.STREAM_BYTES
-    )
+    nbytes = 0
+    for x in results:
+        nbytes += x.nbytes
+        if x.strides[-1] != x.itemsize or x.shape[-1] < tiling.STREAM_STEP:
+            return False
+    return nbytes >= tiling.STREAM_BYTES

@@ -24,7 +24,14 @@ from typing import TYPE_CHECKING, Any
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, rows
-from numfuse.backends.cpu.launch.sequence import Operand, Program, Sum, operands, temporary
+from numfuse.backends.cpu.launch.sequence import (
+    Operand,
+    Program,
+    Sum,
+    format_of,
+    operands,
+    temporary,
+)
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import (
     Factors,
@@ -67,7 +74,7 @@ def backward(p: GemmBackwardProblem, names: Sequence[str], threads: int) -> Prog
         p = as_one(p)
     arrays = operands(p, names)
     arrays.pop("d_residual", None)
-    fmt = p.dtype.name
+    fmt = format_of(p.dtype)
     chunk, size = library.chunk(fmt), vectors.itemsize(library.grad_pre_format(fmt))
     if not p.activation.is_identity:
         held = p.k if p.dtype != p.acc_dtype else 0
@@ -142,7 +149,7 @@ def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:
     """Return a part that holds nothing, so in one block; but of what has to be gathered one block
     of K of d_b's product. The sums are the same, as they begin with zero in each.
     """
-    fmt = p.dtype.name
+    fmt = format_of(p.dtype)
     kind, count = library.kind(fmt, fmt), max(1, p.m)
     if kind != "amx" and scattered(p, arrays):
         count = tiling.k_block(p.m, p.acc_dtype.itemsize, kind)
@@ -151,7 +158,7 @@ def _whole(p: Any, arrays: Mapping[str, Operand], work: Any) -> Part:
 
 def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
     """Return rows and batch elements of a block in which T, Q and S are held."""
-    fmt = p.dtype.name
+    fmt = format_of(p.dtype)
     held = p.k if p.dtype != p.acc_dtype else 0
     itemsize = p.acc_dtype.itemsize + 2 * vectors.itemsize(library.grad_pre_format(fmt))
     return tiling.backward_block(p.m, p.n, held, itemsize, library.chunk(fmt))
@@ -161,13 +168,13 @@ def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
 def _forward(p: Any, x: Operands, batch: Batch) -> Work:
     bias, residual, pre = x.get("bias"), x.get("residual"), x.get("pre")
     there = bias is not None, residual is not None, pre is not None
-    row = rows.forward(p.activation.curve, p.dtype.name, *there)
+    row = rows.forward(p.activation.curve, format_of(p.dtype), *there)
     slots = Slots(bias=bias, extra=residual, out=x["out"], pre=pre)
     return Work([Pass(row, slots, (x["a"], x["b"]))])
 
 
 def _backward(p: Any, x: Operands, batch: Batch) -> Work:
-    fmt, grad = p.dtype.name, x["grad"]
+    fmt, grad = format_of(p.dtype), x["grad"]
     products = "d_a" in x or "d_b" in x
     sums = partials(p, x, batch)
     own = [] if sums is None else [sums]
@@ -199,7 +206,11 @@ def _linear(p: Any, x: Operands, batch: Batch) -> Work:
 
 
 def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
-    fmt, acc, held = p.dtype.name, p.acc_dtype.name, library.grad_pre_format(p.dtype.name)
+    fmt, acc, held = (
+        format_of(p.dtype),
+        format_of(p.acc_dtype),
+        library.grad_pre_format(format_of(p.dtype)),
+    )
     grad, pre, w, d_grad = x["grad"], x.get("pre"), x.get("w"), x.get("d_grad")
     shape = *batch, *grad.shape[-2:]
     sums = partials(p, x, batch)
@@ -242,10 +253,10 @@ def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
 
 
 def _tangent(p: Any, x: Operands, batch: Batch) -> Work:
-    fmt, bias, t = p.dtype.name, x.get("bias"), x.get("w")
+    fmt, bias, t = format_of(p.dtype), x.get("bias"), x.get("w")
     moved, own, passes = _moved_factors(x), [], []
     if moved:
-        own = [temporary("t", (*batch, *x["out"].shape[-2:]), p.acc_dtype.name)]
+        own = [temporary("t", (*batch, *x["out"].shape[-2:]), format_of(p.acc_dtype))]
         passes = _summed_up(moved, fmt, own[0], t)
         t = own[0]
     assert t is not None
@@ -256,10 +267,10 @@ def _tangent(p: Any, x: Operands, batch: Batch) -> Work:
 
 def _moved(p: Any, name: str, x: Operands, batch: Batch) -> Work:
     """Return T rounded to its result: the d_grad, or the tangent, of an identity."""
-    fmt, out, w, z = p.dtype.name, x[name], x.get("w"), x.get("z")
+    fmt, out, w, z = format_of(p.dtype), x[name], x.get("w"), x.get("z")
     moved, own, passes, before = _moved_factors(x), [], [], None
     if len(moved) > 1:
-        before = temporary("t", (*batch, *out.shape[-2:]), p.acc_dtype.name)
+        before = temporary("t", (*batch, *out.shape[-2:]), format_of(p.acc_dtype))
         own = [before]
         passes = _summed_up(moved[:-1], fmt, before, w)
         w = None
@@ -315,7 +326,7 @@ def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
     """
     if "d_bias" not in x:
         return None
-    fmt = p.dtype.name
+    fmt = format_of(p.dtype)
     m, n = x["grad"].shape[-2:]
     shape = *batch, 2 * -(-m // library.chunk(fmt)), n
     summed = summed_axes(x["d_bias"], batch)
@@ -323,7 +334,7 @@ def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
     outer = [axis for axis in range(len(batch)) if axis not in inner]
     order = [*outer, *inner, len(batch), len(batch) + 1]
     if not batch:
-        return temporary("sums", shape, p.acc_dtype.name)
-    made = temporary("sums", tuple(shape[axis] for axis in order), p.acc_dtype.name)
+        return temporary("sums", shape, format_of(p.acc_dtype))
+    made = temporary("sums", tuple(shape[axis] for axis in order), format_of(p.acc_dtype))
     steps = dict(zip(order, made.strides, strict=True))
     return made._replace(shape=shape, strides=tuple(steps[axis] for axis in range(len(shape))))

@@ -24,6 +24,7 @@ from numfuse.backends.cpu.launch.sequence import (
     Program,
     Step,
     Sum,
+    format_of,
     operand,
     program,
     temporary,
@@ -174,7 +175,7 @@ class _Schedule:
 
     def __init__(self, p: Any, part: Part, threads: int) -> None:
         self.p, self.part, self.threads = p, part, threads
-        self.fmt, self.acc = p.dtype.name, p.acc_dtype.name
+        self.fmt, self.acc = format_of(p.dtype), format_of(p.acc_dtype)
         self.whole = part.operands
         self.apart = scattered(p, self.whole)
         self.own: list[Operand] = []
@@ -223,8 +224,10 @@ class _Schedule:
         for _, work in self.works.values():
             if len(work.gradients.get(name, ())) > 1:
                 return True
+        if self.one:
+            return False
         x = self.whole[name]
-        return not self.one and any(self._turn(block, name, x) != Turn() for block in self.cuts)
+        return any(self._turn(block, name, x) != Turn() for block in self.cuts)
 
     def _total(self, name: str, x: Operand) -> Operand | None:
         """Return where a gradient that grows is summed up, if that is not the gradient itself."""
@@ -261,7 +264,17 @@ class _Schedule:
         if not self.one:
             totals = {name: block.of(x)[0] for name, x in totals.items()}
         self.own += work.own
-        phases: list[list[Plan | None]] = [[self._pass(x, batch)] for x in work.passes]
+        phases: list[list[Plan | None]] = []
+        for row, slots, factors in work.passes:
+            if factors is not None:
+                made = descriptors.product(*factors, row, slots, self.threads, batch)
+            else:
+                over = slots.grad or slots.out
+                assert over is not None
+                chunk = 1 if slots.sums is None else library.chunk(self.fmt)
+                m, n = over.shape[-2:]
+                made = descriptors.rows(m, n, row, slots, self.threads, batch, chunk)
+            phases.append([made])
         after: list[list[Plan | None]] = [[], []]
         if work.partials is not None:
             total, turn = totals.get("total d_bias"), turns["d_bias"]
@@ -278,15 +291,6 @@ class _Schedule:
                     descriptors.product(left, right, row, slots, self.threads, batch, summed)
                 )
         return [[plan for plan in phase if plan is not None] for phase in (*phases, *after)]
-
-    def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
-        if x.factors is not None:
-            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch)
-        over = x.slots.grad or x.slots.out
-        assert over is not None
-        chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
-        m, n = over.shape[-2:]
-        return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk)
 
     def _join(
         self,
@@ -363,7 +367,10 @@ def merged(arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
 
     The last axis is the one along which the first array is densest.
     """
-    if all(x.flags.c_contiguous for x in arrays):
+    for x in arrays:
+        if not x.flags.c_contiguous:
+            break
+    else:
         return [x.reshape(1, -1) for x in arrays]
     shape = arrays[0].shape
     order = sorted(range(len(shape)), key=lambda axis: -abs(arrays[0].strides[axis]))

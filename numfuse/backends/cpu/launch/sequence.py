@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from array import array
@@ -40,9 +41,15 @@ class Operand(NamedTuple):
         )
 
 
+@functools.cache
+def format_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a storage format; NumPy makes a dtype's anew whenever it is asked."""
+    return str(dtype.name)
+
+
 def operand(name: str, x: np.ndarray) -> Operand:
     """Return an array of the call as an operand."""
-    return Operand(name, x.shape, x.strides, x.dtype.name, x.itemsize)
+    return Operand(name, x.shape, x.strides, format_of(x.dtype), x.itemsize)
 
 
 def operands(p: Any, names: Iterable[str]) -> dict[str, Operand]:
@@ -51,7 +58,7 @@ def operands(p: Any, names: Iterable[str]) -> dict[str, Operand]:
     for name in names:
         x = getattr(p, name, None)
         if x is not None:
-            found[name] = Operand(name, x.shape, x.strides, x.dtype.name, x.itemsize)
+            found[name] = Operand(name, x.shape, x.strides, format_of(x.dtype), x.itemsize)
     return found
 
 
@@ -153,7 +160,7 @@ def nothing(zeroed: Several[int] = (), sums: Several[Sum] = ()) -> Program:
 def program(
     names: Several[str],
     launches: Several[Several[Several[Step]]],
-    temporaries: Iterable[Operand] = (),
+    temporaries: Several[Operand] = (),
     totals: Several[Operand] = (),
     zeroed: Several[int] = (),
     sums: Several[Sum] = (),
@@ -166,7 +173,7 @@ def program(
         Of the arrays of a call, in their order.
     launches : sequence of sequences of phases
         Steps of a phase run beside one another, when the phases before it are finished.
-    temporaries : iterable of Operand
+    temporaries : sequence of Operand
         Contiguous arrays in the memory of the launches, behind the workspaces.
     totals : sequence of Operand
         Contiguous arrays that every call allocates.
@@ -187,7 +194,10 @@ def program(
             count = max(count, min(most, cells))
     if plan is None:
         return nothing(zeroed, sums)
-    own, table = _places(temporaries, count * stride)
+    own: dict[str, int] = {}
+    table = count * stride
+    if temporaries:
+        own, table = _places(temporaries, table)
     head = {"H_BESIDE": -1}
     for name in ("grad_pre", "q"):
         if name in own:  # it is written while grad is read: see `entries.open_sequence`
