@@ -24,8 +24,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any
+from functools import cache, cached_property, wraps
+from typing import Any, TypeVar, cast
 
 from numfuse.language.curves import (
     Curve,
@@ -56,6 +56,36 @@ __all__ = [
 ]
 
 
+_Made = TypeVar("_Made", bound=Callable[..., Any])
+
+
+def _once(derive: _Made) -> _Made:
+    """Let an epilogue keep what a method derives from it: each first call of a shape asks again."""
+
+    @wraps(derive)
+    def derived(self: Epilogue, *names: Any) -> Any:
+        key = derive.__name__, names
+        made = self.derived.get(key)
+        if made is None:
+            made = self.derived[key] = derive(self, *names)
+        return made
+
+    return cast(_Made, derived)
+
+
+def _of_curve(make: _Made) -> _Made:
+    """Let a curve keep the epilogue that a function makes of it."""
+
+    @wraps(make)
+    def found(f: Curve) -> Any:
+        made = f.formed.get(make)
+        if made is None:
+            made = f.formed[make] = make(f)
+        return made
+
+    return cast(_Made, found)
+
+
 @dataclass(frozen=True, eq=False)
 class Epilogue(Keyed):
     """Formulas over accumulators and operands.
@@ -74,16 +104,22 @@ class Epilogue(Keyed):
     operands: tuple[str, ...]
     results: tuple[tuple[str, Expr], ...]
 
-    @property
+    @cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What was derived from it before."""
+        return {}
+
+    @cached_property
     def inputs(self) -> tuple[str, ...]:
         """The accumulators, then the operands."""
         return self.accumulators + self.operands
 
-    @property
+    @cached_property
     def graphs(self) -> tuple[Expr, ...]:
         """The graphs of the results."""
         return tuple(expr for _, expr in self.results)
 
+    @_once
     def named(self) -> tuple[Any, ...]:
         """Return a key that stands for it, whenever it is derived anew, and holds no formula."""
         names = tuple(name for name, _ in self.results)
@@ -97,6 +133,7 @@ class Epilogue(Keyed):
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]
 
+    @_once
     def select(self, *names: str) -> Epilogue:
         """Return the epilogue with these results alone, and the inputs that they depend on.
 
@@ -112,6 +149,7 @@ class Epilogue(Keyed):
             results,
         )
 
+    @_once
     def without(self, *absent: str) -> Epilogue:
         """Return the epilogue in which these inputs are zero, and what they multiply is left out.
 
@@ -131,6 +169,7 @@ class Epilogue(Keyed):
             tuple((name, kept) for name, expr in self.results if (kept := made[expr]) is not None),
         )
 
+    @_once
     def guarded(self) -> Epilogue:
         """Return the epilogue with 0 for every derivative of a curve that is not finite."""
         made: dict[Expr, Expr] = {}
@@ -142,6 +181,7 @@ class Epilogue(Keyed):
         return Epilogue(self.name, self.accumulators, self.operands, results)
 
     # --- derivatives ------------------------------------------------------------------------
+    @_once
     def backward(self) -> Epilogue:
         """Return the gradient ``d_x`` by every input x, weighted with the results' cotangents.
 
@@ -175,6 +215,7 @@ class Epilogue(Keyed):
         extra = tuple(name for name in cotangents.values() if name not in self.inputs)
         return Epilogue(f"{self.name} backward", self.accumulators, self.operands + extra, results)
 
+    @_once
     def tangent(self, moving: tuple[str, ...] | None = None) -> Epilogue:
         """Return the results and, behind each, its derivative ``x_dot`` along the inputs' tangents.
 
@@ -244,6 +285,7 @@ def record(
 # One function per operation: the formula of its forward. Everything else is derived from it.
 
 
+@_of_curve
 def layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b + bias), with the pre-activation as ``pre``."""
 
@@ -256,6 +298,7 @@ def layer(f: Curve) -> Epilogue:
     return replace(made, results=(("out", out), ("pre", pre)))
 
 
+@_of_curve
 def layer_double_backward(f: Curve) -> Epilogue:
     """Return what the double backward of a layer does element by element.
 
@@ -271,11 +314,13 @@ def layer_double_backward(f: Curve) -> Epilogue:
     return Epilogue("layer double backward", ("z", "t"), ("bias", "w", "grad"), results)
 
 
+@_of_curve
 def layer_tangent(f: Curve) -> Epilogue:
     """Return a layer's value ``out`` and its derivative ``out_dot`` along a moving ``z_dot``."""
     return layer(f).select("out").tangent(("z",))
 
 
+@_of_curve
 def gate_double_backward(f: Curve) -> Epilogue:
     """Return the gradients of a gate's ``d_a`` and ``d_b``, weighted with ``u`` and ``v``."""
     return (
@@ -291,6 +336,7 @@ def residual_layer() -> Epilogue:
     return record(lambda z, bias, residual: z + bias + residual, 1, "residual layer")
 
 
+@_of_curve
 def gate(f: Curve) -> Epilogue:
     """Return the formula of activation(a) * b, which has no product."""
     return record(lambda a, b: call(f, a) * b, 0, "gate")

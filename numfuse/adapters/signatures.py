@@ -100,11 +100,12 @@ class Signature:
 
         `arrays` are operands by their names and outputs by those of the results.
         """
-        taken = {name: x[name] for name in self.options}
+        taken = dict(zip(self.arrays, map(arrays.get, self.arrays), strict=True))
+        taken |= zip(self.options, map(x.__getitem__, self.options), strict=True)
         if self.has_out:
-            outs = tuple(arrays.get(name) for name in self.result_names(x))
+            outs = tuple(map(arrays.get, self.result_names(x)))
             taken["out"] = outs if self.needs else outs[0]
-        return self._problem(**{name: arrays.get(name) for name in self.arrays}, **taken)
+        return self._problem(**taken)
 
 
 SIGNATURES = {

@@ -39,7 +39,7 @@ class Keyed:
 
     def _values(self) -> tuple[Any, ...]:
         fields: dict[str, Any] = self.__dataclass_fields__  # type: ignore[attr-defined]
-        return tuple(getattr(self, name) for name in fields)
+        return tuple([getattr(self, name) for name in fields])
 
     def named(self) -> tuple[Any, ...]:
         """A key that stands for it and holds no formula."""

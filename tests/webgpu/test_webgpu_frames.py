@@ -137,6 +137,34 @@ def test_a_repeated_call_on_arrays_of_the_host_opens_a_bounded_number(name, most
     assert len(opened) <= most, opened
 
 
+#: Of a first call of a shape: functions of numfuse, each counted once, and the frames that they
+#: open, comprehensions included.
+FIRST = {
+    "layer": (95, 240),
+    "residual": (95, 270),
+    "layer_bwd": (123, 620),
+    "residual_bwd": (137, 750),
+    "layer_double_bwd": (129, 1550),
+    "layer_jvp": (115, 740),
+    "gate": (84, 320),
+    "gate_bwd": (87, 430),
+    "gelu_mul": (83, 310),
+}
+
+
+@pytest.mark.parametrize("name", FIRST)
+def test_a_first_call_passes_few_functions(name):
+    function, shapes, options = CALLS[name]
+    for more in (8, 0):  # (of lengths that are alike, so that the first has compiled the shaders)
+        grown = [tuple(n if n == 1 else n + more for n in shape) for shape in shapes]
+        operands = arrays(grown)
+        _, opened = frames(lambda: function(*operands, **options))  # noqa: B023
+    first = {x for x in opened if not x[1].startswith("<")}
+    functions, most = FIRST[name]
+    assert len(first) <= functions, sorted(first)
+    assert len(opened) <= most, opened
+
+
 @pytest.mark.parametrize("where", ["cpu", "webgpu"])
 def test_a_repeated_call_is_that_of_its_own_arguments(where):
     """A name that means another formula now, and arrays that were one and are two, or the other

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from numfuse.problem.product import GemmBackwardProblem, GemmProblem
     from numfuse.problem.second_order import GemmDoubleBackwardProblem, GemmTangentProblem
 
-Operands = dict[str, Operand]
+Operands = Mapping[str, Operand]
 Batch = tuple[int, ...]
 
 
@@ -206,11 +206,8 @@ def _linear(p: Any, x: Operands, batch: Batch) -> Work:
 
 
 def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
-    fmt, acc, held = (
-        format_of(p.dtype),
-        format_of(p.acc_dtype),
-        library.grad_pre_format(format_of(p.dtype)),
-    )
+    fmt, acc = format_of(p.dtype), format_of(p.acc_dtype)
+    held = library.grad_pre_format(fmt)
     grad, pre, w, d_grad = x["grad"], x.get("pre"), x.get("w"), x.get("d_grad")
     shape = *batch, *grad.shape[-2:]
     sums = partials(p, x, batch)

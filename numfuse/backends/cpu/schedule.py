@@ -125,7 +125,7 @@ class Part(NamedTuple):
     operands: Mapping[str, Operand]
     rows: int
     members: int
-    work: Callable[[dict[str, Operand], tuple[int, ...]], Work]
+    work: Callable[[Mapping[str, Operand], tuple[int, ...]], Work]
 
 
 def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import repeat
 from math import prod
 from typing import Any, TypeAlias
 
@@ -142,6 +143,12 @@ def _pieces(device: Device, p: Any, arrays: Mapping[str, ndarray]) -> Iterator[_
     shapes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
     if not gate and shapes.keys() & {"grad", "out_dot"}:  # or T, Q, S and the pre-activation
         shapes["grad_pre"] = axes, p.acc_dtype.itemsize
+    whole = tuple(zip(repeat(0), axes, strict=False))
+    for shape, itemsize in shapes.values():
+        if itemsize * prod(shape) > device.room:
+            break
+    else:
+        return iter((whole,))
 
     def size(name: str, piece: _Piece) -> int:
         shape, itemsize = shapes[name]
@@ -176,4 +183,4 @@ def _pieces(device: Device, p: Any, arrays: Mapping[str, ndarray]) -> Iterator[_
         for part in ((first, middle), (middle, last)):
             yield from cut((*piece[:axis], part, *piece[axis + 1 :]))
 
-    return cut(tuple((0, length) for length in axes))
+    return cut(whole)

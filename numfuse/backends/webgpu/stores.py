@@ -96,7 +96,7 @@ class Store:
         size = x.itemsize
         for low, high, base, buffer in self._known:
             if x.size and low <= at < high:
-                strides = tuple(s // size for s in x.strides)
+                strides = tuple([s // size for s in x.strides])
                 return Region(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
         return None
 
@@ -114,8 +114,7 @@ class Store:
 
     def target(self, x: ndarray) -> Region:
         """Return a result, to be written in full."""
-        self.reserve(x)
-        view = self._find(x)
+        view = self.reserve(x)
         room = self.device.room
         if view is not None and id(view.buffer) not in self._shared and view.span <= room:
             return view
@@ -124,12 +123,15 @@ class Store:
             self._copies.append((apart, view))
         return apart
 
-    def reserve(self, x: ndarray) -> None:
-        """Give a new result its buffer, of which parts can be targets then."""
-        if x.size and self._find(x) is None:
-            view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
+    def reserve(self, x: ndarray) -> Region | None:
+        """Give a new result its buffer, of which parts can be targets then; None if it is empty."""
+        view = self._find(x)
+        if view is None and x.size:
+            made = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
             at = address(x)
-            self._known.append((*bounds(at, x.shape, x.strides, x.itemsize), at, view.buffer))
+            self._known.append((*bounds(at, x.shape, x.strides, x.itemsize), at, made.buffer))
+            view = self._find(x)
+        return view
 
     def sum_here(self, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -> bool:
         """Return whether x and `out` are on the host, where x is then summed to the shape of it."""

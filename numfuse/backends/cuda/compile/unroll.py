@@ -21,6 +21,7 @@ import inspect
 import linecache
 import operator
 import textwrap
+import weakref
 from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
@@ -350,14 +351,25 @@ def kernel_of(
     blocks: int = 0,
     feature: str = "",
 ) -> Kernel:
-    """Return the kernel (`toolchain.kernel`) of a template with its names bound."""
-    made = Template(template, bindings)
-    return kernel(
-        made,
-        schema.signature,
-        threads=threads,
-        blocks=blocks,
-        feature=feature,
-        name=name,
-        **made.others,
-    )
+    """Return the kernel (`toolchain.kernel`) of a template with its names bound.
+
+    Every new shape asks for it; one that was made is found by the objects that are bound.
+    """
+    values = bindings.values()
+    # (1, True and 1.0 are equal, but not as text)
+    key = (template, schema.signature, threads, blocks, feature, name)
+    key += *bindings, *values, *map(type, values)
+    found = _MADE.get(key)
+    if found is None:
+        made = Template(template, bindings)
+        options: Any = {"threads": threads, "blocks": blocks, "feature": feature, "name": name}
+        found = kernel(made, schema.signature, **options, **made.others)
+        if len(_MADE) >= _MOST_MADE:
+            _MADE.clear()
+        _MADE[key] = found
+    return found
+
+
+#: Kernels by all that they are made of, as long as somebody has them.
+_MADE: weakref.WeakValueDictionary[Any, Kernel] = weakref.WeakValueDictionary()
+_MOST_MADE = 4096

@@ -66,7 +66,7 @@ class Formula:
         """Return the formulas of its ties that still live."""
         return [found for tie in self.ties if (found := tie()) is not None]
 
-    @property
+    @functools.cached_property
     def numfuse_key(self) -> str:
         """Its text in the digest of a kernel."""
         graphs = hashlib.sha256(self.graphs.encode()).hexdigest()
@@ -98,9 +98,13 @@ def formula(
         Whether results are stored in 16 bits, or depend on sums that are themselves good to some
         units in the last place.
     """
-    graphs = expand(epilogue.graphs, (lambda c: short_form(c.trace)) if short else None)
-    ties = tuple(map(weakref.ref, epilogue.formulas()))
-    return Formula(dumps(graphs), accumulator, arguments, short, ties)
+    key = formula, arguments, accumulator, short
+    made: Formula | None = epilogue.derived.get(key)
+    if made is None:
+        graphs = expand(epilogue.graphs, (lambda c: short_form(c.trace)) if short else None)
+        ties = tuple(map(weakref.ref, epilogue.formulas()))
+        made = epilogue.derived[key] = Formula(dumps(graphs), accumulator, arguments, short, ties)
+    return made
 
 
 def is_short(accumulator: str, storage: str) -> bool:

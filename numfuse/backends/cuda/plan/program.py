@@ -307,8 +307,7 @@ def _aligned(nbytes: int) -> int:
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
     """Return the strides in elements."""
-    size = x.itemsize
-    return tuple(s // size for s in x.strides)
+    return tuple([s // x.itemsize for s in x.strides])
 
 
 def _words(values: list[int]) -> Any:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
+from functools import cached_property
+from math import gcd, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -58,13 +59,13 @@ def row_access(region: Region) -> Access:
 
 def _by_fours(region: Region, axis: int, steps: Sequence[int]) -> bool:
     """Return whether four neighbours along an axis may be read at once, steps being of others."""
-    fours = region.shape[axis], region.offset, *steps
-    return region.strides[axis] == 1 and all(number % 4 == 0 for number in fours)
+    together = gcd(4, region.shape[axis], region.offset, *steps)
+    return region.strides[axis] == 1 and together == 4
 
 
 def repeated(lengths: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides with 0 for axes of length 1: those are read again and again."""
-    return tuple(0 if n == 1 else s for n, s in zip(lengths, strides, strict=True))
+    return tuple([0 if n == 1 else s for n, s in zip(lengths, strides, strict=True)])
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,21 @@ class Places:
     @classmethod
     def of(cls, batch: tuple[int, ...], result: tuple[int, ...]) -> Places:
         """Return the places of a result with these batch axes of its own."""
+        if not batch:
+            return _ONE
         own = (1,) * (len(batch) - len(result)) + result
         axes = [i for i, length in enumerate(batch) if length != 1]
         return cls(
             batch, tuple(i for i in axes if own[i] != 1), tuple(i for i in axes if own[i] == 1)
         )
 
-    @property
+    @cached_property
     def count(self) -> int:
-        return prod(self.batch[i] for i in self.outer)
+        return prod(map(self.batch.__getitem__, self.outer))
 
-    @property
+    @cached_property
     def segments(self) -> int:
-        return prod(self.batch[i] for i in self.inner)
+        return prod(map(self.batch.__getitem__, self.inner))
 
     def table(self, regions: Sequence[Region | None]) -> bytes:
         """Return where each of these begins, place by place and segment by segment; None at 0."""
@@ -104,6 +107,9 @@ class Places:
                 at = np.add.outer(at, np.arange(self.batch[axis]) * steps[axis])
             columns.append(at.reshape(-1))
         return np.stack(columns, axis=1).astype(np.uint32).tobytes()
+
+
+_ONE = Places((), (), ())
 
 
 @dataclass(frozen=True)
