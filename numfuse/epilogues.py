@@ -60,7 +60,7 @@ _Made = TypeVar("_Made", bound=Callable[..., Any])
 
 
 def _once(derive: _Made) -> _Made:
-    """Let an epilogue keep what a method derives from it: each first call of a shape asks again."""
+    """Let an epilogue keep what a method derives: every first call of a shape asks for it again."""
 
     @wraps(derive)
     def derived(self: Epilogue, *names: Any) -> Any:
@@ -106,7 +106,7 @@ class Epilogue(Keyed):
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
-        """What was derived from it before."""
+        """Return what was derived from it before, by the method and its arguments."""
         return {}
 
     @cached_property

@@ -192,10 +192,7 @@ class Operation:
         backend: str | Backend | None,
         form: list[Hashable] | None,
     ) -> Any:
-        """Check a call and run it; one that has a form (on a backend with a replay) by its program.
-
-        That is kept for calls of the same form.
-        """
+        """Check a call and run it; where it has a form, on the replay of the backend `backend`."""
         serial = act.serial
         given = dict(zip(self.operands, operands, strict=True))
         if "residual" in given:
@@ -224,15 +221,15 @@ class Operation:
         results = result if several else (result,)
         arrays: list[Any] = []
         specs: list[Any] = []
-        own = redefined or made.formulas is None
+        once = redefined or made.formulas is None
         for name, given in zip_longest(self.fields, (*operands, *results)):
             x = getattr(p, name, None)
             arrays.append(x)
             if x is not given and x is not None and given is not None and x.size:
                 # (another view of it, which may begin elsewhere)
                 at, there = x.__array_interface__["data"], given.__array_interface__["data"]
-                own = own or at[0] != there[0]
-        if not own:
+                once = once or at[0] != there[0]
+        if not once:
             for x in results:
                 specs.append(None if x is None else (x.shape, x.dtype))
             if made.varies is not None:

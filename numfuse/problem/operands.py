@@ -5,6 +5,7 @@ The rules of shapes are in :mod:`numfuse.problem.shapes`; both serve :mod:`numfu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = [
     "array_of",
     "as_plain",
     "checked",
+    "format_of",
     "output",
     "required",
     "same_dtype",
@@ -36,6 +38,12 @@ ACCUMULATORS: dict[np.dtype[Any], np.dtype[Any]] = {
     _F32: _F32,
     np.dtype(np.float16): _F32,
 }
+
+
+@functools.cache
+def format_of(dtype: np.dtype[Any]) -> str:
+    """Return the name of a dtype, which NumPy takes 4 us to make."""
+    return str(dtype.name)
 
 
 def accumulator(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -113,7 +121,7 @@ def checked(
 ) -> tuple[dict[str, ndarray], np.dtype[Any], np.dtype[Any]]:
     """Return the operands that are there as plain arrays by name, their dtype, its accumulator's.
 
-    Of all operands at once, as every first call asks. grad, a and b have to be there.
+    A first call of a shape asks it once for all of them. grad, a and b have to be there.
     """
     found: dict[str, ndarray] = {}
     for name, x in operands.items():

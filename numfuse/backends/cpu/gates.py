@@ -11,8 +11,9 @@ import numpy as np
 from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import rows
-from numfuse.backends.cpu.launch.sequence import Program, format_of, nothing, operand, program
+from numfuse.backends.cpu.launch.sequence import Program, nothing, operand, program
 from numfuse.backends.cpu.schedule import merged
+from numfuse.problem.operands import format_of
 from numfuse.runtime.specialise import Kernel
 
 if TYPE_CHECKING:

@@ -28,7 +28,6 @@ from numfuse.backends.cpu.launch.sequence import (
     Operand,
     Program,
     Sum,
-    format_of,
     operands,
     temporary,
 )
@@ -42,6 +41,7 @@ from numfuse.backends.cpu.schedule import (
     scattered,
     summed_axes,
 )
+from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import as_one
 
 if TYPE_CHECKING:

@@ -24,12 +24,11 @@ from numfuse.backends.cpu.launch.sequence import (
     Program,
     Step,
     Sum,
-    format_of,
     operand,
     program,
     temporary,
 )
-from numfuse.problem.operands import address
+from numfuse.problem.operands import address, format_of
 from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
 

@@ -21,6 +21,7 @@ from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.shader import Access
+from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal, merge_axes
 from numfuse.runtime.strided import Strided, contiguous, walk
 from numfuse.runtime.views import address, bounds
@@ -54,7 +55,7 @@ def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: st
     """Return a new C-contiguous region with any content."""
     nbytes = prod(shape) * dtype.itemsize
     buffer = device.buffer(max(nbytes, 16), what)
-    return Region(buffer, 0, shape, contiguous(shape), dtype.name, dtype.itemsize)
+    return Region(buffer, 0, shape, contiguous(shape), format_of(dtype), dtype.itemsize)
 
 
 class Store:
@@ -97,7 +98,9 @@ class Store:
         for low, high, base, buffer in self._known:
             if x.size and low <= at < high:
                 strides = tuple([s // size for s in x.strides])
-                return Region(buffer, (at - base) // size, x.shape, strides, x.dtype.name, size)
+                return Region(
+                    buffer, (at - base) // size, x.shape, strides, format_of(x.dtype), size
+                )
         return None
 
     def source(self, x: ndarray) -> Region:

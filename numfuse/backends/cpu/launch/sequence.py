@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from array import array
@@ -19,6 +18,7 @@ from numfuse.backends.cpu.kernels import protocol
 from numfuse.backends.cpu.launch import entries, threads, workspace
 from numfuse.backends.cpu.launch.workspace import PAGE
 from numfuse.backends.cpu.llvm import vectors
+from numfuse.problem.operands import format_of
 from numfuse.runtime.specialise import Kernel
 from numfuse.runtime.strided import contiguous
 
@@ -39,12 +39,6 @@ class Operand(NamedTuple):
         return self._replace(
             shape=(*batch, columns, rows), strides=(*steps, column_stride, row_stride)
         )
-
-
-@functools.cache
-def format_of(dtype: np.dtype[Any]) -> str:
-    """Return the name of a storage format; NumPy makes a dtype's anew whenever it is asked."""
-    return str(dtype.name)
 
 
 def operand(name: str, x: np.ndarray) -> Operand:

@@ -18,6 +18,7 @@ from numfuse.backends.cuda.plan import lower, second_order
 from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
 from numfuse.problem import product
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.operands import format_of
 from numfuse.runtime.replay import Replay
 from numfuse.runtime.views import address, bounds
 
@@ -160,7 +161,7 @@ def record(
             results.append(i)
         else:
             ghosts[name], alignments[name] = x, 16
-            results.append(maker(x.shape, x.dtype.name))
+            results.append(maker(x.shape, format_of(x.dtype)))
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0
@@ -169,7 +170,7 @@ def record(
             offset,
             x.shape,
             strides_of(x),
-            x.dtype.name,
+            format_of(x.dtype),
             x.itemsize,
             alignments[name],
         )

@@ -17,6 +17,7 @@ from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.language.curves import leaf
 from numfuse.problem.fields import FIELD_OF, FIELDS
+from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal, shares_weights
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def layer(
         bind("b"),
         p.batch,
         out,
-        p.acc_dtype.name,
+        format_of(p.acc_dtype),
         epilogue=epilogue,
         bias=bind("bias"),
         extra=bind("residual"),
@@ -129,12 +130,12 @@ def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     if p.d_a is not None or p.d_b is not None or p.d_bias is not None:
         _gradients(rec, p, bind)
     if p.d_residual is not None:
-        batches.sum_to(rec, bind("grad"), bind("d_residual"), p.acc_dtype.name)
+        batches.sum_to(rec, bind("grad"), bind("d_residual"), format_of(p.acc_dtype))
 
 
 def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     """Record grad_pre = grad * act'(pre), and what is made of it."""
-    acc = p.acc_dtype.name
+    acc = format_of(p.acc_dtype)
     made = epilogues.layer(p.activation.curve).select("out").backward().select("d_z")
     linear = made["d_z"] is leaf("grad")
     v = Backward.of(rec, p, bind, not linear and p.pre is None)
@@ -142,7 +143,7 @@ def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     if not linear:
         # rows as the fast loads want them
         pitch = tiling.pitch(p.n, p.dtype.itemsize)
-        whole = rec.fresh((*v.batch, v.m, pitch), p.dtype.name)
+        whole = rec.fresh((*v.batch, v.m, pitch), format_of(p.dtype))
         grad_pre = replace(whole, shape=(*v.batch, v.m, p.n))
         slopes(rec, v, p.n, p.k, acc, guarded(p, made), grad_pre)
     elif v.d_bias is not None:
@@ -229,7 +230,7 @@ def gate(kind: str, rec: Recorder, p: Any, bind: Bind) -> None:
     made = (guarded(p, whole) if hasattr(p, "guard") else whole).without(*absent).select(*there)
     sources = {name: bind(field[name]) for name in made.inputs}
     results = {name: bind(name) for name in there}
-    pointwise(rec, made, p.acc_dtype.name, p.dtype.name, sources, results)
+    pointwise(rec, made, format_of(p.acc_dtype), format_of(p.dtype), sources, results)
 
 
 def guarded(p: Any, epilogue: Epilogue) -> Epilogue:

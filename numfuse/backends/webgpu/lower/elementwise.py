@@ -14,6 +14,7 @@ from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.epilogues import Epilogue
+from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal
 
 __all__ = ["elementwise", "zero"]
@@ -84,10 +85,10 @@ def elementwise(
                 continue
             accesses = ((name, Access(region.dtype, unit == 4)) for name, region in found.items())
             shader = Elementwise(
-                accumulator.name,
+                format_of(accumulator),
                 formula,
                 tuple(Array(n.partition("_")[2], x, n.startswith("to_")) for n, x in accesses),
-                device.one_rounding[accumulator.name],
+                device.one_rounding[format_of(accumulator)],
             )
             values = {name: offset // unit for name, offset in offsets.items()}
             grid = (*device.grid(-(-(last - first) // 256)), 1)

@@ -22,6 +22,7 @@ from numfuse.backends.webgpu.lower.sums import join
 from numfuse.backends.webgpu.shaders.epilogues import Array, Gemm
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, fresh
+from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.tiling import WebGpuTile
@@ -95,14 +96,14 @@ def launch(
         bindings["places"] = device.constant(places.table(table), uniform=False)
     shader = Gemm(
         tile,
-        accumulator.name,
+        format_of(accumulator),
         (factor_access(given["x"], -2, -1), factor_access(given["y"], -1, -2)) if factors else None,
         formula,
         tuple(described),
         places=many,
         segments=places.segments != 1,
         planes=stacked,
-        one_rounding=device.one_rounding[accumulator.name],
+        one_rounding=device.one_rounding[format_of(accumulator)],
     )
     total = places.count * cut.planes
     blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
