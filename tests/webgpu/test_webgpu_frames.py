@@ -144,7 +144,7 @@ FIRST = {
     "residual": (95, 270),
     "layer_bwd": (123, 620),
     "residual_bwd": (137, 750),
-    "layer_double_bwd": (129, 1550),
+    "layer_double_bwd": (129, 1570),
     "layer_jvp": (115, 740),
     "gate": (84, 320),
     "gate_bwd": (87, 430),
