@@ -1,7 +1,8 @@
 """numfuse's functions for PyTorch tensors: eager, compiled, under vmap and autocast, twice and more
 often differentiable, and as modules.
 
-- `functions`: the public functions, over operators or at once
+- `functions`: the public functions, at once or over operators
+- `eager`: a call at once, and nodes of PyTorch's graph for its gradients
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
 - `tensors`: memory, and who watches; `keys`: strings for what a schema cannot name
 - `modules`: layers
@@ -13,13 +14,14 @@ import sys
 from typing import Any
 
 from numfuse.adapters.surface import NAMES
+from numfuse.adapters.torch.eager import recompute
 from numfuse.adapters.torch.functions import TENSORS, activation, again, public
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
-__all__ = [*NAMES, "GatedLinear", "Linear", "activation", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "GatedLinear", "Linear", "activation", "recompute", "synchronize", "to_numpy"]
 
 globals().update({name: public(name) for name in NAMES})
 

@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How
 from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import Functions
+from numfuse.adapters.torch import eager
+from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.rules import operators
 from numfuse.adapters.torch.tensors import (
@@ -30,18 +32,22 @@ from numfuse.adapters.torch.tensors import (
     watched,
 )
 
-__all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "public"]
+__all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "linear", "public"]
 
-#: Classes whose instances mean no more than their values.
-TENSORS = frozenset({Tensor, nn.Parameter})
+
+def _autocasts(x: Any) -> bool:
+    """Whether a tensor is in an autocast region."""
+    # CUDA's is PyTorch's default, in a fifth of the time that a name takes.
+    if getattr(x, "is_cuda", False):
+        return torch.is_autocast_enabled()
+    return torch.is_autocast_enabled("cpu")
 
 
 def _autocast(*operands: Any) -> tuple[Any, ...]:
     """Operands in the dtype of an autocast region, as torch.nn.functional.linear takes them."""
-    kind = "cuda" if getattr(operands[0], "is_cuda", False) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if not _autocasts(operands[0]):
         return operands
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype("cuda" if operands[0].is_cuda else "cpu")
     return tuple(
         x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
         for x in operands
@@ -116,7 +122,7 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
             return None
     if first is None or not (first.is_cpu or first.is_cuda):
         return None
-    return None if watched(first.device.type) else first
+    return None if watched() or _autocasts(first) else first
 
 
 def _outputs(out: Any) -> list[Any]:
@@ -196,14 +202,28 @@ def public(name: str) -> Any:
     return of_module(call, __name__.rpartition(".")[0])
 
 
-def again(operation: Any, operands: tuple[Any, ...], *options: Any) -> Any:
-    """Run an operation: one on a GPU that nothing watches at once, if it was recorded before."""
-    x = operands[0]
-    *_, out, _ = options
-    if not torch.compiler.is_compiling() and type(x) in TENSORS and x.is_cuda:
-        if out is None and not watched("cuda"):  # (else `public` tells `out` that it was written)
-            return on_cuda().run(operation, operands, *options)
-    return operation.other(operands, *options)
+def again(
+    operation: Any,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Run an operation: at once, or as a node of PyTorch's graph, where nothing else watches."""
+    # (`public` tells an `out` that it was written)
+    if not torch.compiler.is_compiling() and out is None:
+        how = eager.mode(operands)
+        if how:
+            if _autocasts(operands[0]) and operation.kind in ("forward", "gated"):
+                operands = _autocast(*operands)
+            if how == 1:
+                return eager.run(operation, operands, activation, flags, needs, backend)
+            record = eager.DIFFERENTIABLE.get(operation)
+            if record is not None:
+                return record(operands, activation, flags, backend)
+    return operation.other(operands, activation, flags, needs, out, backend)
 
 
 _GATED = public("activation_mul")
@@ -212,3 +232,12 @@ _GATED = public("activation_mul")
 def activation(x: Any, activation: Any) -> Any:
     """The values of an activation at a tensor, on its device and differentiable."""
     return _GATED(x, FUNCTIONS.ones_like(x), activation)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any) -> Tensor:
+    """Return activation(x @ weight.T + bias)."""
+    if not torch.compiler.is_compiling() and eager.mode((x, weight, bias)):
+        if _autocasts(x):
+            x, weight, bias = _autocast(x, weight, bias)
+        return eager.layer(x, weight, bias, activation, None, True)
+    return FUNCTIONS.matmul_bias_activation(x, weight.t(), bias, activation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,17 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 # --- memory -------------------------------------------------------------------------------------
+@cache
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
 def to_numpy(x: Any) -> Any:
     """As :func:`numfuse.to_numpy`: the same memory where that is the CPU's."""
-    if x.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return own_values(x).cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if x.dtype is torch.bfloat16:
+        return own_values(x).cpu().view(torch.int16).numpy().view(_bfloat16())
     # In one step: detached, on the CPU, and what a negative bit or a tensor of zeros stands for.
     return x.numpy(force=True)
 
@@ -51,9 +57,9 @@ def own_values(x: Tensor) -> Tensor:
 
 
 def to_tensor(x: ndarray) -> Tensor:
-    if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
+    if x.dtype.kind == "f":
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
 
 
 def checked(**operands: Any) -> None:
@@ -112,25 +118,27 @@ def moves(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def watched(kind: str) -> bool:
-    """Whether something beside the call has a say: a transformation, forward mode, a mode of the
-    user's or of PyTorch's own tracers, autocast.
+def watched() -> bool:
+    """Whether something beside the call and its gradients has a say: a transformation, forward
+    mode, a mode of the user's or of PyTorch's own tracers.
     """
     # Each question is a call into C of some 30 ns, made here without another function around it.
-    # CUDA's autocast is PyTorch's default, in a fifth of the time that a name takes.
     return bool(
         in_functorch()
         or forward_ad._current_level >= 0
         or _modes()
         or (_function_modes() and _functions_watched())
         or _is_tracing()
-        or (torch.is_autocast_enabled() if kind == "cuda" else torch.is_autocast_enabled(kind))
+        or _dispatches(_VMAP)
     )
 
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: Batches of cotangents (`is_grads_batched`) are older than torch.func.
+_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
+_dispatches: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 def _functions_watched() -> bool:

@@ -1,0 +1,383 @@
+"""The eager way: a call at once, and for its gradients one node of PyTorch's graph.
+
+A node's backward is one call of the core. Where that is to be differentiated again
+(`create_graph`), it is made of nodes: gates with a derivative of the activation, and products. So
+what flows to one pre-activation from several places is added before it is multiplied, at any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from numpy import ndarray
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from numfuse.activations import Activation, formulas, get
+from numfuse.adapters.torch.operators import on_cuda
+from numfuse.adapters.torch.tensors import to_numpy, to_tensor, watched
+from numfuse.operations import OPERATIONS, Operation
+
+__all__ = ["DIFFERENTIABLE", "TENSORS", "layer", "mode", "recompute", "run"]
+
+#: Classes whose instances mean no more than their values.
+TENSORS = frozenset({Tensor, nn.Parameter})
+
+_LAYER = OPERATIONS["matmul_bias_activation"]
+_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+_RESIDUAL = OPERATIONS["matmul_bias_residual"]
+_GATE = OPERATIONS["activation_mul"]
+_GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
+_NONE = get("none")
+
+#: Elements of a gradient that is copied in no more time than it takes to say where to write it.
+_SMALL_COPY = 1 << 10
+
+_RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
+
+
+@contextmanager
+def recompute(on: bool = True) -> Iterator[None]:
+    """A context whose layers keep nothing but their operands for the backward.
+
+    That makes the pre-activation again, which is a product more: three for two in a layer's
+    backward. Without it a layer keeps, of an (M, N) result, nothing more where the activation is
+    "none", "relu", or "tanh" or "sigmoid" in float32 or float64, whose derivatives are functions of
+    the result, and else M x N numbers of the accumulator's dtype.
+    """
+    token = _RECOMPUTES.set(on)
+    try:
+        yield
+    finally:
+        _RECOMPUTES.reset(token)
+
+
+def _at_output(name: str, formula: Any) -> Activation:
+    """Return an activation whose derivative at f(x) is f'(x)."""
+    made = Activation(f"{name} by its output", "derived")
+    made.define(0, formula)
+    return made
+
+
+#: By serial number, what has the derivative of an activation at the activation's value.
+_AT_OUTPUT: dict[int, Activation | None] = {
+    _NONE.serial: None,
+    get("relu").serial: get("relu"),
+    get("tanh").serial: _at_output("tanh", lambda y: y - y * y * y / 3.0),
+    get("sigmoid").serial: _at_output("sigmoid", lambda y: y * y * (0.5 - y / 3.0)),
+}
+#: Serial numbers of activations whose derivatives are finite: of the table, and those above.
+_FINITE = {
+    act.derived(order).serial
+    for act in (*vars(formulas).values(), *_AT_OUTPUT.values())
+    if isinstance(act, Activation)
+    for order in range(4)
+}
+_WIDE = (torch.float32, torch.float64)
+_strided = torch.strided
+
+
+# --- a call at once -----------------------------------------------------------------------------
+def mode(operands: Sequence[Any]) -> int:
+    """Return 1 if a call may be made at once, 2 if a gradient is recorded, 0 if it is watched.
+
+    Operands are plain tensors of one kind of device, or None.
+    """
+    first: Any = None
+    gradient = False
+    for x in operands:
+        if x is not None:
+            if type(x) not in TENSORS or x.layout is not _strided:
+                return 0
+            if first is None:
+                first, on_cpu = x, x.is_cpu
+            elif x.is_cpu is not on_cpu:
+                return 0
+            gradient = gradient or x.requires_grad
+    if first is None or watched() or not (on_cpu or first.is_cuda):
+        return 0
+    return 2 if gradient and torch.is_grad_enabled() else 1
+
+
+def run(
+    operation: Operation,
+    operands: Sequence[Any],
+    activation: Any,
+    flags: tuple[bool, ...] = (),
+    needs: Any = (),
+    backend: Any = None,
+    flipped: int = 0,
+) -> Any:
+    """Run an operation on tensors without derivatives.
+
+    `flipped` is the place of b, where b is given transposed and its gradient returned so; else 0.
+    """
+    out: Any = None
+    d_b: Any = None
+    if flipped and "b" in needs and operands[flipped].numel() > _SMALL_COPY:
+        d_b = torch.empty_like(operands[flipped])
+    if operands[0].is_cuda:
+        if flipped:
+            operands = list(operands)
+            operands[flipped] = operands[flipped].t()
+            out = None if d_b is None else (None, d_b.t(), None)
+        found = on_cuda().run(operation, tuple(operands), activation, flags, needs, out, backend)
+        if not flipped or "b" not in needs:
+            return found
+        return found._replace(d_b=found.d_b.t() if d_b is None else d_b)
+    if operands[0].dtype is torch.bfloat16:
+        arrays: list[Any] = [None if x is None else to_numpy(x) for x in operands]
+    else:  # (as `to_numpy`, without another function)
+        arrays = [None if x is None else x.numpy(force=True) for x in operands]
+    if flipped:
+        arrays[flipped] = arrays[flipped].T
+        out = None if d_b is None else (None, to_numpy(d_b).T, None)
+    found = operation(tuple(arrays), activation, flags, needs, out, backend)
+    if type(found) is ndarray:
+        return to_tensor(found)
+    made: list[Any] = [None if x is None else to_tensor(x) for x in found]
+    if flipped and "b" in needs:
+        made[1] = made[1].t() if d_b is None else d_b
+    return tuple.__new__(type(found), made)
+
+
+# --- nodes --------------------------------------------------------------------------------------
+class _Way(NamedTuple):
+    """How a layer's forward was made, beside its tensors."""
+
+    activation: Activation
+    #: What has the derivative at the array that is kept; None of the identity.
+    slope: Activation | None
+    #: What is kept for the backward: "out", "pre" or nothing.
+    keeps: str
+    #: Whether b is given transposed.
+    flipped: bool
+    backend: Any
+
+
+#: Elements, or multiplications of a product, that are made sooner than it is known who asks: 20 us.
+_SMALL_GATE, _SMALL_PRODUCT = 1 << 15, 1 << 19
+_executed = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+#: The latest run of PyTorch's engine, and leaves that torch.autograd.grad was given in it.
+_latest = -1
+_given: set[int] = set()
+
+
+def _asked(ctx: Any, names: Sequence[str], operands: Sequence[Any], small: bool) -> tuple[str, ...]:
+    """Return the operands whose gradients this backward is to make.
+
+    `ctx.needs_input_grad` says who requires grad, PyTorch's engine who is asked for it.
+    """
+    global _latest
+    named = zip(names, operands, ctx.needs_input_grad, strict=False)
+    if small and not torch.is_grad_enabled():
+        return tuple([name for name, x, flag in named if flag])
+    task = _task()
+    if task != _latest:
+        _given.clear()
+        _latest = task
+    edges = iter(ctx.next_functions)
+    found = []
+    for name, x, flag in named:
+        if x is None:
+            continue
+        node, _ = next(edges)
+        if flag and id(x) not in _given:
+            try:
+                flag = _executed(node)
+            except RuntimeError:  # a leaf that is given; the exception takes 17 us
+                _given.add(id(x))
+        if flag:
+            found.append(name)
+    return tuple(found)
+
+
+def _is_small(a: Any, b: Any, bias: Any) -> bool:
+    """Whether a product and what it multiplies are small."""
+    return bool(a.numel() * b.numel() < _SMALL_PRODUCT * max(a.shape[-1], 1))
+
+
+class _Layer(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, bias: Any, way: _Way) -> Any:
+        keeps = way.keeps
+        found = run(
+            _LAYER, (a, b, bias), way.activation, (keeps == "pre",), (), way.backend, way.flipped
+        )
+        ctx.way = way
+        if keeps == "pre":
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(a, b, bias, found[1])
+        else:
+            ctx.save_for_backward(a, b, bias, found if keeps else None)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, g_pre: Any = None) -> Any:
+        *operands, kept = ctx.saved_tensors
+        needs = _asked(ctx, ("a", "b", "bias"), operands, _is_small(*operands))
+        return (*_layer_gradients(ctx.way, needs, operands, kept, g, g_pre), None)
+
+
+class _Residual(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, bias: Any, residual: Any, backend: Any) -> Any:
+        ctx.save_for_backward(a, b, bias)
+        ctx.way, ctx.shape = _Way(_NONE, None, "", False, backend), residual.shape
+        return run(_RESIDUAL, (a, b, bias, residual), "none", backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        operands = ctx.saved_tensors
+        names = "a", "b", "bias", "residual"
+        needs = _asked(ctx, names, (*operands, g), _is_small(*operands))
+        d_residual = g.sum_to_size(ctx.shape) if "residual" in needs else None
+        needs = tuple([name for name in needs if name != "residual"])
+        return (*_layer_gradients(ctx.way, needs, operands, None, g, None), d_residual, None)
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, activation: Activation, backend: Any) -> Any:
+        ctx.save_for_backward(a, b)
+        ctx.how = activation, backend
+        return run(_GATE, (a, b), activation, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        a, b = ctx.saved_tensors
+        act, backend = ctx.how
+        needs = _asked(ctx, ("a", "b"), (a, b), a.numel() < _SMALL_GATE)
+        if not needs:
+            return None, None, None, None
+        if act.serial not in _FINITE or not torch.is_grad_enabled() or not mode((g,)):
+            found = _GATE_BACKWARD((g, a, b), act, (True,), needs, None, backend)
+            return (*found, None, None)
+        d_a = _GATE((a, g * b), act.derived(1), backend=backend) if "a" in needs else None
+        d_b = _GATE((a, g), act, backend=backend) if "b" in needs else None
+        return d_a, d_b, None, None
+
+
+def _layer_gradients(
+    way: _Way, needs: tuple[str, ...], operands: Sequence[Any], kept: Any, g: Any, g_pre: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of a layer's operands, from those of its value and pre-activation."""
+    if not needs:
+        return None, None, None
+    a, b, bias = operands
+    given = g if g_pre is None else g_pre
+    if given is None or not mode((given,)):
+        return _watched_gradients(way, needs, operands, g, g_pre)
+    act, flags = way.slope, (False, True)
+    recorded = torch.is_grad_enabled()
+    if g_pre is None and not recorded:
+        act = _NONE if act is None else act
+        x = (g, a, b, bias, kept)
+        found = run(_LAYER_BACKWARD, x, act, flags, needs, way.backend, 2 * way.flipped)
+        return tuple(found)
+    if g is not None and act is not None:
+        if kept is None:
+            kept = layer(a, b, bias, _NONE, way.backend, way.flipped)
+        g = _sloped(kept, g, act, way.backend)
+    if g_pre is not None:
+        g_pre = g_pre.to(a.dtype)
+        g = g_pre if g is None else g + g_pre
+    if not recorded:
+        x = (g, a, b, bias, None)
+        return tuple(run(_LAYER_BACKWARD, x, _NONE, flags, needs, way.backend, 2 * way.flipped))
+    if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
+        plain = way._replace(activation=_NONE)
+        return _watched_gradients(plain, needs, operands, g, None)
+    rows, grads = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+    d_a = d_b = d_bias = None
+    if "a" in needs:
+        d_a = layer(g, b, None, _NONE, way.backend, not way.flipped)
+    if "b" in needs:
+        left, right = (grads, rows) if way.flipped else (rows, grads)
+        d_b = layer(left.t(), right, None, _NONE, way.backend)
+    if "bias" in needs:
+        d_bias = grads.sum(0)
+    return d_a, d_b, d_bias
+
+
+def _sloped(x: Any, g: Any, act: Activation, backend: Any) -> Any:
+    """Return act'(x) g in g's dtype; `x` may have the accumulator's."""
+    wide = g if x.dtype == g.dtype else g.to(x.dtype)
+    if act.serial in _FINITE:
+        found = _GATE((x, wide), act.derived(1), backend=backend)
+    else:
+        ones = x.new_ones(()).expand(x.shape)
+        found = _GATE_BACKWARD((wide, x, ones), act, (True,), ("a",), None, backend).d_a
+    return found if wide is g else found.to(g.dtype)
+
+
+def _watched_gradients(
+    way: _Way, needs: tuple[str, ...], operands: Sequence[Any], g: Any, g_pre: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients by the operators: of batches of cotangents, under modes, and others."""
+    a, b, bias = operands
+    b = b.t() if way.flipped else b
+    total: list[Any] = [None, None, None]
+    for x, act in ((g, way.activation), (g_pre, _NONE)):
+        if x is None:
+            continue
+        x = (x.to(a.dtype), a, b, bias, None)
+        found = _LAYER_BACKWARD.other(x, act, (False, True), needs, None, way.backend)
+        total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
+    if way.flipped and total[1] is not None:
+        total[1] = total[1].t()
+    return tuple(total)
+
+
+#: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
+_apply_layer = super(Function, _Layer).apply
+_apply_residual = super(Function, _Residual).apply
+_apply_gate = super(Function, _Gate).apply
+
+
+# --- the differentiable operations --------------------------------------------------------------
+def _way(act: Any, dtype: Any, with_pre: bool, flipped: bool, backend: Any) -> _Way:
+    act = act if isinstance(act, Activation) else get(act)
+    slope = _AT_OUTPUT.get(act.serial, act)
+    if slope is None or (act.id is None and act.is_identity):
+        slope, keeps = None, "pre" if with_pre else ""
+    elif with_pre:
+        slope, keeps = act, "pre"
+    elif _RECOMPUTES.get():
+        slope, keeps = act, ""
+    elif act.serial in _AT_OUTPUT and (slope is act or dtype in _WIDE):
+        keeps = "out"
+    else:  # (rounded to 16 bits, 1 - tanh^2 would lose most of its own)
+        slope, keeps = act, "pre"
+    return tuple.__new__(_Way, (act, slope, keeps, flipped, backend))
+
+
+def layer(a: Any, b: Any, bias: Any, act: Any, backend: Any = None, flipped: bool = False) -> Any:
+    """Return a layer of tensors that :func:`mode` lets through; `b` may be given transposed."""
+    gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    if not (gradient and torch.is_grad_enabled()):
+        return run(_LAYER, (a, b, bias), act, (False,), (), backend, flipped)
+    way = _way(act, a.dtype, False, flipped, backend)
+    found = _apply_layer(a, b, bias, way)
+    return found[0] if way.keeps == "pre" else found
+
+
+def _recorded_layer(x: tuple[Any, ...], act: Any, flags: tuple[bool, ...], backend: Any) -> Any:
+    way = _way(act, x[0].dtype, flags[0], False, backend)
+    found = _apply_layer(*x, way)
+    return found[0] if way.keeps == "pre" and not flags[0] else found
+
+
+#: By operation: what records it, of operands, activation, flags and backend.
+DIFFERENTIABLE = {
+    _LAYER: _recorded_layer,
+    _RESIDUAL: lambda x, act, flags, backend: _apply_residual(*x, backend),
+    _GATE: lambda x, act, flags, backend: _apply_gate(
+        *x, act if type(act) is Activation else get(act), backend
+    ),
+}
