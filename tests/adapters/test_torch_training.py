@@ -325,6 +325,71 @@ def test_a_gated_layer_has_two_orders_of_derivatives():
     assert torch.autograd.gradcheck(layer, (x,)) and torch.autograd.gradgradcheck(layer, (x,))
 
 
+@pytest.mark.parametrize("activation", FUNCTIONS)
+def test_forward_over_reverse_leaves_tangents_beside_gradients(activation):
+    from torch.autograd import forward_ad
+
+    if activation == "silu":
+        pytest.skip("PyTorch has no forward mode of silu's backward")
+    x, x_dot, found = draw(5, 6), draw(5, 6, seed=1), []
+    for net in pair(activation):
+        net.weight.grad = net.bias.grad = None
+        with forward_ad.dual_level():
+            (net(forward_ad.make_dual(x, x_dot)) ** 2).sum().backward()
+            parts = [forward_ad.unpack_dual(p.grad) for p in (net.weight, net.bias)]
+        found.append([x for part in parts for x in part])
+    torch.testing.assert_close(*found)
+
+
+def test_a_mapped_axis_goes_into_the_rows(monkeypatch):
+    """Guards: torch.func over rows makes one product, not one of a row for each."""
+    from numfuse.adapters.torch import operators
+
+    shapes = []
+    run = operators.CORE.matmul_bias_activation
+
+    def watched(a, b, *rest, **options):
+        shapes.append((a.shape, b.shape))
+        return run(a, b, *rest, **options)
+
+    monkeypatch.setattr(operators.CORE, "matmul_bias_activation", watched)
+    x, w, bias, r = draw(7, 6), draw(6, 4, seed=1), draw(4, seed=2), draw(7, 4, seed=3)
+    func, layer = torch.func, lambda x: nf.matmul_bias_activation(x, w, bias, "tanh")
+    torch.testing.assert_close(torch.vmap(layer)(x), torch.tanh(x @ w + bias))
+    assert shapes == [((7, 6), (6, 4))]
+    shapes.clear()
+
+    def loss(f):
+        def squared(w):
+            second = func.grad(lambda x: func.grad(lambda x: f(x, w).sum())(x)[0])
+            return (torch.vmap(second)(x) ** 2).sum()
+
+        return func.grad(squared)(w)
+
+    ours = loss(lambda x, w: nf.matmul_bias_activation(x, w, bias, "tanh"))
+    torch.testing.assert_close(ours, loss(lambda x, w: torch.tanh(x @ w + bias)))
+    assert shapes and all(len(a) == 2 for a, _ in shapes)
+    # residuals of the members; a column; members that are matrices; a bias of each member's own
+    torch.testing.assert_close(
+        torch.vmap(lambda x, r: nf.matmul_bias_residual(x, w, None, r))(x, r), x @ w + r
+    )
+    deep = torch.stack([x, x + 1])
+    torch.testing.assert_close(
+        torch.vmap(lambda x, r: nf.matmul_bias_residual(x, w, None, r))(deep, r[:2]),
+        deep @ w + r[:2, None],
+    )
+    torch.testing.assert_close(
+        torch.vmap(lambda x: nf.matmul_bias_activation(x, w[:, 0], None, "tanh"), 2)(
+            deep.movedim(0, 2)
+        ),
+        torch.tanh(deep @ w[:, 0]),
+    )
+    torch.testing.assert_close(
+        torch.vmap(lambda x, r: nf.matmul_bias_activation(x, w, r, "tanh"))(deep, r[:2]),
+        torch.tanh(deep @ w + r[:2, None]),
+    )
+
+
 SHARDED = """
 import sys
 import torch

@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from numfuse.activations import Activation, formulas, get
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.tensors import to_numpy, to_tensor, watched
+from numfuse.adapters.torch.tensors import array_over, to_numpy, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
 
 __all__ = ["DIFFERENTIABLE", "TENSORS", "layer", "mode", "recompute", "run"]
@@ -129,10 +129,7 @@ def run(
         if not flipped or "b" not in needs:
             return found
         return found._replace(d_b=found.d_b.t() if d_b is None else d_b)
-    if operands[0].dtype is torch.bfloat16:
-        arrays: list[Any] = [None if x is None else to_numpy(x) for x in operands]
-    else:  # (as `to_numpy`, without another function)
-        arrays = [None if x is None else x.numpy(force=True) for x in operands]
+    arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
     if flipped:
         arrays[flipped] = arrays[flipped].T
         out = None if d_b is None else (None, to_numpy(d_b).T, None)

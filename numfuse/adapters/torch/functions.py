@@ -24,6 +24,7 @@ from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.rules import operators
 from numfuse.adapters.torch.tensors import (
     checked,
+    in_dual_level,
     is_lazy,
     moves,
     own_values,
@@ -236,8 +237,13 @@ def activation(x: Any, activation: Any) -> Any:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any) -> Tensor:
     """Return activation(x @ weight.T + bias)."""
-    if not torch.compiler.is_compiling() and eager.mode((x, weight, bias)):
-        if _autocasts(x):
-            x, weight, bias = _autocast(x, weight, bias)
-        return eager.layer(x, weight, bias, activation, None, True)
+    if not torch.compiler.is_compiling():
+        if eager.mode((x, weight, bias)):
+            if _autocasts(x):
+                x, weight, bias = _autocast(x, weight, bias)
+            return eager.layer(x, weight, bias, activation, None, True)
+        if in_dual_level() and weight.requires_grad and torch.is_grad_enabled():
+            # PyTorch takes over a gradient in the weight's layout, and loses a copy's tangent.
+            weight = weight.view_as(weight)
+            weight.register_hook(Tensor.contiguous)
     return FUNCTIONS.matmul_bias_activation(x, weight.t(), bias, activation)

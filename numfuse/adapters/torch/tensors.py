@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -9,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 __all__ = [
+    "array_over",
     "checked",
+    "in_dual_level",
     "in_functorch",
     "is_lazy",
     "moves",
@@ -31,18 +36,36 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # --- memory -------------------------------------------------------------------------------------
 @cache
-def _bfloat16() -> Any:
+def _dtypes() -> dict[Any, np.dtype[Any]]:
     import ml_dtypes
 
-    return np.dtype(ml_dtypes.bfloat16)
+    kinds = np.float64, np.float32, np.float16, ml_dtypes.bfloat16
+    return dict(zip(_DTYPES, map(np.dtype, kinds), strict=True))
 
 
 def to_numpy(x: Any) -> Any:
     """As :func:`numfuse.to_numpy`: the same memory where that is the CPU's."""
     if x.dtype is torch.bfloat16:
-        return own_values(x).cpu().view(torch.int16).numpy().view(_bfloat16())
+        return own_values(x).cpu().view(torch.int16).numpy().view(_dtypes()[x.dtype])
     # In one step: detached, on the CPU, and what a negative bit or a tensor of zeros stands for.
     return x.numpy(force=True)
+
+
+#: All memory, but what an address of NULL means.
+_MEMORY: Any = (ctypes.c_byte * (sys.maxsize - mmap.PAGESIZE)).from_address(mmap.PAGESIZE)
+
+
+def array_over(x: Any) -> Any:
+    """As :func:`to_numpy`, of a tensor on the CPU that outlives the array."""
+    # `Tensor.numpy` forbids for ever that a storage is resized, which FSDP does with parameters,
+    # and takes an array of bfloat16 in three steps.
+    if type(x) is nn.Parameter or x.dtype is torch.bfloat16:
+        at = x.data_ptr()
+        if at and not x.is_neg():  # (else empty, or zeros without memory)
+            dtype = _dtypes()[x.dtype]
+            strides = [step * dtype.itemsize for step in x.stride()]
+            return ndarray(x.shape, dtype, _MEMORY, at - mmap.PAGESIZE, strides)
+    return to_numpy(x)
 
 
 def is_lazy(x: Tensor) -> bool:
@@ -100,6 +123,11 @@ def checked(**operands: Any) -> None:
 # --- who watches --------------------------------------------------------------------------------
 #: Whether torch.func is at work.
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+
+def in_dual_level() -> bool:
+    """Whether forward mode is at work, outside of torch.func."""
+    return forward_ad._current_level >= 0 and not in_functorch()
 
 
 def transformed() -> bool:
