@@ -33,6 +33,9 @@ _RESIDUAL = OPERATIONS["matmul_bias_residual"]
 _GATE = OPERATIONS["activation_mul"]
 _GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
 _NONE = get("none")
+#: The operands of a layer, and the flags of its backward: not `sum_batch`, but `guard`.
+_NAMES = "a", "b", "bias"
+_FLAGS = False, True
 
 #: Elements of a gradient that is copied in no more time than it takes to say where to write it.
 _SMALL_COPY = 1 << 10
@@ -194,7 +197,7 @@ def _asked(ctx: Any, names: Sequence[str], operands: Sequence[Any], small: bool)
     return tuple(found)
 
 
-def _is_small(a: Any, b: Any, bias: Any) -> bool:
+def _is_small(a: Any, b: Any) -> bool:
     """Whether a product and what it multiplies are small."""
     return bool(a.numel() * b.numel() < _SMALL_PRODUCT * max(a.shape[-1], 1))
 
@@ -216,9 +219,14 @@ class _Layer(Function):
 
     @staticmethod
     def backward(ctx: Any, g: Any, g_pre: Any = None) -> Any:
-        *operands, kept = ctx.saved_tensors
-        needs = _asked(ctx, ("a", "b", "bias"), operands, _is_small(*operands))
-        return (*_layer_gradients(ctx.way, needs, operands, kept, g, g_pre), None)
+        a, b, bias, kept = ctx.saved_tensors
+        operands, way = (a, b, bias), ctx.way
+        needs = _asked(ctx, _NAMES, operands, _is_small(a, b))
+        if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
+            return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
+        act, x = _NONE if way.slope is None else way.slope, (g, a, b, bias, kept)
+        found = run(_LAYER_BACKWARD, x, act, _FLAGS, needs, way.backend, 2 * way.flipped)
+        return (*found, None)
 
 
 class _Residual(Function):
@@ -231,8 +239,7 @@ class _Residual(Function):
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         operands = ctx.saved_tensors
-        names = "a", "b", "bias", "residual"
-        needs = _asked(ctx, names, (*operands, g), _is_small(*operands))
+        needs = _asked(ctx, (*_NAMES, "residual"), (*operands, g), _is_small(*operands[:2]))
         d_residual = g.sum_to_size(ctx.shape) if "residual" in needs else None
         needs = tuple([name for name in needs if name != "residual"])
         return (*_layer_gradients(ctx.way, needs, operands, None, g, None), d_residual, None)
@@ -268,25 +275,18 @@ def _layer_gradients(
         return None, None, None
     a, b, bias = operands
     given = g if g_pre is None else g_pre
-    if given is None or not mode((given,)):
+    if not mode((given,)):
         return _watched_gradients(way, needs, operands, g, g_pre)
-    act, flags = way.slope, (False, True)
-    recorded = torch.is_grad_enabled()
-    if g_pre is None and not recorded:
-        act = _NONE if act is None else act
-        x = (g, a, b, bias, kept)
-        found = run(_LAYER_BACKWARD, x, act, flags, needs, way.backend, 2 * way.flipped)
-        return tuple(found)
-    if g is not None and act is not None:
+    if g is not None and way.slope is not None:
         if kept is None:
             kept = layer(a, b, bias, _NONE, way.backend, way.flipped)
-        g = _sloped(kept, g, act, way.backend)
+        g = _sloped(kept, g, way.slope, way.backend)
     if g_pre is not None:
         g_pre = g_pre.to(a.dtype)
         g = g_pre if g is None else g + g_pre
-    if not recorded:
+    if not torch.is_grad_enabled():
         x = (g, a, b, bias, None)
-        return tuple(run(_LAYER_BACKWARD, x, _NONE, flags, needs, way.backend, 2 * way.flipped))
+        return tuple(run(_LAYER_BACKWARD, x, _NONE, _FLAGS, needs, way.backend, 2 * way.flipped))
     if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
         plain = way._replace(activation=_NONE)
         return _watched_gradients(plain, needs, operands, g, None)
@@ -324,7 +324,7 @@ def _watched_gradients(
         if x is None:
             continue
         x = (x.to(a.dtype), a, b, bias, None)
-        found = _LAYER_BACKWARD.other(x, act, (False, True), needs, None, way.backend)
+        found = _LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
         total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
     if way.flipped and total[1] is not None:
         total[1] = total[1].t()
