@@ -390,6 +390,49 @@ def test_a_mapped_axis_goes_into_the_rows(monkeypatch):
     )
 
 
+# --- torch.compile ------------------------------------------------------------------------------
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_compiled_step_is_one_graph_with_the_eager_gradients(dtype, recompute, calls):
+    torch._dynamo.reset()
+    net = torch.nn.Sequential(
+        adapter.Linear(6, 40, activation="gelu", dtype=dtype, recompute=recompute),
+        adapter.GatedLinear(40, 8, dtype=dtype),
+        adapter.Linear(8, 3, activation="tanh", dtype=dtype, recompute=recompute),
+    )
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+    x = draw(5, 6, dtype=torch.float32).to(dtype)
+    found = []
+    for call in (net, compiled):
+        net.zero_grad()
+        calls.clear()
+        out = call(x)
+        out.sum().backward()
+        made = [name for name, *_ in calls]
+        found.append([out.detach(), *(p.grad for p in net.parameters())])
+        assert made.count("matmul_bias_activation") == 4
+        assert made.count("matmul_bias_activation_bwd") == 4
+    for ours, eagers in zip(*found, strict=True):
+        torch.testing.assert_close(ours, eagers, rtol=0, atol=0)
+
+
+def test_a_program_is_compiled_again_only_where_torchs_own_is():
+    from torch._dynamo.utils import counters
+
+    found = []
+    for net in pair("gelu", torch.float32):
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(net, fullgraph=True, backend="aot_eager")
+        for rows in (8, 16, 24, 32):
+            x = draw(rows, 6, dtype=torch.float32)
+            compiled(x).sum().backward()
+            with torch.no_grad():
+                compiled(x)
+        found.append(counters["stats"]["unique_graphs"])
+    assert found[0] == found[1]
+
+
 SHARDED = """
 import sys
 import torch

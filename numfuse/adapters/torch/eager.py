@@ -22,13 +22,24 @@ from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import array_over, to_numpy, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
 
-__all__ = ["DIFFERENTIABLE", "TENSORS", "layer", "mode", "recompute", "run"]
+__all__ = [
+    "DIFFERENTIABLE",
+    "LAYER",
+    "LAYER_BACKWARD",
+    "TENSORS",
+    "layer",
+    "mode",
+    "recompute",
+    "recomputes",
+    "run",
+    "way",
+]
 
 #: Classes whose instances mean no more than their values.
 TENSORS = frozenset({Tensor, nn.Parameter})
 
-_LAYER = OPERATIONS["matmul_bias_activation"]
-_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+LAYER = OPERATIONS["matmul_bias_activation"]
+LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
 _RESIDUAL = OPERATIONS["matmul_bias_residual"]
 _GATE = OPERATIONS["activation_mul"]
 _GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
@@ -41,6 +52,12 @@ _FLAGS = False, True
 _SMALL_COPY = 1 << 10
 
 _RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
+
+
+@torch.compiler.assume_constant_result
+def recomputes() -> bool:
+    """Whether layers are in a context of :func:`recompute`: for torch.compile, when it traces."""
+    return _RECOMPUTES.get()
 
 
 @contextmanager
@@ -207,7 +224,7 @@ class _Layer(Function):
     def forward(ctx: Any, a: Any, b: Any, bias: Any, way: _Way) -> Any:
         keeps = way.keeps
         found = run(
-            _LAYER, (a, b, bias), way.activation, (keeps == "pre",), (), way.backend, way.flipped
+            LAYER, (a, b, bias), way.activation, (keeps == "pre",), (), way.backend, way.flipped
         )
         ctx.way = way
         if keeps == "pre":
@@ -225,7 +242,7 @@ class _Layer(Function):
         if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
             return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
         act, x = _NONE if way.slope is None else way.slope, (g, a, b, bias, kept)
-        found = run(_LAYER_BACKWARD, x, act, _FLAGS, needs, way.backend, 2 * way.flipped)
+        found = run(LAYER_BACKWARD, x, act, _FLAGS, needs, way.backend, 2 * way.flipped)
         return (*found, None)
 
 
@@ -286,7 +303,7 @@ def _layer_gradients(
         g = g_pre if g is None else g + g_pre
     if not torch.is_grad_enabled():
         x = (g, a, b, bias, None)
-        return tuple(run(_LAYER_BACKWARD, x, _NONE, _FLAGS, needs, way.backend, 2 * way.flipped))
+        return tuple(run(LAYER_BACKWARD, x, _NONE, _FLAGS, needs, way.backend, 2 * way.flipped))
     if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
         plain = way._replace(activation=_NONE)
         return _watched_gradients(plain, needs, operands, g, None)
@@ -324,7 +341,7 @@ def _watched_gradients(
         if x is None:
             continue
         x = (x.to(a.dtype), a, b, bias, None)
-        found = _LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
+        found = LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
         total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
     if way.flipped and total[1] is not None:
         total[1] = total[1].t()
@@ -338,14 +355,22 @@ _apply_gate = super(Function, _Gate).apply
 
 
 # --- the differentiable operations --------------------------------------------------------------
-def _way(act: Any, dtype: Any, with_pre: bool, flipped: bool, backend: Any) -> _Way:
+def way(
+    act: Any,
+    dtype: Any,
+    with_pre: bool = False,
+    flipped: bool = False,
+    backend: Any = None,
+    keep: bool | None = None,
+) -> _Way:
+    """Return how a layer of this activation and dtype is made; `keep` is not to recompute."""
     act = act if isinstance(act, Activation) else get(act)
     slope = _AT_OUTPUT.get(act.serial, act)
     if slope is None or (act.id is None and act.is_identity):
         slope, keeps = None, "pre" if with_pre else ""
     elif with_pre:
         slope, keeps = act, "pre"
-    elif _RECOMPUTES.get():
+    elif _RECOMPUTES.get() if keep is None else not keep:
         slope, keeps = act, ""
     elif act.serial in _AT_OUTPUT and (slope is act or dtype in _WIDE):
         keeps = "out"
@@ -354,25 +379,33 @@ def _way(act: Any, dtype: Any, with_pre: bool, flipped: bool, backend: Any) -> _
     return tuple.__new__(_Way, (act, slope, keeps, flipped, backend))
 
 
-def layer(a: Any, b: Any, bias: Any, act: Any, backend: Any = None, flipped: bool = False) -> Any:
+def layer(
+    a: Any,
+    b: Any,
+    bias: Any,
+    act: Any,
+    backend: Any = None,
+    flipped: bool = False,
+    keep: bool | None = None,
+) -> Any:
     """Return a layer of tensors that :func:`mode` lets through; `b` may be given transposed."""
     gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
     if not (gradient and torch.is_grad_enabled()):
-        return run(_LAYER, (a, b, bias), act, (False,), (), backend, flipped)
-    way = _way(act, a.dtype, False, flipped, backend)
-    found = _apply_layer(a, b, bias, way)
-    return found[0] if way.keeps == "pre" else found
+        return run(LAYER, (a, b, bias), act, (False,), (), backend, flipped)
+    how = way(act, a.dtype, False, flipped, backend, keep)
+    found = _apply_layer(a, b, bias, how)
+    return found[0] if how.keeps == "pre" else found
 
 
 def _recorded_layer(x: tuple[Any, ...], act: Any, flags: tuple[bool, ...], backend: Any) -> Any:
-    way = _way(act, x[0].dtype, flags[0], False, backend)
-    found = _apply_layer(*x, way)
-    return found[0] if way.keeps == "pre" and not flags[0] else found
+    how = way(act, x[0].dtype, flags[0], False, backend)
+    found = _apply_layer(*x, how)
+    return found[0] if how.keeps == "pre" and not flags[0] else found
 
 
 #: By operation: what records it, of operands, activation, flags and backend.
 DIFFERENTIABLE = {
-    _LAYER: _recorded_layer,
+    LAYER: _recorded_layer,
     _RESIDUAL: lambda x, act, flags, backend: _apply_residual(*x, backend),
     _GATE: lambda x, act, flags, backend: _apply_gate(
         *x, act if type(act) is Activation else get(act), backend

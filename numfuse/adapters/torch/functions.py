@@ -18,7 +18,7 @@ from torch.autograd.graph import increment_version
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How
 from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import Functions
-from numfuse.adapters.torch import eager
+from numfuse.adapters.torch import compiled, eager
 from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.rules import operators
@@ -72,6 +72,8 @@ class _Torch(Functions):
             operands = _autocast(*operands)
         names = primitive.operands
         checked(**dict(zip(names, operands, strict=True)), pre_activation=pre)
+        if name == "product" and torch.compiler.is_compiling() and compiled.trains(*operands):
+            return compiled.layer(operands, how.activation, how.backend)
         if primitive.names is None:
             return self.operators[name, ()](*operands, how=how)[0]
         if not how.needs:
@@ -235,15 +237,21 @@ def activation(x: Any, activation: Any) -> Any:
     return _GATED(x, FUNCTIONS.ones_like(x), activation)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any) -> Tensor:
-    """Return activation(x @ weight.T + bias)."""
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, recompute: bool
+) -> Tensor:
+    """Return activation(x @ weight.T + bias); `recompute` the pre-activation in the backward."""
     if not torch.compiler.is_compiling():
         if eager.mode((x, weight, bias)):
             if _autocasts(x):
                 x, weight, bias = _autocast(x, weight, bias)
-            return eager.layer(x, weight, bias, activation, None, True)
+            return eager.layer(
+                x, weight, bias, activation, None, True, False if recompute else None
+            )
         if in_dual_level() and weight.requires_grad and torch.is_grad_enabled():
             # PyTorch takes over a gradient in the weight's layout, and loses a copy's tangent.
             weight = weight.view_as(weight)
             weight.register_hook(Tensor.contiguous)
+    elif compiled.trains(x, weight, bias):
+        return compiled.layer(_autocast(x, weight, bias), activation, None, True, not recompute)
     return FUNCTIONS.matmul_bias_activation(x, weight.t(), bias, activation)

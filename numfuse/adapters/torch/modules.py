@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from numfuse.activations import Activation, get
-from numfuse.adapters.torch.eager import recompute
 from numfuse.adapters.torch.functions import linear
 from numfuse.functional import activation_mul
 
@@ -52,10 +51,7 @@ class Linear(nn.Linear):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.recompute:
-            with recompute():
-                return linear(x, self.weight, self.bias, self.activation)
-        return linear(x, self.weight, self.bias, self.activation)
+        return linear(x, self.weight, self.bias, self.activation, self.recompute)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation.name!r}"
