@@ -136,28 +136,28 @@ def run(
 
     `flipped` is the place of b, where b is given transposed and its gradient returned so; else 0.
     """
-    out: Any = None
-    d_b: Any = None
-    if flipped and "b" in needs and operands[flipped].numel() > _SMALL_COPY:
-        d_b = torch.empty_like(operands[flipped])
+    turned = flipped and "b" in needs
     if operands[0].is_cuda:
         if flipped:
             operands = list(operands)
             operands[flipped] = operands[flipped].t()
-            out = None if d_b is None else (None, d_b.t(), None)
-        found = on_cuda().run(operation, tuple(operands), activation, flags, needs, out, backend)
-        if not flipped or "b" not in needs:
-            return found
-        return found._replace(d_b=found.d_b.t() if d_b is None else d_b)
+        x = tuple(operands), activation, flags, needs, None, backend
+        found = on_cuda().run(operation, *x)
+        return found._replace(d_b=found.d_b.t()) if turned else found
+    out: Any = None
+    d_b: Any = None
     arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
     if flipped:
         arrays[flipped] = arrays[flipped].T
-        out = None if d_b is None else (None, to_numpy(d_b).T, None)
+        if turned and operands[flipped].numel() > _SMALL_COPY:
+            # PyTorch copies a gradient that has not the weight's layout
+            d_b = torch.empty_like(operands[flipped])
+            out = None, to_numpy(d_b).T, None
     found = operation(tuple(arrays), activation, flags, needs, out, backend)
     if type(found) is ndarray:
         return to_tensor(found)
     made: list[Any] = [None if x is None else to_tensor(x) for x in found]
-    if flipped and "b" in needs:
+    if turned:
         made[1] = made[1].t() if d_b is None else d_b
     return tuple.__new__(type(found), made)
 

@@ -32,6 +32,7 @@ from numfuse.adapters.torch.tensors import (
     to_tensor,
     watched,
 )
+from numfuse.operations import OPERATIONS
 
 __all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "linear", "public"]
 
@@ -176,12 +177,18 @@ def _result(x: Any, known: dict[int, Tensor]) -> Any:
 
 def public(name: str) -> Any:
     """Return a public function as the module has it: at once where that gives the same."""
-    derived = getattr(FUNCTIONS, name)
+    derived, core = getattr(FUNCTIONS, name), getattr(CORE, name)
+    operation = OPERATIONS.get("activation_mul" if name.endswith("_mul") else name)
+    recorded = operation.operands if operation in eager.DIFFERENTIABLE else None
 
     @functools.wraps(derived)
     def call(*args: Any, **options: Any) -> Any:
         first: Any = None
         if not torch.compiler.is_compiling():
+            if recorded is not None and options.get("out") is None:
+                rest = [options.get(x) for x in recorded[len(args) :]]
+                if eager.mode((*args[: len(recorded)], *rest)) == 2:
+                    return core(*args, **options)  # which comes to `again`
             first = _bare((*args, *options.values()))
         if first is None:
             return derived(*args, **options)
@@ -195,7 +202,7 @@ def public(name: str) -> Any:
             tensors: dict[int, Tensor] = {}
             operands = [_array(x, tensors) for x in args]
             named = {key: _array(x, tensors) for key, x in options.items()}
-            found = _result(getattr(CORE, name)(*operands, **named), tensors)
+            found = _result(core(*operands, **named), tensors)
         for x in outs:
             # What a backward keeps of it is noticed, as where PyTorch itself writes.
             if not x.is_inference():
