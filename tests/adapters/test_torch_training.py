@@ -135,6 +135,14 @@ def test_a_derivative_that_is_not_finite_counts_as_0_at_the_first_and_second_ord
     assert second[0, 0] == 0
 
 
+def test_a_cotangent_that_is_not_there_is_zero_where_nothing_is_differentiated():
+    a, b, bias, grad, v = draw(5, 6), draw(6, 4, seed=1), draw(4, seed=2), draw(5, 4), draw(6, 4)
+    found = nf.matmul_bias_activation_double_bwd(None, v, None, grad, a, b, bias, "tanh")
+    u, w = torch.zeros_like(a), torch.zeros_like(bias)
+    wanted = nf.matmul_bias_activation_double_bwd(u, v, w, grad, a, b, bias, "tanh")
+    torch.testing.assert_close(tuple(found), tuple(wanted))
+
+
 # --- what is asked for --------------------------------------------------------------------------
 def test_gradients_that_nobody_asks_for_are_not_made(calls):
     first, second = pair("tanh")[0], pair("gelu", shape=(4, 3))[0]
@@ -181,10 +189,16 @@ def test_the_graph_of_a_second_order_is_made_where_it_is_asked_for():
         assert x_grad.requires_grad
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (60, 40)])
+@pytest.mark.parametrize("shape", [(6, 4), (300, 200)])
 def test_gradients_of_weights_have_the_weights_layout_and_accumulate_in_place(shape):
-    layer = pair("gelu", shape=shape)[0]
-    x = draw(5, shape[0])
+    layer, peer = pair("gelu", shape=shape)
+    x, g = draw(2, 5, shape[0]).requires_grad_(), draw(2, 5, shape[1], seed=1)
+    wanted = torch.autograd.grad(peer(x), (x, layer.weight, layer.bias), g)
+    for recompute in (True, False):
+        layer.recompute = recompute
+        found = torch.autograd.grad(layer(x), (x, layer.weight, layer.bias), g)
+        torch.testing.assert_close(found, wanted)
+    x = x.detach()
     layer(x).sum().backward()
     once, place = layer.weight.grad.clone(), layer.weight.grad.data_ptr()
     assert layer.weight.grad.stride() == layer.weight.stride()

@@ -62,11 +62,8 @@ def _layer_bwd(
     grad: Tensor, a: Tensor, b: Tensor, bias: Any, kept: Any, activation: str, needs: str,
     flipped: bool, backend: Any,
 ) -> list[Tensor]:  # fmt: skip
-    act, x = activation_of(activation), (grad, a, b, bias, kept)
-    found = eager.run(
-        eager.LAYER_BACKWARD, x, act, (False, True), tuple(needs.split()), backend_of(backend),
-        2 * flipped,
-    )  # fmt: skip
+    x, slope = (grad, a, b, bias, kept), activation_of(activation)
+    found = eager.gradients(x, slope, tuple(needs.split()), backend_of(backend), flipped)
     return [x.contiguous() for x in found if x is not None]
 
 

@@ -19,14 +19,15 @@ from torch.autograd import Function
 
 from numfuse.activations import Activation, formulas, get
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.tensors import array_over, to_numpy, to_tensor, watched
+from numfuse.adapters.torch.tensors import array_over, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
 
 __all__ = [
     "DIFFERENTIABLE",
     "LAYER",
-    "LAYER_BACKWARD",
     "TENSORS",
+    "complete",
+    "gradients",
     "layer",
     "mode",
     "recompute",
@@ -39,7 +40,7 @@ __all__ = [
 TENSORS = frozenset({Tensor, nn.Parameter})
 
 LAYER = OPERATIONS["matmul_bias_activation"]
-LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
 _RESIDUAL = OPERATIONS["matmul_bias_residual"]
 _GATE = OPERATIONS["activation_mul"]
 _GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
@@ -48,8 +49,8 @@ _NONE = get("none")
 _NAMES = "a", "b", "bias"
 _FLAGS = False, True
 
-#: Elements of a gradient that is copied in no more time than it takes to say where to write it.
-_SMALL_COPY = 1 << 10
+#: Elements of a gradient that is copied in no more time than three more calls take: 40 us.
+_SMALL_COPY = 1 << 15
 
 _RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 
@@ -123,6 +124,12 @@ def mode(operands: Sequence[Any]) -> int:
     return 2 if gradient and torch.is_grad_enabled() else 1
 
 
+def complete(operands: Sequence[Any]) -> bool:
+    """Whether all operands of a differentiable operation are there; the third is a bias."""
+    a, b, *rest = operands
+    return a is not None and b is not None and (len(rest) < 2 or rest[1] is not None)
+
+
 def run(
     operation: Operation,
     operands: Sequence[Any],
@@ -137,29 +144,52 @@ def run(
     `flipped` is the place of b, where b is given transposed and its gradient returned so; else 0.
     """
     turned = flipped and "b" in needs
-    if operands[0].is_cuda:
+    first = operands[0]
+    if first is None:
+        first = next(x for x in operands if x is not None)
+    if first.is_cuda:
         if flipped:
             operands = list(operands)
             operands[flipped] = operands[flipped].t()
         x = tuple(operands), activation, flags, needs, None, backend
         found = on_cuda().run(operation, *x)
         return found._replace(d_b=found.d_b.t()) if turned else found
-    out: Any = None
-    d_b: Any = None
     arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
     if flipped:
         arrays[flipped] = arrays[flipped].T
-        if turned and operands[flipped].numel() > _SMALL_COPY:
-            # PyTorch copies a gradient that has not the weight's layout
-            d_b = torch.empty_like(operands[flipped])
-            out = None, to_numpy(d_b).T, None
-    found = operation(tuple(arrays), activation, flags, needs, out, backend)
+    found = operation(tuple(arrays), activation, flags, needs, None, backend)
     if type(found) is ndarray:
         return to_tensor(found)
     made: list[Any] = [None if x is None else to_tensor(x) for x in found]
     if turned:
-        made[1] = made[1].t() if d_b is None else d_b
+        made[1] = made[1].t()
     return tuple.__new__(type(found), made)
+
+
+def gradients(
+    x: tuple[Any, ...], slope: Activation, needs: tuple[str, ...], backend: Any, flipped: bool
+) -> tuple[Any, ...]:
+    """Return the gradients of a layer, of grad, a, b, bias and what has been kept of it.
+
+    `slope` has the derivative at what has been kept. PyTorch copies a gradient that has not its
+    weight's layout, and a kernel that writes by columns takes up to five times as long. So the
+    large ones of weights that are given transposed are products of their own.
+    """
+    g, a, b, bias, kept = x
+    own = flipped and "b" in needs and g.is_cpu and b.numel() > _SMALL_COPY
+    if not own or (slope is not _NONE and (kept is None or kept.dtype is not g.dtype)):
+        return tuple(run(_LAYER_BACKWARD, x, slope, _FLAGS, needs, backend, 2 * flipped))
+    if slope is not _NONE:
+        ones = g.new_ones(()).expand(g.shape)
+        g = run(_GATE_BACKWARD, (g, kept, ones), slope, (True,), ("a",), backend)[0]
+    d_a = d_bias = None
+    if "a" in needs:
+        d_a = run(LAYER, (g, b, None), _NONE, (False,), (), backend)
+    if "bias" in needs:
+        x = (g, a, b, bias, None)
+        d_bias = run(_LAYER_BACKWARD, x, _NONE, _FLAGS, ("bias",), backend, 2)[2]
+    rows, grads = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+    return d_a, run(LAYER, (grads.t(), rows, None), _NONE, (False,), (), backend), d_bias
 
 
 # --- nodes --------------------------------------------------------------------------------------
@@ -241,9 +271,8 @@ class _Layer(Function):
         needs = _asked(ctx, _NAMES, operands, _is_small(a, b))
         if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
             return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
-        act, x = _NONE if way.slope is None else way.slope, (g, a, b, bias, kept)
-        found = run(LAYER_BACKWARD, x, act, _FLAGS, needs, way.backend, 2 * way.flipped)
-        return (*found, None)
+        x, slope = (g, a, b, bias, kept), _NONE if way.slope is None else way.slope
+        return (*gradients(x, slope, needs, way.backend, way.flipped), None)
 
 
 class _Residual(Function):
@@ -302,8 +331,7 @@ def _layer_gradients(
         g_pre = g_pre.to(a.dtype)
         g = g_pre if g is None else g + g_pre
     if not torch.is_grad_enabled():
-        x = (g, a, b, bias, None)
-        return tuple(run(LAYER_BACKWARD, x, _NONE, _FLAGS, needs, way.backend, 2 * way.flipped))
+        return gradients((g, a, b, bias, None), _NONE, needs, way.backend, way.flipped)
     if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
         plain = way._replace(activation=_NONE)
         return _watched_gradients(plain, needs, operands, g, None)
@@ -341,7 +369,7 @@ def _watched_gradients(
         if x is None:
             continue
         x = (x.to(a.dtype), a, b, bias, None)
-        found = LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
+        found = _LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
         total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
     if way.flipped and total[1] is not None:
         total[1] = total[1].t()

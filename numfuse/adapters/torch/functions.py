@@ -186,8 +186,8 @@ def public(name: str) -> Any:
         first: Any = None
         if not torch.compiler.is_compiling():
             if recorded is not None and options.get("out") is None:
-                rest = [options.get(x) for x in recorded[len(args) :]]
-                if eager.mode((*args[: len(recorded)], *rest)) == 2:
+                given = *args[: len(recorded)], *[options.get(x) for x in recorded[len(args) :]]
+                if eager.mode(given) == 2 and eager.complete(given):
                     return core(*args, **options)  # which comes to `again`
             first = _bare((*args, *options.values()))
         if first is None:
@@ -231,7 +231,7 @@ def again(
             if how == 1:
                 return eager.run(operation, operands, activation, flags, needs, backend)
             record = eager.DIFFERENTIABLE.get(operation)
-            if record is not None:
+            if record is not None and eager.complete(operands):
                 return record(operands, activation, flags, backend)
     return operation.other(operands, activation, flags, needs, out, backend)
 
