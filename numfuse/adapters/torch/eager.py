@@ -7,17 +7,16 @@ what flows to one pre-activation from several places is added before it is multi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from numpy import ndarray
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from numfuse.activations import Activation, formulas, get
+from numfuse.activations import Activation, get
+from numfuse.adapters.torch.kept import FINITE, Way, way
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import array_over, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
@@ -30,10 +29,7 @@ __all__ = [
     "gradients",
     "layer",
     "mode",
-    "recompute",
-    "recomputes",
     "run",
-    "way",
 ]
 
 #: Classes whose instances mean no more than their values.
@@ -52,53 +48,6 @@ _FLAGS = False, True
 #: Elements of a gradient that is copied in no more time than three more calls take: 40 us.
 _SMALL_COPY = 1 << 15
 
-_RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
-
-
-@torch.compiler.assume_constant_result
-def recomputes() -> bool:
-    """Whether layers are in a context of :func:`recompute`: for torch.compile, when it traces."""
-    return _RECOMPUTES.get()
-
-
-@contextmanager
-def recompute(on: bool = True) -> Iterator[None]:
-    """A context whose layers keep nothing but their operands for the backward.
-
-    That makes the pre-activation again, which is a product more: three for two in a layer's
-    backward. Without it a layer keeps, of an (M, N) result, nothing more where the activation is
-    "none", "relu", or "tanh" or "sigmoid" in float32 or float64, whose derivatives are functions of
-    the result, and else M x N numbers of the accumulator's dtype.
-    """
-    token = _RECOMPUTES.set(on)
-    try:
-        yield
-    finally:
-        _RECOMPUTES.reset(token)
-
-
-def _at_output(name: str, formula: Any) -> Activation:
-    """Return an activation whose derivative at f(x) is f'(x)."""
-    made = Activation(f"{name} by its output", "derived")
-    made.define(0, formula)
-    return made
-
-
-#: By serial number, what has the derivative of an activation at the activation's value.
-_AT_OUTPUT: dict[int, Activation | None] = {
-    _NONE.serial: None,
-    get("relu").serial: get("relu"),
-    get("tanh").serial: _at_output("tanh", lambda y: y - y * y * y / 3.0),
-    get("sigmoid").serial: _at_output("sigmoid", lambda y: y * y * (0.5 - y / 3.0)),
-}
-#: Serial numbers of activations whose derivatives are finite: of the table, and those above.
-_FINITE = {
-    act.derived(order).serial
-    for act in (*vars(formulas).values(), *_AT_OUTPUT.values())
-    if isinstance(act, Activation)
-    for order in range(4)
-}
-_WIDE = (torch.float32, torch.float64)
 _strided = torch.strided
 
 
@@ -193,19 +142,6 @@ def gradients(
 
 
 # --- nodes --------------------------------------------------------------------------------------
-class _Way(NamedTuple):
-    """How a layer's forward was made, beside its tensors."""
-
-    activation: Activation
-    #: What has the derivative at the array that is kept; None of the identity.
-    slope: Activation | None
-    #: What is kept for the backward: "out", "pre" or nothing.
-    keeps: str
-    #: Whether b is given transposed.
-    flipped: bool
-    backend: Any
-
-
 #: Elements, or multiplications of a product, that are made sooner than it is known who asks: 20 us.
 _SMALL_GATE, _SMALL_PRODUCT = 1 << 15, 1 << 19
 _executed = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
@@ -251,7 +187,7 @@ def _is_small(a: Any, b: Any) -> bool:
 
 class _Layer(Function):
     @staticmethod
-    def forward(ctx: Any, a: Any, b: Any, bias: Any, way: _Way) -> Any:
+    def forward(ctx: Any, a: Any, b: Any, bias: Any, way: Way) -> Any:
         keeps = way.keeps
         found = run(
             LAYER, (a, b, bias), way.activation, (keeps == "pre",), (), way.backend, way.flipped
@@ -279,7 +215,7 @@ class _Residual(Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, bias: Any, residual: Any, backend: Any) -> Any:
         ctx.save_for_backward(a, b, bias)
-        ctx.way, ctx.shape = _Way(_NONE, None, "", False, backend), residual.shape
+        ctx.way, ctx.shape = Way(_NONE, None, "", False, backend), residual.shape
         return run(_RESIDUAL, (a, b, bias, residual), "none", backend=backend)
 
     @staticmethod
@@ -305,7 +241,7 @@ class _Gate(Function):
         needs = _asked(ctx, ("a", "b"), (a, b), a.numel() < _SMALL_GATE)
         if not needs:
             return None, None, None, None
-        if act.serial not in _FINITE or not torch.is_grad_enabled() or not mode((g,)):
+        if act.serial not in FINITE or not torch.is_grad_enabled() or not mode((g,)):
             found = _GATE_BACKWARD((g, a, b), act, (True,), needs, None, backend)
             return (*found, None, None)
         d_a = _GATE((a, g * b), act.derived(1), backend=backend) if "a" in needs else None
@@ -314,7 +250,7 @@ class _Gate(Function):
 
 
 def _layer_gradients(
-    way: _Way, needs: tuple[str, ...], operands: Sequence[Any], kept: Any, g: Any, g_pre: Any
+    way: Way, needs: tuple[str, ...], operands: Sequence[Any], kept: Any, g: Any, g_pre: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of a layer's operands, from those of its value and pre-activation."""
     if not needs:
@@ -350,7 +286,7 @@ def _layer_gradients(
 def _sloped(x: Any, g: Any, act: Activation, backend: Any) -> Any:
     """Return act'(x) g in g's dtype; `x` may have the accumulator's."""
     wide = g if x.dtype == g.dtype else g.to(x.dtype)
-    if act.serial in _FINITE:
+    if act.serial in FINITE:
         found = _GATE((x, wide), act.derived(1), backend=backend)
     else:
         ones = x.new_ones(()).expand(x.shape)
@@ -359,7 +295,7 @@ def _sloped(x: Any, g: Any, act: Activation, backend: Any) -> Any:
 
 
 def _watched_gradients(
-    way: _Way, needs: tuple[str, ...], operands: Sequence[Any], g: Any, g_pre: Any
+    way: Way, needs: tuple[str, ...], operands: Sequence[Any], g: Any, g_pre: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradients by the operators: of batches of cotangents, under modes, and others."""
     a, b, bias = operands
@@ -383,30 +319,6 @@ _apply_gate = super(Function, _Gate).apply
 
 
 # --- the differentiable operations --------------------------------------------------------------
-def way(
-    act: Any,
-    dtype: Any,
-    with_pre: bool = False,
-    flipped: bool = False,
-    backend: Any = None,
-    keep: bool | None = None,
-) -> _Way:
-    """Return how a layer of this activation and dtype is made; `keep` is not to recompute."""
-    act = act if isinstance(act, Activation) else get(act)
-    slope = _AT_OUTPUT.get(act.serial, act)
-    if slope is None or (act.id is None and act.is_identity):
-        slope, keeps = None, "pre" if with_pre else ""
-    elif with_pre:
-        slope, keeps = act, "pre"
-    elif _RECOMPUTES.get() if keep is None else not keep:
-        slope, keeps = act, ""
-    elif act.serial in _AT_OUTPUT and (slope is act or dtype in _WIDE):
-        keeps = "out"
-    else:  # (rounded to 16 bits, 1 - tanh^2 would lose most of its own)
-        slope, keeps = act, "pre"
-    return tuple.__new__(_Way, (act, slope, keeps, flipped, backend))
-
-
 def layer(
     a: Any,
     b: Any,
