@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward: what makes that fastest, or nothing but its operands."""
+"""The arrays that a layer keeps for its backward: those that make it fastest, or its operands alone."""
 
 from __future__ import annotations
 
