@@ -1,7 +1,9 @@
 """numfuse's functions for PyTorch tensors: eager, compiled, under vmap and autocast, twice and more
 often differentiable, and as modules.
 
-- `functions`: the public functions, over operators or at once
+- `functions`: the public functions, at once or over operators
+- `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
+- `compiled`: a layer that is trained in a program of torch.compile
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
 - `tensors`: memory, and who watches; `keys`: strings for what a schema cannot name
 - `modules`: layers
@@ -14,12 +16,13 @@ from typing import Any
 
 from numfuse.adapters.surface import NAMES
 from numfuse.adapters.torch.functions import TENSORS, activation, again, public
+from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
-__all__ = [*NAMES, "GatedLinear", "Linear", "activation", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "GatedLinear", "Linear", "activation", "recompute", "synchronize", "to_numpy"]
 
 globals().update({name: public(name) for name in NAMES})
 

@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How
 from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import Functions
+from numfuse.adapters.torch import compiled, eager
+from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.rules import operators
 from numfuse.adapters.torch.tensors import (
     checked,
+    in_dual_level,
     is_lazy,
     moves,
     own_values,
@@ -29,19 +32,24 @@ from numfuse.adapters.torch.tensors import (
     to_tensor,
     watched,
 )
+from numfuse.operations import OPERATIONS
 
-__all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "public"]
+__all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "linear", "public"]
 
-#: Classes whose instances mean no more than their values.
-TENSORS = frozenset({Tensor, nn.Parameter})
+
+def _autocasts(x: Any) -> bool:
+    """Whether a tensor is in an autocast region."""
+    # CUDA's is PyTorch's default, in a fifth of the time that a name takes.
+    if getattr(x, "is_cuda", False):
+        return torch.is_autocast_enabled()
+    return torch.is_autocast_enabled("cpu")
 
 
 def _autocast(*operands: Any) -> tuple[Any, ...]:
     """Operands in the dtype of an autocast region, as torch.nn.functional.linear takes them."""
-    kind = "cuda" if getattr(operands[0], "is_cuda", False) else "cpu"
-    if not torch.is_autocast_enabled(kind):
+    if not _autocasts(operands[0]):
         return operands
-    dtype = torch.get_autocast_dtype(kind)
+    dtype = torch.get_autocast_dtype("cuda" if operands[0].is_cuda else "cpu")
     return tuple(
         x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
         for x in operands
@@ -65,6 +73,8 @@ class _Torch(Functions):
             operands = _autocast(*operands)
         names = primitive.operands
         checked(**dict(zip(names, operands, strict=True)), pre_activation=pre)
+        if name == "product" and torch.compiler.is_compiling() and compiled.trains(*operands):
+            return compiled.layer(operands, how.activation, how.backend)
         if primitive.names is None:
             return self.operators[name, ()](*operands, how=how)[0]
         if not how.needs:
@@ -116,7 +126,7 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
             return None
     if first is None or not (first.is_cpu or first.is_cuda):
         return None
-    return None if watched(first.device.type) else first
+    return None if watched() or _autocasts(first) else first
 
 
 def _outputs(out: Any) -> list[Any]:
@@ -167,12 +177,18 @@ def _result(x: Any, known: dict[int, Tensor]) -> Any:
 
 def public(name: str) -> Any:
     """Return a public function as the module has it: at once where that gives the same."""
-    derived = getattr(FUNCTIONS, name)
+    derived, core = getattr(FUNCTIONS, name), getattr(CORE, name)
+    operation = OPERATIONS.get("activation_mul" if name.endswith("_mul") else name)
+    recorded = operation.operands if operation in eager.DIFFERENTIABLE else None
 
     @functools.wraps(derived)
     def call(*args: Any, **options: Any) -> Any:
         first: Any = None
         if not torch.compiler.is_compiling():
+            if recorded is not None and options.get("out") is None:
+                given = *args[: len(recorded)], *[options.get(x) for x in recorded[len(args) :]]
+                if eager.mode(given) == 2 and eager.complete(given):
+                    return core(*args, **options)  # which comes to `again`
             first = _bare((*args, *options.values()))
         if first is None:
             return derived(*args, **options)
@@ -186,7 +202,7 @@ def public(name: str) -> Any:
             tensors: dict[int, Tensor] = {}
             operands = [_array(x, tensors) for x in args]
             named = {key: _array(x, tensors) for key, x in options.items()}
-            found = _result(getattr(CORE, name)(*operands, **named), tensors)
+            found = _result(core(*operands, **named), tensors)
         for x in outs:
             # What a backward keeps of it is noticed, as where PyTorch itself writes.
             if not x.is_inference():
@@ -196,14 +212,28 @@ def public(name: str) -> Any:
     return of_module(call, __name__.rpartition(".")[0])
 
 
-def again(operation: Any, operands: tuple[Any, ...], *options: Any) -> Any:
-    """Run an operation: one on a GPU that nothing watches at once, if it was recorded before."""
-    x = operands[0]
-    *_, out, _ = options
-    if not torch.compiler.is_compiling() and type(x) in TENSORS and x.is_cuda:
-        if out is None and not watched("cuda"):  # (else `public` tells `out` that it was written)
-            return on_cuda().run(operation, operands, *options)
-    return operation.other(operands, *options)
+def again(
+    operation: Any,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Run an operation: at once, or as a node of PyTorch's graph, where nothing else watches."""
+    # (`public` tells an `out` that it was written)
+    if not torch.compiler.is_compiling() and out is None:
+        how = eager.mode(operands)
+        if how:
+            if _autocasts(operands[0]) and operation.kind in ("forward", "gated"):
+                operands = _autocast(*operands)
+            if how == 1:
+                return eager.run(operation, operands, activation, flags, needs, backend)
+            record = eager.DIFFERENTIABLE.get(operation)
+            if record is not None and eager.complete(operands):
+                return record(operands, activation, flags, backend)
+    return operation.other(operands, activation, flags, needs, out, backend)
 
 
 _GATED = public("activation_mul")
@@ -212,3 +242,23 @@ _GATED = public("activation_mul")
 def activation(x: Any, activation: Any) -> Any:
     """The values of an activation at a tensor, on its device and differentiable."""
     return _GATED(x, FUNCTIONS.ones_like(x), activation)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, recompute: bool
+) -> Tensor:
+    """Return activation(x @ weight.T + bias); `recompute` the pre-activation in the backward."""
+    if not torch.compiler.is_compiling():
+        if eager.mode((x, weight, bias)):
+            if _autocasts(x):
+                x, weight, bias = _autocast(x, weight, bias)
+            return eager.layer(
+                x, weight, bias, activation, None, True, False if recompute else None
+            )
+        if in_dual_level() and weight.requires_grad and torch.is_grad_enabled():
+            # PyTorch takes over a gradient in the weight's layout, and loses a copy's tangent.
+            weight = weight.view_as(weight)
+            weight.register_hook(Tensor.contiguous)
+    elif compiled.trains(x, weight, bias):
+        return compiled.layer(_autocast(x, weight, bias), activation, None, True, not recompute)
+    return FUNCTIONS.matmul_bias_activation(x, weight.t(), bias, activation)

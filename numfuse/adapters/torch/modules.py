@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from numfuse.activations import Activation, get
-from numfuse.adapters.torch.functions import FUNCTIONS
+from numfuse.adapters.torch.functions import linear
+from numfuse.functional import activation_mul
 
 __all__ = ["GatedLinear", "Linear"]
 
@@ -22,6 +23,8 @@ class Linear(nn.Linear):
     activation : str or numfuse.Activation, default "none"
     device, dtype : optional
         As those of torch.nn.Linear, whose parameters and state these are.
+    recompute : bool, default False
+        Make the pre-activation again in the backward: see :func:`recompute`.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class Linear(nn.Linear):
         activation: Any = "none",
         device: Any = None,
         dtype: Any = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation: Activation = get(activation)
+        self.recompute = recompute
 
     @classmethod
     def from_torch(cls, linear: nn.Linear, activation: Any = "none") -> Linear:
@@ -46,10 +51,7 @@ class Linear(nn.Linear):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = FUNCTIONS.matmul_bias_activation(
-            x, self.weight.t(), self.bias, self.activation
-        )
-        return found
+        return linear(x, self.weight, self.bias, self.activation, self.recompute)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation.name!r}"
@@ -89,8 +91,7 @@ class GatedLinear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = FUNCTIONS.activation_mul(self.gate(x), self.up(x), self.activation)
-        return found
+        return activation_mul(self.gate(x), self.up(x), self.activation)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name!r}"

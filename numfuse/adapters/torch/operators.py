@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from numfuse.adapters.primitives import CORE, How, Primitive, matrices
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
-from numfuse.adapters.torch.tensors import own_values, to_numpy, to_tensor, transformed
+from numfuse.adapters.torch.tensors import array_over, own_values, to_tensor, transformed
 from numfuse.problem.shapes import gemm_shape, residual_view
 
 __all__ = ["Op", "on_cuda"]
@@ -92,7 +92,7 @@ class Op:
         *tensors, activation, guard, backend = args
         how = How(activation_of(activation), self._needs, guard, backend_of(backend))
         cuda = any(x is not None and x.is_cuda for x in tensors)
-        read: Any = own_values if cuda else to_numpy
+        read: Any = own_values if cuda else array_over
         operands = [None if x is None else read(x) for x in tensors]
         pre = operands.pop() if self._primitive.takes_saved else None
         found = self._primitive.run(on_cuda() if cuda else CORE, how, *operands, pre=pre)
@@ -170,6 +170,10 @@ class Op:
     def _vmapped(self, info: Any, dims: Any, *args: Any) -> Any:
         """One more axis, the first: every operation has batch axes of its own."""
         count = len(self._kinds)
+        rows = self._in_rows(info.batch_size, dims, args[:count])
+        if rows is not None:
+            found = self._dispatched(*rows, *args[count:])
+            return found, (0,) * len(found) if isinstance(found, tuple) else 0
         operands = []
         for x, dim in zip(args[:count], dims[:count], strict=True):
             if x is not None:  # what is not batched is expanded: a view, nothing is copied
@@ -199,3 +203,28 @@ class Op:
                 out = out.reshape(at[kind].shape)
             outs.append(out)
         return (tuple(outs), (0,) * len(outs)) if isinstance(found, tuple) else (outs[0], 0)
+
+    def _in_rows(self, size: int, dims: Any, given: Sequence[Any]) -> list[Any] | None:
+        """Operands of one product over the rows of all members; None if b or the bias is theirs.
+
+        What belongs to b or the bias has to be the same for all, and no result of a member's.
+        """
+        if "a" not in self._kinds or any(kind in "bc" for kind in self._results):
+            return None
+        for kind, x, dim in zip(self._kinds, given, dims, strict=False):
+            if kind in "bc" and x is not None:
+                if dim is not None or x.ndim > (2 if kind == "b" else 1):
+                    return None
+        at = self._by_kind(given)
+        rank = at["a"].ndim - (dims[self._kinds.index("a")] is not None) + 3 - at["b"].ndim
+        moved = []
+        for kind, x, dim in zip(self._kinds, given, dims, strict=False):
+            if x is None or kind in "bc" or (kind == "r" and dim is None):
+                moved.append(x)
+            elif dim is None:
+                moved.append(x.expand(size, *x.shape))
+            else:
+                x = x.movedim(dim, 0)
+                ones = (1,) * (rank - x.ndim) if kind == "r" else ()
+                moved.append(x.reshape(size, *ones, *x.shape[1:]))
+        return moved

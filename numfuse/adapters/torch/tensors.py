@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 from numpy import ndarray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 __all__ = [
+    "array_over",
     "checked",
+    "in_dual_level",
     "in_functorch",
     "is_lazy",
     "moves",
@@ -29,14 +35,37 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 # --- memory -------------------------------------------------------------------------------------
+@cache
+def _dtypes() -> dict[Any, np.dtype[Any]]:
+    import ml_dtypes
+
+    kinds = np.float64, np.float32, np.float16, ml_dtypes.bfloat16
+    return dict(zip(_DTYPES, map(np.dtype, kinds), strict=True))
+
+
 def to_numpy(x: Any) -> Any:
     """As :func:`numfuse.to_numpy`: the same memory where that is the CPU's."""
-    if x.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        return own_values(x).cpu().view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    if x.dtype is torch.bfloat16:
+        return own_values(x).cpu().view(torch.int16).numpy().view(_dtypes()[x.dtype])
     # In one step: detached, on the CPU, and what a negative bit or a tensor of zeros stands for.
     return x.numpy(force=True)
+
+
+#: All memory, but what an address of NULL means.
+_MEMORY: Any = (ctypes.c_byte * (sys.maxsize - mmap.PAGESIZE)).from_address(mmap.PAGESIZE)
+
+
+def array_over(x: Any) -> Any:
+    """As :func:`to_numpy`, of a tensor on the CPU that outlives the array."""
+    # `Tensor.numpy` forbids for ever that a storage is resized, which FSDP does with parameters,
+    # and takes an array of bfloat16 in three steps.
+    if type(x) is nn.Parameter or x.dtype is torch.bfloat16:
+        at = x.data_ptr()
+        if at and not x.is_neg():  # (else empty, or zeros without memory)
+            dtype = _dtypes()[x.dtype]
+            strides = [step * dtype.itemsize for step in x.stride()]
+            return ndarray(x.shape, dtype, _MEMORY, at - mmap.PAGESIZE, strides)
+    return to_numpy(x)
 
 
 def is_lazy(x: Tensor) -> bool:
@@ -51,9 +80,9 @@ def own_values(x: Tensor) -> Tensor:
 
 
 def to_tensor(x: ndarray) -> Tensor:
-    if x.dtype.name == "bfloat16":
-        return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(x)
+    if x.dtype.kind == "f":
+        return torch.from_numpy(x)
+    return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
 
 
 def checked(**operands: Any) -> None:
@@ -96,6 +125,11 @@ def checked(**operands: Any) -> None:
 in_functorch: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
 
+def in_dual_level() -> bool:
+    """Whether forward mode is at work, outside of torch.func."""
+    return forward_ad._current_level >= 0 and not in_functorch()
+
+
 def transformed() -> bool:
     """Whether torch.func or forward mode is at work."""
     return in_functorch() or forward_ad._current_level >= 0
@@ -112,25 +146,27 @@ def moves(x: Tensor) -> bool:
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(x).tangent is not None
 
 
-def watched(kind: str) -> bool:
-    """Whether something beside the call has a say: a transformation, forward mode, a mode of the
-    user's or of PyTorch's own tracers, autocast.
+def watched() -> bool:
+    """Whether something beside the call and its gradients has a say: a transformation, forward
+    mode, a mode of the user's or of PyTorch's own tracers.
     """
     # Each question is a call into C of some 30 ns, made here without another function around it.
-    # CUDA's autocast is PyTorch's default, in a fifth of the time that a name takes.
     return bool(
         in_functorch()
         or forward_ad._current_level >= 0
         or _modes()
         or (_function_modes() and _functions_watched())
         or _is_tracing()
-        or (torch.is_autocast_enabled() if kind == "cuda" else torch.is_autocast_enabled(kind))
+        or _dispatches(_VMAP)
     )
 
 
 _modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 _function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 _is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: Batches of cotangents (`is_grads_batched`) are older than torch.func.
+_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
+_dispatches: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 
 def _functions_watched() -> bool:

@@ -1,0 +1,353 @@
+"""The eager way: a call at once, and for its gradients one node of PyTorch's graph.
+
+A node's backward is one call of the core. Where that is to be differentiated again
+(`create_graph`), it is made of nodes: gates with a derivative of the activation, and products. So
+what flows to one pre-activation from several places is added before it is multiplied, at any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from numpy import ndarray
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from numfuse.activations import Activation, get
+from numfuse.adapters.torch.kept import FINITE, Way, way
+from numfuse.adapters.torch.operators import on_cuda
+from numfuse.adapters.torch.tensors import array_over, to_tensor, watched
+from numfuse.operations import OPERATIONS, Operation
+
+__all__ = [
+    "DIFFERENTIABLE",
+    "LAYER",
+    "TENSORS",
+    "complete",
+    "gradients",
+    "layer",
+    "mode",
+    "run",
+]
+
+#: Classes whose instances mean no more than their values.
+TENSORS = frozenset({Tensor, nn.Parameter})
+
+LAYER = OPERATIONS["matmul_bias_activation"]
+_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+_RESIDUAL = OPERATIONS["matmul_bias_residual"]
+_GATE = OPERATIONS["activation_mul"]
+_GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
+_NONE = get("none")
+#: The operands of a layer, and the flags of its backward: not `sum_batch`, but `guard`.
+_NAMES = "a", "b", "bias"
+_FLAGS = False, True
+
+#: Elements of a gradient that is copied in no more time than three more calls take: 40 us.
+_SMALL_COPY = 1 << 15
+
+_strided = torch.strided
+
+
+# --- a call at once -----------------------------------------------------------------------------
+def mode(operands: Sequence[Any]) -> int:
+    """Return 1 if a call may be made at once, 2 if a gradient is recorded, 0 if it is watched.
+
+    Operands are plain tensors of one kind of device, or None.
+    """
+    first: Any = None
+    gradient = False
+    for x in operands:
+        if x is not None:
+            if type(x) not in TENSORS or x.layout is not _strided:
+                return 0
+            if first is None:
+                first, on_cpu = x, x.is_cpu
+            elif x.is_cpu is not on_cpu:
+                return 0
+            gradient = gradient or x.requires_grad
+    if first is None or watched() or not (on_cpu or first.is_cuda):
+        return 0
+    return 2 if gradient and torch.is_grad_enabled() else 1
+
+
+def complete(operands: Sequence[Any]) -> bool:
+    """Whether all operands of a differentiable operation are there; the third is a bias."""
+    a, b, *rest = operands
+    return a is not None and b is not None and (len(rest) < 2 or rest[1] is not None)
+
+
+def run(
+    operation: Operation,
+    operands: Sequence[Any],
+    activation: Any,
+    flags: tuple[bool, ...] = (),
+    needs: Any = (),
+    backend: Any = None,
+    flipped: int = 0,
+) -> Any:
+    """Run an operation on tensors without derivatives.
+
+    `flipped` is the place of b, where b is given transposed and its gradient returned so; else 0.
+    """
+    turned = flipped and "b" in needs
+    first = operands[0]
+    if first is None:
+        first = next(x for x in operands if x is not None)
+    if first.is_cuda:
+        if flipped:
+            operands = list(operands)
+            operands[flipped] = operands[flipped].t()
+        x = tuple(operands), activation, flags, needs, None, backend
+        found = on_cuda().run(operation, *x)
+        return found._replace(d_b=found.d_b.t()) if turned else found
+    arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
+    if flipped:
+        arrays[flipped] = arrays[flipped].T
+    found = operation(tuple(arrays), activation, flags, needs, None, backend)
+    if type(found) is ndarray:
+        return to_tensor(found)
+    made: list[Any] = [None if x is None else to_tensor(x) for x in found]
+    if turned:
+        made[1] = made[1].t()
+    return tuple.__new__(type(found), made)
+
+
+def gradients(
+    x: tuple[Any, ...], slope: Activation, needs: tuple[str, ...], backend: Any, flipped: bool
+) -> tuple[Any, ...]:
+    """Return the gradients of a layer, of grad, a, b, bias and what has been kept of it.
+
+    `slope` has the derivative at what has been kept. PyTorch copies a gradient that has not its
+    weight's layout, and a kernel that writes by columns takes up to five times as long. So the
+    large ones of weights that are given transposed are products of their own.
+    """
+    g, a, b, bias, kept = x
+    own = flipped and "b" in needs and g.is_cpu and b.numel() > _SMALL_COPY
+    if not own or (slope is not _NONE and (kept is None or kept.dtype is not g.dtype)):
+        return tuple(run(_LAYER_BACKWARD, x, slope, _FLAGS, needs, backend, 2 * flipped))
+    if slope is not _NONE:
+        ones = g.new_ones(()).expand(g.shape)
+        g = run(_GATE_BACKWARD, (g, kept, ones), slope, (True,), ("a",), backend)[0]
+    d_a = d_bias = None
+    if "a" in needs:
+        d_a = run(LAYER, (g, b, None), _NONE, (False,), (), backend)
+    if "bias" in needs:
+        x = (g, a, b, bias, None)
+        d_bias = run(_LAYER_BACKWARD, x, _NONE, _FLAGS, ("bias",), backend, 2)[2]
+    rows, grads = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+    return d_a, run(LAYER, (grads.t(), rows, None), _NONE, (False,), (), backend), d_bias
+
+
+# --- nodes --------------------------------------------------------------------------------------
+#: Elements, or multiplications of a product, that are made sooner than it is known who asks: 20 us.
+_SMALL_GATE, _SMALL_PRODUCT = 1 << 15, 1 << 19
+_executed = getattr(torch._C, "_will_engine_execute_node", lambda node: True)
+_task = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+#: The latest run of PyTorch's engine, and leaves that torch.autograd.grad was given in it.
+_latest = -1
+_given: set[int] = set()
+
+
+def _asked(ctx: Any, names: Sequence[str], operands: Sequence[Any], small: bool) -> tuple[str, ...]:
+    """Return the operands whose gradients this backward is to make.
+
+    `ctx.needs_input_grad` says who requires grad, PyTorch's engine who is asked for it.
+    """
+    global _latest
+    named = zip(names, operands, ctx.needs_input_grad, strict=False)
+    if small and not torch.is_grad_enabled():
+        return tuple([name for name, x, flag in named if flag])
+    task = _task()
+    if task != _latest:
+        _given.clear()
+        _latest = task
+    edges = iter(ctx.next_functions)
+    found = []
+    for name, x, flag in named:
+        if x is None:
+            continue
+        node, _ = next(edges)
+        if flag and id(x) not in _given:
+            try:
+                flag = _executed(node)
+            except RuntimeError:  # a leaf that is given; the exception takes 17 us
+                _given.add(id(x))
+        if flag:
+            found.append(name)
+    return tuple(found)
+
+
+def _is_small(a: Any, b: Any) -> bool:
+    """Whether a product and what it multiplies are small."""
+    return bool(a.numel() * b.numel() < _SMALL_PRODUCT * max(a.shape[-1], 1))
+
+
+class _Layer(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, bias: Any, way: Way) -> Any:
+        keeps = way.keeps
+        found = run(
+            LAYER, (a, b, bias), way.activation, (keeps == "pre",), (), way.backend, way.flipped
+        )
+        ctx.way = way
+        if keeps == "pre":
+            ctx.set_materialize_grads(False)
+            ctx.save_for_backward(a, b, bias, found[1])
+        else:
+            ctx.save_for_backward(a, b, bias, found if keeps else None)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, g: Any, g_pre: Any = None) -> Any:
+        a, b, bias, kept = ctx.saved_tensors
+        operands, way = (a, b, bias), ctx.way
+        needs = _asked(ctx, _NAMES, operands, _is_small(a, b))
+        if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
+            return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
+        x, slope = (g, a, b, bias, kept), _NONE if way.slope is None else way.slope
+        return (*gradients(x, slope, needs, way.backend, way.flipped), None)
+
+
+class _Residual(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, bias: Any, residual: Any, backend: Any) -> Any:
+        ctx.save_for_backward(a, b, bias)
+        ctx.way, ctx.shape = Way(_NONE, None, "", False, backend), residual.shape
+        return run(_RESIDUAL, (a, b, bias, residual), "none", backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        operands = ctx.saved_tensors
+        needs = _asked(ctx, (*_NAMES, "residual"), (*operands, g), _is_small(*operands[:2]))
+        d_residual = g.sum_to_size(ctx.shape) if "residual" in needs else None
+        needs = tuple([name for name in needs if name != "residual"])
+        return (*_layer_gradients(ctx.way, needs, operands, None, g, None), d_residual, None)
+
+
+class _Gate(Function):
+    @staticmethod
+    def forward(ctx: Any, a: Any, b: Any, activation: Activation, backend: Any) -> Any:
+        ctx.save_for_backward(a, b)
+        ctx.how = activation, backend
+        return run(_GATE, (a, b), activation, backend=backend)
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        a, b = ctx.saved_tensors
+        act, backend = ctx.how
+        needs = _asked(ctx, ("a", "b"), (a, b), a.numel() < _SMALL_GATE)
+        if not needs:
+            return None, None, None, None
+        if act.serial not in FINITE or not torch.is_grad_enabled() or not mode((g,)):
+            found = _GATE_BACKWARD((g, a, b), act, (True,), needs, None, backend)
+            return (*found, None, None)
+        d_a = _GATE((a, g * b), act.derived(1), backend=backend) if "a" in needs else None
+        d_b = _GATE((a, g), act, backend=backend) if "b" in needs else None
+        return d_a, d_b, None, None
+
+
+def _layer_gradients(
+    way: Way, needs: tuple[str, ...], operands: Sequence[Any], kept: Any, g: Any, g_pre: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients of a layer's operands, from those of its value and pre-activation."""
+    if not needs:
+        return None, None, None
+    a, b, bias = operands
+    given = g if g_pre is None else g_pre
+    if not mode((given,)):
+        return _watched_gradients(way, needs, operands, g, g_pre)
+    if g is not None and way.slope is not None:
+        if kept is None:
+            kept = layer(a, b, bias, _NONE, way.backend, way.flipped)
+        g = _sloped(kept, g, way.slope, way.backend)
+    if g_pre is not None:
+        g_pre = g_pre.to(a.dtype)
+        g = g_pre if g is None else g + g_pre
+    if not torch.is_grad_enabled():
+        return gradients((g, a, b, bias, None), _NONE, needs, way.backend, way.flipped)
+    if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
+        plain = way._replace(activation=_NONE)
+        return _watched_gradients(plain, needs, operands, g, None)
+    rows, grads = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+    d_a = d_b = d_bias = None
+    if "a" in needs:
+        d_a = layer(g, b, None, _NONE, way.backend, not way.flipped)
+    if "b" in needs:
+        left, right = (grads, rows) if way.flipped else (rows, grads)
+        d_b = layer(left.t(), right, None, _NONE, way.backend)
+    if "bias" in needs:
+        d_bias = grads.sum(0)
+    return d_a, d_b, d_bias
+
+
+def _sloped(x: Any, g: Any, act: Activation, backend: Any) -> Any:
+    """Return act'(x) g in g's dtype; `x` may have the accumulator's."""
+    wide = g if x.dtype == g.dtype else g.to(x.dtype)
+    if act.serial in FINITE:
+        found = _GATE((x, wide), act.derived(1), backend=backend)
+    else:
+        ones = x.new_ones(()).expand(x.shape)
+        found = _GATE_BACKWARD((wide, x, ones), act, (True,), ("a",), None, backend).d_a
+    return found if wide is g else found.to(g.dtype)
+
+
+def _watched_gradients(
+    way: Way, needs: tuple[str, ...], operands: Sequence[Any], g: Any, g_pre: Any
+) -> tuple[Any, Any, Any]:
+    """Return the gradients by the operators: of batches of cotangents, under modes, and others."""
+    a, b, bias = operands
+    b = b.t() if way.flipped else b
+    total: list[Any] = [None, None, None]
+    for x, act in ((g, way.activation), (g_pre, _NONE)):
+        if x is None:
+            continue
+        x = (x.to(a.dtype), a, b, bias, None)
+        found = _LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
+        total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
+    if way.flipped and total[1] is not None:
+        total[1] = total[1].t()
+    return tuple(total)
+
+
+#: As `apply`, without PyTorch's preparations for torch.func, which `mode` has excluded.
+_apply_layer = super(Function, _Layer).apply
+_apply_residual = super(Function, _Residual).apply
+_apply_gate = super(Function, _Gate).apply
+
+
+# --- the differentiable operations --------------------------------------------------------------
+def layer(
+    a: Any,
+    b: Any,
+    bias: Any,
+    act: Any,
+    backend: Any = None,
+    flipped: bool = False,
+    keep: bool | None = None,
+) -> Any:
+    """Return a layer of tensors that :func:`mode` lets through; `b` may be given transposed."""
+    gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    if not (gradient and torch.is_grad_enabled()):
+        return run(LAYER, (a, b, bias), act, (False,), (), backend, flipped)
+    how = way(act, a.dtype, False, flipped, backend, keep)
+    found = _apply_layer(a, b, bias, how)
+    return found[0] if how.keeps == "pre" else found
+
+
+def _recorded_layer(x: tuple[Any, ...], act: Any, flags: tuple[bool, ...], backend: Any) -> Any:
+    how = way(act, x[0].dtype, flags[0], False, backend)
+    found = _apply_layer(*x, how)
+    return found[0] if how.keeps == "pre" and not flags[0] else found
+
+
+#: By operation: what records it, of operands, activation, flags and backend.
+DIFFERENTIABLE = {
+    LAYER: _recorded_layer,
+    _RESIDUAL: lambda x, act, flags, backend: _apply_residual(*x, backend),
+    _GATE: lambda x, act, flags, backend: _apply_gate(
+        *x, act if type(act) is Activation else get(act), backend
+    ),
+}
