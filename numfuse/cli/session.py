@@ -94,6 +94,12 @@ def measure(plan_text: str) -> None:
     numba.set_num_threads(threads)
     if libraries := limit_threads(plan["peers"], threads):
         tell(event="libraries", libraries=libraries)
+    if "uses" in plan:
+        from numfuse.cli import uses
+
+        for row in uses.measured(plan):
+            tell(event="use", **row)
+        return
     bandwidth, array_bytes = ceilings.triad(threads)
     tell(event="triad", gbs=bandwidth, array_bytes=array_bytes)
 
