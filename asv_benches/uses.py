@@ -15,11 +15,6 @@ by ours: above 1 numfuse is faster.
 
 from __future__ import annotations
 
-import os
-
-# (before NumPy: OpenBLAS's idle threads spin for 130 ms on the cores of the next contestant)
-os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "21")
-
 import argparse
 import itertools
 import json
@@ -35,7 +30,7 @@ import numpy as np
 from pinns import PINNS, SHORT, pinn
 
 import numfuse as nf
-from numfuse.cli import report, timing, uses
+from numfuse.cli import report, uses
 from numfuse.cli.ceilings import processor
 from numfuse.cli.steps import (
     Maker,
@@ -296,7 +291,7 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     began = time.monotonic()
     for use in rows:
-        found.append(uses.measure(use, generator, arguments.seconds, arguments.rounds, timing.REST))
+        found.append(uses.measure(use, generator, arguments.seconds, arguments.rounds))
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         lines = report.markdown_table(report.uses_table(found))

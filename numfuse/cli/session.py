@@ -52,7 +52,8 @@ def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
     """
     threads = str(plan["threads"])
     environment = os.environ | dict.fromkeys(THREAD_VARIABLES, threads)
-    environment["OPENBLAS_THREAD_TIMEOUT"] = OPENBLAS_TIMEOUT
+    if "uses" not in plan:
+        environment["OPENBLAS_THREAD_TIMEOUT"] = OPENBLAS_TIMEOUT
     environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_cpu_multi_thread_eigen=false" if threads == "1" else ""
     )
