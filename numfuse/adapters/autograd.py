@@ -21,6 +21,7 @@ from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.extend import primitive as autograd_primitive
 from autograd.tracer import getval, isbox
 
+from numfuse.activations import get
 from numfuse.adapters import pieces
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, chosen, spread
 from numfuse.adapters.surface import NAMES, Functions
@@ -45,13 +46,56 @@ def primitive(function: Callable[..., Any]) -> Any:
     return autograd_primitive(call)
 
 
-def _runner(name: str) -> Any:
-    run = PRIMITIVES[name].run
-    return primitive(lambda *args: run(CORE, args[-1], *args[:-1]))
+class _Saved:
+    """Where a forward leaves its pre-activation for every derivative of the same operands.
+
+    It goes with the call's How through all levels of boxes: what a level differentiates is the
+    operands, and the array is their product's value on each of them.
+    """
+
+    __slots__ = ("pre",)
+    pre: Any
+
+
+def _runner(name: str) -> Callable[..., Any]:
+    primitive = PRIMITIVES[name]
+    run, takes_saved, several = primitive.run, primitive.takes_saved, primitive.names is not None
+
+    def call(*args: Any) -> Any:
+        how: How = args[-1]
+        pre = how.saved.pre if takes_saved and how.saved is not None else None
+        found = run(CORE, how, *args[:-1], pre=pre)
+        # One gradient is an array: autograd takes every item of a tuple by a primitive.
+        return found[0] if several and len(found) == 1 else found
+
+    return call
+
+
+def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
+    saved, act = how.saved, how.activation
+    if saved is None:
+        return CORE.matmul_bias_activation(a, b, bias, act, backend=how.backend)
+    if act.is_identity:
+        return saved.pre
+    out, saved.pre = CORE.matmul_bias_activation(
+        a, b, bias, act, return_pre_activation=True, backend=how.backend
+    )
+    return out
+
+
+def _several(found: Any, needs: tuple[str, ...]) -> Any:
+    """Return a primitive's gradients as a sequence."""
+    return (found,) if len(needs) == 1 else found
+
+
+def _bundled(found: Any) -> Any:
+    """Return a sequence of gradients as a primitive returns them."""
+    return found[0] if len(found) == 1 else traced_tuple(found)
 
 
 #: Functions of a primitive's operands and, last, its How.
-_RUN = {name: _runner(name) for name in PRIMITIVES}
+_RUN = {name: primitive(_runner(name)) for name in PRIMITIVES}
+_RUN["product"] = primitive(_product)
 
 
 class _Autograd(Functions):
@@ -63,9 +107,18 @@ class _Autograd(Functions):
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         if pre is not None:
             return self.composite(name, how, *operands, pre=pre, guard=how.guard)
-        return _RUN[name](*operands, how)
+        if name == "product" and not how.activation.is_identity and any(map(isbox, operands)):
+            how = how._replace(saved=_Saved())
+        found = _RUN[name](*operands, how)
+        return found if PRIMITIVES[name].names is None else _several(found, how.needs)
+
+    def pre_activation(self, how: How, a: Any, b: Any, bias: Any) -> Any:
+        if how.saved is None:
+            return super().pre_activation(how, a, b, bias)
+        return _RUN["product"](a, b, bias, how._replace(activation=_NONE))
 
 
+_NONE = get("none")
 FUNCTIONS = _Autograd()
 globals().update(FUNCTIONS.functions())
 activation = FUNCTIONS.activation
@@ -84,10 +137,14 @@ def _fused(name: str) -> Callable[..., Any]:
         needs = chosen(argnums, names)
 
         def pull(g: Any) -> Any:
-            parts = primitive.cotangents((g,) if primitive.names is None else g, how)
+            given = (g,) if primitive.names is None else _several(g, how.needs)
+            parts = primitive.cotangents(given, how)
             cotangents = [None if part is None else _like(part, operands[0]) for part in parts]
             found = _RUN[following.name](*cotangents, *operands, how._replace(needs=needs))
-            return tuple(spread(found, names, needs)[i] for i in argnums)
+            if len(needs) == 1:
+                return (found,)
+            found = spread(found, names, needs)
+            return tuple(found[i] for i in argnums)
 
         return pull
 
@@ -103,7 +160,7 @@ def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             for place, i in enumerate(argnums):
                 operands[i] = values[place]
             found = FUNCTIONS.composite(name, how, *operands)
-            return traced_tuple(found) if isinstance(found, tuple) else found
+            return _bundled(found) if isinstance(found, tuple) else found
 
         return call
 
@@ -178,7 +235,7 @@ def _rules(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         tangent = _RUN[str(primitive.tangent)]
         return _fused(name), _forward(lambda _, how, x, dots: tangent(*x, *dots, how))
     made = FUNCTIONS.backward_tangent
-    return _fused(name), _forward(lambda _, how, x, dots: traced_tuple(made(name, how, x, dots)))
+    return _fused(name), _forward(lambda _, how, x, dots: _bundled(made(name, how, x, dots)))
 
 
 for _name, _run in _RUN.items():

@@ -159,7 +159,7 @@ def _zeros(ops: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
 
 
 def _pre(ops: Any, a: Any, b: Any, bias: Any, how: How) -> Callable[[], Any]:
-    return lambda: ops.matmul_bias_activation(a, b, bias, NONE, backend=how.backend)
+    return lambda: ops.pre_activation(how, a, b, bias)
 
 
 # --- the primitives' own --------------------------------------------------------------------------

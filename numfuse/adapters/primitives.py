@@ -42,6 +42,8 @@ class How(NamedTuple):
     needs: tuple[str, ...] = ()
     guard: bool = True
     backend: Any = None
+    #: An adapter's own: where the forward of these operands left its pre-activation.
+    saved: Any = None
 
 
 class Primitive:
