@@ -93,7 +93,7 @@ class _Parts(list[Any]):
     """
 
 
-class _PartsSpace(VSpace):  # type: ignore[misc]
+class _PartsSpace(VSpace):
     def _add(self, x: _Parts, y: _Parts) -> _Parts:
         pairs = zip(x, y, strict=True)
         return _Parts(b if a is None else a if b is None else a + b for a, b in pairs)

@@ -266,7 +266,7 @@ def third(
     cotangents take the places of u, v and w, and each product has two adjoints.
     """
     u, v, w, grad, a, b, bias = x
-    g, *cotangents = found
+    g, of_a, of_b, of_bias = found
     none = How(get(NONE), (), True, how.backend)
 
     def product(left: Any, right: Any) -> Any:
@@ -280,13 +280,13 @@ def third(
     }
     curves: dict[Expr, Any] = {}
     element = evaluate(ops, "product_double", how, inputs, curves_of=curves)
-    terms = [product(cotangents[0], v), product(u, cotangents[1])]
+    terms = [product(of_a, v), product(u, of_b)]
     there = [term for term in terms if term is not None]
     if there and bias is not None and bias.ndim > 1:  # (which may enlarge the result)
         there.append(_zeros(ops, a, b, ops.zeros_like(bias), how.backend))
     inputs |= {
         "g": g,
-        "x": moved(ops, *cotangents, a, b, bias, how.backend),
+        "x": moved(ops, of_a, of_b, of_bias, a, b, bias, how.backend),
         "y": reduce(add, there) if there else None,
     }
     twice = evaluate(ops, "product_third", how, inputs, curves_of=curves)
@@ -309,10 +309,10 @@ def third(
             sums[name] = part if sums[name] is None else sums[name] + part
 
     adjoint(twice, "d_t", a, b, "u v w")
-    adjoint(element, "s", *cotangents[:2], "u v")
+    adjoint(element, "s", of_a, of_b, "u v")
     adjoint(twice, "d_z", a, b, "a b bias")
     adjoint(twice, "d_t", u, v, "a b")
-    adjoint(element, "q", *cotangents[:2], "a b")
+    adjoint(element, "q", of_a, of_b, "a b")
     return [sums[name] for name in wanted]
 
 
