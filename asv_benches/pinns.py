@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 import numfuse as nf
-from numfuse.cli.steps import Maker, Runs, Work, layers, torch_memory
+from numfuse.cli.steps import Maker, Runs, Work, layers
 from numfuse.cli.uses import Use
 
 NU = 0.01 / np.pi
@@ -140,7 +140,7 @@ def torch_pinn(
         exact = nested(network(False, "float64"), x.detach().double())
         if device == "cpu":
             return Work(runs, exact, dtype)
-        return Work(runs, exact, dtype, torch.cuda.synchronize, torch_memory)
+        return Work(runs, exact, dtype, torch.cuda.synchronize)
 
     return make
 

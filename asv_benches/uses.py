@@ -34,14 +34,70 @@ from numfuse.cli import report, uses
 from numfuse.cli.ceilings import processor
 from numfuse.cli.steps import (
     Maker,
+    Runs,
     Work,
     inference,
     jax_layer,
     layers,
-    regressor,
     torch_step,
 )
 from numfuse.cli.uses import Use
+
+
+# --- NumPy ---------------------------------------------------------------------------------------
+def regressor(rows: int, sizes: Sequence[int], dtype: str = "float32") -> Maker:
+    """Return what makes a step of gradient descent of a tanh network, written by hand from NumPy.
+
+    At a rate of 0 every step does the whole arithmetic, on the same numbers.
+    """
+
+    def make(generator: np.random.Generator) -> Work:
+        x, y = (generator.standard_normal((rows, n)).astype(dtype) for n in (sizes[0], sizes[-1]))
+        start = layers(generator, dtype, sizes)
+
+        def descended(weights: Any, gradients: list[Any]) -> list[Any]:
+            for layer, found in zip(weights, reversed(gradients), strict=True):
+                for parameter, gradient in zip(layer, found, strict=True):
+                    parameter -= 0.0 * gradient
+            return gradients
+
+        def fused() -> list[Any]:
+            kept, h = [], x
+            for w, b in start[:-1]:
+                out, pre = nf.matmul_bias_activation(h, w, b, "tanh", return_pre_activation=True)
+                kept.append((h, pre))
+                h = out
+            grad = (nf.matmul_bias_activation(h, *start[-1]) - y) * (2 / y.size)
+            d, *found = nf.matmul_bias_activation_bwd(grad, h, *start[-1])
+            gradients = [found]
+            for place in reversed(range(len(kept))):
+                h, pre = kept[place]
+                needs = ("a", "b", "bias") if place else ("b", "bias")
+                d, *found = nf.matmul_bias_activation_bwd(
+                    d, h, *start[place], "tanh", needs=needs, pre_activation=pre
+                )
+                gradients.append(found)
+            return descended(start, gradients)
+
+        def plain(x: Any, y: Any, weights: Any) -> list[Any]:
+            kept = [x]
+            for w, b in weights[:-1]:
+                kept.append(np.tanh(kept[-1] @ w + b))
+            w, b = weights[-1]
+            d = (kept[-1] @ w + b - y) * (2 / y.size)
+            gradients = []
+            for place in reversed(range(len(weights))):
+                h = kept[place]
+                gradients.append([h.T @ d, d.sum(0)])
+                if place:
+                    d = (d @ weights[place][0].T) * (1 - h * h)
+            return descended(weights, gradients)
+
+        wide = [tuple(z.astype(np.float64) for z in layer) for layer in start]
+        runs = {"numfuse": fused, "NumPy": lambda: plain(x, y, start)}
+        return Work(runs, lambda: plain(x.astype(float), y.astype(float), wide), dtype)
+
+    return make
 
 
 # --- torch modules -------------------------------------------------------------------------------
@@ -51,11 +107,47 @@ def modules(
     """A network of two layers, as a row."""
     activation = options.pop("activation", "silu" if kind == "gated" else "gelu")
     device = options.get("device", "cpu")
+    if options.pop("compiled", False):
+        options["also"] = both_compiled
     made = torch_step(kind, rows, sizes, dtype=dtype, train=train, activation=activation, **options)
     what = "training step" if train else "inference"
     shape = "-".join(map(str, sizes))
     name = f"torch {device}, {SHORT[dtype]} {kind} {activation}, {rows} rows, {shape}, {what}"
     return Use(name, ("torch",), made)
+
+
+def both_compiled(plain: Any, fused: Any) -> dict[str, Any]:
+    """Return torch.compile of the peer's module and of ours."""
+    import torch
+
+    torch._dynamo.reset()
+    made = {"numfuse compiled": fused, "compiled": plain}
+    return {name: torch.compile(module, dynamic=False) for name, module in made.items()}
+
+
+def torch_memory(runs: Runs) -> dict[str, int]:
+    """Return the bytes of a GPU that a step allocates at its peak, beyond what was there before."""
+    import torch
+
+    found = {}
+    for name, run in runs.items():
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        found[name] = torch.cuda.max_memory_allocated() - before
+    return found
+
+
+def with_memory(table: report.Table, found: list[dict[str, Any]]) -> report.Table:
+    """Return the table with the peak of a step in MiB, and the least of a peer's in brackets."""
+    for (cells, _), row in zip(table.rows, found, strict=True):
+        peaks = {name: nbytes / 2**20 for name, nbytes in row["memory"].items()}
+        peers = [peak for name, peak in peaks.items() if not report.ours(name)]
+        text = f"{peaks['numfuse']:.0f} ({min(peers):.0f})" if "numfuse" in peaks and peers else ""
+        cells.append(text)
+    return table._replace(head=[*table.head, "peak, MiB"])
 
 
 def small_layers(rows: int = 8, width: int = 8) -> Iterator[Use]:
@@ -147,6 +239,8 @@ def webgpu_step(rows: int, sizes: Sequence[int]) -> Maker:
 # --- the rows ------------------------------------------------------------------------------------
 def on_the_cpu(quick: bool, compiled: bool) -> Iterator[Use]:
     yield from (use for use in uses.USES if use.modules == ("numpy",))
+    name = "NumPy, a step of gradient descent, 256 rows, 16-64-64-1 tanh"
+    yield Use(name, ("numpy",), regressor(256, (16, 64, 64, 1)))
     yield Use("NumPy, a head, 2000 x 64 -> 1", ("numpy",), inference(2000, (64, 1)))
     yield Use("NumPy, 16 rows through 64-64-64-1 relu", ("numpy",), inference(16, (64, 64, 64, 1)))
     yield Use(
@@ -277,10 +371,11 @@ def main() -> int:
     add("--json", type=Path, metavar="FILE")
     add("--list", action="store_true", help="name the rows and end")
     arguments = parser.parse_args()
+    gpu = arguments.device == "cuda"
     if arguments.draw:
         rows = list(drawn(*arguments.draw, arguments.device, arguments.compile))
     else:
-        chosen = on_a_gpu if arguments.device == "cuda" else on_the_cpu
+        chosen = on_a_gpu if gpu else on_the_cpu
         rows = list(chosen(arguments.quick, arguments.compile))
     rows = [use for use in rows if use.installed() and all(x in use.name for x in arguments.only)]
     if arguments.list:
@@ -291,13 +386,15 @@ def main() -> int:
     found: list[dict[str, Any]] = []
     began = time.monotonic()
     for use in rows:
-        found.append(uses.measure(use, generator, arguments.seconds, arguments.rounds))
+        memory = torch_memory if gpu else None
+        found.append(uses.measure(use, generator, arguments.seconds, arguments.rounds, memory))
         if arguments.json:
             arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        lines = report.markdown_table(report.uses_table(found))
+        table = report.uses_table(found)
+        lines = report.markdown_table(with_memory(table, found) if gpu else table)
         print("\n".join(lines if len(found) == 1 else lines[-1:]), flush=True)
     device = processor()
-    if arguments.device == "cuda":
+    if gpu:
         import torch
 
         device = torch.cuda.get_device_name()

@@ -157,22 +157,10 @@ def uses_table(found: list[dict[str, Any]]) -> Table:
             ", ".join(f"{name} {readable(seconds[name])}" for name in peers) or "none",
             f"{rival[1]:.2f}" if rival else "none",
             f"{errors.get('numfuse', float('nan')):.0e} ({best:.0e})",
-            memory_text(row["memory"]),
         ]
         rows.append((cells, rival is not None and rival[1] < 1 - EQUAL))
-    head = ["use", "numfuse", "others", "ratio", "error (best peer's)", "memory"]
-    if not any(row["memory"] for row in found):
-        head.pop()
-        rows = [(cells[:-1], behind) for cells, behind in rows]
+    head = ["use", "numfuse", "others", "ratio", "error (best peer's)"]
     return Table("Uses: a whole step, wall time", head, rows, (0, 1, 2, 3), 1)
-
-
-def memory_text(peaks: dict[str, int]) -> str:
-    """Return the peak memory of a step beside the least of a peer's."""
-    peers = [nbytes for name, nbytes in peaks.items() if not ours(name)]
-    if "numfuse" not in peaks or not peers:
-        return ""
-    return f"{peaks['numfuse'] / 2**20:.0f} MiB ({min(peers) / 2**20:.0f})"
 
 
 def ours(name: str) -> bool:

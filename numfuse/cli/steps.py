@@ -10,7 +10,7 @@ import copy
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,10 +22,6 @@ from numfuse.cli.ufuncs import Array
 Runs = dict[str, Callable[[], Any]]
 
 
-def nothing() -> None:
-    """Return at once: the results of a call on the CPU are there when it returns."""
-
-
 class Work(NamedTuple):
     """The contestants of a use, on operands that were drawn for them."""
 
@@ -34,10 +30,8 @@ class Work(NamedTuple):
     #: The results in float64.
     exact: Callable[[], Any]
     dtype: str
-    #: Waits for the device.
-    settle: Callable[[], None] = nothing
-    #: {contestant: bytes at the peak of a step}, measured where that costs little.
-    memory: Callable[[Runs], Mapping[str, int]] | None = None
+    #: Waits for the device; the CPU's results are there when a call returns.
+    settle: Callable[[], None] = lambda: None
 
 
 Maker = Callable[[np.random.Generator], Work]
@@ -63,13 +57,8 @@ def layers(
     return list(zip(drawn[::2], drawn[1::2], strict=True))
 
 
-def inference(rows: int, sizes: Sequence[int], activation: str = "relu") -> Maker:
-    """Return what makes the forward of a network on `rows` rows, from NumPy, in float32."""
-    curves: dict[str, Callable[[Array], Array]] = {
-        "relu": lambda x: np.maximum(x, 0),
-        "tanh": np.tanh,
-    }
-    curve = curves[activation]
+def inference(rows: int, sizes: Sequence[int]) -> Maker:
+    """Return what makes the forward of a relu network on `rows` rows, from NumPy, in float32."""
 
     def make(generator: np.random.Generator) -> Work:
         x = generator.standard_normal((rows, sizes[0])).astype(np.float32)
@@ -78,73 +67,18 @@ def inference(rows: int, sizes: Sequence[int], activation: str = "relu") -> Make
         def fused() -> Array:
             h = x
             for w, b in weights[:-1]:
-                h = nf.matmul_bias_activation(h, w, b, activation)
+                h = nf.matmul_bias_activation(h, w, b, "relu")
             return nf.matmul_bias_activation(h, *weights[-1])
 
         def plain(h: Array, weights: Iterable[tuple[Array, Array]]) -> Array:
             *hidden, (last, bias) = weights
             for w, b in hidden:
-                h = curve(h @ w + b)
+                h = np.maximum(h @ w + b, 0)
             return h @ last + bias
 
         wide = [(w.astype(np.float64), b.astype(np.float64)) for w, b in weights]
         runs = {"numfuse": fused, "NumPy": lambda: plain(x, weights)}
         return Work(runs, lambda: plain(x.astype(np.float64), wide), "float32")
-
-    return make
-
-
-def regressor(rows: int, sizes: Sequence[int], dtype: str = "float32") -> Maker:
-    """Return what makes a step of gradient descent of a tanh network, written by hand from NumPy.
-
-    At a rate of 0 every step does the whole arithmetic, on the same numbers.
-    """
-
-    def make(generator: np.random.Generator) -> Work:
-        x, y = (generator.standard_normal((rows, n)).astype(dtype) for n in (sizes[0], sizes[-1]))
-        start = layers(generator, dtype, sizes)
-
-        def descended(weights: Any, gradients: list[Any]) -> list[Any]:
-            for layer, found in zip(weights, reversed(gradients), strict=True):
-                for parameter, gradient in zip(layer, found, strict=True):
-                    parameter -= 0.0 * gradient
-            return gradients
-
-        def fused() -> list[Any]:
-            kept, h = [], x
-            for w, b in start[:-1]:
-                out, pre = nf.matmul_bias_activation(h, w, b, "tanh", return_pre_activation=True)
-                kept.append((h, pre))
-                h = out
-            grad = (nf.matmul_bias_activation(h, *start[-1]) - y) * (2 / y.size)
-            d, *found = nf.matmul_bias_activation_bwd(grad, h, *start[-1])
-            gradients = [found]
-            for place in reversed(range(len(kept))):
-                h, pre = kept[place]
-                needs = ("a", "b", "bias") if place else ("b", "bias")
-                d, *found = nf.matmul_bias_activation_bwd(
-                    d, h, *start[place], "tanh", needs=needs, pre_activation=pre
-                )
-                gradients.append(found)
-            return descended(start, gradients)
-
-        def plain(x: Array, y: Array, weights: Any) -> list[Any]:
-            kept = [x]
-            for w, b in weights[:-1]:
-                kept.append(np.tanh(kept[-1] @ w + b))
-            w, b = weights[-1]
-            d = (kept[-1] @ w + b - y) * (2 / y.size)
-            gradients = []
-            for place in reversed(range(len(weights))):
-                h = kept[place]
-                gradients.append([h.T @ d, d.sum(0)])
-                if place:
-                    d = (d @ weights[place][0].T) * (1 - h * h)
-            return descended(weights, gradients)
-
-        wide = [tuple(z.astype(np.float64) for z in layer) for layer in start]
-        runs = {"numfuse": fused, "NumPy": lambda: plain(x, y, start)}
-        return Work(runs, lambda: plain(x.astype(float), y.astype(float), wide), dtype)
 
     return make
 
@@ -232,11 +166,12 @@ def torch_step(
     device: str = "cpu",
     train: bool = True,
     block: bool = False,
-    compiled: bool = False,
+    also: Callable[[Any, Any], dict[str, Any]] | None = None,
 ) -> Maker:
     """Return what makes a step of a module: forward, mean square error and backward, or inference.
 
-    `block`: the rows are another layer's output, so their gradient is needed, too.
+    `block`: the rows are another layer's output, so their gradient is needed, too. `also` returns
+    further contestants by name, from torch.nn's module and ours.
     """
 
     def make(generator: np.random.Generator) -> Work:
@@ -268,14 +203,9 @@ def torch_step(
             wide = x.detach().double().requires_grad_(x.requires_grad)
             return step(copy.deepcopy(plain).double(), wide, y.double())()
 
-        runs = {"numfuse": step(fused), "eager": step(plain)}
-        if compiled:
-            torch._dynamo.reset()
-            runs["numfuse compiled"] = step(torch.compile(fused, dynamic=False))
-            runs["compiled"] = step(torch.compile(plain, dynamic=False))
-        if device == "cpu":
-            return Work(runs, exact, dtype)
-        return Work(runs, exact, dtype, torch.cuda.synchronize, torch_memory)
+        every = {"numfuse": fused, "eager": plain, **(also(plain, fused) if also else {})}
+        work = Work({name: step(module) for name, module in every.items()}, exact, dtype)
+        return work if device == "cpu" else work._replace(settle=torch.cuda.synchronize)
 
     return make
 
@@ -285,21 +215,6 @@ def _place(named: tuple[str, Any]) -> tuple[int, str]:
     name = named[0].removeprefix("_orig_mod.")
     parts = ("gate", "up", "down") if not name[0].isdigit() else ("0.gate", "0", "1")
     return next(i for i, part in enumerate(parts) if name.startswith(part)), name.split(".")[-1]
-
-
-def torch_memory(runs: Runs) -> dict[str, int]:
-    """Return the bytes of a GPU that a step allocates at its peak, beyond what was there before."""
-    import torch
-
-    found = {}
-    for name, run in runs.items():
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        run()
-        torch.cuda.synchronize()
-        found[name] = torch.cuda.max_memory_allocated() - before
-    return found
 
 
 # --- JAX -----------------------------------------------------------------------------------------

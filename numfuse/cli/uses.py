@@ -15,7 +15,7 @@ import numpy as np
 import numfuse as nf
 from numfuse.cli import timing
 from numfuse.cli.peers import relative_error
-from numfuse.cli.steps import Maker, Runs, demo, inference, jax_layer, regressor, torch_step
+from numfuse.cli.steps import Maker, Runs, demo, inference, jax_layer, torch_step
 from numfuse.cli.ufuncs import Array
 
 #: The distance between 1 and the next number, of the dtypes that NumPy has not.
@@ -68,11 +68,16 @@ def arrays(found: Any) -> tuple[Array, ...]:
 
 
 def measure(
-    use: Use, generator: np.random.Generator, seconds: float, rounds: int = 15
+    use: Use,
+    generator: np.random.Generator,
+    seconds: float,
+    rounds: int = 15,
+    memory: Callable[[Runs], dict[str, int]] | None = None,
 ) -> dict[str, Any]:
     """Check every contestant of a use against float64 and time them in interleaved rounds.
 
-    There are as many rounds as fit into `seconds`: at least 3, at most `rounds`.
+    There are as many rounds as fit into `seconds`: at least 3, at most `rounds`. `memory` returns
+    the bytes that each of the contestants takes.
     """
     work = use.make(generator)
     errors: dict[str, float] = {}
@@ -116,18 +121,13 @@ def measure(
         "error": errors,
         "tolerance": tolerance(work.dtype, min(peers, default=0.0)),
         "failed": failed,
-        "memory": dict(work.memory(runs)) if work.memory is not None else {},
+        "memory": memory(runs) if memory else {},
     }
 
 
 #: The rows of ``python -m numfuse bench``.
 USES = (
     Use("the demo's training step, 128 rows", ("numpy",), demo),
-    Use(
-        "NumPy, a step of gradient descent, 256 rows, 16-64-64-1 tanh",
-        ("numpy",),
-        regressor(256, (16, 64, 64, 1)),
-    ),
     Use("NumPy, 1 row through 64-64-64-1 relu", ("numpy",), inference(1, (64, 64, 64, 1))),
     Use("NumPy, a head, 20000 x 100 -> 1", ("numpy",), inference(20000, (100, 1))),
     Use(

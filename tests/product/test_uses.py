@@ -36,8 +36,6 @@ def run(use):
 TINY = {
     "demo": ("numpy", steps.demo),
     "inference": ("numpy", steps.inference(3, (4, 5, 1))),
-    "tanh inference": ("numpy", steps.inference(3, (4, 5, 1), "tanh")),
-    "regressor": ("numpy", steps.regressor(6, (2, 5, 4, 2), "float64")),
     "MLP": ("torch", steps.torch_step("MLP", 5, (3, 4, 2), activation="tanh", block=True)),
     "MLP inference": ("torch", steps.torch_step("MLP", 5, (3, 4, 2), train=False)),
     "half": ("torch", steps.torch_step("MLP", 5, (3, 4, 2), dtype="bfloat16")),
@@ -51,6 +49,18 @@ TINY = {
 def test_every_step_agrees_with_its_peer(name):
     module, make = TINY[name]
     run(uses.Use(name, (module,), make))
+
+
+def test_a_regressors_step_agrees_with_its_peer(script):
+    run(uses.Use("regressor", ("numpy",), script.regressor(6, (2, 5, 4, 2), "float64")))
+
+
+def test_the_memory_of_a_step_stands_in_the_table(script):
+    row = {"use": "x", "seconds": {"numfuse": 1.0, "peer": 2.0}, "error": {}}
+    row["memory"] = {"numfuse": 3 << 20, "peer": 5 << 20, "numfuse compiled": 1 << 20}
+    table = script.with_memory(report.uses_table([row]), [row])
+    ((cells, _),) = table.rows
+    assert len(cells) == len(table.head) and cells[-1] == "3 (5)"
 
 
 @pytest.mark.long
