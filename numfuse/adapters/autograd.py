@@ -16,15 +16,19 @@ from typing import Any
 import autograd.numpy as anp
 import numpy as np
 from autograd.builtins import tuple as traced_tuple
-from autograd.core import make_jvp, make_vjp
+from autograd.core import VSpace, make_jvp, make_vjp
 from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.extend import primitive as autograd_primitive
+from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, isbox
 
+from numfuse.activations import get
 from numfuse.adapters import pieces
-from numfuse.adapters.primitives import CORE, PRIMITIVES, How, chosen, spread
+from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive, chosen, spread
 from numfuse.adapters.surface import NAMES, Functions
+from numfuse.operations import OPERATIONS
 from numfuse.problem.results import RESIDUAL_NEEDS
+from numfuse.runtime.dispatch import AGAIN
 
 __all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
 
@@ -40,18 +44,92 @@ def primitive(function: Callable[..., Any]) -> Any:
 
     @functools.wraps(function)
     def call(*operands: Any) -> Any:
-        return function(*(np.asarray(x) if isinstance(x, np.generic) else x for x in operands))
+        return function(*[np.asarray(x) if isinstance(x, np.generic) else x for x in operands])
 
     return autograd_primitive(call)
 
 
-def _runner(name: str) -> Any:
-    run = PRIMITIVES[name].run
-    return primitive(lambda *args: run(CORE, args[-1], *args[:-1]))
+class _Saved:
+    """Where a forward leaves its pre-activation for every derivative of the same operands.
+
+    It goes with the call's How through all levels of boxes: what a level differentiates is the
+    operands, and the array is their product's value on each of them.
+    """
+
+    __slots__ = ("pre",)
+    pre: Any
+
+
+def _runner(name: str) -> Callable[..., Any]:
+    primitive = PRIMITIVES[name]
+    run, takes_saved, several = primitive.run, primitive.takes_saved, primitive.names is not None
+
+    def call(*args: Any) -> Any:
+        how: How = args[-1]
+        pre = how.saved.pre if takes_saved and how.saved is not None else None
+        found = run(CORE, how, *args[:-1], pre=pre)
+        # One gradient is an array: autograd takes every item of a tuple by a primitive.
+        return found[0] if several and len(found) == 1 else found
+
+    return call
+
+
+def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
+    saved, act = how.saved, how.activation
+    if saved is None:
+        return CORE.matmul_bias_activation(a, b, bias, act, backend=how.backend)
+    if act.is_identity:
+        return saved.pre
+    out, saved.pre = CORE.matmul_bias_activation(
+        a, b, bias, act, return_pre_activation=True, backend=how.backend
+    )
+    return out
+
+
+class _Parts(list[Any]):
+    """The cotangents of a tuple of gradients; None where nobody has asked for one.
+
+    autograd's own of a tuple are arrays of zeros to which each item's is added.
+    """
+
+
+class _PartsSpace(VSpace):
+    def _add(self, x: _Parts, y: _Parts) -> _Parts:
+        pairs = zip(x, y, strict=True)
+        return _Parts(b if a is None else a if b is None else a + b for a, b in pairs)
+
+    _mut_add = _add
+
+
+_PartsSpace.register(_Parts)
+_item = autograd_primitive(lambda found, i: found[i])
+
+
+def _item_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+    found, place = args
+    count = len(found)
+    return lambda g: (_Parts(g if i == place else None for i in range(count)),)
+
+
+defvjp_argnums(_item, _item_reverse)
+defjvp_argnums(_item, lambda argnums, gs, ans, args, kwargs: gs[0][args[1]])
+
+
+def _items(found: Any, count: int) -> Any:
+    """Return the gradients that a primitive gives, as a sequence."""
+    if count == 1:
+        return (found,)
+    return tuple(_item(found, i) for i in range(count)) if isbox(found) else found
+
+
+def _bundled(found: Any) -> Any:
+    """Return the tangents of gradients in the form of a primitive's result."""
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 #: Functions of a primitive's operands and, last, its How.
-_RUN = {name: _runner(name) for name in PRIMITIVES}
+_RUN = {name: primitive(_runner(name)) for name in PRIMITIVES}
+_RUN["product"] = primitive(_product)
 
 
 class _Autograd(Functions):
@@ -63,15 +141,31 @@ class _Autograd(Functions):
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         if pre is not None:
             return self.composite(name, how, *operands, pre=pre, guard=how.guard)
-        return _RUN[name](*operands, how)
+        if name == "product" and not how.activation.is_identity and any(map(isbox, operands)):
+            how = how._replace(saved=_Saved())
+        found = _RUN[name](*operands, how)
+        return found if PRIMITIVES[name].names is None else _items(found, len(how.needs))
+
+    def pre_activation(self, how: How, a: Any, b: Any, bias: Any) -> Any:
+        if how.saved is None:
+            return super().pre_activation(how, a, b, bias)
+        return _RUN["product"](a, b, bias, how._replace(activation=_NONE))
 
 
+_NONE = get("none")
 FUNCTIONS = _Autograd()
 globals().update(FUNCTIONS.functions())
 activation = FUNCTIONS.activation
 
 
 # --- their derivatives --------------------------------------------------------------------------
+def _cotangents(primitive: Primitive, how: How, g: Any, like: Any) -> list[Any]:
+    """Return the cotangent of each result, None where there is none."""
+    given = (g,) if primitive.names is None or len(how.needs) == 1 else g
+    parts = primitive.cotangents(given, how)
+    return [None if part is None else _like(part, like) for part in parts]
+
+
 def _fused(name: str) -> Callable[..., Any]:
     """Return the reverse rule that is another primitive: one fused call."""
     primitive = PRIMITIVES[name]
@@ -84,10 +178,12 @@ def _fused(name: str) -> Callable[..., Any]:
         needs = chosen(argnums, names)
 
         def pull(g: Any) -> Any:
-            parts = primitive.cotangents((g,) if primitive.names is None else g, how)
-            cotangents = [None if part is None else _like(part, operands[0]) for part in parts]
+            cotangents = _cotangents(primitive, how, g, operands[0])
             found = _RUN[following.name](*cotangents, *operands, how._replace(needs=needs))
-            return tuple(spread(found, names, needs)[i] for i in argnums)
+            if len(needs) == 1:
+                return (found,)
+            found = spread(_items(found, len(needs)), names, needs)
+            return tuple(found[i] for i in argnums)
 
         return pull
 
@@ -103,13 +199,18 @@ def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             for place, i in enumerate(argnums):
                 operands[i] = values[place]
             found = FUNCTIONS.composite(name, how, *operands)
-            return traced_tuple(found) if isinstance(found, tuple) else found
+            if not isinstance(found, tuple):
+                return found
+            return found[0] if len(found) == 1 else traced_tuple(found)
 
         return call
 
     def reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         def pull(g: Any) -> Any:
             values = traced_tuple(args[i] for i in argnums)
+            if isinstance(g, _Parts):
+                pairs = zip(g, ans, strict=True)
+                g = traced_tuple(anp.zeros_like(x) if part is None else part for part, x in pairs)
             with _quiet():
                 found = make_vjp(replaced(argnums, args), values)[0](g)
             return tuple(found[i] for i in range(len(argnums)))
@@ -122,6 +223,22 @@ def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
             return make_jvp(replaced(argnums, args), values)(traced_tuple(gs))[1]
 
     return reverse, forward
+
+
+def _double_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+    *operands, how = args
+    primitive = PRIMITIVES["product_double"]
+
+    def pull(g: Any) -> Any:
+        cotangents = _cotangents(primitive, how, g, operands[3])
+        wanted = [primitive.operands[i] for i in argnums]
+        found = pieces.third(FUNCTIONS, how, cotangents, operands, wanted)
+        return tuple(
+            anp.zeros_like(operands[i]) if part is None else part
+            for i, part in zip(argnums, found, strict=True)
+        )
+
+    return pull
 
 
 @contextmanager
@@ -172,19 +289,46 @@ def _rules(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
     primitive = PRIMITIVES[name]
     if name == "residual":
         return _residual_reverse, _forward(_residual_tangent)
+    if name == "product_double":
+        return _double_reverse, _through(name)[1]
     if primitive.derivative is None:
         return _through(name)
     if primitive.is_forward:
         tangent = _RUN[str(primitive.tangent)]
         return _fused(name), _forward(lambda _, how, x, dots: tangent(*x, *dots, how))
     made = FUNCTIONS.backward_tangent
-    return _fused(name), _forward(lambda _, how, x, dots: traced_tuple(made(name, how, x, dots)))
+    return _fused(name), _forward(lambda _, how, x, dots: _bundled(made(name, how, x, dots)))
 
 
 for _name, _run in _RUN.items():
     _pull, _push = _rules(_name)
     defvjp_argnums(_run, _pull)
     defjvp_argnums(_run, _push)
+
+
+# --- a call on boxes ------------------------------------------------------------------------------
+_KINDS = {ArrayBox, np.ndarray, type(None)}
+
+
+def _again(
+    operation: Any,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Run a layer's forward at once, which is most calls, and any other operation as it is run."""
+    layer = operation is _LAYER and out is None and not flags[0]
+    if layer and operands[0] is not None and operands[1] is not None:
+        if _KINDS.issuperset(map(type, operands)):
+            return FUNCTIONS.primitive("product", How(get(activation), backend=backend), *operands)
+    return operation.other(operands, activation, flags, needs, out, backend)
+
+
+_LAYER = OPERATIONS["matmul_bias_activation"]
+AGAIN[ArrayBox] = _again
 
 
 def to_numpy(x: Any) -> Any:

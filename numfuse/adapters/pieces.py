@@ -16,18 +16,20 @@ what that returns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce
 from operator import add, mul
 from typing import Any
 
+import numpy as np
+
 from numfuse import epilogues
-from numfuse.activations import Activation
+from numfuse.activations import Activation, get
 from numfuse.adapters.primitives import How
 from numfuse.expr import SYMBOL, Expr, constant, exp
 from numfuse.language.curves import Curve
 
-__all__ = ["COMPOSITES", "moved"]
+__all__ = ["COMPOSITES", "moved", "third"]
 
 NONE = "none"
 
@@ -45,6 +47,13 @@ _FORMULAS: dict[str, Callable[[Curve], epilogues.Epilogue]] = {
     "product_bwd": lambda f: epilogues.layer(f).select("out").backward().without("bias"),
     "product_double": lambda f: epilogues.layer_double_backward(f).without("bias", "w"),
     "product_tangent": lambda f: epilogues.layer_tangent(f).without("bias"),
+    "product_third": lambda f: (
+        epilogues.layer_double_backward(f)
+        .without("bias", "w")
+        .pulled_back(
+            {"d_grad": "g", "q": "x", "s": "y"}, {"t": "d_t", "grad": "d_grad", "z": "d_z"}
+        )
+    ),
     "gate_double": epilogues.gate_double_backward,
     "gate_tangent": lambda f: epilogues.gate(f).tangent(),
 }
@@ -56,7 +65,12 @@ def _formula(name: str, stand_in: str, absent: tuple[str, ...]) -> epilogues.Epi
 
 
 def evaluate(
-    ops: Any, name: str, how: How, inputs: Mapping[str, Any], guard: bool = False
+    ops: Any,
+    name: str,
+    how: How,
+    inputs: Mapping[str, Any],
+    guard: bool = False,
+    curves_of: dict[Expr, Any] | None = None,
 ) -> Callable[[str], Any]:
     """Return the function from a result's name to its array; None for one that is zero.
 
@@ -71,6 +85,9 @@ def evaluate(
         result depends on it.
     guard : bool, default False
         Count a derivative of the activation that is not finite as 0.
+    curves_of : dict, optional
+        Where the derivatives of the activation are kept as arrays, for several formulas over the
+        same inputs that have many terms. Without it, each term is one gate.
     """
     act = how.activation
     absent = tuple(x for x, array in inputs.items() if array is None)
@@ -78,7 +95,11 @@ def evaluate(
     if act.is_identity and name.startswith("product"):
         stand_in = "linear"  # (a gate stays one, and its value depends on all that it is made of)
     # (past the table the second derivative raises, where something is to be multiplied by it)
-    elif name.endswith("_double") and "t" not in absent and act.second_derivative_is_zero():
+    elif (
+        name.endswith(("_double", "_third"))
+        and not {"t", "x", "y"} & inputs.keys() <= set(absent)
+        and act.second_derivative_is_zero()
+    ):
         stand_in = "bent at corners"
     results = dict(_formula(name, stand_in, absent).results)
     known: dict[Expr, Any] = {}
@@ -101,6 +122,14 @@ def evaluate(
         (curve,) = curves
         assert isinstance(curve.payload, Curve)
         y = reduce(mul, map(value, rest))
+        if curves_of is not None:
+            if curve not in curves_of:
+                x = value(curve.args[0])
+                curves_of[curve] = ops.activation(x, act.derived(curve.payload.order))
+            slope = curves_of[curve]
+            if type(y) is np.ndarray and len(rest) > 1 and slope.dtype == y.dtype:
+                return np.multiply(slope, y, out=y)  # (nobody else has it: no fresh pages)
+            return slope * y if slope.dtype == y.dtype else ops.narrowed(slope * ops.widened(y), y)
         return _gate(ops, value(curve.args[0]), y, act, curve.payload.order, guard, how.backend)
 
     return lambda result: value(results[result]) if result in results else None
@@ -159,7 +188,7 @@ def _zeros(ops: Any, a: Any, b: Any, bias: Any, backend: Any) -> Any:
 
 
 def _pre(ops: Any, a: Any, b: Any, bias: Any, how: How) -> Callable[[], Any]:
-    return lambda: ops.matmul_bias_activation(a, b, bias, NONE, backend=how.backend)
+    return lambda: ops.pre_activation(how, a, b, bias)
 
 
 # --- the primitives' own --------------------------------------------------------------------------
@@ -215,6 +244,76 @@ def _product_double(
         total = reduce(add, there) if there else ops.zeros_like(like)
         made.append(ops.narrowed(total, pre) if name == "pre" else total)
     return tuple(made)
+
+
+def third(
+    ops: Any, how: How, found: Sequence[Any], x: Sequence[Any], wanted: Sequence[str]
+) -> list[Any]:
+    """Return the gradients of a double backward's results, weighted with cotangents, or None each.
+
+    Parameters
+    ----------
+    found : sequence
+        The cotangents of d_grad, d_a, d_b and d_bias; None is zero.
+    x : sequence
+        The operands: u, v, w, grad, a, b, bias.
+    wanted : sequence of str
+        The names of those whose gradients are returned.
+
+    Notes
+    -----
+    The results are sums of products of two factors (:func:`_product_double`), and so are these: the
+    cotangents take the places of u, v and w, and each product has two adjoints.
+    """
+    u, v, w, grad, a, b, bias = x
+    g, of_a, of_b, of_bias = found
+    none = How(get(NONE), (), True, how.backend)
+
+    def product(left: Any, right: Any) -> Any:
+        given = left is not None and right is not None
+        return ops.primitive("product", none, left, right, None) if given else None
+
+    inputs = {
+        "z": _pre(ops, a, b, bias, how),
+        "t": moved(ops, u, v, w, a, b, bias, how.backend),
+        "grad": grad,
+    }
+    curves: dict[Expr, Any] = {}
+    element = evaluate(ops, "product_double", how, inputs, curves_of=curves)
+    terms = [product(of_a, v), product(u, of_b)]
+    there = [term for term in terms if term is not None]
+    if there and bias is not None and bias.ndim > 1:  # (which may enlarge the result)
+        there.append(_zeros(ops, a, b, ops.zeros_like(bias), how.backend))
+    inputs |= {
+        "g": g,
+        "x": moved(ops, of_a, of_b, of_bias, a, b, bias, how.backend),
+        "y": reduce(add, there) if there else None,
+    }
+    twice = evaluate(ops, "product_third", how, inputs, curves_of=curves)
+    sums: dict[str, Any] = dict.fromkeys(wanted)
+    if "grad" in sums:
+        sums["grad"] = twice("d_grad")
+
+    def adjoint(source: Callable[[str], Any], result: str, left: Any, right: Any, to: str) -> None:
+        """Add the adjoints of left @ right (+ bias) to the gradients `to`, by one backward."""
+        names = dict(zip(to.split(), ("a", "b", "bias"), strict=False))
+        others = {"a": right, "b": left, "bias": a}
+        needs = {k: n for k, n in names.items() if k in sums and others[n] is not None}
+        value = source(result) if needs else None
+        if value is None:
+            return
+        operands = (a if left is None else left, b if right is None else right)
+        made = none._replace(needs=tuple(needs.values()))
+        parts = ops.primitive("product_bwd", made, value, *operands, bias)
+        for name, part in zip(needs, parts, strict=True):
+            sums[name] = part if sums[name] is None else sums[name] + part
+
+    adjoint(twice, "d_t", a, b, "u v w")
+    adjoint(element, "s", of_a, of_b, "u v")
+    adjoint(twice, "d_z", a, b, "a b bias")
+    adjoint(twice, "d_t", u, v, "a b")
+    adjoint(element, "q", of_a, of_b, "a b")
+    return [sums[name] for name in wanted]
 
 
 def _product_tangent(ops: Any, how: How, a: Any, b: Any, bias: Any, u: Any, v: Any, w: Any) -> Any:

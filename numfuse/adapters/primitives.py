@@ -42,6 +42,8 @@ class How(NamedTuple):
     needs: tuple[str, ...] = ()
     guard: bool = True
     backend: Any = None
+    #: An adapter's own: where the forward of these operands left its pre-activation.
+    saved: Any = None
 
 
 class Primitive:
@@ -127,12 +129,16 @@ class Primitive:
         Arrays go by position, as the replay of a device's calls knows them.
         """
         known = SIGNATURES[self.function].options
-        options: dict[str, Any] = {n: getattr(how, n) for n in ("needs", "guard") if n in known}
+        options: dict[str, Any] = {"backend": how.backend}
+        if "needs" in known:
+            options["needs"] = how.needs
+        if "guard" in known:
+            options["guard"] = how.guard
         if pre is not None:
             options["pre_activation"] = pre
         if "activation" in known:
             operands = (*operands, how.activation)
-        found = getattr(library, self.function)(*operands, backend=how.backend, **options)
+        found = getattr(library, self.function)(*operands, **options)
         if self.names is not None:
             return made(found, self.names, how.needs)
         return found.out_dot if self.moved else found

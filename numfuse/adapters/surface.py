@@ -130,6 +130,10 @@ class Functions(PublicFunctions):
         _same_shape("pre_activation", pre, "the result's shape", grad)
         return pre if self.moves(pre) else None
 
+    def pre_activation(self, how: How, a: Any, b: Any, bias: Any) -> Any:
+        """Return a @ b + bias, with its derivatives, for what a derivative is made of."""
+        return self.matmul_bias_activation(a, b, bias, backend=how.backend)
+
     def backward_tangent(
         self, name: str, how: How, x: Sequence[Any], dots: Sequence[Any]
     ) -> tuple[Any, ...]:

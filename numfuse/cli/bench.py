@@ -1,7 +1,9 @@
 """Measure this machine: its ceilings (fused multiply-adds and bytes a second), numfuse, and the
-installed peers doing the same work on the same operands. One process per number of threads, pinned
-to as many cores; contestants interleaved, medians over the rounds, results checked against
-float64. A table, a picture of it all under the machine's ceilings, and a file for a bug report.
+installed peers doing the same work on the same operands. First uses, which are whole steps of a
+training or an inference through NumPy, PyTorch and JAX; then kernels. One process per number of
+threads, pinned to as many cores; contestants interleaved, medians over the rounds, results checked
+against float64. Tables, a picture of the kernels under the machine's ceilings, and a file for a bug
+report.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any
 
 from numfuse.cli import missing_extra
 from numfuse.cli.peers import ACTIVATIONS, LAYOUTS, OPERATIONS, PEERS, PRODUCTS, Case, installed
+from numfuse.cli.report import wrong_uses
 
 SIZES = {
     "quick": ["64", "256"],
@@ -38,6 +41,8 @@ EFFORT = {"quick": (3, 1e-3), "default": (5, 2e-3), "full": (15, 5e-3)}
 # are left are left out, and it says so. They come by turns, so that none of operations and dtypes
 # goes without. What follows the last case takes some seconds more.
 SECONDS = 105.0
+# Of these, the uses take so many at the most, and each about so many of measuring.
+USES_SECONDS, USE_SECONDS = 45.0, {"quick": 0.1, "default": 2.0, "full": 6.0}
 DEFAULT_OPERATIONS = OPERATIONS[:5]  # without "fresh"
 SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
 GATED_ELEMENTS = 1 << 16  # below, a gated call measures the caller and not the kernel
@@ -74,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "of the operands of products; default: contiguous, with --full some of each"
     add("--layouts", nargs="+", choices=tuple(LAYOUTS), help=text)
     add("--activation", choices=ACTIVATIONS, default="gelu")
+    text = "the uses whose names hold one of these, all without a word; default: all (with --quick "
+    text += "those of NumPy), none where sizes, dtypes, layouts or operations are given"
+    add("--uses", nargs="*", metavar="WORD", help=text)
     text = "default: 1, and one per core"
     add("--threads", nargs="+", type=int, metavar="N", help=text)
     add("--peers", nargs="*", choices=tuple(PEERS))
@@ -163,9 +171,65 @@ def budget(arguments: argparse.Namespace) -> float | None:
     """Seconds that the measurements may take; None for as long as they do."""
     if arguments.seconds is not None:
         return float(arguments.seconds)
-    asked = (arguments.sizes, arguments.dtype, arguments.operations, arguments.layouts)
-    plain = arguments.effort == "default" and not any((*asked, arguments.rounds, arguments.threads))
+    plain = arguments.effort == "default" and not any(
+        (*asked(arguments), arguments.rounds, arguments.threads)
+    )
     return SECONDS if plain else None
+
+
+def asked(arguments: argparse.Namespace) -> tuple[Any, ...]:
+    """Return what chooses among the kernels."""
+    return arguments.sizes, arguments.dtype, arguments.operations, arguments.layouts
+
+
+def choose_uses(arguments: argparse.Namespace) -> list[str] | None:
+    """Return words of the names of the uses to measure, none for all; None for no use."""
+    if arguments.uses is not None:
+        return list(arguments.uses)
+    if any(asked(arguments)):
+        return None
+    return ["NumPy"] if arguments.effort == "quick" else []
+
+
+def measure_uses(
+    arguments: argparse.Namespace,
+    cores: list[int],
+    report: dict[str, Any],
+    advance: Callable[[str, int, int], None],
+) -> None:
+    """Measure the uses, on all cores, as long as there is time."""
+    import os
+    import time
+
+    from numfuse.cli import session, uses
+
+    words = choose_uses(arguments)
+    names = [use.name for use in uses.chosen(words)] if words is not None else []
+    if not names:
+        return
+    plan = {
+        "threads": len(cores) or os.cpu_count() or 1,
+        "peers": [],
+        "uses": words,
+        "seconds": USE_SECONDS[arguments.effort],
+        "rounds": report["rounds"] * 3,
+        "seed": report["seed"],
+    }
+    limit, began = budget(arguments), time.monotonic()
+    advance(f"uses: {names[0]}", 0, len(names))
+    for event in session.start(plan, cores):
+        if event.pop("event") != "use":
+            continue
+        done = report["uses"]
+        done.append(event)
+        if len(done) == len(names):
+            continue  # the process ends by itself
+        if limit is not None and time.monotonic() - began > min(limit, USES_SECONDS):
+            report["notes"].append(
+                f"{len(names) - len(done)} of {len(names)} uses were left out, as the time was up"
+            )
+            break
+        advance(f"uses: {names[len(done)]}", len(done), len(names))
 
 
 def measure(
@@ -203,11 +267,13 @@ def measure(
         "peers": chosen,
         "left_out": left_out,
         "notes": notes,
+        "uses": [],
         "sessions": [],
         "cases": [],
     }
     total = len(threads) * len(cases)
     limit, began = budget(arguments), time.monotonic()
+    measure_uses(arguments, cores, report, advance)
     for turn, count in enumerate(threads, 1):
         # Each number of threads gets its share, and what those before it have left.
         end = began + limit * turn / len(threads) if limit is not None else math.inf
@@ -248,7 +314,7 @@ def measure(
 
 def wrong_results(report: dict[str, Any]) -> list[str]:
     """A sentence for each result that is further from float64 than its rounding allows."""
-    return [
+    return wrong_uses(report["uses"]) + [
         f"{name}: {case['operation']} {case['dtype']} {case['m']}x{case['n']}x{case['k']} "
         f"{case['layout']}: "
         f"relative error {error:.1e}, at most {case['tolerance']:.1e} expected"

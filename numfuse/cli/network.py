@@ -183,11 +183,19 @@ class Adam:
 
 
 def array_step(
-    gradients_of: Gradients, start: Parameters, rate: float, x: Array, labels: Array
+    gradients_of: Gradients,
+    start: Parameters,
+    rate: float,
+    x: Array,
+    labels: Array,
+    gradients: Parameters | None = None,
 ) -> Callable[[], float]:
-    """A training step on one batch, with NumPy's Adam; each call continues from the last."""
+    """A training step on one batch, with NumPy's Adam; each call continues from the last.
+
+    The gradients of a step are left in `gradients`.
+    """
     parameters = start.copy()
-    gradients = Parameters.zeros()
+    gradients = gradients or Parameters.zeros()
     adam = Adam(parameters, rate)
 
     def step() -> float:

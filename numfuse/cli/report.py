@@ -20,6 +20,10 @@ OPERATION_NAMES = {
     "gated_fresh": "gated, fresh",
     "gated_backward_fresh": "gated backward, fresh",
 }
+USES_LEGEND = (
+    "ratio: the fastest peer's time as a multiple of numfuse's; above 1 numfuse is faster. "
+    "error: the largest difference from float64, relative to the largest element."
+)
 LEGEND = (
     "floor: flops at the FMA peak or bytes at the triad's bandwidth, the longer of the two; "
     "of floor: its share of numfuse's time. "
@@ -35,11 +39,14 @@ class Table(NamedTuple):
     title: str
     head: list[str]
     rows: list[tuple[list[str], bool]]
+    #: The columns that a narrow terminal gets, and how many on the left hold text.
+    narrow: tuple[int, ...]
+    text: int
 
 
 def fastest_peer(case: dict[str, Any]) -> tuple[str, float] | None:
     """Name of the fastest peer, and its time as a multiple of numfuse's."""
-    peers = {name: t for name, t in case["seconds"].items() if name != "numfuse"}
+    peers = {name: t for name, t in case["seconds"].items() if not ours(name)}
     if not peers:
         return None
     name = min(peers, key=peers.__getitem__)
@@ -90,12 +97,17 @@ def floor_text(case: dict[str, Any], peak: float | None, triad: float | None) ->
     return f"{readable(seconds)} {name}", f"{seconds / case['seconds']['numfuse']:.0%}"
 
 
+def legends(report: dict[str, Any]) -> list[str]:
+    """Return what the columns of the tables mean."""
+    return [*([USES_LEGEND] if report["uses"] else []), LEGEND]
+
+
 def threads_text(threads: int) -> str:
     return f"{threads} thread{'s' if threads > 1 else ''}"
 
 
 def tables(report: dict[str, Any]) -> list[Table]:
-    found = []
+    found = [uses_table(report["uses"])] if report["uses"] else []
     for session in report["sessions"]:
         threads = session["threads"]
         triad = session.get("triad", {}).get("gbs")
@@ -128,7 +140,48 @@ def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: l
             f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
         ]
         rows.append((cells, rival is not None and rival[1] < 1 - EQUAL))
-    return Table(title, head, rows)
+    return Table(title, head, rows, (0, 1, 2, 4, 5, len(head) - 1), 2)
+
+
+def uses_table(found: list[dict[str, Any]]) -> Table:
+    """Return the table of what `numfuse.cli.uses.measure` found."""
+    rows = []
+    for row in found:
+        seconds, errors = row["seconds"], row["error"]
+        peers = [name for name in seconds if name != "numfuse"]
+        rival = fastest_peer(row) if "numfuse" in seconds else None
+        best = min((e for name, e in errors.items() if not ours(name)), default=0.0)
+        cells = [
+            row["use"],
+            readable(seconds["numfuse"]) if "numfuse" in seconds else "failed",
+            ", ".join(f"{name} {readable(seconds[name])}" for name in peers) or "none",
+            f"{rival[1]:.2f}" if rival else "none",
+            f"{errors.get('numfuse', float('nan')):.0e} ({best:.0e})",
+        ]
+        rows.append((cells, rival is not None and rival[1] < 1 - EQUAL))
+    head = ["use", "numfuse", "others", "ratio", "error (best peer's)"]
+    return Table("Uses: a whole step, wall time", head, rows, (0, 1, 2, 3), 1)
+
+
+def ours(name: str) -> bool:
+    """Return whether a contestant is numfuse, in one of its forms."""
+    return name.startswith("numfuse")
+
+
+def wrong_uses(found: list[dict[str, Any]]) -> list[str]:
+    """Return a sentence for each use that failed, or is further from float64 than it may be."""
+    wrong = []
+    for row in found:
+        for name in filter(ours, (*row["error"], *row["failed"])):
+            error = row["error"].get(name)
+            if error is None:
+                wrong.append(f"{name}: {row['use']}: failed: {row['failed'][name]}")
+            elif not error <= row["tolerance"]:
+                wrong.append(
+                    f"{name}: {row['use']}: relative error {error:.1e}, at most "
+                    f"{row['tolerance']:.1e} expected"
+                )
+    return wrong
 
 
 def verdict(report: dict[str, Any]) -> list[str]:
@@ -202,12 +255,12 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print(method(report), highlight=False)
     for found in tables(report):
         columns = list(range(len(found.head)))
-        for shown in (columns, [*columns[:3], *columns[4:6], columns[-1]]):
+        for shown in (columns, found.narrow):
             grid = RichTable(
                 title=found.title, title_justify="left", title_style="bold", box=SIMPLE
             )
             for column in shown:
-                justify = "left" if column < 2 else "right"
+                justify = "left" if column < found.text else "right"
                 grid.add_column(found.head[column], justify=justify, no_wrap=True)  # type: ignore[arg-type]
             for cells, behind in found.rows:
                 grid.add_row(*(cells[i] for i in shown), style="yellow" if behind else None)
@@ -215,7 +268,8 @@ def show(report: dict[str, Any], console: Console) -> None:
             if console.measure(grid, options=unlimited).maximum <= console.width:
                 break
         console.print(grid)
-    console.print(LEGEND, highlight=False, soft_wrap=True)
+    for legend in legends(report):
+        console.print(legend, highlight=False, soft_wrap=True)
     for line in (*verdict(report), *remarks(report)):
         console.print(line, highlight=False, soft_wrap=True)
 
@@ -228,13 +282,22 @@ def markdown(report: dict[str, Any]) -> str:
         if libraries:
             lines += ["", f"{session['threads']} thread(s), BLAS: {', '.join(libraries)}."]
     for found in tables(report):
-        lines += ["", f"### {found.title}", ""]
-        lines += [f"| {' | '.join(found.head)} |", f"|---|---{'|---:' * (len(found.head) - 2)}|"]
-        for (*others, last), behind in found.rows:
-            lines.append(f"| {' | '.join([*others, f'**{last}**' if behind else last])} |")
-    lines += ["", LEGEND, "", "### In words", ""]
+        lines += ["", f"### {found.title}", "", *markdown_table(found)]
+    lines += [line for legend in legends(report) for line in ("", legend)]
+    lines += ["", "### In words", ""]
     lines += [f"- {line}" for line in (*verdict(report), *remarks(report))]
     return "\n".join(lines) + "\n"
+
+
+def markdown_table(table: Table) -> list[str]:
+    """Return the lines of a table; the ratio of a row that is behind its peer is bold."""
+    ends = ["|---"] * table.text + ["|---:"] * (len(table.head) - table.text)
+    lines = [f"| {' | '.join(table.head)} |", f"{''.join(ends)}|"]
+    place = table.head.index("ratio") if "ratio" in table.head else len(table.head) - 1
+    for cells, behind in table.rows:
+        marked = [f"**{x}**" if behind and i == place else x for i, x in enumerate(cells)]
+        lines.append(f"| {' | '.join(marked)} |")
+    return lines
 
 
 def write_markdown(report: dict[str, Any], path: Path) -> None:

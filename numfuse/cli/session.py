@@ -52,7 +52,8 @@ def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
     """
     threads = str(plan["threads"])
     environment = os.environ | dict.fromkeys(THREAD_VARIABLES, threads)
-    environment["OPENBLAS_THREAD_TIMEOUT"] = OPENBLAS_TIMEOUT
+    if "uses" not in plan:
+        environment["OPENBLAS_THREAD_TIMEOUT"] = OPENBLAS_TIMEOUT
     environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
         " --xla_cpu_multi_thread_eigen=false" if threads == "1" else ""
     )
@@ -94,6 +95,12 @@ def measure(plan_text: str) -> None:
     numba.set_num_threads(threads)
     if libraries := limit_threads(plan["peers"], threads):
         tell(event="libraries", libraries=libraries)
+    if "uses" in plan:
+        from numfuse.cli import uses
+
+        for row in uses.measured(plan):
+            tell(event="use", **row)
+        return
     bandwidth, array_bytes = ceilings.triad(threads)
     tell(event="triad", gbs=bandwidth, array_bytes=array_bytes)
 

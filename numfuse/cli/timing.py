@@ -59,6 +59,7 @@ def interleave(
     rest: float = REST,
     seed: int = 0,
     probe: Probe | None = None,
+    settle: Callable[[], object] | None = None,
 ) -> dict[str, list[float]]:
     """Seconds per call of each contestant, one figure a round.
 
@@ -76,17 +77,20 @@ def interleave(
         Of the order in which the contestants run.
     probe
         Where given, it is asked before and after a stretch, and a disturbed stretch is timed again.
+    settle
+        Where given, it waits for a device: once at the end of a stretch, as part of its time.
     """
     order = list(contestants)
     shuffle = random.Random(seed).shuffle
-    repeats = {name: _repeats(contestants[name], sample) for name in order}
+    settle = settle or _ready
+    repeats = {name: _repeats(contestants[name], sample, settle) for name in order}
     seconds: dict[str, list[float]] = {name: [] for name in order}
     for _ in range(rounds):
         shuffle(order)
         for name in order:
             for _ in range(TRIES):
                 before = probe is None or probe.calm()
-                figure = _stretch(contestants[name], repeats[name], rest)
+                figure = _stretch(contestants[name], repeats[name], rest, settle)
                 if probe is None:
                     break
                 probe.stretches += 1
@@ -97,21 +101,29 @@ def interleave(
     return seconds
 
 
-def _stretch(call: Contestant, repeats: int, rest: float) -> float:
+def _ready() -> None:
+    """Return at once: what a CPU computes is there when the call returns."""
+
+
+def _stretch(call: Contestant, repeats: int, rest: float, settle: Contestant) -> float:
     """Seconds per call, in one stretch of `repeats` calls."""
     time.sleep(rest)
     call()  # untimed: wakes the threads and takes the caches back from the others
+    settle()
     loop = range(repeats)
     start = time.perf_counter()
     for _ in loop:
         call()
+    settle()
     return (time.perf_counter() - start) / len(loop)
 
 
-def _repeats(call: Contestant, sample: float) -> int:
+def _repeats(call: Contestant, sample: float, settle: Contestant) -> int:
     call()
+    settle()
     start = time.perf_counter()
     call()
+    settle()
     return max(1, math.ceil(sample / max(time.perf_counter() - start, 1e-7)))
 
 

@@ -402,3 +402,85 @@ def test_an_activation_of_a_box_is_a_box_with_derivatives():
     np.testing.assert_allclose(second, act.second_derivative(x), rtol=1e-12)
     tangent = autograd.make_jvp(own)(x)(np.ones_like(x))[1]
     np.testing.assert_allclose(tangent, act.derivative(x), rtol=1e-13)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls of the core: name, whether a pre-activation was given, and the needed gradients."""
+    made = []
+
+    def recorded(name, function):
+        def call(*args, **options):
+            given = options.get("pre_activation") is not None
+            made.append((name, given, options.get("needs")))
+            return function(*args, **options)
+
+        return call
+
+    for name, function in vars(adapter.CORE).items():
+        monkeypatch.setattr(adapter.CORE, name, recorded(name, function))
+    return made
+
+
+def layer_loss(a, b, bias):
+    return anp.sum(nf.matmul_bias_activation(a, b, bias, "tanh") ** 2)
+
+
+def test_only_the_gradients_that_are_asked_for_are_made(calls):
+    operands = draw(((3, 2), (2, 4), (4,)), 20)
+    for place, name in enumerate(("a", "b", "bias")):
+        calls.clear()
+        autograd.grad(layer_loss, place)(*operands)
+        assert [needs for *_, needs in calls] == [None, (name,)]
+    calls.clear()
+    autograd.grad(layer_loss, (0, 2))(*operands)
+    assert calls[-1][2] == ("a", "bias")
+
+
+def test_the_product_of_a_forward_is_made_once_for_every_order(calls):
+    a, b, bias = draw(((3, 2), (2, 4), (4,)), 21)
+
+    def second(a, b, bias):
+        du = autograd.elementwise_grad(lambda a: nf.matmul_bias_activation(a, b, bias, "tanh"))
+        return anp.sum(autograd.elementwise_grad(lambda a: du(a)[:, 0])(a) ** 2)
+
+    autograd.grad(second, (0, 1, 2))(a, b, bias)
+    names = [name for name, *_ in calls]
+    derivatives = [given for name, given, _ in calls if name.startswith("matmul_bias_activation_")]
+    # the layer's; and of the third order T = u @ b and its cotangent's, but no a @ b + bias
+    assert names.count("matmul_bias_activation") == 3
+    assert derivatives[:2] == [True, True]
+
+
+def test_a_gradient_that_nobody_uses_has_no_cotangent(calls):
+    grad, a, b, bias = draw(((3, 4), (3, 2), (2, 4), (4,)), 22)
+
+    def loss(a):
+        found = nf.matmul_bias_activation_bwd(grad, a, b, bias, "tanh")
+        return anp.sum(found.d_bias**2)
+
+    gradient = autograd.grad(loss)(a)
+    direct = autograd.grad(
+        lambda a: anp.sum(
+            nf.matmul_bias_activation_bwd(grad, a, b, bias, "tanh", needs=("bias",)).d_bias ** 2
+        )
+    )(a)
+    np.testing.assert_array_equal(gradient, direct)
+    assert [name for name, *_ in calls].count("matmul_bias_activation_double_bwd") == 2
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_a_narrow_dtype_keeps_its_own_to_third_order(dtype):
+    wide = draw(((3, 2), (2, 4), (4,)), 23)
+
+    def second(a, b, bias):
+        du = autograd.elementwise_grad(lambda a: nf.matmul_bias_activation(a, b, bias, "tanh"))
+        return anp.sum(autograd.elementwise_grad(lambda a: du(a)[:, 0])(a) * a)
+
+    third = autograd.grad(second, (0, 1, 2))
+    exact = third(*wide)
+    found = third(*(x.astype(dtype) for x in wide))
+    for left, right in zip(found, exact, strict=True):
+        assert left.dtype == dtype
+        scale = np.abs(right).max()
+        np.testing.assert_allclose(left / scale, right / scale, atol=64 * np.finfo(dtype).eps)

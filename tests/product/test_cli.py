@@ -189,7 +189,7 @@ def measured(tmp_path_factory):
     page.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     done = python(
         *("-m", "numfuse", "bench", *SMALL, "--json", "b.json", "--markdown", "page.md"),
-        *("--operations", *peers.OPERATIONS),
+        *("--operations", *peers.OPERATIONS, "--uses", "1 row"),
         cwd=directory,
     )
     assert done.returncode == 0, done.stderr
@@ -209,6 +209,16 @@ def test_bench_measures_every_operation_and_checks_every_result(measured):
         assert all(error <= case["tolerance"] for error in case["error"].values())
         assert case["failed"] == {}
         assert (case["peak_gflops"] is None) == case["operation"].startswith("gated")
+
+
+@pytest.mark.long
+def test_bench_shows_uses_before_kernels(measured):
+    printed, found, page = measured
+    (row,) = found["uses"]
+    assert row["use"] == "NumPy, 1 row through 64-64-64-1 relu" and not row["failed"]
+    assert set(row["seconds"]) == {"numfuse", "NumPy"}
+    for text in (printed, page):
+        assert 0 < text.index("Uses: ") < text.index(row["use"]) < text.index("float32, 1 thread")
 
 
 @pytest.mark.long

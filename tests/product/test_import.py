@@ -231,7 +231,7 @@ ARROWS: dict[str, set[str]] = {
         "runtime", "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings.
-    "cli": {"numfuse", "backends", "backends.cpu"},
+    "cli": {"adapters", "numfuse", "backends", "backends.cpu"},  # (the modules of PyTorch)
     "__main__": {"cli", "numfuse"},
 }  # fmt: skip
 
