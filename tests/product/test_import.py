@@ -230,8 +230,8 @@ ARROWS: dict[str, set[str]] = {
         "activations", "backends", "devices", "differentials", "errors", "functional", "registry",
         "runtime", "webgpu",
     },
-    # The public functions only, but for the benchmark's ceilings.
-    "cli": {"numfuse", "backends", "backends.cpu"},
+    # The public functions only, but for the benchmark's ceilings and what `info` tells of JAX.
+    "cli": {"adapters", "numfuse", "backends", "backends.cpu"},
     "__main__": {"cli", "numfuse"},
 }  # fmt: skip
 

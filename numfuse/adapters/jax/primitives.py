@@ -1,4 +1,4 @@
-"""numfuse's operations as JAX primitives: on the host at once, or as host callbacks when compiled.
+"""numfuse's operations as JAX primitives: on the host at once, or compiled (`ffi`).
 
 Each primitive has the rules that JAX composes: a batch (`vmap`) is one more mapped axis of the same
 primitive, forward mode is a primitive that is linear in tangents, and reverse mode is that one's
@@ -6,9 +6,10 @@ transpose (`numfuse.adapters.jax.operations`). What is kept moves too: the deriv
 is its tangent, and that of the others goes through what they are made of
 (`numfuse.adapters.pieces`).
 
-Arrays that are there are read where they are, and the results are made without a callback. A
-callback reads the buffers that XLA hands over: nothing in it waits for XLA's threads, of which it
-holds one, and on one core that is all there are.
+Arrays that are there are read where they are, but from the second call of a form on by what is
+compiled for it. Where XLA cannot call machine code of numfuse, what is compiled calls back to
+Python. A callback reads the buffers that XLA hands over: nothing in it waits for XLA's threads, of
+which it holds one, and on one core that is all there are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec
 from numpy import ndarray
 
 from numfuse.activations import get
+from numfuse.adapters.jax import ffi
 from numfuse.adapters.jax.operations import (
     Form,
     Operation,
@@ -42,6 +44,7 @@ from numfuse.problem.operands import accumulator
 __all__ = ["call", "through"]
 
 Operands = Sequence[Any]
+config: Any = jax.config
 
 
 # --- the primitives -------------------------------------------------------------------------------
@@ -68,15 +71,33 @@ def _compiled(*given: Any, name: str, form: Form) -> Any:
     return _JAX_PRIMITIVES[name].bind(*given, form=form)
 
 
+@functools.lru_cache(maxsize=4096)
+def _met(*call: Any) -> list[bool]:
+    return []
+
+
+def _pays(operation: Operation, form: Form, given: Operands) -> bool:
+    """Whether a call of arrays that are there is worth a compilation: it has come before."""
+    if config.jax_disable_jit or not ffi.serves(form):
+        return False
+    met = _met(operation.name, form, *[(x.shape, x.dtype) for x in given])
+    if met:
+        return True
+    met.append(True)
+    return False
+
+
 def _now(operation: Operation, *given: Any, form: Form) -> Any:
-    """The results of arrays that are there: on the host, or compiled where they are on several
-    devices, which JAX then brings together (or refuses to)."""
+    """The results of arrays that are there: on the host the first time, later compiled.
+
+    Those on several devices JAX brings together, or refuses to.
+    """
     arrays = [x for x in given if isinstance(x, jax.Array)]
     devices = {device for x in arrays for device in x.devices()}
     for device in devices:
         if device.platform != "cpu":
             raise _refused(device.platform)
-    if len(devices) > 1:
+    if len(devices) > 1 or _pays(operation, form, given):
         return _compiled(*given, name=operation.name, form=form)
     found = on_host(operation, form, [np.asarray(x) for x in given])
     where = next((x.sharding for x in arrays if getattr(x, "committed", True)), None)
@@ -100,8 +121,13 @@ def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
 
 
 def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
-    """A host callback on the buffers themselves. jax.pure_callback would copy its operands on
-    XLA's threads and wait for them in one of these."""
+    """Machine code, or a host callback on the buffers themselves: jax.pure_callback would copy its
+    operands on XLA's threads and wait for them in one of these."""
+    shapes = tuple(x.shape for x in ctx.avals_in)
+    made = ffi.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    if made is not None:
+        key, what = made
+        return jax.ffi.ffi_lowering(ffi.TARGET)(ctx, *operands, key=np.int64(key), what=what)
 
     def run(*given: Any) -> list[ndarray]:
         return on_host(operation, form, given)

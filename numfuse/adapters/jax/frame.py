@@ -1,0 +1,328 @@
+"""XLA's call of a custom operation, answered by machine code: no interpreter, no lock of its.
+
+`answer` and `help_out` are templates, compiled as numfuse's kernels are. XLA calls the first with
+the address of a call frame (`xla/ffi/api/c_api.h`), at which this module looks by the numbers
+below. A call names a record by its key; the record says where a program's arrays come from and
+which sequences are run on them. A key that is not in the table is asked for in Python, once.
+
+Several threads may be here at once: each takes memory of its own, and a sequence that is worth more
+threads asks XLA's pool for them, which may come late or never.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+
+from numfuse.backends.cpu.kernels.protocol import Schema
+from numfuse.backends.cpu.launch import entries
+from numfuse.backends.cpu.llvm import intrinsics
+from numfuse.backends.cpu.llvm.vectors import I64, typed_intrinsic
+from numfuse.runtime import specialise
+
+__all__ = ["RECORD", "ROOT", "SEQUENCE", "SLOT", "handlers"]
+
+# ruff: noqa: F821  (the free names of a template are bound at specialisation)
+# mypy: disable-error-code="name-defined"
+
+#: The words of this process: calls that are under way; the table; what Python is asked by; the
+#: version that a query is answered with; why a record is missing, and that there is no memory;
+#: functions of the C library, and `help_out`; bytes of kept memory, now and at most; the slots.
+ROOT = Schema("""
+    R_INSIDE R_TABLE R_RESOLVE R_VERSION R_MISSING R_NO_MEMORY
+    R_ALLOCATE R_FREE R_FILL R_ADVISE R_YIELD R_HELP
+    R_KEPT R_MOST R_SLOTS
+""")
+#: Memory of a launch, a line each: who has it, where it is, its bytes.
+SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_3 S_4 S_5 S_6 S_7")
+#: A record: bytes of memory, how many arrays, arrays to be zeroed and sequences; then for each
+#: array its source (a kind, and above two bits a number or an offset), for each zeroed one its
+#: number and bytes, and the sequences.
+RECORD = Schema("N_SIZE N_ARRAYS N_ZEROED N_SEQUENCES")
+SEQUENCE = Schema("Q_STEPS Q_COUNT Q_THREADS Q_STRIDE Q_TABLE")
+#: Where an array of a program comes from.
+SOURCE = {"NOWHERE": 0, "OPERAND": 1, "RESULT": 2, "MEMORY": 3}
+#: A launch that several threads work at: its gate, who still knows of it; then for each helper what
+#: it needs.
+_SHARED = Schema("L_GATE L_KNOWN")
+_TASK = Schema("K_LAUNCH K_TABLE K_WORKSPACE K_YIELD K_FREE")
+
+#: Numbers of 64-bit words in XLA's structs, and constants of its interface.
+_XLA = {
+    "F_EXTENSION": 1, "F_API": 2, "F_CONTEXT": 3, "F_STAGE": 4, "F_ARGS": 9, "F_RETS": 14,
+    "F_ATTRS": 20, "B_DATA": 3, "A_ERROR_CREATE": 6, "A_ERROR_DESTROY": 8, "A_SCHEDULE": 17,
+    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "EXHAUSTED": 8,
+}  # fmt: skip
+#: What is 32 bits wide shares a word.
+LOW = 0xFFFFFFFF
+HUGE_PAGE = 2 << 20
+MADV_HUGEPAGE = 14
+
+
+# --- templates ------------------------------------------------------------------------------------
+def look_up(table: int, key: int) -> int:
+    """Return the record of a key, 0 where there is none; the table's first word is its mask."""
+    t = WORDS(table)
+    at = key & t[0]
+    while t[1 + 2 * at] != 0 and t[1 + 2 * at] != key:
+        at = (at + 1) & t[0]
+    return t[2 + 2 * at]
+
+
+def failed(frame: int, message: int, code: int) -> int:
+    """Return a new error of XLA's."""
+    about = STACK_4()
+    e = WORDS(about)
+    e[0] = 28  # bytes of the struct up to the code
+    e[1] = 0
+    e[2] = message
+    e[3] = code
+    return ASK_1(WORDS(WORDS(frame)[F_API])[A_ERROR_CREATE], about)
+
+
+def take(root: int, size: int) -> int:
+    """Return a slot whose memory has so many bytes, or 0 where the system gives none.
+
+    Waits while others have them all: they wait for nobody.
+    """
+    r = WORDS(root)
+    slot = root + 8 * R_SLOTS
+    looks = 0
+    while FETCH_ADD(slot, 1) != 0:
+        FETCH_ADD(slot, -1)
+        slot += 8 * SLOT_WORDS
+        if slot == root + 8 * R_SLOTS + 8 * SLOT_WORDS * SLOTS:
+            slot = root + 8 * R_SLOTS
+            looks = LOOK_AGAIN(looks, r[R_YIELD])
+    s = WORDS(slot)
+    if s[S_SIZE] < size:
+        FREE_SLOT(root, slot)
+        size = (size + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
+        if ASK_3(r[R_ALLOCATE], slot + 8 * S_MEMORY, HUGE_PAGE, size) & LOW != 0:
+            s[S_MEMORY] = 0
+            FETCH_ADD(slot, -1)
+            return 0
+        if r[R_ADVISE] != 0:
+            CALL_3(r[R_ADVISE], s[S_MEMORY], size, MADV_HUGEPAGE)
+        s[S_SIZE] = size
+        FETCH_ADD(root + 8 * R_KEPT, size)
+    return slot
+
+
+def free_slot(root: int, slot: int) -> None:
+    """Give the memory of a slot back to the system."""
+    s = WORDS(slot)
+    if s[S_MEMORY] != 0:
+        FETCH_ADD(root + 8 * R_KEPT, -s[S_SIZE])
+        CALL_1(WORDS(root)[R_FREE], s[S_MEMORY])
+        s[S_MEMORY] = 0
+        s[S_SIZE] = 0
+
+
+def give_back(root: int, slot: int) -> None:
+    """Let others have a slot, without its memory where more is kept than should be."""
+    if LOAD(root + 8 * R_KEPT) > WORDS(root)[R_MOST]:
+        FREE_SLOT(root, slot)
+    FETCH_ADD(slot, -1)
+
+
+def share_out(frame: int, root: int, sequence: int, memory: int) -> None:
+    """Work at an open sequence with the threads of XLA's pool that come in time.
+
+    The gate is that of `entries.run_with_helpers`. A helper may come when all is over: what it
+    looks at goes with the last that knows of it.
+    """
+    f, r, q = WORDS(frame), WORDS(root), WORDS(sequence)
+    table = memory + q[Q_TABLE]
+    place = STACK_3()
+    size = 8 * SHARED_WORDS + 8 * TASK_WORDS * q[Q_THREADS]
+    if ASK_3(r[R_ALLOCATE], place, 64, size) & LOW != 0:
+        WORK(table, memory, 0)
+        return
+    launch = WORDS(place)[0]
+    shared = WORDS(launch)
+    shared[L_GATE] = GATE
+    shared[L_KNOWN] = q[Q_THREADS]
+    about = STACK_5()
+    a = WORDS(about)
+    a[0] = 40
+    a[1] = 0
+    a[2] = f[F_CONTEXT]
+    a[3] = r[R_HELP]
+    for i in range(1, q[Q_THREADS]):
+        task = launch + 8 * SHARED_WORDS + 8 * TASK_WORDS * (i - 1)
+        k = WORDS(task)
+        k[K_LAUNCH] = launch
+        k[K_TABLE] = table
+        k[K_WORKSPACE] = memory + i * q[Q_STRIDE]
+        k[K_YIELD] = r[R_YIELD]
+        k[K_FREE] = r[R_FREE]
+        a[4] = task
+        error = ASK_1(WORDS(f[F_API])[A_SCHEDULE], about)
+        if error != 0:  # there is no pool
+            WORDS(place)[0] = 24
+            WORDS(place)[1] = 0
+            WORDS(place)[2] = error
+            CALL_1(WORDS(f[F_API])[A_ERROR_DESTROY], place)
+            FETCH_ADD(launch + 8 * L_KNOWN, -1)
+    WORK(table, memory, r[R_YIELD])
+    FETCH_ADD(launch, GATE)
+    looks = 0
+    while LOAD(launch) != 2 * GATE:
+        looks = LOOK_AGAIN(looks, r[R_YIELD])
+    LEAVE(launch, r[R_FREE])
+
+
+def leave(launch: int, free: int) -> None:
+    """Forget a launch; the last one gives its memory back."""
+    if FETCH_ADD(launch + 8 * L_KNOWN, -1) == 1:
+        CALL_1(free, launch)
+
+
+def execute(frame: int, root: int) -> int:
+    """Run the record that a call names on its buffers; return 0, or the address of an error."""
+    f, r = WORDS(frame), WORDS(root)
+    attributes = WORDS(f[F_ATTRS])  # in the order of their names: key, what
+    key = WORDS(WORDS(attributes[0])[1])[0]
+    record = LOOK_UP(r[R_TABLE], key)
+    if record == 0:
+        what = WORDS(attributes[1])
+        CALL_3(r[R_RESOLVE], key, what[0], what[1])
+        record = LOOK_UP(r[R_TABLE], key)
+        if record == 0:
+            return FAILED_WITH(frame, r[R_MISSING], FAILED)
+    n = WORDS(record)
+    slot = TAKE(root, n[N_SIZE])
+    if slot == 0:
+        return FAILED_WITH(frame, r[R_NO_MEMORY], EXHAUSTED)
+    memory = WORDS(slot)[S_MEMORY]
+    addresses = STACK_32()
+    a = WORDS(addresses)
+    at = RECORD_WORDS
+    for i in range(n[N_ARRAYS]):
+        kind, number = n[at] & 3, n[at] >> 2
+        a[i] = 0
+        if kind == OPERAND:
+            a[i] = WORDS(WORDS(f[F_ARGS])[number])[B_DATA]
+        elif kind == RESULT:
+            a[i] = WORDS(WORDS(f[F_RETS])[number])[B_DATA]
+        elif kind == MEMORY:
+            a[i] = memory + number
+        at += 1
+    for _ in range(n[N_ZEROED]):
+        CALL_3(r[R_FILL], a[n[at]], 0, n[at + 1])
+        at += 2
+    for _ in range(n[N_SEQUENCES]):
+        sequence = record + 8 * at
+        q = WORDS(sequence)
+        OPEN(q[Q_STEPS], q[Q_COUNT], addresses, memory, memory + q[Q_TABLE])
+        if q[Q_THREADS] > 1:
+            SHARE_OUT(frame, root, sequence, memory)
+        else:
+            WORK(memory + q[Q_TABLE], memory, 0)
+        at += SEQUENCE_WORDS
+    GIVE_BACK(root, slot)
+    return 0
+
+
+def answer(frame: int) -> int:
+    """Answer a call of XLA's; return 0, or the address of an error.
+
+    A frame whose first word, its bytes, is negative is numfuse's own: the next one is `ROOT`'s
+    address.
+    """
+    f = WORDS(frame)
+    known = WORDS(GLOBAL())
+    if f[0] < 0:
+        known[0] = f[1]
+        return 0
+    root = known[0]
+    extension = f[F_EXTENSION]
+    while extension != 0:
+        e = WORDS(extension)
+        if e[1] & LOW == EXTENSION_METADATA:
+            WORDS(e[3])[3] = WORDS(root)[R_VERSION]
+            return 0
+        extension = e[2]
+    if f[F_STAGE] & LOW != STAGE_EXECUTE:
+        return 0
+    FETCH_ADD(root + 8 * R_INSIDE, 1)
+    error = EXECUTE(frame, root)
+    FETCH_ADD(root + 8 * R_INSIDE, -1)
+    return error
+
+
+def help_out(task: int) -> None:
+    """Take part in a launch, unless it is over: a task of XLA's pool."""
+    k = WORDS(task)
+    launch, free = k[K_LAUNCH], k[K_FREE]
+    HELP(launch, k[K_TABLE], k[K_WORKSPACE], k[K_YIELD])
+    LEAVE(launch, free)
+
+
+# --- what they are bound to -----------------------------------------------------------------------
+def _ask(count: int) -> Any:
+    """``ask(function, *args) -> int64``: call a function of C by its address."""
+
+    def emit(context: Any, builder: ir.IRBuilder, function: ir.Value, *args: ir.Value) -> ir.Value:
+        ty = ir.FunctionType(I64, [I64] * count)
+        return builder.call(builder.inttoptr(function, ty.as_pointer()), args)
+
+    return typed_intrinsic(f"ask {count}", types.int64, [types.int64] * (count + 1), emit)
+
+
+def _stack(count: int) -> Any:
+    """``stack() -> int64``: the address of so many words, which live as long as the call."""
+
+    def emit(context: Any, builder: ir.IRBuilder) -> ir.Value:
+        return builder.ptrtoint(cgutils.alloca_once(builder, I64, size=count), I64)
+
+    return typed_intrinsic(f"stack {count}", types.int64, [], emit)
+
+
+def _global() -> Any:
+    """``known() -> int64``: the address of a word that the machine code has of its own."""
+
+    def emit(context: Any, builder: ir.IRBuilder) -> ir.Value:
+        name = "numfuse_root"
+        found = builder.module.globals.get(name)
+        if found is None:
+            found = cgutils.add_global_variable(builder.module, I64, name)
+            found.initializer, found.linkage = I64(0), "internal"
+        return builder.ptrtoint(found, I64)
+
+    return typed_intrinsic("known_word", types.int64, [], emit)
+
+
+@functools.cache
+def handlers(slots: int) -> tuple[specialise.Kernel, specialise.Kernel]:
+    """Return what answers XLA, with so many slots, and what helps."""
+    names: dict[str, Any] = {**ROOT, **SLOT, **RECORD, **SEQUENCE, **SOURCE, **_SHARED, **_TASK}
+    names |= {**_XLA, **entries.parts(entries.data_of_address), "SLOTS": slots, "LOW": LOW}
+    names |= {"HUGE_PAGE": HUGE_PAGE, "MADV_HUGEPAGE": MADV_HUGEPAGE}
+    names |= {"SLOT_WORDS": len(SLOT), "RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED)}
+    names |= {"TASK_WORDS": len(_TASK), "SEQUENCE_WORDS": len(SEQUENCE), "GLOBAL": _global()}
+    names |= {f"ASK_{n}": _ask(n) for n in (1, 3)} | {
+        f"STACK_{n}": _stack(n) for n in (3, 4, 5, 32)
+    }
+    names |= {f"CALL_{n}": intrinsics.make_call(n) for n in (1, 3)}
+    names["WORDS"] = intrinsics.make_elements("int64")
+    # Each may call those before it.
+    for name, template in (
+        ("LOOK_UP", look_up),
+        ("FAILED_WITH", failed),
+        ("FREE_SLOT", free_slot),
+        ("TAKE", take),
+        ("GIVE_BACK", give_back),
+        ("LEAVE", leave),
+        ("SHARE_OUT", share_out),
+        ("EXECUTE", execute),
+    ):
+        names[name] = specialise.device(template, **names)
+    return (
+        specialise.kernel(answer, types.int64, **names),
+        specialise.kernel(help_out, **names),
+    )
