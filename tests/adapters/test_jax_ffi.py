@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -297,3 +298,137 @@ END = once.Process(lambda _: [sys.executable, "-c", _END])
 def test_a_process_ends_while_a_computation_runs():
     run = END.result()
     assert (run.returncode, run.stdout) == (0, "ends\n"), run.stderr[-2000:]
+
+
+# --- CUDA, as far as no device is needed ----------------------------------------------------------
+class _Xla:
+    """A call frame of XLA's on CUDA, and what is asked of XLA, written down."""
+
+    def __init__(self, key, what, operands, results):
+        self.log, self.kept = [], []
+        kind = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+        self.api = self.words(*[0] * 24)
+        for number, function in {
+            6: self.failed, 10: self.stream, 15: self.allocate, 16: self.free,
+        }.items():  # fmt: skip
+            made = kind(function)
+            self.kept.append(made)
+            self.api[number] = ctypes.cast(made, ctypes.c_void_p).value
+        buffers = [
+            [ctypes.addressof(self.words(48, 0, 11, at, 0, 0)) for at in some]
+            for some in (operands, results)
+        ]
+        text = ctypes.create_string_buffer(what.encode())
+        self.kept.append(text)
+        scalar = self.words(5, ctypes.addressof(self.words(key)))
+        span = self.words(ctypes.addressof(text), len(what))
+        attributes = self.words(ctypes.addressof(scalar), ctypes.addressof(span))
+        lists = [ctypes.addressof(self.words(*some)) for some in buffers]
+        lists.append(ctypes.addressof(attributes))
+        self.frame = self.words(168, 0, ctypes.addressof(self.api), 4711, 3, *[0] * 17)
+        self.frame[9], self.frame[14], self.frame[20] = lists
+
+    def words(self, *values):
+        made = (ctypes.c_int64 * max(1, len(values)))(*values)
+        self.kept.append(made)
+        return made
+
+    def stream(self, about):
+        about = (ctypes.c_int64 * 4).from_address(about)
+        assert (about[0], about[2]) == (32, 4711)
+        about[3] = 55
+        return 0
+
+    def allocate(self, about):
+        about = (ctypes.c_int64 * 6).from_address(about)
+        assert (about[0], about[2]) == (48, 4711)
+        self.log.append(("allocate", about[3], about[4]))
+        about[5] = 1_000_016
+        return 0
+
+    def free(self, about):
+        about = (ctypes.c_int64 * 5).from_address(about)
+        assert (about[0], about[2]) == (40, 4711)
+        self.log.append(("free", about[3], about[4]))
+        return 0
+
+    def failed(self, about):
+        about = (ctypes.c_int64 * 4).from_address(about)
+        self.log.append(ctypes.string_at(about[2]).decode())
+        return about[3] & 0xFFFFFFFF
+
+
+def test_on_cuda_xlas_stream_gets_the_launches_with_the_addresses_of_its_buffers():
+    """Guards: what JAX computes on a GPU; here the driver and XLA are functions of the test."""
+    from numfuse.adapters.jax import frame
+    from numfuse.backends.cuda.driver import launcher
+
+    assert ffi.refusal() is None
+    log = []
+
+    def get_device(where):
+        ctypes.c_int.from_address(where).value = 2
+        return 0
+
+    def launch(config, handle, arguments, extra):
+        stream = ctypes.c_int64.from_address(config + launcher.STREAM_OFFSET).value
+        given = list((ctypes.c_int64 * 4).from_address(arguments))
+        log.append((handle, stream, given))
+        return 7 if handle == 13 else 0
+
+    integer = ctypes.c_int64
+    kinds = {n: ctypes.CFUNCTYPE(ctypes.c_int32, *[integer] * n) for n in (1, 2, 4)}
+    nothing = kinds[1](lambda where: 0)
+    functions = kinds[4](launch), nothing, nothing
+    entry = lambda f: ctypes.cast(f, ctypes.c_void_p).value  # noqa: E731
+    asked = kinds[1](get_device)
+    handler = frame.stream_handler(ffi.SLOTS, launcher.inlined())
+    call = ctypes.CFUNCTYPE(integer, integer)(handler.address)
+    root = ffi.root({"R_DEVICE": entry(asked), "R_NOT_LAUNCHED": ffi.message("refused")})
+    xla = _Xla(99, "[]", [100, 200], [300])
+    call(ctypes.addressof(xla.words(-1, root)))
+
+    def record(key, handle, size):
+        """Two addresses of XLA's, one of memory, and the second base: as arguments of a launch."""
+        arguments = xla.words(0, 0, 0, 0)
+        config = xla.words(*[0] * 8)
+        at = ctypes.addressof(arguments)
+        launches = xla.words(ctypes.addressof(config), handle, at)
+        updates = xla.words(at, 2, 8, at + 8, 4, 0, at + 16, 5, 0, at + 24, 1, 0)
+        bases = xla.words(*[0] * 6)
+        plan = xla.words(
+            *map(entry, functions), 0, 0, 0, 0, 1, ctypes.addressof(launches),
+            4, ctypes.addressof(updates), 0, 0, 0, 0, ctypes.addressof(bases), 0, 0, 0,
+        )  # fmt: skip
+        assert len(plan) == len(launcher.PLAN)
+        head = {"C_SIZE": size, "C_WORK": 64, "C_PLAN": ctypes.addressof(plan),
+                "C_BASES": ctypes.addressof(bases), "C_ARRAYS": 4}  # fmt: skip
+        source = frame.SOURCE
+        sources = [
+            0 << 2 | source["OPERAND"], 1 << 2 | source["OPERAND"], 0 << 2 | source["RESULT"],
+            512 << 2 | source["MEMORY"],
+        ]  # fmt: skip
+        words = xla.words(*frame.ON_STREAM.words(head), *sources)
+        ffi.insert(key ^ 3 << frame.DEVICE_BITS, ctypes.addressof(words))
+
+    record(99, 12, 1000)
+    assert call(ctypes.addressof(xla.frame)) == 0
+    base = 1_000_192  # the next multiple of 256
+    assert log == [(12, 55, [108, 300, base + 512, base + 64])]
+    assert xla.log == [("allocate", 1256, 16), ("free", 1256, 1_000_016)]
+    # without memory; and where the driver refuses
+    record(99, 13, 0)
+    xla.log.clear()
+    assert call(ctypes.addressof(xla.frame)) == 13
+    assert xla.log == ["refused"] and len(log) == 2
+    # a key that leads nowhere, with a description that says nothing
+    ffi.insert(99 ^ 3 << frame.DEVICE_BITS, 0)
+    assert call(ctypes.addressof(xla.frame)) == 9
+    assert "cannot be made again" in xla.log[-1]
+
+
+def test_on_cuda_without_a_device_there_is_a_clear_error():
+    x = jnp.ones((2, 2))
+    traced = jax.jit(lambda x: nf.matmul_bias_activation(x, x)).trace(x)
+    with pytest.raises(TypeError, match=r"must run on the CPU .* no kernel can be launched there"):
+        traced.lower(lowering_platforms=("cuda",))

@@ -5,6 +5,7 @@ Here are the public functions.
 - `primitives`: the operations as JAX primitives, and their rules
 - `operations`: what these rules say, without JAX; an operation on NumPy arrays
 - `ffi`: operations as custom calls of XLA, recorded when they are lowered
+- `stream`: the same on CUDA
 - `frame`: the machine code that answers such a call
 """
 

@@ -15,16 +15,17 @@ import ctypes
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import threading
 import weakref
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -41,16 +42,33 @@ from numfuse.problem.operands import address
 from numfuse.runtime.replay import Replay
 from numfuse.runtime.strided import contiguous
 
-__all__ = ["TARGET", "describe", "insert", "prepared", "records", "refusal", "serves"]
+__all__ = [
+    "RECORDERS",
+    "SLOTS",
+    "TARGET",
+    "describe",
+    "described",
+    "insert",
+    "keep",
+    "message",
+    "placed",
+    "prepared",
+    "records",
+    "refusal",
+    "register",
+    "root",
+    "serves",
+    "traced",
+]
 
 #: The name of the custom call.
 TARGET = "numfuse_cpu"
 #: The versions of XLA's interface in which the structs of `numfuse.adapters.jax.frame` are so.
-VERSIONS = ((0, 1), (0, 2), (0, 3))
+VERSIONS = ((0, 1), (0, 2), (0, 3), (0, 4))
+#: Calls that may have memory of their own at once.
+SLOTS = max(4, os.cpu_count() or 1)
 #: Places of the table, a power of two; its keys are thinned out when it is half full.
 PLACES = 1 << 14
-#: Bytes before arrays of a call's own memory.
-LINE = 64
 
 
 # --- the process's words --------------------------------------------------------------------------
@@ -82,7 +100,6 @@ def _version() -> tuple[int, int]:
 
 
 def _start() -> str | None:
-    import jax.ffi
 
     version = _version()
     if version not in VERSIONS:
@@ -100,8 +117,7 @@ def _start() -> str | None:
     from numfuse.adapters.jax import frame
     from numfuse.backends.cpu import tiling
 
-    slots = max(4, os.cpu_count() or 1)
-    execute, helper = frame.handlers(slots)
+    execute, helper = frame.handlers(SLOTS)
     words = {
         name: ctypes.cast(function, ctypes.c_void_p).value or 0 if function else 0
         for name, function in functions.items()
@@ -109,18 +125,31 @@ def _start() -> str | None:
     words |= {
         "R_TABLE": _table.buffer_info()[0],
         "R_VERSION": version[0] | version[1] << 32,
-        "R_NO_MEMORY": _message("numfuse: the system gives no memory for the workspace of a call"),
+        "R_NO_MEMORY": message("numfuse: the system gives no memory for the workspace of a call"),
         "R_HELP": helper.address,
         "R_MOST": tiling.KEPT_BYTES,
     }
-    _root.extend(frame.ROOT.words(words)[:-1] + [0] * (slots * len(frame.SLOT)))
-    own = array("q", [-1, _root.buffer_info()[0]])
-    ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(execute.address)(own.buffer_info()[0])
-    handler = ctypes.c_void_p(execute.address)
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(handler), platform="cpu")
-    _alive.extend((execute, helper))
+    _root.extend(frame.ROOT.words(words)[:-1] + [0] * (SLOTS * len(frame.SLOT)))
     _at.update(frame.ROOT)
+    _alive.append(helper)
+    register(TARGET, execute, "cpu")
     return None
+
+
+def root(words: Mapping[str, int]) -> int:
+    """Return the address of the words of this process, after writing those of a platform."""
+    for name, word in words.items():
+        _root[_at[name]] = word
+    return _root.buffer_info()[0]
+
+
+def register(target: str, handler: Any, platform: str, **words: int) -> None:
+    """Let XLA call machine code, which gets the words of this process; some are the platform's."""
+    own = array("q", [-1, root(words)])
+    ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(handler.address)(own.buffer_info()[0])
+    _alive.append(handler)
+    capsule = jax.ffi.pycapsule(ctypes.c_void_p(handler.address))
+    jax.ffi.register_ffi_target(target, capsule, platform=platform)
 
 
 #: See `frame.ROOT`; its address is in machine code, so it never grows.
@@ -138,7 +167,7 @@ _messages: dict[str, Any] = {}
 _leaving: deque[Any] = deque()
 
 
-def _message(text: str) -> int:
+def message(text: str) -> int:
     """Return the address of a text of C."""
     made = _messages.setdefault(text, ctypes.create_string_buffer(text.encode()))
     return ctypes.addressof(made)
@@ -202,37 +231,48 @@ class _Recorder(OneRun):
         self.kind, self.problem = kind, p
 
 
-def _described(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str) -> str:
+def _described(
+    platform: str, operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str
+) -> str:
     """Return all that a record depends on as text, which another process can read."""
     act, traces = form.how.activation, []
     with suppress(ValueError):  # (where the table ends)
         for order in range(4):
             traces.append(act.trace(order))
     how = act.name, dumps(traces), form.how.needs, form.how.guard
-    return json.dumps([operation.name, how, form[1:], shapes, dtype])
+    return json.dumps([platform, operation.name, how, form[1:], shapes, dtype])
 
 
-def _read(what: str) -> tuple[Operation, Form, list[Shape], str]:
+def _read(what: str) -> tuple[str, Operation, Form, list[Shape], str]:
     """Return what `_described` was given, but with an activation that may be another object."""
-    name, (act_name, text, needs, guard), (there, lead, pooled), shapes, dtype = json.loads(what)
+    platform, name, how, (there, lead, pooled), shapes, dtype = json.loads(what)
+    act_name, text, needs, guard = how
     act = activations().get(act_name)
     if act is None or dumps(act.formulas()) != text:
         act = Activation(act_name, "of a compiled computation")
         act.restore(loads(text))
-    how = How(act, tuple(needs), guard)
-    return PRIMITIVES[name], Form(how, tuple(there), lead, pooled), list(map(tuple, shapes)), dtype
+    form = Form(How(act, tuple(needs), guard), tuple(there), lead, pooled)
+    return platform, PRIMITIVES[name], form, list(map(tuple, shapes)), dtype
 
 
 def _key(what: str) -> int:
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little") >> 1 | 1
 
 
-def _record(
-    key: int, operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str, *held: Any
-) -> bool:
-    """Record a program and let the key lead to it; return whether machine code alone can run it."""
+class Traced(NamedTuple):
+    """The problem of an operation on buffers of XLA, none of which is there yet."""
+
+    kind: str
+    problem: Any
+    #: The problem's arrays, by the fields of its public function; None: there is none.
+    arrays: dict[str, np.ndarray | None]
+    #: Of each, what a record says of its source; None: memory of the call's own.
+    sources: list[int | None]
+
+
+def traced(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str) -> Traced | None:
+    """Return the problem of an operation, or None where an operand would have to be copied."""
     from numfuse.adapters.jax import frame
-    from numfuse.backends.cpu import BACKEND
 
     recorder = _Recorder()
     form = form._replace(how=form.how._replace(backend=recorder))
@@ -240,56 +280,86 @@ def _record(
     # Never read: there is one element behind each.
     operands = [as_strided(np.empty(1, dtype), x, contiguous(x, item)) for x in shapes]
     results = on_host(operation, form, operands)
-    public, p = OPERATIONS[operation.function], recorder.problem
-    made = BACKEND.record(recorder.kind, p, public.fields)
-    program = made.program
-    if program.sums or made.formulas is None or made.nbytes > BACKEND.replay.limits[1]:
-        return False
-    source = frame.SOURCE
     known: dict[int, int] = {}
     for kind, those in (("OPERAND", operands), ("RESULT", results)):
-        known |= {address(x): i << 2 | source[kind] for i, x in enumerate(those) if x.size}
-    size = program.size
-    sources: list[int] = []
-
-    def own(nbytes: int) -> int:
-        nonlocal size
-        at = -(-size // LINE) * LINE
-        size = at + nbytes
-        return at << 2 | source["MEMORY"]
-
-    arrays = [getattr(p, name, None) for name in public.fields]
-    for number, x in enumerate(arrays):
+        code = frame.SOURCE[kind]
+        known |= {address(x): i << 2 | code for i, x in enumerate(those) if x.size}
+    public, p = OPERATIONS[operation.function], recorder.problem
+    arrays: dict[str, np.ndarray | None] = {}
+    sources: list[int | None] = []
+    for number, name in enumerate(public.fields):
+        x = getattr(p, name, None)
+        arrays[name] = x if isinstance(x, np.ndarray) else None
         if not isinstance(x, np.ndarray) or not x.size:
-            sources.append(source["NOWHERE"])
-        elif address(x) in known:
-            sources.append(known[address(x)])
-        elif number < len(public.operands):
-            return False  # a copy that somebody would have to make
+            sources.append(frame.SOURCE["NOWHERE"])
         else:
-            sources.append(own(x.nbytes))  # a result that the primitive has not
-    sources += [own(int(np.prod(shape)) * dt.itemsize) for shape, dt in program.totals]
-    zeroed = [word for n in program.zeroed for word in (n, arrays[n].nbytes)]
-    words = array(
-        "q",
-        frame.RECORD.words(
-            {
-                "N_SIZE": size,
-                "N_ARRAYS": len(sources),
-                "N_ZEROED": len(zeroed) // 2,
-                "N_SEQUENCES": len(program.sequences),
-            }
-        ),
-    )
-    words.extend([*sources, *zeroed])
-    for x in program.sequences:
-        words.extend([x.address, x.steps, x.threads, x.stride, x.table])
+            sources.append(known.get(address(x)))
+            if sources[-1] is None and number < len(public.operands):
+                return None
+    return Traced(recorder.kind, p, arrays, sources)
+
+
+def placed(nbytes: int, sources: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
+    """Return the bytes of memory in all, then sources: what has none lies behind `nbytes`."""
+    from numfuse.adapters.jax import frame
+
+    made = [nbytes]
+    for source, size in zip(sources, sizes, strict=True):
+        if source is None:
+            at = -(-made[0] // frame.ALIGNED) * frame.ALIGNED
+            source, made[0] = at << 2 | frame.SOURCE["MEMORY"], at + size
+        made.append(source)
+    return made
+
+
+def keep(key: int, words: array[int], formulas: Any, nbytes: int, *held: Any) -> None:
+    """Let a key lead to a record, and keep what that holds; see :class:`Replay`."""
     record, at = _Record(), words.buffer_info()[0]
-    weakref.finalize(record, _remove, key, at, words, program, held).atexit = False
+    weakref.finalize(record, _remove, key, at, words, held).atexit = False
     with _lock:
         insert(key, at)
-    records().keep(key, record, made.formulas, made.nbytes)
+    records().keep(key, record, formulas, nbytes)
+
+
+def _record(
+    key: int,
+    operation: Operation,
+    form: Form,
+    shapes: Sequence[Shape],
+    dtype: str,
+    held: Any = None,
+) -> bool:
+    """Record a program and let the key lead to it; return whether machine code alone can run it."""
+    from numfuse.adapters.jax import frame
+    from numfuse.backends.cpu import BACKEND
+
+    found = traced(operation, form, shapes, dtype)
+    if found is None:
+        return False
+    made = BACKEND.record(found.kind, found.problem, tuple(found.arrays))
+    program, arrays = made.program, list(found.arrays.values())
+    if program.sums or made.formulas is None or made.nbytes > BACKEND.replay.limits[1]:
+        return False
+    sizes = [0 if x is None else x.nbytes for x in arrays]
+    zeroed = [word for n in program.zeroed for word in (n, sizes[n])]
+    totals = [math.prod(shape) * item.itemsize for shape, item in program.totals]
+    every = [*found.sources, *[None] * len(totals)]
+    size, *sources = placed(program.size, every, [*sizes, *totals])
+    head = {
+        "N_SIZE": size,
+        "N_ARRAYS": len(sources),
+        "N_ZEROED": len(program.zeroed),
+        "N_SEQUENCES": len(program.sequences),
+    }
+    words = array("q", [*frame.RECORD.words(head), *sources, *zeroed])
+    for x in program.sequences:
+        words.extend([x.address, x.steps, x.threads, x.stride, x.table])
+    keep(key, words, made.formulas, made.nbytes, program, held)
     return True
+
+
+#: What records a call on the host, and one on a device, whose number comes last.
+RECORDERS: dict[str, Callable[..., bool]] = {"cpu": _record}
 
 
 @functools.cache
@@ -299,19 +369,23 @@ def records() -> Replay[_Record]:
     return Replay(*BACKEND.replay.limits)
 
 
-def _resolve(key: int, at: int, length: int) -> None:
+def _resolve(key: int, at: int, length: int, ordinal: int) -> None:
     """Record what a call says beside its key; XLA's thread is here, and an error is a text."""
     try:
         what = ctypes.string_at(at, length).decode()
-        read = _read(what)
-        if _key(what) != key or not _record(key, *read, read[1].how.activation):
+        platform, operation, form, shapes, dtype = _read(what)
+        act = form.how.activation
+        held = None if activations().get(act.name) is act else act  # (else nobody has it)
+        last = () if ordinal < 0 else (ordinal,)
+        record = RECORDERS[platform]
+        if _key(what) != key or not record(key, operation, form, shapes, dtype, held, *last):
             raise ValueError("it needs Python")
     except BaseException as error:
         text = f"numfuse: a call cannot be made again from its description: {error!r}"
-        _root[_at["R_MISSING"]] = _message(text)
+        _root[_at["R_MISSING"]] = message(text)
 
 
-_RESOLVE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(_resolve)
+_RESOLVE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(_resolve)
 
 
 def serves(form: Form) -> bool:
@@ -327,15 +401,23 @@ def describe() -> str:
     return "machine code (XLA's FFI {}.{})".format(*_version())
 
 
+def described(
+    platform: str, operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
+) -> tuple[int, str]:
+    """Return key and description of a call."""
+    _sweep()
+    what = _described(platform, operation, form, shapes, np.dtype(dtype).name)
+    return _key(what), what
+
+
 def prepared(
     operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
 ) -> tuple[int, str] | None:
     """Return key and description of a call that XLA makes, or None where it has to call back."""
     if not serves(form) or not all(type(n) is int for shape in shapes for n in shape):
         return None  # (sizes that are known when it runs)
-    _sweep()
-    what = _described(operation, form, shapes, np.dtype(dtype).name)
-    key = _key(what)
-    if records().find(key) is None and not _record(key, operation, form, shapes, dtype):
+    key, what = described("cpu", operation, form, shapes, dtype)
+    name = np.dtype(dtype).name
+    if records().find(key) is None and not _record(key, operation, form, shapes, name):
         return None
     return key, what

@@ -6,7 +6,8 @@ below. A call names a record by its key; the record says where a program's array
 which sequences are run on them. A key that is not in the table is asked for in Python, once.
 
 Several threads may be here at once: each takes memory of its own, and a sequence that is worth more
-threads asks XLA's pool for them, which may come late or never.
+threads asks XLA's pool for them, which may come late or never. On CUDA the recorded launches go to
+XLA's stream, with memory of XLA's.
 """
 
 from __future__ import annotations
@@ -23,17 +24,29 @@ from numfuse.backends.cpu.llvm import intrinsics
 from numfuse.backends.cpu.llvm.vectors import I64, typed_intrinsic
 from numfuse.runtime import specialise
 
-__all__ = ["RECORD", "ROOT", "SEQUENCE", "SLOT", "handlers"]
+__all__ = [
+    "ALIGNED",
+    "DEVICE_BITS",
+    "ON_STREAM",
+    "RECORD",
+    "ROOT",
+    "SLOT",
+    "SOURCE",
+    "handlers",
+    "stream_handler",
+]
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
 #: The words of this process: calls that are under way; the table; what Python is asked by; the
 #: version that a query is answered with; why a record is missing, and that there is no memory;
-#: functions of the C library, and `help_out`; bytes of kept memory, now and at most; the slots.
+#: functions of the C library, and `help_out`; CUDA's question for the device, and that a launch
+#: failed; bytes of kept memory, now and at most; the slots.
 ROOT = Schema("""
     R_INSIDE R_TABLE R_RESOLVE R_VERSION R_MISSING R_NO_MEMORY
     R_ALLOCATE R_FREE R_FILL R_ADVISE R_YIELD R_HELP
+    R_DEVICE R_NOT_LAUNCHED
     R_KEPT R_MOST R_SLOTS
 """)
 #: Memory of a launch, a line each: who has it, where it is, its bytes.
@@ -43,6 +56,10 @@ SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_3 S_4 S_5 S_6 S_7")
 #: number and bytes, and the sequences.
 RECORD = Schema("N_SIZE N_ARRAYS N_ZEROED N_SEQUENCES")
 SEQUENCE = Schema("Q_STEPS Q_COUNT Q_THREADS Q_STRIDE Q_TABLE")
+#: A record of CUDA's: who launches it, bytes of memory and of those the first part's, the plan of
+#: `launcher.launch_loop` (0: nothing is to be done) and its bases, how many arrays; then the source
+#: of each.
+ON_STREAM = Schema("C_TAKEN C_SIZE C_WORK C_PLAN C_BASES C_ARRAYS")
 #: Where an array of a program comes from.
 SOURCE = {"NOWHERE": 0, "OPERAND": 1, "RESULT": 2, "MEMORY": 3}
 #: A launch that several threads work at: its gate, who still knows of it; then for each helper what
@@ -54,11 +71,16 @@ _TASK = Schema("K_LAUNCH K_TABLE K_WORKSPACE K_YIELD K_FREE")
 _XLA = {
     "F_EXTENSION": 1, "F_API": 2, "F_CONTEXT": 3, "F_STAGE": 4, "F_ARGS": 9, "F_RETS": 14,
     "F_ATTRS": 20, "B_DATA": 3, "A_ERROR_CREATE": 6, "A_ERROR_DESTROY": 8, "A_SCHEDULE": 17,
-    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "EXHAUSTED": 8,
+    "A_STREAM": 10, "A_DEVICE_ALLOCATE": 15, "A_DEVICE_FREE": 16,
+    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "EXHAUSTED": 8, "INTERNAL": 13,
 }  # fmt: skip
 #: What is 32 bits wide shares a word.
 LOW = 0xFFFFFFFF
 HUGE_PAGE = 2 << 20
+#: Bytes of which the address of CUDA's workspace is a multiple.
+ALIGNED = 256
+#: A key differs between devices in the bits from here on.
+DEVICE_BITS = 40
 MADV_HUGEPAGE = 14
 
 
@@ -182,18 +204,37 @@ def leave(launch: int, free: int) -> None:
         CALL_1(free, launch)
 
 
-def execute(frame: int, root: int) -> int:
-    """Run the record that a call names on its buffers; return 0, or the address of an error."""
-    f, r = WORDS(frame), WORDS(root)
-    attributes = WORDS(f[F_ATTRS])  # in the order of their names: key, what
+def found(frame: int, root: int, ordinal: int) -> int:
+    """Return the record that a call names on a device (the host is -1), or 0."""
+    r = WORDS(root)
+    attributes = WORDS(WORDS(frame)[F_ATTRS])  # in the order of their names: key, what
     key = WORDS(WORDS(attributes[0])[1])[0]
-    record = LOOK_UP(r[R_TABLE], key)
+    own = key ^ ((ordinal + 1) << DEVICE_BITS)
+    record = LOOK_UP(r[R_TABLE], own)
     if record == 0:
         what = WORDS(attributes[1])
-        CALL_3(r[R_RESOLVE], key, what[0], what[1])
-        record = LOOK_UP(r[R_TABLE], key)
-        if record == 0:
-            return FAILED_WITH(frame, r[R_MISSING], FAILED)
+        CALL_4(r[R_RESOLVE], key, what[0], what[1], ordinal)
+        record = LOOK_UP(r[R_TABLE], own)
+    return record
+
+
+def place(frame: int, source: int, memory: int) -> int:
+    """Return the address of an array from its source in a record."""
+    f = WORDS(frame)
+    kind, number = source & 3, source >> 2
+    if kind == OPERAND:
+        return WORDS(WORDS(f[F_ARGS])[number])[B_DATA]
+    if kind == RESULT:
+        return WORDS(WORDS(f[F_RETS])[number])[B_DATA]
+    return memory + number if kind == MEMORY else 0
+
+
+def execute(frame: int, root: int) -> int:
+    """Run the record that a call names on its buffers; return 0, or the address of an error."""
+    r = WORDS(root)
+    record = FOUND(frame, root, -1)
+    if record == 0:
+        return FAILED_WITH(frame, r[R_MISSING], FAILED)
     n = WORDS(record)
     slot = TAKE(root, n[N_SIZE])
     if slot == 0:
@@ -203,14 +244,7 @@ def execute(frame: int, root: int) -> int:
     a = WORDS(addresses)
     at = RECORD_WORDS
     for i in range(n[N_ARRAYS]):
-        kind, number = n[at] & 3, n[at] >> 2
-        a[i] = 0
-        if kind == OPERAND:
-            a[i] = WORDS(WORDS(f[F_ARGS])[number])[B_DATA]
-        elif kind == RESULT:
-            a[i] = WORDS(WORDS(f[F_RETS])[number])[B_DATA]
-        elif kind == MEMORY:
-            a[i] = memory + number
+        a[i] = PLACE(frame, n[at], memory)
         at += 1
     for _ in range(n[N_ZEROED]):
         CALL_3(r[R_FILL], a[n[at]], 0, n[at + 1])
@@ -225,6 +259,66 @@ def execute(frame: int, root: int) -> int:
             WORK(memory + q[Q_TABLE], memory, 0)
         at += SEQUENCE_WORDS
     GIVE_BACK(root, slot)
+    return 0
+
+
+def execute_on_stream(frame: int, root: int) -> int:
+    """Launch the record that a call names on XLA's stream; return 0, or the address of an error.
+
+    The memory is XLA's, in the order of the stream: it is given back when all is launched. The
+    launches read the record's words, so one thread at a time has them; the driver copies what it
+    needs before it returns.
+    """
+    f, r = WORDS(frame), WORDS(root)
+    api = WORDS(f[F_API])
+    about = STACK_6()
+    a = WORDS(about)
+    a[0] = 0
+    ASK_1(r[R_DEVICE], about)
+    record = FOUND(frame, root, a[0] & LOW)
+    if record == 0:
+        return FAILED_WITH(frame, r[R_MISSING], FAILED)
+    n = WORDS(record)
+    if n[C_PLAN] == 0:
+        return 0
+    a[0] = 32
+    a[1] = 0
+    a[2] = f[F_CONTEXT]
+    a[3] = 0
+    error = ASK_1(api[A_STREAM], about)
+    if error != 0:
+        return error
+    stream, memory, size = a[3], 0, n[C_SIZE] + ALIGNED
+    if n[C_SIZE] != 0:
+        a[0] = 48
+        a[3] = size
+        a[4] = 16  # the most that XLA promises
+        a[5] = 0
+        error = ASK_1(api[A_DEVICE_ALLOCATE], about)
+        if error != 0:
+            return error
+        memory = a[5]
+    base = (memory + ALIGNED - 1) & -ALIGNED
+    looks = 0
+    while FETCH_ADD(record, 1) != 0:
+        FETCH_ADD(record, -1)
+        looks = LOOK_AGAIN(looks, r[R_YIELD])
+    b = WORDS(n[C_BASES])
+    b[0] = base
+    b[1] = base + n[C_WORK]
+    for i in range(n[C_ARRAYS]):
+        b[2 + i] = PLACE(frame, n[STREAM_WORDS + i], base)
+    launched = LAUNCH_LOOP(n[C_PLAN], stream, 0)
+    FETCH_ADD(record, -1)
+    if n[C_SIZE] != 0:
+        a[0] = 40
+        a[3] = size
+        a[4] = memory
+        error = ASK_1(api[A_DEVICE_FREE], about)
+        if error != 0:
+            return error
+    if launched >= 0:
+        return FAILED_WITH(frame, r[R_NOT_LAUNCHED], INTERNAL)
     return 0
 
 
@@ -298,31 +392,46 @@ def _global() -> Any:
 
 
 @functools.cache
-def handlers(slots: int) -> tuple[specialise.Kernel, specialise.Kernel]:
-    """Return what answers XLA, with so many slots, and what helps."""
+def _names(slots: int) -> dict[str, Any]:
+    """Return what the templates are bound to."""
     names: dict[str, Any] = {**ROOT, **SLOT, **RECORD, **SEQUENCE, **SOURCE, **_SHARED, **_TASK}
-    names |= {**_XLA, **entries.parts(entries.data_of_address), "SLOTS": slots, "LOW": LOW}
-    names |= {"HUGE_PAGE": HUGE_PAGE, "MADV_HUGEPAGE": MADV_HUGEPAGE}
+    names |= {**_XLA, **ON_STREAM, **entries.parts(entries.data_of_address), "SLOTS": slots}
+    names |= {"HUGE_PAGE": HUGE_PAGE, "MADV_HUGEPAGE": MADV_HUGEPAGE, "LOW": LOW}
     names |= {"SLOT_WORDS": len(SLOT), "RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED)}
     names |= {"TASK_WORDS": len(_TASK), "SEQUENCE_WORDS": len(SEQUENCE), "GLOBAL": _global()}
-    names |= {f"ASK_{n}": _ask(n) for n in (1, 3)} | {
-        f"STACK_{n}": _stack(n) for n in (3, 4, 5, 32)
-    }
-    names |= {f"CALL_{n}": intrinsics.make_call(n) for n in (1, 3)}
+    names |= {"STREAM_WORDS": len(ON_STREAM), "ALIGNED": ALIGNED, "DEVICE_BITS": DEVICE_BITS}
+    names |= {f"STACK_{n}": _stack(n) for n in (3, 4, 5, 6, 32)}
+    names |= {f"ASK_{n}": _ask(n) for n in (1, 3)}
+    names |= {f"CALL_{n}": intrinsics.make_call(n) for n in (1, 3, 4)}
     names["WORDS"] = intrinsics.make_elements("int64")
     # Each may call those before it.
     for name, template in (
         ("LOOK_UP", look_up),
+        ("FOUND", found),
+        ("PLACE", place),
         ("FAILED_WITH", failed),
         ("FREE_SLOT", free_slot),
         ("TAKE", take),
         ("GIVE_BACK", give_back),
         ("LEAVE", leave),
         ("SHARE_OUT", share_out),
-        ("EXECUTE", execute),
     ):
         names[name] = specialise.device(template, **names)
+    return names
+
+
+def handlers(slots: int) -> tuple[specialise.Kernel, specialise.Kernel]:
+    """Return what answers XLA on the CPU, with so many slots, and what helps."""
+    names = _names(slots)
+    own = specialise.device(execute, **names)
     return (
-        specialise.kernel(answer, types.int64, **names),
+        specialise.kernel(answer, types.int64, EXECUTE=own, **names),
         specialise.kernel(help_out, **names),
     )
+
+
+def stream_handler(slots: int, launch_loop: Any) -> specialise.Kernel:
+    """Return what answers XLA on CUDA; `launch_loop` is `launcher.inlined()`."""
+    names = _names(slots)
+    own = specialise.device(execute_on_stream, LAUNCH_LOOP=launch_loop, **names)
+    return specialise.kernel(answer, types.int64, EXECUTE=own, **names)

@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec
 from numpy import ndarray
 
 from numfuse.activations import get
-from numfuse.adapters.jax import ffi
+from numfuse.adapters.jax import ffi, stream
 from numfuse.adapters.jax.operations import (
     Form,
     Operation,
@@ -94,10 +94,10 @@ def _now(operation: Operation, *given: Any, form: Form) -> Any:
     """
     arrays = [x for x in given if isinstance(x, jax.Array)]
     devices = {device for x in arrays for device in x.devices()}
-    for device in devices:
-        if device.platform != "cpu":
-            raise _refused(device.platform)
-    if len(devices) > 1 or _pays(operation, form, given):
+    platforms = {device.platform for device in devices}
+    for platform in platforms - {"cpu", "gpu", "cuda"}:
+        raise _refused(platform)
+    if platforms - {"cpu"} or len(devices) > 1 or _pays(operation, form, given):
         return _compiled(*given, name=operation.name, form=form)
     found = on_host(operation, form, [np.asarray(x) for x in given])
     where = next((x.sharding for x in arrays if getattr(x, "committed", True)), None)
@@ -136,6 +136,13 @@ def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
         ctx, run, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False
     )
     return found
+
+
+def _lowered_on_cuda(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
+    """Launches on XLA's stream."""
+    shapes = tuple(x.shape for x in ctx.avals_in)
+    key, what = stream.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    return jax.ffi.ffi_lowering(stream.TARGET)(ctx, *operands, key=np.int64(key), what=what)
 
 
 def _lowered_elsewhere(ctx: Any, *operands: Any, form: Form) -> Any:
@@ -317,6 +324,7 @@ def _primitive(operation: Operation) -> Primitive:
     p.def_impl(functools.partial(_now, operation))
     p.def_abstract_eval(functools.partial(_results, operation))
     mlir.register_lowering(p, functools.partial(_lowered, operation), platform="cpu")
+    mlir.register_lowering(p, functools.partial(_lowered_on_cuda, operation), platform="cuda")
     mlir.register_lowering(p, _lowered_elsewhere)
     batching.primitive_batchers[p] = functools.partial(_batched, operation)
     ad.primitive_jvps[p] = functools.partial(_derived, operation)
