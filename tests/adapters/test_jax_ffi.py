@@ -18,7 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import numfuse as nf  # noqa: E402
 from numfuse.adapters import jax as adapter  # noqa: E402
-from numfuse.adapters.jax import ffi  # noqa: E402
+from numfuse.adapters.jax import ffi, table  # noqa: E402
 from numfuse.adapters.jax.operations import Form  # noqa: E402
 from numfuse.adapters.primitives import PRIMITIVES, How  # noqa: E402
 
@@ -170,12 +170,12 @@ def test_a_dropped_program_is_recorded_again_from_its_description():
     x, w, c = draw((3, 13), (13, 4), (4,))
     f = jax.jit(layer)
     wanted = np.asarray(f(x, w, c))
-    before = ffi.records().statistics().entries
-    ffi.records().clear()
+    before = table.records().statistics().entries
+    table.records().clear()
     gc.collect()
-    assert ffi.records().statistics().entries == 0 < before
+    assert table.records().statistics().entries == 0 < before
     np.testing.assert_array_equal(f(x, w, c), wanted)
-    assert ffi.records().statistics().entries == 1
+    assert table.records().statistics().entries == 1
 
 
 def test_a_formula_of_the_users_goes_and_its_compiled_calls_stay():
@@ -188,7 +188,7 @@ def test_a_formula_of_the_users_goes_and_its_compiled_calls_stay():
     compiled = compiled_for(nf.activation(lambda x: x * x + 1, name="of_one_test"))
     np.testing.assert_allclose(compiled(x, w), (x @ w) ** 2 + 1, rtol=1e-14)
     nf.activation(lambda x: x + 3, name="of_one_test")
-    ffi.records().clear()
+    table.records().clear()
     gc.collect()
     np.testing.assert_allclose(compiled(x, w), (x @ w) ** 2 + 1, rtol=1e-14)
 
@@ -198,8 +198,8 @@ def test_the_table_is_thinned_out_where_keys_lead_nowhere(monkeypatch):
     x, w, c = draw((3, 17), (17, 4), (4,))
     f = jax.jit(layer)
     wanted = np.asarray(f(x, w, c))
-    for key in range(1, ffi.PLACES // 2 + 8):
-        ffi.insert(key * 7919, 0)
+    for key in range(1, table.PLACES // 2 + 8):
+        table.insert(key * 7919, 0)
     for n in range(3):
         jax.jit(layer).lower(x[: n + 1], w, c)
     np.testing.assert_array_equal(f(x, w, c), wanted)
@@ -382,9 +382,9 @@ def test_on_cuda_xlas_stream_gets_the_launches_with_the_addresses_of_its_buffers
     functions = kinds[4](launch), nothing, nothing
     entry = lambda f: ctypes.cast(f, ctypes.c_void_p).value  # noqa: E731
     asked = kinds[1](get_device)
-    handler = frame.stream_handler(ffi.SLOTS, launcher.inlined())
+    handler = frame.handler(launcher.inlined())
     call = ctypes.CFUNCTYPE(integer, integer)(handler.address)
-    root = ffi.root({"R_DEVICE": entry(asked), "R_NOT_LAUNCHED": ffi.message("refused")})
+    root = table.root({"R_DEVICE": entry(asked), "R_NOT_LAUNCHED": table.message("refused")})
     xla = _Xla(99, "[]", [100, 200], [300])
     call(ctypes.addressof(xla.words(-1, root)))
 
@@ -409,7 +409,7 @@ def test_on_cuda_xlas_stream_gets_the_launches_with_the_addresses_of_its_buffers
             512 << 2 | source["MEMORY"],
         ]  # fmt: skip
         words = xla.words(*frame.ON_STREAM.words(head), *sources)
-        ffi.insert(key ^ 3 << frame.DEVICE_BITS, ctypes.addressof(words))
+        table.insert(key ^ 3 << frame.DEVICE_BITS, ctypes.addressof(words))
 
     record(99, 12, 1000)
     assert call(ctypes.addressof(xla.frame)) == 0
@@ -422,7 +422,7 @@ def test_on_cuda_xlas_stream_gets_the_launches_with_the_addresses_of_its_buffers
     assert call(ctypes.addressof(xla.frame)) == 13
     assert xla.log == ["refused"] and len(log) == 2
     # a key that leads nowhere, with a description that says nothing
-    ffi.insert(99 ^ 3 << frame.DEVICE_BITS, 0)
+    table.insert(99 ^ 3 << frame.DEVICE_BITS, 0)
     assert call(ctypes.addressof(xla.frame)) == 9
     assert "cannot be made again" in xla.log[-1]
 

@@ -6,6 +6,7 @@ Here are the public functions.
 - `operations`: what these rules say, without JAX; an operation on NumPy arrays
 - `ffi`: operations as custom calls of XLA, recorded when they are lowered
 - `stream`: the same on CUDA
+- `table`: what a call's key leads to
 - `frame`: the machine code that answers such a call
 """
 

@@ -5,9 +5,9 @@ the address of a call frame (`xla/ffi/api/c_api.h`), at which this module looks 
 below. A call names a record by its key; the record says where a program's arrays come from and
 which sequences are run on them. A key that is not in the table is asked for in Python, once.
 
-Several threads may be here at once: each takes memory of its own, and a sequence that is worth more
-threads asks XLA's pool for them, which may come late or never. On CUDA the recorded launches go to
-XLA's stream, with memory of XLA's.
+Several threads may be here at once, each with memory that XLA gives the call. A sequence that is
+worth more threads asks XLA's pool for them, which may come late or never. On CUDA the recorded
+launches go to XLA's stream.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from numba.core import cgutils, types
 
 from numfuse.backends.cpu.kernels.protocol import Schema
 from numfuse.backends.cpu.launch import entries
+from numfuse.backends.cpu.launch.workspace import PAGE
 from numfuse.backends.cpu.llvm import intrinsics
 from numfuse.backends.cpu.llvm.vectors import I64, typed_intrinsic
 from numfuse.runtime import specialise
@@ -28,29 +29,26 @@ __all__ = [
     "ALIGNED",
     "DEVICE_BITS",
     "ON_STREAM",
+    "PAGE",
     "RECORD",
     "ROOT",
-    "SLOT",
     "SOURCE",
-    "handlers",
-    "stream_handler",
+    "handler",
+    "helper",
 ]
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
 #: The words of this process: calls that are under way; the table; what Python is asked by; the
-#: version that a query is answered with; why a record is missing, and that there is no memory;
+#: version that a query is answered with; why a record is missing;
 #: functions of the C library, and `help_out`; CUDA's question for the device, and that a launch
-#: failed; bytes of kept memory, now and at most; the slots.
+#: failed.
 ROOT = Schema("""
-    R_INSIDE R_TABLE R_RESOLVE R_VERSION R_MISSING R_NO_MEMORY
-    R_ALLOCATE R_FREE R_FILL R_ADVISE R_YIELD R_HELP
+    R_INSIDE R_TABLE R_RESOLVE R_VERSION R_MISSING
+    R_ALLOCATE R_FREE R_FILL R_YIELD R_HELP
     R_DEVICE R_NOT_LAUNCHED
-    R_KEPT R_MOST R_SLOTS
 """)
-#: Memory of a launch, a line each: who has it, where it is, its bytes.
-SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_3 S_4 S_5 S_6 S_7")
 #: A record: bytes of memory, how many arrays, arrays to be zeroed and sequences; then for each
 #: array its source (a kind, and above two bits a number or an offset), for each zeroed one its
 #: number and bytes, and the sequences.
@@ -70,18 +68,16 @@ _TASK = Schema("K_LAUNCH K_TABLE K_WORKSPACE K_YIELD K_FREE")
 #: Numbers of 64-bit words in XLA's structs, and constants of its interface.
 _XLA = {
     "F_EXTENSION": 1, "F_API": 2, "F_CONTEXT": 3, "F_STAGE": 4, "F_ARGS": 9, "F_RETS": 14,
-    "F_ATTRS": 20, "B_DATA": 3, "A_ERROR_CREATE": 6, "A_ERROR_DESTROY": 8, "A_SCHEDULE": 17,
-    "A_STREAM": 10, "A_DEVICE_ALLOCATE": 15, "A_DEVICE_FREE": 16,
-    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "EXHAUSTED": 8, "INTERNAL": 13,
+    "F_RET_COUNT": 12, "F_ATTRS": 20, "B_DATA": 3, "A_ERROR_CREATE": 6, "A_ERROR_DESTROY": 8,
+    "A_SCHEDULE": 17, "A_STREAM": 10, "A_DEVICE_ALLOCATE": 15, "A_DEVICE_FREE": 16,
+    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "INTERNAL": 13,
 }  # fmt: skip
 #: What is 32 bits wide shares a word.
 LOW = 0xFFFFFFFF
-HUGE_PAGE = 2 << 20
 #: Bytes of which the address of CUDA's workspace is a multiple.
 ALIGNED = 256
 #: A key differs between devices in the bits from here on.
 DEVICE_BITS = 40
-MADV_HUGEPAGE = 14
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -103,52 +99,6 @@ def failed(frame: int, message: int, code: int) -> int:
     e[2] = message
     e[3] = code
     return ASK_1(WORDS(WORDS(frame)[F_API])[A_ERROR_CREATE], about)
-
-
-def take(root: int, size: int) -> int:
-    """Return a slot whose memory has so many bytes, or 0 where the system gives none.
-
-    Waits while others have them all: they wait for nobody.
-    """
-    r = WORDS(root)
-    slot = root + 8 * R_SLOTS
-    looks = 0
-    while FETCH_ADD(slot, 1) != 0:
-        FETCH_ADD(slot, -1)
-        slot += 8 * SLOT_WORDS
-        if slot == root + 8 * R_SLOTS + 8 * SLOT_WORDS * SLOTS:
-            slot = root + 8 * R_SLOTS
-            looks = LOOK_AGAIN(looks, r[R_YIELD])
-    s = WORDS(slot)
-    if s[S_SIZE] < size:
-        FREE_SLOT(root, slot)
-        size = (size + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
-        if ASK_3(r[R_ALLOCATE], slot + 8 * S_MEMORY, HUGE_PAGE, size) & LOW != 0:
-            s[S_MEMORY] = 0
-            FETCH_ADD(slot, -1)
-            return 0
-        if r[R_ADVISE] != 0:
-            CALL_3(r[R_ADVISE], s[S_MEMORY], size, MADV_HUGEPAGE)
-        s[S_SIZE] = size
-        FETCH_ADD(root + 8 * R_KEPT, size)
-    return slot
-
-
-def free_slot(root: int, slot: int) -> None:
-    """Give the memory of a slot back to the system."""
-    s = WORDS(slot)
-    if s[S_MEMORY] != 0:
-        FETCH_ADD(root + 8 * R_KEPT, -s[S_SIZE])
-        CALL_1(WORDS(root)[R_FREE], s[S_MEMORY])
-        s[S_MEMORY] = 0
-        s[S_SIZE] = 0
-
-
-def give_back(root: int, slot: int) -> None:
-    """Let others have a slot, without its memory where more is kept than should be."""
-    if LOAD(root + 8 * R_KEPT) > WORDS(root)[R_MOST]:
-        FREE_SLOT(root, slot)
-    FETCH_ADD(slot, -1)
 
 
 def share_out(frame: int, root: int, sequence: int, memory: int) -> None:
@@ -231,15 +181,14 @@ def place(frame: int, source: int, memory: int) -> int:
 
 def execute(frame: int, root: int) -> int:
     """Run the record that a call names on its buffers; return 0, or the address of an error."""
-    r = WORDS(root)
+    f, r = WORDS(frame), WORDS(root)
     record = FOUND(frame, root, -1)
     if record == 0:
         return FAILED_WITH(frame, r[R_MISSING], FAILED)
     n = WORDS(record)
-    slot = TAKE(root, n[N_SIZE])
-    if slot == 0:
-        return FAILED_WITH(frame, r[R_NO_MEMORY], EXHAUSTED)
-    memory = WORDS(slot)[S_MEMORY]
+    # the last result
+    memory = WORDS(WORDS(f[F_RETS])[f[F_RET_COUNT] - 1])[B_DATA]
+    memory = (memory + PAGE - 1) & -PAGE
     addresses = STACK_32()
     a = WORDS(addresses)
     at = RECORD_WORDS
@@ -258,7 +207,6 @@ def execute(frame: int, root: int) -> int:
         else:
             WORK(memory + q[Q_TABLE], memory, 0)
         at += SEQUENCE_WORDS
-    GIVE_BACK(root, slot)
     return 0
 
 
@@ -392,14 +340,13 @@ def _global() -> Any:
 
 
 @functools.cache
-def _names(slots: int) -> dict[str, Any]:
+def _names() -> dict[str, Any]:
     """Return what the templates are bound to."""
-    names: dict[str, Any] = {**ROOT, **SLOT, **RECORD, **SEQUENCE, **SOURCE, **_SHARED, **_TASK}
-    names |= {**_XLA, **ON_STREAM, **entries.parts(entries.data_of_address), "SLOTS": slots}
-    names |= {"HUGE_PAGE": HUGE_PAGE, "MADV_HUGEPAGE": MADV_HUGEPAGE, "LOW": LOW}
-    names |= {"SLOT_WORDS": len(SLOT), "RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED)}
-    names |= {"TASK_WORDS": len(_TASK), "SEQUENCE_WORDS": len(SEQUENCE), "GLOBAL": _global()}
-    names |= {"STREAM_WORDS": len(ON_STREAM), "ALIGNED": ALIGNED, "DEVICE_BITS": DEVICE_BITS}
+    names: dict[str, Any] = {**ROOT, **RECORD, **SEQUENCE, **ON_STREAM, **SOURCE, **_SHARED}
+    names |= {**_TASK, **_XLA, **entries.parts(entries.data_of_address), "LOW": LOW, "PAGE": PAGE}
+    names |= {"RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED), "TASK_WORDS": len(_TASK)}
+    names |= {"SEQUENCE_WORDS": len(SEQUENCE), "STREAM_WORDS": len(ON_STREAM)}
+    names |= {"ALIGNED": ALIGNED, "DEVICE_BITS": DEVICE_BITS, "GLOBAL": _global()}
     names |= {f"STACK_{n}": _stack(n) for n in (3, 4, 5, 6, 32)}
     names |= {f"ASK_{n}": _ask(n) for n in (1, 3)}
     names |= {f"CALL_{n}": intrinsics.make_call(n) for n in (1, 3, 4)}
@@ -410,9 +357,6 @@ def _names(slots: int) -> dict[str, Any]:
         ("FOUND", found),
         ("PLACE", place),
         ("FAILED_WITH", failed),
-        ("FREE_SLOT", free_slot),
-        ("TAKE", take),
-        ("GIVE_BACK", give_back),
         ("LEAVE", leave),
         ("SHARE_OUT", share_out),
     ):
@@ -420,18 +364,18 @@ def _names(slots: int) -> dict[str, Any]:
     return names
 
 
-def handlers(slots: int) -> tuple[specialise.Kernel, specialise.Kernel]:
-    """Return what answers XLA on the CPU, with so many slots, and what helps."""
-    names = _names(slots)
-    own = specialise.device(execute, **names)
-    return (
-        specialise.kernel(answer, types.int64, EXECUTE=own, **names),
-        specialise.kernel(help_out, **names),
-    )
-
-
-def stream_handler(slots: int, launch_loop: Any) -> specialise.Kernel:
-    """Return what answers XLA on CUDA; `launch_loop` is `launcher.inlined()`."""
-    names = _names(slots)
-    own = specialise.device(execute_on_stream, LAUNCH_LOOP=launch_loop, **names)
+@functools.cache  # for good: XLA has the address
+def handler(launch_loop: Any = None) -> specialise.Kernel:
+    """Return what answers XLA: on the CPU, or on CUDA with `launcher.inlined()`."""
+    names = _names()
+    if launch_loop is None:
+        own = specialise.device(execute, **names)
+    else:
+        own = specialise.device(execute_on_stream, LAUNCH_LOOP=launch_loop, **names)
     return specialise.kernel(answer, types.int64, EXECUTE=own, **names)
+
+
+@functools.cache
+def helper() -> specialise.Kernel:
+    """Return what a thread of XLA's pool helps with."""
+    return specialise.kernel(help_out, **_names())

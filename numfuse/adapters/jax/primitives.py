@@ -126,8 +126,7 @@ def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
     shapes = tuple(x.shape for x in ctx.avals_in)
     made = ffi.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
     if made is not None:
-        key, what = made
-        return jax.ffi.ffi_lowering(ffi.TARGET)(ctx, *operands, key=np.int64(key), what=what)
+        return ffi.lowered(ffi.TARGET, ctx, operands, *made)
 
     def run(*given: Any) -> list[ndarray]:
         return on_host(operation, form, given)
@@ -141,8 +140,8 @@ def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
 def _lowered_on_cuda(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
     """Launches on XLA's stream."""
     shapes = tuple(x.shape for x in ctx.avals_in)
-    key, what = stream.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
-    return jax.ffi.ffi_lowering(stream.TARGET)(ctx, *operands, key=np.int64(key), what=what)
+    made = stream.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    return ffi.lowered(stream.TARGET, ctx, operands, *made)
 
 
 def _lowered_elsewhere(ctx: Any, *operands: Any, form: Form) -> Any:

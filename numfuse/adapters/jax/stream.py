@@ -14,7 +14,7 @@ from typing import Any
 
 from numpy import ndarray
 
-from numfuse.adapters.jax import ffi
+from numfuse.adapters.jax import ffi, table
 from numfuse.adapters.jax.operations import Form, Operation, Shape
 from numfuse.backends import load, resolve
 from numfuse.errors import BackendUnavailable
@@ -44,18 +44,12 @@ def _start() -> str | None:
 
     if SIMULATED:
         return "the simulator of CUDA has no streams"
-    handler = frame.stream_handler(ffi.SLOTS, launcher.inlined())
     get_device = ctypes.cast(libcuda.library().cuCtxGetDevice, ctypes.c_void_p).value or 0
-    failed = ffi.message("numfuse: CUDA refused a launch")
-    ffi.register(TARGET, handler, "CUDA", R_DEVICE=get_device, R_NOT_LAUNCHED=failed)
-    ffi.RECORDERS.update({f"cuda {x}": functools.partial(_record, x) for x in _precisions()})
+    failed = table.message("numfuse: CUDA refused a launch")
+    handler = frame.handler(launcher.inlined())
+    table.register(TARGET, handler, "CUDA", R_DEVICE=get_device, R_NOT_LAUNCHED=failed)
+    ffi.RECORDERS["cuda"] = _record
     return None
-
-
-def _precisions() -> Sequence[str]:
-    from numfuse.backends.cuda import PRECISIONS
-
-    return PRECISIONS
 
 
 def _record(
@@ -67,8 +61,8 @@ def _record(
     dtype: str,
     held: Any,
     ordinal: int,
-) -> bool:
-    """Record the launches of a call on a device; return whether no operand has to be copied."""
+) -> Any:
+    """Record the launches of a call on a device; return None where an operand has to be copied."""
     from numfuse.adapters.jax import frame
     from numfuse.backends.cuda.call.record import recorded
     from numfuse.backends.cuda.driver.devices import device
@@ -76,7 +70,7 @@ def _record(
 
     found = ffi.traced(operation, form, shapes, dtype)
     if found is None:
-        return False
+        return None
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         number = rec.number(name)
@@ -97,8 +91,7 @@ def _record(
     words = array("q", [*frame.ON_STREAM.words(head), *sources])
     own = key ^ (ordinal + 1) << frame.DEVICE_BITS
     formulas = form.how.activation.formulas() if held is None else ()
-    ffi.keep(own, words, formulas, 0, program, held)
-    return True
+    return table.keep(own, words, formulas, 0, size, program, held)
 
 
 def prepared(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any) -> Any:
@@ -121,4 +114,4 @@ def prepared(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: A
             f"JAX must run on the CPU for numfuse, got the platform 'cuda': nothing moves between "
             f"devices unasked, and no kernel can be launched there ({reason})"
         )
-    return ffi.described(f"cuda {precision}", operation, form, shapes, dtype)
+    return ffi.described(("cuda", precision), operation, form, shapes, dtype)
