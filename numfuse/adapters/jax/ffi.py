@@ -3,9 +3,7 @@
 When JAX lowers an operation, its shapes, dtype and options are known: the program is recorded then,
 and the call names it by a key, which is the digest of a text that says all of it. Another process
 may find the call in JAX's compilation cache, and this one may have dropped the program: what a key
-does not lead to is recorded again from the text, which the call has beside it. The memory of a call
-is a result of it that nobody reads, so that XLA plans it.
-
+does not lead to is recorded again from the text, which the call has beside it.
 Where this version of XLA is not known, or the C library lacks a function, `refusal` says so, and
 `numfuse.adapters.jax.primitives` calls back to Python.
 """
@@ -21,6 +19,7 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -103,7 +102,7 @@ def _version() -> tuple[int, int]:
 
 
 def _start() -> str | None:
-
+    import_module("jax.ffi")
     version = _version()
     if version not in VERSIONS:
         known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
@@ -113,12 +112,16 @@ def _start() -> str | None:
         "R_ALLOCATE": library.posix_memalign,
         "R_FREE": library.free,
         "R_FILL": library.memset,
+        "R_ADVISE": getattr(library, "madvise", None),
         "R_YIELD": library.sched_yield,
         "R_RESOLVE": _RESOLVE,
     }
     from numfuse.adapters.jax import frame
+    from numfuse.backends.cpu import tiling
 
-    words = {x: ctypes.cast(f, ctypes.c_void_p).value or 0 for x, f in functions.items()}
+    words = {x: (f and ctypes.cast(f, ctypes.c_void_p).value) or 0 for x, f in functions.items()}
+    words["R_NO_MEMORY"] = table.message("numfuse: the system gives no memory for a call")
+    words["R_MOST"] = tiling.KEPT_BYTES
     words["R_VERSION"] = version[0] | version[1] << 32
     words["R_HELP"] = frame.helper().address
     table.register(TARGET, frame.handler(), "cpu", **words)
@@ -215,7 +218,7 @@ def _record(
     every = [*found.sources, *[None] * len(totals)]
     size, *sources = placed(program.size, every, [*sizes, *totals])
     head = {
-        "N_SIZE": size + frame.PAGE,
+        "N_SIZE": size,
         "N_ARRAYS": len(sources),
         "N_ZEROED": len(program.zeroed),
         "N_SEQUENCES": len(program.sequences),
@@ -223,7 +226,7 @@ def _record(
     words = array("q", [*frame.RECORD.words(head), *sources, *zeroed])
     for x in program.sequences:
         words.extend([x.address, x.steps, x.threads, x.stride, x.table])
-    return table.keep(key, words, made.formulas, made.nbytes, head["N_SIZE"], program, held)
+    return table.keep(key, words, made.formulas, made.nbytes, program, held)
 
 
 # --- keys and descriptions ------------------------------------------------------------------------
@@ -281,8 +284,8 @@ _RESOLVE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(_resolve)
 # --- lowering -------------------------------------------------------------------------------------
 def prepared(
     operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
-) -> tuple[int, str, int] | None:
-    """Return key, description and bytes of memory of a call that XLA makes, or None: it cannot."""
+) -> tuple[int, str] | None:
+    """Return key and description of a call that XLA makes, or None where it has to call back."""
     if not serves(form) or not all(type(n) is int for shape in shapes for n in shape):
         return None  # (sizes that are known when it runs)
     from numfuse.backends.cpu.launch.threads import number
@@ -292,13 +295,9 @@ def prepared(
     record = table.records().find(key)
     if record is None:
         record = _record(threads, key, operation, form, shapes, np.dtype(dtype).name)
-    return None if record is None else (key, what, record.nbytes)
+    return None if record is None else (key, what)
 
 
-def lowered(target: str, ctx: Any, operands: Any, key: int, what: str, memory: int = 0) -> Any:
-    """Return the results of a custom call, which has so much memory."""
-    outs = list(ctx.avals_out)
-    more = [jax.core.ShapedArray((memory,), np.uint8)] if memory else []
-    rule = jax.ffi.ffi_lowering(target)
-    found = rule(ctx.replace(avals_out=outs + more), *operands, key=np.int64(key), what=what)
-    return found[: len(outs)]
+def lowered(target: str, ctx: Any, operands: Any, key: int, what: str) -> Any:
+    """Return the results of a custom call."""
+    return jax.ffi.ffi_lowering(target)(ctx, *operands, key=np.int64(key), what=what)

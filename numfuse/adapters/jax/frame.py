@@ -5,14 +5,15 @@ the address of a call frame (`xla/ffi/api/c_api.h`), at which this module looks 
 below. A call names a record by its key; the record says where a program's arrays come from and
 which sequences are run on them. A key that is not in the table is asked for in Python, once.
 
-Several threads may be here at once, each with memory that XLA gives the call. A sequence that is
-worth more threads asks XLA's pool for them, which may come late or never. On CUDA the recorded
-launches go to XLA's stream.
+Several threads may be here at once, each with memory of its own, which is kept for the next call.
+A sequence that is worth more threads asks XLA's pool for them, which may come late or never. On
+CUDA the recorded launches go to XLA's stream, with memory of XLA's.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from llvmlite import ir
@@ -20,7 +21,7 @@ from numba.core import cgutils, types
 
 from numfuse.backends.cpu.kernels.protocol import Schema
 from numfuse.backends.cpu.launch import entries
-from numfuse.backends.cpu.launch.workspace import PAGE
+from numfuse.backends.cpu.launch.workspace import HUGE_PAGE
 from numfuse.backends.cpu.llvm import intrinsics
 from numfuse.backends.cpu.llvm.vectors import I64, typed_intrinsic
 from numfuse.runtime import specialise
@@ -29,9 +30,10 @@ __all__ = [
     "ALIGNED",
     "DEVICE_BITS",
     "ON_STREAM",
-    "PAGE",
     "RECORD",
     "ROOT",
+    "SLOT",
+    "SLOTS",
     "SOURCE",
     "handler",
     "helper",
@@ -43,12 +45,17 @@ __all__ = [
 #: The words of this process: calls that are under way; the table; what Python is asked by; the
 #: version that a query is answered with; why a record is missing;
 #: functions of the C library, and `help_out`; CUDA's question for the device, and that a launch
-#: failed.
+#: failed; bytes of kept memory, now and at most; the slots.
 ROOT = Schema("""
-    R_INSIDE R_TABLE R_RESOLVE R_VERSION R_MISSING
-    R_ALLOCATE R_FREE R_FILL R_YIELD R_HELP
+    R_INSIDE R_TABLE R_RESOLVE R_VERSION R_MISSING R_NO_MEMORY
+    R_ALLOCATE R_FREE R_FILL R_ADVISE R_YIELD R_HELP
     R_DEVICE R_NOT_LAUNCHED
+    R_KEPT R_MOST R_SLOTS
 """)
+#: Memory of a launch, a line each: who has it, where it is, its bytes.
+SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_3 S_4 S_5 S_6 S_7")
+#: Calls that may have memory at once.
+SLOTS = max(4, os.cpu_count() or 1)
 #: A record: bytes of memory, how many arrays, arrays to be zeroed and sequences; then for each
 #: array its source (a kind, and above two bits a number or an offset), for each zeroed one its
 #: number and bytes, and the sequences.
@@ -68,14 +75,15 @@ _TASK = Schema("K_LAUNCH K_TABLE K_WORKSPACE K_YIELD K_FREE")
 #: Numbers of 64-bit words in XLA's structs, and constants of its interface.
 _XLA = {
     "F_EXTENSION": 1, "F_API": 2, "F_CONTEXT": 3, "F_STAGE": 4, "F_ARGS": 9, "F_RETS": 14,
-    "F_RET_COUNT": 12, "F_ATTRS": 20, "B_DATA": 3, "A_ERROR_CREATE": 6, "A_ERROR_DESTROY": 8,
+    "F_ATTRS": 20, "B_DATA": 3, "A_ERROR_CREATE": 6, "A_ERROR_DESTROY": 8,
     "A_SCHEDULE": 17, "A_STREAM": 10, "A_DEVICE_ALLOCATE": 15, "A_DEVICE_FREE": 16,
-    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "INTERNAL": 13,
+    "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "EXHAUSTED": 8, "INTERNAL": 13,
 }  # fmt: skip
 #: What is 32 bits wide shares a word.
 LOW = 0xFFFFFFFF
 #: Bytes of which the address of CUDA's workspace is a multiple.
 ALIGNED = 256
+MADV_HUGEPAGE = 14
 #: A key differs between devices in the bits from here on.
 DEVICE_BITS = 40
 
@@ -99,6 +107,52 @@ def failed(frame: int, message: int, code: int) -> int:
     e[2] = message
     e[3] = code
     return ASK_1(WORDS(WORDS(frame)[F_API])[A_ERROR_CREATE], about)
+
+
+def take(root: int, size: int) -> int:
+    """Return a slot whose memory has so many bytes, or 0 where the system gives none.
+
+    Waits while others have them all: they wait for nobody.
+    """
+    r = WORDS(root)
+    slot = root + 8 * R_SLOTS
+    looks = 0
+    while FETCH_ADD(slot, 1) != 0:
+        FETCH_ADD(slot, -1)
+        slot += 8 * SLOT_WORDS
+        if slot == root + 8 * R_SLOTS + 8 * SLOT_WORDS * SLOTS:
+            slot = root + 8 * R_SLOTS
+            looks = LOOK_AGAIN(looks, r[R_YIELD])
+    s = WORDS(slot)
+    if s[S_SIZE] < size:
+        FREE_SLOT(root, slot)
+        size = (size + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
+        if ASK_3(r[R_ALLOCATE], slot + 8 * S_MEMORY, HUGE_PAGE, size) & LOW != 0:
+            s[S_MEMORY] = 0
+            FETCH_ADD(slot, -1)
+            return 0
+        if r[R_ADVISE] != 0:
+            CALL_3(r[R_ADVISE], s[S_MEMORY], size, MADV_HUGEPAGE)
+        s[S_SIZE] = size
+        FETCH_ADD(root + 8 * R_KEPT, size)
+    return slot
+
+
+def free_slot(root: int, slot: int) -> None:
+    """Give the memory of a slot back to the system."""
+    s = WORDS(slot)
+    if s[S_MEMORY] != 0:
+        FETCH_ADD(root + 8 * R_KEPT, -s[S_SIZE])
+        CALL_1(WORDS(root)[R_FREE], s[S_MEMORY])
+        s[S_MEMORY] = 0
+        s[S_SIZE] = 0
+
+
+def give_back(root: int, slot: int) -> None:
+    """Let others have a slot, without its memory where more is kept than should be."""
+    if LOAD(root + 8 * R_KEPT) > WORDS(root)[R_MOST]:
+        FREE_SLOT(root, slot)
+    FETCH_ADD(slot, -1)
 
 
 def share_out(frame: int, root: int, sequence: int, memory: int) -> None:
@@ -181,14 +235,15 @@ def place(frame: int, source: int, memory: int) -> int:
 
 def execute(frame: int, root: int) -> int:
     """Run the record that a call names on its buffers; return 0, or the address of an error."""
-    f, r = WORDS(frame), WORDS(root)
+    r = WORDS(root)
     record = FOUND(frame, root, -1)
     if record == 0:
         return FAILED_WITH(frame, r[R_MISSING], FAILED)
     n = WORDS(record)
-    # the last result
-    memory = WORDS(WORDS(f[F_RETS])[f[F_RET_COUNT] - 1])[B_DATA]
-    memory = (memory + PAGE - 1) & -PAGE
+    slot = TAKE(root, n[N_SIZE])
+    if slot == 0:
+        return FAILED_WITH(frame, r[R_NO_MEMORY], EXHAUSTED)
+    memory = WORDS(slot)[S_MEMORY]
     addresses = STACK_32()
     a = WORDS(addresses)
     at = RECORD_WORDS
@@ -207,6 +262,7 @@ def execute(frame: int, root: int) -> int:
         else:
             WORK(memory + q[Q_TABLE], memory, 0)
         at += SEQUENCE_WORDS
+    GIVE_BACK(root, slot)
     return 0
 
 
@@ -343,7 +399,9 @@ def _global() -> Any:
 def _names() -> dict[str, Any]:
     """Return what the templates are bound to."""
     names: dict[str, Any] = {**ROOT, **RECORD, **SEQUENCE, **ON_STREAM, **SOURCE, **_SHARED}
-    names |= {**_TASK, **_XLA, **entries.parts(entries.data_of_address), "LOW": LOW, "PAGE": PAGE}
+    names |= {**_TASK, **_XLA, **entries.parts(entries.data_of_address), "LOW": LOW}
+    names |= {**SLOT, "SLOT_WORDS": len(SLOT), "SLOTS": SLOTS, "MADV_HUGEPAGE": MADV_HUGEPAGE}
+    names["HUGE_PAGE"] = HUGE_PAGE
     names |= {"RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED), "TASK_WORDS": len(_TASK)}
     names |= {"SEQUENCE_WORDS": len(SEQUENCE), "STREAM_WORDS": len(ON_STREAM)}
     names |= {"ALIGNED": ALIGNED, "DEVICE_BITS": DEVICE_BITS, "GLOBAL": _global()}
@@ -357,6 +415,9 @@ def _names() -> dict[str, Any]:
         ("FOUND", found),
         ("PLACE", place),
         ("FAILED_WITH", failed),
+        ("FREE_SLOT", free_slot),
+        ("TAKE", take),
+        ("GIVE_BACK", give_back),
         ("LEAVE", leave),
         ("SHARE_OUT", share_out),
     ):

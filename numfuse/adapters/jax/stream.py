@@ -91,7 +91,7 @@ def _record(
     words = array("q", [*frame.ON_STREAM.words(head), *sources])
     own = key ^ (ordinal + 1) << frame.DEVICE_BITS
     formulas = form.how.activation.formulas() if held is None else ()
-    return table.keep(own, words, formulas, 0, size, program, held)
+    return table.keep(own, words, formulas, 0, program, held)
 
 
 def prepared(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any) -> Any:

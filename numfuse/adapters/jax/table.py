@@ -26,7 +26,7 @@ __all__ = ["PLACES", "insert", "keep", "message", "records", "register", "root",
 PLACES = 1 << 14
 
 #: See `frame.ROOT`; its address is in machine code, so it never grows.
-_root = array("q", [0] * 16)
+_root = array("q")
 #: The mask of the places, then for each a key and the address of its record; see `frame.look_up`.
 _table = array("q", [PLACES - 1] + [0] * (2 * PLACES))
 _lock = threading.Lock()
@@ -44,8 +44,10 @@ def message(text: str) -> int:
 
 def root(words: Mapping[str, int]) -> int:
     """Return the address of the words of this process, after writing these."""
-    from numfuse.adapters.jax.frame import ROOT
+    from numfuse.adapters.jax.frame import ROOT, SLOT, SLOTS
 
+    if not _root:
+        _root.extend([0] * (len(ROOT) + len(SLOT) * SLOTS))
     for name, word in words.items():
         _root[ROOT[name]] = word
     return _root.buffer_info()[0]
@@ -63,9 +65,6 @@ def register(target: str, handler: Any, platform: str, **words: int) -> None:
 class _Record:
     """What keeps a program and the words by which machine code runs it in the table."""
 
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
-
 
 @functools.cache
 def records() -> Replay[_Record]:
@@ -74,11 +73,9 @@ def records() -> Replay[_Record]:
     return Replay(*cpu.replay.limits)
 
 
-def keep(
-    key: int, words: array[int], formulas: Any, nbytes: int, memory: int, *held: Any
-) -> _Record:
-    """Let a key lead to a record, whose calls take so much memory, and keep what that holds."""
-    record, at = _Record(memory), words.buffer_info()[0]
+def keep(key: int, words: array[int], formulas: Any, nbytes: int, *held: Any) -> _Record:
+    """Let a key lead to a record, and keep what that holds."""
+    record, at = _Record(), words.buffer_info()[0]
     weakref.finalize(record, _remove, key, at, words, held).atexit = False
     with _lock:
         insert(key, at)
