@@ -7,7 +7,7 @@ Here are the public functions.
 - `ffi`: operations as custom calls of XLA, recorded when they are lowered
 - `stream`: the same on CUDA
 - `table`: what a call's key leads to
-- `frame`: the machine code that answers such a call
+- `frame`, `launches`: the machine code that answers such a call
 """
 
 from __future__ import annotations

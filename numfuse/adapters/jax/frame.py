@@ -1,9 +1,9 @@
 """XLA's call of a custom operation, answered by machine code: no interpreter, no lock of its.
 
-`answer` and `help_out` are templates, compiled as numfuse's kernels are. XLA calls the first with
-the address of a call frame (`xla/ffi/api/c_api.h`), at which this module looks by the numbers
-below. A call names a record by its key; the record says where a program's arrays come from and
-which sequences are run on them. A key that is not in the table is asked for in Python, once.
+Its functions and those of `launches` are templates, compiled as numfuse's kernels are. XLA calls
+`answer` with the address of a call frame (`xla/ffi/api/c_api.h`), at which this module looks by the
+numbers below. A call names a record by its key; the record says where a program's arrays come from
+and which sequences are run on them. A key that is not in the table is asked for in Python, once.
 
 Several threads may be here at once, each with memory of its own, which is kept for the next call.
 A sequence that is worth more threads asks XLA's pool for them, which may come late or never. On
@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import functools
 import os
+from pathlib import Path
 from typing import Any
 
 from llvmlite import ir
 from numba.core import cgutils, types
 
+from numfuse.adapters.jax import launches
 from numfuse.backends.cpu.kernels.protocol import Schema
 from numfuse.backends.cpu.launch import entries
 from numfuse.backends.cpu.launch.workspace import HUGE_PAGE
@@ -38,6 +40,8 @@ __all__ = [
     "handler",
     "helper",
 ]
+
+specialise.register("numfuse.adapters.jax", str(Path(__file__).with_name("__init__.py")))
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
@@ -107,105 +111,6 @@ def failed(frame: int, message: int, code: int) -> int:
     e[2] = message
     e[3] = code
     return ASK_1(WORDS(WORDS(frame)[F_API])[A_ERROR_CREATE], about)
-
-
-def take(root: int, size: int) -> int:
-    """Return a slot whose memory has so many bytes, or 0 where the system gives none.
-
-    Waits while others have them all: they wait for nobody.
-    """
-    r = WORDS(root)
-    slot = root + 8 * R_SLOTS
-    looks = 0
-    while FETCH_ADD(slot, 1) != 0:
-        FETCH_ADD(slot, -1)
-        slot += 8 * SLOT_WORDS
-        if slot == root + 8 * R_SLOTS + 8 * SLOT_WORDS * SLOTS:
-            slot = root + 8 * R_SLOTS
-            looks = LOOK_AGAIN(looks, r[R_YIELD])
-    s = WORDS(slot)
-    if s[S_SIZE] < size:
-        FREE_SLOT(root, slot)
-        size = (size + HUGE_PAGE - 1) // HUGE_PAGE * HUGE_PAGE
-        if ASK_3(r[R_ALLOCATE], slot + 8 * S_MEMORY, HUGE_PAGE, size) & LOW != 0:
-            s[S_MEMORY] = 0
-            FETCH_ADD(slot, -1)
-            return 0
-        if r[R_ADVISE] != 0:
-            CALL_3(r[R_ADVISE], s[S_MEMORY], size, MADV_HUGEPAGE)
-        s[S_SIZE] = size
-        FETCH_ADD(root + 8 * R_KEPT, size)
-    return slot
-
-
-def free_slot(root: int, slot: int) -> None:
-    """Give the memory of a slot back to the system."""
-    s = WORDS(slot)
-    if s[S_MEMORY] != 0:
-        FETCH_ADD(root + 8 * R_KEPT, -s[S_SIZE])
-        CALL_1(WORDS(root)[R_FREE], s[S_MEMORY])
-        s[S_MEMORY] = 0
-        s[S_SIZE] = 0
-
-
-def give_back(root: int, slot: int) -> None:
-    """Let others have a slot, without its memory where more is kept than should be."""
-    if LOAD(root + 8 * R_KEPT) > WORDS(root)[R_MOST]:
-        FREE_SLOT(root, slot)
-    FETCH_ADD(slot, -1)
-
-
-def share_out(frame: int, root: int, sequence: int, memory: int) -> None:
-    """Work at an open sequence with the threads of XLA's pool that come in time.
-
-    The gate is that of `entries.run_with_helpers`. A helper may come when all is over: what it
-    looks at goes with the last that knows of it.
-    """
-    f, r, q = WORDS(frame), WORDS(root), WORDS(sequence)
-    table = memory + q[Q_TABLE]
-    place = STACK_3()
-    size = 8 * SHARED_WORDS + 8 * TASK_WORDS * q[Q_THREADS]
-    if ASK_3(r[R_ALLOCATE], place, 64, size) & LOW != 0:
-        WORK(table, memory, 0)
-        return
-    launch = WORDS(place)[0]
-    shared = WORDS(launch)
-    shared[L_GATE] = GATE
-    shared[L_KNOWN] = q[Q_THREADS]
-    about = STACK_5()
-    a = WORDS(about)
-    a[0] = 40
-    a[1] = 0
-    a[2] = f[F_CONTEXT]
-    a[3] = r[R_HELP]
-    for i in range(1, q[Q_THREADS]):
-        task = launch + 8 * SHARED_WORDS + 8 * TASK_WORDS * (i - 1)
-        k = WORDS(task)
-        k[K_LAUNCH] = launch
-        k[K_TABLE] = table
-        k[K_WORKSPACE] = memory + i * q[Q_STRIDE]
-        k[K_YIELD] = r[R_YIELD]
-        k[K_FREE] = r[R_FREE]
-        a[4] = task
-        error = ASK_1(WORDS(f[F_API])[A_SCHEDULE], about)
-        if error != 0:  # there is no pool
-            WORDS(place)[0] = 24
-            WORDS(place)[1] = 0
-            WORDS(place)[2] = error
-            CALL_1(WORDS(f[F_API])[A_ERROR_DESTROY], place)
-            FETCH_ADD(launch + 8 * L_KNOWN, -1)
-    WORK(table, memory, r[R_YIELD])
-    FETCH_ADD(launch, GATE)
-    looks = 0
-    while LOAD(launch) != 2 * GATE:
-        looks = LOOK_AGAIN(looks, r[R_YIELD])
-    LEAVE(launch, r[R_FREE])
-
-
-def leave(launch: int, free: int) -> None:
-    """Forget a launch; the last one gives its memory back."""
-    if FETCH_ADD(launch + 8 * L_KNOWN, -1) == 1:
-        CALL_1(free, launch)
 
 
 def found(frame: int, root: int, ordinal: int) -> int:
@@ -353,14 +258,6 @@ def answer(frame: int) -> int:
     return error
 
 
-def help_out(task: int) -> None:
-    """Take part in a launch, unless it is over: a task of XLA's pool."""
-    k = WORDS(task)
-    launch, free = k[K_LAUNCH], k[K_FREE]
-    HELP(launch, k[K_TABLE], k[K_WORKSPACE], k[K_YIELD])
-    LEAVE(launch, free)
-
-
 # --- what they are bound to -----------------------------------------------------------------------
 def _ask(count: int) -> Any:
     """``ask(function, *args) -> int64``: call a function of C by its address."""
@@ -415,11 +312,11 @@ def _names() -> dict[str, Any]:
         ("FOUND", found),
         ("PLACE", place),
         ("FAILED_WITH", failed),
-        ("FREE_SLOT", free_slot),
-        ("TAKE", take),
-        ("GIVE_BACK", give_back),
-        ("LEAVE", leave),
-        ("SHARE_OUT", share_out),
+        ("FREE_SLOT", launches.free_slot),
+        ("TAKE", launches.take),
+        ("GIVE_BACK", launches.give_back),
+        ("LEAVE", launches.leave),
+        ("SHARE_OUT", launches.share_out),
     ):
         names[name] = specialise.device(template, **names)
     return names
@@ -439,4 +336,4 @@ def handler(launch_loop: Any = None) -> specialise.Kernel:
 @functools.cache
 def helper() -> specialise.Kernel:
     """Return what a thread of XLA's pool helps with."""
-    return specialise.kernel(help_out, **_names())
+    return specialise.kernel(launches.help_out, **_names())

@@ -88,10 +88,8 @@ def _pays(operation: Operation, form: Form, given: Operands) -> bool:
 
 
 def _now(operation: Operation, *given: Any, form: Form) -> Any:
-    """The results of arrays that are there: on the host the first time, later compiled.
-
-    Those on several devices JAX brings together, or refuses to.
-    """
+    """The results of arrays that are there: on the host the first time, later compiled, as are those
+    on several devices, which JAX brings together (or refuses to)."""
     arrays = [x for x in given if isinstance(x, jax.Array)]
     devices = {device for x in arrays for device in x.devices()}
     platforms = {device.platform for device in devices}
@@ -170,7 +168,31 @@ def _placed(form: Form, given: Operands) -> list[Any]:
     return [next(rest) if there else None for there in form.there]
 
 
+def _kept_apart(form: Form, primals: Operands, tangents: Operands) -> Any:
+    """Derive a layer as a product, whose result all its derivatives share, and its activation.
+
+    No product is made again then, and what many derivatives give back to it is one cotangent.
+    """
+    at = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def layer(*moved: Any) -> list[Any]:
+        every = list(primals)
+        for i, x in zip(at, moved, strict=True):
+            every[i] = x
+        plain = form._replace(how=form.how._replace(activation=get("none")))
+        (z,) = _JAX_PRIMITIVES["product"].bind(*every, form=plain)
+        return _bind(PRIMITIVES["gate"], Form(form.how, ()), [z, jnp.ones_like(z)])
+
+    return jax.jvp(layer, [primals[i] for i in at], [tangents[i] for i in at])
+
+
 def _derived(operation: Operation, primals: Operands, tangents: Operands, *, form: Form) -> Any:
+    if (
+        operation.name == "product"
+        and not form.how.activation.is_identity
+        and primals[0].dtype.itemsize >= 4  # (else the product would be rounded once more)
+    ):
+        return _kept_apart(form, primals, tangents)
     outs = _JAX_PRIMITIVES[operation.name].bind(*primals, form=form)
     x = _placed(form, primals)
     dots = _placed(form, [None if type(t) is ad.Zero else t for t in tangents])
