@@ -88,8 +88,8 @@ def _pays(operation: Operation, form: Form, given: Operands) -> bool:
 
 
 def _now(operation: Operation, *given: Any, form: Form) -> Any:
-    """The results of arrays that are there: on the host the first time, later compiled, as are those
-    on several devices, which JAX brings together (or refuses to)."""
+    """The results of arrays that are there: on the host the first time, then compiled; on several
+    devices compiled at once, which JAX brings together (or refuses to)."""
     arrays = [x for x in given if isinstance(x, jax.Array)]
     devices = {device for x in arrays for device in x.devices()}
     platforms = {device.platform for device in devices}

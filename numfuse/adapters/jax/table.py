@@ -63,7 +63,7 @@ def register(target: str, handler: Any, platform: str, **words: int) -> None:
 
 # --- entries --------------------------------------------------------------------------------------
 class _Record:
-    """What keeps a program and the words by which machine code runs it in the table."""
+    """The token that keeps a program, and the words by which machine code runs it, in the table."""
 
 
 @functools.cache
