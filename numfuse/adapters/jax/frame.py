@@ -41,7 +41,7 @@ __all__ = [
     "helper",
 ]
 
-specialise.register("numfuse.adapters.jax", str(Path(__file__).with_name("__init__.py")))
+specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("__init__.py")))
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
 # mypy: disable-error-code="name-defined"
