@@ -8,7 +8,7 @@ import argparse
 import json
 import os
 import platform
-from importlib import metadata
+from importlib import import_module, metadata
 from typing import Any
 
 # What numfuse runs on, and the optional packages by the extra that installs them.
@@ -65,6 +65,11 @@ def collect() -> dict[str, Any]:
         except nf.BackendUnavailable as error:  # such as threads that do not start
             facts = {"available": False, "reason": str(error)}
         found["backends"][name] = facts
+    if found["optional"]["jax"] is not None:
+        try:
+            found["jax"] = import_module("numfuse.adapters.jax").describe()
+        except ImportError as error:  # such as a jax without its jaxlib
+            found["jax"] = f"nothing: {error}"
     return found
 
 
@@ -104,6 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
                 if key != "available"
             }
         )
+    if "jax" in found:
+        print(f"\njax calls the CPU backend by {found['jax']}")
     print("\npackages")
     print_facts({name: sentence(number) for name, number in found["packages"].items()})
     print("\noptional packages")

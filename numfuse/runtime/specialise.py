@@ -198,14 +198,14 @@ class Kernel:
 _KERNELS: weakref.WeakValueDictionary[str, Kernel] = weakref.WeakValueDictionary()
 
 
-def kernel(template: Callable[..., Any], **bindings: Any) -> Kernel:
-    """Compile (or find in the disk cache) ``void template(int64, ...)``."""
+def kernel(template: Callable[..., Any], returns: Any = types.void, **bindings: Any) -> Kernel:
+    """Compile (or find in the disk cache) the C function ``returns template(int64, ...)``."""
     clone = bound(template, bindings)
 
     def make() -> Kernel:
         known = _KERNELS.get(clone.__name__)
         if known is None:  # (another thread may have made it)
-            signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
+            signature = returns(*[types.int64] * len(inspect.signature(template).parameters))
             made = _with_cache(machine_code.function(clone, signature, **OPTIONS), clone)
             made.compile()
             known = _KERNELS[clone.__name__] = Kernel(clone.__name__, made)

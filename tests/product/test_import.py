@@ -230,8 +230,9 @@ ARROWS: dict[str, set[str]] = {
         "activations", "backends", "devices", "differentials", "errors", "functional", "registry",
         "runtime", "webgpu",
     },
-    # The public functions only, but for the benchmark's ceilings.
-    "cli": {"adapters", "numfuse", "backends", "backends.cpu"},  # (the modules of PyTorch)
+    # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
+    # tells of JAX.
+    "cli": {"adapters", "numfuse", "backends", "backends.cpu"},
     "__main__": {"cli", "numfuse"},
 }  # fmt: skip
 

@@ -1,7 +1,13 @@
 """numfuse's functions for JAX arrays and tracers on the CPU: jit, grad, jvp, vmap, in any order.
 
-The operations and their rules are in `numfuse.adapters.jax.primitives`; here are the public
-functions over them.
+Here are the public functions.
+
+- `primitives`: the operations as JAX primitives, and their rules
+- `operations`: what these rules say, without JAX; an operation on NumPy arrays
+- `ffi`: operations as custom calls of XLA, recorded when they are lowered
+- `stream`: the same on CUDA
+- `table`: what a call's key leads to
+- `frame`, `launches`: the machine code that answers such a call
 """
 
 from __future__ import annotations
@@ -15,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
 
+from numfuse.adapters.jax.ffi import describe
 from numfuse.adapters.jax.primitives import call, through
 from numfuse.adapters.primitives import PRIMITIVES, How
 from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import NAMES, Functions
 
-__all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "activation", "describe", "synchronize", "to_numpy"]
 
 
 def to_numpy(x: Any) -> ndarray:

@@ -1,4 +1,4 @@
-"""numfuse's operations as JAX primitives: on the host at once, or as host callbacks when compiled.
+"""numfuse's operations as JAX primitives: on the host at once, or compiled (`ffi`).
 
 Each primitive has the rules that JAX composes: a batch (`vmap`) is one more mapped axis of the same
 primitive, forward mode is a primitive that is linear in tangents, and reverse mode is that one's
@@ -6,9 +6,10 @@ transpose (`numfuse.adapters.jax.operations`). What is kept moves too: the deriv
 is its tangent, and that of the others goes through what they are made of
 (`numfuse.adapters.pieces`).
 
-Arrays that are there are read where they are, and the results are made without a callback. A
-callback reads the buffers that XLA hands over: nothing in it waits for XLA's threads, of which it
-holds one, and on one core that is all there are.
+Arrays that are there are read where they are, but from the second call of a form on by what is
+compiled for it. Where XLA cannot call machine code of numfuse, what is compiled calls back to
+Python. A callback reads the buffers that XLA hands over: nothing in it waits for XLA's threads, of
+which it holds one, and on one core that is all there are.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from jax.sharding import PartitionSpec
 from numpy import ndarray
 
 from numfuse.activations import get
+from numfuse.adapters.jax import ffi, stream
 from numfuse.adapters.jax.operations import (
     Form,
     Operation,
@@ -42,6 +44,7 @@ from numfuse.problem.operands import accumulator
 __all__ = ["call", "through"]
 
 Operands = Sequence[Any]
+config: Any = jax.config
 
 
 # --- the primitives -------------------------------------------------------------------------------
@@ -68,15 +71,31 @@ def _compiled(*given: Any, name: str, form: Form) -> Any:
     return _JAX_PRIMITIVES[name].bind(*given, form=form)
 
 
+@functools.lru_cache(maxsize=4096)
+def _met(*call: Any) -> list[bool]:
+    return []
+
+
+def _pays(operation: Operation, form: Form, given: Operands) -> bool:
+    """Whether a call of arrays that are there is worth a compilation: it has come before."""
+    if config.jax_disable_jit or not ffi.serves(form):
+        return False
+    met = _met(operation.name, form, *[(x.shape, x.dtype) for x in given])
+    if met:
+        return True
+    met.append(True)
+    return False
+
+
 def _now(operation: Operation, *given: Any, form: Form) -> Any:
-    """The results of arrays that are there: on the host, or compiled where they are on several
-    devices, which JAX then brings together (or refuses to)."""
+    """The results of arrays that are there: on the host the first time, then compiled; on several
+    devices compiled at once, which JAX brings together (or refuses to)."""
     arrays = [x for x in given if isinstance(x, jax.Array)]
     devices = {device for x in arrays for device in x.devices()}
-    for device in devices:
-        if device.platform != "cpu":
-            raise _refused(device.platform)
-    if len(devices) > 1:
+    platforms = {device.platform for device in devices}
+    for platform in platforms - {"cpu", "gpu", "cuda"}:
+        raise _refused(platform)
+    if platforms - {"cpu"} or len(devices) > 1 or _pays(operation, form, given):
         return _compiled(*given, name=operation.name, form=form)
     found = on_host(operation, form, [np.asarray(x) for x in given])
     where = next((x.sharding for x in arrays if getattr(x, "committed", True)), None)
@@ -100,8 +119,12 @@ def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
 
 
 def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
-    """A host callback on the buffers themselves. jax.pure_callback would copy its operands on
-    XLA's threads and wait for them in one of these."""
+    """Machine code, or a host callback on the buffers themselves: jax.pure_callback would copy its
+    operands on XLA's threads and wait for them in one of these."""
+    shapes = tuple(x.shape for x in ctx.avals_in)
+    made = ffi.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    if made is not None:
+        return ffi.lowered(ffi.TARGET, ctx, operands, *made)
 
     def run(*given: Any) -> list[ndarray]:
         return on_host(operation, form, given)
@@ -110,6 +133,13 @@ def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
         ctx, run, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False
     )
     return found
+
+
+def _lowered_on_cuda(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
+    """Launches on XLA's stream."""
+    shapes = tuple(x.shape for x in ctx.avals_in)
+    made = stream.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    return ffi.lowered(stream.TARGET, ctx, operands, *made)
 
 
 def _lowered_elsewhere(ctx: Any, *operands: Any, form: Form) -> Any:
@@ -138,7 +168,31 @@ def _placed(form: Form, given: Operands) -> list[Any]:
     return [next(rest) if there else None for there in form.there]
 
 
+def _kept_apart(form: Form, primals: Operands, tangents: Operands) -> Any:
+    """Derive a layer as a product, whose result all its derivatives share, and its activation.
+
+    No product is made again then, and what many derivatives give back to it is one cotangent.
+    """
+    at = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
+
+    def layer(*moved: Any) -> list[Any]:
+        every = list(primals)
+        for i, x in zip(at, moved, strict=True):
+            every[i] = x
+        plain = form._replace(how=form.how._replace(activation=get("none")))
+        (z,) = _JAX_PRIMITIVES["product"].bind(*every, form=plain)
+        return _bind(PRIMITIVES["gate"], Form(form.how, ()), [z, jnp.ones_like(z)])
+
+    return jax.jvp(layer, [primals[i] for i in at], [tangents[i] for i in at])
+
+
 def _derived(operation: Operation, primals: Operands, tangents: Operands, *, form: Form) -> Any:
+    if (
+        operation.name == "product"
+        and not form.how.activation.is_identity
+        and primals[0].dtype.itemsize >= 4  # (else the product would be rounded once more)
+    ):
+        return _kept_apart(form, primals, tangents)
     outs = _JAX_PRIMITIVES[operation.name].bind(*primals, form=form)
     x = _placed(form, primals)
     dots = _placed(form, [None if type(t) is ad.Zero else t for t in tangents])
@@ -291,6 +345,7 @@ def _primitive(operation: Operation) -> Primitive:
     p.def_impl(functools.partial(_now, operation))
     p.def_abstract_eval(functools.partial(_results, operation))
     mlir.register_lowering(p, functools.partial(_lowered, operation), platform="cpu")
+    mlir.register_lowering(p, functools.partial(_lowered_on_cuda, operation), platform="cuda")
     mlir.register_lowering(p, _lowered_elsewhere)
     batching.primitive_batchers[p] = functools.partial(_batched, operation)
     ad.primitive_jvps[p] = functools.partial(_derived, operation)

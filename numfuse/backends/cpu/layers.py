@@ -138,7 +138,9 @@ def tangent(p: GemmTangentProblem, names: Sequence[str], threads: int) -> Progra
         products = "u" in arrays or "v" in arrays
         blocks = _rows(p) if products else (max(1, p.m), max(1, math.prod(p.batch)))
         return record(p, names, [Part(arrays, *blocks, partial(_tangent, p))], threads)
-    parts = [_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward)]
+    parts = []
+    if "out" in arrays:  # (the tangent of the identity needs no value)
+        parts.append(_whole(p, _less(arrays, "u", "v", "w", "z", "out_dot"), _forward))
     if moved:
         work = partial(_moved, p, "out_dot")
         parts.insert(0, Part(_less(arrays, "residual", "out"), *_rows(p), work))

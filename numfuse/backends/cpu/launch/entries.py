@@ -225,9 +225,11 @@ def _objects_can_be_read() -> bool:
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
-@functools.cache
-def entry(name: str) -> Any:
-    """Return a native function: "here", "parallel", "helped" or "help"."""
+def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
+    """Return the names that an entry binds: OPEN, WORK, HELP, and what those who wait need.
+
+    `data` tells where the elements of an array begin, by the arrays' address and its number.
+    """
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
     for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY):
         names |= words
@@ -242,7 +244,6 @@ def entry(name: str) -> Any:
         "LINE": tiling.LINE,
         "PAGE": PAGE,
     }
-    data = data_of_array if OBJECTS_CAN_BE_READ else data_of_address
     names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     names["RESOLVE"] = specialise.device(resolve, **names)
     waiting = {
@@ -254,19 +255,32 @@ def entry(name: str) -> Any:
             CALL_PAUSE=intrinsics.make_call(0),
             SPINS=SPINS,
         ),
+        "GATE": GATE,
     }
-    parts = {
+    done = specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting)
+    return {
+        **waiting,
         "OPEN": specialise.device(open_sequence, **names),
-        "WORK": specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting),
+        "WORK": done,
+        "HELP": specialise.device(help_with, WORK=done, PATIENCE=PATIENCE, **waiting),
     }
-    ways: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-        "here": (run_here, {}),
-        "parallel": (run_parallel, {"prange": prange}),
-        "helped": (run_with_helpers, {"GATE": GATE, **waiting}),
-        "help": (help_with, {"GATE": GATE, "PATIENCE": PATIENCE, **waiting}),
+
+
+@functools.cache
+def entry(name: str) -> Any:
+    """Return a native function: "here", "parallel", "helped" or "help"."""
+    made = parts(data_of_array if OBJECTS_CAN_BE_READ else data_of_address)
+    ways: dict[str, tuple[Callable[..., None], str]] = {
+        "here": (run_here, "OPEN WORK"),
+        "parallel": (run_parallel, "OPEN WORK"),
+        "helped": (run_with_helpers, "OPEN WORK GATE FETCH_ADD LOAD LOOK_AGAIN"),
+        "help": (help_with, "WORK GATE FETCH_ADD LOAD LOOK_AGAIN"),
     }
-    template, more = ways[name]
+    template, bound = ways[name]
+    names = {name: made[name] for name in bound.split()}
+    if name == "parallel":
+        names["prange"] = prange
     if name == "help":
-        parts.pop("OPEN")
+        names["PATIENCE"] = PATIENCE
     signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
-    return specialise.entry(template, signature, name == "parallel", **parts, **more)
+    return specialise.entry(template, signature, name == "parallel", **names)

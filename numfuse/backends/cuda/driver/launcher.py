@@ -22,7 +22,7 @@ from numba.extending import intrinsic
 from numfuse.backends.cuda.driver.modules import STREAMS
 from numfuse.runtime import specialise
 
-__all__ = ["PLAN", "STREAM_OFFSET", "launch_all"]
+__all__ = ["PLAN", "STREAM_OFFSET", "inlined", "launch_all"]
 
 specialise.register(__name__, __file__)
 
@@ -204,21 +204,27 @@ PLAN = (
 )
 
 
+_BOUND: dict[str, Any] = {
+    "LOAD": load,
+    "STORE": store,
+    "CLAIM": claim,
+    "CALL_ONE": call_one,
+    "CALL_TWO": call_two,
+    "CALL_FOUR": call_four,
+    "STREAM_OFFSET": STREAM_OFFSET,
+    "STREAMS": STREAMS,
+    **{name: 8 * i for i, name in enumerate(PLAN)},
+}
+
+
 @functools.cache
 def launch_all() -> Callable[[int, int, int], int]:
     """The compiled loop. Other threads run beside it: the driver waits where a queue is full."""
-    words: dict[str, Any] = {name: 8 * i for i, name in enumerate(PLAN)}
-    made: Callable[[int, int, int], int] = specialise.entry(
-        launch_loop,
-        types.int64(types.int64, types.int64, types.int64),
-        LOAD=load,
-        STORE=store,
-        CLAIM=claim,
-        CALL_ONE=call_one,
-        CALL_TWO=call_two,
-        CALL_FOUR=call_four,
-        STREAM_OFFSET=STREAM_OFFSET,
-        STREAMS=STREAMS,
-        **words,
-    )
+    signature = types.int64(types.int64, types.int64, types.int64)
+    made: Callable[[int, int, int], int] = specialise.entry(launch_loop, signature, **_BOUND)
     return made
+
+
+def inlined() -> Any:
+    """Return the loop as a part of other compiled functions."""
+    return specialise.device(launch_loop, **_BOUND)

@@ -232,6 +232,13 @@ class Program:
         self._call = launch_all()
         self._seen: dict[tuple[int, ...], int] = {}
 
+    @property
+    def native(self) -> tuple[int, int, int, int]:
+        """Bytes of memory and of those the first base's; where the plan and its bases are, or 0."""
+        there = bool(self._launches)
+        plan, bases = (self._plan_at, ctypes.addressof(self._bases)) if there else (0, 0)
+        return self.nbytes, self._work, plan, bases
+
     def __del__(self) -> None:
         graphs = getattr(self, "_graphs", {}).values()
         if graphs:

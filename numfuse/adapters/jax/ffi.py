@@ -1,0 +1,306 @@
+"""Operations as XLA's custom calls, which run recorded programs of the CPU backend without Python.
+
+When JAX lowers an operation, its shapes, dtype and options are known: the program is recorded then,
+and the call names it by a key, which is the digest of a text that says all of it. Another process
+may find the call in JAX's compilation cache, and this one may have dropped the program: what a key
+does not lead to is recorded again from the text, which the call has beside it.
+Where this version of XLA is not known, or the C library lacks a function, `refusal` says so, and
+`numfuse.adapters.jax.primitives` calls back to Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import math
+import re
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from numfuse.activations import Activation, activations
+from numfuse.adapters.jax import table
+from numfuse.adapters.jax.operations import Form, Operation, Shape, on_host
+from numfuse.adapters.primitives import PRIMITIVES, How
+from numfuse.backends import LOADED, OneRun, resolve
+from numfuse.errors import BackendUnavailable
+from numfuse.language.text import dumps, loads
+from numfuse.operations import OPERATIONS
+from numfuse.problem.operands import address
+from numfuse.runtime.strided import contiguous
+from numfuse.runtime.threads import at_most
+
+__all__ = [
+    "RECORDERS",
+    "TARGET",
+    "describe",
+    "described",
+    "lowered",
+    "placed",
+    "prepared",
+    "refusal",
+    "serves",
+    "traced",
+]
+
+#: The name of the custom call.
+TARGET = "numfuse_cpu"
+#: The versions of XLA's interface in which the structs of `numfuse.adapters.jax.frame` are so.
+VERSIONS = ((0, 1), (0, 2), (0, 3), (0, 4))
+
+
+# --- whether XLA can call it ----------------------------------------------------------------------
+_lock = threading.Lock()
+_started: list[str | None] = []
+#: What comes of a library, or of a function in it, that is not here.
+_MISSING = AttributeError, BackendUnavailable, ImportError, OSError, RuntimeError, TypeError
+
+
+def refusal() -> str | None:
+    """Return why XLA cannot call numfuse here, or None: it can, from now on."""
+    if not _started:
+        with _lock:
+            if not _started:
+                try:
+                    _started.append(_start())
+                except _MISSING as error:
+                    _started.append(f"{type(error).__name__}: {error}")
+    return _started[0]
+
+
+def serves(form: Form) -> bool:
+    """Return whether XLA may call machine code: such calls are the CPU backend's."""
+    return resolve(form.how.backend) is LOADED.get("cpu") and refusal() is None
+
+
+def describe() -> str:
+    """Return by which way XLA calls numfuse, for `python -m numfuse info`."""
+    reason = refusal()
+    if reason is not None:
+        return f"callbacks to Python ({reason})"
+    return "machine code (XLA's FFI {}.{})".format(*_version())
+
+
+def _version() -> tuple[int, int]:
+    """Return the version of XLA's interface, from the headers that jaxlib has."""
+    place = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
+    text = place.read_text(encoding="utf-8")
+    major, minor = (
+        int(re.search(rf"#define XLA_FFI_API_{name}\s+(\d+)", text)[1])  # type: ignore[index]
+        for name in ("MAJOR", "MINOR")
+    )
+    return major, minor
+
+
+def _start() -> str | None:
+    import_module("jax.ffi")
+    version = _version()
+    if version not in VERSIONS:
+        known = ", ".join(f"{major}.{minor}" for major, minor in VERSIONS)
+        return f"XLA's FFI must have version {known}, got {version[0]}.{version[1]}"
+    library = ctypes.CDLL(None)
+    functions = {
+        "R_ALLOCATE": library.posix_memalign,
+        "R_FREE": library.free,
+        "R_FILL": library.memset,
+        "R_ADVISE": getattr(library, "madvise", None),
+        "R_YIELD": library.sched_yield,
+        "R_RESOLVE": _RESOLVE,
+    }
+    from numfuse.adapters.jax import frame
+    from numfuse.backends.cpu import tiling
+
+    words = {x: (f and ctypes.cast(f, ctypes.c_void_p).value) or 0 for x, f in functions.items()}
+    words["R_NO_MEMORY"] = table.message("numfuse: the system gives no memory for a call")
+    words["R_MOST"] = tiling.KEPT_BYTES
+    words["R_VERSION"] = version[0] | version[1] << 32
+    words["R_HELP"] = frame.helper().address
+    table.register(TARGET, frame.handler(), "cpu", **words)
+    return None
+
+
+# --- problems of buffers --------------------------------------------------------------------------
+class _Recorder(OneRun):
+    """A backend that takes a problem and does not run it."""
+
+    name = "recorder"
+    kind = ""
+    problem: Any = None
+
+    def run(self, kind: str, p: Any) -> None:
+        """Take a problem."""
+        self.kind, self.problem = kind, p
+
+
+class Traced(NamedTuple):
+    """The problem of an operation on buffers of XLA, none of which is there yet."""
+
+    kind: str
+    problem: Any
+    #: The problem's arrays, by the fields of its public function; None: there is none.
+    arrays: dict[str, np.ndarray | None]
+    #: Of each, what a record says of its source; None: memory of the call's own.
+    sources: list[int | None]
+
+
+def traced(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str) -> Traced | None:
+    """Return the problem of an operation, or None where an operand would have to be copied."""
+    from numfuse.adapters.jax.frame import SOURCE
+
+    recorder = _Recorder()
+    form = form._replace(how=form.how._replace(backend=recorder))
+    item = np.dtype(dtype).itemsize
+    # Never read: there is one element behind each.
+    operands = [as_strided(np.empty(1, dtype), x, contiguous(x, item)) for x in shapes]
+    results = on_host(operation, form, operands)
+    known: dict[int, int] = {}
+    for kind, those in (("OPERAND", operands), ("RESULT", results)):
+        known |= {address(x): i << 2 | SOURCE[kind] for i, x in enumerate(those) if x.size}
+    public, p = OPERATIONS[operation.function], recorder.problem
+    found = Traced(recorder.kind, p, {}, [])
+    for number, name in enumerate(public.fields):
+        x = getattr(p, name, None)
+        x = found.arrays[name] = x if isinstance(x, np.ndarray) else None
+        source = SOURCE["NOWHERE"] if x is None or not x.size else known.get(address(x))
+        if source is None and number < len(public.operands):
+            return None
+        found.sources.append(source)
+    return found
+
+
+def placed(nbytes: int, sources: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
+    """Return the bytes of memory in all, then sources: what has none lies behind `nbytes`."""
+    from numfuse.adapters.jax.frame import ALIGNED, SOURCE
+
+    made = [nbytes]
+    for source, size in zip(sources, sizes, strict=True):
+        if source is None:
+            at = -(-made[0] // ALIGNED) * ALIGNED
+            source, made[0] = at << 2 | SOURCE["MEMORY"], at + size
+        made.append(source)
+    return made
+
+
+def _record(
+    threads: str,
+    key: int,
+    operation: Operation,
+    form: Form,
+    shapes: Sequence[Shape],
+    dtype: str,
+    held: Any = None,
+    where: int = -1,
+) -> Any:
+    """Record a program and let the key lead to it; return None where that needs Python."""
+    from numfuse.adapters.jax import frame
+    from numfuse.backends.cpu import BACKEND
+
+    found = traced(operation, form, shapes, dtype)
+    if found is None:
+        return None
+    if found.kind == "tangent" and form.how.activation.is_identity:
+        found.sources.pop(list(found.arrays).index("out"))
+        found.arrays.pop("out")  # a value that nobody asked for
+    with at_most(int(threads)):
+        made = BACKEND.record(found.kind, found.problem, tuple(found.arrays))
+    program = made.program
+    if program.sums or made.formulas is None or made.nbytes > BACKEND.replay.limits[1]:
+        return None
+    sizes = [0 if x is None else x.nbytes for x in found.arrays.values()]
+    zeroed = [word for n in program.zeroed for word in (n, sizes[n])]
+    totals = [math.prod(shape) * item.itemsize for shape, item in program.totals]
+    every = [*found.sources, *[None] * len(totals)]
+    size, *sources = placed(program.size, every, [*sizes, *totals])
+    head = {
+        "N_SIZE": size,
+        "N_ARRAYS": len(sources),
+        "N_ZEROED": len(program.zeroed),
+        "N_SEQUENCES": len(program.sequences),
+    }
+    words = array("q", [*frame.RECORD.words(head), *sources, *zeroed])
+    for x in program.sequences:
+        words.extend([x.address, x.steps, x.threads, x.stride, x.table])
+    return table.keep(key, words, made.formulas, made.nbytes, program, held)
+
+
+# --- keys and descriptions ------------------------------------------------------------------------
+#: By platform, what records a call; the way is what else the record depends on.
+RECORDERS: dict[str, Callable[..., Any]] = {"cpu": _record}
+
+
+def described(
+    way: tuple[str, str], operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
+) -> tuple[int, str]:
+    """Return a key, and all that its record depends on as text, which another process can read."""
+    table.sweep()
+    act, traces = form.how.activation, []
+    with suppress(ValueError):  # (where the table ends)
+        for order in range(4):
+            traces.append(act.trace(order))
+    how = act.name, dumps(traces), form.how.needs, form.how.guard
+    what = json.dumps([way, operation.name, how, form[1:], shapes, np.dtype(dtype).name])
+    return _key(what), what
+
+
+def _key(what: str) -> int:
+    return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little") >> 1 | 1
+
+
+def _read(what: str) -> tuple[tuple[str, str], Operation, Form, list[Shape], str]:
+    """Return what `described` was given, but with an activation that may be another object."""
+    way, name, (act_name, text, needs, guard), (there, *leads), shapes, dtype = json.loads(what)
+    act = activations().get(act_name)
+    if act is None or dumps(act.formulas()) != text:
+        act = Activation(act_name, "of a compiled computation")
+        act.restore(loads(text))
+    form = Form(How(act, tuple(needs), guard), tuple(there), *leads)
+    return way, PRIMITIVES[name], form, list(map(tuple, shapes)), dtype
+
+
+def _resolve(key: int, at: int, length: int, where: int) -> None:
+    """Record what a call says beside its key; XLA's thread is here, and an error is a text."""
+    try:
+        what = ctypes.string_at(at, length).decode()
+        (platform, how), operation, form, shapes, dtype = _read(what)
+        act = form.how.activation
+        held = None if activations().get(act.name) is act else act  # (else nobody has it)
+        record = RECORDERS[platform]
+        if _key(what) != key or not record(how, key, operation, form, shapes, dtype, held, where):
+            raise ValueError("it needs Python")
+    except BaseException as error:
+        text = f"numfuse: a call cannot be made again from its description: {error!r}"
+        table.root({"R_MISSING": table.message(text)})
+
+
+_RESOLVE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(_resolve)
+
+
+# --- lowering -------------------------------------------------------------------------------------
+def prepared(
+    operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
+) -> tuple[int, str] | None:
+    """Return key and description of a call that XLA makes, or None where it has to call back."""
+    if not serves(form) or not all(type(n) is int for shape in shapes for n in shape):
+        return None  # (sizes that are known when it runs)
+    from numfuse.backends.cpu.launch.threads import number
+
+    threads = str(number())
+    key, what = described(("cpu", threads), operation, form, shapes, dtype)
+    record = table.records().find(key)
+    if record is None:
+        record = _record(threads, key, operation, form, shapes, np.dtype(dtype).name)
+    return None if record is None else (key, what)
+
+
+def lowered(target: str, ctx: Any, operands: Any, key: int, what: str) -> Any:
+    """Return the results of a custom call."""
+    return jax.ffi.ffi_lowering(target)(ctx, *operands, key=np.int64(key), what=what)
