@@ -57,6 +57,36 @@ def lines(of: once.Process) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
+# --- threads ------------------------------------------------------------------------------------
+TARGET = process(
+    """
+from numba.core.compiler_lock import global_compiler_lock
+from numba.core.registry import cpu_target
+from numfuse.backends.cpu.llvm import primitives
+
+assert "_toplevel_target_context" not in vars(cpu_target)
+waits = threading.Event()
+def made():
+    waits.set()
+    assert right(gate())
+first = threading.Thread(target=made)
+with global_compiler_lock:
+    first.start()
+    waits.wait()
+    time.sleep(1)  # it is where it waits for the compiler
+    cpu_target.target_context  # as the first kernel of a process asks for it
+first.join()
+"""
+)
+
+
+@pytest.mark.long
+def test_two_threads_whose_calls_are_the_first_do_not_wait_for_each_other():
+    """Guards: first calls in several threads end. One has the compiler, and asks Numba for what it
+    shares of a target, which the other is about to make."""
+    assert TARGET.result().returncode == 0
+
+
 # --- interrupts ---------------------------------------------------------------------------------
 INTERRUPTED = process(
     """

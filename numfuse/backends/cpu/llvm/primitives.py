@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
 
 from numfuse.expr import Expr, dumps
@@ -33,7 +34,14 @@ __all__ = ["device_function", "primitives", "render", "scalar_function"]
 
 # An option that is left out would be the caller's: a kernel has fast-math flags.
 _OPTIONS: dict[str, Any] = {"forceinline": True, "error_model": "numpy", "fastmath": False}
-_jit = njit(**_OPTIONS)
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """Return a function as Numba's, to be inlined in kernels."""
+    # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
+    # of the compiler for it; a thread that compiles takes the two the other way round.
+    with global_compiler_lock:
+        return njit(**_OPTIONS)(function)
 
 
 # --- intrinsics ---------------------------------------------------------------------------------
