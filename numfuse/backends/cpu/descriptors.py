@@ -172,12 +172,13 @@ def product(
     elements, sums = (math.prod(size for _, size in sizes) for sizes in (outer, inner))
     if m == 0 or n == 0 or elements == 0:
         return None
-    count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(kind) else threads
+    count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(r) else threads
     # Rows of the partial column sums belong to whole chunks.
     rows = r.chunk if slots.sums is not None else r.mr
-    t = tiling.gemm(m, n, k, elements, sums, count, r, rows)
     a_row, a_k = a.strides[-2:]
     b_k, b_column = b.strides[-2:]
+    steps = (b_k, b_column) if right == acc else None
+    t = tiling.gemm(m, n, k, elements, sums, count, r, rows, steps)
     packing = library.pack_a(left, acc, kind), library.pack_b(right, acc, kind)
     head = {
         "D_M": m,
@@ -192,7 +193,7 @@ def product(
         "D_A_K": a_k,
         "D_B_K": b_k,
         "D_B_COLUMN": b_column,
-        "D_B_DIRECT": int(right == acc and tiling.reads_in_place(m, k, b_k, b_column, r)),
+        "D_B_DIRECT": int(t.in_place),
     }
     asked = [
         slot

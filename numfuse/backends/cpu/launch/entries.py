@@ -1,7 +1,6 @@
 """The native side of a launch, as templates: descriptors are completed, and cells are run.
 
-`entry` compiles the four ways in: in the calling thread, on Numba's threads, in the calling thread
-with helpers, and as a helper.
+`entry` compiles the three ways in: in the calling thread, in that and with helpers, and as a helper.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import protocol
@@ -27,11 +26,9 @@ from numfuse.runtime import specialise
 
 #: Looks at the counter before a waiting thread lets others run: some microseconds.
 SPINS = 100
-#: Looks at the gate of a launch that has not begun before a helper leaves: about a millisecond.
-#: (The launch never begins if its caller was interrupted.)
-PATIENCE = 200 * SPINS
-#: What the gate of a launch gains when it is opened, and when it is closed.
-GATE = 1 << 32
+#: Looks at the board before a helper sleeps: about a millisecond.  Waking one costs 5 us of the call
+#: and 30 to 60 until it begins; a training step leaves 0.1 to 0.5 ms between its calls.
+PATIENCE = 300 * SPINS
 
 
 def resolve(descriptor: int, arrays: int, temporaries: int) -> None:
@@ -91,7 +88,6 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
     t = WORDS(table)
     t[T_NEXT] = 0
     t[T_FINISHED] = 0
-    t[T_LATE] = 0
     entry = table + 8 * T_ENTRIES
     descriptor = entry + 8 * ENTRY_WORDS * count
     at = steps + 8 * HEAD_WORDS
@@ -133,8 +129,6 @@ def work(table: int, workspace: int, pause: int) -> None:
     entry = table + 8 * T_ENTRIES
     begin = 0
     cell = FETCH_ADD(table + 8 * T_NEXT, 1)
-    if cell >= cells:
-        FETCH_ADD(table + 8 * T_LATE, 1)
     while cell < cells:
         e = WORDS(entry)
         while cell >= e[E_END]:
@@ -155,7 +149,7 @@ def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) ->
     WORK(workspace + table, workspace, 0)
 
 
-def run_parallel(
+def run_with_helpers(
     steps: int,
     count: int,
     arrays: int,
@@ -163,43 +157,58 @@ def run_parallel(
     table: int,
     stride: int,
     threads: int,
+    board: int,
     pause: int,
 ) -> None:
-    """A sequence on Numba's threads; thread t works at ``workspace + t * stride``."""
-    OPEN(steps, count, arrays, workspace, workspace + table)
-    for t in prange(threads):
-        WORK(workspace + table, workspace + t * stride, pause)
+    """A sequence in the calling thread and in helpers that come; thread t works at
+    ``workspace + t * stride``.
 
-
-def run_with_helpers(
-    steps: int, count: int, arrays: int, workspace: int, table: int, gate: int, pause: int
-) -> None:
-    """A sequence in the calling thread and in those that `help_with` brings.
-
-    The word at `gate` counts who is inside, above that it says whether the launch has begun (GATE)
-    and is over (2 * GATE).  Operands and workspace may be gone after the return, so the gate is
-    closed before, and who is inside is waited for: here, where nothing interrupts.
+    A launch takes a place of the board, if one is free, and offers its seats there: whoever takes
+    one off has it.  Operands and workspace may be gone after the return, so what seats are left are
+    withdrawn before, and who took one is waited for: here, where nothing interrupts.  Nobody waits
+    for a helper that has not begun.
     """
     table += workspace
     OPEN(steps, count, arrays, workspace, table)
-    FETCH_ADD(gate, GATE)
+    place = 0
+    for number in range(PLACES):
+        at = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
+        if LOAD(at + 8 * L_TAKEN) == 0 and EXCHANGE(at + 8 * L_TAKEN, 1) == 0:
+            place = at
+            words = WORDS(place)
+            words[L_TABLE], words[L_WORKSPACE], words[L_STRIDE] = table, workspace, stride
+            EXCHANGE(place + 8 * L_SEATS, threads - 1)
+            break
     WORK(table, workspace, pause)
-    FETCH_ADD(gate, GATE)
-    looks = 0
-    while LOAD(gate) != 2 * GATE:
-        looks = LOOK_AGAIN(looks, pause)
+    if place != 0:
+        # (late helpers may have counted the seats down below none)
+        joined = threads - 1 - max(0, EXCHANGE(place + 8 * L_SEATS, 0))
+        looks = 0
+        while LOAD(place + 8 * L_LEFT) < joined:
+            looks = LOOK_AGAIN(looks, pause)
+        EXCHANGE(place + 8 * L_LEFT, 0)
+        EXCHANGE(place + 8 * L_TAKEN, 0)
 
 
-def help_with(gate: int, table: int, workspace: int, pause: int) -> None:
-    """Take part in a launch of `run_with_helpers`, unless it is over."""
-    begun = FETCH_ADD(gate, 1) // GATE
+def help_launches(board: int, asleep: int, pause: int) -> None:
+    """Take part in the launches on the board, until there has been none for a while.
+
+    `asleep`: how many of those that the board counts as asleep this helper is, 0 or 1.
+    """
+    FETCH_ADD(board + 8 * B_ASLEEP, -asleep)
     looks = 0
-    while begun == 0 and looks < PATIENCE:
+    while looks < PATIENCE:
+        for number in range(PLACES):
+            place = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
+            if LOAD(place + 8 * L_SEATS) > 0:
+                seat = FETCH_ADD(place + 8 * L_SEATS, -1)
+                if seat > 0:
+                    words = WORDS(place)
+                    WORK(words[L_TABLE], words[L_WORKSPACE] + seat * words[L_STRIDE], pause)
+                    FETCH_ADD(place + 8 * L_LEFT, 1)
+                    looks = 0
         looks = LOOK_AGAIN(looks, pause)
-        begun = LOAD(gate) // GATE
-    if begun == 1:
-        WORK(table, workspace, pause)
-    FETCH_ADD(gate, -1)
+    FETCH_ADD(board + 8 * B_ASLEEP, 1)
 
 
 #: Bytes of an object's header, behind which NumPy's C API has an array's data pointer.
@@ -227,9 +236,9 @@ OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 @functools.cache
 def entry(name: str) -> Any:
-    """Return a native function: "here", "parallel", "helped" or "help"."""
+    """Return a native function: "here", "helped" or "help"."""
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
-    for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY):
+    for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY, protocol.PLACE):
         names |= words
     names |= {
         "D_SLOTS": protocol.D_SLOTS,
@@ -239,6 +248,11 @@ def entry(name: str) -> Any:
         "HEAD_WORDS": len(protocol.HEAD),
         "STEP_WORDS": len(protocol.STEP),
         "ENTRY_WORDS": len(protocol.ENTRY),
+        "B_ASLEEP": protocol.B_ASLEEP,
+        "BOARD_WORDS": protocol.BOARD_WORDS,
+        "PLACE_WORDS": protocol.PLACE_WORDS,
+        "PLACES": protocol.PLACES,
+        "PATIENCE": PATIENCE,
         "LINE": tiling.LINE,
         "PAGE": PAGE,
     }
@@ -247,6 +261,7 @@ def entry(name: str) -> Any:
     names["RESOLVE"] = specialise.device(resolve, **names)
     waiting = {
         "FETCH_ADD": intrinsics.make_fetch_add(),
+        "EXCHANGE": intrinsics.make_exchange(),
         "LOAD": intrinsics.make_atomic_load(),
         "LOOK_AGAIN": specialise.device(
             look_again,
@@ -255,18 +270,18 @@ def entry(name: str) -> Any:
             SPINS=SPINS,
         ),
     }
+    names |= waiting
     parts = {
         "OPEN": specialise.device(open_sequence, **names),
-        "WORK": specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting),
+        "WORK": specialise.device(work, CALL=intrinsics.make_call(3), **names),
     }
-    ways: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
-        "here": (run_here, {}),
-        "parallel": (run_parallel, {"prange": prange}),
-        "helped": (run_with_helpers, {"GATE": GATE, **waiting}),
-        "help": (help_with, {"GATE": GATE, "PATIENCE": PATIENCE, **waiting}),
+    ways: dict[str, Callable[..., None]] = {
+        "here": run_here,
+        "helped": run_with_helpers,
+        "help": help_launches,
     }
-    template, more = ways[name]
     if name == "help":
         parts.pop("OPEN")
+    template = ways[name]
     signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
-    return specialise.entry(template, signature, name == "parallel", **parts, **more)
+    return specialise.entry(template, signature, **names, **parts)
