@@ -128,6 +128,8 @@ LATE = 0.1
 STREAMED_ROWS = 4
 #: Ways of the level-2 cache (8 to 20 in current processors), for telling strides that clash.
 LEVEL2_WAYS = 16
+#: Columns up to which a product of more rows is computed as its transpose.
+NARROW = 16
 #: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), and what
 #: that costs, as a share of the arithmetic.
 IN_PLACE_ROWS = 192

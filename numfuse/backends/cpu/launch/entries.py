@@ -159,6 +159,7 @@ def run_with_helpers(
     threads: int,
     board: int,
     pause: int,
+    processor: int,
 ) -> None:
     """A sequence in the calling thread and in helpers that come; thread t works at
     ``workspace + t * stride``.
@@ -170,6 +171,7 @@ def run_with_helpers(
     """
     table += workspace
     OPEN(steps, count, arrays, workspace, table)
+    WORDS(board)[B_PROCESSOR] = CALL_NUMBER(processor) if processor != 0 else -1
     place = 0
     for number in range(PLACES):
         at = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
@@ -190,10 +192,12 @@ def run_with_helpers(
         EXCHANGE(place + 8 * L_TAKEN, 0)
 
 
-def help_launches(board: int, asleep: int, pause: int) -> None:
-    """Take part in the launches on the board, until there has been none for a while.
+def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
+    """Take part in the launches on the board, until there has been none for a while, or where this
+    is the processor of the thread that launches.
 
-    `asleep`: how many of those that the board counts as asleep this helper is, 0 or 1.
+    `asleep`: how many of those that the board counts as asleep this helper is, 0 or 1; `processor`
+    the address of a function that tells on which processor a thread runs, or 0.
     """
     FETCH_ADD(board + 8 * B_ASLEEP, -asleep)
     looks = 0
@@ -208,6 +212,9 @@ def help_launches(board: int, asleep: int, pause: int) -> None:
                     FETCH_ADD(place + 8 * L_LEFT, 1)
                     looks = 0
         looks = LOOK_AGAIN(looks, pause)
+        if looks % SPINS == 0 and processor != 0:
+            if CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
+                looks = PATIENCE
     FETCH_ADD(board + 8 * B_ASLEEP, 1)
 
 
@@ -249,6 +256,9 @@ def entry(name: str) -> Any:
         "STEP_WORDS": len(protocol.STEP),
         "ENTRY_WORDS": len(protocol.ENTRY),
         "B_ASLEEP": protocol.B_ASLEEP,
+        "B_PROCESSOR": protocol.B_PROCESSOR,
+        "CALL_NUMBER": intrinsics.make_call_number(),
+        "SPINS": SPINS,
         "BOARD_WORDS": protocol.BOARD_WORDS,
         "PLACE_WORDS": protocol.PLACE_WORDS,
         "PLACES": protocol.PLACES,

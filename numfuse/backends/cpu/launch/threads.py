@@ -18,6 +18,7 @@ import _thread
 import ctypes
 import os
 from array import array
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,15 +30,17 @@ from numfuse.errors import BackendUnavailable
 from numfuse.runtime.threads import share
 
 
-def _yield_address() -> int:
-    """The C library's sched_yield; 0 where there is none."""
+def _address(name: str) -> int:
+    """The address of a function of the C library without arguments; 0 where there is none."""
     try:
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
     except (AttributeError, OSError, TypeError):
         return 0
 
 
-YIELD = _yield_address()
+YIELD = _address("sched_yield")
+#: Tells on which processor a thread runs, where a helper can leave one.
+PROCESSOR = _address("sched_getcpu") if hasattr(os, "sched_setaffinity") else 0
 
 _forked = False
 #: Threads of our own, and a token for each of them that is to wake up.
@@ -99,9 +102,22 @@ def _help() -> None:
     wake, help_launches = _wake, entry("help")
     asleep = 0
     while True:
-        help_launches(BOARD, asleep, YIELD)
+        help_launches(BOARD, asleep, YIELD, PROCESSOR)
         asleep = 1
+        _leave_the_processor()
         wake.get()
+
+
+def _leave_the_processor() -> None:
+    """Keep this helper off the processor of the thread that launched last.
+
+    Linux looks for no idle processor while most are in use, and wakes a thread where it slept: a
+    helper beside its caller would take turns with it for tenths of a second, the other core idle.
+    """
+    if PROCESSOR:
+        others = os.sched_getaffinity(os.getpid()) - {_board[protocol.B_PROCESSOR]}
+        with suppress(OSError):  # where that is not permitted
+            os.sched_setaffinity(0, others)
 
 
 def run(how: tuple[int, ...], stride: int, threads: int) -> None:
@@ -125,7 +141,7 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
     if asleep > 0 and _wake.empty():
         for _ in range(min(asleep, threads - 1)):
             _wake.put(None)
-    run_helped(*how, stride, threads, BOARD, YIELD)
+    run_helped(*how, stride, threads, BOARD, YIELD, PROCESSOR)
 
 
 def _start_helpers(count: int) -> None:

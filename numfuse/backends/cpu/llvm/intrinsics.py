@@ -34,6 +34,17 @@ def make_call(nargs: int) -> Any:
 
 
 @functools.cache
+def make_call_number() -> Any:
+    """``call_number(function) -> int64``: call ``int function(void)`` by its address."""
+
+    def emit(context: Any, builder: ir.IRBuilder, function: ir.Value) -> ir.Value:
+        pointer = builder.inttoptr(function, ir.FunctionType(I32, []).as_pointer())
+        return builder.sext(builder.call(pointer, []), I64)
+
+    return typed_intrinsic("call_number", types.int64, [types.int64], emit)
+
+
+@functools.cache
 def make_nothing() -> Any:
     """``nothing(address)``: for a name that only other kinds of kernel need."""
     return address_intrinsic("nothing", "", 1, lambda builder, address: None)
