@@ -177,20 +177,14 @@ def product(
     elements, sums = (math.prod(size for _, size in sizes) for sizes in (outer, inner))
     if m == 0 or n == 0 or elements == 0:
         return None
-    count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(r) else threads
     # Rows of the partial column sums belong to whole chunks.
     rows = r.chunk if slots.sums is not None else r.mr
     a_row, a_k = a.strides[-2:]
     b_k, b_column = b.strides[-2:]
-    steps = (b_k, b_column) if right == acc else None
-    t = tiling.gemm(m, n, k, elements, sums, count, r, rows, steps)
-    packing = library.pack_a(left, acc, kind), library.pack_b(right, acc, kind)
     head = {
         "D_M": m,
         "D_N": n,
         "D_K": k,
-        "D_PACK_A": packing[0].address,
-        "D_PACK_B": packing[1].address,
         "D_BATCH_AXES": len(outer),
         "D_SUM_AXES": len(inner),
         "D_SUM_SIZE": sums,
@@ -198,6 +192,24 @@ def product(
         "D_A_K": a_k,
         "D_B_K": b_k,
         "D_B_COLUMN": b_column,
+    }
+    if (
+        m <= tiling.THIN_ROWS
+        and left == right == acc
+        and b.itemsize in (b_k, b_column)
+        and k * sums > 0
+    ):
+        count = 1 if n * k * elements * sums < tiling.PARALLEL_THIN else threads
+        t = tiling.thin(n, k, elements, count, r, rows)
+        cell = library.thin_cell(acc, b_column == b.itemsize)
+        return _plan(cell, head, operands, axes, t, r, elements, count, (row,))
+    count = 1 if m * n * k * elements * sums < tiling.parallel_fmas(r) else threads
+    steps = (b_k, b_column) if right == acc else None
+    t = tiling.gemm(m, n, k, elements, sums, count, r, rows, steps)
+    packing = library.pack_a(left, acc, kind), library.pack_b(right, acc, kind)
+    head |= {
+        "D_PACK_A": packing[0].address,
+        "D_PACK_B": packing[1].address,
         "D_B_DIRECT": int(t.in_place),
     }
     asked = [

@@ -129,7 +129,12 @@ STREAMED_ROWS = 4
 #: Ways of the level-2 cache (8 to 20 in current processors), for telling strides that clash.
 LEVEL2_WAYS = 16
 #: Columns up to which a product of more rows is computed as its transpose.
-NARROW = 16
+NARROW = 12
+#: Rows of a product up to which nothing is packed (`kernels.thin`), columns of its blocks, and
+#: values of B from which on it takes several threads: 5 us.
+THIN_ROWS = 4
+THIN_COLUMNS = 512
+PARALLEL_THIN = 1 << 16
 #: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), and what
 #: that costs, as a share of the arithmetic.
 IN_PLACE_ROWS = 192
@@ -357,6 +362,14 @@ def gemm(
                 )
     assert best is not None  # cells_n = 1 is always tried
     return best[1]
+
+
+def thin(n: int, k: int, batch: int, threads: int, r: Registers, unit: int) -> Tiling:
+    """Tiling of a product of up to `THIN_ROWS` rows."""
+    cells = -(-CELLS * threads // batch) if threads > 1 else 1
+    cell_n = round_up(max(1, -(-n // cells)), 8 * r.vl)
+    kc = k_block(k, r.itemsize, r.kind)
+    return Tiling(kc, THIN_COLUMNS, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0)
 
 
 def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cpu import host, tiling
-from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, protocol
+from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, protocol, thin
 from numfuse.backends.cpu.llvm import (
     amx,
     conversions,
@@ -20,6 +20,7 @@ from numfuse.backends.cpu.llvm import (
     pairs,
     vectors,
 )
+from numfuse.backends.cpu.llvm.thin import make_thin
 from numfuse.runtime import lifetimes, replay, specialise
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
@@ -148,6 +149,24 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         CLOSE_UNIT=amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
         SUMS=intrinsics.make_elements(acc),
         ZERO=_zero(acc),
+    )
+
+
+@functools.cache
+def thin_cell(acc: str, by_rows: bool) -> specialise.Kernel:
+    """The cell of a product with few rows; `by_rows` says which of B's strides is one element."""
+    words = _cell_names()
+    return specialise.kernel(
+        thin.thin_cell,
+        **words,
+        SUM_OFFSETS=specialise.device(gemm.sum_offsets, **words),
+        THIN=make_thin(acc, host.vector_bytes(), tiling.THIN_ROWS, by_rows),
+        BY_ROWS=by_rows,
+        ROWS=tiling.THIN_ROWS,
+        CHAIN=tiling.CHAIN,
+        VL=host.vector_bytes() // vectors.itemsize(acc),
+        SIZE=vectors.itemsize(acc),
+        SUMS=intrinsics.make_elements(acc),
     )
 
 
