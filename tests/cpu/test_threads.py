@@ -410,6 +410,7 @@ out = nf.matmul_bias_activation(a, b, bias, "gelu")
 gradients = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")
 assert not alone()
 entered.clear()
+numba.set_num_threads(1)
 for i in (0, 5, 10):
     own = nf.matmul_bias_activation(a[i], b[i], bias[i, 0], "gelu")
     assert own.tobytes() == out[i].tobytes(), i
@@ -682,7 +683,6 @@ def test_nobody_waits_for_a_helper_that_has_not_begun():
 wanted = forward(), backward(), gated()
 launching._start_helpers = lambda count: None
 launching._helpers[:] = []
-launching.PATIENCE = 0
 time.sleep(0.2)  # those that are there sleep, and are not woken
 launching._wake = type("Nobody", (), {"empty": lambda self: False})()
 assert launching._board[protocol.B_ASLEEP] == 3

@@ -98,8 +98,7 @@ STREAM_ROW_BLOCK = 4096
 STREAM_CELLS = 32
 STREAM_CELL_BYTES = 2 << 20
 #: From how many fused multiply-adds on a product takes several threads: of float32 with 512-bit
-#: vectors, about 10 us.  Where helpers wait for it a launch costs 1 us, and 5 us where one has to be
-#: woken.
+#: vectors, about 10 us.  A launch costs 1 us where helpers wait for it, 5 us where one is woken.
 PARALLEL_FMAS = 1 << 19
 #: The same in relation, for products that are faster.
 PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8}

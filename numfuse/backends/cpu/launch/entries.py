@@ -1,6 +1,6 @@
 """The native side of a launch, as templates: descriptors are completed, and cells are run.
 
-`entry` compiles the three ways in: in the calling thread, in that and with helpers, and as a helper.
+`entry` compiles the three ways in: in the calling thread, in that and with helpers, as a helper.
 """
 
 from __future__ import annotations
@@ -24,11 +24,16 @@ from numfuse.runtime import specialise
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
-#: Looks at the counter before a waiting thread lets others run: some microseconds.
-SPINS = 100
-#: Looks at the board before a helper sleeps: about a millisecond.  Waking one costs 5 us of the call
-#: and 30 to 60 until it begins; a training step leaves 0.1 to 0.5 ms between its calls.
-PATIENCE = 300 * SPINS
+#: Looks at a counter before a waiting thread lets others run: 0.2 ms.  Linux 6.18 puts who does so
+#: at the end of the queue by a whole slice, so whoever often lets others run, as OpenBLAS does,
+#: waits for them in the end: with 100 looks products of NumPy took 20 ms in place of 1.3.
+SPINS = 10_000
+#: Looks at the board before a helper sleeps, 0.15 ms, in which it has its core to itself: a
+#: training step leaves 0.05 ms between its calls.  Waking it costs the call 5 us, and it begins
+#: after 30 to 60.
+PATIENCE = 5_000
+#: After how many of them it looks where its caller runs.
+NEIGHBOURS = 128
 
 
 def resolve(descriptor: int, arrays: int, temporaries: int) -> None:
@@ -211,8 +216,8 @@ def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
                     WORK(words[L_TABLE], words[L_WORKSPACE] + seat * words[L_STRIDE], pause)
                     FETCH_ADD(place + 8 * L_LEFT, 1)
                     looks = 0
-        looks = LOOK_AGAIN(looks, pause)
-        if looks % SPINS == 0 and processor != 0:
+        looks = LOOK_AGAIN(looks, 0)
+        if looks % NEIGHBOURS == 0 and processor != 0:
             if CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
                 looks = PATIENCE
     FETCH_ADD(board + 8 * B_ASLEEP, 1)
@@ -258,7 +263,7 @@ def entry(name: str) -> Any:
         "B_ASLEEP": protocol.B_ASLEEP,
         "B_PROCESSOR": protocol.B_PROCESSOR,
         "CALL_NUMBER": intrinsics.make_call_number(),
-        "SPINS": SPINS,
+        "NEIGHBOURS": NEIGHBOURS,
         "BOARD_WORDS": protocol.BOARD_WORDS,
         "PLACE_WORDS": protocol.PLACE_WORDS,
         "PLACES": protocol.PLACES,

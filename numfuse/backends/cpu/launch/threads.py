@@ -6,7 +6,7 @@ their barrier waits for every thread, also for one that cannot begin because ano
 holds its core (after a product, the idle threads of OpenBLAS look for work for 2**28 cycles, 130
 ms: a launch on Numba's threads took 4-12 ms longer), and workqueue aborts the process when two
 threads enter it at once.  A helper takes cells while there are any, and only one that has begun is
-waited for.  It looks for the next launch for a millisecond, letting others run, before it sleeps.
+waited for.  Before it sleeps, it looks for the next launch for a while (`entries.PATIENCE`).
 
 A forked child runs everything in the calling thread: processes made by fork are usually one worker
 among many.
