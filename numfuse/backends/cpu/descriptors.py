@@ -241,11 +241,13 @@ def rows(
     batch: tuple[int, ...] = (),
     chunk: int = 1,
     stream: Kernel | None = None,
+    cell: Kernel | None = None,
 ) -> Plan | None:
     """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
 
     `stream` is the same row function storing past the caches, for results (`slots.out`, and
-    `slots.extra` if that is there) of contiguous rows.  None where there is nothing to compute.
+    `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`.
+    None where there is nothing to compute.
     """
     operands = (None, None, *slots)
     elements = math.prod(batch)
@@ -266,7 +268,7 @@ def rows(
         }
         t = tiling.streamed(m, n, written.itemsize)
     r = library.registers("float64")
-    cell = library.elementwise_cell()
+    cell = cell or library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
     return _plan(cell, head, operands, axes, t, r, elements, count, others)
 

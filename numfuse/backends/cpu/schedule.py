@@ -31,6 +31,7 @@ from numfuse.backends.cpu.launch.sequence import (
 from numfuse.problem.operands import address
 from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
+from numfuse.runtime.strided import contiguous
 
 #: Operands that have a row for each of M, and are cut where an operation is cut by rows.
 BY_ROWS = frozenset(
@@ -263,9 +264,21 @@ class _Schedule:
             return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch)
         over = x.slots.grad or x.slots.out
         assert over is not None
-        chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
         m, n = over.shape[-2:]
-        return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk)
+        present = [y for y in x.slots if y is not None]
+        if x.slots.sums is None:
+            if all(
+                (y.shape, y.strides) == ((m, n), contiguous((m, n), y.itemsize)) for y in present
+            ):
+                # One row, for which the row function is called once a cell.
+                slots = Slots(*(y and y._replace(shape=(1, m * n)) for y in x.slots))
+                return descriptors.rows(1, m * n, x.row, slots, self.threads)
+            return descriptors.rows(m, n, x.row, x.slots, self.threads, batch)
+        chunk = library.chunk(self.fmt)
+        cell = None
+        if len(present) == 2 and n <= tiling.NARROW and over.fmt == self.acc:
+            cell = library.narrow_sums_cell(self.acc)
+        return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk, cell=cell)
 
     def _join(
         self,

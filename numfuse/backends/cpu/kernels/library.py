@@ -183,6 +183,18 @@ def elementwise_cell() -> specialise.Kernel:
 
 
 @functools.cache
+def narrow_sums_cell(acc: str) -> specialise.Kernel:
+    return specialise.kernel(
+        elementwise.narrow_sums_cell,
+        **{**_cell_names(), **protocol.SLOTS},
+        CHUNK=chunk(acc),
+        RUN=tiling.RUN,
+        SUMS=intrinsics.make_elements(acc),
+        ZERO=_zero(acc),
+    )
+
+
+@functools.cache
 def join_cell(fmt: str) -> specialise.Kernel:
     acc = accumulator(fmt)
     return specialise.kernel(

@@ -168,6 +168,12 @@ class _Kernel:
 
                 def block(p: ir.Value, sums: Values) -> Values:
                     at = b.add(base, b.mul(p, I64(self.size)))
+                    if not live:  # a line of a fourth of the next tile's columns
+                        part = count * self.vl // 4
+                        turn = b.and_(b.udiv(p, I64(e)), I64(3))
+                        first = b.add(I64(count * self.vl), b.mul(turn, I64(part)))
+                        for i in range(part):
+                            prefetch(b, self.offset(at, b.add(first, I64(i)), self.step))
                     columns: list[Values] = []
                     for g in range(0, count * self.vl, self.vl):
                         gathered = []
