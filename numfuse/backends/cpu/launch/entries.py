@@ -121,8 +121,9 @@ def look_again(looks: int, pause: int) -> int:
     return looks
 
 
-def work(table: int, workspace: int, pause: int) -> None:
-    """Cells of an open sequence, until none are left: what each of its threads does.
+def work(table: int, workspace: int, pause: int) -> int:
+    """Cells of an open sequence, until none are left: what each of its threads does. Return how
+    often it looked whether others had finished theirs.
 
     Cells are numbered through all steps and taken in that order.  A cell waits until those of the
     phases before its own are finished.  Each of these is in the hands of a thread that waits for
@@ -132,7 +133,7 @@ def work(table: int, workspace: int, pause: int) -> None:
     t = WORDS(table)
     cells = t[T_CELLS]
     entry = table + 8 * T_ENTRIES
-    begin = 0
+    begin = waited = 0
     cell = FETCH_ADD(table + 8 * T_NEXT, 1)
     while cell < cells:
         e = WORDS(entry)
@@ -143,9 +144,11 @@ def work(table: int, workspace: int, pause: int) -> None:
         looks = 0
         while LOAD(table + 8 * T_FINISHED) < e[E_BEFORE]:
             looks = LOOK_AGAIN(looks, pause)
+        waited += looks
         CALL(e[E_CELL], e[E_DESCRIPTOR], cell - begin, workspace)
         FETCH_ADD(table + 8 * T_FINISHED, 1)
         cell = FETCH_ADD(table + 8 * T_NEXT, 1)
+    return waited
 
 
 def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) -> None:
@@ -186,15 +189,17 @@ def run_with_helpers(
             words[L_TABLE], words[L_WORKSPACE], words[L_STRIDE] = table, workspace, stride
             EXCHANGE(place + 8 * L_SEATS, threads - 1)
             break
-    WORK(table, workspace, pause)
+    waited = WORK(table, workspace, pause)
     if place != 0:
         # (late helpers may have counted the seats down below none)
         joined = threads - 1 - max(0, EXCHANGE(place + 8 * L_SEATS, 0))
         looks = 0
         while LOAD(place + 8 * L_LEFT) < joined:
             looks = LOOK_AGAIN(looks, pause)
+        waited += looks
         EXCHANGE(place + 8 * L_LEFT, 0)
         EXCHANGE(place + 8 * L_TAKEN, 0)
+    WORDS(board)[B_WAITED] = waited
 
 
 def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
@@ -209,13 +214,16 @@ def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
     while looks < PATIENCE:
         for number in range(PLACES):
             place = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
-            if LOAD(place + 8 * L_SEATS) > 0:
-                seat = FETCH_ADD(place + 8 * L_SEATS, -1)
-                if seat > 0:
-                    words = WORDS(place)
-                    WORK(words[L_TABLE], words[L_WORKSPACE] + seat * words[L_STRIDE], pause)
-                    FETCH_ADD(place + 8 * L_LEFT, 1)
-                    looks = 0
+            if LOAD(place + 8 * L_SEATS) > 0 and looks < PATIENCE:
+                if processor != 0 and CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
+                    looks = PATIENCE  # here it would take the caller's time
+                else:
+                    seat = FETCH_ADD(place + 8 * L_SEATS, -1)
+                    if seat > 0:
+                        words = WORDS(place)
+                        WORK(words[L_TABLE], words[L_WORKSPACE] + seat * words[L_STRIDE], pause)
+                        FETCH_ADD(place + 8 * L_LEFT, 1)
+                        looks = 0
         looks = LOOK_AGAIN(looks, 0)
         if looks % NEIGHBOURS == 0 and processor != 0:
             if CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
@@ -262,6 +270,7 @@ def entry(name: str) -> Any:
         "ENTRY_WORDS": len(protocol.ENTRY),
         "B_ASLEEP": protocol.B_ASLEEP,
         "B_PROCESSOR": protocol.B_PROCESSOR,
+        "B_WAITED": protocol.B_WAITED,
         "CALL_NUMBER": intrinsics.make_call_number(),
         "NEIGHBOURS": NEIGHBOURS,
         "BOARD_WORDS": protocol.BOARD_WORDS,

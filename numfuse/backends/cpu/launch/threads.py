@@ -17,6 +17,7 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
+import time
 from array import array
 from contextlib import suppress
 from queue import SimpleQueue
@@ -131,7 +132,9 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
     call, or the end of the process, wait for ever.  So there is nothing here that has to be undone:
     what has to be is inside one native call, and the queue is a single step of the interpreter.
     """
-    if threads == 1:
+    global _alone
+    if threads == 1 or _alone > 0:
+        _alone = max(0, _alone - 1)
         entry("here")(*how)
         return
     run_helped = entry("helped")
@@ -141,7 +144,29 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
     if asleep > 0 and _wake.empty():
         for _ in range(min(asleep, threads - 1)):
             _wake.put(None)
+    start = time.monotonic()
     run_helped(*how, stride, threads, BOARD, YIELD, PROCESSOR)
+    _note_waiting(_board[protocol.B_WAITED] * LOOK, time.monotonic() - start)
+
+
+#: Seconds of a look at a counter, at least.
+LOOK = 20e-9
+#: How many of the next launches take no helpers, and how many did the last time that it came to it.
+#: Races between threads that launch at once only make them try again.
+_alone = _were_alone = 0
+
+
+def _note_waiting(waited: float, seconds: float) -> None:
+    """After a launch that waited for a third of its time: take no helpers for some launches, each
+    time for more.
+
+    Where other work has the other cores, a helper that is held up keeps its cell, and all wait.
+    """
+    global _alone, _were_alone
+    if 3 * waited < seconds:
+        _were_alone //= 2
+    else:
+        _alone = _were_alone = min(2 * _were_alone + 4, 256)
 
 
 def _start_helpers(count: int) -> None:
