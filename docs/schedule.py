@@ -261,7 +261,7 @@ def simulate(
     total = threads * end
     # A core that has woken may be idle or at work while others have still to wake.
     starts = (p.launch + p.wake * core if count > 1 else 0.0 for core in range(count))
-    spent = sum(min(end, begin) for begin in starts) + p.draw * len(cells)
+    spent = sum(min(end - crowded, begin) for begin in starts) + p.draw * len(cells)
     losses = {
         "arithmetic": fma - flops / peak,  # edges, and what the micro-kernel lacks to the peak
         "packing": pack,

@@ -696,6 +696,33 @@ assert all(place[0] == 0 and place[protocol.PLACE["L_SEATS"]] <= 0 for place in 
     )
 
 
+def test_launches_that_wait_for_helpers_go_alone_for_a_while():
+    """Guards: other work on the other cores costs a launch its helpers, no more."""
+    run(
+        """
+wanted = forward()
+check_layer()
+for expected in (4, 12, 28):
+    launching._alone = 0
+    launching._note_waiting(0.4, 1.0)
+    assert launching._alone == expected, launching._alone
+entered.clear()
+assert all(forward() == wanted for _ in range(28)) and alone()
+launching._note_waiting = lambda waited, seconds: None
+assert forward() == wanted and not alone()
+""",
+        "omp",
+    )
+    run(
+        """
+for waited, expected in ((0.4, 4), (0.1, 2), (0.1, 1), (0.1, 0)):
+    launching._note_waiting(waited, 1.0)
+    assert launching._were_alone == expected, launching._were_alone
+""",
+        "omp",
+    )
+
+
 def test_a_full_board_leaves_a_launch_alone():
     run(
         """
