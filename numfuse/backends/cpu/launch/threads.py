@@ -157,8 +157,8 @@ _alone = _were_alone = 0
 
 
 def _note_waiting(waited: float, seconds: float) -> None:
-    """After a launch that waited for a third of its time: take no helpers for some launches, each
-    time for more.
+    """Take no helpers for some launches after one that waited for a third of its time, each time
+    for more.
 
     Where other work has the other cores, a helper that is held up keeps its cell, and all wait.
     """
