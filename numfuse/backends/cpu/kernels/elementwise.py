@@ -79,7 +79,7 @@ def stream_row(descriptor: int, context: int, i: int, j: int, n: int) -> None:
 
 
 def narrow_sums_cell(descriptor: int, cell: int, workspace: int) -> None:
-    """Write the partials of d_bias of some chunks of few columns, as `open_sums` has them made by rows.
+    """Write the partials of d_bias of chunks of few columns, as `open_sums` has them made by rows.
 
     A row function would take less time than its call.
     """

@@ -64,7 +64,7 @@ def _loop(
 
 
 class _Kernel:
-    """What both micro-kernels have of a call, for a number of rows."""
+    """A call of either micro-kernel, for a number of rows."""
 
     def __init__(self, builder: ir.IRBuilder, acc: str, vl: int, rows: int, args: Values) -> None:
         self.builder, self.vl, self.rows = builder, vl, rows
