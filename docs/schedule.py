@@ -147,11 +147,10 @@ def tiled(
     """The tiling of a launch, its registers, its number of threads, and whether B is in place."""
     m, n, k, itemsize = problem
     r = tiling.registers(processor.vector_bytes, itemsize, processor.lanes)
-    count = threads if m * n * k >= tiling.PARALLEL_FMAS else 1
+    count = threads if m * n * k >= tiling.parallel_fmas(r) else 1
     with level2(processor.level2):
-        t = tiling.gemm(m, n, k, 1, 1, count, r, r.mr)
-        in_place = tiling.reads_in_place(m, k, n * itemsize, itemsize, r)
-    return t, r, count, in_place
+        t = tiling.gemm(m, n, k, 1, 1, count, r, r.mr, (n * itemsize, itemsize))
+    return t, r, count, t.in_place
 
 
 def cells_of(problem: Problem, t: tiling.Tiling) -> list[Cell]:
@@ -262,7 +261,7 @@ def simulate(
     total = threads * end
     # A core that has woken may be idle or at work while others have still to wake.
     starts = (p.launch + p.wake * core if count > 1 else 0.0 for core in range(count))
-    spent = sum(min(end, begin) for begin in starts) + p.draw * len(cells)
+    spent = sum(min(end - crowded, begin) for begin in starts) + p.draw * len(cells)
     losses = {
         "arithmetic": fma - flops / peak,  # edges, and what the micro-kernel lacks to the peak
         "packing": pack,

@@ -214,14 +214,12 @@ def kernel(template: Callable[..., Any], returns: Any = types.void, **bindings: 
     return _KERNELS.get(clone.__name__) or compiled(make)
 
 
-def entry(
-    template: Callable[..., Any], signature: Any, parallel: bool = False, **bindings: Any
-) -> Any:
+def entry(template: Callable[..., Any], signature: Any, **bindings: Any) -> Any:
     """A function called from Python: releases the interpreter lock, compiled for `signature`."""
     clone = bound(template, bindings)
 
     def make() -> Any:
-        made = _with_cache(njit(nogil=True, parallel=parallel, **OPTIONS)(clone), clone)
+        made = _with_cache(njit(nogil=True, **OPTIONS)(clone), clone)
         made.compile(signature)
         made.disable_compile()
         return made

@@ -23,8 +23,8 @@ import numfuse as nf
 from numfuse.backends import latest
 
 # 0, 1, primes, and one less, as many and one more than every tile that a backend may choose:
-# 14, 16, 32, 56, 64. 512 +- 1, where a long sum may be cut, is for K alone.
-SIZES = (0, 1, 2, 3, 5, 7, 13, 14, 15, 16, 17, 29, 31, 32, 33, 55, 56, 57, 63, 64, 65)
+# 4, 12, 14, 16, 32, 56, 64. 512 +- 1, where a long sum may be cut, is for K alone.
+SIZES = (0, 1, 2, 3, 4, 5, 7, 8, 11, 12, 13, 14, 15, 16, 17, 29, 31, 32, 33, 55, 56, 57, 63, 64, 65)
 DEPTHS = (*SIZES, 127, 257, 511, 512, 513)
 if SIMULATED:  # tiles of 16 x 16 x 8
     SIZES, DEPTHS = (0, 1, 2, 7, 16, 17), (0, 1, 8, 9, 17)

@@ -207,7 +207,7 @@ def test_a_row_has_the_same_bits_in_any_slice_and_on_any_number_of_threads(fmt):
     # Several blocks of K and of columns, and enough work for several threads.
     m, n, k = 715, 141, 2085
     kind = library.kind(fmt, fmt)
-    assert m * n * k > tiling.parallel_fmas(kind)
+    assert m * n * k > tiling.parallel_fmas(library.registers("float32", kind))
     assert k > tiling.k_block(k, 4, kind)
     a, b = normal(rng, (m, k), dtype, k**-0.5), normal(rng, (k, n), dtype)
     bias, grad = normal(rng, (n,), dtype), normal(rng, (m, n), dtype)

@@ -34,7 +34,7 @@ from numfuse.runtime import specialise
 
 #: Forward, backward and gate, with edges in every direction, within the bounds of `tolerance`.
 WORK = """
-import sys
+import itertools, sys
 sys.path.insert(0, "tests")
 import numpy as np
 import tolerance
@@ -43,10 +43,10 @@ import numfuse as nf
 from numfuse.backends.cpu import host
 from numfuse.backends.cpu.kernels import library
 
-for name in sys.argv[1:]:
+SHAPES = (37, 45, 51), (3, 45, 51), (37, 2, 51)
+for name, (m, n, k) in itertools.product(sys.argv[1:], SHAPES):
     dtype = tolerance.DTYPES[name]
     rng = np.random.default_rng(0)
-    m, n, k = 37, 45, 51
     a, b = normal(rng, (m, k), dtype), normal(rng, (k, n), dtype)
     bias, grad = normal(rng, (n,), dtype), normal(rng, (m, n), dtype)
     # Of float16: subnormal numbers, which only some conversions keep.

@@ -66,9 +66,9 @@ def test_cells_cover_the_output_once_and_no_time_is_gained(
 def test_the_tiling_is_the_one_of_the_launch(schedule, m, n, k, threads):
     p = schedule.Processor(level2=tiling.level2_bytes())
     r = tiling.registers(64, 4)
-    count = 1 if m * n * k < tiling.PARALLEL_FMAS else threads
+    count = 1 if m * n * k < tiling.parallel_fmas(r) else threads
     assert schedule.simulate(schedule.Problem(m, n, k), threads, p).tiling == tiling.gemm(
-        m, n, k, 1, 1, count, r, r.mr
+        m, n, k, 1, 1, count, r, r.mr, (n * 4, 4)
     )
 
 

@@ -60,6 +60,8 @@ ROOT = Schema("""
 SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_3 S_4 S_5 S_6 S_7")
 #: Calls that may have memory at once.
 SLOTS = max(4, os.cpu_count() or 1)
+#: By what the gate of a launch moves when it is opened, and when it is closed.
+GATE = 1 << 32
 #: A record: bytes of memory, how many arrays, arrays to be zeroed and sequences; then for each
 #: array its source (a kind, and above two bits a number or an offset), for each zeroed one its
 #: number and bytes, and the sequences.
@@ -298,7 +300,7 @@ def _names() -> dict[str, Any]:
     names: dict[str, Any] = {**ROOT, **RECORD, **SEQUENCE, **ON_STREAM, **SOURCE, **_SHARED}
     names |= {**_TASK, **_XLA, **entries.parts(entries.data_of_address), "LOW": LOW}
     names |= {**SLOT, "SLOT_WORDS": len(SLOT), "SLOTS": SLOTS, "MADV_HUGEPAGE": MADV_HUGEPAGE}
-    names["HUGE_PAGE"] = HUGE_PAGE
+    names |= {"HUGE_PAGE": HUGE_PAGE, "GATE": GATE}
     names |= {"RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED), "TASK_WORDS": len(_TASK)}
     names |= {"SEQUENCE_WORDS": len(SEQUENCE), "STREAM_WORDS": len(ON_STREAM)}
     names |= {"ALIGNED": ALIGNED, "DEVICE_BITS": DEVICE_BITS, "GLOBAL": _global()}

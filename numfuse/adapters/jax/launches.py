@@ -55,8 +55,9 @@ def give_back(root: int, slot: int) -> None:
 def share_out(frame: int, root: int, sequence: int, memory: int) -> None:
     """Work at an open sequence with the threads of XLA's pool that come in time.
 
-    The gate is that of `entries.run_with_helpers`. A helper may come when all is over: what it
-    looks at goes with the last that knows of it.
+    A launch is a gate in one word: how often it was moved, opened and closed, by GATE, and who
+    looks at it, by 1. A helper may come when all is over: what it looks at goes with the last that
+    knows of it.
     """
     f, r, q = WORDS(frame), WORDS(root), WORDS(sequence)
     table = memory + q[Q_TABLE]
@@ -109,5 +110,7 @@ def help_out(task: int) -> None:
     """Take part in a launch, unless it is over: a task of XLA's pool."""
     k = WORDS(task)
     launch, free = k[K_LAUNCH], k[K_FREE]
-    HELP(launch, k[K_TABLE], k[K_WORKSPACE], k[K_YIELD])
+    if FETCH_ADD(launch, 1) // GATE == 1:
+        WORK(k[K_TABLE], k[K_WORKSPACE], k[K_YIELD])
+    FETCH_ADD(launch, -1)
     LEAVE(launch, free)

@@ -178,32 +178,47 @@ def product(
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
     None where there is nothing to compute.
     """
+    if tiling.NARROW >= b.shape[-1] < a.shape[-2] and slots.sums is None:
+        # Few columns: their transpose has long rows, which waste no lane of a vector and no call of
+        # the row function. An element is the same sum in the same order.
+        a, b = b.turned(), a.turned()
+        slots = Slots(*(None if x is None else x.turned() for x in slots))
     operands = (a, b, *slots)
     (*_, m, k), n = a.shape, b.shape[-1]
     (*_, a_row, a_k), (*_, b_k, b_column) = a.strides, b.strides
     axes = _axes(batch, operands, summed) if batch else _NO_AXES
     if m == 0 or n == 0 or axes.elements == 0:
         return None
-    kind, r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt)
-    fmas = m * n * k * axes.elements * axes.sums
-    count = 1 if fmas < tiling.PARALLEL_FMAS * tiling.PARALLEL_SPEED[kind] else threads
     # Rows of the partial column sums belong to whole chunks.
-    rows = r.chunk if slots.sums is not None else r.mr
-    t = tiling.gemm(m, n, k, axes.elements, axes.sums, count, r, rows)
-    widened = b.fmt != library.accumulator(a.fmt)
+    chunked = slots.sums is not None
+    fmas = m * n * k * axes.elements * axes.sums
+    acc = library.accumulator(a.fmt)
     head = {
         "D_M": m,
         "D_N": n,
         "D_K": k,
-        "D_PACK_A": pack_a.address,
-        "D_PACK_B": pack_b.address,
         "D_SUM_AXES": axes.summed,
         "D_SUM_SIZE": axes.sums,
         "D_A_ROW": a_row,
         "D_A_K": a_k,
         "D_B_K": b_k,
         "D_B_COLUMN": b_column,
-        "D_B_DIRECT": int(not widened and tiling.reads_in_place(m, k, b_k, b_column, r)),
+    }
+    if m <= tiling.THIN_ROWS and fmas and a.fmt == b.fmt == acc and b.itemsize in (b_k, b_column):
+        r = library.registers(acc, library.kind(acc, acc))
+        count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
+        t = tiling.thin(n, k, axes.elements, count, r, r.chunk if chunked else r.mr)
+        cell = library.thin_cell(acc, b_column == b.itemsize)
+        return _plan(cell, head, operands, axes, t, r, count, (row,))
+    r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt)
+    count = 1 if fmas < tiling.parallel_fmas(r) else threads
+    steps = (b_k, b_column) if b.fmt == acc else None
+    rows = r.chunk if chunked else r.mr
+    t = tiling.gemm(m, n, k, axes.elements, axes.sums, count, r, rows, steps)
+    head |= {
+        "D_PACK_A": pack_a.address,
+        "D_PACK_B": pack_b.address,
+        "D_B_DIRECT": int(t.in_place),
         "D_B_BY_ROWS": int(b_column == b.itemsize),
     }
     asked = []
@@ -228,11 +243,13 @@ def rows(
     batch: tuple[int, ...] = (),
     chunk: int = 1,
     stream: Kernel | None = None,
+    cell: Kernel | None = None,
 ) -> Plan | None:
     """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
 
     `stream` is the same row function storing past the caches, for results (`slots.out`, and
-    `slots.extra` if that is there) of contiguous rows.  None where there is nothing to compute.
+    `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`.
+    None where there is nothing to compute.
     """
     operands = (None, None, *slots)
     axes = _axes(batch, operands) if batch else _NO_AXES
@@ -253,7 +270,7 @@ def rows(
     else:
         t = tiling.elementwise(m, n, chunk)
     r = library.registers("float64")
-    cell = library.elementwise_cell()
+    cell = cell or library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
     return _plan(cell, head, operands, axes, t, r, count, others)
 

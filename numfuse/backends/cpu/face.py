@@ -143,9 +143,10 @@ def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
     if not hasattr(p, "m"):
         return bool(p.a.size >= tiling.PARALLEL_ELEMENTS)
-    count = math.prod(p.batch)
-    elements = count * p.m * max(p.n, p.k)
-    return elements * p.n >= tiling.PARALLEL_FMAS or elements >= tiling.PARALLEL_ELEMENTS
+    fmt = p.dtype.name
+    r = library.registers(library.accumulator(fmt), library.kind(fmt, fmt))
+    elements = math.prod(p.batch) * p.m * max(p.n, p.k)
+    return elements * p.n >= tiling.parallel_fmas(r) or elements >= tiling.PARALLEL_ELEMENTS
 
 
 if (_refused := host.refused_setting()) is not None:

@@ -189,17 +189,29 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     bias = x.get("bias") if pre is None else None
     saved = None if pre is None else pre.fmt
     out = None
-    if products:
+    # Few columns are summed by a pass of their own, from grad_pre as it is stored.
+    narrow = sums is not None and grad.shape[-1] <= tiling.NARROW and fmt == p.acc_dtype.name
+    if products or narrow:
         # In the accumulator's dtype: d_a and d_b then read it without another rounding.
         # But products of halves as they are take it in halves too.
         out = temporary("grad_pre", (*batch, *grad.shape[-2:]), library.grad_pre_format(fmt))
         own.append(out)
+    fused = None if narrow else sums
     row = rows.grad_pre(
-        p.activation.curve, fmt, bias is not None, saved, products, sums is not None, p.guard
+        p.activation.curve,
+        fmt,
+        bias is not None,
+        saved,
+        out is not None,
+        fused is not None,
+        p.guard,
     )
-    slots = Slots(bias, pre, grad, out, None, sums)
+    slots = Slots(bias, pre, grad, out, None, fused)
     factors = (x["a"], x["b"]) if pre is None else None
-    return Work([Pass(row, slots, factors)], _gradients(x, out), sums, own)
+    passes = [Pass(row, slots, factors)]
+    if narrow:
+        passes.append(Pass(rows.column_sums(fmt), Slots(grad=out, sums=sums)))
+    return Work(passes, _gradients(x, out), sums, own)
 
 
 def _linear(p: Any, x: Operands, batch: Batch) -> Work:

@@ -264,16 +264,8 @@ class _Schedule:
             totals = {name: block.of(x)[0] for name, x in totals.items()}
         self.own += work.own
         phases: list[list[Plan | None]] = []
-        for row, slots, factors in work.passes:
-            if factors is not None:
-                made = descriptors.product(*factors, row, slots, self.threads, batch)
-            else:
-                over = slots.grad or slots.out
-                assert over is not None
-                chunk = 1 if slots.sums is None else library.chunk(self.fmt)
-                m, n = over.shape[-2:]
-                made = descriptors.rows(m, n, row, slots, self.threads, batch, chunk)
-            phases.append([made])
+        for one in work.passes:
+            phases.append([self._pass(one, batch)])
         after: list[list[Plan | None]] = [[], []]
         if work.partials is not None:
             total, turn = totals.get("total d_bias"), turns["d_bias"]
@@ -290,6 +282,29 @@ class _Schedule:
                     descriptors.product(left, right, row, slots, self.threads, batch, summed)
                 )
         return [[plan for plan in phase if plan is not None] for phase in (*phases, *after)]
+
+    def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
+        if x.factors is not None:
+            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch)
+        over = x.slots.grad or x.slots.out
+        assert over is not None
+        m, n = over.shape[-2:]
+        if x.slots.sums is None:
+            for y in x.slots:
+                if y is not None and y.shape != (m, n):
+                    break
+                if y is not None and y.strides != (n * y.itemsize, y.itemsize):
+                    break
+            else:
+                # One row, for which the row function is called once a cell.
+                slots = Slots(*(y and y._replace(shape=(1, m * n)) for y in x.slots))
+                return descriptors.rows(1, m * n, x.row, slots, self.threads)
+            return descriptors.rows(m, n, x.row, x.slots, self.threads, batch)
+        chunk = library.chunk(self.fmt)
+        cell = None
+        if x.slots.count(None) == len(x.slots) - 2 and n <= tiling.NARROW and over.fmt == self.acc:
+            cell = library.narrow_sums_cell(self.acc)
+        return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk, cell=cell)
 
     def _join(
         self,

@@ -75,8 +75,11 @@ COLUMN_GROUP = 8
 COLUMN_GROUP_AMX = 2
 #: Columns of an elementwise pass: a few rows of 1024 values stay in level 1.
 ROW_BLOCK = 1024
-#: Elements of an elementwise cell: 2**14 take 5-12 us, large against 0.1 us for fetching a cell.
+#: Elements of an elementwise cell: 2**14 take 5-20 us, large against 0.1 us for fetching a cell. A
+#: smaller pass is cut in some cells all the same, as it may be the first of a sequence on threads.
 ELEMENTWISE_CELL = 1 << 14
+SMALLEST_ELEMENTWISE_CELL = 1 << 11
+ELEMENTWISE_CELLS = 4
 #: Bytes of results from which on an elementwise pass stores past the caches: they would not stay in
 #: level 2 (2 MiB), and one core reads level 3 no faster than memory where that is shared by many
 #: (relu on one thread: 1.09 times the speed of usual stores at 2 MiB, 1.25 at 4, 8 and 16, 1.29 at
@@ -94,14 +97,13 @@ STREAM_ROW_BLOCK = 4096
 #: a new huge page at once would both clear one, and small cells of one page go to several threads.
 STREAM_CELLS = 32
 STREAM_CELL_BYTES = 2 << 20
-#: From how many fused multiply-adds or elements on a launch takes several threads.  It costs
-#: 5-20 us (GNU OpenMP, two cores), and milliseconds where another library's pool still spins on the
-#: other core (OpenBLAS after a product: measured): the work should take about 150 us, as 256^3 does
-#: in float32.
-PARALLEL_FMAS = 16 << 20
+#: From how many fused multiply-adds on a product takes several threads: of float32 with 512-bit
+#: vectors, about 10 us.  A launch costs 1 us where helpers wait for it, 5 us where one is woken.
+PARALLEL_FMAS = 1 << 19
 #: The same in relation, for products that are faster.
 PARALLEL_SPEED = {"fma": 1, "dot": 2, "amx": 8}
-PARALLEL_ELEMENTS = 1 << 18
+#: Elements of a pass, likewise.
+PARALLEL_ELEMENTS = 1 << 15
 #: Programs kept by the form of their call, and bytes of them: most take 1-4 KiB, a backward by
 #: many blocks more.
 KEPT_PLANS = 4096
@@ -125,8 +127,17 @@ LATE = 0.1
 STREAMED_ROWS = 4
 #: Ways of the level-2 cache (8 to 20 in current processors), for telling strides that clash.
 LEVEL2_WAYS = 16
-#: Rows of A up to which a B that fits level 2 is read in place (`reads_in_place`).
+#: Columns up to which a product of more rows is computed as its transpose.
+NARROW = 12
+#: Rows of a product up to which nothing is packed (`kernels.thin`), columns of its blocks, and
+#: values of B from which on it takes several threads: 5 us.
+THIN_ROWS = 4
+THIN_COLUMNS = 512
+PARALLEL_THIN = 1 << 16
+#: Rows of a cell up to which a B that fits level 2 is read in place (`reads_in_place`), and what
+#: that costs, as a share of the arithmetic.
 IN_PLACE_ROWS = 192
+IN_PLACE = 0.12
 #: Rows of a d_bias chunk, in register tiles: the matrix of its partial sums, two rows a chunk
 #: (M / 28 x N), is 4% of grad_pre.
 CHUNK_TILES = 4
@@ -211,6 +222,8 @@ class Tiling:
     panels: int
     plane_rows: int
     plane_columns: int
+    #: Whether B is read where it is (`reads_in_place`).
+    in_place: bool = False
 
 
 @functools.cache
@@ -222,9 +235,9 @@ def registers(
     return Registers(vector_bytes, itemsize, mr, vectors, lanes, kind)
 
 
-def parallel_fmas(kind: str) -> int:
+def parallel_fmas(r: Registers) -> int:
     """From how many fused multiply-adds on a product takes several threads."""
-    return PARALLEL_FMAS * PARALLEL_SPEED[kind]
+    return PARALLEL_FMAS * PARALLEL_SPEED[r.kind] * r.vl // 16
 
 
 @functools.cache
@@ -278,11 +291,20 @@ NJIT_CELL = 256
 
 @functools.lru_cache(maxsize=4096)
 def gemm(
-    m: int, n: int, k: int, batch: int, sums: int, threads: int, r: Registers, unit: int
+    m: int,
+    n: int,
+    k: int,
+    batch: int,
+    sums: int,
+    threads: int,
+    r: Registers,
+    unit: int,
+    b_strides: tuple[int, int] | None = None,
 ) -> Tiling:
     """Tiling of a product: `batch` outputs of (m, n), each a sum of `sums` products over k.
 
-    Cells have a multiple of `unit` rows (a multiple of MR).
+    Cells have a multiple of `unit` rows (a multiple of MR). `b_strides`: those of a B that may be
+    read in place.
     """
     kc = k_block(k, r.itemsize, r.kind)
     nc_limit = int(level2_bytes() * BLOCK_SHARE) // (kc * r.factor) // r.nr * r.nr
@@ -312,15 +334,28 @@ def gemm(
             cells_m = max(1, -(-m // cell_m))
             rows = round_up(max(1, min(cell_m, m)), r.mr)
             compute = rows * cell_n * k * sums / (KIND_VECTORS[r.kind] * r.vl)
-            packing = k * sums * (PACK_B_CYCLES * cell_n + PACK_A_CYCLES * rows)
+            in_place = b_strides is not None and reads_in_place(min(cell_m, m), k, *b_strides, r)
+            packed = IN_PLACE * rows / KIND_VECTORS[r.kind] / r.vl if in_place else PACK_B_CYCLES
+            packing = k * sums * (packed * cell_n + PACK_A_CYCLES * rows)
             late = LATE * max(0.0, math.log2(threads) - 1)
             cost = (compute + packing) * (-(-batch * cells_m * cells_n // threads) + late)
             if best is None or cost < best[0] * 0.999:
                 panels = 1 if blocks == 1 else rows // r.mr
                 plane = (0, 0) if single else (rows, round_up(cell_n, r.nr))
-                best = cost, Tiling(kc, nc, cell_m, cell_n, cells_m, cells_n, panels, *plane)
+                best = (
+                    cost,
+                    Tiling(kc, nc, cell_m, cell_n, cells_m, cells_n, panels, *plane, in_place),
+                )
     assert best is not None  # cells_n = 1 is always tried
     return best[1]
+
+
+def thin(n: int, k: int, batch: int, threads: int, r: Registers, unit: int) -> Tiling:
+    """Tiling of a product of up to `THIN_ROWS` rows."""
+    cells = -(-CELLS * threads // batch) if threads > 1 else 1
+    cell_n = round_up(max(1, -(-n // cells)), 8 * r.vl)
+    kc = k_block(k, r.itemsize, r.kind)
+    return Tiling(kc, THIN_COLUMNS, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0)
 
 
 def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tuple[int, int]:
@@ -340,7 +375,10 @@ def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tupl
 @functools.lru_cache(maxsize=4096)
 def elementwise(m: int, n: int, chunk: int) -> Tiling:
     """Tiling of a pass over (m, n): cells of whole chunks of rows and of `ROW_BLOCK` columns."""
-    return _elementwise(m, n, chunk, ROW_BLOCK, ELEMENTWISE_CELL)
+    cell = max(SMALLEST_ELEMENTWISE_CELL, min(m * n // ELEMENTWISE_CELLS, ELEMENTWISE_CELL))
+    # A chunk of few columns, which are whole lines.
+    columns = max(16, round_up(cell // min(m, chunk), 16)) if m else ROW_BLOCK
+    return _elementwise(m, n, chunk, min(ROW_BLOCK, columns), cell)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -353,5 +391,7 @@ def streamed(m: int, n: int, itemsize: int) -> Tiling:
 def _elementwise(m: int, n: int, chunk: int, row_block: int, cell: int) -> Tiling:
     nc = min(row_block, max(1, n))
     cell_n = min(max(1, n), round_up(cell, nc))
+    if chunk > 1 and m > 0:
+        cell_n = min(cell_n, round_up(max(1, cell // min(m, chunk)), nc))
     cell_m = max(chunk, cell // cell_n // chunk * chunk)
     return Tiling(0, nc, cell_m, cell_n, max(1, -(-m // cell_m)), max(1, -(-n // cell_n)), 0, 0, 0)

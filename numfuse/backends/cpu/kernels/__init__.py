@@ -3,6 +3,7 @@
 - `protocol`: the words of a launch, which the plan fills in and the kernels read
 - `packing`: a strided matrix to the panels that the micro-kernel reads
 - `gemm`: the product of a cell, block by block, which ends in a row function
+- `thin`: the product of few rows, of which nothing is packed
 - `ahead`: packing and requests to the caches between two of its tiles
 - `elementwise`: the elementwise cell
 - `rows`, `printer`: row functions, and their text, made of an epilogue

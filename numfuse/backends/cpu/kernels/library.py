@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numfuse.backends.cpu import host, tiling
-from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, protocol
+from numfuse.backends.cpu.kernels import ahead, elementwise, gemm, packing, protocol, thin
 from numfuse.backends.cpu.llvm import (
     amx,
     conversions,
@@ -20,6 +20,7 @@ from numfuse.backends.cpu.llvm import (
     pairs,
     vectors,
 )
+from numfuse.backends.cpu.llvm.thin import make_thin
 from numfuse.runtime import lifetimes, replay, specialise
 
 FORMATS = ("float64", "float32", "float16", "bfloat16")
@@ -156,6 +157,24 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
 
 
 @functools.cache
+def thin_cell(acc: str, by_rows: bool) -> specialise.Kernel:
+    """The cell of a product with few rows; `by_rows` says which of B's strides is one element."""
+    words = _cell_names()
+    return specialise.kernel(
+        thin.thin_cell,
+        **words,
+        SUM_OFFSETS=specialise.device(gemm.sum_offsets, **words),
+        THIN=make_thin(acc, host.vector_bytes(), tiling.THIN_ROWS, by_rows),
+        BY_ROWS=by_rows,
+        ROWS=tiling.THIN_ROWS,
+        CHAIN=tiling.CHAIN,
+        VL=host.vector_bytes() // vectors.itemsize(acc),
+        SIZE=vectors.itemsize(acc),
+        SUMS=intrinsics.make_elements(acc),
+    )
+
+
+@functools.cache
 def elementwise_cell() -> specialise.Kernel:
     words = {**_cell_names(), **protocol.SLOTS, "LINE": tiling.LINE}
     words["BEFORE_LINE"] = specialise.device(elementwise.before_line, **words)
@@ -164,6 +183,18 @@ def elementwise_cell() -> specialise.Kernel:
         **words,
         STREAM_ROW=specialise.device(elementwise.stream_row, **words),
         FENCE=intrinsics.make_fence(),
+    )
+
+
+@functools.cache
+def narrow_sums_cell(acc: str) -> specialise.Kernel:
+    return specialise.kernel(
+        elementwise.narrow_sums_cell,
+        **{**_cell_names(), **protocol.SLOTS},
+        CHUNK=chunk(acc),
+        RUN=tiling.RUN,
+        SUMS=intrinsics.make_elements(acc),
+        ZERO=_zero(acc),
     )
 
 
@@ -254,7 +285,6 @@ def pack_b(fmt: str, acc: str, kind: str = "fma") -> specialise.Kernel:
 class Product(NamedTuple):
     """The kernels of products of factors in two formats."""
 
-    kind: str
     registers: tiling.Registers
     cell: specialise.Kernel
     pack_a: specialise.Kernel
@@ -269,7 +299,7 @@ def product(left: str, right: str) -> Product:
     acc, how = accumulator(left), kind(left, right)
     packing = pack_a(left, acc, how), pack_b(right, acc, how)
     cell = gemm_cell(acc, how, left)
-    return Product(how, registers(acc, how), cell, *packing, host.product_name(how, left))
+    return Product(registers(acc, how), cell, *packing, host.product_name(how, left))
 
 
 @functools.cache

@@ -104,7 +104,13 @@ HEAD = Schema("H_BESIDE H_PLACE")
 #: and before its phase, and the words of the descriptor.
 STEP = Schema("P_CELL P_END P_BEFORE P_LENGTH")
 #: The table of an open sequence: the next cell to be taken and how many are finished (a line each),
-#: all cells, how many threads came when none was left, and from T_ENTRIES on an entry a step.
-TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_LATE": 17, "T_ENTRIES": 24}
+#: all cells, and from T_ENTRIES on an entry a step.
+TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_ENTRIES": 24}
 #: Of an entry: as of a step, but the descriptor's address in place of its length.
 ENTRY = Schema("E_CELL E_END E_BEFORE E_DESCRIPTOR")
+#: The board on which launches offer seats to helpers: how many of these sleep, the processor of the
+#: latest thread that launched (-1: unknown), its looks at what others did, then places for launches
+#: at the same time, two lines each: whether one is taken, the seats that are left, how many helpers
+#: have left it again, and what they need to know.
+B_ASLEEP, B_PROCESSOR, B_WAITED, BOARD_WORDS, PLACES, PLACE_WORDS = 0, 8, 9, 16, 8, 16
+PLACE = Schema("L_TAKEN L_TABLE L_WORKSPACE L_STRIDE") | {"L_SEATS": 8, "L_LEFT": 9}

@@ -1,7 +1,6 @@
 """The native side of a launch, as templates: descriptors are completed, and cells are run.
 
-`entry` compiles the four ways in: in the calling thread, on Numba's threads, in the calling thread
-with helpers, and as a helper.
+`entry` compiles the three ways in: in the calling thread, in that and with helpers, as a helper.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from numba import types
 
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import protocol
@@ -25,13 +24,16 @@ from numfuse.runtime import specialise
 # ruff: noqa: F821  (the free names of a kernel are bound at specialisation)
 # mypy: disable-error-code="name-defined"
 
-#: Looks at the counter before a waiting thread lets others run: some microseconds.
-SPINS = 100
-#: Looks at the gate of a launch that has not begun before a helper leaves: about a millisecond.
-#: (The launch never begins if its caller was interrupted.)
-PATIENCE = 200 * SPINS
-#: What the gate of a launch gains when it is opened, and when it is closed.
-GATE = 1 << 32
+#: Looks at a counter before a waiting thread lets others run: 0.2 ms.  Linux 6.18 puts who does so
+#: at the end of the queue by a whole slice, so whoever often lets others run, as OpenBLAS does,
+#: waits for them in the end: with 100 looks products of NumPy took 20 ms in place of 1.3.
+SPINS = 10_000
+#: Looks at the board before a helper sleeps, 0.15 ms, in which it has its core to itself: a
+#: training step leaves 0.05 ms between its calls.  Waking it costs the call 5 us, and it begins
+#: after 30 to 60.
+PATIENCE = 5_000
+#: After how many of them it looks where its caller runs.
+NEIGHBOURS = 128
 
 
 def resolve(descriptor: int, arrays: int, temporaries: int) -> None:
@@ -91,7 +93,6 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
     t = WORDS(table)
     t[T_NEXT] = 0
     t[T_FINISHED] = 0
-    t[T_LATE] = 0
     entry = table + 8 * T_ENTRIES
     descriptor = entry + 8 * ENTRY_WORDS * count
     at = steps + 8 * HEAD_WORDS
@@ -120,8 +121,9 @@ def look_again(looks: int, pause: int) -> int:
     return looks
 
 
-def work(table: int, workspace: int, pause: int) -> None:
-    """Cells of an open sequence, until none are left: what each of its threads does.
+def work(table: int, workspace: int, pause: int) -> int:
+    """Cells of an open sequence, until none are left: what each of its threads does. Return how
+    often it looked whether others had finished theirs.
 
     Cells are numbered through all steps and taken in that order.  A cell waits until those of the
     phases before its own are finished.  Each of these is in the hands of a thread that waits for
@@ -131,10 +133,8 @@ def work(table: int, workspace: int, pause: int) -> None:
     t = WORDS(table)
     cells = t[T_CELLS]
     entry = table + 8 * T_ENTRIES
-    begin = 0
+    begin = waited = 0
     cell = FETCH_ADD(table + 8 * T_NEXT, 1)
-    if cell >= cells:
-        FETCH_ADD(table + 8 * T_LATE, 1)
     while cell < cells:
         e = WORDS(entry)
         while cell >= e[E_END]:
@@ -144,9 +144,11 @@ def work(table: int, workspace: int, pause: int) -> None:
         looks = 0
         while LOAD(table + 8 * T_FINISHED) < e[E_BEFORE]:
             looks = LOOK_AGAIN(looks, pause)
+        waited += looks
         CALL(e[E_CELL], e[E_DESCRIPTOR], cell - begin, workspace)
         FETCH_ADD(table + 8 * T_FINISHED, 1)
         cell = FETCH_ADD(table + 8 * T_NEXT, 1)
+    return waited
 
 
 def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) -> None:
@@ -155,7 +157,7 @@ def run_here(steps: int, count: int, arrays: int, workspace: int, table: int) ->
     WORK(workspace + table, workspace, 0)
 
 
-def run_parallel(
+def run_with_helpers(
     steps: int,
     count: int,
     arrays: int,
@@ -163,43 +165,70 @@ def run_parallel(
     table: int,
     stride: int,
     threads: int,
+    board: int,
     pause: int,
+    processor: int,
 ) -> None:
-    """A sequence on Numba's threads; thread t works at ``workspace + t * stride``."""
-    OPEN(steps, count, arrays, workspace, workspace + table)
-    for t in prange(threads):
-        WORK(workspace + table, workspace + t * stride, pause)
+    """A sequence in the calling thread and in helpers that come; thread t works at
+    ``workspace + t * stride``.
 
-
-def run_with_helpers(
-    steps: int, count: int, arrays: int, workspace: int, table: int, gate: int, pause: int
-) -> None:
-    """A sequence in the calling thread and in those that `help_with` brings.
-
-    The word at `gate` counts who is inside, above that it says whether the launch has begun (GATE)
-    and is over (2 * GATE).  Operands and workspace may be gone after the return, so the gate is
-    closed before, and who is inside is waited for: here, where nothing interrupts.
+    A launch takes a place of the board, if one is free, and offers its seats there: whoever takes
+    one off has it.  Operands and workspace may be gone after the return, so what seats are left are
+    withdrawn before, and who took one is waited for: here, where nothing interrupts.  Nobody waits
+    for a helper that has not begun.
     """
     table += workspace
     OPEN(steps, count, arrays, workspace, table)
-    FETCH_ADD(gate, GATE)
-    WORK(table, workspace, pause)
-    FETCH_ADD(gate, GATE)
-    looks = 0
-    while LOAD(gate) != 2 * GATE:
-        looks = LOOK_AGAIN(looks, pause)
+    WORDS(board)[B_PROCESSOR] = CALL_NUMBER(processor) if processor != 0 else -1
+    place = 0
+    for number in range(PLACES):
+        at = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
+        if LOAD(at + 8 * L_TAKEN) == 0 and EXCHANGE(at + 8 * L_TAKEN, 1) == 0:
+            place = at
+            words = WORDS(place)
+            words[L_TABLE], words[L_WORKSPACE], words[L_STRIDE] = table, workspace, stride
+            EXCHANGE(place + 8 * L_SEATS, threads - 1)
+            break
+    waited = WORK(table, workspace, pause)
+    if place != 0:
+        # (late helpers may have counted the seats down below none)
+        joined = threads - 1 - max(0, EXCHANGE(place + 8 * L_SEATS, 0))
+        looks = 0
+        while LOAD(place + 8 * L_LEFT) < joined:
+            looks = LOOK_AGAIN(looks, pause)
+        waited += looks
+        EXCHANGE(place + 8 * L_LEFT, 0)
+        EXCHANGE(place + 8 * L_TAKEN, 0)
+    WORDS(board)[B_WAITED] = waited
 
 
-def help_with(gate: int, table: int, workspace: int, pause: int) -> None:
-    """Take part in a launch of `run_with_helpers`, unless it is over."""
-    begun = FETCH_ADD(gate, 1) // GATE
+def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
+    """Take part in the launches on the board, until there has been none for a while, or where this
+    is the processor of the thread that launches.
+
+    `asleep`: how many of those that the board counts as asleep this helper is, 0 or 1; `processor`
+    the address of a function that tells on which processor a thread runs, or 0.
+    """
+    FETCH_ADD(board + 8 * B_ASLEEP, -asleep)
     looks = 0
-    while begun == 0 and looks < PATIENCE:
-        looks = LOOK_AGAIN(looks, pause)
-        begun = LOAD(gate) // GATE
-    if begun == 1:
-        WORK(table, workspace, pause)
-    FETCH_ADD(gate, -1)
+    while looks < PATIENCE:
+        for number in range(PLACES):
+            place = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
+            if LOAD(place + 8 * L_SEATS) > 0 and looks < PATIENCE:
+                if processor != 0 and CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
+                    looks = PATIENCE  # here it would take the caller's time
+                else:
+                    seat = FETCH_ADD(place + 8 * L_SEATS, -1)
+                    if seat > 0:
+                        words = WORDS(place)
+                        WORK(words[L_TABLE], words[L_WORKSPACE] + seat * words[L_STRIDE], pause)
+                        FETCH_ADD(place + 8 * L_LEFT, 1)
+                        looks = 0
+        looks = LOOK_AGAIN(looks, 0)
+        if looks % NEIGHBOURS == 0 and processor != 0:
+            if CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
+                looks = PATIENCE
+    FETCH_ADD(board + 8 * B_ASLEEP, 1)
 
 
 #: Bytes of an object's header, behind which NumPy's C API has an array's data pointer.
@@ -225,15 +254,11 @@ def _objects_can_be_read() -> bool:
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
-def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
-    """Return the names that an entry binds: OPEN, WORK, HELP, and what those who wait need.
-
-    `data` tells where the elements of an array begin, by the arrays' address and its number.
-    """
+def _words() -> dict[str, Any]:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
-    for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY):
+    for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY, protocol.PLACE):
         names |= words
-    names |= {
+    return names | {
         "D_SLOTS": protocol.D_SLOTS,
         "WORDS": intrinsics.make_elements("int64"),
         "NUMBER_BITS": protocol.NUMBER_BITS,
@@ -241,13 +266,31 @@ def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
         "HEAD_WORDS": len(protocol.HEAD),
         "STEP_WORDS": len(protocol.STEP),
         "ENTRY_WORDS": len(protocol.ENTRY),
+        "B_ASLEEP": protocol.B_ASLEEP,
+        "B_PROCESSOR": protocol.B_PROCESSOR,
+        "B_WAITED": protocol.B_WAITED,
+        "CALL_NUMBER": intrinsics.make_call_number(),
+        "NEIGHBOURS": NEIGHBOURS,
+        "BOARD_WORDS": protocol.BOARD_WORDS,
+        "PLACE_WORDS": protocol.PLACE_WORDS,
+        "PLACES": protocol.PLACES,
+        "PATIENCE": PATIENCE,
         "LINE": tiling.LINE,
         "PAGE": PAGE,
     }
+
+
+def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
+    """Return the names that an entry binds: OPEN, WORK, and what those who wait need.
+
+    `data` tells where the elements of an array begin, by the arrays' address and its number.
+    """
+    names = _words()
     names["DATA"] = specialise.device(data, HEADER=HEADER, TUPLE_HEADER=TUPLE_HEADER, **names)
     names["RESOLVE"] = specialise.device(resolve, **names)
     waiting = {
         "FETCH_ADD": intrinsics.make_fetch_add(),
+        "EXCHANGE": intrinsics.make_exchange(),
         "LOAD": intrinsics.make_atomic_load(),
         "LOOK_AGAIN": specialise.device(
             look_again,
@@ -255,32 +298,25 @@ def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
             CALL_PAUSE=intrinsics.make_call(0),
             SPINS=SPINS,
         ),
-        "GATE": GATE,
     }
-    done = specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting)
     return {
         **waiting,
         "OPEN": specialise.device(open_sequence, **names),
-        "WORK": done,
-        "HELP": specialise.device(help_with, WORK=done, PATIENCE=PATIENCE, **waiting),
+        "WORK": specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting),
     }
 
 
 @functools.cache
 def entry(name: str) -> Any:
-    """Return a native function: "here", "parallel", "helped" or "help"."""
-    made = parts(data_of_array if OBJECTS_CAN_BE_READ else data_of_address)
-    ways: dict[str, tuple[Callable[..., None], str]] = {
-        "here": (run_here, "OPEN WORK"),
-        "parallel": (run_parallel, "OPEN WORK"),
-        "helped": (run_with_helpers, "OPEN WORK GATE FETCH_ADD LOAD LOOK_AGAIN"),
-        "help": (help_with, "WORK GATE FETCH_ADD LOAD LOOK_AGAIN"),
+    """Return a native function: "here", "helped" or "help"."""
+    made = _words() | parts(data_of_array if OBJECTS_CAN_BE_READ else data_of_address)
+    ways: dict[str, Callable[..., None]] = {
+        "here": run_here,
+        "helped": run_with_helpers,
+        "help": help_launches,
     }
-    template, bound = ways[name]
-    names = {name: made[name] for name in bound.split()}
-    if name == "parallel":
-        names["prange"] = prange
     if name == "help":
-        names["PATIENCE"] = PATIENCE
+        made.pop("OPEN")
+    template = ways[name]
     signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
-    return specialise.entry(template, signature, name == "parallel", **names)
+    return specialise.entry(template, signature, **made)

@@ -1,15 +1,15 @@
 """On which threads the cells of a sequence run.
 
-Three ways, with the same result bit by bit:
+Two ways, with the same result bit by bit: in the calling thread (small launches, one thread asked
+for, a forked child), or in that and in helpers, threads of our own.  Numba's pools are not used:
+their barrier waits for every thread, also for one that cannot begin because another library's pool
+holds its core (after a product, the idle threads of OpenBLAS look for work for 2**28 cycles, 130
+ms: a launch on Numba's threads took 4-12 ms longer), and workqueue aborts the process when two
+threads enter it at once.  A helper takes cells while there are any, and only one that has begun is
+waited for.  Before it sleeps, it looks for the next launch for a while (`entries.PATIENCE`).
 
-- in the calling thread (small launches, one thread asked for, a forked child);
-- in Numba's thread pool (`prange`), where the threading layer is tbb or omp, unless another
-  library's threads keep its threads waiting (`_note_late_threads`);
-- in threads of our own, where the layer is workqueue: it aborts the process when two threads
-  enter it at once, be it only by a user's own `prange`, so numfuse never enters it.
-
-A forked child runs everything in the calling thread: GNU OpenMP ends a child that enters it, and
-processes made by fork are usually one worker among many.
+A forked child runs everything in the calling thread: processes made by fork are usually one worker
+among many.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import ctypes
 import os
 import time
 from array import array
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
 
@@ -29,36 +30,35 @@ from numfuse.backends.cpu.launch.entries import entry
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.threads import share
 
-#: Seconds: a launch that takes no longer has no late threads; and how long Numba's pool is left
-#: alone at first when there were some: the fourth time it is eight times as long, more than
-#: OpenBLAS spins for (0.13 s at 2 GHz).  Threads of our own may be woken on the core of the thread
-#: that calls and do nothing for it (measured: half the speed of two): no longer than it must be.
-LATE = 2e-3
-CROWDED = 0.02
 
-
-def _yield_address() -> int:
-    """The C library's sched_yield; 0 where there is none."""
+def _address(name: str) -> int:
+    """The address of a function of the C library without arguments; 0 where there is none."""
     try:
-        return ctypes.cast(ctypes.CDLL(None).sched_yield, ctypes.c_void_p).value or 0
+        return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
     except (AttributeError, OSError, TypeError):
         return 0
 
 
-YIELD = _yield_address()
+YIELD = _address("sched_yield")
+#: Tells on which processor a thread runs, where a helper can leave one.
+PROCESSOR = _address("sched_getcpu") if hasattr(os, "sched_setaffinity") else 0
 
 _forked = False
-#: Threads of our own, and what they are asked for: the entry "help", its arguments, and the gate
-#: among them, which this keeps alive.
+#: Threads of our own, and a token for each of them that is to wake up.
 _helpers: list[int] = []
-_wanted: SimpleQueue[tuple[Any, tuple[int, ...], array[int]]] = SimpleQueue()
+_wake: SimpleQueue[None] = SimpleQueue()
+#: Where launches are offered (see `protocol.PLACE`).  It is never freed: a helper may look at it
+#: until the process ends.
+_board = array("q", [0]) * (protocol.BOARD_WORDS + protocol.PLACES * protocol.PLACE_WORDS)
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_board))
+BOARD = _board.buffer_info()[0]
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _wanted
+    global _forked, _wake
     _forked = True
     _helpers.clear()  # they did not survive the fork
-    _wanted = SimpleQueue()
+    _wake = SimpleQueue()
 
 
 if hasattr(os, "register_at_fork"):
@@ -92,18 +92,33 @@ def _numbas() -> int:
 def layer() -> str:
     """Return Numba's threading layer: "tbb", "omp" or "workqueue".
 
-    Under the last numfuse uses its own threads.
+    Its setting is respected, and its threads are not used.
     """
     _numbas()  # the layer's name is unknown before
     return str(numba.threading_layer())  # type: ignore[attr-defined]
 
 
 def _help() -> None:
-    """Run what is handed to a thread of our own, to the end of the process."""
-    wanted = _wanted
+    """Be a helper, to the end of the process."""
+    wake, help_launches = _wake, entry("help")
+    asleep = 0
     while True:
-        run, arguments, _gate = wanted.get()
-        run(*arguments)
+        help_launches(BOARD, asleep, YIELD, PROCESSOR)
+        asleep = 1
+        _leave_the_processor()
+        wake.get()
+
+
+def _leave_the_processor() -> None:
+    """Keep this helper off the processor of the thread that launched last.
+
+    Linux looks for no idle processor while most are in use, and wakes a thread where it slept: a
+    helper beside its caller would take turns with it for tenths of a second, the other core idle.
+    """
+    if PROCESSOR:
+        others = os.sched_getaffinity(os.getpid()) - {_board[protocol.B_PROCESSOR]}
+        with suppress(OSError):  # where that is not permitted
+            os.sched_setaffinity(0, others)
 
 
 def run(how: tuple[int, ...], stride: int, threads: int) -> None:
@@ -111,75 +126,59 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
 
     `how` is the address of its steps, how many they are, the address of the arrays, that of the
     memory, and where in that the table lies; `stride` the bytes of a thread's workspace.
-    """
-    if threads == 1:
-        entry("here")(*how)
-    elif layer() != "workqueue" and time.monotonic() >= _crowded_until:
-        *_, memory, table = how
-        parallel = entry("parallel")
-        start = time.monotonic()
-        parallel(*how, stride, threads, YIELD)
-        _note_late_threads(memory + table, time.monotonic() - start)
-    else:
-        _run_on_own_threads(how, stride, threads)
-
-
-#: Until when (time.monotonic) Numba's pool is left alone; how many of its launches in a row had
-#: late threads.  Races between threads that launch at once only make them try again.
-_crowded_until = 0.0
-_late_launches = 0
-
-
-def _note_late_threads(table: int, seconds: float) -> None:
-    """After a launch on Numba's pool: if it took long and one of its threads came when no cell was
-    left, for the second time in a row, leave that pool alone for a while; each time for longer.
-
-    The pool's barrier waits for every thread, also for one that cannot begin because another
-    library's pool holds its core: after a product, the idle threads of OpenBLAS look for work for
-    2**28 cycles (130 ms), and each launch meanwhile takes 4-12 ms longer.  Threads of our own are
-    waited for only if they have begun.
-    """
-    global _crowded_until, _late_launches
-    late = (
-        seconds > LATE
-        and ctypes.c_int64.from_address(table + 8 * protocol.TABLE["T_LATE"]).value > 0
-    )
-    if not late:
-        _late_launches = 0
-        return
-    _late_launches = min(_late_launches + 1, 5)
-    if _late_launches > 1:
-        _crowded_until = time.monotonic() + CROWDED * 2 ** (_late_launches - 2)
-
-
-def _run_on_own_threads(how: tuple[int, ...], stride: int, threads: int) -> None:
-    """A launch with the help of threads of our own.
 
     An interrupt (Ctrl-C) can come between any two of these steps, also inside what the standard
     library writes in Python: an executor or a condition would then be left locked, and the next
     call, or the end of the process, wait for ever.  So there is nothing here that has to be undone:
     what has to be is inside one native call, and the queue is a single step of the interpreter.
     """
-    *_, workspace, table = how
-    gate = array("q", [0])
-    address = gate.buffer_info()[0]
-    run, run_helped = entry("help"), entry("helped")
+    global _alone
+    if threads == 1 or _alone > 0:
+        _alone = max(0, _alone - 1)
+        entry("here")(*how)
+        return
+    run_helped = entry("helped")
+    if len(_helpers) < threads - 1:
+        _start_helpers(threads - 1)
+    asleep = _board[protocol.B_ASLEEP]
+    if asleep > 0 and _wake.empty():
+        for _ in range(min(asleep, threads - 1)):
+            _wake.put(None)
+    start = time.monotonic()
+    run_helped(*how, stride, threads, BOARD, YIELD, PROCESSOR)
+    _note_waiting(_board[protocol.B_WAITED] * LOOK, time.monotonic() - start)
+
+
+#: Seconds of a look at a counter, at least.
+LOOK = 20e-9
+#: How many of the next launches take no helpers, and how many did the last time that it came to it.
+#: Races between threads that launch at once only make them try again.
+_alone = _were_alone = 0
+
+
+def _note_waiting(waited: float, seconds: float) -> None:
+    """Take no helpers for some launches after one that waited for a third of its time, each time
+    for more.
+
+    Where other work has the other cores, a helper that is held up keeps its cell, and all wait.
+    """
+    global _alone, _were_alone
+    if 3 * waited < seconds:
+        _were_alone //= 2
+    else:
+        _alone = _were_alone = min(2 * _were_alone + 4, 256)
+
+
+def _start_helpers(count: int) -> None:
+    entry("help")
     try:
-        while len(_helpers) < threads - 1:  # (calls at the same time may start one too many)
+        while len(_helpers) < count:  # (calls at the same time may start one too many)
             _helpers.append(_thread.start_new_thread(_help, ()))
     except RuntimeError:
         pass  # no thread can be started (the interpreter ends): the caller does every cell
-    for t in range(1, threads):
-        _wanted.put((run, (address, workspace + table, workspace + t * stride, YIELD), gate))
-    run_helped(*how, address, YIELD)
 
 
 def warmup() -> None:
     """Compile the entries that a launch can take on this host."""
-    entry("here")
-    if _forked:
-        return
-    if layer() != "workqueue":
-        entry("parallel")
-    for name in ("helped", "help"):
+    for name in ("here",) if _forked else ("here", "helped", "help"):
         entry(name)

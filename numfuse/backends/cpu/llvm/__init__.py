@@ -1,6 +1,7 @@
 """LLVM vectors, for the loops that Numba cannot express.
 
 - `microkernel`: the rank-1 updates of a register tile
+- `thin`: the micro-kernels of products of few rows
 - `amx`: the same update on AMX tiles
 - `moves`, `pairs`: the copies and transposes of packing, and stores past the caches
 - `conversions`: storage formats to the accumulator's and back

@@ -34,21 +34,41 @@ def make_call(nargs: int) -> Any:
 
 
 @functools.cache
+def make_call_number() -> Any:
+    """``call_number(function) -> int64``: call ``int function(void)`` by its address."""
+
+    def emit(context: Any, builder: ir.IRBuilder, function: ir.Value) -> ir.Value:
+        pointer = builder.inttoptr(function, ir.FunctionType(I32, []).as_pointer())
+        return builder.sext(builder.call(pointer, []), I64)
+
+    return typed_intrinsic("call_number", types.int64, [types.int64], emit)
+
+
+@functools.cache
 def make_nothing() -> Any:
     """``nothing(address)``: for a name that only other kinds of kernel need."""
     return address_intrinsic("nothing", "", 1, lambda builder, address: None)
 
 
-@functools.cache
-def make_fetch_add() -> Any:
-    """``fetch_add(address, number) -> int64``: adds atomically, and tells the value before."""
-
+def _atomic(name: str, operation: str) -> Any:
     def emit(context: Any, builder: ir.IRBuilder, address: ir.Value, number: ir.Value) -> ir.Value:
         # What was written before is seen by whoever sees the new value.
         pointer = builder.inttoptr(address, I64.as_pointer())
-        return builder.atomic_rmw("add", pointer, number, "acq_rel")
+        return builder.atomic_rmw(operation, pointer, number, "acq_rel")
 
-    return typed_intrinsic("fetch_add 2", types.int64, [types.int64] * 2, emit)
+    return typed_intrinsic(name, types.int64, [types.int64] * 2, emit)
+
+
+@functools.cache
+def make_fetch_add() -> Any:
+    """``fetch_add(address, number) -> int64``: adds atomically, and tells the value before."""
+    return _atomic("fetch_add 2", "add")
+
+
+@functools.cache
+def make_exchange() -> Any:
+    """``exchange(address, number) -> int64``: stores atomically, and tells the value before."""
+    return _atomic("exchange", "xchg")
 
 
 @functools.cache

@@ -1,0 +1,251 @@
+"""Micro-kernels of products with few rows: nothing is packed, as nothing is read twice.
+
+Both read rows of A where they are, and columns of B in vectors whose lanes are columns, so that an
+element is summed in the order of every other kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+
+from numfuse.backends.cpu.llvm.vectors import (
+    FORMATS,
+    I32,
+    I64,
+    address_intrinsic,
+    broadcast,
+    insert_part,
+    masked_load,
+    pointer_to,
+    prefetch,
+    transpose_lanes,
+    vector_of,
+)
+
+#: Rows of B that are asked for ahead of those in use: some hundred cycles.
+AHEAD = 12
+
+Values = list[ir.Value]
+
+
+def _loop(
+    builder: ir.IRBuilder,
+    start: ir.Value,
+    stop: ir.Value,
+    step: int,
+    state: Values,
+    body: Callable[[ir.Value, Values], Values],
+) -> Values:
+    """``for i in range(start, stop, step): state = body(i, state)``; return the state after it."""
+    before = builder.block
+    loop, done = builder.append_basic_block("thin.loop"), builder.append_basic_block("thin.done")
+    builder.cbranch(builder.icmp_signed("<", start, stop), loop, done)
+    builder.position_at_end(loop)
+    index = builder.phi(I64)
+    phis = [builder.phi(value.type) for value in state]
+    new = [builder.add(index, I64(step)), *body(index, phis)]
+    end = builder.block
+    for phi, initial, then in zip([index, *phis], [start, *state], new, strict=True):
+        phi.add_incoming(initial, before)
+        phi.add_incoming(then, end)
+    builder.cbranch(builder.icmp_signed("<", new[0], stop), loop, done)
+    builder.position_at_end(done)
+    results = []
+    for initial, then in zip(state, new[1:], strict=True):
+        results.append(builder.phi(initial.type))
+        results[-1].add_incoming(initial, before)
+        results[-1].add_incoming(then, end)
+    return results
+
+
+class _Kernel:
+    """A call of either micro-kernel, for a number of rows."""
+
+    def __init__(self, builder: ir.IRBuilder, acc: str, vl: int, rows: int, args: Values) -> None:
+        self.builder, self.vl, self.rows = builder, vl, rows
+        self.columns, self.k, self.a, self.a_row, self.a_k, self.b, self.step = args[:7]
+        self.c, self.c_step, self.add = args[7:]
+        self.element, self.size = FORMATS[acc]
+        self.vector = vector_of(self.element, vl)
+        self.zeros = [ir.Constant(self.vector, None)]
+        self.fma = cgutils.get_or_insert_function(
+            builder.module,
+            ir.FunctionType(self.vector, [self.vector] * 3),
+            f"llvm.fma.v{vl}f{8 * self.size}",
+        )
+
+    def offset(self, base: ir.Value, count: Any, step: ir.Value) -> ir.Value:
+        count = count if isinstance(count, ir.Value) else I64(count)
+        return self.builder.add(base, self.builder.mul(count, step))
+
+    def updated(self, p: ir.Value, sums: Values, columns: Values) -> Values:
+        """``sums[r][v] += a[r, p] * columns[v]``"""
+        at = self.offset(self.a, p, self.a_k)
+        found = []
+        for r in range(self.rows):
+            place = pointer_to(self.builder, self.offset(at, r, self.a_row), 0, self.element)
+            factor = broadcast(self.builder, self.builder.load(place, align=self.size), self.vl)
+            for v, column in enumerate(columns):
+                sums_r = sums[r * len(columns) + v]
+                found.append(self.builder.call(self.fma, [factor, column, sums_r]))
+        return found
+
+    def stored(self, j: ir.Value, sums: Values, vectors: int) -> None:
+        """Store the sums of columns from j on, or add them to what is there."""
+        b = self.builder
+        places = [
+            pointer_to(
+                b,
+                b.add(self.offset(self.c, r, self.c_step), b.mul(j, I64(self.size))),
+                v * self.vl * self.size,
+                self.vector,
+            )
+            for r in range(self.rows)
+            for v in range(vectors)
+        ]
+        with b.if_else(b.icmp_signed("==", self.add, I64(0))) as (fresh, running):
+            with fresh:
+                for place, value in zip(places, sums, strict=True):
+                    b.store(value, place, align=self.size)
+            with running:
+                for place, value in zip(places, sums, strict=True):
+                    b.store(b.fadd(b.load(place, align=self.size), value), place, align=self.size)
+
+    def by_rows(self, vectors: int) -> None:
+        """Columns of B are contiguous."""
+        b = self.builder
+        width = vectors * self.vl
+
+        def tile(count: int, live: bool) -> Callable[[ir.Value, Values], Values]:
+            def body(j: ir.Value, _: Values) -> Values:
+                base = b.add(self.b, b.mul(j, I64(self.size)))
+
+                def update(p: ir.Value, sums: Values) -> Values:
+                    row, columns = self.offset(base, p, self.step), []
+                    for v in range(count):
+                        at = v * self.vl * self.size
+                        pointer = pointer_to(b, row, at, self.vector)
+                        if live:
+                            left = b.sub(self.columns, b.add(j, I64(v * self.vl)))
+                            columns.append(masked_load(b, pointer, left, self.size))
+                        else:
+                            columns.append(b.load(pointer, align=self.size))
+                            prefetch(b, b.add(self.offset(row, AHEAD, self.step), I64(at)))
+                    return self.updated(p, sums, columns)
+
+                sums = _loop(b, I64(0), self.k, 1, self.zeros * (self.rows * count), update)
+                self.stored(j, sums, count)
+                return []
+
+            return body
+
+        whole = b.mul(b.sdiv(self.columns, I64(width)), I64(width))
+        _loop(b, I64(0), whole, width, [], tile(vectors, False))
+        few = min(vectors, 4)
+        _loop(b, whole, self.columns, few * self.vl, [], tile(few, True))
+
+    def by_columns(self, groups: int) -> None:
+        """Rows of B are contiguous, that is values of K: blocks are transposed in registers."""
+        b = self.builder
+        e = 16 // self.size  # values of a 128-bit lane
+        piece = vector_of(self.element, e)
+
+        def tile(count: int, live: bool) -> Callable[[ir.Value, Values], Values]:
+            def body(j: ir.Value, _: Values) -> Values:
+                last = b.sub(b.sub(self.columns, j), I64(1))
+                base = self.offset(self.b, j, self.step)
+                steps = []
+                for i in range(count * self.vl):
+                    number: ir.Value = I64(i)
+                    if live:
+                        number = b.select(b.icmp_signed("<", last, number), last, number)
+                    steps.append(b.mul(number, self.step))
+
+                def block(p: ir.Value, sums: Values) -> Values:
+                    at = b.add(base, b.mul(p, I64(self.size)))
+                    if not live:  # a line of a fourth of the next tile's columns
+                        part = count * self.vl // 4
+                        turn = b.and_(b.udiv(p, I64(e)), I64(3))
+                        first = b.add(I64(count * self.vl), b.mul(turn, I64(part)))
+                        for i in range(part):
+                            prefetch(b, self.offset(at, b.add(first, I64(i)), self.step))
+                    columns: list[Values] = []
+                    for g in range(0, count * self.vl, self.vl):
+                        gathered = []
+                        for r in range(e):
+                            vector = ir.Constant(self.vector, ir.Undefined)
+                            for lane in range(0, self.vl, e):
+                                place = pointer_to(b, at, steps[g + lane + r], piece)
+                                part = b.load(place, align=self.size)
+                                vector = (
+                                    part if self.vl == e else insert_part(b, vector, part, lane)
+                                )
+                            gathered.append(vector)
+                        columns.append(transpose_lanes(b, gathered))
+                    for i in range(e):
+                        sums = self.updated(b.add(p, I64(i)), sums, [x[i] for x in columns])
+                    return sums
+
+                def one(p: ir.Value, sums: Values) -> Values:
+                    at = b.add(base, b.mul(p, I64(self.size)))
+                    columns = []
+                    for g in range(0, count * self.vl, self.vl):
+                        vector = ir.Constant(self.vector, ir.Undefined)
+                        for lane in range(self.vl):
+                            place = pointer_to(b, at, steps[g + lane], self.element)
+                            value = b.load(place, align=self.size)
+                            vector = b.insert_element(vector, value, I32(lane))
+                        columns.append(vector)
+                    return self.updated(p, sums, columns)
+
+                whole = b.and_(self.k, I64(-e))
+                sums = _loop(b, I64(0), whole, e, self.zeros * (self.rows * count), block)
+                sums = _loop(b, whole, self.k, 1, sums, one)
+                self.stored(j, sums, count)
+                return []
+
+            return body
+
+        width = groups * self.vl
+        whole = b.mul(b.sdiv(self.columns, I64(width)), I64(width))
+        _loop(b, I64(0), whole, width, [], tile(groups, False))
+        _loop(b, whole, self.columns, self.vl, [], tile(1, True))
+
+
+@functools.cache
+def make_thin(acc: str, vector_bytes: int, rows: int, by_rows: bool) -> Any:
+    """``thin(rows, columns, k, a, a_row, a_k, b, b_step, c, c_step, add)``.
+
+    ``c[i, j] = sum_p a[i, p] * b[p, j]`` or, where `add` is not 0, this added to what is there, for
+    as many rows as are said here at most.  `b_step` is the distance of rows of b whose columns are
+    contiguous (`by_rows`), or of columns whose rows are; all steps are in bytes.  Writes up to 8
+    vectors past the columns of a row of c.
+    """
+    size = FORMATS[acc][1]
+    if not by_rows:  # shuffles of 512 bits take twice the time
+        vector_bytes = min(vector_bytes, 32)
+    registers = 32 if vector_bytes == 64 else 16
+    vl = vector_bytes // size
+
+    def body(builder: ir.IRBuilder, count: ir.Value, *args: ir.Value) -> None:
+        end = builder.append_basic_block("thin.end")
+        switch = builder.switch(count, end)
+        for height in range(1, rows + 1):
+            block = builder.append_basic_block(f"thin.{height}")
+            switch.add_case(I64(height), block)
+            builder.position_at_end(block)
+            kernel = _Kernel(builder, acc, vl, height, list(args))
+            if by_rows:
+                kernel.by_rows(min(8, (registers - 1) // (height + 1)))
+            else:
+                kernel.by_columns(max(1, 4 // height))
+            builder.branch(end)
+        builder.position_at_end(end)
+
+    key = f"{acc},{vector_bytes},{rows},{by_rows},{AHEAD}"
+    return address_intrinsic("thin", key, 11, body)

@@ -1,0 +1,112 @@
+"""Products of few rows or columns have the bits that the kernels of many rows give them.
+
+Guards: the order of summation over K depends on dtype and length alone, in every kernel
+(docs/numerics.md, "The same bits").
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from arrays import LAYOUTS, bits, in_layout, normal
+from tolerance import DTYPES
+
+import numfuse as nf
+from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu.face import BACKEND
+
+# K: one, less than a vector, two chains, two blocks and what is left of a lane of 128 bits.
+DEPTHS = (1, 7, 130, 259, 513, 1102)
+FEW = (1, 2, 3, 4, 5, 8, 12, 13, 16)
+
+
+def results(operands):
+    """A forward and its backward, with the pre-activation made again, saved, and without any."""
+    grad, a, b, bias = operands
+    out, pre = nf.matmul_bias_activation(a, b, bias, "gelu", return_pre_activation=True)
+    found = [out, pre, *nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu")]
+    found += nf.matmul_bias_activation_bwd(grad, a, b, bias, "silu", pre_activation=pre)
+    found += nf.matmul_bias_activation_bwd(grad, a, b, bias, "none")
+    found += nf.matmul_bias_activation_bwd(
+        grad, a, b, bias, "relu", pre_activation=pre, needs=("bias",)
+    )
+    return [x for x in found if x is not None]
+
+
+@pytest.fixture
+def usual(monkeypatch):
+    """Return what calls the kernels of many rows."""
+
+    def call(operands):
+        BACKEND.replay.clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(tiling, "THIN_ROWS", -1)
+            patch.setattr(tiling, "NARROW", -1)
+            found = results(operands)
+        BACKEND.replay.clear()
+        return found
+
+    return call
+
+
+def assert_same(got, wanted, where):
+    assert len(got) == len(wanted)
+    for i, (x, y) in enumerate(zip(got, wanted, strict=True)):
+        assert (bits(x) == bits(y)).all(), (where, i)
+
+
+def operands(m, n, k, dtype, batch=()):
+    rng = np.random.default_rng(m * n * k)
+    shapes = (m, n), (m, k), (k, n), (*(1,) * bool(batch), n)
+    return [normal(rng, (*batch, *shape), DTYPES[dtype]) for shape in shapes]
+
+
+@pytest.mark.parametrize("few", FEW)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_rows_or_columns_have_the_bits_of_many(dtype, few, usual):
+    for k in DEPTHS:
+        for m, n in ((few, 37), (61, few), (few, few), (few, 531)):
+            values = operands(m, n, k, dtype)
+            assert_same(results(values), usual(values), (m, n, k))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_their_storage_does_not_show(dtype, layout, usual):
+    for m, n, k in ((1, 45, 70), (3, 261, 300), (75, 1, 37), (130, 4, 514), (58, 11, 33)):
+        values = operands(m, n, k, dtype)
+        for which in range(4):
+            some = [in_layout(x, layout) if i == which else x for i, x in enumerate(values)]
+            assert_same(results(some), usual(some), (m, n, k, which))
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_batches_of_them_and_sums_over_a_batch(dtype, usual):
+    for m, n, k in ((2, 33, 300), (40, 3, 21)):
+        grad, a, b, bias = operands(m, n, k, dtype, batch=(5,))
+        for values in ((grad, a, b, bias), (grad, a, b[0], bias[0, 0])):
+            assert_same(results(values), usual(values), (m, n, k))
+
+
+def test_which_kernel_takes_which_product():
+    for m, n, thin in ((1, 300, True), (4, 300, True), (5, 300, False), (300, 4, True)):
+        _, a, b, bias = operands(m, n, 64, "float32")
+        nf.matmul_bias_activation(a, b, bias, "relu")
+        assert ("thin" in nf.last_call().kernel) == thin, (m, n, nf.last_call())
+    _, a, b, bias = operands(1, 300, 64, "float16")
+    nf.matmul_bias_activation(a, b, bias, "relu")
+    assert "gemm" in nf.last_call().kernel
+
+
+def test_any_number_of_threads_gives_thin_products_the_same_bits(monkeypatch):
+    values = operands(9000, 3, 65, "float32"), operands(2, 3000, 300, "float64")
+    found = []
+    for threshold in (1 << 40, 0):
+        monkeypatch.setattr(tiling, "PARALLEL_THIN", threshold)
+        monkeypatch.setattr(tiling, "PARALLEL_FMAS", threshold)
+        monkeypatch.setattr(tiling, "PARALLEL_ELEMENTS", threshold)
+        BACKEND.replay.clear()
+        found.append([results(x) for x in values])
+    BACKEND.replay.clear()
+    for one, two in zip(*found, strict=True):
+        assert_same(one, two, "threads")
