@@ -1,4 +1,4 @@
-"""The arrays that a layer keeps for its backward: those that make it fastest, or its operands alone."""
+"""The arrays that a layer keeps for its backward: what makes it fastest, or its operands alone."""
 
 from __future__ import annotations
 
