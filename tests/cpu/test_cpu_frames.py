@@ -98,19 +98,19 @@ def test_a_repeated_call_on_threads_opens_few_more():
 @pytest.mark.parametrize(
     "name, functions, most",
     [
-        ("forward", 35, 55),
-        ("residual", 39, 60),
-        ("backward", 54, 134),
-        ("backward, residual", 65, 173),
-        ("gate, named", 30, 37),
-        ("gate backward", 32, 53),
-        ("double backward", 58, 190),
-        ("tangent", 43, 86),
+        ("forward", 39, 60),
+        ("residual", 42, 65),
+        ("backward", 58, 150),
+        ("backward, residual", 68, 180),
+        ("gate, named", 32, 40),
+        ("gate backward", 34, 56),
+        ("double backward", 61, 202),
+        ("tangent", 46, 95),
     ],
 )
 def test_a_first_call_passes_few_functions(name, functions, most):
-    calls(7)[name]()  # the kernels are there
-    opened = frames(calls(11)[name])[1]
+    calls(17)[name]()  # the kernels are there (fewer columns have others)
+    opened = frames(calls(23)[name])[1]
     first = {x for x in opened if not x[1].startswith("<")}
     assert len(first) <= functions, sorted(first)
     assert len(opened) <= most, opened
