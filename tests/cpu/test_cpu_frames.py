@@ -98,18 +98,19 @@ def test_a_repeated_call_on_threads_opens_few_more():
 @pytest.mark.parametrize(
     "name, functions, most",
     [
-        ("forward", 39, 60),
-        ("residual", 42, 65),
-        ("backward", 58, 150),
-        ("backward, residual", 68, 180),
-        ("gate, named", 32, 40),
-        ("gate backward", 34, 56),
-        ("double backward", 61, 202),
-        ("tangent", 46, 95),
+        ("forward", 40, 64),
+        ("residual", 44, 75),
+        ("backward", 60, 165),
+        ("backward, residual", 70, 208),
+        ("gate, named", 33, 44),
+        ("gate backward", 35, 60),
+        ("double backward", 65, 240),
+        ("tangent", 47, 104),
     ],
 )
 def test_a_first_call_passes_few_functions(name, functions, most):
-    calls(17)[name]()  # the kernels are there (fewer columns have others)
+    for m in (17, 19):  # the kernels are there (fewer columns have others)
+        calls(m)[name]()
     opened = frames(calls(23)[name])[1]
     first = {x for x in opened if not x[1].startswith("<")}
     assert len(first) <= functions, sorted(first)
