@@ -152,12 +152,13 @@ def with_memory(table: report.Table, found: list[dict[str, Any]]) -> report.Tabl
 
 def small_layers(rows: int = 8, width: int = 8) -> Iterator[Use]:
     """One layer on the CPU, where the host's time is all there is."""
-    import torch
-
-    from numfuse.adapters.torch import Linear
 
     def made(mode: str) -> Maker:
         def make(generator: np.random.Generator) -> Work:
+            import torch
+
+            from numfuse.adapters.torch import Linear
+
             x = torch.from_numpy(generator.standard_normal((rows, width), np.float32))
             plain = torch.nn.Linear(width, width)
             fused = Linear.from_torch(torch.nn.Linear(width, width))
