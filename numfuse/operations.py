@@ -18,7 +18,7 @@ from numfuse.activations import Activation, get, table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, resolve
 from numfuse.problem import product, second_order
 from numfuse.problem.fields import FIELD_OF
-from numfuse.problem.operands import apart, array_of, as_plain, required
+from numfuse.problem.operands import address, apart, array_of, as_plain, required
 from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
@@ -227,8 +227,7 @@ class Operation:
             arrays.append(x)
             if x is not given and x is not None and given is not None and x.size:
                 # (another view of it, which may begin elsewhere)
-                at, there = x.__array_interface__["data"], given.__array_interface__["data"]
-                once = once or at[0] != there[0]
+                once = once or address(x) != address(given)
         if not once:
             for x in results:
                 specs.append(None if x is None else (x.shape, x.dtype))

@@ -25,7 +25,7 @@ from typing import Any
 import llvmlite
 import numba
 import numpy as np
-from numba import njit, prange, types
+from numba import njit, types
 from numba.core.caching import FunctionCache
 from numba.core.ccallback import CFunc
 from numba.core.serialize import dumps
@@ -84,8 +84,6 @@ def identity(value: Any) -> str:
         return repr(value)
     if isinstance(value, np.generic):
         return f"{value.dtype}({value!r})"
-    if value is prange:
-        return "numba.prange"
     key = getattr(value, "numfuse_key", None)
     if key is None:
         raise TypeError(f"cannot bind {value!r}: expected a number or an object with numfuse_key")

@@ -902,6 +902,7 @@ import os, sys
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from numfuse.adapters.torch import GatedLinear, Linear
 
@@ -909,33 +910,45 @@ def network():
     torch.manual_seed(0)
     return torch.nn.Sequential(Linear(6, 8, activation="gelu"), GatedLinear(8, 4))
 
-def work(rank, world, where):
+def copied(model, world):
+    return DistributedDataParallel(model)
+
+def sharded(model, world):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+def work(rank, world, where, how):
     dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
     torch.set_num_threads(1)
     x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    model = DistributedDataParallel(network())
+    model = globals()[how](network(), world)
     model(x[rank::world]).square().mean().backward()
     alone = network()
     alone(x).square().mean().backward()
     for left, right in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(left.grad, right.grad)
+        found = left.grad.full_tensor() if how == "sharded" else left.grad
+        torch.testing.assert_close(found, right.grad)
     dist.destroy_process_group()
 
 if __name__ == "__main__":
-    mp.spawn(work, (2, sys.argv[1]), nprocs=2)
+    mp.spawn(work, (2, *sys.argv[1:]), nprocs=2)
     print("the same gradients")
 """
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
 @pytest.mark.skipif(sys.platform == "win32", reason="a file as the meeting point")
+@pytest.mark.parametrize("how", ["copied", "sharded"])
 @pytest.mark.long
-def test_two_processes_give_the_gradients_of_one(tmp_path):
+def test_two_processes_give_the_gradients_of_one(how, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(DISTRIBUTED)
     done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "meeting")], capture_output=True, text=True,
-        timeout=300,
+        [sys.executable, str(script), str(tmp_path / "meeting"), how],
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.endswith("the same gradients\n")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 
 import pytest
 
@@ -445,51 +443,3 @@ def test_a_program_is_compiled_again_only_where_torchs_own_is():
                 compiled(x)
         found.append(counters["stats"]["unique_graphs"])
     assert found[0] == found[1]
-
-
-SHARDED = """
-import sys
-import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.fsdp import fully_shard
-from numfuse.adapters.torch import GatedLinear, Linear
-
-def network():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(Linear(6, 8, activation="gelu"), GatedLinear(8, 4))
-
-def work(rank, world, where):
-    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
-    torch.set_num_threads(1)
-    mesh = dist.device_mesh.init_device_mesh("cpu", (world,))
-    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
-    model = network()
-    for layer in model:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    model(x[rank::world]).square().mean().backward()
-    alone = network()
-    alone(x).square().mean().backward()
-    for left, right in zip(model.parameters(), alone.parameters(), strict=True):
-        torch.testing.assert_close(left.grad.full_tensor(), right.grad)
-    dist.destroy_process_group()
-
-if __name__ == "__main__":
-    mp.spawn(work, (2, sys.argv[1]), nprocs=2)
-    print("the same gradients")
-"""
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="torch without distributed")
-@pytest.mark.skipif(sys.platform == "win32", reason="a file as the meeting point")
-@pytest.mark.long
-def test_two_processes_with_sharded_parameters_give_the_gradients_of_one(tmp_path):
-    script = tmp_path / "two.py"
-    script.write_text(SHARDED)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path / "meeting")],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.endswith("the same gradients\n")

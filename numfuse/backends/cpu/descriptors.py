@@ -205,7 +205,7 @@ def product(
         "D_B_COLUMN": b_column,
     }
     if m <= tiling.THIN_ROWS and fmas and a.fmt == b.fmt == acc and b.itemsize in (b_k, b_column):
-        r = library.registers(acc, library.kind(acc, acc))
+        r = library.registers_of(acc)
         count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
         t = tiling.thin(n, k, axes.elements, count, r, r.chunk if chunked else r.mr)
         cell = library.thin_cell(acc, b_column == b.itemsize)

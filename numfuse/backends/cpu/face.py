@@ -16,6 +16,7 @@ from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
 from numfuse.errors import BackendUnavailable
+from numfuse.problem.operands import format_of
 from numfuse.problem.results import without_terms
 from numfuse.runtime import specialise
 from numfuse.runtime.replay import Recording, Replay
@@ -143,8 +144,7 @@ def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
     if not hasattr(p, "m"):
         return bool(p.a.size >= tiling.PARALLEL_ELEMENTS)
-    fmt = p.dtype.name
-    r = library.registers(library.accumulator(fmt), library.kind(fmt, fmt))
+    r = library.registers_of(format_of(p.dtype))
     elements = math.prod(p.batch) * p.m * max(p.n, p.k)
     return elements * p.n >= tiling.parallel_fmas(r) or elements >= tiling.PARALLEL_ELEMENTS
 

@@ -50,9 +50,15 @@ def registers(acc: str, kind: str = "fma") -> tiling.Registers:
 
 
 @functools.cache
+def registers_of(fmt: str) -> tiling.Registers:
+    """Return the register tile of products of factors in one storage format."""
+    return registers(accumulator(fmt), kind(fmt, fmt))
+
+
+@functools.cache
 def chunk(fmt: str) -> int:
     """Rows of a chunk of the column sums of a storage format."""
-    return registers(accumulator(fmt), kind(fmt, fmt)).chunk
+    return registers_of(fmt).chunk
 
 
 @functools.cache

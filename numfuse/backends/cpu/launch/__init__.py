@@ -5,7 +5,7 @@ cell begins when the phases before its own are finished. So a whole backward is 
 products of one phase share its threads.
 
 - `sequence`: from plans to the words of a program, and running it on the arrays of a call
-- `threads`: Numba's pool, threads of our own, or the calling thread
+- `threads`: the calling thread, alone or with helpers of our own
 - `workspace`: the memory of a launch, kept for the next one
 - `entries`: the native functions behind these
 """
