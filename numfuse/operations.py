@@ -96,7 +96,7 @@ class Operation:
         self,
         operands: tuple[Any, ...],
         activation: Any = "none",
-        flags: tuple[bool, ...] = (),
+        flags: tuple[bool | str, ...] = (),
         needs: Any = (),
         out: Any = None,
         backend: str | Backend | None = None,

@@ -17,6 +17,7 @@ from numfuse.activations import get
 from numfuse.operations import OPERATIONS, Operation
 from numfuse.problem import results
 from numfuse.problem.operands import required
+from numfuse.problem.product import STORED
 
 __all__ = ["GATES", "NAMES", "SIGNATURES", "PublicFunctions", "Signature", "of_module"]
 
@@ -70,7 +71,7 @@ class Signature:
         x["activation"] = get(x.get("activation", "none"))
         for flag in _FLAGS:
             if flag in x:
-                x[flag] = bool(x[flag])
+                x[flag] = x[flag] if x[flag] is STORED else bool(x[flag])
         if self.needs:
             wanted = results.check_needs(x["needs"], self.needs)
             if wanted is not self.needs:

@@ -42,6 +42,7 @@ from numfuse.problem.results import (
 from numfuse.problem.shapes import fold_rows, gemm_shape, residual_view
 
 __all__ = [
+    "STORED",
     "GateOperands",
     "GatedBackwardProblem",
     "GatedProblem",
@@ -57,6 +58,8 @@ __all__ = [
 ]
 
 _DType = np.dtype[Any]
+#: A pre-activation that is asked for in the operands' dtype; adapters keep such for a backward.
+STORED = "stored"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -84,7 +87,7 @@ class GemmProblem(GemmOperands):
 
     residual: ndarray | None
     out: ndarray
-    #: Where to write the pre-activation, in acc_dtype; None where it is not asked for.
+    #: Where to write the pre-activation, in acc_dtype or dtype; None where it is not asked for.
     pre: ndarray | None
     #: What the caller gets: `out` in the visible shape, or (out, pre) in theirs.
     result: Any
@@ -230,7 +233,7 @@ def gemm(
     b: Any,
     bias: Any,
     activation: Any = "none",
-    return_pre_activation: bool = False,
+    return_pre_activation: bool | str = False,
     out: Any = None,
     residual: Any = None,
 ) -> GemmProblem:
@@ -244,7 +247,7 @@ def gemm(
         result, target = out, output("out", out, visible, x.dtype, x.given)
     pre = None
     if return_pre_activation:
-        pre = empty(visible, x.acc_dtype)
+        pre = empty(visible, x.dtype if return_pre_activation == STORED else x.acc_dtype)
         result = result, pre
     if promote is not None:
         target, pre = target[promote], None if pre is None else pre[promote]

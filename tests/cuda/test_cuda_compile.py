@@ -74,11 +74,16 @@ def operand(dtype, rows, columns, turned=False, alignment=16):
 
 
 def product(m, n, k, dtype, *, places=1, x_turned=False, y_turned=False, alignment=16,
-            function=None, slope=False, **features):  # fmt: skip
-    """A product as a run makes it: a layer, its `slope` with sums, or bare."""
+            function=None, slope=False, pre=None, **features):  # fmt: skip
+    """A product as a run makes it: a layer, its `slope` with sums, or bare.
+
+    `pre`: the dtype of the pre-activation that a layer also stores.
+    """
     acc = "float64" if dtype == "float64" else "float32"
     if function is not None:
-        made = epilogues.layer(ACT[function].curve).select("out")
+        made = epilogues.layer(ACT[function].curve)
+        made = made.select("out", *(["pre"] if pre else []))
+        features["pre"] = operand(pre, m, n, alignment=alignment) if pre else None
         features["bias"] = Operand(dtype, (0, 0, 1), alignment)
         if slope:
             made = made.backward().guarded().select("d_z")
@@ -100,6 +105,14 @@ def gate(info, dtype, activation, *, backward=False):
         info, made, acc, [Source(name, name, dtype) for name in made.inputs],
         [Result(name, name, dtype) for name in names], 1000, 16, is_short(acc, dtype),
     )  # fmt: skip
+
+
+def slopes(dtype, pre):
+    """grad_pre and the sums of its columns, of 512 x 1024, with rows by 16 bytes."""
+    acc = "float64" if dtype == "float64" else "float32"
+    made = epilogues.layer(ACT["gelu"].curve).select("out").backward().guarded().without("bias")
+    grad, kept = operand(dtype, 512, 1024), operand(pre, 512, 1024)
+    return passes.slopes(HOPPER, made.select("d_z"), acc, kept, grad, grad, 512, 1024, 1, 8, True)
 
 
 def taken(name, tier, made, info, instructions=(), **limits):
@@ -216,7 +229,20 @@ CASES = [
           ("cvt.rna.tf32.f32",)),
     Case("slopes", (passes.slopes(AMPERE, epilogues.residual_layer().backward().select("d_bias"),
                                   "float32", None, Operand("float32", (1, 1, 1), 4), None, 100, 90,
-                                  1, True),), AMPERE),
+                                  1, 8, True),), AMPERE),
+    *[
+        Case(f"slopes {dtype}, {pre}", (slopes(dtype, pre),), HOPPER, ("ld.global.nc.v4.b32",), 128)
+        for dtype, pre in (("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", "float32"),
+                           ("float64", "float64"))
+    ],
+    taken("wgmma bf16, 16-bit pre", WGMMA,
+          product(4096, 4096, 512, "bfloat16", function="gelu", pre="bfloat16"), HOPPER,
+          ("st.global.b32",)),
+    taken("wgmma f16, 16-bit pre, single values", WGMMA,
+          product(1023, 1025, 1027, "float16", function="gelu", pre="float16", alignment=2), HOPPER,
+          ("st.global.b16",)),
+    taken("tensor cores bf16, 16-bit pre", TENSOR_CORES,
+          product(512, 512, 512, "bfloat16", function="gelu", pre="bfloat16"), AMPERE),
     Case("copy", (passes.copies(AMPERE, "float32", "bfloat16", "float32", (3, 4), (4, 1), (4, 1)),),
          AMPERE),
     Case("gate", (gate(HOPPER, "bfloat16", "silu"),), HOPPER, ("ex2.approx.ftz.f32",)),

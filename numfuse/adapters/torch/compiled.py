@@ -14,6 +14,7 @@ from torch import Tensor
 from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.kept import recomputes, way
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
+from numfuse.problem.product import STORED
 from numfuse.problem.shapes import gemm_shape
 
 __all__ = ["layer", "trains"]
@@ -54,7 +55,7 @@ def _layer(
     a: Tensor, b: Tensor, bias: Any, activation: str, flipped: bool, keep: bool, backend: Any
 ) -> tuple[Tensor, Tensor]:
     act, backend = activation_of(activation), backend_of(backend)
-    with_pre = way(act, a.dtype, keep=keep).keeps == "pre"
+    with_pre = way(act, a, keep=keep).with_pre
     found = eager.run(eager.LAYER, (a, b, bias), act, (with_pre,), (), backend, int(flipped))
     return found if with_pre else (found, a.new_empty(0))
 
@@ -71,9 +72,11 @@ def _layer_bwd(
 def _shapes(a: Any, b: Any, bias: Any, activation: str, flipped: bool, keep: bool, _: Any) -> Any:
     shape, *_ = gemm_shape(a, b.t() if flipped else b, bias)
     out = a.new_empty(shape.visible)
-    if way(activation_of(activation), a.dtype, keep=keep).keeps != "pre":
+    with_pre = way(activation_of(activation), a, keep=keep).with_pre
+    if not with_pre:
         return out, a.new_empty(0)
-    dtype = torch.float64 if a.dtype == torch.float64 else torch.float32
+    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
+    dtype = a.dtype if with_pre == STORED else wide
     return out, a.new_empty(shape.visible, dtype=dtype)
 
 
@@ -84,7 +87,7 @@ def _gradient_shapes(grad: Any, a: Any, b: Any, bias: Any, *rest: Any) -> list[A
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
     a, b, bias, activation, flipped, keep, backend = inputs
-    ctx.way = way(activation_of(activation), a.dtype, keep=keep)
+    ctx.way = way(activation_of(activation), a, keep=keep)
     kept = {"pre": output[1], "out": output[0]}.get(ctx.way.keeps)
     ctx.save_for_backward(a, b, bias, kept)
     ctx.how = flipped, backend

@@ -83,7 +83,7 @@ def run(
     operation: Operation,
     operands: Sequence[Any],
     activation: Any,
-    flags: tuple[bool, ...] = (),
+    flags: tuple[bool | str, ...] = (),
     needs: Any = (),
     backend: Any = None,
     flipped: int = 0,
@@ -188,10 +188,8 @@ def _is_small(a: Any, b: Any) -> bool:
 class _Layer(Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, bias: Any, way: Way) -> Any:
-        keeps = way.keeps
-        found = run(
-            LAYER, (a, b, bias), way.activation, (keeps == "pre",), (), way.backend, way.flipped
-        )
+        keeps, flags = way.keeps, (way.with_pre,)
+        found = run(LAYER, (a, b, bias), way.activation, flags, (), way.backend, way.flipped)
         ctx.way = way
         if keeps == "pre":
             ctx.set_materialize_grads(False)
@@ -215,7 +213,7 @@ class _Residual(Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, bias: Any, residual: Any, backend: Any) -> Any:
         ctx.save_for_backward(a, b, bias)
-        ctx.way, ctx.shape = Way(_NONE, None, "", False, backend), residual.shape
+        ctx.way, ctx.shape = Way(_NONE, None, "", False, False, backend), residual.shape
         return run(_RESIDUAL, (a, b, bias, residual), "none", backend=backend)
 
     @staticmethod
@@ -332,13 +330,13 @@ def layer(
     gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
     if not (gradient and torch.is_grad_enabled()):
         return run(LAYER, (a, b, bias), act, (False,), (), backend, flipped)
-    how = way(act, a.dtype, False, flipped, backend, keep)
+    how = way(act, a, False, flipped, backend, keep)
     found = _apply_layer(a, b, bias, how)
     return found[0] if how.keeps == "pre" else found
 
 
 def _recorded_layer(x: tuple[Any, ...], act: Any, flags: tuple[bool, ...], backend: Any) -> Any:
-    how = way(act, x[0].dtype, flags[0], False, backend)
+    how = way(act, x[0], flags[0], False, backend)
     found = _apply_layer(*x, how)
     return found[0] if how.keeps == "pre" and not flags[0] else found
 

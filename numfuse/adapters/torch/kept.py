@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from numfuse.activations import Activation, formulas, get
+from numfuse.problem.product import STORED
 
 __all__ = ["FINITE", "Way", "recompute", "recomputes", "way"]
 
@@ -29,7 +30,8 @@ def recompute(on: bool = True) -> Iterator[None]:
     That makes the pre-activation again, which is a product more: three for two in a layer's
     backward. Without it a layer keeps, of an (M, N) result, nothing more where the activation is
     "none", "relu", or "tanh" or "sigmoid" in float32 or float64, whose derivatives are functions of
-    the result, and else M x N numbers of the accumulator's dtype.
+    the result, and else M x N numbers: of the accumulator's dtype on the CPU, of the result's on a
+    GPU.
     """
     token = _RECOMPUTES.set(on)
     try:
@@ -70,6 +72,8 @@ class Way(NamedTuple):
     slope: Activation | None
     #: What is kept for the backward: "out", "pre" or nothing.
     keeps: str
+    #: The core's `return_pre_activation`.
+    with_pre: bool | str
     #: Whether b is given transposed.
     flipped: bool
     backend: Any
@@ -77,13 +81,13 @@ class Way(NamedTuple):
 
 def way(
     act: Any,
-    dtype: Any,
+    like: Any,
     with_pre: bool = False,
     flipped: bool = False,
     backend: Any = None,
     keep: bool | None = None,
 ) -> Way:
-    """Return how a layer of this activation and dtype is made; `keep` is not to recompute."""
+    """Return how a layer of an operand like this one is made; `keep` is not to recompute."""
     act = act if isinstance(act, Activation) else get(act)
     slope = _AT_OUTPUT.get(act.serial, act)
     if slope is None or (act.id is None and act.is_identity):
@@ -92,8 +96,11 @@ def way(
         slope, keeps = act, "pre"
     elif _RECOMPUTES.get() if keep is None else not keep:
         slope, keeps = act, ""
-    elif act.serial in _AT_OUTPUT and (slope is act or dtype in _WIDE):
+    elif act.serial in _AT_OUTPUT and (slope is act or like.dtype in _WIDE):
         keeps = "out"
     else:  # (rounded to 16 bits, 1 - tanh^2 would lose most of its own)
         slope, keeps = act, "pre"
-    return tuple.__new__(Way, (act, slope, keeps, flipped, backend))
+    asked: bool | str = keeps == "pre"
+    if asked and not with_pre and like.is_cuda and like.dtype not in _WIDE:
+        asked = STORED
+    return tuple.__new__(Way, (act, slope, keeps, asked, flipped, backend))

@@ -54,8 +54,12 @@ JOINED = 64
 PLANES_BYTES = 256 << 20
 #: Rows that one thread of a pass adds up: enough blocks for a tall array, few planes to join.
 PASS_ROWS = 64
-#: Threads of a block of the passes over memory.
+#: Elements of a pass to a row of its chunks below which a chunk has fewer rows: 8 neighbours in a
+#: thread are then 2^16 threads.
+PASS_BUSY = 1 << 19
+#: Threads of a block of the passes over memory, and rows that each has in flight.
 PASS_THREADS = 256
+PASS_AHEAD = 4
 #: Planes of which a thread of a join has 16 bytes each in flight.
 JOIN_AHEAD = 4
 #: Threads that share a column in a join of few long columns (sums of rows of blocks: d_bias).

@@ -120,6 +120,11 @@ def _closely(
         if kept is not None and kept.outs and kept.overlaps(addresses):
             kept = None
     if kept is None:
+        turned: tuple[str, ...] = ()
+        if kind.follows and "b" in x.get("needs", ()) and "d_b" not in arrays:
+            b = arrays["b"]
+            if len(b.shape) == 2 and min(b.shape) > 1 and tuple(b.strides) == (1, b.shape[0]):
+                turned = ("d_b",)
         owner = device(ordinal)
         owner.release(0 if kind.stream is None else kind.stream(ordinal))
         kept, formulas = record(
@@ -133,6 +138,7 @@ def _closely(
             ),
             signature.result_names(x),
             functools.partial(kind.maker, ordinal),
+            turned,
         )
         REPLAY.keep(fingerprint, kept, formulas)
     return kept, kind, ordinal, addresses, read.held

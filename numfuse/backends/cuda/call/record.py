@@ -117,7 +117,8 @@ def record(
     outs: Sequence[str],
     make_problem: Callable[[dict[str, ndarray]], Any],
     result_names: tuple[str, ...],
-    maker: Callable[[tuple[int, ...], str], Callable[[], Any]],
+    maker: Callable[[tuple[int, ...], str, bool], Callable[[], Any]],
+    turned: tuple[str, ...] = (),
 ) -> tuple[Recorded, list[Expr]]:
     """Return a call that is recorded, and the formulas with which it goes.
 
@@ -134,7 +135,9 @@ def record(
     result_names : tuple of str
         The names of the problem's results.
     maker : callable
-        From a shape and a dtype to what makes a new array.
+        From a shape, a dtype and whether it lies by columns to what makes a new array.
+    turned : tuple of str
+        The gradients that lie by columns, as their operands do.
     """
     ghosts: dict[str, ndarray] = {}
     spans = []
@@ -143,8 +146,11 @@ def record(
         strides = [s * dtype.itemsize for s in a.strides]
         ghosts[name] = ghost(a.address, a.shape, strides, dtype, a.writable)
         spans.append(bounds(0, a.shape, strides, dtype.itemsize))
-    p = make_problem(ghosts)
     order = list(arrays)
+    for name in turned:
+        like = ghosts[name.removeprefix("d_")]
+        ghosts[name] = np.empty(like.shape, like.dtype, "F")
+    p = make_problem(ghosts)
     same = frozenset(
         (order.index(out), i)
         for out in outs
@@ -161,7 +167,7 @@ def record(
             results.append(i)
         else:
             ghosts[name], alignments[name] = x, 16
-            results.append(maker(x.shape, format_of(x.dtype)))
+            results.append(maker(x.shape, format_of(x.dtype), name in turned))
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0

@@ -253,7 +253,7 @@ def _masked_store(count: int, kind: str, letter: str) -> Any:
 
 global_load_f32, global_load2_f32, global_load4_f32 = (_masked_load(n) for n in (1, 2, 4))
 global_store_f32, global_store2_f32 = (_masked_store(n, "f32", "f") for n in (1, 2))
-global_store4_b32 = _masked_store(4, "b32", "r")
+global_store32, global_store4_b32 = (_masked_store(n, "b32", "r") for n in (1, 4))
 #: 9.7.9.15, prefetch: the line of 128 bytes around an address is brought to the second-level cache
 prefetch = instruction(
     "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"

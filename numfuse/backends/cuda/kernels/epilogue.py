@@ -52,7 +52,7 @@ def finish_of(product: Product, out: str, count: int = 1) -> dict[str, Any]:
     found = parts_of(product) | {
         "ACCUMULATOR": intrinsics.ACCUMULATORS[acc][1],
         "STORE_SUM": accesses.store(acc, 1, acc),
-        "STORE_PRE": store(acc, count, acc),
+        "STORE_PRE": store(acc if product.pre is None else product.pre.dtype, count, acc),
         "STORE_OUT": store(out, count, acc),
         # sums on their way through shared memory
         "TAKE_ONE": accesses.load(acc, 1, acc, shared),

@@ -154,7 +154,7 @@ def sum_columns(shared, t, sums, first, height, width):
             for row in range(begin, min(begin + RUN, height)):
                 run = run + shared[row * BLOCK_N + i]
             total = total + run
-        STORE_PRE(sums, first + i, total)
+        STORE_SUM(sums, first + i, total)
 
 
 #: Sizes and strides are in elements.
@@ -189,7 +189,8 @@ def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
         "LOAD_BIAS": load(p.bias or p.x),
         "LOAD_EXTRA": load(p.extra or p.x),
         "STORE": elements.stores(storage),
-        "STORE_PRE": elements.stores(p.accumulator),
+        "STORE_PRE": elements.stores(p.accumulator if p.pre is None else p.pre.dtype),
+        "STORE_SUM": elements.stores(p.accumulator),
     }
     return kernel_of(
         product,

@@ -1,6 +1,7 @@
 """The passes over memory beside the products: slopes, sums of columns, copies.
 
-Each function returns launches. The kernels take any dtype and any strides, one element at a time.
+Each function returns launches. The kernels take any dtype and any strides; slopes by 16 bytes where
+rows allow it.
 """
 
 # A kernel has no annotations, and its UPPER-case names are bound by the toolchain.
@@ -16,15 +17,17 @@ import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import elements
+from numfuse.backends.cuda.compile.accesses import load_words, store_words
 from numfuse.backends.cuda.compile.schema import Array, Schema
-from numfuse.backends.cuda.compile.toolchain import cuda
-from numfuse.backends.cuda.compile.unroll import kernel_of
+from numfuse.backends.cuda.compile.toolchain import cuda, types
+from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
+from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.elementwise import formula, is_short
-from numfuse.backends.cuda.kernels.epilogue import element, in_elements
+from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 
-__all__ = ["COPY_AXES", "chunks", "copies", "grid_of", "slopes", "threads_of"]
+__all__ = ["COPY_AXES", "chunk", "copies", "grid_of", "slopes", "threads_of"]
 
 #: Axes of a strided copy; of longer shapes the caller makes several.
 COPY_AXES = 4
@@ -43,34 +46,108 @@ def grid_of(total: int, info: DeviceInfo) -> tuple[int, int, int]:
 
 
 # --- slopes -------------------------------------------------------------------------------------
-def slope(pre: Array, extra: Array, out: Array, sums, m, n, chunks, length, total):
-    """out = FORMULA(pre, extra), and the sums of its columns over chunks of `length` rows."""
+def one_value(at):
+    """Return an element, as `wide_values` returns several."""
+    return (LOAD_ELEMENT(at, 0),)
+
+
+def store_one(at, values):
+    STORE_ELEMENT(at, 0, values[0])
+
+
+def wide_values(at):
+    """Return what 16 bytes hold."""
+    w0, w1, w2, w3 = load_words(at)
+    return AS_VALUES(w0, w1, w2, w3)
+
+
+def store_wide(at, values):
+    w0, w1, w2, w3 = AS_WORDS(values)
+    store_words(at, w0, w1, w2, w3)
+
+
+def slope(pre: Array, extra: Array, out: Array, sums, m, n, per_row, chunks, length, total):
+    """out = FORMULA(pre, extra), and the sums of its columns over chunks of `length` rows.
+
+    A thread has VALUES neighbours of a row, and AHEAD rows of them in flight. Strides are in bytes.
+    """
+    z = cuda.local.array(AHEAD * VALUES, REAL)
+    given = cuda.local.array(AHEAD * VALUES, REAL)
+    made = cuda.local.array(VALUES, REAL)
+    run = cuda.local.array(VALUES, REAL)
+    value = cuda.local.array(VALUES, REAL)
     for i in range(cuda.grid(1), total, cuda.gridsize(1)):
-        column, chunk, place = i % n, i // n % chunks, i // (n * chunks)
-        first = chunk * length
-        value, end = ZERO, min(first + length, m)
-        for begin in range(first, end, RUN):
-            run = ZERO
-            for row in range(begin, min(begin + RUN, end)):
-                x = ZERO
-                if PRE:
-                    x = LOAD_PRE(pre.address, element(pre, place, row, column))
-                made = FORMULA(x, LOAD_EXTRA(extra.address, element(extra, place, row, column)))
-                if OUT:
-                    STORE(out.address, element(out, place, row, column), made)
-                run = run + made
-            value = value + run
+        number = i // per_row
+        column = (i - number * per_row) * VALUES
+        place = number // chunks
+        row = (number - place * chunks) * length
+        last = min(row + length, m) - 1
+        pre_at = pre.address + place * pre.place + column * pre.column
+        extra_at = extra.address + place * extra.place + column * extra.column
+        out_at = out.address + place * out.place + column * out.column
+        for v in unrolled(VALUES):
+            value[v] = ZERO
+        while row <= last:
+            for v in unrolled(VALUES):
+                run[v] = ZERO
+            for turn in unrolled(RUN // AHEAD):
+                for u in unrolled(AHEAD):
+                    # a row behind the last is the last once more, and not used
+                    here = min(row + (turn * AHEAD + u), last)
+                    loaded = LOAD_EXTRA(extra_at + here * extra.row)
+                    for v in unrolled(VALUES):
+                        given[u * VALUES + v] = loaded[v]
+                    if PRE_PARTS:
+                        for part in unrolled(PRE_PARTS):
+                            of_pre = LOAD_PRE(pre_at + here * pre.row + 16 * part)
+                            for v in unrolled(VALUES // PRE_PARTS):
+                                z[u * VALUES + part * (VALUES // PRE_PARTS) + v] = of_pre[v]
+                for u in unrolled(AHEAD):
+                    here = row + (turn * AHEAD + u)
+                    if here <= last:
+                        for v in unrolled(VALUES):
+                            if PRE_PARTS:
+                                made[v] = FORMULA(z[u * VALUES + v], given[u * VALUES + v])
+                            else:
+                                made[v] = FORMULA(ZERO, given[u * VALUES + v])
+                            run[v] = run[v] + made[v]
+                        if OUT:
+                            STORE(out_at + here * out.row, made)
+            for v in unrolled(VALUES):
+                value[v] = value[v] + run[v]
+            row += RUN
         if SUMS:
-            STORE_SUM(sums, i, value)
+            for v in unrolled(VALUES):
+                STORE_SUM(sums, number * n + column + v, value[v])
 
 
-def chunks(m: int) -> int:
-    """Rows of the sums of columns that `slopes` makes."""
-    return -(-m // tiling.PASS_ROWS)
+def chunk(m: int, n: int) -> int:
+    """Rows of a chunk in the sums of columns that `slopes` makes.
+
+    There are as many chunks as keep a device busy. It follows from the sizes of one place alone,
+    and with it the order of the sums.
+    """
+    rows = tiling.PASS_ROWS
+    while rows > tiling.RUN and m * n < tiling.PASS_BUSY * rows:
+        rows //= 2
+    return rows
 
 
-#: Strides are in elements.
-SLOPE = Schema(slope, u64="pre_address extra_address out_address sums")
+#: Strides are in bytes.
+SLOPE = Schema(slope, u64="sums")
+
+
+def _accesses(dtype: str, accumulator: str, values: int) -> tuple[Any, Any]:
+    """Return how a thread of a pass reads and writes neighbours: 16 bytes of them, or one."""
+    if values == 1:
+        return (
+            inlined(one_value, LOAD_ELEMENT=elements.loads(dtype)),
+            inlined(store_one, STORE_ELEMENT=elements.stores(dtype)),
+        )
+    return (
+        inlined(wide_values, AS_VALUES=registers.words_as(dtype, accumulator)),
+        inlined(store_wide, AS_WORDS=registers.as_words(dtype, accumulator)),
+    )
 
 
 def slopes(
@@ -83,38 +160,55 @@ def slopes(
     m: int,
     n: int,
     places: int,
+    length: int,
     sums: bool,
 ) -> Launch:
     """out = the epilogue's first result, of the accumulator `pre` and the operand `extra`.
 
-    Its slots are pre, extra, out and sums.
+    Its slots are pre, extra, out and sums, of which every chunk has `length` rows.
     """
-    many = chunks(m)
-    total = places * many * n
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
-    bindings = {
-        "PRE": pre is not None,
+    values = 16 // extra.itemsize
+    wide = bool(info.capability[0]) and all(
+        x is None or (x.in_wholes(n, 16 // x.itemsize) and n % values == 0)
+        for x in (pre, extra, out)
+    )
+    if not wide:
+        values = 1
+    parts = 0
+    if pre is not None:
+        parts = max(1, values * pre.itemsize // 16)
+    bindings: dict[str, Any] = {
+        "VALUES": values,
+        "AHEAD": tiling.PASS_AHEAD,
+        "RUN": tiling.RUN,
+        "PRE_PARTS": parts,
         "OUT": out is not None,
         "SUMS": sums,
-        "RUN": tiling.RUN,
-        "FORMULA": formula(chosen, ("z", "grad"), accumulator, short=short),
-        "LOAD_PRE": elements.loads(accumulator if pre is None else pre.dtype),
-        "LOAD_EXTRA": elements.loads(extra.dtype),
-        "STORE": elements.stores(accumulator if out is None else out.dtype),
-        "STORE_SUM": elements.stores(accumulator),
+        "REAL": getattr(types, accumulator),
         "ZERO": np.dtype(accumulator).type(0),
+        "FORMULA": formula(chosen, ("z", "grad"), accumulator, short=short),
+        "LOAD_EXTRA": _accesses(extra.dtype, accumulator, values)[0],
+        "STORE_SUM": elements.stores(accumulator),
     }
+    if pre is not None:
+        bindings["LOAD_PRE"] = _accesses(pre.dtype, accumulator, values)[0]
+    if out is not None:
+        bindings["STORE"] = _accesses(out.dtype, accumulator, values)[1]
     made = kernel_of(slope, SLOPE, bindings, threads=threads_of(info), name=epilogue.name)
+    many = -(-m // length)
+    total = places * many * (n // values)
     arguments = SLOPE(
-        pre=in_elements(Slot("pre"), pre),
-        extra=in_elements(Slot("extra"), extra),
-        out=in_elements(Slot("out"), out),
+        pre=in_bytes(Slot("pre"), pre),
+        extra=in_bytes(Slot("extra"), extra),
+        out=in_bytes(Slot("out"), out),
         sums=Slot("sums") if sums else 0,
         m=m,
         n=n,
+        per_row=n // values,
         chunks=many,
-        length=tiling.PASS_ROWS,
+        length=length,
         total=total,
     )
     return Launch(made, grid_of(total, info), arguments)

@@ -192,8 +192,9 @@ def slopes(
             operands = {
                 name: there.operand(name, *places.matrix(view)) for name, view in views.items()
             }
+            length = passes.chunk(m, n)
             if d_bias is not None:
-                rows = passes.chunks(m)
+                rows = -(-m // length)
                 table = rec.fresh((prod(batch[i] for i in order), rows, n), acc)
             launch = passes.slopes(
                 rec.device.info,
@@ -205,6 +206,7 @@ def slopes(
                 m,
                 n,
                 there.count,
+                length,
                 d_bias is not None,
             )
             for first, at in there:

@@ -109,7 +109,7 @@ class Product(Keyed):
     bias: Operand | None = None
     #: The epilogue's other operand: the residual or grad, (places, M, N).
     extra: Operand | None = None
-    #: The pre-activation, in the accumulator's dtype.
+    #: The pre-activation, in the accumulator's dtype or that of 16-bit operands.
     pre: Operand | None = None
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).

@@ -25,6 +25,7 @@ from numfuse.backends.cuda.compile.accesses import (
     global_store2_f32,
     global_store4_b32,
     global_store16,
+    global_store32,
     global_store_f32,
     shared_load2_f32,
     shared_load4_b32,
@@ -90,7 +91,7 @@ def finish(
     biases = biases + (lane & 3) * 8
     b = cuda.local.array(WIDTH // 4, types.float32)
     extra.address += place * extra.place * EXTRA_SIZE
-    pre.address += place * pre.place * 4
+    pre.address += place * pre.place * PRE_SIZE
     out.address += (part * work.part_step + place * out.place) * OUT_SIZE
     for c in unrolled(CHUNKS):
         ROW = c // ROW_CHUNKS * 64
@@ -343,6 +344,17 @@ def store_two(array: Array, row, column, m, n, low, high):
         at = array.address + (row * array.row + column * array.column) * 4
         global_store_f32(at, low, (row < m) & (column < n))
         global_store_f32(at + 4 * array.column, high, (row < m) & (column + 1 < n))
+
+
+def store_halves(array: Array, row, column, m, n, low, high):
+    """Two neighbours in a row of 16-bit values, where they are inside."""
+    word = PACK(low, high)
+    at = array.address + (row * array.row + column * array.column) * 2
+    if PAIRS:
+        global_store32(at, word, (row < m) & (column < n))
+    else:
+        global_store16(at, word & 0xFFFF, (row < m) & (column < n))
+        global_store16(at + 2 * array.column, word >> 16, (row < m) & (column + 1 < n))
 
 
 def sum_columns(acc, sums, shared, consumer, thread, here: Unit, m, n):

@@ -51,6 +51,8 @@ class Gemm:
     out_pairs: bool = False
     extra_pairs: bool = False
     pre: str = ""
+    #: Whether the pre-activation is stored in 16 bits.
+    pre_half: bool = False
     formula: Formula = SUM
 
     def formulas(self) -> list[Expr]:
@@ -180,12 +182,16 @@ class Gemm:
             "CLEAR": clear(self.values),
             "ADD": add(self.values),
             "LOAD_EXTRA": inlined(epilogue.load_two, PAIRS=self.extra_pairs),
+            "PRE_SIZE": 2 if self.pre_half else 4,
             "STORE_PRE": inlined(epilogue.store_two, PAIRS=self.pre == "pairs"),
             "STORE_OUT": inlined(epilogue.store_two, PAIRS=self.out_pairs),
         }
         half = "bfloat16" if self.planes > 1 else self.operands
         if half in HALVES:
             b["PACK"], b["LOW"], b["HIGH"] = HALVES[half]
+        if self.pre_half:
+            pairs = self.pre == "pairs"
+            b["STORE_PRE"] = inlined(epilogue.store_halves, PAIRS=pairs, PACK=b["PACK"])
         return b | self._wgmma({"bfloat16": "bf16", "float16": "f16", "tf32": "tf32"}[half])
 
     def _wgmma(self, kind: str) -> dict[str, Any]:

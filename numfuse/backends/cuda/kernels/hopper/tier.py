@@ -61,8 +61,6 @@ def _kind(product: Product) -> str | None:
         dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
     if len(dtypes) > 1 or product.accumulator != "float32":
         return None
-    if product.pre is not None and product.pre.dtype != "float32":
-        return None
     if max(product.m, product.n, product.k) >= 1 << 30 or product.places > 65535:
         return None
     dtype = dtypes.pop()
@@ -208,6 +206,7 @@ def _gemm(
         out_pairs=ways.out == "float32" and ((parts > 1 and n % 2 == 0) or out.in_wholes(n, 2)),
         extra_pairs=ways.extra == "float32" and extra is not None and extra.in_wholes(n, 2),
         pre="" if pre is None else "pairs" if pre.in_wholes(n, 2) else "single",
+        pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
         formula=formula_of(product, short=True),
     )
