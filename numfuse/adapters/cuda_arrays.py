@@ -80,7 +80,7 @@ class Torch(Kind):
         return ordinal
 
     def maker(
-        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool
+        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool = False
     ) -> Callable[[], Any]:
         empty, where = self._torch.empty, self.device(ordinal)
         if turned:
@@ -135,7 +135,7 @@ class CuPy(Kind):
         return Argument(x.data.ptr, x.shape, strides, x.dtype.name), x.device.id, None
 
     def maker(
-        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool
+        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool = False
     ) -> Callable[[], Any]:
         def make() -> Any:
             with self._cupy.cuda.Device(ordinal):

@@ -79,7 +79,7 @@ class Kind:
         return ordinal
 
     def maker(
-        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool
+        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool = False
     ) -> Callable[[], Any]:
         """Return a function that makes an array of any content at every call.
 
