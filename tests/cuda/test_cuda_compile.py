@@ -237,7 +237,7 @@ CASES = [
     ],
     taken("wgmma bf16, 16-bit pre", WGMMA,
           product(4096, 4096, 512, "bfloat16", function="gelu", pre="bfloat16"), HOPPER,
-          ("st.global.b32",)),
+          ("cp.async.bulk.tensor.3d.global",)),
     taken("wgmma f16, 16-bit pre, single values", WGMMA,
           product(1023, 1025, 1027, "float16", function="gelu", pre="float16", alignment=2), HOPPER,
           ("st.global.b16",)),

@@ -151,6 +151,8 @@ def record(
         like = ghosts[name.removeprefix("d_")]
         ghosts[name] = np.empty(like.shape, like.dtype, "F")
     p = make_problem(ghosts)
+    for name in turned:  # it takes its place among the results
+        del ghosts[name]
     same = frozenset(
         (order.index(out), i)
         for out in outs

@@ -1,7 +1,7 @@
 """How a consumer of `gemm` finishes its block, as templates: formula, loads and stores.
 
 A result of 16-bit values goes through `staging` in shared memory, where stmatrix puts it in rows
-with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts). It
+with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts), and so does a pre-activation of such values ("map"). It
 leaves by 16 bytes a thread ("vectors"), where rows are not aligned to that by single values
 ("rows"), or by the copy engine ("map"), which keeps such pieces waiting behind the slices that it
 fetches. The residual and grad come the same three ways. A warp deals with its own 16 rows and waits
@@ -97,16 +97,20 @@ def finish(
         ROW = c // ROW_CHUNKS * 64
         COLUMN = c % ROW_CHUNKS * WIDTH
         BASE = c * WIDTH // 2
-        buffer = staging + c % BUFFERS * BUFFER_BYTES
+        if PRE == "map":  # the pre-activation is in the other buffer
+            BUFFER = 0
+        else:
+            BUFFER = c % BUFFERS
+        buffer = staging + BUFFER * BUFFER_BYTES
         top, left = row0 + ROW, column0 + COLUMN
-        if STAGED or EXTRA != "" or PRE:
+        if STAGED or EXTRA != "" or PRE != "":
             # of this piece alone: what pieces have in common would fill registers
             top, left = fresh(top), fresh(left)
         row = top + warp * 16 + (lane >> 2)
         if ALONE:
             # the buffer is free once the store that was so many pieces ago has been read
             if lane == 0:
-                if BUFFERS == 2:
+                if BUFFERS == 2 and PRE != "map":
                     store_wait_read1()
                 else:
                     store_wait_read0()
@@ -125,7 +129,7 @@ def finish(
             for j in unrolled(WIDTH // 8):
                 b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
         for q in unrolled(WIDTH // 16):
-            at = (own + c % BUFFERS * BUFFER_BYTES) ^ (32 * q)
+            at = (own + BUFFER * BUFFER_BYTES) ^ (32 * q)
             column = left + 16 * q + 2 * (lane & 3)
             # an index that is no literal: `piece` is compiled once, and inlined with the constant
             index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
@@ -135,6 +139,9 @@ def finish(
             warp_barrier()
             if lane == 0:
                 tensor_store(maps.out, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
+                if PRE == "map":
+                    own_pre = buffer + BUFFER_BYTES + warp * (32 * WIDTH)
+                    tensor_store(maps.pre, left, top + warp * 16, place, own_pre)
                 store_commit()
         elif OUT == "map":
             copy_fence()
@@ -189,6 +196,7 @@ def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Arra
     v = cuda.local.array(4, types.float32)
     g = cuda.local.array(4, types.float32)
     kept = cuda.local.array(4, types.float32)
+    other = cuda.local.array(4, types.int32)
     row_in = row < m
     below_in = row + 8 < m
     if STAGED and EXTRA != "":
@@ -201,11 +209,14 @@ def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Arra
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
         for i in unrolled(4):
-            if PRE:
+            if PRE != "":
                 v[i], kept[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
             else:
                 v[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
-        if PRE:
+        if PRE == "map":
+            other[2 * p] = PACK(kept[0], kept[1])
+            other[2 * p + 1] = PACK(kept[2], kept[3])
+        elif PRE != "":
             STORE_PRE(pre, row, column, m, n, kept[0], kept[1])
             STORE_PRE(pre, row + 8, column, m, n, kept[2], kept[3])
         if SUMS:
@@ -221,6 +232,8 @@ def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Arra
         column += 8
     if STAGED:
         matrix_store(at, half[0], half[1], half[2], half[3])
+    if PRE == "map":
+        matrix_store(at + BUFFER_BYTES, other[0], other[1], other[2], other[3])
 
 
 def fetch_rows(extra: Array, buffer, row, in_buffer, column, lane, m, n):

@@ -95,6 +95,8 @@ def gemm(
             map_prefetch(maps.out)
         if EXTRA == "map":
             map_prefetch(maps.extra)
+        if PRE == "map":
+            map_prefetch(maps.pre)
         full = shared + FULL_AT
         for s in range(STAGES):
             barrier_init(full + 8 * s, 1)

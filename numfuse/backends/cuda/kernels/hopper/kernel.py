@@ -50,6 +50,7 @@ class Gemm:
     #: Which float32 arrays are read or written two neighbours at a time.
     out_pairs: bool = False
     extra_pairs: bool = False
+    #: The pre-activation: "", "single" values, "pairs" or "map" (16-bit values).
     pre: str = ""
     #: Whether the pre-activation is stored in 16 bits.
     pre_half: bool = False
@@ -106,7 +107,7 @@ class Gemm:
 
         Four in "ping-pong" would cost a stage of the ring: 0-2% slower at K = 4096.
         """
-        return min(2, self.chunks)
+        return 2 if self.pre == "map" else min(2, self.chunks)
 
     @property
     def alone(self) -> bool:
@@ -176,7 +177,7 @@ class Gemm:
             "OUT_SIZE": 2 if self.staged else 4,
             "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
-            "PRE": self.pre != "",
+            "PRE": self.pre,
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
             "CLEAR": clear(self.values),
@@ -213,7 +214,7 @@ class Gemm:
     @property
     def schema(self) -> Schema:
         """The arguments: strides are in elements."""
-        there = {"maps_out": self.out == "map", "maps_extra": self.extra == "map"}
+        there = {f"maps_{x}": getattr(self, x) == "map" for x in ("out", "extra", "pre")}
         maps = ["x_map", "y_map", *(name for name, is_map in there.items() if is_map)]
         return Schema(gemm.gemm, map=" ".join(maps))
 

@@ -19,10 +19,11 @@ class Fetched:
 
 @dataclass
 class Maps:
-    """The maps by which the copy engine stores the result, and fetches the residual or grad."""
+    """The maps by which the copy engine stores results, and fetches the residual or grad."""
 
     out: Any
     extra: Any
+    pre: Any
 
 
 @dataclass

@@ -141,6 +141,7 @@ def plan_with(
         maps=Maps(
             Derived(Slot("out"), ways.out_map) if ways.out_map else 0,
             Derived(Slot("extra"), ways.extra_map) if ways.extra_map else 0,
+            Derived(Slot("pre"), ways.pre_map) if ways.pre_map else 0,
         ),
         work=Work(m, n, units, row_blocks, column_blocks, places, slices, part_slices, out_part),
         slice_bytes=slice_bytes,
@@ -163,6 +164,8 @@ class _Ways(NamedTuple):
     extra: str
     out_map: TensorMap | None = None
     extra_map: TensorMap | None = None
+    #: Of a pre-activation in 16 bits, where the result goes by warps.
+    pre_map: TensorMap | None = None
 
 
 def _ways(product: Product, out: Operand, width: int, by_map: bool) -> _Ways:
@@ -176,7 +179,10 @@ def _ways(product: Product, out: Operand, width: int, by_map: bool) -> _Ways:
         out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
         if out_map is not None:
             way = "" if extra is None else "rows" if extra_map is None else "map"
-            return _Ways("map", way, out_map, extra_map)
+            pre_map = None
+            if product.pre is not None and product.pre.dtype in HALF and extra is None:
+                pre_map = _boxed(product.pre, product, width, 16)
+            return _Ways("map", way, out_map, extra_map, pre_map)
     way = "" if extra is None else "vectors" if extra.in_wholes(product.n, 8) else "rows"
     return _Ways("vectors" if whole else "rows", way)
 
@@ -193,6 +199,9 @@ def _gemm(
 ) -> Gemm:
     """The kernel, of which the result is `out`."""
     n, pre, extra = product.n, product.pre, product.extra
+    stored = ""
+    if pre is not None:
+        stored = "map" if ways.pre_map else "pairs" if pre.in_wholes(n, 2) else "single"
     return Gemm(
         kind,
         x.turned,
@@ -205,7 +214,7 @@ def _gemm(
         # the planes' rows have room for a neighbour of the last column
         out_pairs=ways.out == "float32" and ((parts > 1 and n % 2 == 0) or out.in_wholes(n, 2)),
         extra_pairs=ways.extra == "float32" and extra is not None and extra.in_wholes(n, 2),
-        pre="" if pre is None else "pairs" if pre.in_wholes(n, 2) else "single",
+        pre=stored,
         pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
         formula=formula_of(product, short=True),
