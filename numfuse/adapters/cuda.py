@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
+from numfuse.adapters.signatures import NAMES, SIGNATURES, PublicFunctions, Signature
 from numfuse.backends import load
 
 # numba-cuda may be missing, or have no GPU: the reason is a BackendUnavailable, not this import's.
@@ -27,10 +27,10 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, g
 from numfuse.backends.cuda.call.entry import run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
-from numfuse.operations import OPERATIONS  # noqa: E402
+from numfuse.operations import OPERATIONS, Operation  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
-__all__ = [*NAMES, "run", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "checked", "run", "synchronize", "to_numpy"]
 
 
 class _Cuda(PublicFunctions):
@@ -40,6 +40,25 @@ class _Cuda(PublicFunctions):
         flags = tuple([x[name] for name in operation.flags])
         options = x.get("needs", ()), x.get("out"), x["backend"]
         return run(operation, operands, x["activation"], flags, *options, (signature, x))
+
+
+def checked(
+    operation: Operation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool | str, ...],
+    needs: tuple[str, ...],
+    backend: Any,
+    flipped: int,
+) -> tuple[Signature, dict[str, Any]]:
+    """Return the signature and the checked arguments of a call whose b is given transposed."""
+    x: dict[str, Any] = dict(zip(operation.operands, operands, strict=True))
+    x["b"] = operands[flipped].T
+    x |= zip(operation.flags, flags, strict=True)
+    x |= {"activation": activation, "backend": backend, "out": None}
+    if operation.needs:
+        x["needs"] = needs
+    return (signature := SIGNATURES[operation.name]), signature.checked(x)
 
 
 AGAIN[DeviceArray] = run

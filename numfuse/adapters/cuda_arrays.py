@@ -24,7 +24,6 @@ __all__ = ["CuPy", "Jax", "Numba", "Torch"]
 
 class Torch(Kind):
     holds = False
-    follows = True  # a parameter takes over a gradient of its own layout
 
     def __init__(self) -> None:
         import torch
@@ -79,13 +78,8 @@ class Torch(Kind):
             return -1
         return ordinal
 
-    def maker(
-        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool = False
-    ) -> Callable[[], Any]:
+    def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         empty, where = self._torch.empty, self.device(ordinal)
-        if turned:
-            strided, steps = self._torch.empty_strided, (1, shape[0])
-            return partial(strided, shape, steps, dtype=self._dtypes[dtype], device=where)
         # A tensor like another one takes PyTorch half the time of one of a shape. The other one is
         # a single element in every place, of which PyTorch makes one in C order; it would keep the
         # strides of 0 where there is one place or none.
@@ -134,9 +128,7 @@ class CuPy(Kind):
         strides = tuple(s // x.itemsize for s in x.strides)
         return Argument(x.data.ptr, x.shape, strides, x.dtype.name), x.device.id, None
 
-    def maker(
-        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool = False
-    ) -> Callable[[], Any]:
+    def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         def make() -> Any:
             with self._cupy.cuda.Device(ordinal):
                 return self._cupy.empty(shape, dtype_of(dtype))

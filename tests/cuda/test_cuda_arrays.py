@@ -27,7 +27,7 @@ if not status:
 
 from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of  # noqa: E402
 from numfuse.backends.cuda.call.memory import Pool, size_class  # noqa: E402
-from numfuse.backends.cuda.call.record import REPLAY, Argument  # noqa: E402
+from numfuse.backends.cuda.call.record import REPLAY  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 
 DTYPES = (np.float32, np.float64, np.float16, ml_dtypes.bfloat16)
@@ -202,51 +202,36 @@ def test_arrays_of_two_libraries_that_look_alike_are_two_calls(operands, monkeyp
         assert type(functions.activation_mul(x, x, "silu")) is DeviceArray
 
 
-def test_a_gradient_lies_as_its_operand_for_a_library_that_wants_it(operands, monkeypatch):
+@pytest.mark.parametrize("needs", [("a", "b", "bias"), ("b",), ("bias", "a")])
+@pytest.mark.parametrize("activation", ["gelu", "none"])
+def test_a_weight_and_its_gradient_may_be_transposed(operands, needs, activation):
+    """Guards: PyTorch's gradient of a weight lies as the weight does, without a copy."""
     from numfuse.adapters import cuda as functions
-    from numfuse.backends.cuda.call import foreign
+    from numfuse.operations import OPERATIONS
 
-    class Theirs:
-        def __init__(self, x):
-            self.x = x
-
-    class Kind(foreign.Own):
-        follows = True
-
-        def parts(self, x):
-            return foreign.Own.parts(x.x)
-
-        def read(self, name, x):
-            shape, steps, dtype, writable = x.x.layout
-            strides = tuple(step // dtype.itemsize for step in steps)
-            return Argument(x.x.address, shape, strides, dtype.name, writable), 0, None
-
-        def maker(self, ordinal, shape, dtype, turned=False):
-            if not turned:
-                make = super().maker(ordinal, shape, dtype)
-                return lambda: Theirs(make())
-            make = super().maker(ordinal, shape[::-1], dtype)
-            return lambda: Theirs(make().T)
-
-        def address(self, x):
-            return x.x.address
-
-    monkeypatch.setitem(foreign.KINDS, Theirs, Kind())
     grad, a, b, bias = operands(m=9, n=6, k=5)
-    turned = np.ascontiguousarray(b.T)
-    wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, "gelu", backend="cuda")
-    given = [Theirs(x) for x in (there(grad), there(a), there(turned).T, there(bias))]
-    for needs in (("a", "b", "bias"), ("b",), ("bias", "a")):
-        for _ in range(2):
-            found = functions.matmul_bias_activation_bwd(*given, "gelu", needs=needs)
-            for name, x, y in zip(("a", "b", "bias"), found, wanted, strict=True):
-                if name not in needs:
-                    assert x is None
-                    continue
-                if x.x.ghost.ndim == 2:
-                    assert x.x.T.ghost.flags.c_contiguous == (name == "b")
-                tolerance = 1e-5 * np.abs(y).max()
-                assert np.abs(nf.to_numpy(x.x) - y).max() <= tolerance
+    weight = np.ascontiguousarray(b.T)
+    x = (*(there(x) for x in (grad, a, weight, bias)), None)
+    operation = OPERATIONS["matmul_bias_activation_bwd"]
+    wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, activation, backend="cuda")
+    for _ in range(3):
+        found = functions.run(
+            operation, x, activation, (False, True), needs, None, None, functions.checked, 2
+        )
+        assert [name for name in found._fields if getattr(found, name) is not None] == [
+            f"d_{name}" for name in ("a", "b", "bias") if name in needs
+        ]
+        for name in needs:
+            y = nf.to_numpy(getattr(found, f"d_{name}"))
+            z = getattr(wanted, f"d_{name}")
+            z = z.T if name == "b" else z
+            assert y.shape == z.shape
+            assert np.abs(y - z).max() <= 1e-5 * np.abs(z).max()
+    y = functions.run(
+        OPERATIONS["matmul_bias_activation"], (x[1], x[2], x[3]), activation, (False,), (), None,
+        None, functions.checked, 1,
+    )  # fmt: skip
+    assert same([y], [nf.matmul_bias_activation(a, b, bias, activation, backend="cuda")])
 
 
 def test_arrays_by_keyword_are_in_place(operands):

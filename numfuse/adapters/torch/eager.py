@@ -92,17 +92,13 @@ def run(
 
     `flipped` is the place of b, where b is given transposed and its gradient returned so; else 0.
     """
-    turned = flipped and "b" in needs
     first = operands[0]
     if first is None:
         first = next(x for x in operands if x is not None)
     if first.is_cuda:
-        if flipped:
-            operands = list(operands)
-            operands[flipped] = operands[flipped].t()
-        x = tuple(operands), activation, flags, needs, None, backend
-        found = on_cuda().run(operation, *x)
-        return found._replace(d_b=found.d_b.t()) if turned else found
+        cuda = on_cuda()
+        x = operation, operands, activation, flags, needs, None, backend
+        return cuda.run(*x, cuda.checked, flipped) if flipped else cuda.run(*x)
     arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
     if flipped:
         arrays[flipped] = arrays[flipped].T
@@ -110,7 +106,7 @@ def run(
     if type(found) is ndarray:
         return to_tensor(found)
     made: list[Any] = [None if x is None else to_tensor(x) for x in found]
-    if turned:
+    if flipped and "b" in needs:
         made[1] = made[1].t()
     return tuple.__new__(type(found), made)
 

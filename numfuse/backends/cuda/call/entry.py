@@ -34,12 +34,15 @@ def run(
     needs: Any,
     out: Any,
     backend: Any,
-    checked: tuple[Any, dict[str, Any]] | None = None,
+    checked: Any = None,
+    flipped: int = 0,
 ) -> Any:
     """Return the result of a call; see :class:`numfuse.operations.Operation`.
 
     `checked` is the call's signature, and its arguments as that has checked them. Without it, one
-    that was not recorded goes the operation's other way.
+    that was not recorded goes the operation's other way. With `flipped`, the place of b, that is
+    given transposed and so is its gradient; `checked` is then what makes the signature and the
+    arguments, b as it is meant.
     """
     kept: Recorded | None = None
     fingerprint: Any = None
@@ -55,7 +58,7 @@ def run(
         which = table.TABLE.get(activation) if type(activation) is str else activation
         chosen = active()
         precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-        seen = [operation.name, kind, getattr(which, "serial", None), precision]
+        seen = [operation.name, kind, getattr(which, "serial", None), precision, flipped]
         ordinal = kind.glance([*operands, *flags, backend, needs, out], seen, addresses)
         if ordinal >= 0:
             seen.append(ordinal)
@@ -66,7 +69,12 @@ def run(
     if kept is None:
         if checked is None:
             return operation.other(operands, activation, flags, needs, out, backend)
-        kept, kind, ordinal, addresses, held = _closely(operation, *checked, fingerprint)
+        if flipped:
+            checked = checked(operation, operands, activation, flags, needs, backend, flipped)
+        signature, given = checked
+        kept, kind, ordinal, addresses, held = _closely(
+            operation, signature, given, fingerprint, flipped
+        )
     results: list[Any] = []
     for make in kept.results:
         if make is None:
@@ -94,7 +102,7 @@ def run(
 
 
 def _closely(
-    operation: Any, signature: Any, x: dict[str, Any], fingerprint: Any
+    operation: Any, signature: Any, x: dict[str, Any], fingerprint: Any, flipped: int
 ) -> tuple[Recorded, Kind, int, list[int], list[Any]]:
     """Return a call, recorded if need be: that, its arrays' kind, device, addresses, what to hold.
 
@@ -115,16 +123,11 @@ def _closely(
         chosen = tuple(x[name] for name in signature.options if name != "activation")
         seen = tuple((n, *a[1:], alignment_of(a.address)) for n, a in arrays.items())
         serial = x["activation"].serial
-        fingerprint = (signature.name, kind, serial, precision, ordinal, chosen, seen, *outs)
+        fingerprint = signature.name, kind, serial, precision, ordinal, chosen, seen, flipped, *outs
         kept = REPLAY.find(fingerprint)
         if kept is not None and kept.outs and kept.overlaps(addresses):
             kept = None
     if kept is None:
-        turned: tuple[str, ...] = ()
-        if kind.follows and "b" in x.get("needs", ()) and "d_b" not in arrays:
-            b = arrays["b"]
-            if len(b.shape) == 2 and min(b.shape) > 1 and tuple(b.strides) == (1, b.shape[0]):
-                turned = ("d_b",)
         owner = device(ordinal)
         owner.release(0 if kind.stream is None else kind.stream(ordinal))
         kept, formulas = record(
@@ -138,7 +141,7 @@ def _closely(
             ),
             signature.result_names(x),
             functools.partial(kind.maker, ordinal),
-            turned,
+            ("d_b",) if flipped and "b" in x.get("needs", ()) else (),
         )
         REPLAY.keep(fingerprint, kept, formulas)
     return kept, kind, ordinal, addresses, read.held

@@ -42,8 +42,6 @@ class Kind:
     stream: Any = None
     #: Whether a graph may be being captured; None: the driver has to be asked.
     capturing: Any = None
-    #: Whether the gradient of a matrix that lies by columns does so too.
-    follows = False
     #: From an array that `maker`'s function made to its address.
     address: Any = attrgetter("address")
 
@@ -78,13 +76,8 @@ class Kind:
                 return -1
         return ordinal
 
-    def maker(
-        self, ordinal: int, shape: tuple[int, ...], dtype: str, turned: bool = False
-    ) -> Callable[[], Any]:
-        """Return a function that makes an array of any content at every call.
-
-        It is contiguous in C order; a matrix that is `turned`, which the kind follows, by columns.
-        """
+    def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
+        """Return a function that makes a C-contiguous array of any content at every call."""
         return DeviceArray.maker(device(ordinal), shape, dtype_of(dtype))
 
     def wrap(self, made: Any) -> Any:

@@ -117,7 +117,7 @@ def record(
     outs: Sequence[str],
     make_problem: Callable[[dict[str, ndarray]], Any],
     result_names: tuple[str, ...],
-    maker: Callable[[tuple[int, ...], str, bool], Callable[[], Any]],
+    maker: Callable[[tuple[int, ...], str], Callable[[], Any]],
     turned: tuple[str, ...] = (),
 ) -> tuple[Recorded, list[Expr]]:
     """Return a call that is recorded, and the formulas with which it goes.
@@ -135,9 +135,9 @@ def record(
     result_names : tuple of str
         The names of the problem's results.
     maker : callable
-        From a shape, a dtype and whether it lies by columns to what makes a new array.
+        From a shape and a dtype to what makes a new array.
     turned : tuple of str
-        The gradients that lie by columns, as their operands do.
+        The gradients of matrices that are returned transposed.
     """
     ghosts: dict[str, ndarray] = {}
     spans = []
@@ -169,7 +169,8 @@ def record(
             results.append(i)
         else:
             ghosts[name], alignments[name] = x, 16
-            results.append(maker(x.shape, format_of(x.dtype), name in turned))
+            shape = x.shape[::-1] if name in turned else x.shape
+            results.append(maker(shape, format_of(x.dtype)))
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
         offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0

@@ -1,12 +1,12 @@
 """How a consumer of `gemm` finishes its block, as templates: formula, loads and stores.
 
 A result of 16-bit values goes through `staging` in shared memory, where stmatrix puts it in rows
-with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts), and so does a pre-activation of such values ("map"). It
+with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts). It
 leaves by 16 bytes a thread ("vectors"), where rows are not aligned to that by single values
 ("rows"), or by the copy engine ("map"), which keeps such pieces waiting behind the slices that it
-fetches. The residual and grad come the same three ways. A warp deals with its own 16 rows and waits
-for no other, but where the residual or grad comes by "map". The bias waits in shared memory, as
-float32.
+fetches. The residual and grad come the same three ways, and a pre-activation in 16 bits leaves by
+"map" beside the result. A warp deals with its own 16 rows and waits for no other, but where the
+residual or grad comes by "map". The bias waits in shared memory, as float32.
 """
 
 # A template has no annotations but records, and its UPPER-case names are bound by `kernel`.
