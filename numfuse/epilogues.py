@@ -42,20 +42,6 @@ from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
 from numfuse.language.text import dumps
 
-__all__ = [
-    "GATES",
-    "Epilogue",
-    "gate",
-    "gate_double_backward",
-    "layer",
-    "layer_double_backward",
-    "layer_tangent",
-    "record",
-    "residual_layer",
-    "sum_of_terms",
-]
-
-
 _Made = TypeVar("_Made", bound=Callable[..., Any])
 
 

@@ -23,8 +23,6 @@ from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
 
-__all__ = ["OPERATIONS", "Operation"]
-
 
 class _Kept(NamedTuple):
     """A recorded call; without a program, a call whose program depends on what `varies` returns."""

@@ -13,8 +13,6 @@ from numfuse.activations import register_compiler
 from numfuse.backends import register
 from numfuse.runtime.dispatch import serve_device, serve_library
 
-__all__ = ["compose"]
-
 
 class _Backend(NamedTuple):
     """A backend by name.

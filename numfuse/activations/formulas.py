@@ -23,8 +23,6 @@ from numfuse.activations.row import Activation, Formula
 from numfuse.activations.table import register
 from numfuse.expr import Expr, constant
 
-__all__ = ["short_form"]
-
 
 def _row(number: int | None, source: str) -> Callable[[Formula], Activation]:
     return lambda formula: register(formula, formula.__name__, source, number)

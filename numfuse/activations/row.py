@@ -18,8 +18,6 @@ from numfuse.language.text import digest
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.interrupts import import_module
 
-__all__ = ["Activation", "Formula", "register_compiler"]
-
 Formula: TypeAlias = Callable[[Any], Any]
 _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 

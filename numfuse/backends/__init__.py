@@ -26,27 +26,6 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.problem import product, second_order
 
-__all__ = [
-    "ACTIVE",
-    "DEFAULT",
-    "LOADED",
-    "Backend",
-    "BackendStatus",
-    "Call",
-    "OneRun",
-    "Replaying",
-    "Traits",
-    "active",
-    "backends",
-    "end",
-    "last_call",
-    "latest",
-    "load",
-    "register",
-    "resolve",
-    "use_backend",
-]
-
 
 @dataclass(frozen=True)
 class Traits:

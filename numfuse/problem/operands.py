@@ -12,22 +12,6 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-__all__ = [
-    "ACCUMULATORS",
-    "accumulator",
-    "address",
-    "apart",
-    "array_of",
-    "as_plain",
-    "checked",
-    "format_of",
-    "output",
-    "required",
-    "same_dtype",
-    "saved_pre_activation",
-    "shaped",
-]
-
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
 

@@ -41,21 +41,6 @@ from numfuse.problem.results import (
 )
 from numfuse.problem.shapes import fold_rows, gemm_shape, residual_view
 
-__all__ = [
-    "GateOperands",
-    "GatedBackwardProblem",
-    "GatedProblem",
-    "GemmBackwardProblem",
-    "GemmProblem",
-    "Layer",
-    "gate_operands",
-    "gated",
-    "gated_backward",
-    "gemm",
-    "gemm_backward",
-    "gemm_residual",
-]
-
 _DType = np.dtype[Any]
 
 

@@ -13,17 +13,6 @@ from typing import Any, NamedTuple
 
 from numpy import generic, ndarray
 
-__all__ = [
-    "ADAPTERS",
-    "AGAIN",
-    "PLAIN",
-    "adapter_for",
-    "adapter_of",
-    "serve",
-    "serve_device",
-    "serve_library",
-]
-
 #: {root of the module that defines an array's class: the module that serves it}. An adapter has the
 #: public functions under their own names, with the same signatures.
 ADAPTERS: dict[str, str] = {}
