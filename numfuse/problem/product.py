@@ -33,12 +33,7 @@ from numfuse.problem.operands import (
     saved_pre_activation,
     shaped,
 )
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GEMM_NEEDS,
-    Fields,
-    made_gradients,
-)
+from numfuse.problem.results import GATED_NEEDS, GEMM_NEEDS, Fields, made_gradients
 from numfuse.problem.shapes import fold_rows, gemm_shape, residual_view
 
 _DType = np.dtype[Any]
