@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 # `activations` and `backends` share their names with the modules they live in. Importing a module
 # sets it as an attribute here, once, so the functions are bound now, after that; the names below
 # that live elsewhere are bound when they are first asked for.
-from numfuse.activations import activation, activations
+from numfuse.activations import Activation, activation, activations
 from numfuse.backends import backends, last_call, use_backend
 from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
 from numfuse.registry import compose
@@ -17,7 +17,6 @@ from numfuse.runtime.interrupts import import_module
 
 if TYPE_CHECKING:
     from numfuse import webgpu
-    from numfuse.activations import Activation
     from numfuse.devices import synchronize, to_device, to_numpy, warmup
     from numfuse.differentials import (
         activation_mul_double_bwd,
@@ -85,19 +84,7 @@ __all__ = [
     "webgpu",
 ]
 
-_ELSEWHERE = {
-    "activation_mul_double_bwd": "numfuse.differentials",
-    "activation_mul_jvp": "numfuse.differentials",
-    "matmul_bias_activation_double_bwd": "numfuse.differentials",
-    "matmul_bias_activation_jvp": "numfuse.differentials",
-    "matmul_bias_residual_double_bwd": "numfuse.differentials",
-    "matmul_bias_residual_jvp": "numfuse.differentials",
-    "Activation": "numfuse.activations",
-    "synchronize": "numfuse.devices",
-    "to_device": "numfuse.devices",
-    "to_numpy": "numfuse.devices",
-    "warmup": "numfuse.devices",
-}
+_DEVICES = ("synchronize", "to_device", "to_numpy", "warmup")
 
 
 def __getattr__(name: str) -> Any:
@@ -105,7 +92,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "webgpu":  # a module of public names
         return import_module("numfuse.webgpu")
-    value = getattr(import_module(_ELSEWHERE.get(name, "numfuse.functional")), name)
+    home = "numfuse.devices" if name in _DEVICES else "numfuse.functional"
+    if name.endswith(("_double_bwd", "_jvp")):
+        home = "numfuse.differentials"
+    value = getattr(import_module(home), name)
     globals()[name] = value  # the next look-up finds it without coming here
     return value
 

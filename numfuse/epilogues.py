@@ -42,45 +42,20 @@ from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
 from numfuse.language.text import dumps
 
-__all__ = [
-    "GATES",
-    "Epilogue",
-    "gate",
-    "gate_double_backward",
-    "layer",
-    "layer_double_backward",
-    "layer_tangent",
-    "record",
-    "residual_layer",
-    "sum_of_terms",
-]
-
-
 _Made = TypeVar("_Made", bound=Callable[..., Any])
 
 
-def _once(derive: _Made) -> _Made:
-    """Let an epilogue keep what a method derives: every first call of a shape asks for it again."""
+def _once(make: _Made) -> _Made:
+    """Let an epilogue, or a curve, keep what a function makes of it: first calls ask for it again.
 
-    @wraps(derive)
-    def derived(self: Epilogue, *names: Any) -> Any:
-        key = derive.__name__, names
-        made = self.derived.get(key)
-        if made is None:
-            made = self.derived[key] = derive(self, *names)
-        return made
-
-    return cast(_Made, derived)
-
-
-def _of_curve(make: _Made) -> _Made:
-    """Let a curve keep the epilogue that a function makes of it."""
+    It is the function's first argument, and keeps by function and names in its dict `derived`.
+    """
 
     @wraps(make)
-    def found(f: Curve) -> Any:
-        made = f.formed.get(make)
+    def found(of: Any, *names: Any) -> Any:
+        made = of.derived.get((make, names))
         if made is None:
-            made = f.formed[make] = make(f)
+            made = of.derived[make, names] = make(of, *names)
         return made
 
     return cast(_Made, found)
@@ -285,7 +260,7 @@ def record(
 # One function per operation: the formula of its forward. Everything else is derived from it.
 
 
-@_of_curve
+@_once
 def layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b + bias), with the pre-activation as ``pre``."""
 
@@ -298,7 +273,7 @@ def layer(f: Curve) -> Epilogue:
     return replace(made, results=(("out", out), ("pre", pre)))
 
 
-@_of_curve
+@_once
 def layer_double_backward(f: Curve) -> Epilogue:
     """Return what the double backward of a layer does element by element.
 
@@ -314,13 +289,13 @@ def layer_double_backward(f: Curve) -> Epilogue:
     return Epilogue("layer double backward", ("z", "t"), ("bias", "w", "grad"), results)
 
 
-@_of_curve
+@_once
 def layer_tangent(f: Curve) -> Epilogue:
     """Return a layer's value ``out`` and its derivative ``out_dot`` along a moving ``z_dot``."""
     return layer(f).select("out").tangent(("z",))
 
 
-@_of_curve
+@_once
 def gate_double_backward(f: Curve) -> Epilogue:
     """Return the gradients of a gate's ``d_a`` and ``d_b``, weighted with ``u`` and ``v``."""
     return (
@@ -336,7 +311,7 @@ def residual_layer() -> Epilogue:
     return record(lambda z, bias, residual: z + bias + residual, 1, "residual layer")
 
 
-@_of_curve
+@_once
 def gate(f: Curve) -> Epilogue:
     """Return the formula of activation(a) * b, which has no product."""
     return record(lambda a, b: call(f, a) * b, 0, "gate")

@@ -64,12 +64,13 @@ Array = TypeVar("Array")
 ActivationLike = str | Activation
 BackendLike = str | Backend | None
 
-_LAYER = OPERATIONS["matmul_bias_activation"]
-_RESIDUAL = OPERATIONS["matmul_bias_residual"]
-_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
-_RESIDUAL_BACKWARD = OPERATIONS["matmul_bias_residual_bwd"]
-_GATE = OPERATIONS["activation_mul"]
-_GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
+# Bound methods: Python looks `__call__` of an object up in every call.
+_LAYER = OPERATIONS["matmul_bias_activation"].__call__
+_RESIDUAL = OPERATIONS["matmul_bias_residual"].__call__
+_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"].__call__
+_RESIDUAL_BACKWARD = OPERATIONS["matmul_bias_residual_bwd"].__call__
+_GATE = OPERATIONS["activation_mul"].__call__
+_GATE_BACKWARD = OPERATIONS["activation_mul_bwd"].__call__
 
 
 @overload

@@ -23,8 +23,6 @@ from numfuse.problem.results import check_needs
 from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
 
-__all__ = ["OPERATIONS", "Operation"]
-
 
 class _Kept(NamedTuple):
     """A recorded call; without a program, a call whose program depends on what `varies` returns."""
@@ -102,10 +100,13 @@ class Operation:
         backend: str | Backend | None = None,
     ) -> Any:
         """Run a call on these operands, in the order of `operands`; flags in that of `flags`."""
-        form: list[Hashable] = [self.name, flags]
+        # The activation's serial number will be the first.
+        form: list[Hashable] = [None, self.name, flags, needs]
         for x in operands:
-            if type(x) is ndarray and x.flags.aligned:
-                form += x.shape, x.strides, x.dtype
+            if type(x) is ndarray and (how := x.flags).aligned:
+                form += x.shape, x.dtype
+                if not how.c_contiguous:  # (else its strides follow from its shape)
+                    form.append(x.strides)
             elif x is None:
                 form.append(None)
             else:
@@ -117,18 +118,21 @@ class Operation:
         act: Any = table.TABLE.get(activation) if type(activation) is str else activation
         if type(act) is not Activation:
             act = get(activation)
+        form[0] = act.serial
         if type(needs) is not tuple:
-            needs = check_needs(needs, self.needs)
-        form.append(needs)
+            needs = form[3] = check_needs(needs, self.needs)
         outs: Any = ()
         if out is not None:
             # As many as there are results, or what the checks of `problem` will refuse.
-            outs = tuple(out) if self.needs and type(out) in (tuple, list) else (out, None)
+            outs = tuple(out) if self.needs and type(out) in (tuple, list) else (out,)
+            form.append(len(outs))
             for x in outs:
                 if x is None:
                     form.append(None)
-                elif type(x) is ndarray and x.flags.aligned and x.flags.writeable:
-                    form += x.shape, x.strides, x.dtype
+                elif type(x) is ndarray and (how := x.flags).aligned and how.writeable:
+                    form += x.shape, x.dtype
+                    if not how.c_contiguous:
+                        form.append(x.strides)
                 else:
                     return self._first(operands, act, flags, needs, out, backend, None)
         chosen: Any = ACTIVE.get() if backend is None else backend
@@ -137,24 +141,24 @@ class Operation:
         replay = getattr(chosen, "replay", None)
         if type(replay) is not Replay:
             return self._first(operands, act, flags, needs, out, backend, None)
+        key = tuple(form)
         try:
-            key = act.serial, *form
             found = replay.find(key)
         except TypeError:  # a name in `needs` that has no hash
             return self._first(operands, act, flags, needs, out, backend, None)
         if found is not None and found.varies is not None:
             found = replay.find((key, found.varies()))
         if found is None or (outs and not apart(outs, operands, self.in_place)):
-            return self._first(operands, act, flags, needs, out, chosen, form)
-        made: list[Any] = []
-        if outs:
-            for spec, x in zip(found.made, outs, strict=False):
-                made.append(x if spec is None or x is not None else empty(*spec))
-        else:
-            for spec in found.made:
-                made.append(None if spec is None else empty(*spec))
+            return self._first(operands, act, flags, needs, out, chosen, key)
+        if found.pack is None:
+            result = out if outs else empty(*found.made[0])
+            chosen.launch(found.program, (*operands, result))
+            return result
+        made = []
+        for spec, x in zip_longest(found.made, outs):
+            made.append(x if spec is None or x is not None else empty(*spec))
         chosen.launch(found.program, (*operands, *made))
-        return made[0] if found.pack is None else tuple.__new__(found.pack, made)
+        return tuple.__new__(found.pack, made)
 
     def other(
         self,
@@ -190,9 +194,9 @@ class Operation:
         needs: Any,
         out: Any,
         backend: str | Backend | None,
-        form: list[Hashable] | None,
+        key: tuple[Hashable, ...] | None,
     ) -> Any:
-        """Check a call and run it; where it has a form, on the replay of the backend `backend`."""
+        """Check a call and run it; where it has a key, on the replay of the backend `backend`."""
         serial = act.serial
         given = dict(zip(self.operands, operands, strict=True))
         if "residual" in given:
@@ -200,8 +204,8 @@ class Operation:
         values = compress((act, needs, out, *flags), self.taken)
         given.update(zip(compress(self.named, self.taken), values, strict=True))
         p = self.problem(**given)
-        if form is not None:
-            return self._record(p, operands, backend, (serial, *form), act.serial != serial)
+        if key is not None:
+            return self._record(p, operands, backend, key, act.serial != serial)
         chosen: Any = resolve(backend)
         run = getattr(chosen, self.kind, None)
         if run is None:

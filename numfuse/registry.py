@@ -7,43 +7,21 @@ with one line here.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from numfuse.activations import register_compiler
-from numfuse.backends import register
-from numfuse.runtime.dispatch import serve_device, serve_library
-
-__all__ = ["compose"]
-
-
-class _Backend(NamedTuple):
-    """A backend by name.
-
-    Parameters
-    ----------
-    name : str
-    module : str
-        Has the object ``BACKEND``.
-    extra : str, optional
-        Of ``pip install numfuse[extra]``, which the backend needs.
-    compiler : str, optional
-        The module that makes device functions of activations.
-    """
-
-    name: str
-    module: str
-    extra: str | None = None
-    compiler: str | None = None
-
+from numfuse.activations.row import COMPILERS
+from numfuse.backends import SOURCES
+from numfuse.runtime.dispatch import ADAPTERS, DEVICES
 
 # The order is that of `info`.
-_BACKENDS = (
-    _Backend("cpu", "numfuse.backends.cpu", None, "numfuse.backends.cpu.llvm.primitives"),
-    _Backend("cuda", "numfuse.backends.cuda", "cuda", "numfuse.backends.cuda.kernels.elementwise"),
-    _Backend("webgpu", "numfuse.backends.webgpu", "webgpu"),
-    _Backend("reference", "numfuse.backends.reference"),
-)
-#: {root of the module that defines an array's class: the adapter that serves it}
+_BACKENDS = {
+    "cpu": ("numfuse.backends.cpu", None),
+    "cuda": ("numfuse.backends.cuda", "cuda"),
+    "webgpu": ("numfuse.backends.webgpu", "webgpu"),
+    "reference": ("numfuse.backends.reference", None),
+}
+_COMPILERS = {
+    "cpu": ("numfuse.backends.cpu.llvm.primitives", None),
+    "cuda": ("numfuse.backends.cuda.kernels.elementwise", "cuda"),
+}
 _LIBRARIES = {
     "autograd": "numfuse.adapters.autograd",
     "torch": "numfuse.adapters.torch",
@@ -61,10 +39,7 @@ _DLPACK_CUDA = (2, 13)
 
 def compose() -> None:
     """Hand every name to the module that looks it up."""
-    for backend in _BACKENDS:
-        register(backend.name, backend.module, backend.extra)
-        if backend.compiler is not None:
-            register_compiler(backend.name, backend.compiler, backend.extra)
-    for root, adapter in _LIBRARIES.items():
-        serve_library(root, adapter)
-    serve_device("__cuda_array_interface__", _DLPACK_CUDA, "numfuse.adapters.cuda")
+    SOURCES.update(_BACKENDS)
+    COMPILERS.update(_COMPILERS)
+    ADAPTERS.update(_LIBRARIES)
+    DEVICES.append(("__cuda_array_interface__", _DLPACK_CUDA, "numfuse.adapters.cuda"))

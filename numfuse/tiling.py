@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["RUN", "round_up"]
-
 #: Rows of a chunk that are summed one by one.  A chunk of 56 is 7 runs of 8: chains of at most
 #: 7 + 6 additions, where NumPy's pairwise sum has up to 18 in a block of 128 and one more for every
 #: doubling.

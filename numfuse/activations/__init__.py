@@ -16,7 +16,7 @@ from numfuse.activations.formulas import (
     softplus,
     tanh,
 )
-from numfuse.activations.row import Activation, register_compiler
+from numfuse.activations.row import Activation
 from numfuse.activations.table import activation, activations, get
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "gelu_erf",
     "get",
     "none",
-    "register_compiler",
     "relu",
     "short_form",
     "sigmoid",

@@ -23,8 +23,6 @@ from numfuse.activations.row import Activation, Formula
 from numfuse.activations.table import register
 from numfuse.expr import Expr, constant
 
-__all__ = ["short_form"]
-
 
 def _row(number: int | None, source: str) -> Callable[[Formula], Activation]:
     return lambda formula: register(formula, formula.__name__, source, number)
@@ -59,9 +57,7 @@ def none(x: Any) -> Any:
     return x
 
 
-@none.derivative
-def _(x: Any) -> Any:
-    return 1.0
+none.derivative(lambda x: 1.0)
 
 
 @_row(1, "Nair and Hinton 2010, ICML, Rectified linear units")
@@ -69,14 +65,8 @@ def relu(x: Any) -> Any:
     return ex.maximum(x, 0.0)
 
 
-@relu.derivative
-def _(x: Any) -> Any:
-    return ex.where(x > 0.0, 1.0, 0.0)
-
-
-@relu.second_derivative
-def _(x: Any) -> Any:
-    return 0.0
+relu.derivative(lambda x: ex.where(x > 0.0, 1.0, 0.0))
+relu.second_derivative(lambda x: 0.0)
 
 
 # f(x) = x s(v(x)) with an odd v is max(x, 0) - y s(-v(y)), y = |x|: one tail, of known sign, for
@@ -203,9 +193,7 @@ def _(x: Any) -> Any:
     return ex.scaled_bell(3.0 * t + x * (1.0 - 6.0 * ex.scaled_bell(1.0, x)), x)
 
 
-@_row(4, "logistic function, Verhulst 1845")
-def sigmoid(x: Any) -> Any:
-    return ex.sigmoid(x)
+sigmoid = _row(4, "logistic function, Verhulst 1845")(ex.sigmoid)
 
 
 def _sigmoid_prime(x: Any) -> Any:
@@ -226,20 +214,10 @@ sigmoid.second_derivative(_sigmoid_second)
 sigmoid.third_derivative(_sigmoid_third)
 
 
-@_row(5, "hyperbolic tangent")
-def tanh(x: Any) -> Any:
-    return ex.tanh(x)
-
-
+tanh = _row(5, "hyperbolic tangent")(ex.tanh)
 # 1 - tanh^2 = 4 s(2x) s(-2x): the bell, which does not cancel where tanh is near 1.
-@tanh.derivative
-def _(x: Any) -> Any:
-    return ex.scaled_bell(4.0, 2.0 * x)
-
-
-@tanh.second_derivative
-def _(x: Any) -> Any:
-    return ex.scaled_bell(-8.0 * ex.tanh(x), 2.0 * x)
+tanh.derivative(lambda x: ex.scaled_bell(4.0, 2.0 * x))
+tanh.second_derivative(lambda x: ex.scaled_bell(-8.0 * ex.tanh(x), 2.0 * x))
 
 
 @tanh.third_derivative
@@ -285,10 +263,6 @@ def softplus(x: Any) -> Any:
     return ex.maximum(x, 0.0) + ex.log1p(ex.exp(-ex.abs(x)))
 
 
-@softplus.derivative
-def _(x: Any) -> Any:
-    return ex.sigmoid(x)
-
-
+softplus.derivative(ex.sigmoid)
 softplus.second_derivative(_sigmoid_prime)
 softplus.third_derivative(_sigmoid_second)

@@ -18,20 +18,14 @@ from numfuse.language.text import digest
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.interrupts import import_module
 
-__all__ = ["Activation", "Formula", "register_compiler"]
-
 Formula: TypeAlias = Callable[[Any], Any]
 _ORDER_NAMES = ("value", "derivative", "second_derivative", "third_derivative")
 
 
-#: By target: the module that makes device functions of formulas, and the extra it needs.
-_COMPILERS: dict[str, tuple[str, str | None]] = {}
+#: By target: the module with the ``device_function(graph, name)`` that compiles formulas for it,
+#: and the extra of the package that this needs. `numfuse.registry` fills it.
+COMPILERS: dict[str, tuple[str, str | None]] = {}
 _SERIALS = itertools.count()
-
-
-def register_compiler(target: str, module: str, extra: str | None) -> None:
-    """Let `module`, which has a ``device_function(graph, name)``, compile formulas for a target."""
-    _COMPILERS[target] = module, extra
 
 
 def _device_function(target: str, order: int) -> property:
@@ -190,7 +184,7 @@ class Activation:
     def _device(self, target: str, order: int) -> Any:
         made = self._made.get((target, order))
         if made is None:
-            module, extra = _COMPILERS[target]
+            module, extra = COMPILERS[target]
             try:
                 loaded: Any = import_module(module)
             except ModuleNotFoundError as error:

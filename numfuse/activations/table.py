@@ -10,8 +10,6 @@ from typing import Any
 from numfuse.activations.row import Activation, Formula
 from numfuse.language.text import dumps, loads
 
-__all__ = ["TABLE", "activation", "activations", "get", "register"]
-
 #: By name, in the order of definition.
 TABLE: dict[str, Activation] = {}
 

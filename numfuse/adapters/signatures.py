@@ -59,7 +59,7 @@ class Signature:
         self.needs: tuple[str, ...] = parameters["needs"].default if "needs" in parameters else ()
         self.has_out = "out" in parameters
         returned = function.__annotations__["return"]
-        self.result: Any = getattr(results, returned) if returned in results.__all__ else tuple
+        self.result: Any = tuple if returned in ("Any", "Array") else getattr(results, returned)
 
     def checked(self, x: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments by name, in one form, after the checks that need no arrays.

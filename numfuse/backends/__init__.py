@@ -26,27 +26,6 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.problem import product, second_order
 
-__all__ = [
-    "ACTIVE",
-    "DEFAULT",
-    "LOADED",
-    "Backend",
-    "BackendStatus",
-    "Call",
-    "OneRun",
-    "Replaying",
-    "Traits",
-    "active",
-    "backends",
-    "end",
-    "last_call",
-    "latest",
-    "load",
-    "register",
-    "resolve",
-    "use_backend",
-]
-
 
 @dataclass(frozen=True)
 class Traits:
@@ -173,12 +152,9 @@ class Replaying(Protocol):
         ...
 
 
-class _Source(NamedTuple):
-    module: str
-    extra: str | None
-
-
-_SOURCES: dict[str, _Source] = {}
+#: By the backend's name: the module that has the object ``BACKEND``, and the extra of the package
+#: that it needs. `numfuse.registry` fills it.
+SOURCES: dict[str, tuple[str, str | None]] = {}
 #: The backend of calls that name none.
 DEFAULT = "cpu"
 #: The backends that were imported so far, by name.
@@ -187,11 +163,6 @@ LOADED: dict[str, Backend] = {}
 _ended: dict[str, str] = {}
 #: The backend of the `use_backend` block that runs.
 ACTIVE: ContextVar[Backend | None] = ContextVar("numfuse_backend", default=None)
-
-
-def register(name: str, module: str, extra: str | None = None) -> None:
-    """Give a name to the object ``BACKEND`` of a module, which needs `extra` of the package."""
-    _SOURCES[name] = _Source(module, extra)
 
 
 def load(name: str) -> Backend:
@@ -209,27 +180,25 @@ def load(name: str) -> Backend:
         return backend
     if name in _ended:
         raise BackendUnavailable(name, _ended[name])
-    source = _SOURCES.get(name)
-    if source is None:
-        known = ", ".join(repr(known) for known in _SOURCES)
+    if name not in SOURCES:
+        known = ", ".join(map(repr, SOURCES))
         raise ValueError(f"backend must be one of {known} or a backend object, got {name!r}")
+    module, extra = SOURCES[name]
     try:
-        backend = cast(Backend, import_module(source.module).BACKEND)
-    except ModuleNotFoundError as error:
-        if error.name == source.module:
-            reason = "this version of numfuse does not contain it"
-        else:
-            reason = f"the module {error.name} is not installed"
-        raise BackendUnavailable(name, reason, source.extra) from error
+        backend = cast(Backend, import_module(module).BACKEND)
     except BackendUnavailable:
         raise
-    except ImportError as error:
-        raise BackendUnavailable(name, f"its import failed with {error!r}", source.extra) from error
     except Exception as error:
-        # A package that it needs refuses to be imported: as a rule over a variable of its own.
-        told = ", ".join(f"{k}={v!r}" for k, v in os.environ.items() if k.startswith("NUMBA_"))
-        reason = f"its import failed with {error!r}" + (f" ({told})" if told else "")
-        raise BackendUnavailable(name, reason, source.extra) from error
+        reason = f"its import failed with {error!r}"
+        if isinstance(error, ModuleNotFoundError):
+            reason = f"the module {error.name} is not installed"
+            if error.name == module:
+                reason = "this version of numfuse does not contain it"
+        elif not isinstance(error, ImportError):
+            # A package that it needs refuses to be imported: as a rule over a variable of its own.
+            told = ", ".join(f"{k}={v!r}" for k, v in os.environ.items() if k.startswith("NUMBA_"))
+            reason += f" ({told})" if told else ""
+        raise BackendUnavailable(name, reason, extra) from error
     return LOADED.setdefault(name, backend)
 
 
@@ -370,7 +339,7 @@ def backends() -> dict[str, BackendStatus]:
     To find out, each backend is imported. That takes the time of importing Numba.
     """
     found = {}
-    for name in _SOURCES:
+    for name in SOURCES:
         try:
             load(name)
         except BackendUnavailable as error:

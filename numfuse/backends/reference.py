@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.epilogues import Epilogue
 
-__all__ = ["BACKEND", "Reference"]
-
 _F64 = np.dtype(np.float64)
 _LONG = np.dtype(np.longdouble)
 #: Infinities and NaN are results here, and no errors.

@@ -43,7 +43,7 @@ class Curve:
         A number that no other curve of this process ever has.
     """
 
-    __slots__ = ("__weakref__", "_made", "formed", "name", "order", "serial", "trace_of")
+    __slots__ = ("__weakref__", "_made", "derived", "name", "order", "serial", "trace_of")
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Curve:
         self.name, self.order, self.serial = name, order, next(_SERIALS)
         self.trace_of = trace
         #: What was derived from formulas that call it, by who derived it: it goes with the curve.
-        self.formed: dict[Any, Any] = {}
+        self.derived: dict[Any, Any] = {}
         self._made = {} if made is None else made
         self._made[order] = self
 

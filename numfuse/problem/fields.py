@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["FIELDS", "FIELD_OF"]
-
 _FORWARD = ("a", "b", "bias", "residual")
 _BACKWARD = ("grad", "a", "b", "bias", "pre")
 _GRADIENTS = ("d_a", "d_b", "d_bias", "d_residual")

@@ -12,22 +12,6 @@ from typing import Any
 import numpy as np
 from numpy import ndarray
 
-__all__ = [
-    "ACCUMULATORS",
-    "accumulator",
-    "address",
-    "apart",
-    "array_of",
-    "as_plain",
-    "checked",
-    "format_of",
-    "output",
-    "required",
-    "same_dtype",
-    "saved_pre_activation",
-    "shaped",
-]
-
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
 
@@ -257,9 +241,12 @@ def apart(outs: Iterable[ndarray | None], others: Iterable[ndarray | None], in_p
     for out in outs:
         if out is None:
             continue
+        owns = out.flags.owndata
         for x in seen:
+            if x is out and in_place:
+                continue
             # Two arrays that own their memory share none: asking NumPy takes longer.
-            if x is None or (x is not out and x.flags.owndata and out.flags.owndata):
+            if x is None or (owns and x is not out and x.flags.owndata):
                 continue
             if np.may_share_memory(x, out):
                 if not in_place or x.__array_interface__ != out.__array_interface__:

@@ -33,29 +33,8 @@ from numfuse.problem.operands import (
     saved_pre_activation,
     shaped,
 )
-from numfuse.problem.results import (
-    GATED_NEEDS,
-    GEMM_NEEDS,
-    Fields,
-    made_gradients,
-)
+from numfuse.problem.results import GATED_NEEDS, GEMM_NEEDS, Fields, made_gradients
 from numfuse.problem.shapes import fold_rows, gemm_shape, residual_view
-
-__all__ = [
-    "STORED",
-    "GateOperands",
-    "GatedBackwardProblem",
-    "GatedProblem",
-    "GemmBackwardProblem",
-    "GemmProblem",
-    "Layer",
-    "gate_operands",
-    "gated",
-    "gated_backward",
-    "gemm",
-    "gemm_backward",
-    "gemm_residual",
-]
 
 _DType = np.dtype[Any]
 #: A pre-activation that is asked for in the operands' dtype; adapters keep such for a backward.

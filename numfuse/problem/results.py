@@ -10,28 +10,6 @@ from numpy import ndarray
 
 from numfuse.problem.operands import output
 
-__all__ = [
-    "GATED_NEEDS",
-    "GATED_SECOND_NEEDS",
-    "GEMM_NEEDS",
-    "GEMM_SECOND_NEEDS",
-    "RESIDUAL_NEEDS",
-    "RESIDUAL_SECOND_NEEDS",
-    "Fields",
-    "GatedGradients",
-    "GatedSecondGradients",
-    "GemmGradients",
-    "GemmResidualGradients",
-    "GemmResidualSecondGradients",
-    "GemmSecondGradients",
-    "Tangent",
-    "check_needs",
-    "check_outputs",
-    "made_gradients",
-    "settled",
-    "without_terms",
-]
-
 #: Fields of a problem by name.
 Fields: TypeAlias = dict[str, Any]
 

@@ -31,17 +31,6 @@ from numfuse.problem.results import (
 )
 from numfuse.problem.shapes import fold_rows
 
-__all__ = [
-    "GatedDoubleBackwardProblem",
-    "GatedTangentProblem",
-    "GemmDoubleBackwardProblem",
-    "GemmTangentProblem",
-    "gated_double_backward",
-    "gated_tangent",
-    "gemm_double_backward",
-    "gemm_tangent",
-]
-
 
 @dataclass(slots=True, eq=False, repr=False)
 class GemmDoubleBackwardProblem(GemmBackwardProblem):

@@ -10,20 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy import ndarray
 
-__all__ = [
-    "GemmShape",
-    "as_one",
-    "equal",
-    "fold_rows",
-    "gemm_shape",
-    "merge_axes",
-    "merge_rows",
-    "residual_view",
-    "runs_of_rows",
-    "shares_weights",
-    "sum_to",
-]
-
 Shape = tuple[int, ...]
 
 _ROW = (..., None, slice(None))  # puts back the M axis of a 1-D a

@@ -12,8 +12,6 @@ import os
 import uuid
 from pathlib import Path
 
-__all__ = ["damaged", "read", "tell", "unsaid", "write"]
-
 _REMEDY = "set NUMBA_CACHE_DIR to a directory of your own with room in it"
 _TOLD: set[str] = set()
 _UNSAID: list[str] = []

@@ -27,8 +27,6 @@ from numba.core.compiler_lock import global_compiler_lock
 from numfuse.runtime import binaries
 from numfuse.runtime.interrupts import deferred
 
-__all__ = ["compiled"]
-
 _T = TypeVar("_T")
 
 #: Seconds that a fork waits for the compilations of other threads.  A kernel of numfuse takes up to

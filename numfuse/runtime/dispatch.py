@@ -9,35 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy import generic, ndarray
-
-__all__ = [
-    "ADAPTERS",
-    "AGAIN",
-    "PLAIN",
-    "adapter_for",
-    "adapter_of",
-    "serve",
-    "serve_device",
-    "serve_library",
-]
 
 #: {root of the module that defines an array's class: the module that serves it}. An adapter has the
 #: public functions under their own names, with the same signatures.
 ADAPTERS: dict[str, str] = {}
-
-
-class _Device(NamedTuple):
-    """How an array of any library says that it is on a kind of device, and who serves it then."""
-
-    attribute: str
-    dlpack_types: tuple[int, ...]
-    adapter: str
-
-
-_DEVICES: list[_Device] = []
+#: How an array of any other library says that it is on a kind of device, and who serves it then: an
+#: attribute of its class, else DLPack with one of its device types; the adapter.
+DEVICES: list[tuple[str, tuple[int, ...], str]] = []
 
 #: What needs no adapter: the public functions compare types with these before anything else.
 PLAIN = frozenset({ndarray, type(None)})
@@ -51,19 +32,6 @@ AGAIN: dict[type, Callable[..., Any]] = {}
 _LOADED: dict[str, ModuleType] = {}
 #: By class, of those that were met: the adapter, None of what needs none.
 _SERVED: dict[type, ModuleType | None] = {ndarray: None, type(None): None}
-
-
-def serve_library(root: str, adapter: str) -> None:
-    """Let a module serve the arrays whose class is defined below `root`."""
-    ADAPTERS[root] = adapter
-
-
-def serve_device(attribute: str, dlpack_types: tuple[int, ...], adapter: str) -> None:
-    """Let a module serve the arrays of any other library that are on a kind of device.
-
-    They say so by an attribute of their class, or by DLPack, with one of its device types.
-    """
-    _DEVICES.append(_Device(attribute, dlpack_types, adapter))
 
 
 def serve(adapter: ModuleType, kinds: Iterable[type]) -> None:
@@ -106,12 +74,8 @@ def adapter_of(**operands: Any) -> ModuleType | None:
     if not found:
         return None
     module, name = next(iter(found.items()))
-    text = f"{type(operands[name]).__module__}.{type(operands[name]).__qualname__}"
     if len(found) > 1:
-        kinds = ", ".join(
-            f"{name} {type(operands[name]).__module__}.{type(operands[name]).__qualname__}"
-            for name in found.values()
-        )
+        kinds = ", ".join(f"{name} {_kind(operands[name])}" for name in found.values())
         raise TypeError(f"the operands must be arrays of one kind, got {kinds}")
     loaded = _LOADED.get(module)
     if loaded is not None:
@@ -125,13 +89,18 @@ def adapter_of(**operands: Any) -> ModuleType | None:
         if error.name is None or not module.startswith(error.name):
             raise
         raise TypeError(
-            f"{name} must be a NumPy array, got {text}: this version of numfuse has no {module} to "
-            f"serve it; convert it to NumPy yourself if its gradient and device do not matter"
+            f"{name} must be a NumPy array, got {_kind(operands[name])}: this version of numfuse "
+            f"has no {module} to serve it; convert it to NumPy yourself if its gradient and device "
+            f"do not matter"
         ) from error
 
 
 #: Of the classes met so far that the libraries themselves define.
 _KNOWN: dict[type, str | None] = {}
+
+
+def _kind(x: Any) -> str:
+    return f"{type(x).__module__}.{type(x).__qualname__}"
 
 
 def _root(kind: type) -> str:
@@ -151,9 +120,9 @@ def _adapter_name(kind: type) -> str | None:
 def _protocol_name(x: Any) -> str | None:
     if isinstance(x, (ndarray, generic)):
         return None
-    for device in _DEVICES:
-        if hasattr(type(x), device.attribute):
-            return device.adapter
+    for attribute, _, adapter in DEVICES:
+        if hasattr(type(x), attribute):
+            return adapter
     place = getattr(type(x), "__dlpack_device__", None)
     kind = None if place is None else place(x)[0]
-    return next((d.adapter for d in _DEVICES if kind in d.dlpack_types), None)
+    return next((adapter for _, types, adapter in DEVICES if kind in types), None)

@@ -20,8 +20,6 @@ from collections.abc import Callable
 from types import FrameType, ModuleType
 from typing import Any, Generic, TypeVar
 
-__all__ = ["deferred", "import_module"]
-
 _T = TypeVar("_T")
 
 

@@ -18,8 +18,6 @@ from numba.core import codegen
 from numba.core.ccallback import CFunc
 from numba.core.registry import CPUDispatcher, CPUTarget, cpu_target
 
-__all__ = ["Code", "function", "inlined"]
-
 
 class _Library(codegen.CPUCodeLibrary):
     """Functions to be linked into others, and the object file of a kernel."""

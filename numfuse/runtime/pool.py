@@ -11,8 +11,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
-__all__ = ["FreeBlocks"]
-
 T = TypeVar("T")
 
 

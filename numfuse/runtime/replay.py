@@ -14,8 +14,6 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 from numfuse.language.graph import Expr
 from numfuse.runtime.lifetimes import Ties, formulas_of, named
 
-__all__ = ["Recording", "Replay", "Statistics", "kept"]
-
 Program = TypeVar("Program")
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -9,8 +9,6 @@ from typing import Any, Self
 
 import numpy as np
 
-__all__ = ["Strided", "contiguous", "walk"]
-
 
 def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
     """Return the strides of an array in C order: in elements, or with `itemsize` in bytes."""

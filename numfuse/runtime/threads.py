@@ -10,8 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["at_most", "share"]
-
 
 class _Share(threading.local):
     #: None: as many as the backend's own setting.

@@ -14,8 +14,6 @@ import numpy as np
 from numpy import ndarray
 from numpy.lib.stride_tricks import as_strided
 
-__all__ = ["GhostViews", "address", "bounds"]
-
 
 def address(x: ndarray) -> int:
     """Return where the first element of `x` lies."""

@@ -285,3 +285,24 @@ def test_a_saved_pre_activation_is_an_operand_where_nothing_is_left_to_sum(backe
             pre, x, b, None, "gelu", pre_activation=pre, backend=backend
         )
         assert found.d_a.shape == (0, 4) and not found.d_b.any()
+
+
+def test_a_call_that_comes_again_refuses_an_empty_tuple_of_outputs():
+    x = np.ones((5, 5), np.float32)
+    for _ in range(2):
+        nf.silu_mul_bwd(x, x, x)
+    with pytest.raises(ValueError, match="out must have 2 entries"):
+        nf.silu_mul_bwd(x, x, x, out=())
+
+
+def test_the_stride_of_an_axis_of_length_one_changes_nothing():
+    """Guards: an array in one piece is known by its shape, whatever strides it tells."""
+    rng = np.random.default_rng(7)
+    wide, b = rng.standard_normal((6, 40), np.float32), rng.standard_normal((40, 3), np.float32)
+    odd = np.lib.stride_tricks.as_strided(wide[2], (1, 40), (52, 4))
+    for a in (wide[:1].copy(), odd, wide[3:4]):
+        assert a.flags.c_contiguous
+        layer, gate = nf.matmul_bias_activation(a, b, None, "gelu"), nf.silu_mul(a, a)
+        own = a.copy()
+        assert (bits(layer) == bits(nf.matmul_bias_activation(own, b, None, "gelu"))).all()
+        assert (bits(gate) == bits(nf.silu_mul(own, own))).all()
