@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy import ndarray
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from numfuse.activations import Activation, get
+from numfuse.adapters.torch import replayed
 from numfuse.adapters.torch.kept import FINITE, Way, way
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import array_over, to_tensor, watched
@@ -99,14 +101,21 @@ def run(
         cuda = on_cuda()
         x = operation, operands, activation, flags, needs, None, backend
         return cuda.run(*x, cuda.checked, flipped) if flipped else cuda.run(*x)
+    found = replayed.run(operation, operands, activation, flags, needs, backend, flipped)
+    if found is not None:
+        return found
     arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
+    out: Any = None
     if flipped:
-        arrays[flipped] = arrays[flipped].T
-    found = operation(tuple(arrays), activation, flags, needs, None, backend)
+        weight = arrays[flipped]
+        arrays[flipped] = weight.T
+        if "b" in needs:
+            out = None, np.empty(weight.shape, weight.dtype).T, None
+    found = operation(tuple(arrays), activation, flags, needs, out, backend)
     if type(found) is ndarray:
         return to_tensor(found)
     made: list[Any] = [None if x is None else to_tensor(x) for x in found]
-    if flipped and "b" in needs:
+    if out is not None:
         made[1] = made[1].t()
     return tuple.__new__(type(found), made)
 

@@ -1,0 +1,168 @@
+"""Calls on tensors of the CPU that come again, by the addresses of their memory.
+
+A NumPy array over each tensor would take as long as the call. What is asked here is the replay of
+`numfuse.operations`, which has the call as one of NumPy's arrays recorded it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Hashable, Sequence
+from functools import cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import empty_like
+
+from numfuse.activations import table
+from numfuse.backends import ACTIVE, DEFAULT, LOADED
+from numfuse.operations import Operation
+from numfuse.runtime.replay import Replay
+
+#: An object behind whose header stands the address of its memory, as behind an array's.
+_place = ctypes.c_char.from_address
+
+
+@cache
+def _reads_places() -> bool:
+    """Whether such an object is what a launch of the CPU takes it for."""
+    from numfuse.backends.cpu.launch.entries import HEADER, OBJECTS_CAN_BE_READ
+
+    memory = ctypes.c_char()
+    at = ctypes.addressof(memory)
+    found = ctypes.c_void_p.from_address(id(probe := _place(at)) + HEADER).value
+    return OBJECTS_CAN_BE_READ and found == at and probe is not memory
+
+
+@cache
+def _dtypes() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Return NumPy's dtypes by PyTorch's, and back."""
+    import ml_dtypes
+
+    kinds = {
+        torch.float64: np.dtype(np.float64),
+        torch.float32: np.dtype(np.float32),
+        torch.float16: np.dtype(np.float16),
+        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
+    }
+    return kinds, {ours: theirs for theirs, ours in kinds.items()}
+
+
+class _Known(NamedTuple):
+    """What a call on tensors of known forms is to `numfuse.operations`."""
+
+    #: Its fingerprint there.
+    key: tuple[Hashable, ...]
+    #: The bits of an address of which one makes a tensor unaligned.
+    mask: int
+    #: Of each result an array of its form, of a single element; None where there is none.
+    results: tuple[Any, ...]
+
+
+#: By operation, options and forms of tensors.
+_KNOWN: Replay[_Known] = Replay(1024, 0)
+
+
+def run(
+    operation: Operation,
+    operands: Sequence[Any],
+    activation: Any,
+    flags: tuple[bool | str, ...],
+    needs: Any,
+    backend: Any,
+    flipped: int,
+) -> Any:
+    """Return the result of a call that was recorded, or None.
+
+    `flipped` is the place of a matrix b that is given transposed, as its gradient is returned.
+    """
+    act: Any = table.TABLE.get(activation) if type(activation) is str else activation
+    chosen: Any = ACTIVE.get() if backend is None else backend
+    if chosen is None or type(chosen) is str:
+        chosen = LOADED.get(DEFAULT if chosen is None else chosen)
+    form: list[Any] = [operation, getattr(act, "serial", None), flags, needs, flipped, chosen]
+    places: list[Any] = []
+    bits = 0
+    for x in operands:
+        if x is None:
+            form.append(None)
+            places.append(None)
+        else:
+            at = x.data_ptr()
+            if x.is_neg():  # its memory has not its values
+                return None
+            bits |= at
+            places.append(_place(at))
+            form += x.shape, x.stride(), x.dtype
+    asked = tuple(form)
+    known = _KNOWN.find(asked)
+    if known is None:
+        known = _read(operation, operands, asked)
+        if known is None:
+            return None
+    replay = chosen.replay
+    found = replay.find(known.key)
+    if found is not None and found.varies is not None:
+        found = replay.find((known.key, found.varies()))
+    if found is None or found.program.zeroed or found.program.sums or bits & known.mask:
+        return None
+    made: list[Any] = []
+    for like in known.results:
+        if like is None:
+            made.append(None)
+            places.append(None)
+        else:
+            x = empty_like(like)
+            made.append(x)
+            places.append(_place(x.data_ptr()))
+    chosen.launch(found.program, tuple(places))
+    return made[0] if found.pack is None else tuple.__new__(found.pack, made)
+
+
+def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...]) -> _Known | None:
+    """Return what a call is, and keep it; None if it is not of the CPU, or was not recorded."""
+    _, serial, flags, needs, flipped, chosen, *_ = asked
+    replay = getattr(chosen, "replay", None)
+    if type(replay) is not Replay or chosen.name != "cpu" or not _reads_places():
+        return None
+    dtypes, tensors = _dtypes()
+    key: list[Hashable] = [serial, operation.name, flags, needs]
+    for i, x in enumerate(operands):
+        if x is None:
+            key.append(None)
+            continue
+        dtype = dtypes.get(x.dtype)
+        turned = i == flipped and i > 0
+        if not x.numel() or dtype is None or (turned and 1 in x.shape):
+            return None
+        steps = tuple([step * dtype.itemsize for step in x.stride()])
+        if turned:
+            key += x.shape[::-1], dtype, steps[::-1]
+        elif x.is_contiguous():
+            key += x.shape, dtype
+        else:
+            key += x.shape, dtype, steps
+    flips = -1
+    if flipped and "b" in needs:
+        flips, b = 1, operands[flipped]
+        outs: list[Any] = [None] * len(operation.needs)
+        steps = tuple([step * dtype.itemsize for step in (1, b.shape[1])])
+        key += len(outs), None, b.shape[::-1], dtype, steps, *outs[2:]
+    found = replay.find(tuple(key))
+    if found is not None and found.varies is not None:
+        found = replay.find((*key, found.varies()))
+    if found is None:
+        return None
+    results = []
+    for i, spec in enumerate(found.made):
+        one: Any = None
+        if spec is not None:
+            shape, dtype = spec
+            several = prod(shape) > 1  # (else it would keep strides of 0)
+            one = torch.empty(() if several else shape, dtype=tensors[dtype], device="cpu")
+            one = one.expand(shape[::-1] if i == flips else shape)
+        results.append(one)
+    known = _Known(tuple(key), dtype.itemsize - 1, tuple(results))
+    return _KNOWN.keep(asked, known)
