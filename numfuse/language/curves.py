@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from numfuse.language.graph import SYMBOL, Expr, constant, intern, node, topological
+from numfuse.language.graph import SYMBOL, Expr, bottom_up, constant, intern, node, topological
 
 __all__ = [
     "Curve",
@@ -143,15 +143,13 @@ def expand(exprs: Iterable[Expr], trace: Callable[[Curve], Expr] | None = None) 
 
     `trace` gives the graph of a curve where that is not its own.
     """
-    exprs = tuple(exprs)
-    made: dict[Expr, Expr] = {}
-    for e in topological(exprs):
-        args = [made[a] for a in e.args]
-        if isinstance(e.payload, Curve):
-            made[e] = substitute(trace(e.payload) if trace else e.payload.trace, args[0])
-        else:
-            made[e] = rebuilt(e, args)
-    return tuple(made[e] for e in exprs)
+
+    def rule(e: Expr, args: list[Expr]) -> Expr:
+        if not isinstance(e.payload, Curve):
+            return rebuilt(e, args)
+        return substitute(trace(e.payload) if trace else e.payload.trace, args[0])
+
+    return bottom_up(exprs, rule)
 
 
 def inputs(exprs: Iterable[Expr]) -> tuple[str, ...]:
@@ -166,8 +164,4 @@ def substitute(expr: Expr, argument: Expr) -> Expr:
 
 def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[Expr, ...]:
     """Return the graphs with other expressions in the place of some leaves."""
-    exprs = tuple(exprs)
-    made: dict[Expr, Expr] = {}
-    for e in topological(exprs):
-        made[e] = rebuilt(e, [made[a] for a in e.args]) if e.args else leaves.get(e, e)
-    return tuple(made[e] for e in exprs)
+    return bottom_up(exprs, lambda e, args: rebuilt(e, args) if args else leaves.get(e, e))

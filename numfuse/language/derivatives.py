@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations_with_replacement
 
 from numfuse.language.curves import Curve, call, present
-from numfuse.language.graph import Expr, constant, node, topological
+from numfuse.language.graph import Expr, bottom_up, constant, node, topological
 from numfuse.language.operations import OPERATIONS, TRUTH
 
 __all__ = ["forward", "reverse", "second_order"]
@@ -96,27 +96,17 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
 def forward(exprs: Sequence[Expr], tangents: Mapping[Expr, Expr | None]) -> tuple[Expr | None, ...]:
     """Return the derivatives of the graphs along tangents of their leaves.
 
-    Parameters
-    ----------
-    exprs : sequence of Expr
-    tangents : mapping
-        {leaf: its tangent}; a leaf that is left out, or whose tangent is None, does not move.
-
-    Returns
-    -------
-    tuple of Expr or None
-        None where a graph does not depend on what moves.
+    A leaf that `tangents` lacks, or whose tangent is None, does not move; the derivative of a graph
+    of such leaves is None.
     """
-    made: dict[Expr, Expr | None] = {}
-    for e in topological(exprs):
+
+    def rule(e: Expr, d: list[Expr | None]) -> Expr | None:
         if not e.args:
-            made[e] = tangents.get(e)
-        elif e.op in TRUTH:
-            made[e] = None
-        else:
-            # a condition has no derivative; its slot stays, so that operands keep their places
-            made[e] = _rule(e, [made[a] for a in e.args])
-    return tuple(made[e] for e in exprs)
+            return tangents.get(e)
+        # a condition has no derivative; its slot stays, so that operands keep their places
+        return None if e.op in TRUTH else _rule(e, d)
+
+    return bottom_up(exprs, rule)
 
 
 def reverse(
@@ -124,17 +114,7 @@ def reverse(
 ) -> tuple[Expr | None, ...]:
     """Return the gradients by `leaves` of the graphs, each weighted with its cotangent.
 
-    Parameters
-    ----------
-    exprs : sequence of Expr
-    cotangents : sequence of Expr or None
-        As many as graphs; None is zero.
-    leaves : sequence of Expr
-
-    Returns
-    -------
-    tuple of Expr or None
-        None for a leaf that nothing depends on.
+    A cotangent that is None is zero; the gradient by a leaf that nothing depends on is None.
     """
     weight: dict[Expr, Expr | None] = {}
     for e, cotangent in zip(exprs, cotangents, strict=True):

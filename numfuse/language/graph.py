@@ -18,7 +18,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -42,6 +42,7 @@ __all__ = [
 Payload: TypeAlias = "Fraction | float | str | Curve | None"
 
 _Operator: TypeAlias = "Callable[[Expr, Any], Expr]"
+_Made = TypeVar("_Made")
 
 #: Characters of a graph's text. What is used twice stands there twice, so that the text of a small
 #: graph can be longer than any memory.
@@ -370,3 +371,14 @@ def topological(exprs: Iterable[Expr]) -> list[Expr]:
             stack.append((e, True))
             stack.extend((a, False) for a in reversed(e.args))
     return list(order)
+
+
+def bottom_up(
+    exprs: Iterable[Expr], rule: Callable[[Expr, list[_Made]], _Made]
+) -> tuple[_Made, ...]:
+    """Return what a rule makes of each graph: of a node, and of what it made of the operands."""
+    exprs = tuple(exprs)
+    made: dict[Expr, _Made] = {}
+    for e in topological(exprs):
+        made[e] = rule(e, [made[a] for a in e.args])
+    return tuple(made[e] for e in exprs)

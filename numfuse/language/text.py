@@ -9,7 +9,6 @@ import json
 import weakref
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from numfuse.language.curves import Curve, leaf
 from numfuse.language.graph import SYMBOL, Expr, Payload, constant, intern, topological
@@ -99,8 +98,4 @@ def _load_one(text: str) -> Expr:
     return loads(text)[0]
 
 
-def _reduced(expr: Expr) -> tuple[Any, ...]:
-    return _load_one, (dumps((expr,)),)
-
-
-copyreg.pickle(Expr, _reduced)
+copyreg.pickle(Expr, lambda expr: (_load_one, (dumps((expr,)),)))
