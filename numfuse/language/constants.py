@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["exact", "fits", "rounded_value", "split"]
-
 #: Bits of the numerator and the denominator of a constant: the smallest float64 is 2^-1074, its 53
 #: bits in decimals have 767 digits (2548 bits), and products of two such are still exact.  A text
 #: of more than 4300 digits is one that Python does not read back.

@@ -9,38 +9,15 @@ from typing import Any
 
 from numfuse.language.graph import SYMBOL, Expr, bottom_up, constant, intern, node, topological
 
-__all__ = [
-    "Curve",
-    "call",
-    "expand",
-    "inputs",
-    "leaf",
-    "merged",
-    "present",
-    "rebuilt",
-    "replace_leaves",
-    "substitute",
-]
-
 _SERIALS = itertools.count()
 
 
 class Curve:
     """A function of one variable that a formula calls, with the derivatives that it brings.
 
-    Parameters
-    ----------
-    name : str
-    trace : callable
-        From an order to the graph, in the symbol, of that derivative; ValueError where there is
-        none. It is asked for what a formula needs, and for no more.
-    order : int, default 0
-        Which derivative this curve is the value of.
-
-    Attributes
-    ----------
-    serial : int
-        A number that no other curve of this process ever has.
+    `trace` maps an order to the graph, in the symbol, of that derivative; ValueError where there is
+    none. It is asked for what a formula needs, and for no more. `order` is which derivative this
+    curve is the value of, and `serial` a number that no other curve of this process ever has.
     """
 
     __slots__ = ("__weakref__", "_made", "formed", "name", "order", "serial", "trace_of")

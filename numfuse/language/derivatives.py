@@ -11,13 +11,11 @@ A derivative that is zero everywhere is None: what it would multiply is left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from numfuse.language.curves import Curve, call, present
 from numfuse.language.graph import Expr, bottom_up, constant, node, topological
 from numfuse.language.operations import OPERATIONS, TRUTH
-
-__all__ = ["forward", "reverse"]
 
 
 def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
@@ -32,12 +30,19 @@ def _is_zero(e: Expr) -> bool:
     return e.op == "const" and e.payload == 0
 
 
-def _scaled(e: Expr, d: list[Expr | None], inner: Callable[[Expr, Expr], Expr]) -> Expr | None:
+def _scaled(e: Expr, d: list[Expr | None]) -> Expr | None:
     """factor * f(hi + lo): factor' * f + factor * f' * (hi' + lo')."""
     factor, hi, lo = e.args
     first = None if d[0] is None else node(e.op, d[0], hi, lo)
     move = _sum(d[1], d[2])
-    return _sum(first, None if move is None else inner(factor * move, hi + lo))
+    if move is None:
+        return first
+    factor = factor * move
+    if e.op == "scaled_bell":
+        # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
+        factor = -factor * node("tanh", 0.5 * (hi + lo))
+    slope = "scaled_exp" if e.op == "scaled_exp" else "scaled_bell"
+    return _sum(first, node(slope, factor, hi, lo))
 
 
 def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
@@ -71,17 +76,8 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
             assert isinstance(e.payload, Curve)
             slope = call(e.payload.derivative(), a[0])
             return None if _is_zero(slope) else _times(slope, d[0])
-        case "scaled_exp":
-            return _scaled(e, d, lambda factor, _: node("scaled_exp", factor, a[1], a[2]))
-        case "scaled_sigmoid":
-            return _scaled(e, d, lambda factor, _: node("scaled_bell", factor, a[1], a[2]))
-        case "scaled_bell":
-            # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
-            return _scaled(
-                e,
-                d,
-                lambda factor, h: node("scaled_bell", -factor * node("tanh", 0.5 * h), a[1], a[2]),
-            )
+        case "scaled_exp" | "scaled_sigmoid" | "scaled_bell":
+            return _scaled(e, d)
     out: Expr | None = None
     partials = OPERATIONS[e.op].partials
     assert partials is not None  # (all others have a case)

@@ -14,8 +14,6 @@ from numfuse.language.curves import expand
 from numfuse.language.graph import SYMBOL, Expr, bottom_up, rounded
 from numfuse.language.operations import OPERATIONS
 
-__all__ = ["apply", "evaluate", "values"]
-
 
 def apply(op: str, *args: Any) -> Any:
     """One operation over arrays: computed in float64, given back in the arrays' common dtype.

@@ -28,17 +28,6 @@ from numfuse.language.operations import TRUTH, UFUNCS
 if TYPE_CHECKING:
     from numfuse.language.curves import Curve
 
-__all__ = [
-    "SYMBOL",
-    "Expr",
-    "Payload",
-    "constant",
-    "intern",
-    "node",
-    "rounded",
-    "topological",
-]
-
 Payload: TypeAlias = "Fraction | float | str | Curve | None"
 
 _Operator: TypeAlias = "Callable[[Expr, Any], Expr]"
@@ -68,6 +57,11 @@ def _refuse(done: str, remedy: str) -> NoReturn:
         f"a formula is recorded once with a symbol, which has no value, so it cannot {done}: "
         f"{remedy}"
     )
+
+
+def _refused(done: str, remedy: str) -> Callable[..., NoReturn]:
+    """Return a method that a symbol cannot have."""
+    return lambda self, *args, **options: _refuse(done, remedy)
 
 
 def _operator(op: str) -> tuple[_Operator, _Operator]:
@@ -133,12 +127,10 @@ class Expr:
             "numfuse.expr.exp(p * numfuse.expr.log(x))",
         )
 
-    def __rpow__(self, base: Any) -> NoReturn:
-        _refuse("be an exponent", "write numfuse.expr.exp(x * log_of_the_base)")
-
-    def _whole(self, *_: Any) -> NoReturn:
-        _refuse("be rounded or divided with a remainder", "an activation is made of smooth pieces")
-
+    __rpow__ = _refused("be an exponent", "write numfuse.expr.exp(x * log_of_the_base)")
+    _whole = _refused(
+        "be rounded or divided with a remainder", "an activation is made of smooth pieces"
+    )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _whole
     __round__ = __floor__ = __ceil__ = __trunc__ = _whole
 
@@ -161,32 +153,21 @@ class Expr:
         return node("negation", self)
 
     # --- what a symbol cannot do ------------------------------------------------------------
-    def __bool__(self) -> bool:
-        _refuse(
-            "decide a branch (if, while, and, or, not, a chain like 0 < x < 1, min, max)",
-            "write numfuse.expr.where(condition, a, b), conditions joined with & | ~ in "
-            "parentheses, or numfuse.expr.maximum and minimum",
-        )
-
-    def _number(self, *_: Any) -> NoReturn:
-        _refuse(
-            "become a Python number (float(x), int(x), math.exp(x))",
-            "write numfuse.expr.exp(x) for math.exp(x), likewise sqrt, tanh, erf, log, log1p; "
-            "no float() is needed",
-        )
-
-    __float__ = __int__ = __complex__ = __index__ = _number
-
-    def _sequence(self, *_: Any) -> NoReturn:
-        _refuse(
-            "be iterated, indexed or measured",
-            "a formula maps one scalar to one scalar; it is applied to every element by the kernel",
-        )
-
-    __iter__ = __len__ = __getitem__ = __contains__ = _sequence
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("become an array", "use the functions of numfuse.expr, which take symbols")
+    __bool__ = _refused(
+        "decide a branch (if, while, and, or, not, a chain like 0 < x < 1, min, max)",
+        "write numfuse.expr.where(condition, a, b), conditions joined with & | ~ in "
+        "parentheses, or numfuse.expr.maximum and minimum",
+    )
+    __float__ = __int__ = __complex__ = __index__ = _refused(
+        "become a Python number (float(x), int(x), math.exp(x))",
+        "write numfuse.expr.exp(x) for math.exp(x), likewise sqrt, tanh, erf, log, log1p; "
+        "no float() is needed",
+    )
+    __iter__ = __len__ = __getitem__ = __contains__ = _refused(
+        "be iterated, indexed or measured",
+        "a formula maps one scalar to one scalar; it is applied to every element by the kernel",
+    )
+    __array__ = _refused("become an array", "use the functions of numfuse.expr, which take symbols")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         same, other = UFUNCS.get(ufunc.__name__), _OTHER_UFUNC.get(ufunc.__name__)

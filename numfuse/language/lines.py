@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from numfuse.language.graph import Expr, topological
 
-__all__ = ["INFIX", "assignments"]
-
 #: Operations that Python and WGSL write with a sign.
 INFIX = {
     "add": "+",

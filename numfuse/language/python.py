@@ -8,16 +8,36 @@ would have other bits alone than together with its value.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from numfuse.language.bounds import Range, ranges
 from numfuse.language.coefficients import GROWTH_FACTOR
 from numfuse.language.curves import expand, merged
 from numfuse.language.graph import Expr, bottom_up, constant, node, rounded, topological
 from numfuse.language.lines import INFIX, assignments
+from numfuse.language.operations import ANY, OPERATIONS, Range, absolute, hull
 
-__all__ = ["render"]
+
+def ranges(exprs: Iterable[Expr]) -> dict[Expr, Range]:
+    """The range of every node over every finite x, by interval arithmetic.
+
+    It is wider than the truth where operands depend on each other. A target may drop what a bound
+    makes needless: a sign that is known, a factor that cannot overflow.
+    """
+    found: dict[Expr, Range] = {}
+    for e in topological(exprs):
+        row = OPERATIONS.get(e.op)
+        if e.op == "const":
+            value = float(rounded(e, "float64"))
+            found[e] = hull((value, value))
+        elif row is None or row.bounds is None:
+            found[e] = ANY
+        elif e.op in ("mul", "product") and e.args[0] is e.args[1]:
+            least, greatest = absolute(found[e.args[0]])
+            found[e] = least * least, greatest * greatest
+        else:
+            found[e] = row.bounds(*(found[a] for a in e.args))
+    return found
 
 
 def _lowered(op: str, args: list[Expr]) -> Expr:

@@ -14,12 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.language import arithmetic, bounds, coefficients, curves, lines, operations, python
-
-__all__ = ["SOURCES", "Target", "primitives"]
+from numfuse.language import arithmetic, coefficients, curves, lines, operations, python
 
 #: The texts from which the code of a formula is made: a cache of compiled code depends on them.
-_MODULES = (arithmetic, bounds, coefficients, curves, lines, operations, python)
+_MODULES = (arithmetic, coefficients, curves, lines, operations, python)
 SOURCES = [pathlib.Path(__file__), *(pathlib.Path(str(x.__file__)) for x in _MODULES)]
 
 

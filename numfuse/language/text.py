@@ -14,8 +14,6 @@ from numfuse.language.curves import Curve, leaf
 from numfuse.language.graph import SYMBOL, Expr, Payload, constant, intern, topological
 from numfuse.language.operations import OPERATIONS
 
-__all__ = ["digest", "dumps", "loads"]
-
 #: Curves by their text: what is read again is the same curve, as long as that lives.
 _CURVES: weakref.WeakValueDictionary[str, Curve] = weakref.WeakValueDictionary()
 

@@ -13,8 +13,6 @@ from numfuse.language.graph import SYMBOL, Expr, bottom_up, rounded, topological
 from numfuse.language.lines import INFIX, assignments
 from numfuse.language.wgsl_arithmetic import literal, primitives, real
 
-__all__ = ["epilogue", "function", "prelude"]
-
 _INFIX = {**INFIX, "product": "*", "both": "&", "either": "|"}
 _LINE = "    let {} = {};"
 _BUILTIN = {"abs", "sqrt"}

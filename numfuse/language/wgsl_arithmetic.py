@@ -28,8 +28,6 @@ import numpy as np
 
 from numfuse.language.coefficients import POLYNOMIALS, horner, numbers
 
-__all__ = ["literal", "primitives", "real"]
-
 
 def literal(value: float, dtype: str) -> str:
     """Return the shortest decimal that reads back as this number of the dtype."""

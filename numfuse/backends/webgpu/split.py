@@ -21,15 +21,12 @@ from typing import Any, TypeAlias
 from numpy import ndarray
 
 from numfuse.backends.webgpu.device.device import Device
-from numfuse.backends.webgpu.lower.elementwise import zero
-from numfuse.backends.webgpu.lower.gates import GATES
+from numfuse.backends.webgpu.lower.elementwise import GATES, zero
 from numfuse.backends.webgpu.lower.layers import LAYERS
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.shapes import as_one
-
-__all__ = ["run"]
 
 #: First and last of each axis of the batch, of M and of N; of a gate, of each axis.
 _Piece: TypeAlias = tuple[tuple[int, int], ...]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.backends.webgpu.contract.check import Compared
 
-__all__ = ["ContractBackend"]
-
 #: Element types of an array that cannot be meant for f32.
 _OTHER_ELEMENTS = ("u32", "i32", "f16", "f64", "u64", "i64", "atomic", "bool")
 #: How alike a name must be to one of the contract's to be taken for a mistake in writing it: one
@@ -193,10 +191,7 @@ class ContractBackend:
     def require(self, *names: str, one: bool = False) -> str:
         """Return the first of these entry points that the module has.
 
-        Raises
-        ------
-        ValueError
-            It lacks one of them; with `one`, all.
+        ValueError if it lacks one of them; with `one`, all.
         """
         found = [name for name in names if name in self.entry_points]
         if found and (one or len(found) == len(names)):

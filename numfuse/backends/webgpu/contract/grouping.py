@@ -17,8 +17,6 @@ from numfuse.backends.webgpu.device.memory import Binding, Buffer
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
 
-__all__ = ["Array", "Grouping", "Step"]
-
 _F32 = np.dtype(np.float32)
 
 

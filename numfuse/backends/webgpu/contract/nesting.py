@@ -6,8 +6,6 @@ import re
 
 from numfuse.backends.webgpu.contract.source import declarations, without_comments
 
-__all__ = ["MOST", "PER_LEVEL", "depth"]
-
 #: Levels that a module may nest. The largest ones, a call or an index within another, take wgpu
 #: (0.32, with the driver behind it) 3.5 KB of the stack: these are 0.9 MB. The smallest stack that
 #: a thread of Python has unless asked is that of Windows, of 2 MB; on Linux it is 8.

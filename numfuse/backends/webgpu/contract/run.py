@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
     from numfuse.problem.product import GemmBackwardProblem, GemmProblem
 
-__all__ = ["backward", "forward", "gated", "gated_backward"]
-
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
 #: Of the contract's workgroups along M and along a line.

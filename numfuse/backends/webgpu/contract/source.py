@@ -13,8 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Module", "Variable", "declarations", "parse", "without_comments"]
-
 _END = "; \t\r\n"
 _LINE_END = "\n\v\f\r\u0085\u2028\u2029"
 _COMMENT = re.compile(rf"//[^{_LINE_END}]*|/\*")
@@ -96,10 +94,7 @@ class Module:
     def workgroup(self, entry_point: str) -> tuple[int, int, int]:
         """The size of a workgroup.
 
-        Raises
-        ------
-        ValueError
-            It is written with something other than integers, their arithmetic and their names.
+        ValueError if it is not made of integers, their arithmetic and their names.
         """
         parts = split_arguments(self.entry_points[entry_point])
         x, y, z = ([self.integer(part) for part in parts] + [1, 1])[:3]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.adapters import Adapter
     from numfuse.backends.webgpu.shaders.shader import Shader
 
-__all__ = ["FEATURES", "Device"]
-
 #: {storage dtype: the features that it takes}.
 FEATURES = {
     "float32": (),
@@ -58,12 +56,8 @@ with contextlib.suppress(ImportError, AttributeError):
 class Device(Memory):
     """A wgpu device and what is kept for it.
 
-    Parameters
-    ----------
-    adapter : Adapter
-    limits : dict, optional
-        {name of a limit of WebGPU: value} to ask for in place of the adapter's own: how a test, or
-        a user, sees what a smaller device would do.
+    `limits` are limits of WebGPU to ask for in place of the adapter's own: how a test, or a user,
+    sees what a smaller device would do.
     """
 
     def __init__(self, adapter: Adapter, limits: dict[str, int] | None = None) -> None:
@@ -229,10 +223,8 @@ class Device(Memory):
     ) -> None:
         """Give the device these dispatches, then these copies, and do not wait for them.
 
-        Parameters
-        ----------
-        dispatches : sequence of (pipeline, bind group, grid)
-        copies : sequence of (handle, offset, target's handle, target's offset, size)
+        A dispatch is a pipeline, a bind group and a grid; a copy is a handle and an offset there,
+        the target's, and a size.
         """
         # A try, and not a context: this is the way of every call on arrays of the device.
         try:

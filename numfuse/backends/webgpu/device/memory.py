@@ -17,8 +17,6 @@ from numfuse.backends.webgpu.device import forks
 from numfuse.errors import DeviceLost
 from numfuse.runtime.pool import FreeBlocks
 
-__all__ = ["Binding", "Buffer", "Memory"]
-
 _USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
 
@@ -86,13 +84,7 @@ class Memory:
         raise NotImplementedError
 
     def buffer(self, size: int, what: str = "array") -> Buffer:
-        """A buffer of at least `size` bytes, with any content.
-
-        Raises
-        ------
-        ValueError
-            A buffer of this device cannot be so large.
-        """
+        """A buffer of `size` bytes or more, with any content; ValueError if that is too large."""
         if size > self.buffer_limit:
             raise ValueError(
                 f"{what} must have at most max-buffer-size = {self.buffer_limit} bytes on "

@@ -16,8 +16,6 @@ from numfuse.backends.webgpu.shaders.shader import Access
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
 
-__all__ = ["flushed_subnormals", "one_rounding"]
-
 
 def one_rounding(device: Device) -> dict[str, bool]:
     """Return {accumulator: whether fma rounds once on the device}.

@@ -12,8 +12,6 @@ from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.backends.webgpu.tiling import WebGpuTile
 from numfuse.expr import Expr
 
-__all__ = ["Array", "Elementwise", "Gemm"]
-
 
 @dataclass(frozen=True)
 class Array:

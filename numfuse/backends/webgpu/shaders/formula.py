@@ -18,8 +18,6 @@ from numfuse.language.graph import Expr
 from numfuse.runtime.lifetimes import formulas_of
 from numfuse.runtime.replay import kept
 
-__all__ = ["Formula"]
-
 
 def _epilogue(
     operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
@@ -54,29 +52,19 @@ def _identity(curve: Curve | None) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Formula:
-    """Chosen results of an operation's epilogue.
+    """Chosen results of an operation's epilogue; made by :meth:`of`."""
 
-    Parameters
-    ----------
-    operation : callable
-        From a curve, if there is one, to an epilogue.
-    curve : identity of the curve, and a reference to it
-        See :meth:`of`.
-    absent : tuple of str
-        Inputs that are zero.
-    guard : bool
-        Whether a derivative that is not finite counts as 0.
-    results : tuple of str
-        The results that are stored. One that is zero everywhere may be among them.
-    summed : str, optional
-        The result of which sums over rows are made.
-    """
-
+    #: From a curve, if there is one, to an epilogue.
     operation: Callable[..., Epilogue]
+    #: The identity of the curve.
     curve: tuple[Any, ...]
+    #: Inputs that are zero.
     absent: tuple[str, ...]
+    #: Whether a derivative that is not finite counts as 0.
     guard: bool
+    #: The results that are stored. One that is zero everywhere may be among them.
     results: tuple[str, ...] = ()
+    #: The result of which sums over rows are made.
     summed: str | None = None
     _curve: Any = field(default=None, compare=False, repr=False)
 
