@@ -331,10 +331,10 @@ def _binary(op: str, a: Any, b: Any) -> Any:
 def _power(x: Expr, n: int) -> Expr:
     if n == 0:
         return constant(1)
-    half = _power(x, n // 2) if n > 1 else None
-    square = half * half if half is not None else None
-    if square is None:
+    if n == 1:
         return x
+    half = _power(x, n // 2)
+    square = half * half
     return square * x if n % 2 else square
 
 

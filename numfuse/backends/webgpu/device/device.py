@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from numfuse.backends.webgpu.device import forks
 from numfuse.backends.webgpu.device.commands import Commands, Labels, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding, Memory
 from numfuse.backends.webgpu.device.trials import flushed_subnormals, one_rounding
-from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.errors import BackendUnavailable
 from numfuse.runtime.replay import Replay
 
 if TYPE_CHECKING:
@@ -115,26 +115,6 @@ class Device(Memory):
     def flushes_subnormals(self) -> frozenset[str]:
         """The dtypes of which subnormal numbers count as zero here, found by trying."""
         return flushed_subnormals(self)
-
-    # --- errors ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def reported(self, label: Any) -> Iterator[None]:
-        """wgpu's errors as Python's and numfuse's, with what was being done."""
-        try:
-            yield
-        except wgpu.GPUOutOfMemoryError as error:
-            raise MemoryError(f"{self.name} is out of memory in {label!r}: {error}") from error
-        except (wgpu.GPUError, RuntimeError) as error:
-            if isinstance(error, DeviceError):
-                raise
-            text = str(error)
-            if getattr(self, "lost", False) or "lost" in text.casefold() or "destroyed" in text:
-                self.lost = True
-                raise DeviceLost(f"{self.name} is lost, in {label!r}: {text}") from error
-            if "not enough memory" in text.casefold() or "out of memory" in text.casefold():
-                raise MemoryError(f"{self.name} is out of memory in {label!r}: {text}") from error
-            raise DeviceError(f"{self.name} refused {label!r}: {text}") from error
 
     # --- memory ---------------------------------------------------------------------------------
 

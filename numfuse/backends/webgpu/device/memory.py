@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.device import forks
-from numfuse.errors import DeviceLost
+from numfuse.errors import DeviceError, DeviceLost
 from numfuse.runtime.pool import FreeBlocks
 
 _USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
@@ -79,9 +79,23 @@ class Memory:
         self.spares: tuple[int, tuple[Buffer, ...]] = 0, ()
         self._staging: list[Any] = []
 
-    def reported(self, label: Any) -> contextlib.AbstractContextManager[None]:
-        """Turn wgpu's errors into Python's and numfuse's, with what was being done."""
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def reported(self, label: Any) -> Iterator[None]:
+        """wgpu's errors as Python's and numfuse's, with what was being done."""
+        try:
+            yield
+        except wgpu.GPUOutOfMemoryError as error:
+            raise MemoryError(f"{self.name} is out of memory in {label!r}: {error}") from error
+        except (wgpu.GPUError, RuntimeError) as error:
+            if isinstance(error, DeviceError):
+                raise
+            text = str(error)
+            if self.lost or "lost" in text.casefold() or "destroyed" in text:
+                self.lost = True
+                raise DeviceLost(f"{self.name} is lost, in {label!r}: {text}") from error
+            if "not enough memory" in text.casefold() or "out of memory" in text.casefold():
+                raise MemoryError(f"{self.name} is out of memory in {label!r}: {text}") from error
+            raise DeviceError(f"{self.name} refused {label!r}: {text}") from error
 
     def buffer(self, size: int, what: str = "array") -> Buffer:
         """A buffer of `size` bytes or more, with any content; ValueError if that is too large."""
