@@ -66,12 +66,11 @@ def _refused(done: str, remedy: str) -> Callable[..., NoReturn]:
 
 def _operator(op: str) -> tuple[_Operator, _Operator]:
     """Return the operator of an operation on a node, and that with the operands turned round."""
-    return lambda a, b: _binary(op, a, b), lambda a, b: _binary(op, b, a)
 
+    def apply(a: Any, b: Any) -> Any:
+        return node(op, a, b) if op in TRUTH else _binary(op, a, b)
 
-def _condition(op: str) -> tuple[_Operator, _Operator]:
-    """Return the operator of a condition, and that with the operands turned round."""
-    return lambda a, b: node(op, a, b), lambda a, b: node(op, b, a)
+    return apply, lambda a, b: apply(b, a)
 
 
 class Expr:
@@ -135,10 +134,10 @@ class Expr:
     __round__ = __floor__ = __ceil__ = __trunc__ = _whole
 
     # --- comparisons ------------------------------------------------------------------------
-    __lt__, __gt__ = _condition("lt")
-    __le__, __ge__ = _condition("le")
-    __and__, __rand__ = _condition("both")
-    __or__, __ror__ = _condition("either")
+    __lt__, __gt__ = _operator("lt")
+    __le__, __ge__ = _operator("le")
+    __and__, __rand__ = _operator("both")
+    __or__, __ror__ = _operator("either")
 
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
         return node("eq", self, other)

@@ -461,9 +461,9 @@ def test_a_loaded_module_is_a_backend_of_with(foreign):
     ],
 )
 def test_workgroup_sizes_are_read_from_constants(text, size):
-    from numfuse.backends.webgpu.contract.source import parse
+    from numfuse.backends.webgpu.contract.source import Module
 
-    module = parse(f"// @compute fn no() {{}}\nconst SIDE = 32 / 2;\n@compute {text}\nfn f() {{}}")
+    module = Module(f"// @compute fn no() {{}}\nconst SIDE = 32 / 2;\n@compute {text}\nfn f() {{}}")
     assert list(module.entry_points) == ["f"]
     assert module.workgroup("f") == size
 

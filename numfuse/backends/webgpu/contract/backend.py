@@ -16,7 +16,7 @@ from numpy import ndarray
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
 from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS
-from numfuse.backends.webgpu.contract.source import parse
+from numfuse.backends.webgpu.contract.source import Module
 from numfuse.backends.webgpu.device.commands import Pipeline
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.errors import DeviceError, DeviceLost
@@ -74,7 +74,7 @@ class ContractBackend:
         device: Device = owner.device
         with _as_argument(label), device.reported(label):
             device.handle.create_shader_module(label=label, code=source)
-        self._module = parse(source)
+        self._module = Module(source)
         found = self._module.entry_points
         self.entry_points = tuple(name for name in ENTRY_POINTS if name in found)
         self.others = tuple(name for name in found if name not in ENTRY_POINTS)

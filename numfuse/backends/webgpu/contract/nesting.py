@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from graphlib import CycleError, TopologicalSorter
 
 from numfuse.backends.webgpu.contract.source import declarations, without_comments
 
@@ -38,27 +39,18 @@ def depth(source: str) -> int:
 
 
 def _chained(text: str) -> int:
-    """The length of the longest chain of declarations in which each names the next."""
+    """The length of the longest chain of declarations in which each names the next, or more."""
     uses: dict[str, set[str]] = {}
     for declaration in declarations(text):
         found = _DECLARED.match(declaration)
         if found is not None:
             uses[found[1]] = set(re.findall(r"\w+", declaration[found.end() :])) - {found[1]}
     length: dict[str, int] = {}
-    for first in uses:
-        stack = [first]
-        while stack:
-            name = stack[-1]
-            if length.get(name):
-                stack.pop()
-                continue
-            inner = [other for other in uses[name] if other in uses]
-            if name not in length:
-                length[name] = 0  # on its way: a circle, which is no WGSL, ends here
-                stack += [other for other in inner if other not in length]
-                continue
-            length[name] = 1 + max((length.get(other, 0) for other in inner), default=0)
-            stack.pop()
+    try:
+        for name in TopologicalSorter({x: uses[x] & uses.keys() for x in uses}).static_order():
+            length[name] = 1 + max((length[x] for x in uses[name] & uses.keys()), default=0)
+    except CycleError:  # no WGSL, or local variables with the names of functions
+        return len(uses)
     return max(length.values(), default=0)
 
 

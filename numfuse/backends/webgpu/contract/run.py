@@ -86,13 +86,13 @@ class Product:
     def step(self, entry_point: str, activation: int | None = None, **names: str) -> Step:
         """Return a pass of an entry point, with the problem's activation or that of a number."""
         number = self.p.activation.id if activation is None else activation
-        return Step(entry_point, partial(self.fields, number), names)
 
-    def fields(self, activation: int | None, units: int) -> dict[str, Any]:
-        """Return the fields of the contract's params, for a group of so many units."""
-        m, batch = (units, 1) if self.rows else (self.m, units)
-        sizes = {"M": m, "K": self.k, "N": self.n, "batch_size": batch}
-        return {**sizes, "activation_type": activation} | dict.fromkeys(_PADDING, 0)
+        def fields(units: int) -> dict[str, Any]:
+            m, batch = (units, 1) if self.rows else (self.m, units)
+            sizes = {"M": m, "K": self.k, "N": self.n, "batch_size": batch}
+            return {**sizes, "activation_type": number} | dict.fromkeys(_PADDING, 0)
+
+        return Step(entry_point, fields, names)
 
 
 def _shared(x: ndarray) -> bool:

@@ -24,16 +24,6 @@ class Pipeline(NamedTuple):
     layout: Any
 
 
-class Labels:
-    """The labels of steps, put together only where an error needs them."""
-
-    def __init__(self, steps: Sequence[tuple[Any, ...]]) -> None:
-        self._steps = steps
-
-    def __repr__(self) -> str:
-        return repr(", ".join(dict.fromkeys(step[0].label for step in self._steps)) or "copy")
-
-
 class Commands:
     """The work that a call gives a device to do, in one submit."""
 
@@ -78,7 +68,7 @@ def fetch(
     sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
     total, ends = sum(sizes), list(accumulate(sizes))
     parts = list(zip(downloads, sizes, ends, strict=True))
-    with device.reported(Labels(dispatches)):
+    with device.reported(dispatches):
         staging = device.staging(total)
         copies = [
             (binding.buffer.handle, binding.offset, staging, end - size, size)

@@ -16,7 +16,7 @@ import wgpu
 
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.commands import Commands, Labels, Pipeline
+from numfuse.backends.webgpu.device.commands import Commands, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding, Memory
 from numfuse.backends.webgpu.device.trials import flushed_subnormals, one_rounding
 from numfuse.errors import BackendUnavailable
@@ -228,7 +228,7 @@ class Device(Memory):
                 encoder.copy_buffer_to_buffer(*copy)
             self.queue.submit([encoder.finish()])
         except Exception as error:
-            with self.reported(Labels(dispatches)):
+            with self.reported(dispatches):
                 raise error
         self.submits += 1
 

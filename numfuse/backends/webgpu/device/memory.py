@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -80,22 +81,23 @@ class Memory:
         self._staging: list[Any] = []
 
     @contextlib.contextmanager
-    def reported(self, label: Any) -> Iterator[None]:
-        """wgpu's errors as Python's and numfuse's, with what was being done."""
+    def reported(self, what: str | Sequence[Any]) -> Iterator[None]:
+        """wgpu's errors as Python's and numfuse's, with what was being done, or the dispatches."""
         try:
             yield
-        except wgpu.GPUOutOfMemoryError as error:
-            raise MemoryError(f"{self.name} is out of memory in {label!r}: {error}") from error
+        except DeviceError:
+            raise
         except (wgpu.GPUError, RuntimeError) as error:
-            if isinstance(error, DeviceError):
-                raise
-            text = str(error)
-            if self.lost or "lost" in text.casefold() or "destroyed" in text:
+            if not isinstance(what, str):
+                labels: list[str] = [step[0].label for step in what]
+                what = ", ".join(dict.fromkeys(labels)) or "copy"
+            beyond, text = isinstance(error, wgpu.GPUOutOfMemoryError), str(error)
+            if not beyond and (self.lost or "lost" in text.casefold() or "destroyed" in text):
                 self.lost = True
-                raise DeviceLost(f"{self.name} is lost, in {label!r}: {text}") from error
-            if "not enough memory" in text.casefold() or "out of memory" in text.casefold():
-                raise MemoryError(f"{self.name} is out of memory in {label!r}: {text}") from error
-            raise DeviceError(f"{self.name} refused {label!r}: {text}") from error
+                raise DeviceLost(f"{self.name} is lost, in {what!r}: {text}") from error
+            if beyond or re.search("not enough memory|out of memory", text, re.IGNORECASE):
+                raise MemoryError(f"{self.name} is out of memory in {what!r}: {text}") from error
+            raise DeviceError(f"{self.name} refused {what!r}: {text}") from error
 
     def buffer(self, size: int, what: str = "array") -> Buffer:
         """A buffer of `size` bytes or more, with any content; ValueError if that is too large."""
@@ -147,7 +149,7 @@ class Memory:
             staging, self._staging = self._staging, []
         self.spares = self.spares[0] + 1, ()
         self.free.clear()
-        for handle, _ in staging:
+        for handle in staging:
             handle.destroy()
 
     def upload(self, x: ndarray, buffer: Buffer, offset: int = 0) -> None:
@@ -168,19 +170,17 @@ class Memory:
         """A buffer to read from, of at least `size` bytes."""
         capacity = _capacity(size, self.buffer_limit)
         with self._lock:
-            for i, (handle, held) in enumerate(self._staging):
-                if held == capacity:
-                    del self._staging[i]
-                    return handle
+            for i, handle in enumerate(self._staging):
+                if handle.size == capacity:
+                    return self._staging.pop(i)
         return self.handle.create_buffer(size=capacity, usage=_STAGING)
 
     def keep_staging(self, handle: Any) -> None:
         """Keep a buffer to read from for the next download, the latest few and no large ones."""
-        size = handle.size
         with self._lock:
-            if size <= tiling.STAGING_BYTES:
-                self._staging.append((handle, size))
+            if handle.size <= tiling.STAGING_BYTES:
+                self._staging.append(handle)
                 if len(self._staging) <= tiling.KEPT_STAGING:
                     return
-                handle, _ = self._staging.pop(0)
+                handle = self._staging.pop(0)
         handle.destroy()

@@ -84,7 +84,7 @@ def elementwise(
                 format_of(accumulator),
                 formula,
                 tuple(Array(n.partition("_")[2], x, n.startswith("to_")) for n, x in accesses),
-                device.one_rounding[format_of(accumulator)],
+                one_rounding=device.one_rounding[format_of(accumulator)],
             )
             values = {name: offset // unit for name, offset in offsets.items()}
             grid = (*device.grid(-(-(last - first) // 256)), 1)

@@ -82,11 +82,11 @@ def launch(
         table = [None if stacked and name.startswith("to_") else x for name, x in given.items()]
         bindings["places"] = device.constant(places.table(table), uniform=False)
     shader = Gemm(
-        tile,
         format_of(accumulator),
-        (factor_access(given["x"], -2, -1), factor_access(given["y"], -1, -2)) if factors else None,
         formula,
         tuple(described),
+        tile,
+        (factor_access(given["x"], -2, -1), factor_access(given["y"], -1, -2)) if factors else None,
         places=many,
         segments=places.segments != 1,
         planes=stacked,
