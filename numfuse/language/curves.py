@@ -97,8 +97,7 @@ def merged(op: str, args: Sequence[Expr]) -> Expr | None:
 def present(e: Expr, args: Sequence[Expr | None]) -> Expr | None:
     """Return the node over operands of which some are absent (zero); None where it is zero too."""
     if not args or all(a is not None for a in args):
-        kept = [a for a in args if a is not None]
-        return rebuilt(e, kept)
+        return rebuilt(e, [a for a in args if a is not None])
     match e.op:
         case "add":
             return args[0] if args[1] is None else args[1]

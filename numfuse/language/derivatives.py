@@ -26,10 +26,6 @@ def _times(slope: Expr, d: Expr | None) -> Expr | None:
     return None if d is None else slope * d
 
 
-def _is_zero(e: Expr) -> bool:
-    return e.op == "const" and e.payload == 0
-
-
 def _scaled(e: Expr, d: list[Expr | None]) -> Expr | None:
     """factor * f(hi + lo): factor' * f + factor * f' * (hi' + lo')."""
     factor, hi, lo = e.args
@@ -64,18 +60,14 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
             bottom = None if d[1] is None else e * (d[1] / a[1])
             return top if bottom is None else -bottom if top is None else top - bottom
         case "where" | "maximum" | "minimum":
-            first, second = d[-2], d[-1]
+            first, second = (constant(0) if one is None else one for one in d[-2:])
             test = a[0] if e.op == "where" else a[0] > a[1] if e.op == "maximum" else a[0] < a[1]
-            return node(
-                "where",
-                test,
-                constant(0) if first is None else first,
-                constant(0) if second is None else second,
-            )
+            return node("where", test, first, second)
         case "call":
             assert isinstance(e.payload, Curve)
             slope = call(e.payload.derivative(), a[0])
-            return None if _is_zero(slope) else _times(slope, d[0])
+            zero = slope.op == "const" and slope.payload == 0
+            return None if zero else _times(slope, d[0])
         case "scaled_exp" | "scaled_sigmoid" | "scaled_bell":
             return _scaled(e, d)
     out: Expr | None = None

@@ -5,9 +5,8 @@ epilogue. A `call` is a function of one argument with derivatives of its own (a 
 activation), kept whole while a formula is differentiated, so that its hand-written derivatives are
 used, and expanded before a target prints it (`numfuse.language.curves`).
 
-Nodes are hash-consed, so equal expressions are one object (common subexpressions are shared by
-construction), and constants are exact rationals, rounded once, to the target's dtype. What a symbol
-cannot do fails with a sentence that says what to write instead.
+Nodes are hash-consed, so equal expressions are one object, and constants are exact rationals,
+rounded once, to the target's dtype.
 """
 
 from __future__ import annotations
@@ -315,16 +314,11 @@ def node(op: str, *operands: Any) -> Expr:
 
 
 def _binary(op: str, a: Any, b: Any) -> Any:
-    if isinstance(a, Expr) and isinstance(b, Expr):
-        return node(op, a, b)
     other = b if isinstance(a, Expr) else a
-    if isinstance(other, (int, float, Fraction, np.integer, np.floating)) or (
-        isinstance(other, np.ndarray) and other.ndim == 0
-    ):
-        return node(op, a, b)
-    if isinstance(other, np.ndarray):
+    if isinstance(other, np.ndarray) and other.ndim:
         _refuse("be mixed with arrays", "a formula holds only its symbol and scalar constants")
-    return NotImplemented
+    numbers = int, float, Fraction, np.integer, np.floating, np.ndarray
+    return node(op, a, b) if isinstance(other, (Expr, *numbers)) else NotImplemented
 
 
 def _power(x: Expr, n: int) -> Expr:

@@ -1,8 +1,6 @@
 """A formula as the text of a Python function, over the primitives of `numfuse.language.scalar`.
 
-A product is merged with a sum here, as a node (`fma`), and never by a compiler: that would do it
-where a product has no other use, which depends on what is computed beside it, and a derivative
-would have other bits alone than together with its value.
+A product is merged with a sum here, as a node (`fma`), and never by a compiler; see `arithmetic`.
 """
 
 from __future__ import annotations

@@ -69,8 +69,7 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
 def _contracted(exprs: Sequence[Expr]) -> tuple[tuple[Expr, ...], set[Expr]]:
     """Return the graphs with an fma for every sum that has a product, and the fmas that are new.
 
-    Of a product and a sum a compiler makes one operation or does not, by what else needs the
-    product: a result would have other bits alone than beside another.
+    A compiler makes one operation of the two or does not, by what else needs the product.
     """
     new: set[Expr] = set()
 

@@ -2,8 +2,7 @@
 
 A piece is a range of the batch, of M and of N; of a gate, of every axis. A result that several
 pieces add to (d_b where M is cut, d_a where N is, whatever a cut axis of the batch is summed over)
-is kept on the device in the accumulator's dtype until the last of them, and rounded once. So it is
-to second order.
+is kept on the device in the accumulator's dtype until the last of them, and rounded once.
 
 Here too a batch over one b that strides keep from being one product becomes one, where sums run
 over its rows: by copies on the device, or of the caller's arrays on their way there.

@@ -1,11 +1,10 @@
 """A problem as passes of the shader contract.
 
-The contract knows contiguous arrays: A (batch, M, K), B (batch, K, N), a bias of N, and sums over
-the whole batch for d_b and d_bias. A problem's arrays are made so, and cut in *units*: the elements
-of the batch, or the rows of A where one B serves all, or the elements of a gate. A *group* of
-units is what one dispatch of each entry point computes: all units, where the contract's meaning and
-the device's limits allow it; one unit, where a member of the batch has a bias or a gradient of its
-own. Sums over groups are made here.
+The contract knows contiguous arrays, and sums over the whole batch for d_b and d_bias. A problem's
+arrays are made so, and cut in *units*: the elements of the batch, or the rows of A where one B
+serves all, or the elements of a gate. A *group* of units is what one dispatch of each entry point
+computes: all units where meaning and limits allow it, one where a member of the batch has a bias or
+a gradient of its own. Sums over groups are made here.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ class Memory:
         self._staging: list[Any] = []
 
     @contextlib.contextmanager
-    def reported(self, what: str | Sequence[Any]) -> Iterator[None]:
-        """wgpu's errors as Python's and numfuse's, with what was being done, or the dispatches."""
+    def reported(self, what: Any) -> Iterator[None]:
+        """wgpu's errors as Python's and numfuse's, with a label, or the dispatches, of the work."""
         try:
             yield
         except DeviceError:
