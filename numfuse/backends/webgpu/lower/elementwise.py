@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -21,6 +21,7 @@ from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal
 
 
+@cache
 def nothing() -> Epilogue:
     """Return the epilogue all of whose results are zero."""
     return Epilogue("nothing", (), (), ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.tiling import WebGpuTile
 
 
+@cache
 def bare_product() -> epilogues.Epilogue:
     """Return the epilogue that stores a product's sum as it is."""
     return epilogues.sum_of_terms(0)
