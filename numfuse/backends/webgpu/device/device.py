@@ -15,10 +15,9 @@ import numpy as np
 import wgpu
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.device import forks
+from numfuse.backends.webgpu.device import forks, trials
 from numfuse.backends.webgpu.device.commands import Commands, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding, Memory
-from numfuse.backends.webgpu.device.trials import flushed_subnormals, one_rounding
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.replay import Replay
 
@@ -106,15 +105,10 @@ class Device(Memory):
     def __str__(self) -> str:
         return self.name
 
-    @functools.cached_property
-    def one_rounding(self) -> dict[str, bool]:
-        """{accumulator: whether fma rounds once here}, found by trying it."""
-        return one_rounding(self)
-
-    @functools.cached_property
-    def flushes_subnormals(self) -> frozenset[str]:
-        """The dtypes of which subnormal numbers count as zero here, found by trying."""
-        return flushed_subnormals(self)
+    #: {accumulator: whether fma rounds once here}, and the dtypes whose subnormal numbers count as
+    #: zero here, both found by trying.
+    one_rounding = functools.cached_property(trials.one_rounding)
+    flushes_subnormals = functools.cached_property(trials.flushed_subnormals)
 
     # --- memory ---------------------------------------------------------------------------------
 
