@@ -45,10 +45,12 @@ def _chained(text: str) -> int:
         found = _DECLARED.match(declaration)
         if found is not None:
             uses[found[1]] = set(re.findall(r"\w+", declaration[found.end() :])) - {found[1]}
+    names = set(uses)
+    uses = {name: words & names for name, words in uses.items()}
     length: dict[str, int] = {}
     try:
-        for name in TopologicalSorter({x: uses[x] & uses.keys() for x in uses}).static_order():
-            length[name] = 1 + max((length[x] for x in uses[name] & uses.keys()), default=0)
+        for name in TopologicalSorter(uses).static_order():
+            length[name] = 1 + max((length[other] for other in uses[name]), default=0)
     except CycleError:  # no WGSL, or local variables with the names of functions
         return len(uses)
     return max(length.values(), default=0)
