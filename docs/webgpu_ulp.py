@@ -29,6 +29,7 @@ import numpy as np
 
 from numfuse import activations
 from numfuse import expr as ex
+from numfuse.backends.webgpu.device.device import FEATURES
 from numfuse.expr import Expr, topological
 from numfuse.language import wgsl
 
@@ -93,12 +94,12 @@ class Runner:
     """Some functions as one compute pipeline: called with arguments, it gives a row for each."""
 
     def __init__(self, adapter: Any, functions: Mapping[str, Expr], dtype: str) -> None:
-        missing = set(wgsl.FEATURES[dtype]) - set(adapter.features)
+        missing = set(FEATURES[dtype]) - set(adapter.features)
         if missing:
             raise Unavailable(f"{adapter.info['device']} has no {', '.join(sorted(missing))}")
         self.names, self.dtype = tuple(functions), np.dtype(dtype)
         try:
-            self.device = adapter.request_device_sync(required_features=list(wgsl.FEATURES[dtype]))
+            self.device = adapter.request_device_sync(required_features=list(FEATURES[dtype]))
         except RuntimeError as error:
             raise Unavailable(f"{adapter.info['device']} gives no device: {error}") from error
         shader = self.device.create_shader_module(code=module(functions, dtype))

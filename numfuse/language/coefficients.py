@@ -11,19 +11,10 @@ float32 and float64), by Remez' exchange in 40 digits; the highest power comes f
 
 from __future__ import annotations
 
-__all__ = [
-    "ERF",
-    "EXP",
-    "EXP_RANGE",
-    "GROWTH_END",
-    "GROWTH_FACTOR",
-    "GROWTH_SHIFT",
-    "LN2",
-    "LOG",
-    "MILLS",
-    "MILLS_END",
-    "TANH_END",
-]
+import math
+from collections.abc import Sequence
+
+import numpy as np
 
 
 def _hex(*words: str) -> tuple[float, ...]:
@@ -93,8 +84,9 @@ LN2 = {
     "float32": _hex("0x1.62e4p-1", "0x1.7f7d1cf79abcap-20"),
     "float64": _hex("0x1.62e42fee00000p-1", "0x1.a39ef35793c76p-33"),
 }
-# Beyond these, factor * exp(-x) is 0 for any factor below 2^90 (2^900), and exp(x) is infinite.
-EXP_RANGE = {"float32": (170.0, 89.0), "float64": (1400.0, 710.0)}
+# Below the first, factor * exp(x) is 0 for any factor up to 2^90 (2^900); above the second, exp(x)
+# is infinite.
+EXP_RANGE = {"float32": (-170.0, 89.0), "float64": (-1400.0, 710.0)}
 # factor / (1 + e^y) = (factor / g) 2^-shift with g = 2^-shift (1 + e^y), y held at an end where
 # factor e^-y is 0 for any factor up to GROWTH_FACTOR: g and 1 / g are then normal numbers.
 GROWTH_SHIFT = {"float32": 64, "float64": 512}
@@ -104,3 +96,29 @@ GROWTH_FACTOR = 2.0**37
 MILLS_END = {"float32": 14.5, "float64": 39.0}
 # Beyond this, tanh is 1 to the last place.
 TANH_END = {"float32": 10.0, "float64": 20.0}
+POLYNOMIALS = {"exp": EXP, "log": LOG, "erf": ERF, "mills": MILLS}
+
+
+def numbers(dtype: str) -> dict[str, float]:
+    """Return the numbers that the primitives name, on every target."""
+    info = np.finfo(dtype)
+    named = "ln2_head", "ln2_tail", "exp_low", "exp_high"
+    return {
+        **dict(zip(named, (*LN2[dtype], *EXP_RANGE[dtype]), strict=True)),
+        "log2e": math.log2(math.e),
+        "root_two": math.sqrt(2.0),
+        "mills_end": MILLS_END[dtype],
+        "tanh_end": TANH_END[dtype],
+        # Subnormal arguments of log are scaled by a power of two first.
+        "tiny": float(info.tiny),
+        "lift": 2.0 ** (info.nmant + 2),
+        "unlift": info.nmant + 2,
+    }
+
+
+def horner(coefficients: Sequence[str], variable: str) -> str:
+    """Return the text of a polynomial, from the texts of its coefficients."""
+    text = coefficients[0]
+    for coefficient in coefficients[1:]:
+        text = f"fma({text}, {variable}, {coefficient})"
+    return text

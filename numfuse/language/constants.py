@@ -10,8 +10,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["exact", "fits", "rounded_value", "split"]
-
 #: Bits of the numerator and the denominator of a constant: the smallest float64 is 2^-1074, its 53
 #: bits in decimals have 767 digits (2548 bits), and products of two such are still exact.  A text
 #: of more than 4300 digits is one that Python does not read back.
@@ -68,25 +66,24 @@ def rounded_value(value: Fraction | float, dtype: str) -> Any:
 
     Through float64 a float32 could be rounded twice. A number beyond the dtype is infinite.
     """
-    if not isinstance(value, Fraction):
-        with np.errstate(all="ignore"):
-            return np.dtype(dtype).type(value)
-    try:
-        wide = float(value)
-    except OverflowError:
-        wide = math.inf if value > 0 else -math.inf
-    if dtype == "float64":
-        return np.float64(wide)
+    if isinstance(value, Fraction):
+        if dtype == "float32":
+            value = _nearest(value, 24, -149)
+        try:
+            value = float(value)
+        except OverflowError:
+            value = math.inf if value > 0 else -math.inf
     with np.errstate(all="ignore"):
-        near = np.float32(wide)
-        if not np.isfinite(near):
-            return near
-        infinity = np.float32(np.inf)
-        around = (np.nextafter(near, -infinity), near, np.nextafter(near, infinity))
-    return min(
-        (c for c in around if np.isfinite(c)),
-        key=lambda c: (abs(Fraction(float(c)) - value), int(c.view(np.int32)) & 1),
-    )
+        return np.dtype(dtype).type(value)
+
+
+def _nearest(value: Fraction, bits: int, least: int = -2 * _BITS) -> Fraction:
+    """Return the nearest number of `bits` significant bits, a multiple of 2^`least`; to even."""
+    exponent = value.numerator.bit_length() - value.denominator.bit_length()
+    if abs(value) < Fraction(2) ** exponent:
+        exponent -= 1
+    grid = Fraction(2) ** max(exponent + 1 - bits, least)
+    return round(value / grid) * grid
 
 
 def split(value: Fraction, bits: int) -> tuple[Fraction, Fraction]:
@@ -95,13 +92,5 @@ def split(value: Fraction, bits: int) -> tuple[Fraction, Fraction]:
     The head is exact in every dtype of at least `bits` bits, so its products with short numbers are
     exact too; the tail is what is left, exactly.
     """
-    if not value:
-        return value, value
-    exponent = 0
-    while abs(value) >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    while abs(value) < Fraction(2) ** exponent:
-        exponent -= 1
-    grid = Fraction(2) ** (exponent + 1 - bits)
-    head = round(value / grid) * grid
+    head = _nearest(value, bits)
     return head, value - head

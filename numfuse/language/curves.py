@@ -7,20 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from numfuse.language.graph import SYMBOL, Expr, constant, intern, node, topological
-
-__all__ = [
-    "Curve",
-    "call",
-    "expand",
-    "inputs",
-    "leaf",
-    "merged",
-    "present",
-    "rebuilt",
-    "replace_leaves",
-    "substitute",
-]
+from numfuse.language.graph import SYMBOL, Expr, bottom_up, constant, intern, node, topological
 
 _SERIALS = itertools.count()
 
@@ -28,19 +15,9 @@ _SERIALS = itertools.count()
 class Curve:
     """A function of one variable that a formula calls, with the derivatives that it brings.
 
-    Parameters
-    ----------
-    name : str
-    trace : callable
-        From an order to the graph, in the symbol, of that derivative; ValueError where there is
-        none. It is asked for what a formula needs, and for no more.
-    order : int, default 0
-        Which derivative this curve is the value of.
-
-    Attributes
-    ----------
-    serial : int
-        A number that no other curve of this process ever has.
+    `trace` maps an order to the graph, in the symbol, of that derivative; ValueError where there is
+    none. It is asked for what a formula needs, and for no more. `order` is which derivative this
+    curve is the value of, and `serial` a number that no other curve of this process ever has.
     """
 
     __slots__ = ("__weakref__", "_made", "derived", "name", "order", "serial", "trace_of")
@@ -120,8 +97,7 @@ def merged(op: str, args: Sequence[Expr]) -> Expr | None:
 def present(e: Expr, args: Sequence[Expr | None]) -> Expr | None:
     """Return the node over operands of which some are absent (zero); None where it is zero too."""
     if not args or all(a is not None for a in args):
-        kept = [a for a in args if a is not None]
-        return rebuilt(e, kept)
+        return rebuilt(e, [a for a in args if a is not None])
     match e.op:
         case "add":
             return args[0] if args[1] is None else args[1]
@@ -143,15 +119,13 @@ def expand(exprs: Iterable[Expr], trace: Callable[[Curve], Expr] | None = None) 
 
     `trace` gives the graph of a curve where that is not its own.
     """
-    exprs = tuple(exprs)
-    made: dict[Expr, Expr] = {}
-    for e in topological(exprs):
-        args = [made[a] for a in e.args]
-        if isinstance(e.payload, Curve):
-            made[e] = substitute(trace(e.payload) if trace else e.payload.trace, args[0])
-        else:
-            made[e] = rebuilt(e, args)
-    return tuple(made[e] for e in exprs)
+
+    def rule(e: Expr, args: list[Expr]) -> Expr:
+        if not isinstance(e.payload, Curve):
+            return rebuilt(e, args)
+        return substitute(trace(e.payload) if trace else e.payload.trace, args[0])
+
+    return bottom_up(exprs, rule)
 
 
 def inputs(exprs: Iterable[Expr]) -> tuple[str, ...]:
@@ -166,8 +140,4 @@ def substitute(expr: Expr, argument: Expr) -> Expr:
 
 def replace_leaves(exprs: Iterable[Expr], leaves: Mapping[Expr, Expr]) -> tuple[Expr, ...]:
     """Return the graphs with other expressions in the place of some leaves."""
-    exprs = tuple(exprs)
-    made: dict[Expr, Expr] = {}
-    for e in topological(exprs):
-        made[e] = rebuilt(e, [made[a] for a in e.args]) if e.args else leaves.get(e, e)
-    return tuple(made[e] for e in exprs)
+    return bottom_up(exprs, lambda e, args: rebuilt(e, args) if args else leaves.get(e, e))

@@ -3,23 +3,19 @@
 One table of rules, each linear in the derivatives of a node's operands, serves all of them. Applied
 from the inputs on it is forward mode (:func:`forward`); as a linear map of scalars is its own
 transpose, the same rule with one operand's slot filled at a time is reverse mode
-(:func:`reverse`); and forward mode of forward mode has the second derivatives that a Taylor
-expansion needs (:func:`second_order`). The rule of a call is its curve's own derivative, which was
-written by hand where stability asks for it.
+(:func:`reverse`). The rule of a call is its curve's own derivative, which was written by hand where
+stability asks for it.
 
 A derivative that is zero everywhere is None: what it would multiply is left out, NaN or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import combinations_with_replacement
+from collections.abc import Mapping, Sequence
 
 from numfuse.language.curves import Curve, call, present
-from numfuse.language.graph import Expr, constant, node, topological
+from numfuse.language.graph import Expr, bottom_up, constant, node, topological
 from numfuse.language.operations import OPERATIONS, TRUTH
-
-__all__ = ["forward", "reverse", "second_order"]
 
 
 def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
@@ -30,16 +26,19 @@ def _times(slope: Expr, d: Expr | None) -> Expr | None:
     return None if d is None else slope * d
 
 
-def _is_zero(e: Expr) -> bool:
-    return e.op == "const" and e.payload == 0
-
-
-def _scaled(e: Expr, d: list[Expr | None], inner: Callable[[Expr, Expr], Expr]) -> Expr | None:
+def _scaled(e: Expr, d: list[Expr | None]) -> Expr | None:
     """factor * f(hi + lo): factor' * f + factor * f' * (hi' + lo')."""
     factor, hi, lo = e.args
     first = None if d[0] is None else node(e.op, d[0], hi, lo)
     move = _sum(d[1], d[2])
-    return _sum(first, None if move is None else inner(factor * move, hi + lo))
+    if move is None:
+        return first
+    factor = factor * move
+    if e.op == "scaled_bell":
+        # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
+        factor = -factor * node("tanh", 0.5 * (hi + lo))
+    slope = "scaled_exp" if e.op == "scaled_exp" else "scaled_bell"
+    return _sum(first, node(slope, factor, hi, lo))
 
 
 def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
@@ -61,29 +60,16 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
             bottom = None if d[1] is None else e * (d[1] / a[1])
             return top if bottom is None else -bottom if top is None else top - bottom
         case "where" | "maximum" | "minimum":
-            first, second = d[-2], d[-1]
+            first, second = (constant(0) if one is None else one for one in d[-2:])
             test = a[0] if e.op == "where" else a[0] > a[1] if e.op == "maximum" else a[0] < a[1]
-            return node(
-                "where",
-                test,
-                constant(0) if first is None else first,
-                constant(0) if second is None else second,
-            )
+            return node("where", test, first, second)
         case "call":
             assert isinstance(e.payload, Curve)
             slope = call(e.payload.derivative(), a[0])
-            return None if _is_zero(slope) else _times(slope, d[0])
-        case "scaled_exp":
-            return _scaled(e, d, lambda factor, _: node("scaled_exp", factor, a[1], a[2]))
-        case "scaled_sigmoid":
-            return _scaled(e, d, lambda factor, _: node("scaled_bell", factor, a[1], a[2]))
-        case "scaled_bell":
-            # s' = s (1 - s), s'' = s' (1 - 2 s) and 1 - 2 s(h) = -tanh(h / 2)
-            return _scaled(
-                e,
-                d,
-                lambda factor, h: node("scaled_bell", -factor * node("tanh", 0.5 * h), a[1], a[2]),
-            )
+            zero = slope.op == "const" and slope.payload == 0
+            return None if zero else _times(slope, d[0])
+        case "scaled_exp" | "scaled_sigmoid" | "scaled_bell":
+            return _scaled(e, d)
     out: Expr | None = None
     partials = OPERATIONS[e.op].partials
     assert partials is not None  # (all others have a case)
@@ -96,27 +82,17 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
 def forward(exprs: Sequence[Expr], tangents: Mapping[Expr, Expr | None]) -> tuple[Expr | None, ...]:
     """Return the derivatives of the graphs along tangents of their leaves.
 
-    Parameters
-    ----------
-    exprs : sequence of Expr
-    tangents : mapping
-        {leaf: its tangent}; a leaf that is left out, or whose tangent is None, does not move.
-
-    Returns
-    -------
-    tuple of Expr or None
-        None where a graph does not depend on what moves.
+    A leaf that `tangents` lacks, or whose tangent is None, does not move; the derivative of a graph
+    of such leaves is None.
     """
-    made: dict[Expr, Expr | None] = {}
-    for e in topological(exprs):
+
+    def rule(e: Expr, d: list[Expr | None]) -> Expr | None:
         if not e.args:
-            made[e] = tangents.get(e)
-        elif e.op in TRUTH:
-            made[e] = None
-        else:
-            # a condition has no derivative; its slot stays, so that operands keep their places
-            made[e] = _rule(e, [made[a] for a in e.args])
-    return tuple(made[e] for e in exprs)
+            return tangents.get(e)
+        # a condition has no derivative; its slot stays, so that operands keep their places
+        return None if e.op in TRUTH else _rule(e, d)
+
+    return bottom_up(exprs, rule)
 
 
 def reverse(
@@ -124,17 +100,7 @@ def reverse(
 ) -> tuple[Expr | None, ...]:
     """Return the gradients by `leaves` of the graphs, each weighted with its cotangent.
 
-    Parameters
-    ----------
-    exprs : sequence of Expr
-    cotangents : sequence of Expr or None
-        As many as graphs; None is zero.
-    leaves : sequence of Expr
-
-    Returns
-    -------
-    tuple of Expr or None
-        None for a leaf that nothing depends on.
+    A cotangent that is None is zero; the gradient by a leaf that nothing depends on is None.
     """
     weight: dict[Expr, Expr | None] = {}
     for e, cotangent in zip(exprs, cotangents, strict=True):
@@ -150,31 +116,3 @@ def reverse(
             alone[at] = here
             weight[operand] = _sum(weight.get(operand), _rule(e, alone))
     return tuple(weight.get(leaf) for leaf in leaves)
-
-
-def second_order(
-    expr: Expr, leaves: Sequence[Expr]
-) -> tuple[tuple[Expr | None, ...], dict[tuple[int, int], Expr]]:
-    """Return the gradient of a graph by `leaves`, and its second derivatives.
-
-    Along a curve whose leaves have the first derivatives d_i and the second s_i, the graph has the
-    second derivative ``sum_i gradient[i] s_i + sum_{i <= j} second[i, j] d_i d_j``.
-
-    Returns
-    -------
-    gradient : tuple of Expr or None
-    second : dict
-        {(i, j): the coefficient of d_i d_j}, i <= j, where it is not zero: the mixed ones count
-        both orders.
-    """
-    one = constant(1)
-    gradient = tuple(forward((expr,), {leaf: one})[0] for leaf in leaves)
-    second: dict[tuple[int, int], Expr] = {}
-    for i, j in combinations_with_replacement(range(len(leaves)), 2):
-        slope = gradient[i]
-        if slope is None:
-            continue
-        bent = forward((slope,), {leaves[j]: one})[0]
-        if bent is not None and not _is_zero(bent):
-            second[i, j] = bent if i == j else 2 * bent
-    return gradient, second

@@ -11,10 +11,8 @@ from typing import Any
 import numpy as np
 
 from numfuse.language.curves import expand
-from numfuse.language.graph import SYMBOL, Expr, rounded, topological
+from numfuse.language.graph import SYMBOL, Expr, bottom_up, rounded
 from numfuse.language.operations import OPERATIONS
-
-__all__ = ["apply", "evaluate", "values"]
 
 
 def apply(op: str, *args: Any) -> Any:
@@ -64,14 +62,11 @@ def values(exprs: Iterable[Expr], leaves: Mapping[Expr, Any]) -> tuple[Any, ...]
 
     NaN and infinities follow IEEE, silently.
     """
-    exprs = expand(exprs)
-    value: dict[Expr, Any] = {}
+
+    def value(e: Expr, args: list[Any]) -> Any:
+        if e.op == "const":
+            return rounded(e, "float64")
+        return OPERATIONS[e.op].value(*args) if args else leaves[e]
+
     with np.errstate(all="ignore"):
-        for e in topological(exprs):
-            if e.op == "const":
-                value[e] = rounded(e, "float64")
-            elif not e.args:
-                value[e] = leaves[e]
-            else:
-                value[e] = OPERATIONS[e.op].value(*(value[a] for a in e.args))
-    return tuple(value[e] for e in exprs)
+        return bottom_up(expand(exprs), value)

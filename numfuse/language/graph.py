@@ -5,9 +5,8 @@ epilogue. A `call` is a function of one argument with derivatives of its own (a 
 activation), kept whole while a formula is differentiated, so that its hand-written derivatives are
 used, and expanded before a target prints it (`numfuse.language.curves`).
 
-Nodes are hash-consed, so equal expressions are one object (common subexpressions are shared by
-construction), and constants are exact rationals, rounded once, to the target's dtype. What a symbol
-cannot do fails with a sentence that says what to write instead.
+Nodes are hash-consed, so equal expressions are one object, and constants are exact rationals,
+rounded once, to the target's dtype.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,20 +27,10 @@ from numfuse.language.operations import TRUTH, UFUNCS
 if TYPE_CHECKING:
     from numfuse.language.curves import Curve
 
-__all__ = [
-    "SYMBOL",
-    "Expr",
-    "Payload",
-    "constant",
-    "intern",
-    "node",
-    "rounded",
-    "topological",
-]
-
 Payload: TypeAlias = "Fraction | float | str | Curve | None"
 
 _Operator: TypeAlias = "Callable[[Expr, Any], Expr]"
+_Made = TypeVar("_Made")
 
 #: Characters of a graph's text. What is used twice stands there twice, so that the text of a small
 #: graph can be longer than any memory.
@@ -69,14 +58,18 @@ def _refuse(done: str, remedy: str) -> NoReturn:
     )
 
 
+def _refused(done: str, remedy: str) -> Callable[..., NoReturn]:
+    """Return a method that a symbol cannot have."""
+    return lambda self, *args, **options: _refuse(done, remedy)
+
+
 def _operator(op: str) -> tuple[_Operator, _Operator]:
     """Return the operator of an operation on a node, and that with the operands turned round."""
-    return lambda a, b: _binary(op, a, b), lambda a, b: _binary(op, b, a)
 
+    def apply(a: Any, b: Any) -> Any:
+        return node(op, a, b) if op in TRUTH else _binary(op, a, b)
 
-def _condition(op: str) -> tuple[_Operator, _Operator]:
-    """Return the operator of a condition, and that with the operands turned round."""
-    return lambda a, b: node(op, a, b), lambda a, b: node(op, b, a)
+    return apply, lambda a, b: apply(b, a)
 
 
 class Expr:
@@ -132,20 +125,18 @@ class Expr:
             "numfuse.expr.exp(p * numfuse.expr.log(x))",
         )
 
-    def __rpow__(self, base: Any) -> NoReturn:
-        _refuse("be an exponent", "write numfuse.expr.exp(x * log_of_the_base)")
-
-    def _whole(self, *_: Any) -> NoReturn:
-        _refuse("be rounded or divided with a remainder", "an activation is made of smooth pieces")
-
+    __rpow__ = _refused("be an exponent", "write numfuse.expr.exp(x * log_of_the_base)")
+    _whole = _refused(
+        "be rounded or divided with a remainder", "an activation is made of smooth pieces"
+    )
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _whole
     __round__ = __floor__ = __ceil__ = __trunc__ = _whole
 
     # --- comparisons ------------------------------------------------------------------------
-    __lt__, __gt__ = _condition("lt")
-    __le__, __ge__ = _condition("le")
-    __and__, __rand__ = _condition("both")
-    __or__, __ror__ = _condition("either")
+    __lt__, __gt__ = _operator("lt")
+    __le__, __ge__ = _operator("le")
+    __and__, __rand__ = _operator("both")
+    __or__, __ror__ = _operator("either")
 
     def __eq__(self, other: Any) -> Expr:  # type: ignore[override]
         return node("eq", self, other)
@@ -160,32 +151,21 @@ class Expr:
         return node("negation", self)
 
     # --- what a symbol cannot do ------------------------------------------------------------
-    def __bool__(self) -> bool:
-        _refuse(
-            "decide a branch (if, while, and, or, not, a chain like 0 < x < 1, min, max)",
-            "write numfuse.expr.where(condition, a, b), conditions joined with & | ~ in "
-            "parentheses, or numfuse.expr.maximum and minimum",
-        )
-
-    def _number(self, *_: Any) -> NoReturn:
-        _refuse(
-            "become a Python number (float(x), int(x), math.exp(x))",
-            "write numfuse.expr.exp(x) for math.exp(x), likewise sqrt, tanh, erf, log, log1p; "
-            "no float() is needed",
-        )
-
-    __float__ = __int__ = __complex__ = __index__ = _number
-
-    def _sequence(self, *_: Any) -> NoReturn:
-        _refuse(
-            "be iterated, indexed or measured",
-            "a formula maps one scalar to one scalar; it is applied to every element by the kernel",
-        )
-
-    __iter__ = __len__ = __getitem__ = __contains__ = _sequence
-
-    def __array__(self, *_: Any, **__: Any) -> NoReturn:
-        _refuse("become an array", "use the functions of numfuse.expr, which take symbols")
+    __bool__ = _refused(
+        "decide a branch (if, while, and, or, not, a chain like 0 < x < 1, min, max)",
+        "write numfuse.expr.where(condition, a, b), conditions joined with & | ~ in "
+        "parentheses, or numfuse.expr.maximum and minimum",
+    )
+    __float__ = __int__ = __complex__ = __index__ = _refused(
+        "become a Python number (float(x), int(x), math.exp(x))",
+        "write numfuse.expr.exp(x) for math.exp(x), likewise sqrt, tanh, erf, log, log1p; "
+        "no float() is needed",
+    )
+    __iter__ = __len__ = __getitem__ = __contains__ = _refused(
+        "be iterated, indexed or measured",
+        "a formula maps one scalar to one scalar; it is applied to every element by the kernel",
+    )
+    __array__ = _refused("become an array", "use the functions of numfuse.expr, which take symbols")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
         same, other = UFUNCS.get(ufunc.__name__), _OTHER_UFUNC.get(ufunc.__name__)
@@ -334,25 +314,20 @@ def node(op: str, *operands: Any) -> Expr:
 
 
 def _binary(op: str, a: Any, b: Any) -> Any:
-    if isinstance(a, Expr) and isinstance(b, Expr):
-        return node(op, a, b)
     other = b if isinstance(a, Expr) else a
-    if isinstance(other, (int, float, Fraction, np.integer, np.floating)) or (
-        isinstance(other, np.ndarray) and other.ndim == 0
-    ):
-        return node(op, a, b)
-    if isinstance(other, np.ndarray):
+    if isinstance(other, np.ndarray) and other.ndim:
         _refuse("be mixed with arrays", "a formula holds only its symbol and scalar constants")
-    return NotImplemented
+    numbers = int, float, Fraction, np.integer, np.floating, np.ndarray
+    return node(op, a, b) if isinstance(other, (Expr, *numbers)) else NotImplemented
 
 
 def _power(x: Expr, n: int) -> Expr:
     if n == 0:
         return constant(1)
-    half = _power(x, n // 2) if n > 1 else None
-    square = half * half if half is not None else None
-    if square is None:
+    if n == 1:
         return x
+    half = _power(x, n // 2)
+    square = half * half
     return square * x if n % 2 else square
 
 
@@ -370,3 +345,14 @@ def topological(exprs: Iterable[Expr]) -> list[Expr]:
             stack.append((e, True))
             stack.extend((a, False) for a in reversed(e.args))
     return list(order)
+
+
+def bottom_up(
+    exprs: Iterable[Expr], rule: Callable[[Expr, list[_Made]], _Made]
+) -> tuple[_Made, ...]:
+    """Return what a rule makes of each graph: of a node, and of what it made of the operands."""
+    exprs = tuple(exprs)
+    made: dict[Expr, _Made] = {}
+    for e in topological(exprs):
+        made[e] = rule(e, [made[a] for a in e.args])
+    return tuple(made[e] for e in exprs)

@@ -8,8 +8,6 @@ from typing import Any
 from numfuse.language.curves import Curve
 from numfuse.language.graph import Expr
 
-__all__ = ["Keyed", "formulas_of", "named"]
-
 #: Kinds that stand for themselves; what is compared with them first is most of a key.
 _PLAIN = frozenset((str, int, bool, type(None)))
 

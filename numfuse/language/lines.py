@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 
 from numfuse.language.graph import Expr, topological
 
-__all__ = ["INFIX", "assignments"]
-
 #: Operations that Python and WGSL write with a sign.
 INFIX = {
     "add": "+",
@@ -29,15 +27,8 @@ def assignments(
 ) -> tuple[dict[Expr, str], list[str]]:
     """Return the text by which each node is named, and the lines that compute them.
 
-    Parameters
-    ----------
-    exprs : iterable of Expr
-    line : str
-        An assignment with places for the name and the text.
-    constant : callable
-        From a constant to its text.
-    operation : callable
-        From a node and the texts of its operands to its text.
+    `line` is an assignment with places for the name and the text. The text of a constant is
+    ``constant(e)``, that of another node ``operation(e, texts of its operands)``.
     """
     names: dict[Expr, str] = {}
     lines: list[str] = []

@@ -14,36 +14,25 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-__all__ = ["ANY", "OPERATIONS", "TRUTH", "UFUNCS", "Operation", "Range", "absolute", "hull"]
-
 #: The least and the greatest value of a node, NaN aside.
 Range: TypeAlias = tuple[float, float]
 ANY: Range = (-math.inf, math.inf)
 
 
 class Operation(NamedTuple):
-    """A row of the table.
+    """A row of the table."""
 
-    Parameters
-    ----------
-    value : callable
-        The operation over arrays.
-    bounds : callable, optional
-        From the operands' bounds to the result's, over all finite operands; any number by default.
-    partials : callable, optional
-        From (node, e, *operands) to the derivative by each operand, None where an operand does not
-        count. `e` is the result, `node(name, *operands)` makes another operation. Those without
-        have a rule of their own in `numfuse.language.derivatives`.
-    ufuncs : tuple of str
-        The ufuncs that mean the same, beside that which `value` is.
-    truth : bool
-        Whether the result is a truth value.
-    """
-
+    #: The operation over arrays.
     value: Callable[..., Any]
+    #: From the operands' bounds to the result's, over all finite operands; None: any number.
     bounds: Callable[..., Range] | None = None
+    #: From (node, e, *operands) to the derivative by each operand, None where one does not count;
+    #: `e` is the result, `node(name, *operands)` makes another operation. Those without have a rule
+    #: of their own in `numfuse.language.derivatives`.
     partials: Callable[..., tuple[Any, ...]] | None = None
+    #: The ufuncs that mean the same, beside that which `value` is.
     ufuncs: tuple[str, ...] = ()
+    #: Whether the result is a truth value.
     truth: bool = False
 
     @property

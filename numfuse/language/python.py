@@ -1,23 +1,41 @@
 """A formula as the text of a Python function, over the primitives of `numfuse.language.scalar`.
 
-A product is merged with a sum here, as a node (`fma`), and never by a compiler: that would do it
-where a product has no other use, which depends on what is computed beside it, and a derivative
-would have other bits alone than together with its value.
+A product is merged with a sum here, as a node (`fma`), and never by a compiler; see `arithmetic`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from numfuse.language.bounds import Range, ranges
 from numfuse.language.coefficients import GROWTH_FACTOR
 from numfuse.language.curves import expand, merged
-from numfuse.language.graph import Expr, constant, node, rounded, topological
+from numfuse.language.graph import Expr, bottom_up, constant, node, rounded, topological
 from numfuse.language.lines import INFIX, assignments
+from numfuse.language.operations import ANY, OPERATIONS, Range, absolute, hull
 
-__all__ = ["render"]
+
+def ranges(exprs: Iterable[Expr]) -> dict[Expr, Range]:
+    """The range of every node over every finite x, by interval arithmetic.
+
+    It is wider than the truth where operands depend on each other. A target may drop what a bound
+    makes needless: a sign that is known, a factor that cannot overflow.
+    """
+    found: dict[Expr, Range] = {}
+    for e in topological(exprs):
+        row = OPERATIONS.get(e.op)
+        if e.op == "const":
+            value = float(rounded(e, "float64"))
+            found[e] = hull((value, value))
+        elif row is None or row.bounds is None:
+            found[e] = ANY
+        elif e.op in ("mul", "product") and e.args[0] is e.args[1]:
+            least, greatest = absolute(found[e.args[0]])
+            found[e] = least * least, greatest * greatest
+        else:
+            found[e] = row.bounds(*(found[a] for a in e.args))
+    return found
 
 
 def _lowered(op: str, args: list[Expr]) -> Expr:
@@ -66,33 +84,31 @@ def _divided(exprs: tuple[Expr, ...]) -> tuple[Expr, ...]:
 
     The bits are the same (see `quotient`); a lone division has three instructions less.
     """
-    order = topological(exprs)
-    uses = Counter(a for e in order for a in e.args)
-    made: dict[Expr, Expr] = {}
-    for e in order:
-        args = [made[a] for a in e.args]
+    uses = Counter(a for e in topological(exprs) for a in e.args)
+
+    def rule(e: Expr, args: list[Expr]) -> Expr:
         if e.op == "quotient" and uses[e.args[1]] == 1:
-            made[e] = node("ratio", args[0], args[2])
-        else:
-            made[e] = node(e.op, *args) if args else e
-    return tuple(made[e] for e in exprs)
+            return node("ratio", args[0], args[2])
+        return node(e.op, *args) if args else e
+
+    return bottom_up(exprs, rule)
 
 
 def _primitive_graphs(exprs: tuple[Expr, ...], growth: bool = True) -> tuple[Expr, ...]:
     """Return the graphs with every node as the primitives have it."""
-    made: dict[Expr, Expr] = {}
     known = ranges(exprs)
-    for e in topological(exprs):
-        op, args, old = e.op, [made[a] for a in e.args], e.args
+
+    def rule(e: Expr, args: list[Expr]) -> Expr:
+        op, old = e.op, e.args
         if op == "sigmoid":
             one, zero = constant(1), constant(0)
             op, args, old = "scaled_sigmoid", [one, *args, zero], (one, *old, zero)
         small = growth and op in ("scaled_sigmoid", "scaled_bell")
         if small and max(map(abs, known.get(old[0], (1.0, 1.0)))) <= GROWTH_FACTOR:
-            made[e] = _shared(op, args, known[old[1]])
-        else:
-            made[e] = _lowered(op, args) if args else e
-    return _divided(tuple(made[e] for e in exprs))
+            return _shared(op, args, known[old[1]])
+        return _lowered(op, args) if args else e
+
+    return _divided(bottom_up(exprs, rule))
 
 
 def _operation(e: Expr, args: Sequence[str]) -> str:
@@ -111,18 +127,9 @@ def render(
 ) -> tuple[str, dict[str, Any]]:
     """Return the graphs as the text of one Python function, and the constants that it names.
 
-    Parameters
-    ----------
-    exprs : tuple of Expr
-        One for a scalar result, several for a tuple of results that share what they can.
-    dtype : {"float32", "float64"}
-    name : str
-        Of the function.
-    growth : bool
-        False: no sigmoid is made of a growing exponential, for targets whose own is short.
-    arguments : tuple of str, optional
-        The names of the graphs' inputs in the order of the function's arguments. By default the
-        function has one argument, the symbol.
+    It returns a scalar for one graph, else a tuple of results that share what they can. Without
+    `growth` no sigmoid is made of a growing exponential, for targets whose own is short.
+    `arguments` names the inputs in the function's order; by default it has one, the symbol.
     """
     constants: dict[str, Any] = {}
 

@@ -6,7 +6,6 @@ A target brings its decorator and a dozen intrinsics (:class:`Target`); the prim
 
 from __future__ import annotations
 
-import math
 import pathlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
@@ -15,12 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.language import arithmetic, bounds, coefficients, curves, lines, operations, python
-
-__all__ = ["SOURCES", "Target", "primitives"]
+from numfuse.language import arithmetic, coefficients, curves, lines, operations, python
 
 #: The texts from which the code of a formula is made: a cache of compiled code depends on them.
-_MODULES = (arithmetic, bounds, coefficients, curves, lines, operations, python)
+_MODULES = (arithmetic, coefficients, curves, lines, operations, python)
 SOURCES = [pathlib.Path(__file__), *(pathlib.Path(str(x.__file__)) for x in _MODULES)]
 
 
@@ -65,13 +62,10 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
     scope: dict[str, Any] = {"__name__": __name__, **_numbers(dtype)}
     for field in fields(target):
         scope[field.name] = getattr(target, field.name)
-
-    def bound(template: Callable[..., Any]) -> Any:
-        return target.jit(FunctionType(template.__code__, scope, template.__name__))
-
     scope |= {name: target.jit(made) for name, made in _polynomials(dtype, target.fused).items()}
-    templates = [f for f in vars(arithmetic).values() if isinstance(f, FunctionType)]
-    scope |= {template.__name__: bound(template) for template in templates}
+    for name, template in vars(arithmetic).items():
+        if isinstance(template, FunctionType):
+            scope[name] = target.jit(FunctionType(template.__code__, scope, name))
     known = (target.inverses or {}).get(dtype)
     if known is None:
         scope["ratio"] = scope["divided"]
@@ -90,7 +84,6 @@ def primitives(dtype: str, target: Target) -> SimpleNamespace:
 def _numbers(dtype: str) -> dict[str, Any]:
     """Return the constants that the primitives name, as scalars of the dtype."""
     mantissa, bias = (23, 127) if dtype == "float32" else (52, 1023)
-    ln2_head, ln2_tail = coefficients.LN2[dtype]
     shift = coefficients.GROWTH_SHIFT[dtype]
     numbers = {
         "zero": 0.0,
@@ -100,23 +93,12 @@ def _numbers(dtype: str) -> dict[str, Any]:
         "two": 2.0,
         "five": 5.0,
         "share": 0.96,
-        "root_two": math.sqrt(2.0),
-        "log2e": math.log2(math.e),
-        "ln2_head": ln2_head,
-        "ln2_tail": ln2_tail,
         "magic": 1.5 * 2.0**mantissa,
-        "exp_low": -coefficients.EXP_RANGE[dtype][0],
-        "exp_high": coefficients.EXP_RANGE[dtype][1],
-        "mills_end": coefficients.MILLS_END[dtype],
-        "tanh_end": coefficients.TANH_END[dtype],
+        **coefficients.numbers(dtype),
         "growth_end": coefficients.GROWTH_END[dtype],
         "sigma": 2.0**-shift,
         # Adds the exponent's bias and the shift to n, where `raised_exponent` finds them.
         "growth_magic": 1.5 * 2.0**mantissa + bias - shift,
-        # Subnormal arguments of log are scaled by a power of two first.
-        "tiny": float(np.finfo(dtype).tiny),
-        "lift": 2.0 ** (mantissa + 2),
-        "unlift": mantissa + 2,
         "infinity": np.inf,
         "nan": np.nan,
     }
@@ -126,37 +108,21 @@ def _numbers(dtype: str) -> dict[str, Any]:
 
 def _polynomials(dtype: str, fused: Any) -> dict[str, FunctionType]:
     """Return the polynomials, each as one expression: a loop over a tuple compiles slowly."""
-    return {
-        "exp_polynomial": _paired(coefficients.EXP[dtype], dtype, fused),
-        "log_polynomial": _horner(coefficients.LOG[dtype], dtype, fused),
-        "erf_polynomial": _horner(coefficients.ERF[dtype], dtype, fused),
-        "mills_polynomial": _horner(coefficients.MILLS[dtype], dtype, fused),
-    }
+    real = np.dtype(dtype).type
+    made = {}
+    for name, table in coefficients.POLYNOMIALS.items():
+        names = [f"c{i}" for i in range(len(table[dtype]))]
+        arguments = "x, square" if name == "exp" else "x"
+        text = _paired(names) if name == "exp" else coefficients.horner(names, "x")
+        scope = dict(zip(names, map(real, table[dtype]), strict=True)) | {"fma": fused}
+        exec(f"def polynomial({arguments}):\n    return {text}", scope)
+        made[f"{name}_polynomial"] = scope["polynomial"]
+    return made
 
 
-def _horner(c: tuple[float, ...], dtype: str, fused: Any) -> FunctionType:
-    """Return polynomial(x)."""
-    text = "c0"
-    for i in range(1, len(c)):
-        text = f"fma({text}, x, c{i})"
-    return _polynomial("x", text, c, dtype, fused)
-
-
-def _paired(c: tuple[float, ...], dtype: str, fused: Any) -> FunctionType:
-    """Return polynomial(x, x * x): as many fmas, in a chain that is half as long."""
-    names = [f"c{i}" for i in range(len(c))]
-    text = names.pop(0) if len(names) % 2 else f"fma({names.pop(0)}, x, {names.pop(0)})"
+def _paired(names: list[str]) -> str:
+    """Return the text of a polynomial of x and x * x: as many fmas, in a chain half as long."""
+    text, *names = names if len(names) % 2 else [f"fma({names[0]}, x, {names[1]})", *names[2:]]
     for odd, even in zip(names[::2], names[1::2], strict=True):
         text = f"fma({text}, square, fma({odd}, x, {even}))"
-    return _polynomial("x, square", text, c, dtype, fused)
-
-
-def _polynomial(
-    arguments: str, text: str, numbers: tuple[float, ...], dtype: str, fused: Any
-) -> FunctionType:
-    real = np.dtype(dtype).type
-    scope: dict[str, Any] = {f"c{i}": real(c) for i, c in enumerate(numbers)}
-    exec(f"def polynomial({arguments}):\n    return {text}", scope | {"fma": fused}, scope)
-    made: FunctionType = scope["polynomial"]
-    made.__globals__.update(scope)
-    return made
+    return text

@@ -9,13 +9,10 @@ import json
 import weakref
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
-from typing import Any
 
 from numfuse.language.curves import Curve, leaf
 from numfuse.language.graph import SYMBOL, Expr, Payload, constant, intern, topological
 from numfuse.language.operations import OPERATIONS
-
-__all__ = ["digest", "dumps", "loads"]
 
 #: Curves by their text: what is read again is the same curve, as long as that lives.
 _CURVES: weakref.WeakValueDictionary[str, Curve] = weakref.WeakValueDictionary()
@@ -99,8 +96,4 @@ def _load_one(text: str) -> Expr:
     return loads(text)[0]
 
 
-def _reduced(expr: Expr) -> tuple[Any, ...]:
-    return _load_one, (dumps((expr,)),)
-
-
-copyreg.pickle(Expr, _reduced)
+copyreg.pickle(Expr, lambda expr: (_load_one, (dumps((expr,)),)))

@@ -9,11 +9,9 @@ import numpy as np
 
 from numfuse.language.curves import Curve, merged, rebuilt
 from numfuse.language.elementary import evaluate
-from numfuse.language.graph import SYMBOL, Expr, rounded, topological
+from numfuse.language.graph import SYMBOL, Expr, bottom_up, rounded, topological
 from numfuse.language.lines import INFIX, assignments
-from numfuse.language.wgsl_arithmetic import FEATURES, literal, primitives, real
-
-__all__ = ["FEATURES", "epilogue", "function", "prelude"]
+from numfuse.language.wgsl_arithmetic import literal, primitives, real
 
 _INFIX = {**INFIX, "product": "*", "both": "&", "either": "|"}
 _LINE = "    let {} = {};"
@@ -68,42 +66,30 @@ def function(expr: Expr, name: str, dtype: str = "float32") -> str:
     return "\n".join([f"fn {name}(x: {kind}) -> {kind} {{", *lines, f"    return {result};", "}"])
 
 
-def _contracted(exprs: Sequence[Expr]) -> tuple[list[Expr], set[Expr]]:
+def _contracted(exprs: Sequence[Expr]) -> tuple[tuple[Expr, ...], set[Expr]]:
     """Return the graphs with an fma for every sum that has a product, and the fmas that are new.
 
-    Of a product and a sum a compiler makes one operation or does not, by what else needs the
-    product: a result would have other bits alone than beside another.
+    A compiler makes one operation of the two or does not, by what else needs the product.
     """
-    order = topological(exprs)
-    made: dict[Expr, Expr] = {}
     new: set[Expr] = set()
-    for e in order:
-        args = [made[a] for a in e.args]
-        made[e] = rebuilt(e, args)
-        if (sum_of_product := merged(e.op, args)) is not None:
-            made[e] = sum_of_product
-            new.add(sum_of_product)
-    return [made[e] for e in exprs], new.difference(order)
+
+    def rule(e: Expr, args: list[Expr]) -> Expr:
+        sum_of_product = merged(e.op, args)
+        if sum_of_product is None:
+            return rebuilt(e, args)
+        new.add(sum_of_product)
+        return sum_of_product
+
+    return bottom_up(exprs, rule), new.difference(topological(exprs))
 
 
 def epilogue(
     results: Sequence[tuple[str, Expr]], arguments: Sequence[str], dtype: str = "float32"
 ) -> str:
-    """Return formulas of named inputs as one function, and the curves that it calls.
+    """Return formulas of named inputs as one function of scalars, and the curves that it calls.
 
-    Parameters
-    ----------
-    results : sequence of (str, Expr)
-        The members of what the function returns: each one's name and its graph.
-    arguments : sequence of str
-        The names of the inputs, in the order of the function's arguments.
-    dtype : {"float32", "float64"}
-
-    Returns
-    -------
-    str
-        ``struct Results`` and ``fn epilogue(...) -> Results``, a function of scalars; its
-        primitives: :func:`prelude`.
+    The text is ``struct Results``, whose members are the results, and ``fn epilogue(...)`` of the
+    inputs that `arguments` names; its primitives: :func:`prelude`.
     """
     kind = real(dtype)
     exprs, contracted = _contracted([expr for _, expr in results])

@@ -15,7 +15,7 @@ WGSL truths, in one place:
   more than a float32 one (every known driver gives all of it);
 - subnormal numbers may be flushed to zero.
 
-float64 is no part of WGSL: ``f64``, ``u64`` and their literals are wgpu's (`FEATURES`).
+float64 is no part of WGSL: ``f64``, ``u64`` and their literals are wgpu's.
 """
 
 from __future__ import annotations
@@ -23,19 +23,10 @@ from __future__ import annotations
 import functools
 import math
 import re
-from collections.abc import Iterable
 
 import numpy as np
 
-from numfuse.language.coefficients import ERF, EXP, EXP_RANGE, LN2, LOG, MILLS, MILLS_END, TANH_END
-
-__all__ = ["FEATURES", "literal", "primitives", "real"]
-
-#: What a device must have been requested with (``required_features`` of wgpu).
-FEATURES: dict[str, tuple[str, ...]] = {
-    "float32": (),
-    "float64": ("shader-f64", "shader-int64"),
-}
+from numfuse.language.coefficients import POLYNOMIALS, horner, numbers
 
 
 def literal(value: float, dtype: str) -> str:
@@ -48,14 +39,6 @@ def literal(value: float, dtype: str) -> str:
     if np.isinf(number):
         number = np.copysign(info.max, number)
     return f"{number!s}{_SUFFIX[dtype]}"
-
-
-def _horner(coefficients: Iterable[float], variable: str, dtype: str) -> str:
-    text = ""
-    for c in coefficients:
-        number = literal(c, dtype)
-        text = f"fma({text}, {variable}, {number})" if text else number
-    return text
 
 
 _SUFFIX = {"float32": "f", "float64": "lf"}
@@ -80,20 +63,8 @@ def _words(dtype: str) -> dict[str, str]:
         "SIGN_BIT": sign,
         "HIGH_BITS": (1 << bits) - (1 << low_bits),
     }
-    head, tail = LN2[dtype]
-    numbers = {
-        "LN2_HEAD": head,
-        "LN2_TAIL": tail,
-        "LOG2_E": math.log2(math.e),
-        "ROOT_TWO": math.sqrt(2),
-        "EXP_LOW": -EXP_RANGE[dtype][0],
-        "EXP_HIGH": EXP_RANGE[dtype][1],
-        "MILLS_END": MILLS_END[dtype],
-        "TANH_END": TANH_END[dtype],
-        "SMALLEST_NORMAL": float(info.smallest_normal),
-        # Subnormal arguments of log are scaled by a power of two first.
-        "LIFT": 2.0 ** (mantissa + 2),
-        "LIFT_BITS": float(mantissa + 2),
+    constants = {
+        **{name.upper(): value for name, value in numbers(dtype).items()},
         # More than the first difference of nf_product_low, and not the largest number: a compiler
         # that knows of no infinity would see through that.
         "BEYOND_LOW": {"float32": 1e37, "float64": 1e305}[dtype],
@@ -101,12 +72,11 @@ def _words(dtype: str) -> dict[str, str]:
         "LOG1P_LINEAR": {"float32": 1e-8, "float64": 1e-17}[dtype],
     }
     root_half = np.array(math.sqrt(0.5), dtype).view(f"u{bits // 8}")
-    polynomials = {
-        "EXP_POLYNOMIAL": (EXP, "r"),
-        "LOG_POLYNOMIAL": (LOG, "z"),
-        "ERF_POLYNOMIAL": (ERF, "z"),
-        "MILLS_POLYNOMIAL": (MILLS, "w"),
-    }
+    polynomials: dict[str, str] = {}
+    variables = {"exp": "r", "log": "z", "erf": "z", "mills": "w"}
+    for name, table in POLYNOMIALS.items():
+        text = horner([literal(c, dtype) for c in table[dtype]], variables[name])
+        polynomials[f"{name.upper()}_POLYNOMIAL"] = text
     return {
         "REAL": f"f{bits}",
         "UINT": f"u{bits}",
@@ -117,8 +87,8 @@ def _words(dtype: str) -> dict[str, str]:
         "NO_BITS": f"0{unsigned}",
         "ONE_BIT": f"1{unsigned}",
         **{word: f"{value:#x}{unsigned}" for word, value in whole.items()},
-        **{word: literal(value, dtype) for word, value in numbers.items()},
-        **{word: _horner(c[dtype], variable, dtype) for word, (c, variable) in polynomials.items()},
+        **{word: literal(value, dtype) for word, value in constants.items()},
+        **polynomials,
     }
 
 
@@ -191,7 +161,7 @@ fn nf_reduced(hi: REAL, lo: REAL, n: REAL) -> REAL {
     "nf_scaled_exp": """\
 fn nf_scaled_exp(factor: REAL, hi: REAL, lo: REAL) -> REAL {
     let x = select(select(hi, EXP_HIGH, hi > EXP_HIGH), EXP_LOW, hi < EXP_LOW);
-    let n = round(x * LOG2_E);
+    let n = round(x * LOG2E);
     let p = nf_reduced(x, lo, n);
     let k = INT(n);
     let half = k >> 1u;
@@ -220,7 +190,7 @@ fn nf_scaled_bell(factor: REAL, hi: REAL, lo: REAL) -> REAL {
     "nf_tanh": """\
 fn nf_tanh(x: REAL) -> REAL {
     let y = min(abs(x), TANH_END);
-    let n = round(-2.0 * y * LOG2_E);
+    let n = round(-2.0 * y * LOG2E);
     let p = nf_reduced(-2.0 * y, 0.0, n);
     let s = nf_power_of_two(INT(n));
     let em = fma(s, p, min(s - 1.0, 1.0));
@@ -250,11 +220,11 @@ fn nf_outside_log(u: REAL, value: REAL) -> REAL {
 }""",
     "nf_log": """\
 fn nf_log(x: REAL) -> REAL {
-    let small = x < SMALLEST_NORMAL;
+    let small = x < TINY;
     let u = select(x, x * LIFT, small);
     let k = nf_log_exponent(u);
     let f = bitcast<REAL>(bitcast<INT>(u) - (k << MANTISSA)) - 1.0;
-    return nf_outside_log(x, nf_log_of(f, REAL(k) - select(0.0, LIFT_BITS, small)));
+    return nf_outside_log(x, nf_log_of(f, REAL(k) - select(0.0, UNLIFT, small)));
 }""",
     "nf_log1p": """\
 fn nf_log1p(x: REAL) -> REAL {

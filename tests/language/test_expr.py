@@ -18,7 +18,7 @@ from numfuse import expr as ex
 from numfuse.activations import get
 from numfuse.backends.cpu.llvm.primitives import render, scalar_function
 from numfuse.language import elementary, wgsl
-from numfuse.language.bounds import ranges
+from numfuse.language.python import ranges
 from numfuse.language.text import digest
 
 X = ex.SYMBOL

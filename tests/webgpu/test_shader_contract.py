@@ -461,9 +461,9 @@ def test_a_loaded_module_is_a_backend_of_with(foreign):
     ],
 )
 def test_workgroup_sizes_are_read_from_constants(text, size):
-    from numfuse.backends.webgpu.contract.source import parse
+    from numfuse.backends.webgpu.contract.source import Module
 
-    module = parse(f"// @compute fn no() {{}}\nconst SIDE = 32 / 2;\n@compute {text}\nfn f() {{}}")
+    module = Module(f"// @compute fn no() {{}}\nconst SIDE = 32 / 2;\n@compute {text}\nfn f() {{}}")
     assert list(module.entry_points) == ["f"]
     assert module.workgroup("f") == size
 
@@ -568,3 +568,13 @@ def test_a_module_nests_as_deep_as_its_brackets_and_operators_and_not_its_commen
     text, levels = nest
     assert levels <= depth(text) <= levels + 1
     assert depth(f"{text}; {text} ;{text}") == depth(text)
+
+
+def test_a_chain_of_declarations_counts_by_fours_and_a_circle_as_all_of_them():
+    """Guards: what a compiler would walk by recursion is refused before it does."""
+    from numfuse.backends.webgpu.contract.nesting import depth
+
+    chain = [f"fn f{i + 1}() {{ f{i}(); }}" for i in range(40)]
+    assert depth("fn f0() {} " + " ".join(chain)) == depth(" ".join(chain[::-1])) + 1 == 11
+    assert depth("fn f0() { f40(); } " + " ".join(chain)) == 11
+    assert depth("alias a = b; alias b = a;") == 1

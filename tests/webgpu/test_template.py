@@ -137,15 +137,15 @@ def shaders():
                     factors = Access(dtype, wide, turned), Access(dtype, wide, not turned)
                     row = Access(dtype, wide)
                     bias, out = Array("bias", row, by_column=True), Array("out", row, stored=True)
-                    yield Gemm(tile, acc, factors, layer.choose("out"), (bias, out))
+                    yield Gemm(acc, layer.choose("out"), (bias, out), tile, factors)
                     yield Gemm(
-                        tile, acc, factors, layer.choose("out", "pre", summed="out"),
-                        (bias, out, Array("pre", Access(acc), stored=True)),
+                        acc, layer.choose("out", "pre", summed="out"),
+                        (bias, out, Array("pre", Access(acc), stored=True)), tile, factors,
                         places=True, segments=True, planes=True,
                     )  # fmt: skip
                     reads = [Array(name, row) for name in ("z", "t", "grad")]
                     arrays = (*reads, Array("q", row, stored=True))
-                    yield Gemm(tile, acc, None, slope.choose("q"), arrays)
+                    yield Gemm(acc, slope.choose("q"), arrays, tile, None)
     gate = Formula.of(epilogues.gate, nf.activations()["none"].curve).choose("out")
     for wide in (False, True):
         access = Access("float64", wide)
@@ -174,7 +174,7 @@ def test_one_chain_of_sums_leaves_no_trace_of_others():
     bias = Array("bias", Access("float32"), by_column=True)
     for tile in TILES:
         texts = [
-            Gemm(replace(tile, chain=chain), "float32", factors, layer, (bias, out)).text()
+            Gemm("float32", layer, (bias, out), replace(tile, chain=chain), factors).text()
             for chain in (0, 256)
         ]
         found = [set(re.findall(r"var slices|chain|kept", text)) for text in texts]

@@ -9,7 +9,9 @@
 - `contract`: the WGSL modules of others
 """
 
+from numfuse.backends.webgpu.arrays import DeviceArray
 from numfuse.backends.webgpu.contract.backend import ContractBackend
-from numfuse.backends.webgpu.face import BACKEND, DeviceArray, WebGpuBackend, adapters
+from numfuse.backends.webgpu.device.adapters import adapters
+from numfuse.backends.webgpu.face import BACKEND, WebGpuBackend
 
 __all__ = ["BACKEND", "ContractBackend", "DeviceArray", "WebGpuBackend", "adapters"]

@@ -18,8 +18,6 @@ from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
 from numfuse.runtime.views import GhostViews, address, bounds
 
-__all__ = ["DeviceArray"]
-
 #: Bytes that are downloaded at once: a buffer to read from is never larger than needed.
 _PIECE = 256 << 20
 

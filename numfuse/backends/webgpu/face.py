@@ -29,18 +29,12 @@ from numfuse.runtime.replay import Recording, Replay
 if TYPE_CHECKING:
     from numfuse.activations import Activation
 
-__all__ = ["BACKEND", "ContractBackend", "DeviceArray", "WebGpuBackend", "adapters"]
-
 
 class WebGpuBackend(OneRun):
     """A device of WebGPU; see :class:`numfuse.backends.Backend` for what each method is.
 
-    Parameters
-    ----------
-    which : str or int, optional
-        A part of an adapter's name, or its index; None: `NUMFUSE_WEBGPU_ADAPTER`, else the best.
-    limits : dict, optional
-        Limits of WebGPU to ask for in place of the adapter's own.
+    `which` is a part of an adapter's name, or its index; None: `NUMFUSE_WEBGPU_ADAPTER`, else the
+    best. `limits` are limits of WebGPU to ask for in place of the adapter's own.
     """
 
     name = "webgpu"

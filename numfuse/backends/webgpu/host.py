@@ -20,8 +20,6 @@ from numfuse.problem.fields import FIELDS
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.strided import contiguous
 
-__all__ = ["HostProgram", "run"]
-
 
 class _Packed(NamedTuple):
     """How an operand is brought to the device, without what repeats, in the order of its memory.

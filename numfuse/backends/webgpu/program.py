@@ -21,8 +21,6 @@ from numfuse.backends.webgpu.device.commands import fetch
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 
-__all__ = ["Program"]
-
 _HANDLE = attrgetter("handle")
 _NEW = object.__new__
 #: Bytes of a step: its bind groups for `tiling.KEPT_SETS` sets of buffers, 250 each.

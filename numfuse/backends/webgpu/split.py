@@ -2,8 +2,7 @@
 
 A piece is a range of the batch, of M and of N; of a gate, of every axis. A result that several
 pieces add to (d_b where M is cut, d_a where N is, whatever a cut axis of the batch is summed over)
-is kept on the device in the accumulator's dtype until the last of them, and rounded once. So it is
-to second order.
+is kept on the device in the accumulator's dtype until the last of them, and rounded once.
 
 Here too a batch over one b that strides keep from being one product becomes one, where sums run
 over its rows: by copies on the device, or of the caller's arrays on their way there.
@@ -21,15 +20,12 @@ from typing import Any, TypeAlias
 from numpy import ndarray
 
 from numfuse.backends.webgpu.device.device import Device
-from numfuse.backends.webgpu.lower.elementwise import zero
-from numfuse.backends.webgpu.lower.gates import GATES
+from numfuse.backends.webgpu.lower.elementwise import GATES, zero
 from numfuse.backends.webgpu.lower.layers import LAYERS
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.shapes import as_one
-
-__all__ = ["run"]
 
 #: First and last of each axis of the batch, of M and of N; of a gate, of each axis.
 _Piece: TypeAlias = tuple[tuple[int, int], ...]

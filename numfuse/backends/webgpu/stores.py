@@ -26,8 +26,6 @@ from numfuse.problem.shapes import equal, merge_axes
 from numfuse.runtime.strided import Strided, contiguous, walk
 from numfuse.runtime.views import address, bounds
 
-__all__ = ["Region", "Store"]
-
 
 class Region(Strided):
     """A strided part of a buffer of the device."""
@@ -59,14 +57,7 @@ def fresh(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any], what: st
 
 
 class Store:
-    """Arrays of the device, by their ghosts; a result that is not the caller's gets a buffer.
-
-    Parameters
-    ----------
-    device : Device
-    operands, outputs : sequences of DeviceArray
-        The caller's.
-    """
+    """The caller's arrays of the device, by their ghosts; any other result gets a buffer."""
 
     def __init__(
         self,

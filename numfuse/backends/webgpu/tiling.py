@@ -4,27 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-__all__ = [
-    "BLOCKS",
-    "CHAIN",
-    "CPU_TILE",
-    "JOINED",
-    "KEPT_CONSTANTS",
-    "KEPT_GROUPS",
-    "KEPT_PROGRAMS",
-    "KEPT_SETS",
-    "KEPT_STAGING",
-    "PART",
-    "POOL_BYTES",
-    "SPARE_BYTES",
-    "STAGING_BYTES",
-    "TILES",
-    "WebGpuTile",
-    "groups",
-    "parts",
-    "tile",
-]
-
 #: Uniforms and tables of places that a device keeps, by their content, and their bytes: a training
 #: step makes a dozen kinds of call with one or two each.
 KEPT_CONSTANTS = 1024, 64 << 20

@@ -16,7 +16,7 @@ from numpy import ndarray
 from numfuse.backends import Call, latest
 from numfuse.backends.webgpu.contract import nesting, run
 from numfuse.backends.webgpu.contract.entry_points import ACTIVATIONS, ENTRY_POINTS
-from numfuse.backends.webgpu.contract.source import parse
+from numfuse.backends.webgpu.contract.source import Module
 from numfuse.backends.webgpu.device.commands import Pipeline
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.errors import DeviceError, DeviceLost
@@ -25,8 +25,6 @@ from numfuse.problem.results import settled
 if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.backends.webgpu.contract.check import Compared
-
-__all__ = ["ContractBackend"]
 
 #: Element types of an array that cannot be meant for f32.
 _OTHER_ELEMENTS = ("u32", "i32", "f16", "f64", "u64", "i64", "atomic", "bool")
@@ -76,7 +74,7 @@ class ContractBackend:
         device: Device = owner.device
         with _as_argument(label), device.reported(label):
             device.handle.create_shader_module(label=label, code=source)
-        self._module = parse(source)
+        self._module = Module(source)
         found = self._module.entry_points
         self.entry_points = tuple(name for name in ENTRY_POINTS if name in found)
         self.others = tuple(name for name in found if name not in ENTRY_POINTS)
@@ -193,10 +191,7 @@ class ContractBackend:
     def require(self, *names: str, one: bool = False) -> str:
         """Return the first of these entry points that the module has.
 
-        Raises
-        ------
-        ValueError
-            It lacks one of them; with `one`, all.
+        ValueError if it lacks one of them; with `one`, all.
         """
         found = [name for name in names if name in self.entry_points]
         if found and (one or len(found) == len(names)):

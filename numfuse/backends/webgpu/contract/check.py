@@ -16,8 +16,6 @@ from numfuse.problem import product
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
 
-__all__ = ["Compared", "check"]
-
 #: (batch, M, K, N): below, at and beyond a tile of 16, long sums, a batch, and sizes of 1.
 _SHAPES = (
     (1, 1, 1, 1),

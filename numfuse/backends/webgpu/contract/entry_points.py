@@ -13,8 +13,6 @@ from numfuse.backends.webgpu.shaders.shader import Uniform
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.language import wgsl
 
-__all__ = ["ACTIVATIONS", "BUILT_IN", "ENTRY_POINTS", "EntryPoint", "Interface", "reference_source"]
-
 #: In the order of the numbers that the contract gives them: activation_type 0, 1, 2 ... As they are
 #: defined: a user's own formula of one of these names has no number.
 BUILT_IN: tuple[Activation, ...] = none, relu, gelu, silu, sigmoid, tanh

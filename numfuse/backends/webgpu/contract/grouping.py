@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
@@ -11,13 +10,10 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu.contract.entry_points import ENTRY_POINTS
 from numfuse.backends.webgpu.device.commands import Commands
-from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
-
-__all__ = ["Array", "Grouping", "Step"]
 
 _F32 = np.dtype(np.float32)
 
@@ -42,23 +38,20 @@ class Step(NamedTuple):
     names: Mapping[str, str] = {}
 
 
-@dataclass
 class Grouping:
-    """The groups of a call, and where each one's piece of every array lies."""
+    """The groups of a call, and where each one's piece of every array lies.
 
-    backend: ContractBackend
-    units: int
-    #: Units that one dispatch may have, for its grid and its meaning.
-    most: int
-    arrays: dict[str, Array]
-    device: Device = field(init=False)
-    per_group: int = field(init=False)
+    `most` is how many units one dispatch may have, for its grid and its meaning.
+    """
 
-    def __post_init__(self) -> None:
-        self.device, self._pipelines = self.backend.pipelines()
+    def __init__(
+        self, backend: ContractBackend, units: int, most: int, arrays: dict[str, Array]
+    ) -> None:
+        self.backend, self.units, self.arrays = backend, units, arrays
+        self.device, self._pipelines = backend.pipelines()
         limit = self.device.binding_limit
-        self.per_group = min(self.units, self.most)
-        for name, array in self.arrays.items():
+        self.per_group = min(units, most)
+        for name, array in arrays.items():
             if 4 * array.length > limit:
                 raise ValueError(
                     f"a binding ({name}) must have at most max-storage-buffer-binding-size = "
@@ -67,7 +60,7 @@ class Grouping:
                 )
             if array.per == "unit":
                 self.per_group = min(self.per_group, limit // (4 * array.length))
-        if self.per_group < self.units and self.per_group > 64:
+        if self.per_group < units and self.per_group > 64:
             self.per_group = self.per_group // 64 * 64  # so that most pieces need no padding
 
     @property

@@ -1,11 +1,10 @@
 """A problem as passes of the shader contract.
 
-The contract knows contiguous arrays: A (batch, M, K), B (batch, K, N), a bias of N, and sums over
-the whole batch for d_b and d_bias. A problem's arrays are made so, and cut in *units*: the elements
-of the batch, or the rows of A where one B serves all, or the elements of a gate. A *group* of
-units is what one dispatch of each entry point computes: all units, where the contract's meaning and
-the device's limits allow it; one unit, where a member of the batch has a bias or a gradient of its
-own. Sums over groups are made here.
+The contract knows contiguous arrays, and sums over the whole batch for d_b and d_bias. A problem's
+arrays are made so, and cut in *units*: the elements of the batch, or the rows of A where one B
+serves all, or the elements of a gate. A *group* of units is what one dispatch of each entry point
+computes: all units where meaning and limits allow it, one where a member of the batch has a bias or
+a gradient of its own. Sums over groups are made here.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from numfuse.problem.shapes import sum_to
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
     from numfuse.problem.product import GemmBackwardProblem, GemmProblem
-
-__all__ = ["backward", "forward", "gated", "gated_backward"]
 
 _F32 = np.dtype(np.float32)
 _F64 = np.dtype(np.float64)
@@ -88,13 +85,13 @@ class Product:
     def step(self, entry_point: str, activation: int | None = None, **names: str) -> Step:
         """Return a pass of an entry point, with the problem's activation or that of a number."""
         number = self.p.activation.id if activation is None else activation
-        return Step(entry_point, partial(self.fields, number), names)
 
-    def fields(self, activation: int | None, units: int) -> dict[str, Any]:
-        """Return the fields of the contract's params, for a group of so many units."""
-        m, batch = (units, 1) if self.rows else (self.m, units)
-        sizes = {"M": m, "K": self.k, "N": self.n, "batch_size": batch}
-        return {**sizes, "activation_type": activation} | dict.fromkeys(_PADDING, 0)
+        def fields(units: int) -> dict[str, Any]:
+            m, batch = (units, 1) if self.rows else (self.m, units)
+            sizes = {"M": m, "K": self.k, "N": self.n, "batch_size": batch}
+            return {**sizes, "activation_type": number} | dict.fromkeys(_PADDING, 0)
+
+        return Step(entry_point, fields, names)
 
 
 def _shared(x: ndarray) -> bool:

@@ -10,10 +10,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
-
-__all__ = ["Module", "Variable", "declarations", "parse", "without_comments"]
+from typing import Any, NamedTuple
 
 _END = "; \t\r\n"
 _LINE_END = "\n\v\f\r\u0085\u2028\u2029"
@@ -68,8 +65,7 @@ _CALLS: dict[str, Callable[..., int]] = {
 }
 
 
-@dataclass(frozen=True)
-class Variable:
+class Variable(NamedTuple):
     """A buffer that the module declares."""
 
     name: str
@@ -80,26 +76,46 @@ class Variable:
     type: str
 
 
-@dataclass
 class Module:
-    """The parts of a module that `parse` found."""
+    """The parts of a module that the contract asks for."""
 
-    #: {name: the text of its @workgroup_size} of compute entry points.
-    entry_points: dict[str, str] = field(default_factory=dict)
-    #: {name: parameters and body}.
-    functions: dict[str, str] = field(default_factory=dict)
-    #: {name: text} of constants, and of overrides with a default.
-    values: dict[str, str] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    variables: list[Variable] = field(default_factory=list)
+    def __init__(self, source: str) -> None:
+        #: {name: the text of its @workgroup_size} of compute entry points.
+        self.entry_points: dict[str, str] = {}
+        #: {name: parameters and body}.
+        self.functions: dict[str, str] = {}
+        #: {name: text} of constants, and of overrides with a default.
+        self.values: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}
+        late: list[tuple[dict[str, str], re.Match[str]]] = []
+        for declaration in declarations(without_comments(source)):
+            attributes, rest = _attributes(declaration)
+            if found := _FUNCTION.match(rest):
+                self.functions[found[1]] = rest[found.end() :]
+                if "compute" in attributes:
+                    self.entry_points[found[1]] = attributes.get("workgroup_size", "")
+            elif found := _VALUE.match(rest):
+                self.values[found[1]] = found[2].rstrip(_END)
+            elif found := _ALIAS.match(rest):
+                self.aliases[found[1]] = found[2].rstrip(_END)
+            elif found := _BUFFER.match(rest):
+                late.append((attributes, found))
+        # the constants of their attributes may be declared behind them
+        self.variables = [self._variable(attributes, *found.groups()) for attributes, found in late]
+
+    def _variable(
+        self, attributes: dict[str, str], space: str, access: str | None, name: str, kind: str
+    ) -> Variable:
+        def number(word: str) -> int | None:
+            return self.integer(attributes[word]) if word in attributes else None
+
+        where = number("group"), number("binding")
+        return Variable(name, *where, space, access or "read", kind.rstrip(_END))
 
     def workgroup(self, entry_point: str) -> tuple[int, int, int]:
         """The size of a workgroup.
 
-        Raises
-        ------
-        ValueError
-            It is written with something other than integers, their arithmetic and their names.
+        ValueError if it is not made of integers, their arithmetic and their names.
         """
         parts = split_arguments(self.entry_points[entry_point])
         x, y, z = ([self.integer(part) for part in parts] + [1, 1])[:3]
@@ -157,33 +173,6 @@ class Module:
                 break
             type_name = replaced
         return re.sub(r"\s+", "", type_name)
-
-
-def parse(text: str) -> Module:
-    """Read a module."""
-    module = Module()
-    late: list[tuple[dict[str, str], re.Match[str]]] = []
-    for declaration in declarations(without_comments(text)):
-        attributes, rest = _attributes(declaration)
-        if found := _FUNCTION.match(rest):
-            module.functions[found[1]] = rest[found.end() :]
-            if "compute" in attributes:
-                module.entry_points[found[1]] = attributes.get("workgroup_size", "")
-        elif found := _VALUE.match(rest):
-            module.values[found[1]] = found[2].rstrip(_END)
-        elif found := _ALIAS.match(rest):
-            module.aliases[found[1]] = found[2].rstrip(_END)
-        elif found := _BUFFER.match(rest):
-            late.append((attributes, found))
-    for attributes, found in late:  # the constants may be declared later
-        space, access, name, kind = found.groups()
-        group, binding = (
-            module.integer(attributes[word]) if word in attributes else None
-            for word in ("group", "binding")
-        )
-        made = Variable(name, group, binding, space, access or "read", kind.rstrip(_END))
-        module.variables.append(made)
-    return module
 
 
 def declarations(text: str) -> list[str]:

@@ -10,8 +10,6 @@ import wgpu
 from numfuse.backends.webgpu.device import forks
 from numfuse.errors import BackendUnavailable
 
-__all__ = ["Adapter", "adapters", "again", "choose"]
-
 #: Better first. A CPU adapter is last: numfuse's own CPU backend is far faster.
 _KINDS = ("DiscreteGPU", "IntegratedGPU", "Unknown", "CPU")
 _VARIABLE = "NUMFUSE_WEBGPU_ADAPTER"
@@ -34,11 +32,8 @@ class Adapter(NamedTuple):
 def adapters() -> list[Adapter]:
     """Every adapter that wgpu finds, in its order.
 
-    Raises
-    ------
-    BackendUnavailable
-        wgpu cannot look for adapters here: its library does not load, or this process was forked
-        from one that had looked.
+    BackendUnavailable where wgpu cannot look for adapters: its library does not load, or this
+    process was forked from one that had looked.
     """
     forks.begin()
     try:
@@ -54,18 +49,11 @@ def adapters() -> list[Adapter]:
 
 
 def choose(which: str | int | None = None) -> Adapter:
-    """The adapter of an index or of a name; None: the best there is.
+    """The adapter of an index or of a name; None: the one of `NUMFUSE_WEBGPU_ADAPTER`, or the best.
 
-    A name is any part of "<device> <interface>", such as "llvmpipe" or "OpenGL".
-
-    `NUMFUSE_WEBGPU_ADAPTER` names the one that None takes.
-
-    Raises
-    ------
-    ValueError
-        No adapter has this name or index.
-    BackendUnavailable
-        There is no adapter at all, or none that `NUMFUSE_WEBGPU_ADAPTER` means.
+    A name is any part of "<device> <interface>", such as "llvmpipe" or "OpenGL". ValueError where
+    no adapter has this name or index; BackendUnavailable where there is none at all, or none that
+    `NUMFUSE_WEBGPU_ADAPTER` means.
     """
     found = adapters()
     if not found:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
     from numfuse.backends.webgpu.shaders.shader import Shader
 
-__all__ = ["Commands", "Labels", "Pipeline", "fetch"]
-
 
 class Pipeline(NamedTuple):
     """A compiled shader."""
@@ -24,16 +22,6 @@ class Pipeline(NamedTuple):
     label: str
     handle: Any
     layout: Any
-
-
-class Labels:
-    """The labels of steps, put together only where an error needs them."""
-
-    def __init__(self, steps: Sequence[tuple[Any, ...]]) -> None:
-        self._steps = steps
-
-    def __repr__(self) -> str:
-        return repr(", ".join(dict.fromkeys(step[0].label for step in self._steps)) or "copy")
 
 
 class Commands:
@@ -59,28 +47,18 @@ class Commands:
         self.steps.append((pipeline, bound, grid))
 
     def submit(self, downloads: Sequence[tuple[Binding, ndarray]] = ()) -> list[ndarray]:
-        """Give the device its work; wait for what is to be downloaded.
+        """Give the device its work; wait for what is to be downloaded, and return it in new arrays.
 
-        Parameters
-        ----------
-        downloads : sequence of (Binding, ndarray)
-            Parts of buffers, and arrays of their shape and dtype (of which nothing is used but
-            these).
-
-        Returns
-        -------
-        list of ndarray
-            New arrays with the contents.
+        A download is a part of a buffer, and an array of which nothing is used but shape and dtype.
         """
         steps, self.steps = self.steps, []
         device = self.device
-        dispatches = [
-            (pipeline, device.group(pipeline.layout, bindings), grid)
-            for pipeline, bindings, grid in steps
-        ]
-        if dispatches and not downloads:
+        dispatches = [(how, device.group(how.layout, bound), grid) for how, bound, grid in steps]
+        if downloads:
+            return fetch(device, dispatches, downloads)
+        if dispatches:
             device.submit(dispatches)
-        return fetch(device, dispatches, downloads) if downloads else []
+        return []
 
 
 def fetch(
@@ -89,17 +67,19 @@ def fetch(
     """Submit dispatches, wait, and return parts of buffers as `Commands.submit` does."""
     sizes = [-(-binding.size // 16) * 16 for binding, _ in downloads]
     total, ends = sum(sizes), list(accumulate(sizes))
-    with device.reported(Labels(dispatches)):
+    parts = list(zip(downloads, sizes, ends, strict=True))
+    with device.reported(dispatches):
         staging = device.staging(total)
-        copies = []
-        for (binding, _), size, end in zip(downloads, sizes, ends, strict=True):
-            copies.append((binding.buffer.handle, binding.offset, staging, end - size, size))
+        copies = [
+            (binding.buffer.handle, binding.offset, staging, end - size, size)
+            for (binding, _), size, end in parts
+        ]
         device.submit(dispatches, copies)
         try:
             staging.map_async("READ_NOSYNC", 0, total).sync_wait()
             mapped = np.frombuffer(staging.read_mapped(0, total, copy=False), np.uint8)
             found = []
-            for (_, like), size, end in zip(downloads, sizes, ends, strict=True):
+            for (_, like), size, end in parts:
                 part = mapped[end - size :][: like.nbytes].view(like.dtype)
                 found.append(part.reshape(like.shape).copy())
             del mapped, part

@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import wgpu
 
 from numfuse.backends.webgpu import tiling
-from numfuse.backends.webgpu.device import forks
-from numfuse.backends.webgpu.device.commands import Commands, Labels, Pipeline
+from numfuse.backends.webgpu.device import forks, trials
+from numfuse.backends.webgpu.device.commands import Commands, Pipeline
 from numfuse.backends.webgpu.device.memory import Binding, Memory
-from numfuse.backends.webgpu.device.trials import flushed_subnormals, one_rounding
-from numfuse.errors import BackendUnavailable, DeviceError, DeviceLost
+from numfuse.errors import BackendUnavailable
 from numfuse.runtime.replay import Replay
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.adapters import Adapter
     from numfuse.backends.webgpu.shaders.shader import Shader
-
-__all__ = ["FEATURES", "Device"]
 
 #: {storage dtype: the features that it takes}.
 FEATURES = {
@@ -58,12 +55,8 @@ with contextlib.suppress(ImportError, AttributeError):
 class Device(Memory):
     """A wgpu device and what is kept for it.
 
-    Parameters
-    ----------
-    adapter : Adapter
-    limits : dict, optional
-        {name of a limit of WebGPU: value} to ask for in place of the adapter's own: how a test, or
-        a user, sees what a smaller device would do.
+    `limits` are limits of WebGPU to ask for in place of the adapter's own: how a test, or a user,
+    sees what a smaller device would do.
     """
 
     def __init__(self, adapter: Adapter, limits: dict[str, int] | None = None) -> None:
@@ -112,35 +105,10 @@ class Device(Memory):
     def __str__(self) -> str:
         return self.name
 
-    @functools.cached_property
-    def one_rounding(self) -> dict[str, bool]:
-        """{accumulator: whether fma rounds once here}, found by trying it."""
-        return one_rounding(self)
-
-    @functools.cached_property
-    def flushes_subnormals(self) -> frozenset[str]:
-        """The dtypes of which subnormal numbers count as zero here, found by trying."""
-        return flushed_subnormals(self)
-
-    # --- errors ---------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def reported(self, label: Any) -> Iterator[None]:
-        """wgpu's errors as Python's and numfuse's, with what was being done."""
-        try:
-            yield
-        except wgpu.GPUOutOfMemoryError as error:
-            raise MemoryError(f"{self.name} is out of memory in {label!r}: {error}") from error
-        except (wgpu.GPUError, RuntimeError) as error:
-            if isinstance(error, DeviceError):
-                raise
-            text = str(error)
-            if getattr(self, "lost", False) or "lost" in text.casefold() or "destroyed" in text:
-                self.lost = True
-                raise DeviceLost(f"{self.name} is lost, in {label!r}: {text}") from error
-            if "not enough memory" in text.casefold() or "out of memory" in text.casefold():
-                raise MemoryError(f"{self.name} is out of memory in {label!r}: {text}") from error
-            raise DeviceError(f"{self.name} refused {label!r}: {text}") from error
+    #: {accumulator: whether fma rounds once here}, and the dtypes whose subnormal numbers count as
+    #: zero here, both found by trying.
+    one_rounding = functools.cached_property(trials.one_rounding)
+    flushes_subnormals = functools.cached_property(trials.flushed_subnormals)
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -229,10 +197,8 @@ class Device(Memory):
     ) -> None:
         """Give the device these dispatches, then these copies, and do not wait for them.
 
-        Parameters
-        ----------
-        dispatches : sequence of (pipeline, bind group, grid)
-        copies : sequence of (handle, offset, target's handle, target's offset, size)
+        A dispatch is a pipeline, a bind group and a grid; a copy is a handle and an offset there,
+        the target's, and a size.
         """
         # A try, and not a context: this is the way of every call on arrays of the device.
         try:
@@ -256,7 +222,7 @@ class Device(Memory):
                 encoder.copy_buffer_to_buffer(*copy)
             self.queue.submit([encoder.finish()])
         except Exception as error:
-            with self.reported(Labels(dispatches)):
+            with self.reported(dispatches):
                 raise error
         self.submits += 1
 

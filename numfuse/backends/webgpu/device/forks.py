@@ -20,8 +20,6 @@ from numfuse.errors import BackendUnavailable
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
 
-__all__ = ["DEVICES", "begin", "forked", "refuse"]
-
 _REASON = (
     "this process was forked after WebGPU had begun, which drivers do not survive: start it with "
     "'spawn' (multiprocessing.get_context('spawn'))"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,10 +15,8 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.device import forks
-from numfuse.errors import DeviceLost
+from numfuse.errors import DeviceError, DeviceLost
 from numfuse.runtime.pool import FreeBlocks
-
-__all__ = ["Binding", "Buffer", "Memory"]
 
 _USAGE = wgpu.BufferUsage.STORAGE | wgpu.BufferUsage.COPY_SRC | wgpu.BufferUsage.COPY_DST
 _STAGING = wgpu.BufferUsage.MAP_READ | wgpu.BufferUsage.COPY_DST
@@ -81,18 +80,27 @@ class Memory:
         self.spares: tuple[int, tuple[Buffer, ...]] = 0, ()
         self._staging: list[Any] = []
 
-    def reported(self, label: Any) -> contextlib.AbstractContextManager[None]:
-        """Turn wgpu's errors into Python's and numfuse's, with what was being done."""
-        raise NotImplementedError
+    @contextlib.contextmanager
+    def reported(self, what: Any) -> Iterator[None]:
+        """wgpu's errors as Python's and numfuse's, with a label, or the dispatches, of the work."""
+        try:
+            yield
+        except DeviceError:
+            raise
+        except (wgpu.GPUError, RuntimeError) as error:
+            if not isinstance(what, str):
+                labels: list[str] = [step[0].label for step in what]
+                what = ", ".join(dict.fromkeys(labels)) or "copy"
+            beyond, text = isinstance(error, wgpu.GPUOutOfMemoryError), str(error)
+            if not beyond and (self.lost or "lost" in text.casefold() or "destroyed" in text):
+                self.lost = True
+                raise DeviceLost(f"{self.name} is lost, in {what!r}: {text}") from error
+            if beyond or re.search("not enough memory|out of memory", text, re.IGNORECASE):
+                raise MemoryError(f"{self.name} is out of memory in {what!r}: {text}") from error
+            raise DeviceError(f"{self.name} refused {what!r}: {text}") from error
 
     def buffer(self, size: int, what: str = "array") -> Buffer:
-        """A buffer of at least `size` bytes, with any content.
-
-        Raises
-        ------
-        ValueError
-            A buffer of this device cannot be so large.
-        """
+        """A buffer of `size` bytes or more, with any content; ValueError if that is too large."""
         if size > self.buffer_limit:
             raise ValueError(
                 f"{what} must have at most max-buffer-size = {self.buffer_limit} bytes on "
@@ -141,7 +149,7 @@ class Memory:
             staging, self._staging = self._staging, []
         self.spares = self.spares[0] + 1, ()
         self.free.clear()
-        for handle, _ in staging:
+        for handle in staging:
             handle.destroy()
 
     def upload(self, x: ndarray, buffer: Buffer, offset: int = 0) -> None:
@@ -162,19 +170,17 @@ class Memory:
         """A buffer to read from, of at least `size` bytes."""
         capacity = _capacity(size, self.buffer_limit)
         with self._lock:
-            for i, (handle, held) in enumerate(self._staging):
-                if held == capacity:
-                    del self._staging[i]
-                    return handle
+            for i, handle in enumerate(self._staging):
+                if handle.size == capacity:
+                    return self._staging.pop(i)
         return self.handle.create_buffer(size=capacity, usage=_STAGING)
 
     def keep_staging(self, handle: Any) -> None:
         """Keep a buffer to read from for the next download, the latest few and no large ones."""
-        size = handle.size
         with self._lock:
-            if size <= tiling.STAGING_BYTES:
-                self._staging.append((handle, size))
+            if handle.size <= tiling.STAGING_BYTES:
+                self._staging.append(handle)
                 if len(self._staging) <= tiling.KEPT_STAGING:
                     return
-                handle, _ = self._staging.pop(0)
+                handle = self._staging.pop(0)
         handle.destroy()

@@ -16,8 +16,6 @@ from numfuse.backends.webgpu.shaders.shader import Access
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
 
-__all__ = ["flushed_subnormals", "one_rounding"]
-
 
 def one_rounding(device: Device) -> dict[str, bool]:
     """Return {accumulator: whether fma rounds once on the device}.
@@ -29,8 +27,8 @@ def one_rounding(device: Device) -> dict[str, bool]:
         dtype = np.dtype(name)
         rng = np.random.default_rng(1)
         factors = 1 + rng.random((64, 2)).astype(dtype)
-        exact = [Fraction(float(a)) * Fraction(float(b)) for a, b in factors]
-        rest = [float(e - Fraction(float(a * b))) for e, (a, b) in zip(exact, factors, strict=True)]
+        pairs = [(a, b, Fraction(float(a)) * Fraction(float(b))) for a, b in factors]
+        rest = [float(exact - Fraction(float(a * b))) for a, b, exact in pairs]
         # what fma leaves beside a rounded product: 0 if it is two roundings
         left = "fma(f[0], f[1], -(f[0] * f[1]))"
         got = _tried(device, plain.probe("rounding of fma", Access(name), name, left), factors)

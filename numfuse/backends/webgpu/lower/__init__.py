@@ -3,6 +3,6 @@
 - `places`: the batch of a product, and how its sums are cut
 - `products`: a product with an epilogue over all places
 - `sums`: planes, rows and broadcast axes that are added up
-- `elementwise`: an epilogue of arrays alone
-- `layers`, `gates`: the operations
+- `elementwise`: an epilogue of arrays alone, as the gates are
+- `layers`: the operations with products
 """

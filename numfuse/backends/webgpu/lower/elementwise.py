@@ -1,25 +1,27 @@
-"""An epilogue of arrays alone, element by element."""
+"""An epilogue of arrays alone, element by element; the gates, which are nothing else."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
+from numfuse import epilogues
 from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.epilogues import Epilogue
+from numfuse.problem.fields import FIELDS
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal
 
-__all__ = ["elementwise", "zero"]
 
-
+@cache
 def nothing() -> Epilogue:
     """Return the epilogue all of whose results are zero."""
     return Epilogue("nothing", (), (), ())
@@ -42,12 +44,7 @@ def elementwise(
 ) -> None:
     """Record a formula of arrays of one shape; what is not one run in memory is copied to one.
 
-    Parameters
-    ----------
-    formula : Formula
-        With the results of `outs`.
-    arrays, outs : mapping
-        The inputs of the formula, by name, and where its results go.
+    `arrays` are the inputs of the formula, by name, and `outs` is where each of its results goes.
     """
     given = {f"from_{name}": arrays[name] for name in formula.inputs}
     given |= {f"to_{name}": region for name, region in outs.items()}
@@ -88,7 +85,7 @@ def elementwise(
                 format_of(accumulator),
                 formula,
                 tuple(Array(n.partition("_")[2], x, n.startswith("to_")) for n, x in accesses),
-                device.one_rounding[format_of(accumulator)],
+                one_rounding=device.one_rounding[format_of(accumulator)],
             )
             values = {name: offset // unit for name, offset in offsets.items()}
             grid = (*device.grid(-(-(last - first) // 256)), 1)
@@ -96,3 +93,30 @@ def elementwise(
             store.commands.dispatch(shader, bindings, values, grid)
     for source, out in late:
         copy(store.commands, source, out)
+
+
+def _gate(
+    kind: str,
+    store: Store,
+    p: Any,
+    outs: Mapping[str, tuple[Region, bool]],
+    **inputs: str,
+) -> None:
+    """Record an operation's formulas; an array that is None is zero.
+
+    `inputs` are the formula's names of arrays where the problem has others.
+    """
+    if not outs:
+        return
+    arrays = {inputs.get(name, name): getattr(p, name) for name in FIELDS[kind][0]}
+    absent = tuple(name for name, x in arrays.items() if x is None)
+    guard = getattr(p, "guard", False)
+    formula = Formula.of(epilogues.GATES[kind], p.activation.curve, absent, guard).choose(*outs)
+    used = {name: store.source(arrays[name]) for name in formula.inputs}
+    regions = {name: region for name, (region, _) in outs.items()}
+    elementwise(store, formula, used, regions, p.acc_dtype)
+
+
+#: By the method of a backend, what records its problem.
+GATES = {kind: partial(_gate, kind) for kind in epilogues.GATES}
+GATES["gated_tangent"] = partial(_gate, "gated_tangent", u="a_dot", v="b_dot")

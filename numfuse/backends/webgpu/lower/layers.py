@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     _Moving: TypeAlias = GemmDoubleBackwardProblem | GemmTangentProblem
 
-__all__ = ["LAYERS"]
-
 #: Where to write each of the results that are wanted, and whether it is added to what is there.
 _Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
 #: The gradient of a pre-activation, b, and a.

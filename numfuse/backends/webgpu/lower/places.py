@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from numfuse.backends.webgpu.stores import Region
     from numfuse.backends.webgpu.tiling import WebGpuTile
 
-__all__ = ["Cut", "Places", "cut_of", "factor_access", "repeated", "row_access", "tile_of"]
-
 
 def tile_of(
     device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0

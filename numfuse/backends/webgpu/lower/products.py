@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,9 +28,8 @@ from numfuse.problem.operands import format_of
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.tiling import WebGpuTile
 
-__all__ = ["BARE", "launch", "product"]
 
-
+@cache
 def bare_product() -> epilogues.Epilogue:
     """Return the epilogue that stores a product's sum as it is."""
     return epilogues.sum_of_terms(0)
@@ -51,20 +51,9 @@ def launch(
 ) -> None:
     """Record an (M, N) result of sums over K in every place, by `gemm.wgsl`.
 
-    Parameters
-    ----------
-    sizes : (int, int, int)
-        M, N and K.
-    formula : Formula
-        With the results of `outs`.
-    arrays, outs : mapping
-        Inputs of the formula, of which others may be among them, and where its results go.
-    factors : (Region, Region), optional
-        X and Y, where the formula has an accumulator.
-    column_sums : Region, optional
-        Where the sums of the formula's `summed` go, a row for each row of blocks.
-    stacked : bool
-        Whether `outs` is a stack of planes.
+    `sizes` are M, N and K. `arrays` has the formula's inputs, and may have others; `outs` is where
+    its results go, a stack of planes where `stacked`. `factors` are X and Y, where the formula has
+    an accumulator. The sums of its `summed` go to `column_sums`, a row for each row of blocks.
     """
     device, (m, n, k) = store.device, sizes
     given = dict(zip("xy", factors or (), strict=False))
@@ -95,11 +84,11 @@ def launch(
         table = [None if stacked and name.startswith("to_") else x for name, x in given.items()]
         bindings["places"] = device.constant(places.table(table), uniform=False)
     shader = Gemm(
-        tile,
         format_of(accumulator),
-        (factor_access(given["x"], -2, -1), factor_access(given["y"], -1, -2)) if factors else None,
         formula,
         tuple(described),
+        tile,
+        (factor_access(given["x"], -2, -1), factor_access(given["y"], -1, -2)) if factors else None,
         places=many,
         segments=places.segments != 1,
         planes=stacked,

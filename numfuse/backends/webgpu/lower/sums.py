@@ -17,8 +17,6 @@ from numfuse.problem.shapes import equal
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
 
-__all__ = ["join", "sum_to"]
-
 
 def join(
     store: Store, planes: Region, count: int, depth: int, out: Region, add: bool = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -11,8 +11,6 @@ from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storag
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.backends.webgpu.tiling import WebGpuTile
 from numfuse.expr import Expr
-
-__all__ = ["Array", "Elementwise", "Gemm"]
 
 
 @dataclass(frozen=True)
@@ -61,13 +59,15 @@ class _Factor:
             self.END_IN_TILE.append("}" if partial else "")
 
 
+@dataclass(frozen=True)
 class _Epilogue(Shader):
     """The base of shaders that end in an epilogue."""
 
     accumulator: str
     formula: Formula
     arrays: tuple[Array, ...]
-    one_rounding: bool
+    #: Whether the device's fma rounds once.
+    one_rounding: bool = field(default=False, kw_only=True)
 
     def formulas(self) -> list[Expr]:
         return self.formula.formulas()
@@ -108,17 +108,12 @@ class Gemm(_Epilogue):
     """An epilogue of a product, or of operands in its place."""
 
     tile: WebGpuTile
-    accumulator: str
     #: X and Y; None where the formula has no accumulator.
     factors: tuple[Access, Access] | None
-    formula: Formula
-    arrays: tuple[Array, ...]
     places: bool = False
     segments: bool = False
     #: Whether the result is a stack of planes to be joined.
     planes: bool = False
-    #: Whether the device's fma rounds once.
-    one_rounding: bool = False
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]
@@ -196,14 +191,7 @@ class Gemm(_Epilogue):
 
 @dataclass(frozen=True)
 class Elementwise(_Epilogue):
-    """An epilogue without a product, element by element."""
-
-    accumulator: str
-    formula: Formula
-    #: All are read and written by fours, or none.
-    arrays: tuple[Array, ...]
-    #: Whether the device's fma rounds once.
-    one_rounding: bool = False
+    """An epilogue without a product, element by element; all arrays go by fours, or none."""
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]

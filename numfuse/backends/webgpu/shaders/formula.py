@@ -13,35 +13,9 @@ from typing import Any
 
 from numfuse.epilogues import Epilogue
 from numfuse.language import wgsl
-from numfuse.language.curves import Curve, inputs, leaf
+from numfuse.language.curves import Curve, leaf
 from numfuse.language.graph import Expr
 from numfuse.runtime.lifetimes import formulas_of
-from numfuse.runtime.replay import kept
-
-__all__ = ["Formula"]
-
-
-def _epilogue(
-    operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
-) -> Epilogue:
-    made = (operation() if curve is None else operation(curve)).without(*absent)
-    return made.guarded() if guard else made
-
-
-@kept(1024)
-def _facts(
-    operation: Callable[..., Epilogue], curve: Curve | None, absent: tuple[str, ...], guard: bool
-) -> tuple[tuple[str, ...], dict[str, tuple[frozenset[str], str | None]]]:
-    """Return the inputs of an epilogue in their order, and by the name of a result its own.
-
-    With those comes the input that the result is, unchanged; None if there is none.
-    """
-    made = _epilogue(operation, curve, absent, guard)
-    results = {}
-    for name, expr in made.results:
-        alias = str(expr.payload) if expr.op == "input" else None
-        results[name] = frozenset(inputs((expr,))), alias
-    return made.inputs, results
 
 
 def _identity(curve: Curve | None) -> tuple[Any, ...]:
@@ -54,29 +28,19 @@ def _identity(curve: Curve | None) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Formula:
-    """Chosen results of an operation's epilogue.
+    """Chosen results of an operation's epilogue; made by :meth:`of`."""
 
-    Parameters
-    ----------
-    operation : callable
-        From a curve, if there is one, to an epilogue.
-    curve : identity of the curve, and a reference to it
-        See :meth:`of`.
-    absent : tuple of str
-        Inputs that are zero.
-    guard : bool
-        Whether a derivative that is not finite counts as 0.
-    results : tuple of str
-        The results that are stored. One that is zero everywhere may be among them.
-    summed : str, optional
-        The result of which sums over rows are made.
-    """
-
+    #: From a curve, if there is one, to an epilogue.
     operation: Callable[..., Epilogue]
+    #: The identity of the curve.
     curve: tuple[Any, ...]
+    #: Inputs that are zero.
     absent: tuple[str, ...]
+    #: Whether a derivative that is not finite counts as 0.
     guard: bool
+    #: The results that are stored. One that is zero everywhere may be among them.
     results: tuple[str, ...] = ()
+    #: The result of which sums over rows are made.
     summed: str | None = None
     _curve: Any = field(default=None, compare=False, repr=False)
 
@@ -101,35 +65,33 @@ class Formula:
         return [] if self._curve is None else formulas_of(self._curve())
 
     @property
-    def _arguments(self) -> tuple[Any, ...]:
-        curve = None if self._curve is None else self._curve()
-        return self.operation, curve, self.absent, self.guard
+    def _epilogue(self) -> Epilogue:
+        made = self.operation() if self._curve is None else self.operation(self._curve())
+        made = made.without(*self.absent)
+        return made.guarded() if self.guard else made
 
     def has(self, result: str) -> bool:
         """Whether a result is not zero everywhere."""
-        return result in _facts(*self._arguments)[1]
+        return result in dict(self._epilogue.results)
 
     def alias(self, result: str) -> str | None:
         """Return the input that a result is, unchanged; None if there is none."""
-        known = _facts(*self._arguments)[1]
-        return known[result][1] if result in known else None
+        expr = dict(self._epilogue.results).get(result)
+        return str(expr.payload) if expr is not None and expr.op == "input" else None
 
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that the chosen results depend on, accumulators first."""
-        order, known = _facts(*self._arguments)
-        chosen = (*self.results, *((self.summed,) if self.summed else ()))
-        used = frozenset[str]().union(*(known[name][0] for name in chosen if name in known))
-        return tuple(name for name in order if name in used)
+        chosen = self.results if self.summed is None else (*self.results, self.summed)
+        return self._epilogue.select(*chosen).inputs
 
     def text(self, dtype: str, one_rounding: bool) -> str:
         """Return ``fn epilogue`` of the inputs, and of the sum so far where there is one.
 
         Its ``Results`` has a member for each chosen result, and the next ``sum``.
         """
-        made, chosen = _epilogue(*self._arguments), self.results
-        results = list(made.select(*chosen).results)
-        arguments = self.inputs
+        made = self._epilogue
+        results, arguments = list(made.select(*self.results).results), self.inputs
         if self.summed is not None:
             results.append(("sum", leaf("sum") + made.select(self.summed)[self.summed]))
             arguments = (*arguments, "sum")

@@ -9,8 +9,6 @@ from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storag
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.language import wgsl
 
-__all__ = ["COPY_AXES", "Plain", "copy", "join", "probe"]
-
 #: Axes of a strided copy; longer shapes are cut.
 COPY_AXES = 4
 _AXES = [f"{name}_{axis}" for name in ("source", "out", "shape") for axis in range(COPY_AXES)]

@@ -65,18 +65,15 @@ fn add_tile(sums: vec2<f32>, at: vec3<u32>, first: u32) -> vec2<f32> {
     return vec2<f32>(sums[0], chain);
 }
 
-// (A[z] B[z])[row, column], of which the whole workgroup makes a tile; 0 outside.
+// (A[z] B[z])[row, column], of which the whole workgroup makes a tile; 0 outside. (A read outside is
+// one of anything inside, which WGSL promises, and is not selected.)
 fn product(M: u32, K: u32, N: u32, row: u32, column: u32, z: u32, at: vec3<u32>) -> f32 {
     var sums = vec2<f32>();
     for (var k = 0u; k < K; k += TILE) {
-        left[at.y][at.x] = 0.0;
-        right[at.y][at.x] = 0.0;
-        if (row < M && k + at.x < K) {
-            left[at.y][at.x] = a[(z * M + row) * K + k + at.x];
-        }
-        if (k + at.y < K && column < N) {
-            right[at.y][at.x] = b[(z * K + k + at.y) * N + column];
-        }
+        let across = k + at.x;
+        let down = k + at.y;
+        left[at.y][at.x] = select(0.0, a[(z * M + row) * K + across], row < M && across < K);
+        right[at.y][at.x] = select(0.0, b[(z * K + down) * N + column], down < K && column < N);
         sums = add_tile(sums, at, k);
     }
     return sums[0] + sums[1];
@@ -121,16 +118,10 @@ fn gemm_bwd_da_f32($IDS) {
     let first = id.x - at.x;
     var sums = vec2<f32>();
     for (var n = 0u; n < p.N; n += TILE) {
-        left[at.y][at.x] = 0.0;
-        right[at.x][at.y] = 0.0;
-        if (n + at.x < p.N) {
-            if (id.y < p.M) {
-                left[at.y][at.x] = grad_pre[(id.z * p.M + id.y) * p.N + n + at.x];
-            }
-            if (first + at.y < p.K) {
-                right[at.x][at.y] = b[(id.z * p.K + first + at.y) * p.N + n + at.x];
-            }
-        }
+        let j = n + at.x;
+        let k = first + at.y;
+        left[at.y][at.x] = select(0.0, grad_pre[(id.z * p.M + id.y) * p.N + j], id.y < p.M && j < p.N);
+        right[at.x][at.y] = select(0.0, b[(id.z * p.K + k) * p.N + j], k < p.K && j < p.N);
         sums = add_tile(sums, at, n);
     }
     if (id.y < p.M && id.x < p.K) {
@@ -146,16 +137,10 @@ fn gemm_bwd_db_f32($IDS) {
     let rows = p.batch_size * p.M;  // those of all elements follow one another
     var sums = vec2<f32>();
     for (var m = 0u; m < rows; m += TILE) {
-        left[at.x][at.y] = 0.0;
-        right[at.y][at.x] = 0.0;
-        if (m + at.y < rows) {
-            if (first + at.x < p.K) {
-                left[at.x][at.y] = a[(m + at.y) * p.K + first + at.x];
-            }
-            if (id.x < p.N) {
-                right[at.y][at.x] = grad_pre[(m + at.y) * p.N + id.x];
-            }
-        }
+        let i = m + at.y;
+        let k = first + at.x;
+        left[at.x][at.y] = select(0.0, a[i * p.K + k], i < rows && k < p.K);
+        right[at.y][at.x] = select(0.0, grad_pre[i * p.N + id.x], i < rows && id.x < p.N);
         sums = add_tile(sums, at, m);
     }
     if (id.y < p.K && id.x < p.N) {

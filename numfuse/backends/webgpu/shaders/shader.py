@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from numfuse.expr import Expr
 
-__all__ = ["TYPES", "Access", "Shader", "Storage", "Uniform"]
-
 #: {storage dtype: its WGSL type}.
 TYPES = {"float32": "f32", "float64": "f64", "float16": "f16"}
 
@@ -33,10 +31,7 @@ class Uniform:
     def pack(self, values: Mapping[str, int]) -> bytes:
         """Return the words of a uniform with these values; negative ones wrap.
 
-        Raises
-        ------
-        KeyError
-            A field has no value.
+        KeyError if a field has no value.
         """
         words = [values[name] & 0xFFFFFFFF for name in self.names]
         return struct.pack(f"<{len(words)}I", *words)

@@ -19,8 +19,6 @@ from importlib.resources import files
 from types import CodeType
 from typing import Any
 
-__all__ = ["expand"]
-
 _DIRECTIVE = re.compile(r"\s*//\$\s*(for|if|else|end)\b\s*(.*?):?\s*")
 _VALUE = re.compile(r"\$\{([^}]*)\}|\$([A-Za-z_]\w*)")
 _LOOP = re.compile(r"(\w+(?:, \w+)*)\s+in\s.*")
@@ -33,13 +31,7 @@ def _lines(name: str) -> tuple[str, ...]:
 
 
 def expand(name: str, bindings: Mapping[str, Any]) -> str:
-    """Return the text of the file `name` with these bindings.
-
-    Raises
-    ------
-    NameError
-        An expression names what is not bound.
-    """
+    """Return the text of the file `name` with these bindings; NameError where one is missing."""
     out: list[str] = []
     scope: dict[str, Any] = {"__builtins__": {"range": range}, **bindings, "put": out.append}
     scope["drop"] = lambda *names: [scope.pop(name, None) for name in names]
