@@ -2,8 +2,8 @@
 
 An :class:`Epilogue` maps accumulators (the sums over K of a product, or of several that share a
 factor) and operands, element by element, to results. A forward is written here once, as an ordinary
-function; its backward, its double backward and its forward mode are derived from the recorded
-graph (`numfuse.language.derivatives`), with the activations' own derivatives as leaves. A
+function; its backward, its double backward, its forward mode and its jet are derived from the
+recorded graph (`numfuse.language.derivatives`), with the activations' own derivatives as leaves. A
 backend prints what it is given and knows no formula.
 
 ========== ================== ==================================================================
@@ -37,7 +37,7 @@ from numfuse.language.curves import (
     rebuilt,
     replace_leaves,
 )
-from numfuse.language.derivatives import forward, reverse
+from numfuse.language.derivatives import forward, reverse, second_order
 from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
 from numfuse.language.text import dumps
@@ -209,6 +209,27 @@ class Epilogue(Keyed):
             self.operands + tuple(f"{n}_dot" for n in self.operands if n in moving),
             tuple(results),
         )
+
+    def jet(self) -> Epilogue:
+        """Return a result's Taylor coefficients by the accumulators, up to the second.
+
+        The results are the value, ``slope_x`` for each accumulator x and ``bend_x_y`` for each
+        pair. A direction d and a weighted second derivative s of the result are then
+
+            out_dot[d] = sum_x slope_x x_dot[d]
+            out_ddot[s] = sum_x slope_x x_ddot[s] + sum_xy bend_x_y sum_d w[s, d] x_dot[d] y_dot[d]
+
+        and the sums over directions are the kernel's: a formula has none.
+        """
+        (name, expr) = self.results[0]
+        slopes, bends = second_order(expr, [leaf(x) for x in self.accumulators])
+        results: list[tuple[str, Expr]] = [(name, expr)]
+        for x, slope in zip(self.accumulators, slopes, strict=True):
+            if slope is not None:
+                results.append((f"slope_{x}", slope))
+        for (i, j), bend in bends.items():
+            results.append((f"bend_{self.accumulators[i]}_{self.accumulators[j]}", bend))
+        return Epilogue(f"{self.name} jet", self.accumulators, self.operands, tuple(results))
 
 
 def record(

@@ -4,7 +4,7 @@
 - `graph`: the recorded formula and its nodes
 - `curves`: functions that a formula calls, and putting one graph into another
 - `text`, `keys`: a graph as text, and as a part of a key
-- `derivatives`: reverse and forward mode, as rewrites of a graph
+- `derivatives`: reverse, forward and Taylor mode, as rewrites of a graph
 - `elementary`: formulas over NumPy arrays in float64
 - `coefficients`: the polynomials of the elementary functions, for each dtype
 - `lines`: a line for every operation, in any language

@@ -3,15 +3,17 @@
 One table of rules, each linear in the derivatives of a node's operands, serves all of them. Applied
 from the inputs on it is forward mode (:func:`forward`); as a linear map of scalars is its own
 transpose, the same rule with one operand's slot filled at a time is reverse mode
-(:func:`reverse`). The rule of a call is its curve's own derivative, which was written by hand where
-stability asks for it.
+(:func:`reverse`); and forward mode of forward mode has the second derivatives that a Taylor
+expansion needs (:func:`second_order`). The rule of a call is its curve's own derivative, which was
+written by hand where stability asks for it.
 
 A derivative that is zero everywhere is None: what it would multiply is left out, NaN or not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations_with_replacement
 
 from numfuse.language.curves import Curve, call, present
 from numfuse.language.graph import Expr, bottom_up, constant, node, topological
@@ -116,3 +118,31 @@ def reverse(
             alone[at] = here
             weight[operand] = _sum(weight.get(operand), _rule(e, alone))
     return tuple(weight.get(leaf) for leaf in leaves)
+
+
+def second_order(
+    expr: Expr, leaves: Sequence[Expr]
+) -> tuple[tuple[Expr | None, ...], dict[tuple[int, int], Expr]]:
+    """Return the gradient of a graph by `leaves`, and its second derivatives.
+
+    Along a curve whose leaves have the first derivatives d_i and the second s_i, the graph has the
+    second derivative ``sum_i gradient[i] s_i + sum_{i <= j} second[i, j] d_i d_j``.
+
+    Returns
+    -------
+    gradient : tuple of Expr or None
+    second : dict
+        {(i, j): the coefficient of d_i d_j}, i <= j, where it is not zero: the mixed ones count
+        both orders.
+    """
+    one = constant(1)
+    gradient = tuple(forward((expr,), {leaf: one})[0] for leaf in leaves)
+    second: dict[tuple[int, int], Expr] = {}
+    for i, j in combinations_with_replacement(range(len(leaves)), 2):
+        slope = gradient[i]
+        if slope is None:
+            continue
+        bent = forward((slope,), {leaves[j]: one})[0]
+        if bent is not None and not _is_zero(bent):
+            second[i, j] = bent if i == j else 2 * bent
+    return gradient, second

@@ -17,7 +17,7 @@ from numfuse import epilogues
 from numfuse import expr as ex
 from numfuse.language import elementary
 from numfuse.language.curves import call, inputs, leaf
-from numfuse.language.derivatives import forward, reverse
+from numfuse.language.derivatives import forward, reverse, second_order
 from numfuse.language.text import dumps, loads
 
 ACTIVATIONS = tuple(nf.activations())
@@ -43,7 +43,7 @@ def derivatives(name, at):
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_everything_of_a_layer_is_derived_from_its_forward(name):
     layer = epilogues.layer(nf.activations()[name].curve)
-    x = drawn(("z", "bias", "grad", "t", "u"))
+    x = drawn(("z", "bias", "grad", "t"))
     f, f1, f2, f3 = derivatives(name, x["z"] + x["bias"])
     found = computed(layer, x)
     np.testing.assert_array_equal(found["out"], f)
@@ -62,11 +62,14 @@ def test_everything_of_a_layer_is_derived_from_its_forward(name):
     else:
         assert "q" not in found  # zero whatever t is
 
+    jet = layer.select("out").jet()
+    found = computed(jet, x)
+    np.testing.assert_array_equal(np.broadcast_to(found["slope_z"], f1.shape), f1)
+    np.testing.assert_array_equal(np.broadcast_to(found.get("bend_z_z", 0.0), f2.shape), f2)
     # the gradient of a loss that holds a second derivative needs the third
-    if "q" in found:
-        third = double.select("q").pulled_back({"q": "u"}, {"z": "d_z"})
-        found = np.broadcast_to(computed(third, x)["d_z"], f3.shape) if np.any(f3) else 0 * f3
-        np.testing.assert_allclose(found, x["u"] * x["grad"] * f3 * x["t"], **NEAR)
+    if "bend_z_z" in found:
+        third = jet.select("bend_z_z").pulled_back({"bend_z_z": "t"}, {"z": "d_z"})
+        np.testing.assert_allclose(computed(third, x)["d_z"], f3 * x["t"], **NEAR)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -182,20 +185,26 @@ def test_forward_and_reverse_mode_are_transposes(expr, seed):
 
 
 @given(expr=formulas(), seed=st.integers(0, 2**32 - 1))
-def test_second_derivatives_are_those_of_both_modes(expr, seed):
-    """Forward mode of forward mode along one direction, and the gradient of the first along it."""
+def test_second_derivatives_are_those_of_a_curve(expr, seed):
+    """Against forward mode of forward mode along one direction: d/dt d/dt f(x + t d)."""
     rng = np.random.default_rng(seed)
-    x, dots = rng.normal(size=(3, 50)), rng.normal(size=(3, 50))
-    more = {f"{name}_dot": dot for name, dot in zip("abc", dots, strict=True)}
-    tangents = {e: leaf(f"{e.payload}_dot") for e in LEAVES}
-    (moved,) = forward((expr,), tangents)
-    if moved is None:
-        return
-    (bent,) = at(forward((moved,), tangents), x, **more)
-    gradient = at(reverse((moved,), (ex.constant(1),), LEAVES), x, **more)
-    terms = [g * d for g, d in zip(gradient, dots, strict=True)]
-    size = np.abs(terms).sum(0) + np.abs(bent)
-    assert (np.abs(np.sum(terms, 0) - bent) <= 1e-11 * size + 1e-300).all()
+    x, dots, ddots = rng.normal(size=(3, 50)), rng.normal(size=(3, 50)), rng.normal(size=(3, 50))
+    names = {"dot": dots, "ddot": ddots}
+    more = {f"{n}_{k}": v[i] for k, v in names.items() for i, n in enumerate("abc")}
+    first = {e: leaf(f"{e.payload}_dot") for e in LEAVES}
+    second = {e: leaf(f"{e.payload}_ddot") for e in LEAVES}
+    (moved,) = forward((expr,), first)
+    bent = None if moved is None else forward((moved,), first)[0]
+    (pushed,) = forward((expr,), second)
+    whole = np.array(at((bent, pushed), x, **more))
+    gradient, hessian = second_order(expr, LEAVES)
+    terms = [g * d for g, d in zip(at(gradient, x, **more), ddots, strict=True)]
+    terms += [
+        value * dots[i] * dots[j]
+        for (i, j), value in zip(hessian, at(list(hessian.values()), x, **more), strict=True)
+    ]
+    size = np.abs(terms).sum(0) + np.abs(whole).sum(0)
+    assert (np.abs(np.sum(terms, 0) - whole.sum(0)) <= 1e-11 * size + 1e-300).all()
 
 
 @given(expr=formulas())
