@@ -12,12 +12,16 @@ A derivative that is zero everywhere is None: what it would multiply is left out
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations_with_replacement
 
 from numfuse.language.curves import Curve, call, present
 from numfuse.language.graph import Expr, bottom_up, constant, node, topological
 from numfuse.language.operations import OPERATIONS, TRUTH
+
+
+def _is_zero(e: Expr) -> bool:
+    return e.op == "const" and e.payload == 0
 
 
 def _sum(a: Expr | None, b: Expr | None) -> Expr | None:
@@ -68,8 +72,7 @@ def _rule(e: Expr, d: list[Expr | None]) -> Expr | None:
         case "call":
             assert isinstance(e.payload, Curve)
             slope = call(e.payload.derivative(), a[0])
-            zero = slope.op == "const" and slope.payload == 0
-            return None if zero else _times(slope, d[0])
+            return None if _is_zero(slope) else _times(slope, d[0])
         case "scaled_exp" | "scaled_sigmoid" | "scaled_bell":
             return _scaled(e, d)
     out: Expr | None = None
