@@ -59,9 +59,6 @@ HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 64, 1, False), 1200),
     (HopperTile(64, 32, 1, False), 1320),
 )
-#: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
-#: `finish`), or threads do ("vectors"): even within 1% in the forward.
-HOPPER_BY_MAP = True
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
 #: groups of threads work on it; and where another group multiplies meanwhile (ping-pong): what is
 #: taken away from that.
