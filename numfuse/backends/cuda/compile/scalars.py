@@ -18,18 +18,20 @@ from numba.core.compiler_lock import global_compiler_lock
 
 from numfuse.backends.cuda.compile import intrinsics
 from numfuse.backends.cuda.compile.intrinsics import F32, F64, I32, I64, intrinsic_of
-from numfuse.backends.cuda.compile.toolchain import SIMULATED, device_function
+from numfuse.backends.cuda.compile.toolchain import SIMULATED, device_function, types
 from numfuse.language import scalar
 from numfuse.language.scalar import Target
 
 __all__ = ["TARGET", "approximate", "is_finite", "primitives"]
 
 
-def _on_host(made: Any) -> Any:
-    """Return an intrinsic as a function of NumPy's scalars."""
+def _on_host(made: Any, operands: str) -> Any:
+    """Return an intrinsic of float32 or float64 as a function of NumPy's scalars."""
+    # (a compilation while the simulator's threads wait for each other takes ten times as long)
+    kinds = [(types.UniTuple(real, len(operands)),) for real in (types.float32, types.float64)]
     # (a thread that compiles takes this lock before that of what Numba shares of a target)
     with global_compiler_lock:
-        function = njit(lambda *values: made(*values))
+        function = njit(kinds)(lambda *values: made(*values))
 
     def call(*values: Any) -> Any:
         found, kind = function(*values), type(values[-1])
@@ -45,7 +47,7 @@ def _scalar(
 ) -> Any:
     """Return the function of what `body` emits (`intrinsic_of`)."""
     made = intrinsic_of(name, "", operands, body, results)
-    return (simulated or _on_host(made)) if SIMULATED else made
+    return (simulated or _on_host(made, operands)) if SIMULATED else made
 
 
 # --- arithmetic ---------------------------------------------------------------------------------
