@@ -28,7 +28,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.runtime import replay
 
 try:
-    from numfuse.backends.cuda.compile.schema import Array, Schema
+    from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
     from numfuse.backends.cuda.plan import batches
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
@@ -86,6 +86,26 @@ def test_a_record_is_written_out_as_its_fields():
         "return array_address + here_place",
     ]
     assert text(_turned, {}).endswith("return (array_address, array_place, array_column, more)\n")
+
+
+def _ended(ends: Ends, more):
+    ends.out.address += _turned(ends.bias, more)
+    return _ended(ends, ends.out.row)
+
+
+def test_a_record_in_a_record_is_written_out_as_its_fields():
+    made = text(_ended, {}).splitlines()
+    fields = [f"ends_{a}_{x}" for a in "bias extra pre out".split()
+              for x in "address place row column".split()]  # fmt: skip
+    assert made[0] == f"def _ended({', '.join(fields)}, more):"
+    assert [line.strip() for line in made[1:]] == [
+        "ends_out_address += "
+        "_turned(ends_bias_address, ends_bias_place, ends_bias_row, ends_bias_column, more)",
+        f"return _ended({', '.join(fields)}, ends_out_row)",
+    ]
+    bias, row = Array(1, 2, 3, 4), Array(5, 6, 7, 8)
+    launched = Schema(_ended)(ends=Ends(bias, row, bias, row), more=9)
+    assert launched == (1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
 def test_a_template_that_a_template_calls_is_bound_to_the_same_names():

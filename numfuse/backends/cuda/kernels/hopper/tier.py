@@ -49,7 +49,26 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     kind = _kind(product)
     if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
         return None
-    return _plan(product, kind, device)
+    m, n, k, places = product.m, product.n, product.k, product.places
+    split = kind == "bf16x6"
+    slices = -(-k // (32 if kind == "tf32" else 64))
+    x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
+    if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
+        return None  # exact float32 is faster
+    _, row, column = product.out.strides
+    whole = fitted(product.out, m, n, row, column, places) is not None
+    tile, parts = hopper_tile(
+        m,
+        n,
+        slices,
+        places,
+        device.multiprocessors,
+        split=split,
+        heavy=product.is_curved,
+        free=product.free,
+        rows=kind in HALF and not whole,
+    )
+    return plan_with(product, kind, device, tile, parts)
 
 
 def _kind(product: Product) -> str | None:
@@ -72,31 +91,6 @@ def _kind(product: Product) -> str | None:
 
 
 WGMMA = Tier("wgmma", take)
-
-
-def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
-    m, n, k, places = product.m, product.n, product.k, product.places
-    split = kind == "bf16x6"
-    slices = -(-k // (32 if kind == "tf32" else 64))
-    x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
-    if kind not in HALF and not hopper_splits(
-        m, n, k, x_places, y_places, places, 6 if split else 1
-    ):
-        return None  # exact float32 is faster
-    _, row, column = product.out.strides
-    whole = fitted(product.out, m, n, row, column, places) is not None
-    tile, parts = hopper_tile(
-        m,
-        n,
-        slices,
-        places,
-        device.multiprocessors,
-        split=split,
-        heavy=product.is_curved,
-        free=product.free,
-        rows=kind in HALF and not whole,
-    )
-    return plan_with(product, kind, device, tile, parts)
 
 
 def plan_with(
