@@ -24,7 +24,7 @@ from conftest import SIMULATED, unavailable
 
 import numfuse as nf
 from numfuse import epilogues
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES, HOPPER_TILES
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
@@ -202,10 +202,6 @@ CASES = [
     taken("wgmma f16 slope", WGMMA,
           product(4096, 4096, 4096, "float16", function="silu", slope=True), HOPPER,
           ("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16", "shfl.sync.bfly")),
-    Case("wgmma slope, 16 bytes a thread", plan_with(
-             product(4096, 4096, 512, "bfloat16", function="gelu", slope=True), "bfloat16",
-             HOPPER, HOPPER_TILES[0][0], 1, by_map=False).launches, HOPPER,
-         ("cp.async.cg.shared.global", "st.global.v4.b32")),
     taken("wgmma d_a", WGMMA, product(4096, 4096, 4096, "bfloat16", y_turned=True), HOPPER,
           ("wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16", "stmatrix")),
     taken("wgmma d_b in parts", WGMMA,

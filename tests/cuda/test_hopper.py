@@ -28,14 +28,14 @@ from numfuse.backends.cuda.kernels.hopper.tiling import (
 from numfuse.runtime import replay
 
 try:
-    from numfuse.backends.cuda.compile.schema import Array, Schema
+    from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
     from numfuse.backends.cuda.plan import batches
     from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
     from numfuse.backends.cuda.plan.program import Recorder, View
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
-    copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.copies")
+    copies = importlib.import_module("numfuse.backends.cuda.kernels.hopper.factors")
     finishing = importlib.import_module("numfuse.backends.cuda.kernels.hopper.epilogue")
     gemm = importlib.import_module("numfuse.backends.cuda.kernels.hopper.gemm")
 except ImportError as error:
@@ -86,6 +86,26 @@ def test_a_record_is_written_out_as_its_fields():
         "return array_address + here_place",
     ]
     assert text(_turned, {}).endswith("return (array_address, array_place, array_column, more)\n")
+
+
+def _ended(ends: Ends, more):
+    ends.out.address += _turned(ends.bias, more)
+    return _ended(ends, ends.out.row)
+
+
+def test_a_record_in_a_record_is_written_out_as_its_fields():
+    made = text(_ended, {}).splitlines()
+    fields = [f"ends_{a}_{x}" for a in "bias extra pre out".split()
+              for x in "address place row column".split()]  # fmt: skip
+    assert made[0] == f"def _ended({', '.join(fields)}, more):"
+    assert [line.strip() for line in made[1:]] == [
+        "ends_out_address += "
+        "_turned(ends_bias_address, ends_bias_place, ends_bias_row, ends_bias_column, more)",
+        f"return _ended({', '.join(fields)}, ends_out_row)",
+    ]
+    bias, row = Array(1, 2, 3, 4), Array(5, 6, 7, 8)
+    launched = Schema(_ended)(ends=Ends(bias, row, bias, row), more=9)
+    assert launched == (1, 2, 3, 4, 5, 6, 7, 8, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 
 
 def test_a_template_that_a_template_calls_is_bound_to_the_same_names():
@@ -170,8 +190,7 @@ class Block:
             "store_wait_read0 store_wait_read1 copy_fence "
             "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
             "global_store16 global_store_f32 global_store2_f32 MULTIPLY_WAIT CLEAR ADD "
-            "grid_wait grid_release fetch16 fetch_commit fetch_wait0 fetch_wait1 prefetch "
-            "global_store4_b32"
+            "grid_wait grid_release"
         )
         found = dict.fromkeys(silent.split(), nothing)
         found |= dict.fromkeys(
@@ -199,7 +218,6 @@ class Block:
             "select": lambda a, b, condition: a if condition else b,
             "shuffle_xor": lambda x, mask: x,
             "matrix_load": lambda at: (0, 0, 0, 0),
-            "shared_load4_b32": lambda at: (0, 0, 0, 0),
             # the four warps of a group multiply together, so none falls behind by more than that
             "MULTIPLY": lambda *arguments: self.groups[self.here.thread // 128 - 1].wait(5),
             "group_barrier": lambda number, count: self.groups[number - 1].wait(5),
@@ -271,12 +289,12 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("extra", ["", "map", "vectors", "rows"])
+@pytest.mark.parametrize("extra", ["", "map", "rows"])
 def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
     kernel = hopper.Gemm(
         "bfloat16", False, True, tile, "map", extra=extra, sums=extra != "", bias="half",
     )  # fmt: skip
-    if extra in ("vectors", "rows"):
+    if extra == "rows":
         run_all(replace(kernel, out=extra), 200, 330, 5)
         return
     for m, n, slices, places in ((200, 330, 5, 1), (129, 520, 13, 2), (64, 32, 1, 1)):
@@ -369,17 +387,6 @@ class Group:
         self.stored[address] = value
 
     def names(self):
-        def load(address):
-            return [
-                Half(self.shared[a], self.shared[a + 2]) for a in range(address, address + 16, 4)
-            ]
-
-        def store_words(at, a, b, c, d, inside):
-            for i, word in enumerate((a, b, c, d)):
-                if inside:
-                    self.put(at + 4 * i, word.low)
-                    self.put(at + 4 * i + 2, word.high)
-
         def shared_store(address, word):
             self.shared[address], self.shared[address + 2] = word.low, word.high
 
@@ -394,23 +401,16 @@ class Group:
                         word = at + 2 * width * r + ((c // 8 ^ turned) << 4) + 2 * (c % 8)
                         self.put(2 * ((row + r) * stride + column + c), self.shared[word])
 
-        def fetch(to, at, count):
-            assert at % 16 == 0 and to % 16 == 0
-            for i in range(0, 16, 2):
-                self.shared[to + i] = self.extra[at + i] if count else 0
-
         def nothing(*arguments):
             return None
 
         return {
             "matrix_store": self.matrix_store, "matrix_load": self.matrix_load,
             "warp_barrier": self.barrier, "fresh": lambda x: x,
-            "shared_load16": lambda a: self.shared[a], "shared_load4_b32": load,
-            "shared_store32": shared_store, "global_store4_b32": store_words,
+            "shared_load16": lambda a: self.shared[a], "shared_store32": shared_store,
             "global_store16": lambda at, v, inside: self.put(at, v) if inside else None,
             "global_load16": lambda at, inside: Half(self.extra[at] if inside else 0),
-            "fetch16": fetch, "fetch_commit": nothing, "fetch_wait0": nothing,
-            "fetch_wait1": nothing, "tensor_store": tensor_store, "store_commit": nothing,
+            "tensor_store": tensor_store, "store_commit": nothing,
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
             "EPILOGUE": lambda z, bias, extra: z + bias + extra,
@@ -427,7 +427,6 @@ class Group:
         b = self.kernel.bindings()
         builder = Block(self.kernel, 0, 1, {})
         finish = builder.build(Template(finishing.finish, b), self.names())
-        fetch = builder.build(Template(finishing.fetch_vectors, b), self.names())
 
         def work(thread):
             self.here.warp, self.here.lane = thread // 32, thread % 32
@@ -439,14 +438,8 @@ class Group:
                         at = column + 2 * (thread % 4)
                         acc += [1000.0 * (row0 + row) + column0 + at + e for e in (0, 1)]
             try:
-                for c in range(self.kernel.buffers if self.kernel.extra == "vectors" else 0):
-                    fetch(
-                        0, 0, stride, 1, 1024 + b["BUFFER_BYTES"] * c,
-                        row0 + c // b["ROW_CHUNKS"] * 64,
-                        column0 + c % b["ROW_CHUNKS"] * b["WIDTH"], thread, m, n,
-                    )  # fmt: skip
                 finish(
-                    acc, 0, 0, 0, 0, 0, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 1024, 0, 0, 0,
+                    acc, *[0] * 9, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 1024, 0, 0, 0,
                     thread, 0, 0, row0, column0, m, n, *[0] * 7,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
@@ -470,16 +463,12 @@ TALL = [t for t in TILES if t.ping_pong]
 @pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
 @pytest.mark.parametrize(
     ("out", "extra"),
-    [("vectors", ""), ("rows", ""), ("vectors", "vectors"), ("vectors", "rows"), ("rows", "rows"),
-     ("rows", "vectors"), ("map", ""), ("map", "rows")],
-)  # fmt: skip
+    [("rows", ""), ("rows", "rows"), ("map", ""), ("map", "rows")],
+)
 def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra):
-    whole = "vectors" in (out, extra)
     row0, column0 = tile.block_m, tile.block_n
-    m, n = row0 + tile.block_m - 13, column0 + (tile.block_n - 8 if whole else tile.block_n - 5)
-    stride = n + (8 if whole else 3)
-    if whole:
-        n, stride = n // 8 * 8, stride // 8 * 8
+    m, n = row0 + tile.block_m - 13, column0 + tile.block_n - 5
+    stride = n + 3
     residual = {
         2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
     }

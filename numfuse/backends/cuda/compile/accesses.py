@@ -4,8 +4,6 @@
 and which the compiler may move; the others are a line of PTX each (`intrinsics`).
 """
 
-# A call of an intrinsic leaves out its first argument.
-# mypy: disable-error-code="no-untyped-def, call-arg, arg-type"
 from __future__ import annotations
 
 import functools
@@ -14,27 +12,33 @@ from typing import Any
 from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
     F32,
-    F64,
     FORMATS,
     GLOBAL,
     I16,
     I32,
+    LETTERS,
     SHARED,
-    array_pointer,
     emit,
     instruction,
-    named,
+    intrinsic_of,
     read_registers,
     to_bfloat16,
 )
-from numfuse.backends.cuda.compile.toolchain import ir, types
-
+from numfuse.backends.cuda.compile.toolchain import ir
 
 # --- loads and stores of LLVM ---------------------------------------------------------------------
-def _vector_pointer(builder: Any, address: Any, kind: Any, count: int, space: int) -> Any:
+#: {name of an LLVM type: bytes}
+SIZES = {str(kind): size for kind, size in FORMATS.values()}
+
+
+def _vector_pointer(
+    builder: Any, address: Any, offset: int, kind: Any, count: int, space: int
+) -> Any:
     ty = kind if count == 1 else ir.VectorType(kind, count)
+    if offset:
+        address = builder.add(address, I32(offset))
     if space == SHARED:
-        address = builder.trunc(address, I32) if address.type.width > 32 else address
+        address = builder.trunc(address, I32)
     return builder.inttoptr(address, ty.as_pointer(space))
 
 
@@ -70,24 +74,27 @@ def packed(builder: Any, values: list[Any]) -> Any:
 
 def unpacked(builder: Any, vector: Any, count: int) -> list[Any]:
     """The `count` values of a vector."""
-    return (
-        [builder.extract_element(vector, I32(i)) for i in range(count)] if count > 1 else [vector]
-    )
+    if count == 1:
+        return [vector]
+    return [builder.extract_element(vector, I32(i)) for i in range(count)]
 
 
-def shared_vector(builder: Any, address: Any, kind: Any, count: int) -> list[Any]:
-    """ld.shared.v2, .v4 (9.7.9.8): neighbours in shared memory, as scalars."""
-    pointer = _vector_pointer(builder, address, kind, count, SHARED)
-    value = builder.load(pointer)
-    value.align = count * (8 if kind == F64 else 4)
+def read_vector(
+    builder: Any, address: Any, offset: int, kind: Any, count: int, space: int = SHARED
+) -> list[Any]:
+    """ld.shared or .global, .v2, .v4 (9.7.9.8): `count` neighbours, as scalars."""
+    value = builder.load(_vector_pointer(builder, address, offset, kind, count, space))
+    value.align = SIZES[str(kind)] * count
     return unpacked(builder, value, count)
 
 
-def put_shared_vector(builder: Any, address: Any, values: list[Any]) -> None:
-    """st.shared.v2, .v4 (9.7.9.11)."""
+def write_vector(
+    builder: Any, address: Any, offset: int, values: list[Any], space: int = SHARED
+) -> None:
+    """st.shared or .global, .v2, .v4 (9.7.9.11)."""
     kind, count = values[0].type, len(values)
-    pointer = _vector_pointer(builder, address, kind, count, SHARED)
-    builder.store(packed(builder, values), pointer).align = count * (8 if kind == F64 else 4)
+    pointer = _vector_pointer(builder, address, offset, kind, count, space)
+    builder.store(packed(builder, values), pointer).align = SIZES[str(kind)] * count
 
 
 def _key(*parts: Any) -> str:
@@ -100,32 +107,18 @@ def load(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
 
     ld.global or ld.shared, .v2, .v4 (9.7.9.8).
     """
-    kind, size = FORMATS[dtype]
-    llvm, numba = ACCUMULATORS[accumulator]
+    letter = ACCUMULATORS[accumulator]
 
-    def typing(typingctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            value = builder.load(_vector_pointer(builder, args[0], kind, count, space))
-            value.align = size * count
-            parts = unpacked(builder, value, count)
-            parts = [widened(builder, part, dtype, llvm) for part in parts]
-            if count == 1:
-                return parts[0]
-            return context.make_tuple(builder, signature.return_type, parts)
+    def body(builder: Any, address: Any) -> list[Any]:
+        parts = read_vector(builder, address, 0, FORMATS[dtype][0], count, space)
+        return [widened(builder, part, dtype, LETTERS[letter][0]) for part in parts]
 
-        returned = numba if count == 1 else types.UniTuple(numba, count)
-        return returned(types.int64), codegen
-
-    return named("load", _key(dtype, count, accumulator, space), 1, typing)
+    return intrinsic_of("load", _key(dtype, count, accumulator, space), "l", body, letter * count)
 
 
-def _stored(
-    builder: Any, address: Any, values: list[Any], dtype: str, count: int, space: int
-) -> None:
-    kind, size = FORMATS[dtype]
+def _stored(builder: Any, address: Any, values: list[Any], dtype: str, space: int) -> None:
     parts = [narrowed(builder, value, dtype) for value in values]
-    pointer = _vector_pointer(builder, address, kind, count, space)
-    builder.store(packed(builder, parts), pointer).align = size * count
+    write_vector(builder, address, 0, parts, space)
 
 
 @functools.cache
@@ -134,33 +127,22 @@ def store(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
 
     st.global or st.shared, .v2, .v4 (9.7.9.11).
     """
-    _, numba = ACCUMULATORS[accumulator]
 
-    def typing(typingctx: Any, *args: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            _stored(builder, values[0], values[1:], dtype, count, space)
-            return context.get_dummy_value()
+    def body(builder: Any, address: Any, *values: Any) -> None:
+        _stored(builder, address, list(values), dtype, space)
 
-        return types.void(types.int64, *[numba] * count), codegen
-
-    return named("store", _key(dtype, count, accumulator, space), 1 + count, typing)
+    key = _key(dtype, count, accumulator, space)
+    return intrinsic_of("store", key, "l" + ACCUMULATORS[accumulator] * count, body)
 
 
 @functools.cache
 def store_array(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
     """``store(address, registers)``: the first `count` elements of a local array, as `store`."""
 
-    def typing(typingctx: Any, address: Any, registers: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = array_pointer(context, builder, signature.args[1], args[1])
-            _stored(
-                builder, args[0], read_registers(builder, pointer, 0, count), dtype, count, space
-            )
-            return context.get_dummy_value()
+    def body(builder: Any, address: Any, pointer: Any) -> None:
+        _stored(builder, address, read_registers(builder, pointer, 0, count), dtype, space)
 
-        return types.void(types.int64, registers), codegen
-
-    return named("store_array", _key(dtype, count, accumulator, space), 2, typing)
+    return intrinsic_of("store_array", _key(dtype, count, accumulator, space), "la", body)
 
 
 @functools.cache
@@ -170,34 +152,26 @@ def load_cluster(count: int, accumulator: str, blocks: int) -> Any:
     Those of all blocks of a cluster, in the order of their ranks: mapa (9.7.9.23) and
     ld.shared::cluster (9.7.9.8).
     """
-    llvm, numba = ACCUMULATORS[accumulator]
-    letter, size = ("d", 64) if llvm == F64 else ("f", 32)
+    letter = ACCUMULATORS[accumulator]
     names = ", ".join(f"${i}" for i in range(count))
     vector = f".v{count}" if count > 1 else ""
     results = f"{{{names}}}" if count > 1 else names
+    size = 64 if letter == "d" else 32
     text = f"ld.shared::cluster{vector}.f{size} {results}, [${count}];"
 
-    def typing(typingctx: Any, address: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            own = builder.trunc(args[0], I32) if args[0].type.width > 32 else args[0]
-            found = []
-            for rank in range(blocks):
-                at = emit(
-                    builder, "mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [own, I32(rank)]
-                )
-                values = emit(builder, text, letter * count, "r", [at], "memory")
-                found.append([values] if count == 1 else values)
-            total = found[0]
-            for values in found[1:]:
-                total = [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
-            if count == 1:
-                return total[0]
-            return context.make_tuple(builder, signature.return_type, total)
+    def body(builder: Any, address: Any) -> list[Any]:
+        own = builder.trunc(address, I32)
+        found = []
+        for rank in range(blocks):
+            at = emit(builder, "mapa.shared::cluster.u32 $0, $1, $2;", "r", "rr", [own, I32(rank)])
+            values = emit(builder, text, letter * count, "r", [at], "memory")
+            found.append([values] if count == 1 else values)
+        total, *others = found
+        for values in others:
+            total = [builder.fadd(a, b) for a, b in zip(total, values, strict=True)]
+        return total
 
-        returned = numba if count == 1 else types.UniTuple(numba, count)
-        return returned(types.int64), codegen
-
-    return named("load_cluster", _key(count, accumulator, blocks), 1, typing)
+    return intrinsic_of("load_cluster", _key(count, accumulator, blocks), "l", body, letter * count)
 
 
 #: 9.7.9.8, ld; 9.7.9.11, st; 9.7.9.1, cache operators: 16 bytes that are read, or written, once
@@ -209,7 +183,6 @@ store_words = instruction("st.global.v4.b32 [$0], {$1, $2, $3, $4};", "", "lrrrr
 #: global access does not hold, 0 is read and nothing is written
 shared_load16 = instruction("{ .reg .b16 t; ld.shared.b16 t, [$1]; cvt.u32.u16 $0, t; }", "r", "r")
 shared_store32 = instruction("st.shared.b32 [$0], $1;", "", "rr")
-shared_load4_b32 = instruction("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", "rrrr", "r")
 shared_load_f32 = instruction("ld.shared.f32 $0, [$1];", "f", "r")
 shared_load2_f32 = instruction("ld.shared.v2.f32 {$0, $1}, [$2];", "ff", "r")
 shared_store_f32 = instruction("st.shared.f32 [$0], $1;", "", "rf")
@@ -254,10 +227,6 @@ def _masked_store(count: int, kind: str, letter: str) -> Any:
 global_load_f32, global_load2_f32, global_load4_f32 = (_masked_load(n) for n in (1, 2, 4))
 global_store_f32, global_store2_f32 = (_masked_store(n, "f32", "f") for n in (1, 2))
 global_store32, global_store4_b32 = (_masked_store(n, "b32", "r") for n in (1, 4))
-#: 9.7.9.15, prefetch: the line of 128 bytes around an address is brought to the second-level cache
-prefetch = instruction(
-    "{ .reg .pred p; setp.ne.b32 p, $1, 0; @p prefetch.global.L2 [$0]; }", "", "lp"
-)
 
 
 # --- copies to shared memory, not waited for ------------------------------------------------------
@@ -283,4 +252,3 @@ def fetch_wait(pending: int) -> Any:
 #: 9.7.9.25.3.2, cp.async.commit_group: closes the group of this thread's copies
 fetch_commit = instruction("cp.async.commit_group;")
 fetch16 = fetch(16, partial=True, ahead="")
-fetch_wait0, fetch_wait1 = fetch_wait(0), fetch_wait(1)

@@ -16,10 +16,15 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda.compile.accesses import narrowed, widened
-from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, FORMATS, I16, I32, named
-from numfuse.backends.cuda.compile.toolchain import SIMULATED, ir, types
-
-_C = {"float64": ctypes.c_double, "float32": ctypes.c_float}
+from numfuse.backends.cuda.compile.intrinsics import (
+    ACCUMULATORS,
+    FORMATS,
+    I16,
+    I32,
+    LETTERS,
+    intrinsic_of,
+)
+from numfuse.backends.cuda.compile.toolchain import SIMULATED, ir
 
 
 def _place(builder: Any, address: Any, index: Any, dtype: str) -> Any:
@@ -27,80 +32,58 @@ def _place(builder: Any, address: Any, index: Any, dtype: str) -> Any:
     return builder.gep(pointer, [index])
 
 
-def _widened(dtype: str, value: int) -> Any:
-    if dtype == "bfloat16":
-        return np.uint32(value << 16).view(np.float32)
-    return np.float32(np.uint16(value).view(np.float16))
+def _held(dtype: str) -> tuple[Any, Any, int]:
+    """How the simulator finds an element: its type in memory and in NumPy, and its bytes."""
+    import ml_dtypes
 
-
-def _narrowed(dtype: str, value: Any) -> int:
-    if dtype == "float16":
-        return int(np.float16(value).view(np.uint16))
-    bits = int(np.float32(value).view(np.uint32))
-    if bits & 0x7FFFFFFF > 0x7F800000:
-        return 0x7FFF
-    return (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+    size = FORMATS[dtype][1]
+    kind = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype).type
+    return {2: ctypes.c_uint16, 4: ctypes.c_float, 8: ctypes.c_double}[size], kind, size
 
 
 @functools.cache
 def loads(dtype: str) -> Any:
     """``load(address, index)``: an element, float16 and bfloat16 as float32."""
     if SIMULATED:
-        c = _C.get(dtype, ctypes.c_uint16)
-        size = ctypes.sizeof(c)
+        held, kind, size = _held(dtype)
 
         def simulated(address, index):
-            value = c.from_address(int(address) + size * int(index)).value
-            if size == 2:
-                return _widened(dtype, value)
-            return np.float32(value) if size == 4 else np.float64(value)
+            value = held.from_address(int(address) + size * int(index)).value
+            return np.float32(np.uint16(value).view(kind)) if size == 2 else kind(value)
 
         simulated.numfuse_key = f"load_{dtype}"
         return simulated
 
-    llvm, numba = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
+    letter = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
 
-    def typing(typingctx, address, index):
-        def codegen(context, builder, signature, args):
-            value = builder.load(_place(builder, *args, dtype))
-            return widened(builder, value, dtype, llvm)
+    def body(builder, address, index):
+        value = builder.load(_place(builder, address, index, dtype))
+        return widened(builder, value, dtype, LETTERS[letter][0])
 
-        return numba(types.uint64, types.int64), codegen
-
-    return named("load_element", dtype, 2, typing)
+    return intrinsic_of("load_element", dtype, "ul", body, letter)
 
 
 @functools.cache
 def stores(dtype: str) -> Any:
     """``store(address, index, value)``: of the accumulator's value, rounded to nearest even."""
     if SIMULATED:
-        c = _C.get(dtype, ctypes.c_uint16)
-        size = ctypes.sizeof(c)
+        held, kind, size = _held(dtype)
 
         def simulated(address, index, value):
-            narrow = _narrowed(dtype, value) if size == 2 else float(value)
-            c.from_address(int(address) + size * int(index)).value = narrow
+            narrow = int(kind(value).view(np.uint16)) if size == 2 else value
+            held.from_address(int(address) + size * int(index)).value = narrow
 
         simulated.numfuse_key = f"store_{dtype}"
         return simulated
 
-    _, numba = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
+    def body(builder, address, index, value):
+        # bfloat16: by the bits, as the instruction is there since sm_80
+        by_bits = dtype == "bfloat16"
+        narrow = _bfloat16(builder, value) if by_bits else narrowed(builder, value, dtype)
+        builder.store(narrow, _place(builder, address, index, dtype))
 
-    def typing(typingctx, address, index, value):
-        def codegen(context, builder, signature, args):
-            address, index, value = args
-            # bfloat16: by the bits, as the instruction is there since sm_80
-            narrow = (
-                _bfloat16(builder, value)
-                if dtype == "bfloat16"
-                else narrowed(builder, value, dtype)
-            )
-            builder.store(narrow, _place(builder, address, index, dtype))
-            return context.get_dummy_value()
-
-        return types.void(types.uint64, types.int64, numba), codegen
-
-    return named("store_element", dtype, 3, typing)
+    letter = ACCUMULATORS["float64" if dtype == "float64" else "float32"]
+    return intrinsic_of("store_element", dtype, "ul" + letter, body)
 
 
 def _bfloat16(builder: Any, value: Any) -> Any:

@@ -3,23 +3,21 @@
 Each intrinsic is a line of PTX (`intrinsics`), with its section of the PTX ISA 9.0.
 """
 
-# A call of an intrinsic leaves out its first argument.
-# mypy: disable-error-code="no-untyped-def, call-arg, arg-type"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from numfuse.backends.cuda.compile.intrinsics import (
     F32,
     I32,
-    array_pointer,
     emit,
     instruction,
-    named,
+    intrinsic_of,
     read_registers,
     write_registers,
 )
-from numfuse.backends.cuda.compile.toolchain import ir, types
+from numfuse.backends.cuda.compile.toolchain import ir
 
 # --- one launch after the other -------------------------------------------------------------------
 #: 9.7.13.13, griddepcontrol: the next launch may begin, where there is room for it
@@ -62,11 +60,8 @@ store_wait_read1 = instruction("cp.async.bulk.wait_group.read 1;")
 copy_fence = instruction("fence.proxy.async.shared::cta;")
 
 # --- matrices of a warp ---------------------------------------------------------------------------
-#: 9.7.14.5.15, ldmatrix; 9.7.14.5.16, stmatrix: four 8 x 8 matrices of 16-bit values; lane l holds
-#: the address of row l % 8 of matrix l // 8
-matrix_load = instruction(
-    "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];", "rrrr", "r", "convergent"
-)
+#: 9.7.14.5.16, stmatrix: four 8 x 8 matrices of 16-bit values; lane l holds the address of row
+#: l % 8 of matrix l // 8
 matrix_store = instruction(
     "stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0], {$1, $2, $3, $4};", "", "rrrrr", "convergent"
 )
@@ -82,6 +77,12 @@ def load_matrix(builder: Any, address: Any, turned: bool) -> list[Any]:
     # reads shared memory: ordered by the clobber after copies and barriers
     found: list[Any] = emit(builder, text, "rrrr", "r", [address], "convergent")
     return found
+
+
+#: `load_matrix`, not turned
+matrix_load = intrinsic_of(
+    "matrix_load", "", "r", lambda builder, at: load_matrix(builder, at, False), "rrrr"
+)
 
 
 def _mma(builder: Any, text: str, d: str, a: str, b: str, args: list[Any]) -> list[Any]:
@@ -123,22 +124,16 @@ def mma_double_small(builder: Any, a: Any, b: Any, c: list[Any]) -> list[Any]:
 multiply_wait1 = instruction("wgmma.wait_group.sync.aligned 1;", kind="convergent")
 
 
-def _tied(text: str, count: int, extra: list[ir.Type], letters: list[str]) -> Any:
-    """A function that emits `text` with an array's elements as operands read and written."""
+def _tied(builder: Any, text: str, array: Any, count: int, more: Sequence[Any] = ()) -> None:
+    """Emit `text`, which reads and writes `count` elements of an array, and reads words `more`."""
     results = ir.LiteralStructType([F32] * count)
-    function = ir.FunctionType(results, [F32] * count + extra)
-    constraints = ["=f"] * count + [str(i) for i in range(count)] + letters + ["~{memory}"]
-    assembly = ir.InlineAsm(function, text, ",".join(constraints), side_effect=True)
-
-    def issue(context: Any, builder: Any, kind: Any, array: Any, more: Any) -> Any:
-        base = array_pointer(context, builder, kind, array)
-        values = read_registers(builder, base, 0, count)
-        made = builder.call(assembly, [*values, *more], attrs=("convergent",))
-        found = [builder.extract_value(made, i) for i in range(count)]
-        write_registers(builder, base, 0, found)
-        return context.get_dummy_value()
-
-    return issue
+    function = ir.FunctionType(results, [F32] * count + [I32] * len(more))
+    constraints = ["=f"] * count + [str(i) for i in range(count)] + ["r"] * len(more)
+    assembly = ir.InlineAsm(function, text, ",".join([*constraints, "~{memory}"]), side_effect=True)
+    values = read_registers(builder, array, 0, count)
+    made = builder.call(assembly, [*values, *more], attrs=("convergent",))
+    found = [builder.extract_value(made, i) for i in range(count)]
+    write_registers(builder, array, 0, found)
 
 
 def multiply(
@@ -185,28 +180,19 @@ def multiply(
     # 9.7.15.7.2
     lines.append("wgmma.commit_group.sync.aligned; }")
     text = "\n".join(lines)
-    issue = _tied(text, count, [I32] * 3, ["r"] * 3)
 
-    def typing(typingctx: Any, acc: Any, x: Any, y: Any, add: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            words = [builder.trunc(argument, I32) for argument in arguments[1:3]]
-            more = [*words, builder.zext(arguments[3], I32)]
-            return issue(context, builder, signature.args[0], arguments[0], more)
+    def body(builder: Any, acc: Any, x: Any, y: Any, add: Any) -> None:
+        words = [builder.trunc(x, I32), builder.trunc(y, I32), builder.zext(add, I32)]
+        _tied(builder, text, acc, count, words)
 
-        return types.void(acc, types.int64, types.int64, types.boolean), codegen
-
-    return named("multiply", text, 4, typing)
+    return intrinsic_of("multiply", text, "allp", body)
 
 
 def multiply_wait(count: int) -> Any:
     """Waits for all of wgmma (9.7.15.7.3); acc is an operand, so that no read moves above it."""
     text = "wgmma.wait_group.sync.aligned 0;"
-    issue = _tied(text, count, [], [])
 
-    def typing(typingctx: Any, acc: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            return issue(context, builder, signature.args[0], arguments[0], [])
+    def body(builder: Any, acc: Any) -> None:
+        _tied(builder, text, acc, count)
 
-        return types.void(acc), codegen
-
-    return named("multiply_wait", f"{text} {count}", 1, typing)
+    return intrinsic_of("multiply_wait", f"{text} {count}", "a", body)

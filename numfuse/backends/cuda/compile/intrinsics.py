@@ -1,9 +1,8 @@
 """PTX as Python functions: the only place where an instruction is written by hand.
 
 Each is a line of PTX, with the section of the PTX ISA (version 9.0) that defines it. `instruction`
-makes an intrinsic of one text, `emit` writes one into the code of a larger intrinsic; `load` and
-`store` are LLVM's own vector accesses, which become the line that their docstring names and which
-the compiler may move. They trust their caller: addresses are valid and aligned to the access.
+makes an intrinsic of one text, `intrinsic_of` one of several, which `emit` writes. They trust their
+caller: addresses are valid and aligned to the access.
 
 Addresses and strides are ``int64``: Numba turns a sum of unsigned and signed 64-bit integers into a
 float. Addresses of shared memory are offsets of its window, 32 bits that travel as ``int64`` or
@@ -11,8 +10,6 @@ float. Addresses of shared memory are offsets of its window, 32 bits that travel
 branch, for a hundred branches in a body are more than Numba's compiler takes.
 """
 
-# A call of an intrinsic leaves out its first argument.
-# mypy: disable-error-code="no-untyped-def, call-arg, arg-type"
 from __future__ import annotations
 
 import inspect
@@ -33,6 +30,7 @@ LETTERS: dict[str, tuple[Any, Any]] = {
     "f": (F32, types.float32),
     "d": (F64, types.float64),
     "p": (I32, types.boolean),
+    "u": (I64, types.uint64),
 }
 #: {storage dtype: (LLVM type in memory, bytes)}; bfloat16 travels as its 16 bits, and
 #: "bits" are 16 that are moved as they are.
@@ -43,11 +41,8 @@ FORMATS: dict[str, tuple[Any, int]] = {
     "bfloat16": (I16, 2),
     "bits": (I16, 2),
 }
-ACCUMULATORS: dict[str, tuple[Any, Any]] = {
-    "float32": (F32, types.float32),
-    "float64": (F64, types.float64),
-    "int32": (I32, types.int32),
-}
+#: {dtype in registers: its letter}
+ACCUMULATORS = {"float32": "f", "float64": "d", "int32": "r"}
 GLOBAL, SHARED = 1, 3
 
 
@@ -55,20 +50,50 @@ def itemsize(dtype: str) -> int:
     return FORMATS[dtype][1]
 
 
-def named(name: str, key: str, parameters: int, typing: Callable[..., Any]) -> Any:
-    """The intrinsic of `typing(typingctx, *args)`, which takes exactly `parameters` arguments."""
+def intrinsic_of(
+    name: str, key: str, operands: str, body: Callable[..., Any], results: str = ""
+) -> Any:
+    """The intrinsic that emits ``body(builder, *operands)`` and returns the LLVM values of that.
 
-    def wrapper(typingctx: Any, *args: Any) -> Any:
-        return typing(typingctx, *args)
+    There is a letter for each operand and result: of `LETTERS`, or "x", a float of any type, which
+    all have that are named so; of operands also "a", a local array: where it begins, and "n", a
+    literal: its number. Several results, of one type, are a list of the body and a tuple. `key`
+    tells intrinsics of one name apart.
+    """
 
-    wrapper.__name__ = name
+    def typing(typingctx: Any, *given: Any) -> Any:
+        pairs = list(zip(operands, given, strict=True))
+        if any(kind == "n" and not isinstance(ty, types.IntegerLiteral) for kind, ty in pairs):
+            return None
+        known = {letter: ty for letter, (_, ty) in LETTERS.items()}
+        known |= {kind: ty for kind, ty in reversed(pairs) if kind == "x"}
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            values = []
+            for (kind, ty), value in zip(pairs, args, strict=True):
+                if kind == "a":
+                    value = context.make_array(ty)(context, builder, value).data
+                values.append(ty.literal_value if kind == "n" else value)
+            made = body(builder, *values)
+            if len(results) > 1:
+                return context.make_tuple(builder, signature.return_type, made)
+            if not results:
+                return context.get_dummy_value()
+            return made[0] if isinstance(made, list) else made
+
+        returned = known[results[0]] if results else types.void
+        if len(results) > 1:
+            returned = types.UniTuple(returned, len(results))
+        return returned(*(known.get(kind, ty) for kind, ty in pairs)), codegen
+
+    typing.__name__ = name
     # Numba folds the arguments of a call by the signature, and cannot fold into *args.
     kind = inspect.Parameter.POSITIONAL_ONLY
-    names = ["typingctx", *(f"arg{i}" for i in range(parameters))]
-    wrapper.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    names = ["typingctx", *(f"arg{i}" for i in range(len(operands)))]
+    typing.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [inspect.Parameter(n, kind) for n in names]
     )
-    made: Any = intrinsic(wrapper)
+    made: Any = intrinsic(typing)
     made.numfuse_key = f"{name}({key})"
     return made
 
@@ -114,68 +139,24 @@ def emit(
 def instruction(text: str, results: str = "", operands: str = "", kind: str = "memory") -> Any:
     """An intrinsic of one text, as `emit` takes it. Several results, of one type, are a tuple."""
 
-    def typing(typingctx: Any, *args: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-            made = emit(builder, text, results, operands, values, kind)
-            if not results:
-                return context.get_dummy_value()
-            if len(results) == 1:
-                return made
-            return context.make_tuple(builder, signature.return_type, made)
+    def body(builder: Any, *values: Any) -> Any:
+        return emit(builder, text, results, operands, values, kind)
 
-        returned = types.void
-        if len(results) == 1:
-            returned = LETTERS[results][1]
-        elif results:
-            returned = types.UniTuple(LETTERS[results[0]][1], len(results))
-        return returned(*[LETTERS[o][1] for o in operands]), codegen
-
-    return named("ptx", f"{text} {results} {operands} {kind}", len(operands), typing)
+    return intrinsic_of("ptx", f"{text} {results} {operands} {kind}", operands, body, results)
 
 
 # A local array as an operand. Elements at constant indices become registers.
-def array_pointer(context: Any, builder: Any, ty: Any, value: Any) -> Any:
-    """Where a `cuda.local.array` begins."""
-    return context.make_array(ty)(context, builder, value).data
-
-
-def element(builder: Any, pointer: Any, i: int) -> Any:
+def _element(builder: Any, pointer: Any, i: int) -> Any:
     return builder.gep(pointer, [I32(i)])
 
 
 def read_registers(builder: Any, pointer: Any, first: int, count: int) -> list[Any]:
-    return [builder.load(element(builder, pointer, first + i)) for i in range(count)]
+    return [builder.load(_element(builder, pointer, first + i)) for i in range(count)]
 
 
 def write_registers(builder: Any, pointer: Any, first: int, values: list[Any]) -> None:
     for i, value in enumerate(values):
-        builder.store(value, element(builder, pointer, first + i))
-
-
-def on_arrays(name: str, key: str, kinds: str, body: Callable[..., None]) -> Any:
-    """The intrinsic that emits ``body(builder, *operands)`` and returns nothing.
-
-    `kinds` has a letter for each operand: "a" a local array, where it begins; "n" a literal, its
-    number; "r" a value of 32 bits.
-    """
-
-    def typing(typingctx: Any, *given: Any) -> Any:
-        pairs = list(zip(kinds, given, strict=True))
-        if any(kind == "n" and not isinstance(ty, types.IntegerLiteral) for kind, ty in pairs):
-            return None
-
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            operands = []
-            for (kind, ty), value in zip(pairs, args, strict=True):
-                if kind == "a":
-                    value = array_pointer(context, builder, ty, value)
-                operands.append(ty.literal_value if kind == "n" else value)
-            body(builder, *operands)
-            return context.get_dummy_value()
-
-        return types.void(*(types.int32 if kind == "r" else ty for kind, ty in pairs)), codegen
-
-    return named(name, key, len(kinds), typing)
+        builder.store(value, _element(builder, pointer, first + i))
 
 
 # --- special registers, addresses of shared memory ------------------------------------------------
@@ -188,33 +169,27 @@ block_index_z = instruction("mov.u32 $0, %ctaid.z;", "r", kind="pure")
 block_count = instruction("mov.u32 $0, %nctaid.x;", "r")
 
 
-def _shared_address(typingctx: Any, array: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = builder.ptrtoint(array_pointer(context, builder, signature.args[0], args[0]), I64)
-        return builder.trunc(emit(builder, "cvta.to.shared.u64 $0, $1;", "l", "l", [pointer]), I32)
-
-    return types.int32(array), codegen
+def _shared_address(builder: Any, array: Any) -> Any:
+    address = [builder.ptrtoint(array, I64)]
+    return builder.trunc(emit(builder, "cvta.to.shared.u64 $0, $1;", "l", "l", address), I32)
 
 
 #: 9.7.9.20, cvta.to.shared: where a `cuda.shared.array` begins
-shared_address = named("shared_address", "", 1, _shared_address)
+shared_address = intrinsic_of("shared_address", "", "a", _shared_address, "r")
 
 
-def _dynamic_shared(typingctx: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        module = builder.module
-        if "dynamic_shared" in module.globals:
-            window = module.globals["dynamic_shared"]
-        else:
-            window = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", 3)
-            window.linkage, window.align = "external", 1024
-        return builder.trunc(builder.ptrtoint(window, I64), I32)
-
-    return types.int32(), codegen
+def _dynamic_shared(builder: Any) -> Any:
+    module = builder.module
+    if "dynamic_shared" in module.globals:
+        window = module.globals["dynamic_shared"]
+    else:
+        window = ir.GlobalVariable(module, ir.ArrayType(ir.IntType(8), 0), "dynamic_shared", 3)
+        window.linkage, window.align = "external", 1024
+    return builder.trunc(builder.ptrtoint(window, I64), I32)
 
 
 #: 5.1.7, .extern .shared: where the shared memory begins that the launch asks for
-dynamic_shared = named("dynamic_shared", "", 0, _dynamic_shared)
+dynamic_shared = intrinsic_of("dynamic_shared", "", "", _dynamic_shared, "r")
 
 # --- integers -------------------------------------------------------------------------------------
 #: 9.7.1.1, add: a running address, opaque so that no multiple of the step becomes a register

@@ -1,16 +1,17 @@
 """The arguments of a kernel: names and order are those of its text, a launch gives them by name.
 
 A parameter whose annotation is a dataclass is a record: it stands for an argument for each field,
-``x: Array`` for ``x_address, x_place, x_row, x_column``.
+``x: Array`` for ``x_address, x_place, x_row, x_column``. A field may be a record again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass, is_dataclass
+from operator import attrgetter
+from typing import Any, get_type_hints
 
-__all__ = ["Array", "Schema", "arguments", "fields_of", "parameters"]
+__all__ = ["Array", "Ends", "Schema", "arguments", "fields_of", "parameters", "written"]
 
 
 @dataclass
@@ -26,9 +27,26 @@ class Array:
     column: Any
 
 
+@dataclass
+class Ends:
+    """The arrays with which a product ends: what its epilogue reads, and its results."""
+
+    bias: Array
+    #: The residual or grad.
+    extra: Array
+    pre: Array
+    out: Array
+
+
 def fields_of(kind: Any) -> tuple[str, ...]:
-    """Return the names of the fields of a record's type; none for what is no record."""
-    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
+    """Return the names of the fields of a record's type, "bias.place" for one of a record in it.
+
+    What is no record has none.
+    """
+    found: list[str] = []
+    for name, inner in get_type_hints(kind).items() if is_dataclass(kind) else ():
+        found += [f"{name}.{field}" for field in fields_of(inner)] or [name]
+    return tuple(found)
 
 
 def parameters(template: Callable[..., Any]) -> dict[str, tuple[str, ...]]:
@@ -43,8 +61,13 @@ def arguments(template: Callable[..., Any]) -> list[str]:
     """Return the names of the parameters, records written out."""
     found: list[str] = []
     for name, own in parameters(template).items():
-        found += [f"{name}_{field}" for field in own] or [name]
+        found += [written(name, field) for field in own] or [name]
     return found
+
+
+def written(name: str, field: str) -> str:
+    """Return the name for which a field of a record stands."""
+    return f"{name}.{field}".replace(".", "_")
 
 
 class Schema:
@@ -83,7 +106,7 @@ class Schema:
         self._require(set(self._parameters) - values.keys(), "wants")
         found: list[Any] = []
         for name, own in self._parameters.items():
-            found += [getattr(values[name], field) for field in own] or [values[name]]
+            found += [attrgetter(field)(values[name]) for field in own] or [values[name]]
         return tuple(found)
 
     @staticmethod

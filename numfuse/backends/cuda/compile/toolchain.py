@@ -24,7 +24,8 @@ import threading
 import types as pytypes
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
@@ -51,6 +52,7 @@ __all__ = [
     "kernels",
     "types",
     "versions",
+    "with_names",
 ]
 
 
@@ -84,11 +86,10 @@ SIMULATED = bool(_config.ENABLE_CUDASIM)
 types: Any = import_module("numba.core.types" if SIMULATED else "numba.cuda.types")
 
 
-def intrinsic(function: Any) -> Any:
-    """numba-cuda's intrinsic; the simulator has no machine code, and never calls one."""
-    if SIMULATED:
-        return function
-    return import_module("numba.cuda.extending").intrinsic(function)
+#: Makes a function of kernels of what emits its code; in the simulator, of functions of the host.
+intrinsic: Any = import_module(
+    "numba.core.extending" if SIMULATED else "numba.cuda.extending"
+).intrinsic
 
 
 #: Of the kernels' arguments; a map arrives as its address.
@@ -166,55 +167,45 @@ def identity(value: Any) -> str:
     return str(key)
 
 
+def with_names(function: Any, bindings: Mapping[str, Any]) -> pytypes.FunctionType:
+    """Return a function of which names are bound; what has ``build()`` is built."""
+    code, scope = function.__code__, dict(function.__globals__)
+    for name, value in bindings.items():
+        if name in code.co_names:  # and not only in what a constant condition left out
+            build = getattr(value, "build", None)
+            scope[name] = value if build is None else build()
+    return pytypes.FunctionType(code, scope, code.co_name)
+
+
+@dataclass(eq=False, repr=False)
 class Kernel:
-    """A kernel's text with its names bound; equal ones are one object. Made by :func:`kernel`.
+    """A kernel's text with its names bound; equal ones are one object. Made by :func:`kernel`."""
 
-    Attributes
-    ----------
-    name : str
-        For messages and `last_call`.
-    signature : tuple of str
-        "u64", "i64", "u32", "i32", "f32", "f64" or "map".
-    block : tuple of int
-        Threads of a block along x, y, z.
-    formulas : tuple of weakref to Expr
-        The formulas in it, with which it goes; none are held by it.
-    """
-
+    #: For messages and `last_call`.
+    name: str
+    #: "u64", "i64", "u32", "i32", "f32", "f64" or "map".
+    signature: tuple[str, ...]
+    #: Threads of a block along x, y, z.
+    block: tuple[int, int, int]
+    _template: Any
+    _bindings: Mapping[str, Any]
+    _material: str
+    _blocks: int
+    _feature: str
+    #: The formulas in it, with which it goes; none are held by it.
     formulas: tuple[weakref.ref[Expr], ...] = ()
-
-    def __init__(
-        self,
-        template: Callable[..., Any],
-        signature: tuple[str, ...],
-        block: tuple[int, int, int],
-        blocks: int,
-        feature: str,
-        name: str,
-        bindings: dict[str, Any],
-        material: str,
-    ) -> None:
-        self.name, self.signature, self.block = name, signature, block
-        self._template, self._bindings, self._material = template, bindings, material
-        self._blocks, self._feature = blocks, feature
-        self._binaries: dict[tuple[int, int], tuple[bytes, str]] = {}
-        self._simulated: Any = None
-        #: "memory", "disk" or "compiled": where the latest binary came from.
-        self.origin = "memory"
+    #: "memory", "disk" or "compiled": where the latest binary came from.
+    origin: str = "memory"
+    _simulated: Any = None
+    _binaries: dict[tuple[int, int], tuple[bytes, str]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
 
     def text(self) -> Any:
         """The function to compile, its names bound."""
-        scope = dict(self._template.__globals__)
-        for name, value in self._bindings.items():
-            build = getattr(value, "build", None)
-            scope[name] = value if build is None else build()
-        code = self._template.__code__
-        clone = pytypes.FunctionType(code, scope, code.co_name)
-        clone.__module__ = self._template.__module__
-        return clone
+        function = getattr(self._template, "function", self._template)  # (of an `unroll.Template`)
+        return with_names(function, self._bindings)
 
     def architecture(self, capability: tuple[int, int]) -> tuple[Any, ...]:
         """(major, minor), with the letter of features that only this one has."""
@@ -323,21 +314,10 @@ def kernel(
     material = f"{own}\n{kinds} {x, y, z} {blocks} {feature}\n{text}"
     found = _KERNELS.get(material)
     if found is None:
-        found = _KERNELS.setdefault(
-            material,
-            Kernel(
-                template,
-                kinds,
-                (x, y, z),
-                blocks,
-                feature,
-                name or template.__name__,
-                bindings,
-                material,
-            ),
-        )
-        formulas = formulas_of(tuple(bindings.values()))
-        found.formulas = tuple(map(weakref.ref, formulas))
+        shown, formulas = name or template.__name__, formulas_of(tuple(bindings.values()))
+        made = Kernel(shown, kinds, (x, y, z), template, bindings, material, blocks, feature)
+        made.formulas = tuple(map(weakref.ref, formulas))
+        found = _KERNELS.setdefault(material, made)
         _TIES.tie(material, formulas)
     return found
 

@@ -19,19 +19,24 @@ import functools
 import hashlib
 import inspect
 import linecache
-import operator
 import textwrap
 import weakref
 from collections.abc import Callable, Mapping
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
-from numfuse.backends.cuda.compile.schema import Schema, arguments, fields_of, parameters
-from numfuse.backends.cuda.compile.toolchain import Kernel, device_function, identity, kernel
+from numfuse.backends.cuda.compile.schema import Schema, arguments, fields_of, parameters, written
+from numfuse.backends.cuda.compile.toolchain import (
+    Kernel,
+    device_function,
+    identity,
+    kernel,
+    with_names,
+)
 from numfuse.expr import Expr
 from numfuse.runtime.lifetimes import formulas_of
 
-__all__ = ["Inlined", "Template", "bound", "inlined", "kernel_of", "text", "unrolled"]
+__all__ = ["Template", "bound", "inlined", "kernel_of", "text", "unrolled"]
 
 #: Where the templates are.
 _ROOM = "numfuse.backends.cuda.kernels."
@@ -40,42 +45,6 @@ _ROOM = "numfuse.backends.cuda.kernels."
 def unrolled(*bounds: int) -> range:
     """`range` in a template: its loop is written out."""
     return range(*bounds)
-
-
-_BINARY: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.LShift: operator.lshift,
-    ast.RShift: operator.rshift,
-    ast.BitAnd: operator.and_,
-    ast.BitOr: operator.or_,
-    ast.BitXor: operator.xor,
-}
-_COMPARE: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Eq: operator.eq,
-    ast.NotEq: operator.ne,
-    ast.Lt: operator.lt,
-    ast.LtE: operator.le,
-    ast.Gt: operator.gt,
-    ast.GtE: operator.ge,
-    ast.In: lambda a, b: a in b,
-    ast.NotIn: lambda a, b: a not in b,
-}
-
-
-def _copied(node: Any) -> Any:
-    """A tree like this one (copy.deepcopy takes ten times as long)."""
-    if isinstance(node, list):
-        return [_copied(item) for item in node]
-    if not isinstance(node, ast.AST):
-        return node
-    made = type(node).__new__(type(node))  # (a call wants its fields)
-    for name in node._fields:
-        setattr(made, name, _copied(getattr(node, name, None)))
-    return made
 
 
 class _Writer(ast.NodeTransformer):
@@ -89,66 +58,49 @@ class _Writer(ast.NodeTransformer):
     ) -> None:
         self.constants, self.records, self.scope = dict(constants), dict(records), scope
 
-    def _value(self, value: Any) -> ast.expr:
-        return ast.Constant(value)
-
     def visit_Name(self, node: ast.Name) -> ast.expr:
         if isinstance(node.ctx, ast.Load) and node.id in self.constants:
-            return self._value(self.constants[node.id])
+            return ast.Constant(self.constants[node.id])
         return node
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        owner = node.value
-        if isinstance(owner, ast.Name) and node.attr in self.records.get(owner.id, ()):
-            return ast.Name(f"{owner.id}_{node.attr}", node.ctx)
+        name, _, field = ast.unparse(node).partition(".")
+        if field in self.records.get(name, ()):
+            return ast.Name(written(name, field), node.ctx)
         self.generic_visit(node)
         return node
 
-    def visit_BinOp(self, node: ast.BinOp) -> ast.expr:
-        self.generic_visit(node)
-        act = _BINARY.get(type(node.op))
-        if isinstance(node.left, ast.Constant) and isinstance(node.right, ast.Constant) and act:
-            return self._value(act(node.left.value, node.right.value))
-        return node
+    def _argument(self, node: ast.expr) -> list[ast.expr]:
+        """Return an argument, or the fields of one that is a record or a record's."""
+        if not isinstance(node, (ast.Name, ast.Attribute)):
+            return [node]
+        name, _, field = ast.unparse(node).partition(".")
+        own = [x for x in self.records.get(name, ()) if not field or x.startswith(f"{field}.")]
+        return [ast.Name(written(name, x), ast.Load()) for x in own] or [node]
 
-    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.expr:
+    def _folded(self, node: ast.expr) -> ast.expr:
+        """Return an expression of constants as one."""
         self.generic_visit(node)
-        if isinstance(node.operand, ast.Constant) and isinstance(node.op, ast.Not):
-            return self._value(not node.operand.value)
-        return node
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        if not all(isinstance(part, ast.Constant) for part in parts):
+            return node
+        whole = ast.fix_missing_locations(ast.Expression(node))
+        return ast.Constant(eval(compile(whole, "<template>", "eval")))
+
+    visit_BinOp = visit_UnaryOp = visit_Compare = visit_Subscript = _folded
 
     def visit_BoolOp(self, node: ast.BoolOp) -> ast.expr:
         decides = isinstance(node.op, ast.Or)
         open_: list[ast.expr] = []
         for part in node.values:
             value = self.visit(part)
-            if not isinstance(value, ast.Constant):
+            if not isinstance(value, ast.Constant) or bool(value.value) == decides:
                 open_.append(value)
-            elif bool(value.value) == decides:
-                return self._value(decides) if not open_ else self._joined(node, open_, value)
-        if not open_:
-            return self._value(not decides)
-        return self._joined(node, open_)
-
-    def _joined(self, node: ast.BoolOp, parts: list[ast.expr], *more: ast.expr) -> ast.expr:
-        values = [*parts, *more]
-        return values[0] if len(values) == 1 else ast.BoolOp(node.op, values)
-
-    def visit_Compare(self, node: ast.Compare) -> ast.expr:
-        self.generic_visit(node)
-        if len(node.ops) == 1 and isinstance(node.left, ast.Constant):
-            right = node.comparators[0]
-            if isinstance(right, ast.Constant):
-                known = _COMPARE[type(node.ops[0])](node.left.value, right.value)
-                return self._value(known)
-        return node
-
-    def visit_Subscript(self, node: ast.Subscript) -> ast.expr:
-        self.generic_visit(node)
-        if isinstance(node.value, ast.Constant) and isinstance(node.slice, ast.Constant):
-            sequence: Any = node.value.value
-            return self._value(sequence[node.slice.value])
-        return node
+            if isinstance(value, ast.Constant) and bool(value.value) == decides:
+                break  # what follows is never asked for
+        if len(open_) > 1:
+            return ast.BoolOp(node.op, open_)
+        return open_[0] if open_ else ast.Constant(not decides)
 
     def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
         test = self.visit(node.test)
@@ -158,18 +110,13 @@ class _Writer(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
-        given: list[ast.expr] = []
-        for argument in node.args:
-            name = getattr(argument, "id", "")
-            fields = self.records.get(name, ())
-            given += [ast.Name(f"{name}_{x}", ast.Load()) for x in fields] or [argument]
-        node.args = given
+        node.args = [given for argument in node.args for given in self._argument(argument)]
         self.generic_visit(node)
         if fields_of(self.scope.get(getattr(node.func, "id", ""))):
             return ast.Tuple(node.args, ast.Load())
         known = {"min": min, "max": max}.get(getattr(node.func, "id", ""))
         if known and all(isinstance(a, ast.Constant) for a in node.args):
-            return self._value(known(a.value for a in node.args))  # type: ignore[attr-defined]
+            return ast.Constant(known(a.value for a in node.args))  # type: ignore[attr-defined]
         return node
 
     def _body(self, statements: list[ast.stmt]) -> list[ast.stmt]:
@@ -204,7 +151,7 @@ class _Writer(ast.NodeTransformer):
         assert isinstance(node.target, ast.Name) and isinstance(node.annotation, ast.Name)
         name, own = node.target.id, fields_of(self.scope[node.annotation.id])
         self.records[name] = own
-        names: list[ast.expr] = [ast.Name(f"{name}_{field}", ast.Store()) for field in own]
+        names: list[ast.expr] = [ast.Name(written(name, field), ast.Store()) for field in own]
         assert node.value is not None
         return ast.Assign([ast.Tuple(names, ast.Store())], self.visit(node.value))
 
@@ -212,23 +159,18 @@ class _Writer(ast.NodeTransformer):
         return ast.While(self.visit(node.test), self._body(node.body) or [ast.Pass()], [])
 
     def visit_For(self, node: ast.For) -> ast.stmt | list[ast.stmt]:
-        call = node.iter
-        written_out = (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Name)
-            and call.func.id == "unrolled"
-        )
-        if not written_out:
-            return ast.For(node.target, self.visit(node.iter), self._body(node.body), [])
-        assert isinstance(call, ast.Call) and isinstance(node.target, ast.Name)
-        bounds = [self.visit(bound) for bound in call.args]
+        match node:
+            case ast.For(ast.Name(name), ast.Call(ast.Name("unrolled"), arguments)):
+                bounds = [self.visit(bound) for bound in arguments]
+            case _:
+                return ast.For(node.target, self.visit(node.iter), self._body(node.body), [])
         if not all(isinstance(bound, ast.Constant) for bound in bounds):
-            raise ValueError(f"unrolled() must have constant bounds, got {ast.unparse(call)}")
+            raise ValueError(f"unrolled() must have constant bounds, got {ast.unparse(node.iter)}")
         made: list[ast.stmt] = []
-        name = node.target.id
+        source = ast.unparse(ast.Module(node.body, []))
         for i in range(*[bound.value for bound in bounds]):
             self.constants[name] = i
-            made += self._body([_copied(statement) for statement in node.body])
+            made += self._body(ast.parse(source).body)
         self.constants.pop(name, None)
         return made
 
@@ -240,20 +182,19 @@ def _constant(value: Any) -> bool:
 
 
 @functools.cache
-def _tree(template: Callable[..., Any]) -> ast.FunctionDef:
-    function = ast.parse(textwrap.dedent(inspect.getsource(template))).body[0]
+def _source(template: Callable[..., Any]) -> str:
+    return textwrap.dedent(inspect.getsource(template))
+
+
+def text(template: Callable[..., Any], bindings: Mapping[str, Any]) -> str:
+    """`template` written out under `bindings`, as Python text."""
+    function = ast.parse(_source(template)).body[0]
     assert isinstance(function, ast.FunctionDef)
     if ast.get_docstring(function) is not None:
         function.body = function.body[1:]
     function.decorator_list = []
     function.returns = None
     function.args.args = [ast.arg(name) for name in arguments(template)]
-    return function
-
-
-def text(template: Callable[..., Any], bindings: Mapping[str, Any]) -> str:
-    """`template` written out under `bindings`, as Python text."""
-    function = _copied(_tree(template))
     constants = {name: value for name, value in bindings.items() if _constant(value)}
     writer = _Writer(constants, parameters(template), template.__globals__)
     function.body = writer._body(function.body) or [ast.Pass()]
@@ -281,7 +222,7 @@ class Template:
             if name in bindings:
                 used[name] = bindings[name]
             elif isinstance(own, FunctionType) and own.__module__.startswith(_ROOM):
-                used[name] = Inlined(own, bindings)
+                used[name] = Template(own, bindings)
         self._constants = {name: value for name, value in used.items() if _constant(value)}
         #: What is no constant, by its name.
         self.others = {name: value for name, value in used.items() if not _constant(value)}
@@ -296,7 +237,7 @@ class Template:
         return formulas_of(tuple(self.others.values()))
 
     @functools.cached_property
-    def function(self) -> Any:
+    def function(self) -> FunctionType:
         """The function, written out; what is no constant stays a free name."""
         template, source = self._template, text(self._template, self._constants)
         filename = f"<{template.__name__} {hashlib.sha256(source.encode()).hexdigest()[:20]}>"
@@ -304,36 +245,17 @@ class Template:
         linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
         scope = dict(template.__globals__)
         exec(compile(source, filename, "exec"), scope)
-        return scope[template.__name__]
-
-    @property
-    def __code__(self) -> CodeType:
-        code: CodeType = self.function.__code__
-        return code
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        scope: dict[str, Any] = self.function.__globals__
-        return scope
-
-
-class Inlined(Template):
-    """A template as a device function, to be bound to a name of a kernel or of another template."""
+        made: FunctionType = scope[template.__name__]
+        return made
 
     def build(self) -> Any:
-        """The device function, for the compiler."""
-        code = self.__code__
-        scope = dict(self.__globals__)
-        for name, value in self.others.items():
-            if name in code.co_names:  # and not only in what a constant condition left out
-                build = getattr(value, "build", None)
-                scope[name] = value if build is None else build()
-        return device_function(FunctionType(code, scope, code.co_name))
+        """The device function, for the compiler: bound to a name of a kernel or a template."""
+        return device_function(with_names(self.function, self.others))
 
 
-def inlined(template: Callable[..., Any], **bindings: Any) -> Inlined:
-    """`Inlined`, with the names as keywords."""
-    return Inlined(template, bindings)
+def inlined(template: Callable[..., Any], **bindings: Any) -> Template:
+    """`Template`, with the names as keywords."""
+    return Template(template, bindings)
 
 
 def bound(owner: Any, names: str) -> dict[str, Any]:

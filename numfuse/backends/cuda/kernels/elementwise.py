@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 
 from numfuse.activations import short_form
-from numfuse.backends.cuda.compile import intrinsics, scalars
+from numfuse.backends.cuda.compile import scalars
 from numfuse.backends.cuda.compile.scalars import TARGET, fused, select
-from numfuse.backends.cuda.compile.toolchain import SIMULATED, intrinsic, types
+from numfuse.backends.cuda.compile.toolchain import SIMULATED, types
 from numfuse.backends.cuda.compile.toolchain import device_function as device
 from numfuse.epilogues import Epilogue
 from numfuse.expr import Expr, dumps, loads
@@ -158,29 +158,9 @@ def device_function(expr: Expr, name: str) -> Any:
 
 
 # --- the short form -----------------------------------------------------------------------------
-def _approximate(name: str, simulated: Any) -> Any:
-    """An instruction of the special function unit."""
-    if SIMULATED:
-        return simulated
-
-    def typed(typingctx, x):  # type: ignore[no-untyped-def]
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return intrinsics.approximate(builder, name, *args)
-
-        return x(x), codegen
-
-    typed.__name__ = typed.__qualname__ = f"{name}_approx"
-    return intrinsic(typed)
-
-
-def _simulated_reciprocal(x: Any) -> Any:
-    return np.float32(1) / np.float32(x)
-
-
-#: 2^x.
-power = _approximate("ex2", lambda x: np.exp2(np.float32(x)))
-#: 1 / x.
-reciprocal = _approximate("rcp", _simulated_reciprocal)
+#: 2^x, and 1 / x
+power = scalars.approximate("ex2", lambda x: np.exp2(np.float32(x)))
+reciprocal = scalars.approximate("rcp", lambda x: np.float32(1) / np.float32(x))
 
 
 @functools.cache

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from numfuse.backends.cuda.compile import accesses, intrinsics
-from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.schema import Array, Ends
+from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
 from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 
@@ -50,7 +51,7 @@ def finish_of(product: Product, out: str, count: int = 1) -> dict[str, Any]:
     acc, shared = product.accumulator, intrinsics.SHARED
     store = accesses.store if count == 1 else accesses.store_array
     found = parts_of(product) | {
-        "ACCUMULATOR": intrinsics.ACCUMULATORS[acc][1],
+        "ACCUMULATOR": getattr(types, acc),
         "STORE_SUM": accesses.store(acc, 1, acc),
         "STORE_PRE": store(acc if product.pre is None else product.pre.dtype, count, acc),
         "STORE_OUT": store(out, count, acc),
@@ -88,7 +89,6 @@ def finishing(
     `given` is `in_bytes` or `in_elements`.
     """
     p = product
-    found: dict[str, Any] = {"out": given(slot, out), "sums": Slot("sums") if p.sums else 0}
-    for name, operand in (("bias", p.bias), ("extra", p.extra), ("pre", p.pre)):
-        found[name] = given(Slot(name), operand)
-    return found
+    slots = ("bias", p.bias), ("extra", p.extra), ("pre", p.pre)
+    arrays = {name: given(Slot(name), operand) for name, operand in slots}
+    return {"ends": Ends(**arrays, out=given(slot, out)), "sums": Slot("sums") if p.sums else 0}

@@ -198,47 +198,6 @@ def _bindings(accumulator: str, values: int) -> dict[str, Any]:
     }
 
 
-def _join(
-    info: DeviceInfo,
-    accumulator: str,
-    planes: Slot,
-    slot: Slot,
-    out: Operand,
-    lengths: tuple[int, int, int, int],
-    steps: tuple[int, int, int],
-    values: int,
-    group: int = 0,
-    overlaps: bool = False,
-) -> Launch:
-    """Return a launch of `join`; `steps` as in `rows`, `group` planes a sum, 0 for all of them."""
-    count, depth, m, n = lengths
-    place, plane, pitch = steps
-    size = intrinsics.itemsize(accumulator)
-    wide = values > 1 and _fits(out, n, accumulator)
-    threads = threads_of(info)
-    bindings = _bindings(accumulator, values) | {
-        "THREADS": threads,
-        "GROUP": group,
-        "WIDE": wide,
-        "OVERLAPS": overlaps,
-        "STORE": (
-            accesses.store_array(out.dtype, values, accumulator)
-            if wide
-            else elements.stores(out.dtype)
-        ),
-    }
-    made = kernel_of(join, JOIN, bindings, threads=threads, name=f"join {out.dtype}")
-    groups = -(-depth // group) if group else 1
-    vectors = m * (pitch // values)
-    stack = Stack(n, pitch // values, depth, groups, plane * size, place * size)
-    to, numbers = in_bytes(slot, out), count * groups
-    arguments = JOIN(planes=planes, stack=stack, out=to, numbers=numbers, vectors=vectors)
-    # by 16 bytes there are no divisions for a place, nor for the simulator loops
-    flat = grid_of(numbers * vectors, info)
-    grid = flat if values == 1 else (-(-vectors // threads), count, 1)
-    return Launch(made, grid, arguments, overlaps=overlaps)
-
-
 def _fits(out: Operand, n: int, accumulator: str) -> bool:
     """Return whether contiguous planes are joined to whole accesses of the result."""
     return out.in_wholes(n, 16 // intrinsics.itemsize(accumulator))
@@ -252,27 +211,58 @@ def rows(
     lengths: tuple[int, int, int, int],
     steps: tuple[int, int, int] | None = None,
     overlaps: bool = False,
+    *,
+    slot: Slot | None = None,
+    values: int = 0,
+    group: int = 0,
 ) -> Launch:
-    """Return the join of planes to the slot "out", by 16 bytes of a plane.
+    """Return the join of planes, by 16 bytes of a plane or `values` of them.
 
     Parameters
     ----------
     info : DeviceInfo
     accumulator : str
     planes : Slot
-        At a multiple of 16 bytes.
+        At a multiple of what is joined at a time.
     out : Operand
     lengths : tuple of int
         Places, planes of each, rows and columns.
     steps : tuple of int, optional
-        Values from a place, a plane and a row to the next, each a multiple of 16 bytes; by default
+        Values from a place, a plane and a row to the next, each a multiple of `values`; by default
         planes (places, planes, rows, columns) are contiguous.
     overlaps : bool
         Whether the launch may begin before the one before it has ended.
+    slot : Slot, optional
+        Where `out` lies, by default "out".
+    values, group : int
+        Neighbours that a thread has, by default 16 bytes; planes of a sum, 0 for all of them.
     """
-    values = 16 // intrinsics.itemsize(accumulator)
-    slot, steps = Slot("out"), steps or _contiguous(lengths)
-    return _join(info, accumulator, planes, slot, out, lengths, steps, values, overlaps=overlaps)
+    count, depth, m, n = lengths
+    place, plane, pitch = steps or (depth * m * n, m * n, n)
+    size = intrinsics.itemsize(accumulator)
+    values = values or 16 // size
+    wide = values > 1 and _fits(out, n, accumulator)
+    threads = threads_of(info)
+    store = elements.stores(out.dtype)
+    if wide:
+        store = accesses.store_array(out.dtype, values, accumulator)
+    bindings = _bindings(accumulator, values) | {
+        "THREADS": threads,
+        "GROUP": group,
+        "WIDE": wide,
+        "OVERLAPS": overlaps,
+        "STORE": store,
+    }
+    made = kernel_of(join, JOIN, bindings, threads=threads, name=f"join {out.dtype}")
+    groups = -(-depth // group) if group else 1
+    vectors = m * (pitch // values)
+    stack = Stack(n, pitch // values, depth, groups, plane * size, place * size)
+    to, numbers = in_bytes(slot or Slot("out"), out), count * groups
+    arguments = JOIN(planes=planes, stack=stack, out=to, numbers=numbers, vectors=vectors)
+    # by 16 bytes there are no divisions for a place, nor for the simulator loops
+    flat = grid_of(numbers * vectors, info)
+    grid = flat if values == 1 else (-(-vectors // threads), count, 1)
+    return Launch(made, grid, arguments, overlaps=overlaps)
 
 
 def columns(
@@ -308,24 +298,16 @@ def joins(
     between = Operand(accumulator, (m * n, n, 1), itemsize)
     launches: list[Launch] = []
     used = 0
-
-    def add(target: Slot, out: Operand, group: int = 0) -> None:
-        lengths = count, depth, m, n
-        steps = _contiguous(lengths)
-        launches.append(_join(info, accumulator, planes, target, out, lengths, steps, 1, group))
-
     while depth > tiling.JOINED:
-        target = Slot(stage.name, stage.offset + used)
-        add(target, between, tiling.JOINED)
+        target, lengths = Slot(stage.name, stage.offset + used), (count, depth, m, n)
+        made = rows(
+            info, accumulator, planes, between, lengths, slot=target, values=1, group=tiling.JOINED
+        )
+        launches.append(made)
         planes, depth = target, -(-depth // tiling.JOINED)
         used += tiling.round_up(count * depth * m * n * itemsize, 256)
-    add(Slot("out"), out)
+    launches.append(rows(info, accumulator, planes, out, (count, depth, m, n), values=1))
     return tuple(launches), used
-
-
-def _contiguous(lengths: tuple[int, int, int, int]) -> tuple[int, int, int]:
-    _, depth, m, n = lengths
-    return depth * m * n, m * n, n
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import numpy as np
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import elements
 from numfuse.backends.cuda.compile.scalars import fused
-from numfuse.backends.cuda.compile.schema import Array, Schema
+from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
 from numfuse.backends.cuda.kernels.epilogue import element, finishing, in_elements, parts_of
@@ -24,7 +24,6 @@ from numfuse.backends.cuda.kernels.joins import Planes
 from numfuse.backends.cuda.plan.product import (
     DeviceInfo,
     Launch,
-    Operand,
     Plan,
     Product,
     Slot,
@@ -35,22 +34,7 @@ from numfuse.backends.cuda.tiling import CudaTile
 __all__ = ["MIRROR"]
 
 
-def product(
-    x: Array,
-    y: Array,
-    bias: Array,
-    extra: Array,
-    pre: Array,
-    out: Array,
-    sums,
-    m,
-    n,
-    k,
-    part,
-    parts,
-    x_along_k,
-    y_along_k,
-):
+def product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, x_along_k, y_along_k):
     """One block of out = epilogue(X Y), of one part of the sum of one place.
 
     Shared memory holds the slices of X and Y, then the block.
@@ -109,7 +93,7 @@ def product(
             at = (ty + i * (BLOCK_M // MR)) * BLOCK_N + tx + j * (BLOCK_N // NR)
             shared[at] = totals[i * NR + j]
     cuda.syncthreads()
-    finish(shared, t, bias, extra, pre, out, place, plane, row0, column0, m, n)
+    finish(shared, t, ends, place, plane, row0, column0, m, n)
     if SUMS:
         cuda.syncthreads()
         height, width = min(BLOCK_M, m - row0), min(BLOCK_N, n - column0)
@@ -124,24 +108,22 @@ def block_of(number, rows, columns):
     return first + within % height, within // height
 
 
-def finish(
-    shared, t, bias: Array, extra: Array, pre: Array, out: Array, place, plane, row0, column0, m, n
-):
+def finish(shared, t, ends: Ends, place, plane, row0, column0, m, n):
     """The epilogue of a block: sums in shared memory become results, there and in `out`."""
     for i in range(t, BLOCK_M * BLOCK_N, THREADS):
         row, column = row0 + i // BLOCK_N, column0 + i % BLOCK_N
         if row < m and column < n:
             offset, added = ZERO, ZERO
             if BIAS:
-                offset = LOAD_BIAS(bias.address, element(bias, place, 0, column))
+                offset = LOAD_BIAS(ends.bias.address, element(ends.bias, place, 0, column))
             if EXTRA:
-                added = LOAD_EXTRA(extra.address, element(extra, place, row, column))
+                added = LOAD_EXTRA(ends.extra.address, element(ends.extra, place, row, column))
             if PRE:
                 value, kept = EPILOGUE(shared[i], offset, added)
-                STORE_PRE(pre.address, element(pre, place, row, column), kept)
+                STORE_PRE(ends.pre.address, element(ends.pre, place, row, column), kept)
             else:
                 value = EPILOGUE(shared[i], offset, added)
-            STORE(out.address, element(out, plane, row, column), value)
+            STORE(ends.out.address, element(ends.out, plane, row, column), value)
             shared[i] = value
 
 
@@ -160,15 +142,13 @@ def sum_columns(shared, t, sums, first, height, width):
 #: Sizes and strides are in elements.
 ARGUMENTS = Schema(
     product,
-    u64="x_address y_address bias_address extra_address pre_address out_address sums",
+    u64="x_address y_address sums ends_bias_address ends_extra_address ends_pre_address"
+    " ends_out_address",
 )
 
 
 def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
     real = np.dtype(p.accumulator).type
-
-    def load(operand: Operand) -> object:
-        return elements.loads(operand.dtype)
 
     # one more than a power of two: a transposed slice is stored without bank conflicts
     x_pitch, y_pitch = tile.block_m + 1, tile.block_n + 1
@@ -184,10 +164,10 @@ def _kernel(p: Product, tile: CudaTile, storage: str) -> Kernel:
         "Y_PITCH": y_pitch,
         "Y_AT": y_at,
         "SHARED": max(y_at + tile.block_k * y_pitch, tile.block_m * tile.block_n),
-        "LOAD_X": load(p.x),
-        "LOAD_Y": load(p.y),
-        "LOAD_BIAS": load(p.bias or p.x),
-        "LOAD_EXTRA": load(p.extra or p.x),
+        "LOAD_X": elements.loads(p.x.dtype),
+        "LOAD_Y": elements.loads(p.y.dtype),
+        "LOAD_BIAS": elements.loads((p.bias or p.x).dtype),
+        "LOAD_EXTRA": elements.loads((p.extra or p.x).dtype),
         "STORE": elements.stores(storage),
         "STORE_PRE": elements.stores(p.accumulator if p.pre is None else p.pre.dtype),
         "STORE_SUM": elements.stores(p.accumulator),

@@ -25,7 +25,7 @@ from numfuse.backends.cuda.compile.schema import Schema
 from numfuse.backends.cuda.compile.toolchain import Kernel
 from numfuse.backends.cuda.compile.unroll import bound, kernel_of
 from numfuse.backends.cuda.kernels.ampere.gemm import block_product
-from numfuse.backends.cuda.kernels.ampere.registers import Arithmetic, add, add_kept, clear, keep
+from numfuse.backends.cuda.kernels.ampere.registers import add, add_kept, clear, keep
 from numfuse.backends.cuda.kernels.ampere.slices import Fetch, mover
 from numfuse.backends.cuda.kernels.epilogue import finish_of, finishing, in_bytes
 from numfuse.backends.cuda.kernels.joins import Planes
@@ -43,7 +43,8 @@ class Engine:
     y: Fetch
     #: Numba type of a register of factors.
     factor: Any
-    arithmetic: Arithmetic
+    #: `registers.arithmetic`
+    arithmetic: dict[str, Any]
     #: (t, memory) -> address of a thread's first factor in a slice.
     x_from: Any
     y_from: Any
@@ -86,7 +87,7 @@ class Block:
         """Return the bytes of shared memory of the slices, or of what the epilogue keeps there."""
         engine, threads, kept = self.engine, self.engine.tile.threads, 0
         if self.kept == "shared":
-            kept = threads * engine.arithmetic.totals * intrinsics.itemsize(accumulator)
+            kept = threads * engine.arithmetic["TOTALS"] * intrinsics.itemsize(accumulator)
         return max(self.kept_at + kept, engine.pass_rows * engine.put_pitch, threads * 16)
 
 
@@ -98,7 +99,8 @@ ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
 
 def build(product: Product, block: Block, name: str) -> Kernel:
     """The kernel."""
-    engine, made, acc = block.engine, block.engine.arithmetic, product.accumulator
+    engine, acc = block.engine, product.accumulator
+    totals = engine.arithmetic["TOTALS"]
     # columns of a thread in the epilogue
     values = 16 // intrinsics.itemsize(acc)
     tile, threads = engine.tile, engine.tile.threads
@@ -110,19 +112,17 @@ def build(product: Product, block: Block, name: str) -> Kernel:
     bindings = bound(tile, "block_m block_n block_k threads stages group")
     bindings |= bound(block, "stage kept kept_at wide cluster")
     bindings |= bound(engine, "factor x_from y_from put_to put_pitch passes pass_rows pass_row")
-    bindings |= bound(made, "totals factors parts first_factors multiply_slice multiply_part")
-    bindings |= {
+    bindings |= engine.arithmetic | {
         "X_BYTES": engine.x.bytes,
         "VALUES": values,
         "ACC_BYTES": intrinsics.itemsize(acc),
-        "CLEAR": clear(made.totals),
-        "ADD": add(made.totals),
-        "KEEP": keep(made.totals, threads),
-        "ADD_KEPT": add_kept(made.totals, threads),
-        "PUT_TOTALS": made.put_totals,
+        "CLEAR": clear(totals),
+        "ADD": add(totals),
+        "KEEP": keep(totals, threads),
+        "ADD_KEPT": add_kept(totals, threads),
         "WAIT_FIRST": accesses.fetch_wait(tile.stages - 1),
         "WAIT_NEXT": accesses.fetch_wait(tile.stages - 2),
-        "WAIT_ALL": accesses.fetch_wait0,
+        "WAIT_ALL": accesses.fetch_wait(0),
         "ROWS": rows,
         "ROW_STEP": row_step,
         "COLUMN_THREADS": columns,

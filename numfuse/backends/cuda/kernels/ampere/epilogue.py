@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda
 from numfuse.backends.cuda.compile.unroll import unrolled
 
@@ -31,18 +31,7 @@ class Position:
     column0: Any
 
 
-def finish(
-    total,
-    memory,
-    bias: Array,
-    extra: Array,
-    pre: Array,
-    out: Array,
-    summed,
-    m,
-    n,
-    here: Position,
-):
+def finish(total, memory, ends: Ends, summed, m, n, here: Position):
     """The epilogue of a block: thread (c, r) has VALUES columns of every ROW_STEP-th row."""
     t = i32(cuda.threadIdx.x)
     c, r0 = i32(t & (COLUMN_THREADS - 1)), i32(t >> COLUMN_BITS)
@@ -58,11 +47,11 @@ def finish(
         summed[v] = ACCUMULATOR(0)
         if BIAS:
             if column + v * COLUMN_STEP < n:
-                along = place * bias.place + (first + v * COLUMN_STEP) * bias.column
-                offset[v] = LOAD_BIAS(bias.address + along)
-    out.address += here.plane * out.place + first * out.column
-    extra.address += place * extra.place + first * extra.column
-    pre.address += place * pre.place + first * pre.column
+                along = place * ends.bias.place + (first + v * COLUMN_STEP) * ends.bias.column
+                offset[v] = LOAD_BIAS(ends.bias.address + along)
+    ends.out.address += here.plane * ends.out.place + first * ends.out.column
+    ends.extra.address += place * ends.extra.place + first * ends.extra.column
+    ends.pre.address += place * ends.pre.place + first * ends.pre.column
     put_to = PUT_TO(t, memory)
     take_from = i32(memory + r0 * PUT_PITCH + c * (COLUMN_FIRST * ACC_BYTES))
 
@@ -79,7 +68,7 @@ def finish(
             if EXTRA:
                 for u in unrolled(ROWS):
                     row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
-                    load_row(added, u * VALUES, extra, row, column, m, n)
+                    load_row(added, u * VALUES, ends.extra, row, column, m, n)
             for u in unrolled(ROWS):
                 row = i32(row0 + PASS_ROW(i32(r + u * ROW_STEP), turn))
                 take_row = i32(take_from + (r - r0 + u * ROW_STEP) * PUT_PITCH)
@@ -97,14 +86,14 @@ def finish(
                     if WIDE:
                         if column < n:
                             if PRE:
-                                STORE_PRE(cell(pre, row, 0), value)
-                            STORE_OUT(cell(out, row, 0), result)
+                                STORE_PRE(cell(ends.pre, row, 0), value)
+                            STORE_OUT(cell(ends.out, row, 0), result)
                     else:
                         for v in unrolled(VALUES):
                             if column + v * COLUMN_STEP < n:
                                 if PRE:
-                                    STORE_PRE(cell(pre, row, v), value[v])
-                                STORE_OUT(cell(out, row, v), result[v])
+                                    STORE_PRE(cell(ends.pre, row, v), value[v])
+                                STORE_OUT(cell(ends.out, row, v), result[v])
                     if SUMS:
                         for v in unrolled(VALUES):
                             summed[v] = summed[v] + result[v]

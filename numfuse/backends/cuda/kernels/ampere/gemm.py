@@ -17,7 +17,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     quotient,
     shared_address,
 )
-from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.ampere.epilogue import Position, finish, sum_columns
@@ -48,21 +48,7 @@ def block_at(block_rows, block_columns, parts):
     return Position(plane, place, rank, row, i32(row * BLOCK_M), i32(column * BLOCK_N))
 
 
-def block_product(
-    x: Array,
-    y: Array,
-    bias: Array,
-    extra: Array,
-    pre: Array,
-    out: Array,
-    sums,
-    m,
-    n,
-    k,
-    part,
-    parts,
-    chain,
-):
+def block_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, chain):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
@@ -184,7 +170,7 @@ def block_product(
     WAIT_ALL()
 
     summed = cuda.local.array(VALUES, dtype=ACCUMULATOR)
-    finish(total, memory, bias, extra, pre, out, summed, m, n, here)
+    finish(total, memory, ends, summed, m, n, here)
     if SUMS:
         sums += (i64(place) * block_rows + here.block_row) * n * ACC_BYTES
         sum_columns(memory, summed, sums, n, here.rank, column0)

@@ -9,13 +9,11 @@ each. A sum is one chain in the order of K.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.scalars import fused
 from numfuse.backends.cuda.compile.schema import Array, Schema
-from numfuse.backends.cuda.compile.toolchain import Kernel, cuda
+from numfuse.backends.cuda.compile.toolchain import Kernel, cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Plan, Product, Slot, Tier
@@ -53,41 +51,22 @@ def _outer(x: Array, y: Array, out: Array, m, n):
 ARGUMENTS = Schema(_outer)
 
 
-@dataclass(frozen=True)
-class Outer:
-    """A kernel, and what `last_call` shows."""
-
-    dtype: str
-    out: str
-    accumulator: str
-    #: K.
-    depth: int
-
-    @property
-    def values(self) -> int:
-        """Columns of a thread."""
-        return 16 // intrinsics.itemsize(self.accumulator)
-
-    def __str__(self) -> str:
-        return f"{tiling.OUTER_ROWS} rows of {self.values} columns a thread, K = {self.depth}"
-
-    def kernel(self) -> Kernel:
-        """Its kernel."""
-        one, acc = intrinsics, self.accumulator
-        bindings = {
-            "THREADS": tiling.OUTER_THREADS,
-            "VALUES": self.values,
-            "DEPTH": self.depth,
-            "ROWS": tiling.OUTER_ROWS,
-            "Y_BYTES": one.itemsize(self.dtype),
-            "OUT_BYTES": one.itemsize(self.out),
-            "ACCUMULATOR": one.ACCUMULATORS[acc][1],
-            "LOAD_X": accesses.load(self.dtype, 1, acc),
-            "LOAD_Y": accesses.load(self.dtype, self.values, acc),
-            "STORE": accesses.store_array(self.out, self.values, acc),
-        }
-        threads, name = tiling.OUTER_THREADS, f"short K {self.out}"
-        return kernel_of(_outer, ARGUMENTS, bindings, threads=threads, name=name)
+def _kernel(p: Product, values: int) -> Kernel:
+    acc = p.accumulator
+    bindings = {
+        "THREADS": tiling.OUTER_THREADS,
+        "VALUES": values,
+        "DEPTH": p.k,
+        "ROWS": tiling.OUTER_ROWS,
+        "Y_BYTES": p.y.itemsize,
+        "OUT_BYTES": p.out.itemsize,
+        "ACCUMULATOR": getattr(types, acc),
+        "LOAD_X": accesses.load(p.x.dtype, 1, acc),
+        "LOAD_Y": accesses.load(p.y.dtype, values, acc),
+        "STORE": accesses.store_array(p.out.dtype, values, acc),
+    }
+    threads, name = tiling.OUTER_THREADS, f"short K {p.out.dtype}"
+    return kernel_of(_outer, ARGUMENTS, bindings, threads=threads, name=name)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -98,19 +77,17 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     # d_b alone has no epilogue for sure, and may have its sum in an order of its own
     if not p.free or p.m * p.n < tiling.OUTER_LEAST:
         return None
-    made = Outer(p.y.dtype, p.out.dtype, p.accumulator, p.k)
-    if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, made.values) for o in (p.y, p.out)):
+    # columns of a thread
+    values = 16 // intrinsics.itemsize(p.accumulator)
+    if p.x.dtype != p.y.dtype or not all(o.in_wholes(p.n, values) for o in (p.y, p.out)):
         return None
-    grid = (
-        -(-p.n // (tiling.OUTER_THREADS * made.values)),
-        -(-p.m // tiling.OUTER_ROWS),
-        p.places,
-    )
+    grid = -(-p.n // (tiling.OUTER_THREADS * values)), -(-p.m // tiling.OUTER_ROWS), p.places
     if max(grid[1:]) >= 1 << 16:
         return None
     arrays = {name: in_bytes(Slot(name), getattr(p, name)) for name in ("x", "y", "out")}
-    arguments = ARGUMENTS(**arrays, m=p.m, n=p.n)
-    return Plan((Launch(made.kernel(), grid, arguments),), made)
+    launch = Launch(_kernel(p, values), grid, ARGUMENTS(**arrays, m=p.m, n=p.n))
+    shown = f"{tiling.OUTER_ROWS} rows of {values} columns a thread, K = {p.k}"
+    return Plan((launch,), shown)
 
 
 SHORT_K = Tier("cores", take)

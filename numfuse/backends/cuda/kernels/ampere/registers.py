@@ -8,28 +8,27 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from numfuse.backends.cuda.compile.accesses import (
     narrowed,
     packed,
-    put_shared_vector,
-    shared_vector,
+    read_vector,
     unpacked,
     widened,
+    write_vector,
 )
 from numfuse.backends.cuda.compile.intrinsics import (
     ACCUMULATORS,
     F64,
     FORMATS,
     I32,
-    array_pointer,
-    named,
-    on_arrays,
+    LETTERS,
+    intrinsic_of,
     read_registers,
     write_registers,
 )
-from numfuse.backends.cuda.compile.toolchain import ir, types
+from numfuse.backends.cuda.compile.toolchain import ir
 
 #: LLVM values, one for each register.
 Values = list[Any]
@@ -44,7 +43,7 @@ def _zeros(builder: Any, at: Any, count: int) -> None:
 @functools.cache
 def clear(count: int) -> Any:
     """``clear(registers)``: the first `count` elements of a local array are 0."""
-    return on_arrays("clear", str(count), "a", lambda builder, at: _zeros(builder, at, count))
+    return intrinsic_of("clear", str(count), "a", lambda builder, at: _zeros(builder, at, count))
 
 
 @functools.cache
@@ -57,7 +56,7 @@ def add(count: int) -> Any:
             (value,) = read_registers(builder, to, i, 1)
             write_registers(builder, to, i, [builder.fadd(value, other)])
 
-    return on_arrays("add", str(count), "aa", emit)
+    return intrinsic_of("add", str(count), "aa", emit)
 
 
 # --- long sums ------------------------------------------------------------------------------------
@@ -77,10 +76,10 @@ def keep(count: int, threads: int) -> Any:
     def emit(builder: Any, sums: Any, at: Any) -> None:
         for first, few, offset in _waiting(sums, count, threads):
             values = read_registers(builder, sums, first, few)
-            put_shared_vector(builder, builder.add(at, I32(offset)), values)
+            write_vector(builder, at, offset, values)
         _zeros(builder, sums, count)
 
-    return on_arrays("keep", f"{count},{threads}", "ar", emit)
+    return intrinsic_of("keep", f"{count},{threads}", "ar", emit)
 
 
 @functools.cache
@@ -90,31 +89,26 @@ def add_kept(count: int, threads: int) -> Any:
     def emit(builder: Any, sums: Any, at: Any) -> None:
         kind = sums.type.pointee
         for first, few, offset in _waiting(sums, count, threads):
-            kept = shared_vector(builder, builder.add(at, I32(offset)), kind, few)
+            kept = read_vector(builder, at, offset, kind, few)
             values = read_registers(builder, sums, first, few)
             values = [builder.fadd(x, y) for x, y in zip(kept, values, strict=True)]
             write_registers(builder, sums, first, values)
 
-    return on_arrays("add_kept", f"{count},{threads}", "ar", emit)
+    return intrinsic_of("add_kept", f"{count},{threads}", "ar", emit)
 
 
 @functools.cache
 def words_as(dtype: str, accumulator: str) -> Any:
     """``words_as(w0, w1, w2, w3)``: what 16 bytes hold, widened, as a tuple."""
     kind, size = FORMATS[dtype]
-    llvm, numba = ACCUMULATORS[accumulator]
-    count = 16 // size
+    letter, count = ACCUMULATORS[accumulator], 16 // size
 
-    def typing(typingctx: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            values = builder.bitcast(packed(builder, args), ir.VectorType(kind, count))
-            parts = unpacked(builder, values, count)
-            parts = [widened(builder, part, dtype, llvm) for part in parts]
-            return context.make_tuple(builder, signature.return_type, parts)
+    def emit(builder: Any, *words: Any) -> Values:
+        values = builder.bitcast(packed(builder, list(words)), ir.VectorType(kind, count))
+        parts = unpacked(builder, values, count)
+        return [widened(builder, part, dtype, LETTERS[letter][0]) for part in parts]
 
-        return types.UniTuple(numba, count)(*[types.int32] * 4), codegen
-
-    return named("words_as", f"{dtype},{accumulator}", 4, typing)
+    return intrinsic_of("words_as", f"{dtype},{accumulator}", "rrrr", emit, letter * count)
 
 
 @functools.cache
@@ -122,39 +116,16 @@ def as_words(dtype: str, accumulator: str) -> Any:
     """``as_words(registers)``: a local array, rounded, as the four words of 16 bytes."""
     count = 16 // FORMATS[dtype][1]
 
-    def typing(typingctx: Any, registers: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            pointer = array_pointer(context, builder, signature.args[0], args[0])
-            values = read_registers(builder, pointer, 0, count)
-            values = [narrowed(builder, value, dtype) for value in values]
-            words = builder.bitcast(packed(builder, values), ir.VectorType(I32, 4))
-            return context.make_tuple(builder, signature.return_type, unpacked(builder, words, 4))
+    def emit(builder: Any, pointer: Any) -> Values:
+        values = read_registers(builder, pointer, 0, count)
+        values = [narrowed(builder, value, dtype) for value in values]
+        words = builder.bitcast(packed(builder, values), ir.VectorType(I32, 4))
+        return unpacked(builder, words, 4)
 
-        return types.UniTuple(types.int32, 4)(registers), codegen
-
-    return named("as_words", f"{dtype},{accumulator}", 1, typing)
+    return intrinsic_of("as_words", f"{dtype},{accumulator}", "a", emit, "rrrr")
 
 
 # --- the arithmetic of a block of warps -----------------------------------------------------------
-class Arithmetic(NamedTuple):
-    """How a thread multiplies: the intrinsics of a `blocks.Engine` that change registers."""
-
-    #: Registers: sums, and factors of one step.
-    totals: int
-    factors: int
-    #: Of the last step of a slice.
-    parts: int
-    #: (factors, x, y): the factors of the first step of a slice, from the addresses of its parts.
-    first_factors: Any
-    #: (totals, factors, x, y): all steps of a slice but the last.
-    multiply_slice: Any
-    #: (totals, factors, number, x, y): part `number` of the last step; the factors of the next
-    #: slice, at x and y, take the place of those that were used.
-    multiply_part: Any
-    #: (totals, turn, to): the sums of pass `turn` to shared memory.
-    put_totals: Any
-
-
 def arithmetic(
     key: str,
     totals: int,
@@ -164,15 +135,22 @@ def arithmetic(
     first: Callable[[Any, Any, Any], Values],
     step: Callable[[Any, Values, Values, int, Any, Any, int], Values],
     passed: Callable[[int], Sequence[tuple[int, int, int]]],
-) -> Arithmetic:
-    """The intrinsics around `first`, `step` and `passed`, of which `key` tells the difference.
+) -> dict[str, Any]:
+    """How a thread multiplies, as bindings of `gemm`: the numbers of registers, and intrinsics.
+
+    - FIRST_FACTORS(factors, x, y): the factors of the first step of a slice, from the addresses of
+      its parts
+    - MULTIPLY_SLICE(totals, factors, x, y): all steps of a slice but the last
+    - MULTIPLY_PART(totals, factors, number, x, y): part `number` of the last step; the factors of
+      the next slice, at x and y, take the place of those that were used
+    - PUT_TOTALS(totals, turn, to): the sums of pass `turn` to shared memory
 
     Parameters
     ----------
     key : str
         All that the functions depend on.
     totals, factors, parts : int
-        As in `Arithmetic`; every step has so many parts.
+        Registers of the sums and of the factors of one step; every step has so many parts.
     steps : sequence of int
         The values of k that follow those of the first step of a slice.
     first : callable
@@ -205,14 +183,14 @@ def arithmetic(
     def put_totals(builder: Any, sums: Any, turn: int, to: Any) -> None:
         for at, count, offset in passed(turn):
             values = read_registers(builder, sums, at, count)
-            put_shared_vector(builder, builder.add(to, I32(offset)), values)
+            write_vector(builder, to, offset, values)
 
-    return Arithmetic(
-        totals,
-        factors,
-        parts,
-        on_arrays("first_factors", key, "arr", first_factors),
-        on_arrays("multiply_slice", key, "aarr", multiply_slice),
-        on_arrays("multiply_part", key, "aanrr", multiply_part),
-        on_arrays("put_totals", key, "anr", put_totals),
-    )
+    return {
+        "TOTALS": totals,
+        "FACTORS": factors,
+        "PARTS": parts,
+        "FIRST_FACTORS": intrinsic_of("first_factors", key, "arr", first_factors),
+        "MULTIPLY_SLICE": intrinsic_of("multiply_slice", key, "aarr", multiply_slice),
+        "MULTIPLY_PART": intrinsic_of("multiply_part", key, "aanrr", multiply_part),
+        "PUT_TOTALS": intrinsic_of("put_totals", key, "anr", put_totals),
+    }

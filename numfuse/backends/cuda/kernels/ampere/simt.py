@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile.accesses import shared_vector
-from numfuse.backends.cuda.compile.intrinsics import F32, I32, fused
+from numfuse.backends.cuda.compile.accesses import read_vector
+from numfuse.backends.cuda.compile.intrinsics import F32, fused
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels import layouts
@@ -91,7 +91,7 @@ class _Factor:
         found = []
         for i in range(0, self.count, FOUR):
             offset = self.place(i) * own + k * along
-            found += shared_vector(builder, builder.add(at, I32(offset)), F32, FOUR)
+            found += read_vector(builder, at, offset, F32, FOUR)
         return found
 
 

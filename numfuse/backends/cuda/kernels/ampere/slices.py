@@ -16,6 +16,7 @@ import numpy as np
 
 from numfuse.backends.cuda.compile import accesses, intrinsics
 from numfuse.backends.cuda.compile.intrinsics import advance, least, most
+from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import bound, inlined, unrolled
 
 __all__ = ["Fetch", "mover"]
@@ -186,7 +187,7 @@ def mover(axis: str, fetch: Fetch) -> dict[str, Any]:
     count, bytes_ = len(fetch.copies), fetch.values * fetch.itemsize
     if fetch.held:
         kind, acc = {2: ("bits", "int32"), 4: ("float32",) * 2, 8: ("float64",) * 2}[fetch.itemsize]
-        register = intrinsics.ACCUMULATORS[acc][1]
+        register = getattr(types, acc)
         put = accesses.store(kind, 1, acc, intrinsics.SHARED)
         load, one = (accesses.load(kind, values, acc) for values in (fetch.values, 1))
         found |= {

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.compile.accesses import shared_vector
+from numfuse.backends.cuda.compile.accesses import read_vector
 from numfuse.backends.cuda.compile.engines import (
     load_matrix,
     mma_double,
     mma_double_small,
     mma_half,
 )
-from numfuse.backends.cuda.compile.intrinsics import ACCUMULATORS, F64, I32
+from numfuse.backends.cuda.compile.intrinsics import F64, I32
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import inlined
 from numfuse.backends.cuda.kernels.ampere import blocks
@@ -87,7 +87,7 @@ class _Warp:
         if self.dtype != "float64":
             return load_matrix(builder, at, turned=not self.x.k_inner)
         return [
-            shared_vector(builder, builder.add(at, I32(8 * h * own + 4 * r * along)), F64, 1)[0]
+            read_vector(builder, at, 8 * h * own + 4 * r * along, F64, 1)[0]
             for r in range(self.chunk // 4)
             for h in range(2)
         ]
@@ -98,10 +98,7 @@ class _Warp:
         at = builder.add(y, I32(8 * j * own + k * along))
         if self.dtype != "float64":
             return load_matrix(builder, at, turned=not self.y.k_inner)
-        return [
-            shared_vector(builder, builder.add(at, I32(4 * r * along)), F64, 1)[0]
-            for r in range(self.chunk // 4)
-        ]
+        return [read_vector(builder, at, 4 * r * along, F64, 1)[0] for r in range(self.chunk // 4)]
 
     @property
     def column_step(self) -> int:
@@ -197,7 +194,7 @@ def engine(dtype: str, tile: CudaBlock, small: bool, x: Fetch, y: Fetch) -> Engi
         tile,
         x,
         y,
-        factor=ACCUMULATORS["float64"][1] if dtype == "float64" else types.int32,
+        factor=types.float64 if dtype == "float64" else types.int32,
         arithmetic=made,
         x_from=starts(x, True),
         y_from=starts(y, False),

@@ -20,12 +20,11 @@ from typing import Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile import accesses, intrinsics
-from numfuse.backends.cuda.compile.accesses import put_shared_vector, shared_vector
+from numfuse.backends.cuda.compile.accesses import read_vector, write_vector
 from numfuse.backends.cuda.compile.intrinsics import (
     FORMATS,
-    I32,
     fused,
-    on_arrays,
+    intrinsic_of,
     read_registers,
     write_registers,
 )
@@ -138,7 +137,7 @@ def _multiply(thin: Thin) -> Any:
         """Return the factors of `few` values of K: those of each row, and those of each column."""
 
         def taken(at: Any, offset: int, count: int) -> list[Any]:
-            return shared_vector(builder, builder.add(at, I32(offset)), kind, count)
+            return read_vector(builder, at, offset, kind, count)
 
         rows = [taken(x, r * columns * thin.x_pitch + 16 * u, few) for r in range(thin.part_m)]
         if thin.along_k:
@@ -167,7 +166,7 @@ def _multiply(thin: Thin) -> Any:
                         sums[i] = fused(builder, row[v], ys[j][v], sums[i])
         write_registers(builder, total, 0, sums)
 
-    return on_arrays("multiply", thin.key, "anrr", emit)
+    return intrinsic_of("multiply", thin.key, "anrr", emit)
 
 
 @functools.cache
@@ -182,9 +181,9 @@ def _put_part(thin: Thin) -> Any:
             for j in range(0, columns, count):
                 offset = (r * columns * 32 + j * lanes_n) * size
                 values = read_registers(builder, total, r * columns + j, count)
-                put_shared_vector(builder, builder.add(to, I32(offset)), values)
+                write_vector(builder, to, offset, values)
 
-    return on_arrays("put_part", thin.key, "ar", emit)
+    return intrinsic_of("put_part", thin.key, "ar", emit)
 
 
 def _kernel(thin: Thin, product: Product) -> Kernel:
@@ -225,7 +224,7 @@ def _kernel(thin: Thin, product: Product) -> Kernel:
         "FETCH_WHOLE_X": accesses.fetch(x_values * size, ahead=""),
         "FETCH_16": accesses.fetch(16, ahead=""),
         "WAIT": accesses.fetch_wait(thin.stages - 2),
-        "WAIT_ALL": accesses.fetch_wait0,
+        "WAIT_ALL": accesses.fetch_wait(0),
         "CLEAR": clear(sums),
         "MULTIPLY": _multiply(thin),
         "CHAIN": tiling.CHAIN // thin.share,

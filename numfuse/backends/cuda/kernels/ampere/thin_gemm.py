@@ -9,7 +9,7 @@ import numpy as np
 
 from numfuse.backends.cuda.compile.accesses import fetch16, fetch_commit
 from numfuse.backends.cuda.compile.intrinsics import block_barrier, least, most, shared_address
-from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.epilogue import element
@@ -46,9 +46,7 @@ def copy_whole(y_to, y_at, y_step, x_to, x_at, x_step, x_row0):
         x_at = x_at + x_step
 
 
-def thin_product(
-    x: Array, y: Array, bias: Array, extra: Array, pre: Array, out: Array, sums, m, n, k
-):
+def thin_product(x: Array, y: Array, ends: Ends, sums, m, n, k):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     lane, warp = i32(t & 31), i32(t >> 5)
@@ -141,22 +139,10 @@ def thin_product(
     PUT_PART(total, i32(memory + ((warp * ROWS + own_row) * 32 + own_column) * SIZE))
     block_barrier()
 
-    finish(memory, bias, extra, pre, out, sums, m, n, t, place, column0)
+    finish(memory, ends, sums, m, n, t, place, column0)
 
 
-def finish(
-    memory,
-    bias: Array,
-    extra: Array,
-    pre: Array,
-    out: Array,
-    sums,
-    m,
-    n,
-    t,
-    place,
-    column0,
-):
+def finish(memory, ends: Ends, sums, m, n, t, place, column0):
     """The epilogue: each warp adds up the warps' sums of every WARPS-th row, and stores it."""
     lane, warp = i32(t & 31), i32(t >> 5)
     column = i64(column0 + lane)
@@ -164,7 +150,7 @@ def finish(
     offset = ACCUMULATOR(0)
     if BIAS:
         if inside_n:
-            offset = LOAD_BIAS(bias.address + element(bias, place, 0, column))
+            offset = LOAD_BIAS(ends.bias.address + element(ends.bias, place, 0, column))
     row_here = i32(warp)
     while row_here < ROWS:
         row = i64(row_here)
@@ -176,13 +162,13 @@ def finish(
                 value = value + TAKE_ONE(i32(at + w * (ROWS * 32 * SIZE)))
             added = ACCUMULATOR(0)
             if EXTRA:
-                added = LOAD_EXTRA(extra.address + element(extra, place, row, column))
+                added = LOAD_EXTRA(ends.extra.address + element(ends.extra, place, row, column))
             if PRE:
                 result, value = EPILOGUE(value, offset, added)
-                STORE_PRE(pre.address + element(pre, place, row, column), value)
+                STORE_PRE(ends.pre.address + element(ends.pre, place, row, column), value)
             else:
                 result = EPILOGUE(value, offset, added)
-            STORE_OUT(out.address + element(out, place, row, column), result)
+            STORE_OUT(ends.out.address + element(ends.out, place, row, column), result)
         if SUMS:
             # behind the chains' sums, which other warps may still read
             PUT_ONE(i32(memory + ((WARPS * ROWS + row_here) * 32 + lane) * SIZE), result)

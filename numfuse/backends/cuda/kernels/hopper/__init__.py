@@ -1,10 +1,10 @@
 """Products by Hopper's copy engine (TMA) and its matrix instruction (wgmma).
 
-- `tier`, `factors`: which products run here, and the launches of one; how X and Y are fetched
+- `tier`, `factors`: which products run here, and the launches of one; how X and Y are fetched, and
+  the copies before that
 - `kernel`: what is bound in the kernel's templates
 - `gemm`: the kernel: its producer, and its consumers, which multiply (`mainloop`) and finish blocks
   (`epilogue`); `records` are its arguments
-- `copies`: the copies before it
 - `maps`: tensor maps, which tell the copy engine of an array
 - `tiling`: the tiles and their cost
 """

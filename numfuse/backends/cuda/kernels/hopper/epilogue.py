@@ -2,10 +2,10 @@
 
 A result of 16-bit values goes through `staging` in shared memory, where stmatrix puts it in rows
 with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts). It
-leaves by 16 bytes a thread ("vectors"), where rows are not aligned to that by single values
-("rows"), or by the copy engine ("map"), which keeps such pieces waiting behind the slices that it
-fetches. The residual and grad come the same three ways, and a pre-activation in 16 bits leaves by
-"map" beside the result. A warp deals with its own 16 rows and waits for no other, but where the
+leaves by the copy engine ("map"), which keeps such pieces waiting behind the slices that it
+fetches, or where rows are not aligned to 16 bytes by single values ("rows"). The residual and grad
+come the same two ways, and a pre-activation in 16 bits leaves by "map" beside the result. A warp
+deals with its own 16 rows and waits for no other, but where the
 residual or grad comes by "map". The bias waits in shared memory, as float32.
 """
 
@@ -15,20 +15,14 @@ residual or grad comes by "map". The bias waits in shared memory, as float32.
 from __future__ import annotations
 
 from numfuse.backends.cuda.compile.accesses import (
-    fetch16,
-    fetch_commit,
-    fetch_wait0,
-    fetch_wait1,
     global_load2_f32,
     global_load16,
     global_load_f32,
     global_store2_f32,
-    global_store4_b32,
     global_store16,
     global_store32,
     global_store_f32,
     shared_load2_f32,
-    shared_load4_b32,
     shared_load16,
     shared_load_f32,
     shared_store32,
@@ -53,7 +47,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     shuffle_xor,
     warp_barrier,
 )
-from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.hopper.records import Maps, Unit, Work
@@ -63,9 +57,7 @@ def finish(
     acc,
     maps: Maps,
     biases,
-    extra: Array,
-    pre: Array,
-    out: Array,
+    ends: Ends,
     staging,
     arrived,
     extra_parity,
@@ -90,9 +82,9 @@ def finish(
     own = piece_at(staging, own_row, lane >> 4)
     biases = biases + (lane & 3) * 8
     b = cuda.local.array(WIDTH // 4, types.float32)
-    extra.address += place * extra.place * EXTRA_SIZE
-    pre.address += place * pre.place * PRE_SIZE
-    out.address += (part * work.part_step + place * out.place) * OUT_SIZE
+    ends.extra.address += place * ends.extra.place * EXTRA_SIZE
+    ends.pre.address += place * ends.pre.place * PRE_SIZE
+    ends.out.address += (part * work.part_step + place * ends.out.place) * OUT_SIZE
     for c in unrolled(CHUNKS):
         ROW = c // ROW_CHUNKS * 64
         COLUMN = c % ROW_CHUNKS * WIDTH
@@ -117,14 +109,8 @@ def finish(
             warp_barrier()
         if EXTRA == "map":
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
-        if EXTRA == "vectors":
-            if BUFFERS == 2:
-                fetch_wait1()
-            else:
-                fetch_wait0()
-            warp_barrier()
         if EXTRA == "rows":
-            fetch_rows(extra, buffer, top + warp * 16, warp * 16, left, lane, m, n)
+            fetch_rows(ends.extra, buffer, top + warp * 16, warp * 16, left, lane, m, n)
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
                 b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
@@ -133,7 +119,7 @@ def finish(
             column = left + 16 * q + 2 * (lane & 3)
             # an index that is no literal: `piece` is compiled once, and inlined with the constant
             index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
-            piece(acc, index, b, b_index, at, row, column, m, n, pre, extra, out)
+            piece(acc, index, b, b_index, at, row, column, m, n, ends)
         if ALONE:
             copy_fence()
             warp_barrier()
@@ -161,19 +147,8 @@ def finish(
                     tensor_load(buffer, maps.extra, column, row, place, barrier)
         if OUT == "rows":
             warp_barrier()
-            store_rows(out, buffer, top + warp * 16, warp * 16, left, lane, m, n)
+            store_rows(ends.out, buffer, top + warp * 16, warp * 16, left, lane, m, n)
             warp_barrier()
-        if OUT == "vectors":
-            warp_barrier()
-            store_vectors(out, buffer, top, left, thread, m, n)
-            warp_barrier()
-        if EXTRA == "vectors":
-            AHEAD = c + BUFFERS
-            if AHEAD < CHUNKS:
-                row, column = row0 + AHEAD // ROW_CHUNKS * 64, column0 + AHEAD % ROW_CHUNKS * WIDTH
-                fetch_vectors(extra, buffer, row, column, thread, m, n)
-            else:
-                fetch_commit()  # an empty group: one for each piece, so that they can be counted
 
 
 def piece_at(buffer, row, number):
@@ -189,7 +164,7 @@ def stores_read(thread):
             store_wait_read0()
 
 
-def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Array, out: Array):
+def piece(acc, index, b, b_index, at, row, column, m, n, ends: Ends):
     """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
@@ -203,8 +178,8 @@ def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Arra
         words[0], words[1], words[2], words[3] = matrix_load(at)
     for p in unrolled(2):
         if EXTRA == "float32":
-            g[0], g[1] = LOAD_EXTRA(extra, row, column, m, n)
-            g[2], g[3] = LOAD_EXTRA(extra, row + 8, column, m, n)
+            g[0], g[1] = LOAD_EXTRA(ends.extra, row, column, m, n)
+            g[2], g[3] = LOAD_EXTRA(ends.extra, row + 8, column, m, n)
         elif EXTRA != "":
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
@@ -217,8 +192,8 @@ def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Arra
             other[2 * p] = PACK(kept[0], kept[1])
             other[2 * p + 1] = PACK(kept[2], kept[3])
         elif PRE != "":
-            STORE_PRE(pre, row, column, m, n, kept[0], kept[1])
-            STORE_PRE(pre, row + 8, column, m, n, kept[2], kept[3])
+            STORE_PRE(ends.pre, row, column, m, n, kept[0], kept[1])
+            STORE_PRE(ends.pre, row + 8, column, m, n, kept[2], kept[3])
         if SUMS:
             # rows below the last are products of zeros and a bias: they do not count
             acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
@@ -227,8 +202,8 @@ def piece(acc, index, b, b_index, at, row, column, m, n, pre: Array, extra: Arra
             half[2 * p] = PACK(v[0], v[1])
             half[2 * p + 1] = PACK(v[2], v[3])
         else:
-            STORE_OUT(out, row, column, m, n, v[0], v[1])
-            STORE_OUT(out, row + 8, column, m, n, v[2], v[3])
+            STORE_OUT(ends.out, row, column, m, n, v[0], v[1])
+            STORE_OUT(ends.out, row + 8, column, m, n, v[2], v[3])
         column += 8
     if STAGED:
         matrix_store(at, half[0], half[1], half[2], half[3])
@@ -277,54 +252,6 @@ def store_rows(out: Array, buffer, row, in_buffer, column, lane, m, n):
                 global_store16(at + 64 * out.column, value, right_in & (i + j < rows))
             at += 2 * out.row
         i += 4
-
-
-def vector_of(array: Array, row, column, thread):
-    """Return a thread's first 16 bytes of its warp's 16 rows: address, column, row in a buffer."""
-    in_row = (thread >> 5) * 16 + ((thread & 31) >> SHIFT)
-    column += (thread & (PIECES - 1)) * 8
-    return array.address + ((row + in_row) * array.row + column) * 2, column, in_row
-
-
-def fetch_vectors(extra: Array, buffer, row, column, thread, m, n):
-    """A warp's 16 rows of `extra` on their way into a buffer: one group of 16-byte copies."""
-    thread = fresh(thread)
-    piece_number, left = thread & (PIECES - 1), m - row
-    at, column, in_row = vector_of(extra, row, column, thread)
-    i, end = 0, fresh(PIECES // 2)  # a loop that stays one, for want of registers
-    while i < end:
-        fetch16(piece_at(buffer, in_row, piece_number), at, 16 * ((in_row < left) & (column < n)))
-        at += 64 // PIECES * extra.row
-        in_row += 32 // PIECES
-        i += 1
-    fetch_commit()
-
-
-def store_vectors(out: Array, buffer, row, column, thread, m, n):
-    """A warp's 16 rows of a buffer to `out`, 16 bytes a thread."""
-    thread = fresh(thread)
-    piece_number, left = thread & (PIECES - 1), m - row
-    at, column, in_row = vector_of(out, row, column, thread)
-    word = cuda.local.array(PIECES, types.int32)
-    i, end = 0, fresh(2)  # a loop that stays one, for want of registers
-    while i < end:
-        for j in unrolled(PIECES // 4):
-            own = in_row + 32 // PIECES * j
-            word[4 * j], word[4 * j + 1], word[4 * j + 2], word[4 * j + 3] = shared_load4_b32(
-                piece_at(buffer, own, piece_number)
-            )
-        for j in unrolled(PIECES // 4):
-            global_store4_b32(
-                at,
-                word[4 * j],
-                word[4 * j + 1],
-                word[4 * j + 2],
-                word[4 * j + 3],
-                (in_row < left) & (column < n),
-            )
-            at += 64 // PIECES * out.row
-            in_row += 32 // PIECES
-        i += 1
 
 
 def load_bias(at, column, n, stride):

@@ -23,7 +23,7 @@ accumulators out.
 # ruff: noqa: F821
 from __future__ import annotations
 
-from numfuse.backends.cuda.compile.accesses import prefetch, shared_store_f32
+from numfuse.backends.cuda.compile.accesses import shared_store_f32
 from numfuse.backends.cuda.compile.engines import (
     grid_release,
     grid_wait,
@@ -50,11 +50,10 @@ from numfuse.backends.cuda.compile.intrinsics import (
     same,
     thread_index,
 )
-from numfuse.backends.cuda.compile.schema import Array
+from numfuse.backends.cuda.compile.schema import Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.hopper.epilogue import (
-    fetch_vectors,
     finish,
     load_bias,
     stores_read,
@@ -72,10 +71,7 @@ def gemm(
     x: Fetched,
     y: Fetched,
     maps: Maps,
-    bias: Array,
-    extra: Array,
-    pre: Array,
-    out: Array,
+    ends: Ends,
     sums,
     work: Work,
     slice_bytes,
@@ -116,7 +112,7 @@ def gemm(
     else:
         if CONSUMERS == 2:
             registers_many()
-        consume(maps, bias, extra, pre, out, sums, shared, work)
+        consume(maps, ends, sums, shared, work)
 
 
 def unit_at(unit, work: Work):
@@ -213,23 +209,7 @@ def first_boxes(extra_map, staging, arrived, here: Unit):
             tensor_prefetch(extra_map, column, row, here.place)
 
 
-def first_vectors(extra: Array, staging, here: Unit, thread, m, n):
-    """`first_boxes`, by threads."""
-    extra.address += here.place * extra.place * 2
-    for c in unrolled(CHUNKS):
-        row, column = here.row0 + c // ROW_CHUNKS * 64, here.column0 + c % ROW_CHUNKS * WIDTH
-        if c < BUFFERS:
-            buffer = staging + BUFFER_BYTES * c
-            fetch_vectors(extra, buffer, row, column, thread, m, n)
-        else:
-            row = row + thread
-            at = extra.address + (row * extra.row + column) * 2
-            prefetch(at, (thread < 64) & (row < m) & (column < n))
-
-
-def consume(
-    maps: Maps, bias: Array, extra: Array, pre: Array, out: Array, sums, shared, work: Work
-):
+def consume(maps: Maps, ends: Ends, sums, shared, work: Work):
     """A consumer's thread: its blocks, or its 64 rows of every block."""
     thread = thread_index() - 128
     consumer = same(thread >> 7)
@@ -265,12 +245,10 @@ def consume(
                 first_boxes(maps.extra, staging, arrived, here)
         if BIAS != "":
             # a thread's columns wait in registers until the block's products are there
-            biases_at = bias.address + here.place * bias.place * BIAS_SIZE
+            biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
             for i in unrolled(BIASES):
                 column = here.column0 + thread + 128 * i
-                ahead[i] = load_bias(biases_at, column, work.n, bias.column)
-        if EXTRA == "vectors":
-            first_vectors(extra, staging, here, thread, work.m, work.n)
+                ahead[i] = load_bias(biases_at, column, work.n, ends.bias.column)
         if PLANES > 1:
             # nothing of the block before, so its epilogue has these registers; the waits, for
             # nothing, keep the compiler from setting them among the products
@@ -303,9 +281,7 @@ def consume(
             total,
             maps,
             biases + turned,
-            extra,
-            pre,
-            out,
+            ends,
             staging,
             arrived,
             extra_parity,

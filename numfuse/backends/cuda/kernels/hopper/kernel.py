@@ -40,9 +40,9 @@ class Gemm:
     x_turned: bool
     y_turned: bool
     tile: HopperTile
-    #: "vectors", "rows" or "map" (16-bit values), "float32".
+    #: "rows" or "map" (16-bit values), "float32".
     out: str
-    #: The residual or grad: "", "vectors", "rows", "map" or "float32".
+    #: The residual or grad: "", "rows", "map" or "float32".
     extra: str = ""
     #: "", "half" (16-bit values) or "float32".
     bias: str = ""
@@ -68,11 +68,6 @@ class Gemm:
     def planes(self) -> int:
         """Parts of an operand."""
         return planes_of(self.operands)
-
-    @property
-    def halves(self) -> int:
-        """Tiles of 64 rows of a consumer."""
-        return self.tile.halves
 
     @property
     def values(self) -> int:
@@ -155,10 +150,10 @@ class Gemm:
     def bindings(self) -> dict[str, Any]:
         """All UPPER-case names of the templates."""
         t = self.tile
-        b = bound(t, "block_m block_n group ping_pong consumers")
+        b = bound(t, "block_m block_n group ping_pong consumers halves")
         b |= bound(
             self,
-            "halves values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
+            "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums",
         )
         b |= {
@@ -172,8 +167,6 @@ class Gemm:
             "BIASES": max(1, t.block_n // 128),
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
             "ROW_CHUNKS": t.block_n // self.width,
-            "PIECES": self.width // 8,
-            "SHIFT": 3 if self.width == 64 else 2,
             "OUT_SIZE": 2 if self.staged else 4,
             "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,

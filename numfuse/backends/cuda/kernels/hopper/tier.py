@@ -6,7 +6,6 @@ rounded to tf32.  `kernel.Gemm` describes a kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from numfuse.backends.cuda.kernels import joins
@@ -16,7 +15,6 @@ from numfuse.backends.cuda.kernels.hopper.kernel import SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
-    HOPPER_BY_MAP,
     HopperTile,
     hopper_splits,
     hopper_tile,
@@ -51,7 +49,26 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
     kind = _kind(product)
     if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
         return None
-    return _plan(product, kind, device)
+    m, n, k, places = product.m, product.n, product.k, product.places
+    split = kind == "bf16x6"
+    slices = -(-k // (32 if kind == "tf32" else 64))
+    x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
+    if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
+        return None  # exact float32 is faster
+    _, row, column = product.out.strides
+    whole = fitted(product.out, m, n, row, column, places) is not None
+    tile, parts = hopper_tile(
+        m,
+        n,
+        slices,
+        places,
+        device.multiprocessors,
+        split=split,
+        heavy=product.is_curved,
+        free=product.free,
+        rows=kind in HALF and not whole,
+    )
+    return plan_with(product, kind, device, tile, parts)
 
 
 def _kind(product: Product) -> str | None:
@@ -74,43 +91,10 @@ def _kind(product: Product) -> str | None:
 WGMMA = Tier("wgmma", take)
 
 
-def _plan(product: Product, kind: str, device: DeviceInfo) -> Plan | None:
-    m, n, k, places = product.m, product.n, product.k, product.places
-    split = kind == "bf16x6"
-    slices = -(-k // (32 if kind == "tf32" else 64))
-    x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
-    if kind not in HALF and not hopper_splits(
-        m, n, k, x_places, y_places, places, 6 if split else 1
-    ):
-        return None  # exact float32 is faster
-    _, row, column = product.out.strides
-    whole = fitted(product.out, m, n, row, column, places) is not None
-    tile, parts = hopper_tile(
-        m,
-        n,
-        slices,
-        places,
-        device.multiprocessors,
-        split=split,
-        heavy=product.is_curved,
-        free=product.free,
-        rows=kind in HALF and not whole,
-    )
-    return plan_with(product, kind, device, tile, parts)
-
-
 def plan_with(
-    product: Product,
-    kind: str,
-    device: DeviceInfo,
-    tile: HopperTile,
-    parts: int,
-    by_map: bool = HOPPER_BY_MAP,
+    product: Product, kind: str, device: DeviceInfo, tile: HopperTile, parts: int
 ) -> Plan | None:
-    """The launches of a product in blocks of a tile, with K in so many parts.
-
-    `by_map`: whether the copy engine stores the result and fetches the residual or grad, too.
-    """
+    """The launches of a product in blocks of a tile, with K in so many parts."""
     m, n, places = product.m, product.n, product.places
     slices = -(-product.k // (32 if kind == "tf32" else 64))
     part_slices = -(-slices // parts)
@@ -129,7 +113,7 @@ def plan_with(
         lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
         joined = (joins.rows(device, "float32", slot, out, lengths, steps_of, overlaps=True),)
         out = Operand("float32", (m * pitch, pitch, 1), 16)
-    ways = _ways(product, out, min(64, tile.block_n), by_map)
+    ways = _ways(product, out, min(64, tile.block_n))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
@@ -151,7 +135,7 @@ def plan_with(
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     return Plan(
         (*x.launches, *y.launches, launch, *joined),
-        tiling=HopperTiling(tile, gemm.stages, parts),
+        f"{tile}, {gemm.stages} stages" + (f", K in {parts} parts" if parts > 1 else ""),
         workspace=parts * out_part * 4,
         block_m=64 * tile.halves,
     )
@@ -168,23 +152,20 @@ class _Ways(NamedTuple):
     pre_map: TensorMap | None = None
 
 
-def _ways(product: Product, out: Operand, width: int, by_map: bool) -> _Ways:
+def _ways(product: Product, out: Operand, width: int) -> _Ways:
     extra = product.extra
     if out.dtype == "float32":
         return _Ways("float32", "" if extra is None else "float32")
-    whole = out.in_wholes(product.n, 8)
-    if by_map or not whole:
-        extra_map = None if extra is None else _boxed(extra, product, width, 64)
-        # by warps, or by groups where the residual or grad takes the same way
-        out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
-        if out_map is not None:
-            way = "" if extra is None else "rows" if extra_map is None else "map"
-            pre_map = None
-            if product.pre is not None and product.pre.dtype in HALF and extra is None:
-                pre_map = _boxed(product.pre, product, width, 16)
-            return _Ways("map", way, out_map, extra_map, pre_map)
-    way = "" if extra is None else "vectors" if extra.in_wholes(product.n, 8) else "rows"
-    return _Ways("vectors" if whole else "rows", way)
+    extra_map = None if extra is None else _boxed(extra, product, width, 64)
+    # by warps, or by groups where the residual or grad takes the same way
+    out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
+    if out_map is None:
+        return _Ways("rows", "" if extra is None else "rows")
+    way = "" if extra is None else "rows" if extra_map is None else "map"
+    pre_map = None
+    if product.pre is not None and product.pre.dtype in HALF and extra is None:
+        pre_map = _boxed(product.pre, product, width, 16)
+    return _Ways("map", way, out_map, extra_map, pre_map)
 
 
 def _gemm(
@@ -219,18 +200,3 @@ def _gemm(
         # short: the sums themselves are good to some units in the last place
         formula=formula_of(product, short=True),
     )
-
-
-@dataclass(frozen=True)
-class HopperTiling:
-    """The tiling that `last_call` shows."""
-
-    tile: HopperTile
-    stages: int
-    #: Planes that the sum over K is cut into.
-    parts: int
-
-    def __str__(self) -> str:
-        return f"{self.tile}, {self.stages} stages" + (
-            f", K in {self.parts} parts" if self.parts > 1 else ""
-        )

@@ -59,9 +59,6 @@ HOPPER_SPLIT_TILES: tuple[tuple[HopperTile, int], ...] = (
     (HopperTile(64, 64, 1, False), 1200),
     (HopperTile(64, 32, 1, False), 1320),
 )
-#: Whether the copy engine also stores 16-bit results and fetches the residual or grad ("map" in
-#: `finish`), or threads do ("vectors"): even within 1% in the forward.
-HOPPER_BY_MAP = True
 #: Cycles that an element of the result costs at the end, with and without an activation, where two
 #: groups of threads work on it; and where another group multiplies meanwhile (ping-pong): what is
 #: taken away from that.
@@ -86,13 +83,13 @@ HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e
 
 
 def hopper_splits(
-    m: int, n: int, k: int, x_places: int, y_places: int, places: int, depth: int
+    m: int, n: int, k: int, x_places: int, y_places: int, places: int, split: bool
 ) -> bool:  # fmt: skip
     """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
     four of tf32) for each element that is read."""
     strict = 2 * m * n * k * places / HOPPER_CORES
-    copied = (m * k * x_places + k * n * y_places) * (10 if depth > 1 else 8)
-    rate = HOPPER_TENSORS / (6 if depth > 1 else 2)
+    copied = (m * k * x_places + k * n * y_places) * (10 if split else 8)
+    rate = HOPPER_TENSORS / (6 if split else 2)
     return 2 * m * n * k * places / rate + copied / HOPPER_MEMORY + 2 * HOPPER_LAUNCH < strict
 
 
