@@ -129,6 +129,7 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
         return None
     dtypes, tensors = _dtypes()
     key: list[Hashable] = [serial, operation.name, flags, needs]
+    dtype: Any = None
     for i, x in enumerate(operands):
         if x is None:
             key.append(None)

@@ -24,7 +24,7 @@ from numfuse.backends.cuda.compile.schema import Array, Schema
 from numfuse.backends.cuda.compile.toolchain import cuda, device_function, types
 from numfuse.backends.cuda.compile.unroll import inlined, kernel_of, unrolled
 from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
-from numfuse.backends.cuda.kernels.passes import grid_of, threads_of
+from numfuse.backends.cuda.kernels.passes import grid_of, one_value, threads_of
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 
 __all__ = ["Planes", "columns", "joins", "rows"]
@@ -52,11 +52,6 @@ def corrected(total, error):
     """A total and what was lost of it; itself where that is no number, or infinite."""
     nothing = error - error
     return total + error if nothing == nothing else total
-
-
-def one_value(at):
-    """Return an element, as the loads of several return theirs."""
-    return (LOAD_ELEMENT(at, 0),)
 
 
 def add_planes(total, error, ahead, at, count, step):

@@ -27,7 +27,7 @@ from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 
-__all__ = ["COPY_AXES", "chunk", "copies", "grid_of", "slopes", "threads_of"]
+__all__ = ["COPY_AXES", "chunk", "copies", "grid_of", "one_value", "slopes", "threads_of"]
 
 #: Axes of a strided copy; of longer shapes the caller makes several.
 COPY_AXES = 4
@@ -47,7 +47,7 @@ def grid_of(total: int, info: DeviceInfo) -> tuple[int, int, int]:
 
 # --- slopes -------------------------------------------------------------------------------------
 def one_value(at):
-    """Return an element, as `wide_values` returns several."""
+    """Return an element, as the loads of several return theirs."""
     return (LOAD_ELEMENT(at, 0),)
 
 
