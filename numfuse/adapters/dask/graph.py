@@ -108,15 +108,9 @@ class Product(Gate):
     def join_k(self, results: int, gradients: Sequence[str] = (), split: bool = True) -> None:
         """Make K one chunk where that moves fewer bytes than `results` passes of (M, N) in parts.
 
-        Parameters
-        ----------
-        results : int
-            Passes of a matrix as large as the result, in the accumulator's dtype: the parts of
-            a @ b that are summed, and grad_pre that goes to every chunk of K.
-        gradients : sequence of str
-            Those of "a" and "b" that are cut into chunks again.
-        split : bool
-            False: there is no graph for parts.
+        Those are passes in the accumulator's dtype: the parts of a @ b that are summed, and
+        grad_pre that goes to every chunk of K. `gradients` are those of "a" and "b" that are cut
+        into chunks again. Without `split` there is no graph for parts.
         """
         parts = len(self.chunks["k"])
         if parts == 1:

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
 
-from numfuse.adapters.primitives import PRIMITIVES, How, Primitive, spread
+from numfuse.adapters.primitives import PRIMITIVES, How
 from numfuse.adapters.surface import Functions
 from numfuse.adapters.torch.operators import Op
 from numfuse.adapters.torch.tensors import in_functorch
-from numfuse.problem.results import RESIDUAL_NEEDS
-
-__all__ = ["operators"]
 
 Rule = Callable[..., Any]
-
-
-def _sets(names: tuple[str, ...]) -> list[tuple[str, ...]]:
-    """Every set of names but the empty one."""
-    return [
-        tuple(name for i, name in enumerate(names) if bits >> i & 1)
-        for bits in range(1, 1 << len(names))
-    ]
-
-
-def _wanted(ctx: Any, names: tuple[str, ...]) -> tuple[str, ...]:
-    """The operands, in front of all others, that need a gradient."""
-    flags = ctx.needs_input_grad[: len(names)]
-    return tuple(name for name, flag in zip(names, flags, strict=True) if flag)
 
 
 def _through(
@@ -108,67 +92,39 @@ def _through(
 def _rules(functions: Functions, name: str) -> tuple[Rule, Rule]:
     """Return the backward and the forward mode of a primitive: fused ones, else its pieces'."""
     primitive = PRIMITIVES[name]
-    if name == "residual":
-        return _residual(functions)
-    if primitive.is_forward:
-        tangent = str(primitive.tangent)
-
-        def push(x: Any, how: How, *dots: Any) -> Any:
-            return (functions.primitive(tangent, how, *x, *dots),)
-
-        return _fused(functions, primitive), push
     count, saved = len(primitive.operands), primitive.takes_saved
 
     def made_of(how: How, *x: Any) -> Any:
         pre = {"pre": x[count]} if saved else {}
         return functions.composite(name, how, *x[:count], **pre)
 
-    pull, through = _through(made_of, count if saved else None)
-    if primitive.derivative is None:
-        return pull, through
-
-    def push_backward(x: Any, how: How, *dots: Any) -> Any:
-        if any(dot is not None for dot in dots[count:]):  # of a saved pre-activation
-            return through(x, how, *dots)
-        return functions.backward_tangent(name, how, x[:count], dots[:count])
-
-    return _fused(functions, primitive), push_backward
-
-
-def _fused(functions: Functions, primitive: Primitive) -> Rule:
-    """Return the backward that is another primitive: one fused call."""
-    following = PRIMITIVES[str(primitive.derivative)]
-    count = len(primitive.operands)
+    through, push_through = _through(made_of, count if saved else None)
+    if not primitive.is_fused:
+        return through, push_through
 
     def pull(ctx: Any, x: Any, how: How, *gs: Any) -> Any:
-        names = (*(following.names or ()), "pre")[: len(x)]
-        needs = _wanted(ctx, names)
-        operands = *primitive.cotangents(gs, how), *x[:count]
-        how = how._replace(needs=needs)
-        if "pre" in needs:
-            found = functions.composite(following.name, how, *operands, pre=x[count])
-        else:
-            found = functions.primitive(following.name, how, *operands)
-        return spread(found, names, needs)
-
-    return pull
-
-
-def _residual(functions: Functions) -> tuple[Rule, Rule]:
-    def pull(ctx: Any, x: Any, how: How, g: Any) -> Any:
-        needs = _wanted(ctx, RESIDUAL_NEEDS)
-        return functions.matmul_bias_residual_bwd(g, *x, needs=needs, backend=how.backend)
+        names = (*primitive.operands, "pre")[: len(x)]
+        flags = zip(names, ctx.needs_input_grad, strict=False)
+        needs = tuple(name for name, flag in flags if flag)
+        pre = x[count] if "pre" in needs else None
+        cotangents = primitive.cotangents(gs, how)
+        made = functions.pulled(name, how._replace(needs=needs), cotangents, x[:count], pre)
+        return made[: len(x)]
 
     def push(x: Any, how: How, *dots: Any) -> Any:
-        return (functions.matmul_bias_residual_jvp(*x, *dots, backend=how.backend).out_dot,)
+        if any(dot is not None for dot in dots[count:]):  # of a saved pre-activation
+            return push_through(x, how, *dots)
+        return functions.pushed(name, how, x[:count], dots[:count])
 
     return pull, push
 
 
 def operators(functions: Functions) -> dict[tuple[str, tuple[str, ...]], Op]:
     """Return the operator of each primitive and set of gradients."""
-    return {
-        (name, needs): Op(primitive, *_rules(functions, name), needs)
-        for name, primitive in PRIMITIVES.items()
-        for needs in ([()] if primitive.names is None else _sets(primitive.names))
-    }
+    made = {}
+    for name, primitive in PRIMITIVES.items():
+        names, rules = primitive.names or (), _rules(functions, name)
+        for count in range(min(len(names), 1), len(names) + 1):
+            for needs in combinations(names, count):
+                made[name, needs] = Op(primitive, *rules, needs)
+    return made
