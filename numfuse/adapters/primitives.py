@@ -162,5 +162,5 @@ def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any,
 
 def spread(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> list[Any]:
     """Return the gradients from :func:`made` in their places in `names`, and None elsewhere."""
-    at = {name: i for i, name in enumerate(name for name in names if name in needs)}
-    return [found[at[name]] if name in at else None for name in names]
+    rest = iter(found)
+    return [next(rest) if name in needs else None for name in names]

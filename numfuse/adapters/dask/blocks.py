@@ -174,46 +174,27 @@ def _pre_of_sum(x: dict[str, Any]) -> Any:
 
 
 @task
-def backward(
+def gradients(
     x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
 ) -> tuple[Any, ...]:
-    """A block's part of the gradients `needs`.
+    """A block's part of the gradients `needs` of a backward or a double backward.
 
     Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
     """
-    a, b, bias = x["a"], x["b"], x.get("bias")
-    dtype = a.dtype
-    acc_dtype = accumulator("a", dtype)
-    if x["grad"].dtype != dtype:
+    a, b, bias, grad = x["a"], x["b"], x.get("bias"), x["grad"]
+    dtype, operation = a.dtype, task.operation
+    acc_dtype, twice = accumulator("a", dtype), "double" in operation
+    if not twice:
+        operation = "matmul_bias_activation_bwd"
         # grad_pre, made from the whole sum over K: products of halves take it in halves too.
-        x["grad"] = x["grad"].astype(dtype)
+        x["grad"] = grad.astype(dtype, copy=False)
     if dtype != acc_dtype and exact:
         shared = b.ndim == 2 and (bias is None or bias.ndim == 1)
-        if shared and a.shape[:-1] == x["grad"].shape[:-1]:
+        if shared and not twice and a.shape[:-1] == grad.shape[:-1]:
             return _half_gradients(x, needs, exact, task)
-        # Batches of halves that are summed over in part: the same in the accumulator's dtype.
+        # Second order, or batches of halves that are summed over in part: in that dtype, all of it.
         x = {name: block.astype(acc_dtype) for name, block in x.items()}
-    found = _public("matmul_bias_activation_bwd", x, task, needs=needs, sum_batch=task.sum_batch)
-    return _rounded(found, needs, exact, dtype)
-
-
-@task
-def double_backward(
-    x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
-) -> tuple[Any, ...]:
-    """As `backward`, of the double backward."""
-    dtype = x["a"].dtype
-    if exact:  # a sum over blocks is not rounded to a half: nor is what they add
-        acc_dtype = accumulator("a", dtype)
-        x = {name: block.astype(acc_dtype, copy=False) for name, block in x.items()}
-    return _rounded(_public(task.operation, x, task, needs=needs), needs, exact, dtype)
-
-
-def _rounded(
-    found: Any, needs: tuple[str, ...], exact: tuple[str, ...], dtype: Any
-) -> tuple[Any, ...]:
-    """Return the gradients `needs` in their dtypes."""
-    acc_dtype = accumulator("a", dtype)
+    found = _public(operation, x, task, needs=needs, sum_batch=task.sum_batch)
     return tuple(
         getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
         for name in needs

@@ -214,14 +214,14 @@ class Product(Gate):
         operands += ["bias"] if "bias" in self.given else []
         if not self.many_k:
             operands += ["pre_activation"] if saved else []
-            return found | self._gradients(blocks.backward, operands, self.letters, needs)
+            return found | self._gradients(blocks.gradients, operands, self.letters, needs)
         if not identity:
             self._make_grad_pre(saved)
         self.task = self.task._replace(activation=blocks.NONE)
         operands = ["grad", "a", "b"]
         # A bias of its own batch enlarges the result, and with it what blocks of a and b belong to.
         operands += ["bias"] if len(self.axes.get("bias", ())) > 2 else []
-        found |= self._gradients(blocks.backward, operands, (*self.letters, "k"), products)
+        found |= self._gradients(blocks.gradients, operands, (*self.letters, "k"), products)
         if "bias" in needs:
             names = ["grad", "bias"]
             found |= self._gradients(blocks.column_sums, names, self.letters, ["bias"])
@@ -236,7 +236,7 @@ class Product(Gate):
                 if name in needs:  # the operation is linear in both
                     found[name] = self._as_given(name, da.zeros_like(self.given[name]))
         rest = [name for name in needs if name not in found]
-        return found | self._gradients(blocks.double_backward, list(self.given), self.letters, rest)
+        return found | self._gradients(blocks.gradients, list(self.given), self.letters, rest)
 
     def _make_grad_pre(self, saved: bool) -> None:
         """grad_pre in place of grad: made once, for every chunk of K."""

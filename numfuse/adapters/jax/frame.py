@@ -285,7 +285,7 @@ def _names() -> dict[str, Any]:
     names |= {**_XLA, **_CONSTANTS, **SOURCE}
     for name, schema in _SCHEMAS.items():
         names |= {**schema, f"{name}_WORDS": len(schema)}
-    names |= {f"STACK_{n}": _stack(n) for n in (3, 4, 5, 6, 32)}
+    names |= {f"STACK_{n}": _stack(n) for n in (4, 5, 6, 32)}
     names |= {f"ASK_{n}": _ask(n) for n in (1, 3)}
     names |= {f"CALL_{n}": intrinsics.make_call(n) for n in (1, 3, 4)}
     names["WORDS"] = intrinsics.make_elements("int64")
