@@ -115,8 +115,7 @@ def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
 
 
 def _call_of(operation: Operation, ctx: Any, form: Form) -> Call:
-    dtype = np.dtype(ctx.avals_in[0].dtype).name
-    return Call(operation, form, [x.shape for x in ctx.avals_in], dtype)
+    return Call(operation, form, [x.shape for x in ctx.avals_in], ctx.avals_in[0].dtype.name)
 
 
 def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
