@@ -112,10 +112,11 @@ def operators(functions: Functions) -> dict[tuple[str, tuple[str, ...]], Op]:
     """Return the operator of each primitive and set of gradients."""
     made = {}
     for name, primitive in PRIMITIVES.items():
-        rules = (_pull, _push) if primitive.is_fused else (_pull_through, _push_through)
-        names = primitive.names or ()
+        pull: Any = _pull if primitive.is_fused else _pull_through
+        push: Any = _push if primitive.is_fused else _push_through
+        names, own = primitive.names or (), (functions, primitive)
         for count in range(min(len(names), 1), len(names) + 1):
             for needs in combinations(names, count):
-                own = (partial(rule, functions, primitive) for rule in rules)
-                made[name, needs] = Op(primitive, *own, needs)
+                rules = partial(pull, *own), partial(push, *own)
+                made[name, needs] = Op(primitive, *rules, needs)
     return made
