@@ -24,10 +24,9 @@ from autograd.tracer import getval, isbox
 
 from numfuse.activations import get
 from numfuse.adapters import pieces
-from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive, chosen, spread
+from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive
 from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
-from numfuse.problem.results import RESIDUAL_NEEDS
 from numfuse.runtime.dispatch import AGAIN
 
 __all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
@@ -49,24 +48,13 @@ def primitive(function: Callable[..., Any]) -> Any:
     return autograd_primitive(call)
 
 
-class _Saved:
-    """Where a forward leaves its pre-activation for every derivative of the same operands.
-
-    It goes with the call's How through all levels of boxes: what a level differentiates is the
-    operands, and the array is their product's value on each of them.
-    """
-
-    __slots__ = ("pre",)
-    pre: Any
-
-
 def _runner(name: str) -> Callable[..., Any]:
     primitive = PRIMITIVES[name]
     run, takes_saved, several = primitive.run, primitive.takes_saved, primitive.names is not None
 
     def call(*args: Any) -> Any:
         how: How = args[-1]
-        pre = how.saved.pre if takes_saved and how.saved is not None else None
+        pre = how.saved[0] if takes_saved and how.saved is not None else None
         found = run(CORE, how, *args[:-1], pre=pre)
         # One gradient is an array: autograd takes every item of a tuple by a primitive.
         return found[0] if several and len(found) == 1 else found
@@ -79,10 +67,11 @@ def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
     if saved is None:
         return CORE.matmul_bias_activation(a, b, bias, act, backend=how.backend)
     if act.is_identity:
-        return saved.pre
-    out, saved.pre = CORE.matmul_bias_activation(
+        return saved[0]
+    out, pre = CORE.matmul_bias_activation(
         a, b, bias, act, return_pre_activation=True, backend=how.backend
     )
+    saved[:] = [pre]
     return out
 
 
@@ -122,11 +111,6 @@ def _items(found: Any, count: int) -> Any:
     return tuple(_item(found, i) for i in range(count)) if isbox(found) else found
 
 
-def _bundled(found: Any) -> Any:
-    """Return the tangents of gradients in the form of a primitive's result."""
-    return found[0] if len(found) == 1 else tuple(found)
-
-
 #: Functions of a primitive's operands and, last, its How.
 _RUN = {name: primitive(_runner(name)) for name in PRIMITIVES}
 _RUN["product"] = primitive(_product)
@@ -142,7 +126,10 @@ class _Autograd(Functions):
         if pre is not None:
             return self.composite(name, how, *operands, pre=pre, guard=how.guard)
         if name == "product" and not how.activation.is_identity and any(map(isbox, operands)):
-            how = how._replace(saved=_Saved())
+            # The forward leaves its pre-activation there, for every derivative of these operands.
+            # It goes through all levels of boxes: what a level differentiates is the operands, and
+            # the array is their product's value on each of them.
+            how = how._replace(saved=[])
         found = _RUN[name](*operands, how)
         return found if PRIMITIVES[name].names is None else _items(found, len(how.needs))
 
@@ -166,28 +153,30 @@ def _cotangents(primitive: Primitive, how: How, g: Any, like: Any) -> list[Any]:
     return [None if part is None else _like(part, like) for part in parts]
 
 
-def _fused(name: str) -> Callable[..., Any]:
-    """Return the reverse rule that is another primitive: one fused call."""
+def _fused(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the reverse and the forward rule of a primitive that are fused calls."""
     primitive = PRIMITIVES[name]
-    following = PRIMITIVES[str(primitive.derivative)]
-    names = following.names
-    assert names is not None
 
-    def make(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+    def reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         *operands, how = args
-        needs = chosen(argnums, names)
+        needs = tuple([name for i, name in enumerate(primitive.operands) if i in argnums])
 
         def pull(g: Any) -> Any:
             cotangents = _cotangents(primitive, how, g, operands[0])
-            found = _RUN[following.name](*cotangents, *operands, how._replace(needs=needs))
-            if len(needs) == 1:
-                return (found,)
-            found = spread(_items(found, len(needs)), names, needs)
+            found = FUNCTIONS.pulled(name, how._replace(needs=needs), cotangents, operands)
             return tuple(found[i] for i in argnums)
 
         return pull
 
-    return make
+    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
+        *operands, how = args
+        dots: list[Any] = [None] * len(operands)
+        for i, g in zip(argnums, gs, strict=True):
+            dots[i] = _like(g, args[i])
+        found = FUNCTIONS.pushed(name, how, operands, dots, ans)
+        return found[0] if len(found) == 1 else found
+
+    return reverse, forward
 
 
 def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -249,60 +238,9 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _forward(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Return autograd's forward rule by one of (result, how, operands, their tangents or None)."""
-
-    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-        *operands, how = args
-        dots: list[Any] = [None] * len(operands)
-        for i, g in zip(argnums, gs, strict=True):
-            dots[i] = _like(g, args[i])
-        return rule(ans, how, operands, dots)
-
-    return forward
-
-
-def _residual_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    a, b, bias, residual, how = args
-    needs = chosen(argnums, RESIDUAL_NEEDS)
-
-    def pull(g: Any) -> Any:
-        found = FUNCTIONS.matmul_bias_residual_bwd(
-            _like(g, a), a, b, bias, residual, needs=needs, backend=how.backend
-        )
-        return tuple(found[i] for i in argnums)
-
-    return pull
-
-
-def _residual_tangent(ans: Any, how: How, x: Any, dots: Any) -> Any:
-    a, b, bias, _ = x
-    u, v, w, z = dots
-    t = pieces.moved(FUNCTIONS, u, v, w, a, b, bias, how.backend)
-    if z is not None:
-        t = (anp.zeros_like(ans) if t is None else t) + z
-    return t
-
-
-def _rules(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the reverse and the forward rule of a primitive."""
-    primitive = PRIMITIVES[name]
-    if name == "residual":
-        return _residual_reverse, _forward(_residual_tangent)
-    if name == "product_double":
-        return _double_reverse, _through(name)[1]
-    if primitive.derivative is None:
-        return _through(name)
-    if primitive.is_forward:
-        tangent = _RUN[str(primitive.tangent)]
-        return _fused(name), _forward(lambda _, how, x, dots: tangent(*x, *dots, how))
-    made = FUNCTIONS.backward_tangent
-    return _fused(name), _forward(lambda _, how, x, dots: _bundled(made(name, how, x, dots)))
-
-
 for _name, _run in _RUN.items():
-    _pull, _push = _rules(_name)
-    defvjp_argnums(_run, _pull)
+    _pull, _push = (_fused if PRIMITIVES[_name].is_fused else _through)(_name)
+    defvjp_argnums(_run, _double_reverse if _name == "product_double" else _pull)
     defjvp_argnums(_run, _push)
 
 
@@ -310,21 +248,14 @@ for _name, _run in _RUN.items():
 _KINDS = {ArrayBox, np.ndarray, type(None)}
 
 
-def _again(
-    operation: Any,
-    operands: tuple[Any, ...],
-    activation: Any,
-    flags: tuple[bool, ...],
-    needs: Any,
-    out: Any,
-    backend: Any,
-) -> Any:
+def _again(operation: Any, *call: Any) -> Any:
     """Run a layer's forward at once, which is most calls, and any other operation as it is run."""
+    operands, activation, flags, _, out, backend = call
     layer = operation is _LAYER and out is None and not flags[0]
     if layer and operands[0] is not None and operands[1] is not None:
         if _KINDS.issuperset(map(type, operands)):
             return FUNCTIONS.primitive("product", How(get(activation), backend=backend), *operands)
-    return operation.other(operands, activation, flags, needs, out, backend)
+    return operation.other(*call)
 
 
 _LAYER = OPERATIONS["matmul_bias_activation"]

@@ -19,8 +19,6 @@ from numfuse.backends.cuda.call.foreign import LIBRARIES, PLAIN, DLPack, Interfa
 from numfuse.backends.cuda.call.record import Argument
 from numfuse.runtime.dispatch import AGAIN
 
-__all__ = ["CuPy", "Jax", "Numba", "Torch"]
-
 
 class Torch(Kind):
     holds = False
@@ -29,13 +27,9 @@ class Torch(Kind):
         import torch
 
         self._torch = torch
-        self._names = {
-            torch.float64: "float64",
-            torch.float32: "float32",
-            torch.float16: "float16",
-            torch.bfloat16: "bfloat16",
-        }
-        self._dtypes = {name: dtype for dtype, name in self._names.items()}
+        served = "float64", "float32", "float16", "bfloat16"
+        self._dtypes = {name: getattr(torch, name) for name in served}
+        self._names = {dtype: name for name, dtype in self._dtypes.items()}
         self.stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
             lambda i: torch.cuda.current_stream(i).cuda_stream
         )

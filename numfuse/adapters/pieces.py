@@ -29,8 +29,6 @@ from numfuse.adapters.primitives import How
 from numfuse.expr import SYMBOL, Expr, constant, exp
 from numfuse.language.curves import Curve
 
-__all__ = ["COMPOSITES", "moved", "third"]
-
 NONE = "none"
 
 # --- formulas over arrays -------------------------------------------------------------------------
@@ -74,20 +72,11 @@ def evaluate(
 ) -> Callable[[str], Any]:
     """Return the function from a result's name to its array; None for one that is zero.
 
-    Parameters
-    ----------
-    ops : adapter
-    name : str
-        The operation whose derived formula it is.
-    how : How
-    inputs : mapping
-        {input: an array, a function that makes one, or None for zero}. An array is made where a
-        result depends on it.
-    guard : bool, default False
-        Count a derivative of the activation that is not finite as 0.
-    curves_of : dict, optional
-        Where the derivatives of the activation are kept as arrays, for several formulas over the
-        same inputs that have many terms. Without it, each term is one gate.
+    `name` is the operation whose derived formula it is. An input is an array, a function that makes
+    one where a result depends on it, or None for zero. With `guard`, a derivative of the activation
+    that is not finite counts as 0. In `curves_of` the derivatives of the activation are kept as
+    arrays, for several formulas over the same inputs that have many terms; without it, each term is
+    one gate.
     """
     act = how.activation
     absent = tuple(x for x, array in inputs.items() if array is None)
@@ -215,35 +204,41 @@ def _product_double(
     z = _pre(ops, a, b, bias, how) if pre is None else pre
     t = moved(ops, u, v, w, a, b, bias, how.backend)
     element = evaluate(ops, "product_double", how, {"z": z, "t": t, "grad": grad}, guard)
-    # Each gradient is a sum: of what is done element by element, taken back through these factors.
-    terms: dict[str, tuple[Any, ...]] = {
-        "a": (("q", a, b), ("s", a, v)),
-        "b": (("q", a, b), ("s", u, b)),
-    }
-    terms["bias"] = terms["a"][:1]
+    sums: dict[str, Any] = dict.fromkeys(how.needs)
+    adjoint = _adjoints(ops, how, a, b, bias, sums)
+    if "grad" in sums:
+        sums["grad"] = element("d_grad")
+    if "pre" not in sums:
+        adjoint(element, "q", a, b, "a b bias")
+    elif (q := element("q")) is not None:
+        sums["pre"] = ops.narrowed(q, pre)
+    adjoint(element, "s", u, v, "a b")
+    likes = {"grad": grad, "a": a, "b": b, "bias": bias, "pre": pre}
+    return tuple(ops.zeros_like(likes[n]) if x is None else x for n, x in sums.items())
 
-    def gradient(name: str, result: str, left: Any, right: Any) -> Any:
-        if left is None or right is None or (result == "q" and "pre" in how.needs):
-            return None
-        g = element(result)
-        if g is None:
-            return None
-        needs: Any = {"needs": (name,), "backend": how.backend}
-        found = ops.matmul_bias_activation_bwd(g, left, right, bias, NONE, **needs)
-        return getattr(found, f"d_{name}")
 
-    made = []
-    for name, like in {"grad": grad, "a": a, "b": b, "bias": bias, "pre": pre}.items():
-        if name not in how.needs:
-            continue
-        if name in terms:
-            parts = [gradient(name, *term) for term in terms[name]]
-        else:
-            parts = [element("d_grad" if name == "grad" else "q")]
-        there = [part for part in parts if part is not None]
-        total = reduce(add, there) if there else ops.zeros_like(like)
-        made.append(ops.narrowed(total, pre) if name == "pre" else total)
-    return tuple(made)
+def _adjoints(ops: Any, how: How, a: Any, b: Any, bias: Any, sums: dict[str, Any]) -> Any:
+    """Return what adds the adjoints of a product of two factors to the gradients `sums`.
+
+    It takes the function from a result to its array, the result, the factors, and the names of the
+    gradients with respect to them, and to a bias. A factor that is None is zero.
+    """
+    none = How(get(NONE), (), True, how.backend)
+
+    def adjoint(source: Callable[[str], Any], result: str, left: Any, right: Any, to: str) -> None:
+        names = dict(zip(to.split(), ("a", "b", "bias"), strict=False))
+        others = {"a": right, "b": left, "bias": a}
+        needs = {k: n for k, n in names.items() if k in sums and others[n] is not None}
+        value = source(result) if needs else None
+        if value is None:
+            return
+        operands = (a if left is None else left, b if right is None else right)
+        made = none._replace(needs=tuple(needs.values()))
+        parts = ops.primitive("product_bwd", made, value, *operands, bias)
+        for name, part in zip(needs, parts, strict=True):
+            sums[name] = part if sums[name] is None else sums[name] + part
+
+    return adjoint
 
 
 def third(
@@ -251,17 +246,9 @@ def third(
 ) -> list[Any]:
     """Return the gradients of a double backward's results, weighted with cotangents, or None each.
 
-    Parameters
-    ----------
-    found : sequence
-        The cotangents of d_grad, d_a, d_b and d_bias; None is zero.
-    x : sequence
-        The operands: u, v, w, grad, a, b, bias.
-    wanted : sequence of str
-        The names of those whose gradients are returned.
+    `found` are the cotangents of d_grad, d_a, d_b and d_bias, where None is zero, `x` the operands
+    u, v, w, grad, a, b, bias, and `wanted` the names of those whose gradients are returned.
 
-    Notes
-    -----
     The results are sums of products of two factors (:func:`_product_double`), and so are these: the
     cotangents take the places of u, v and w, and each product has two adjoints.
     """
@@ -294,20 +281,7 @@ def third(
     if "grad" in sums:
         sums["grad"] = twice("d_grad")
 
-    def adjoint(source: Callable[[str], Any], result: str, left: Any, right: Any, to: str) -> None:
-        """Add the adjoints of left @ right (+ bias) to the gradients `to`, by one backward."""
-        names = dict(zip(to.split(), ("a", "b", "bias"), strict=False))
-        others = {"a": right, "b": left, "bias": a}
-        needs = {k: n for k, n in names.items() if k in sums and others[n] is not None}
-        value = source(result) if needs else None
-        if value is None:
-            return
-        operands = (a if left is None else left, b if right is None else right)
-        made = none._replace(needs=tuple(needs.values()))
-        parts = ops.primitive("product_bwd", made, value, *operands, bias)
-        for name, part in zip(needs, parts, strict=True):
-            sums[name] = part if sums[name] is None else sums[name] + part
-
+    adjoint = _adjoints(ops, how, a, b, bias, sums)
     adjoint(twice, "d_t", a, b, "u v w")
     adjoint(element, "s", of_a, of_b, "u v")
     adjoint(twice, "d_z", a, b, "a b bias")

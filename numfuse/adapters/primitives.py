@@ -8,31 +8,13 @@ of a gate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from operator import itemgetter
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from numfuse import differentials, functional
 from numfuse.activations import Activation
-from numfuse.adapters.signatures import NAMES, SIGNATURES
-
-__all__ = [
-    "CORE",
-    "PRIMITIVES",
-    "How",
-    "Primitive",
-    "backward_tangents",
-    "chosen",
-    "made",
-    "matrices",
-    "spread",
-]
-
-#: The public functions over NumPy arrays.
-CORE = SimpleNamespace(
-    **{n: getattr(functional if hasattr(functional, n) else differentials, n) for n in NAMES}
-)
+from numfuse.adapters.signatures import CORE as CORE
+from numfuse.operations import OPERATIONS
 
 
 class How(NamedTuple):
@@ -49,35 +31,10 @@ class How(NamedTuple):
 class Primitive:
     """A function of arrays that a library differentiates.
 
-    Parameters
-    ----------
-    name : str
-    function : str
-        The public function that it calls.
-    kinds, results : str
-        The kind of each operand, in the order of the public function, and of each result.
-    derivative, tangent : str, optional
-        The primitives that give its gradients, weighted with a cotangent for each result in front
-        of the operands, and its forward mode, the tangents being behind them.
-
-    Attributes
-    ----------
-    operands : tuple of str
-        Their names; a saved pre-activation is none of them.
-    takes_saved : bool
-        Whether a saved pre-activation may be given.
-    names : tuple of str or None
-        The operands whose gradients the results are, where `How.needs` chooses among them.
-    moved : tuple of str
-        The operands in which it is linear.
-    optional : tuple of bool
-        Whether each operand may be None.
-    order : tuple of int
-        The places of the operands, of those in which it is linear last.
-    ordered_kinds : str
-        The kinds of the operands in that order.
-    kept : int
-        The number of the operands in which it is not linear.
+    It calls the public `function`; `kinds` are those of the operands, in its order, and `results`
+    those of the results. `derivative` is the primitive that gives its gradients, weighted with a
+    cotangent for each result in front of the operands, and `tangent` its forward mode, the tangents
+    being behind them.
     """
 
     def __init__(
@@ -91,15 +48,24 @@ class Primitive:
     ) -> None:
         self.name, self.function, self.kinds, self.results = name, function, kinds, results
         self.derivative, self.tangent = derivative, tangent
-        arrays, self.names = SIGNATURES[function].arrays, SIGNATURES[function].needs or None
-        self.operands = tuple(x for x in arrays if x != "pre_activation")
-        self.takes_saved = "pre_activation" in arrays
-        along = tuple(x for x in arrays if x in ("u", "v", "w") or x.endswith("_dot"))
-        self.moved = along or tuple(x for x in arrays if x == "grad")
+        public = OPERATIONS[function]
+        self._options = [x for x in ("needs", "guard") if x in public.options]
+        self._is_bent = "activation" in public.options
+        #: The operands whose gradients the results are, where `How.needs` chooses among them.
+        self.names = public.needs or None
+        #: Without a saved pre-activation, which may be given where it `takes_saved`.
+        self.operands = tuple(x for x in public.operands if x != "pre_activation")
+        self.takes_saved = "pre_activation" in public.operands
+        along = tuple(x for x in self.operands if x in ("u", "v", "w") or x.endswith("_dot"))
+        #: The operands in which it is linear.
+        self.moved = along or tuple(x for x in self.operands if x == "grad")
         self.optional = tuple(x == "bias" or x in along for x in self.operands)
         self.is_forward = not self.moved
+        #: Whether its derivatives are other primitives, not what it is made of.
+        self.is_fused = derivative is not None or name == "residual"
         places = range(len(kinds))
-        self.order = tuple(sorted(places, key=lambda i: self.operands[i] in self.moved))
+        self._order = sorted(places, key=lambda i: self.operands[i] in self.moved)
+        #: The kinds of the operands, those in which it is linear last, and how many are before.
         self.ordered_kinds = "".join(self.linear_last(kinds))
         self.kept = len(kinds) - len(self.moved)
 
@@ -116,11 +82,11 @@ class Primitive:
 
     def linear_last(self, operands: Sequence[Any]) -> list[Any]:
         """Return operands with those in which it is linear behind the others."""
-        return [operands[i] for i in self.order]
+        return [operands[i] for i in self._order]
 
     def in_place(self, operands: Sequence[Any]) -> list[Any]:
         """Return operands from :func:`linear_last` in the order of the public function."""
-        pairs = zip(self.order, operands, strict=True)
+        pairs = zip(self._order, operands, strict=True)
         return [x for _, x in sorted(pairs, key=itemgetter(0))]
 
     def run(self, library: Any, how: How, *operands: Any, pre: Any = None) -> Any:
@@ -128,16 +94,12 @@ class Primitive:
 
         Arrays go by position, as the replay of a device's calls knows them.
         """
-        known = SIGNATURES[self.function].options
-        options: dict[str, Any] = {"backend": how.backend}
-        if "needs" in known:
-            options["needs"] = how.needs
-        if "guard" in known:
-            options["guard"] = how.guard
+        options: dict[str, Any] = {name: getattr(how, name) for name in self._options}
         if pre is not None:
             options["pre_activation"] = pre
-        if "activation" in known:
+        if self._is_bent:
             operands = (*operands, how.activation)
+        options["backend"] = how.backend
         found = getattr(library, self.function)(*operands, **options)
         if self.names is not None:
             return made(found, self.names, how.needs)
@@ -179,15 +141,9 @@ def backward_tangents(
 def matrices(
     kind: str, shape: tuple[int, ...], rank: int, row: bool, column: bool
 ) -> tuple[int, ...]:
-    """Return the shape of a product's operand as matrices, with `rank` axes.
+    """Return the shape of a product's operand as matrices, with `rank` axes, from its own shape.
 
-    Parameters
-    ----------
-    kind : str
-    shape : tuple of int
-        Its own.
-    row, column : bool
-        Whether a is 1-D, and whether b is: what they leave out is put in.
+    `row` and `column` say whether a is 1-D, and whether b is: what they leave out is put in.
     """
     if kind in "or":
         shape = (1,) * (rank - row - column - len(shape)) + shape
@@ -206,11 +162,5 @@ def made(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> tuple[Any,
 
 def spread(found: Any, names: tuple[str, ...], needs: Sequence[str]) -> list[Any]:
     """Return the gradients from :func:`made` in their places in `names`, and None elsewhere."""
-    at = {name: i for i, name in enumerate(name for name in names if name in needs)}
-    return [found[at[name]] if name in at else None for name in names]
-
-
-def chosen(places: Iterable[int], names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the names at these places, in their order."""
-    wanted = set(places)
-    return tuple(name for i, name in enumerate(names) if i in wanted)
+    rest = iter(found)
+    return [next(rest) if name in needs else None for name in names]

@@ -134,13 +134,43 @@ class Functions(PublicFunctions):
         """Return a @ b + bias, with its derivatives, for what a derivative is made of."""
         return self.matmul_bias_activation(a, b, bias, backend=how.backend)
 
-    def backward_tangent(
-        self, name: str, how: How, x: Sequence[Any], dots: Sequence[Any]
+    # --- the rules of primitives that are other primitives, or fused ------------------------------
+    def pulled(
+        self, name: str, how: How, cotangents: Sequence[Any], x: Sequence[Any], pre: Any = None
+    ) -> Sequence[Any]:
+        """Return the gradients `how.needs` of a primitive's operands, None for the others.
+
+        `pre` is a saved pre-activation whose gradient is one of them, and the last.
+        """
+        if name == "residual":
+            return self.matmul_bias_residual_bwd(
+                *cotangents, *x, needs=how.needs, backend=how.backend
+            )
+        primitive = PRIMITIVES[name]
+        following, operands = str(primitive.derivative), (*cotangents, *x)
+        if pre is None:
+            found = self.primitive(following, how, *operands)
+        else:
+            found = self.composite(following, how, *operands, pre=pre)
+        return spread(found, (*primitive.operands, "pre"), how.needs)
+
+    def pushed(
+        self, name: str, how: How, x: Sequence[Any], dots: Sequence[Any], out: Any = None
     ) -> tuple[Any, ...]:
-        """Return the tangents of the gradients `how.needs` that a backward makes."""
+        """Return the tangents of a primitive's results; `out` is the result, where it is there."""
+        if name == "residual":
+            a, b, bias, _ = x
+            u, v, w, residual_dot = dots
+            dot = pieces.moved(self, u, v, w, a, b, bias, how.backend)
+            if dot is None:  # (the residual may enlarge nothing)
+                dot = self.zeros_like(self.primitive(name, how, *x) if out is None else out)
+            return (dot if residual_dot is None else dot + residual_dot,)
+        primitive = PRIMITIVES[name]
+        if primitive.tangent is not None:
+            return (self.primitive(primitive.tangent, how, *x, *dots),)
         parts = [
-            self.primitive(primitive.name, how, *operands)
-            for primitive, operands in backward_tangents(name, x, dots)
+            self.primitive(part.name, how, *operands)
+            for part, operands in backward_tangents(name, x, dots)
         ]
         return tuple(reduce(add, some) for some in zip(*parts, strict=True))
 
@@ -188,11 +218,8 @@ def _residual_jvp(ops: Functions, how: How, x: dict[str, Any]) -> tuple[Any, Any
     for name in names:
         _same_shape(f"{name}_dot", dots[f"{name}_dot"], f"the shape of {name}", x[name])
     out = ops.run("residual", how, x)
-    u, v, w, residual_dot = dots.values()
-    dot = pieces.moved(ops, u, v, w, x["a"], x["b"], x["bias"], how.backend)
-    # The residual has no part in T, and may enlarge nothing.
-    dot = ops.zeros_like(out) if dot is None else dot
-    return out, dot if residual_dot is None else dot + residual_dot
+    operands = [x[name] for name in names]
+    return out, *ops.pushed("residual", how, operands, list(dots.values()), out)
 
 
 #: By public function: what it is made of, where that is not one primitive alone.

@@ -49,7 +49,7 @@ class _WebGpu(PublicFunctions):
         operands = {name: x[name] for name in signature.arrays if x[name] is not None}
         device = next(x.device for x in operands.values() if isinstance(x, DeviceArray))
         backend = _backend(x["backend"], device)
-        outs = {name: out for name, out in signature.outs(x).items() if out is not None}
+        outs = signature.outs(x)
         for name, array in (*operands.items(), *outs.items()):
             _check_place(name, array, device)
         ghosts = {name: array.ghost for name, array in (operands | outs).items()}
@@ -101,16 +101,9 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
     )
 
 
-def again(
-    operation: Operation,
-    operands: tuple[Any, ...],
-    activation: Any,
-    flags: tuple[bool, ...],
-    needs: Any,
-    out: Any,
-    backend: Any,
-) -> Any:
+def again(operation: Operation, *call: Any) -> Any:
     """Run a call; one that was made before is found by all that it depends on but its buffers."""
+    operands, activation, flags, needs, out, backend = call
     # Every array is looked at once, and nothing is called: this is the way of nearly every call.
     outs = () if out is None else tuple(out) if type(out) in (tuple, list) else (out,)
     seen: list[Any] = [operation.name, flags, type(out), backend]
@@ -140,19 +133,19 @@ def again(
         else:
             plain = False
     if not plain or given[0].device.lost:
-        return operation.other(operands, activation, flags, needs, out, backend)
+        return operation.other(*call)
     device = given[0].device
     fingerprint = tuple(seen)
     try:
         program = device.programs.find(fingerprint)
     except TypeError:  # a name in `needs` that has no hash
-        return operation.other(operands, activation, flags, needs, out, backend)
+        return operation.other(*call)
     if program is not None:
         return program.run(device, owners, given)
     made: list[Any] = []
     _RECORDING.made = made
     try:
-        result = operation.other(operands, activation, flags, needs, out, backend)
+        result = operation.other(*call)
     finally:
         _RECORDING.made = None
     for steps, formulas in made:

@@ -5,8 +5,8 @@ A block may be any kind of array that numfuse serves. What follows from the chun
 over them are made, is said in docs/distributed.md.
 
 - `operands`: what operands must be, which axes they share; a gate's graph
-- `graph`: a product's graph, `graph_gradients`: that of its gradients
-- `blocks`, `block_gradients`: the work of one task
+- `graph`: the graphs of a product and of its gradients
+- `blocks`: the work of one task
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.adapters.dask.blocks import NONE, Task
 from numfuse.adapters.dask.graph import Product
-from numfuse.adapters.dask.graph_gradients import Gradients
 from numfuse.adapters.dask.operands import Gate, base
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, active, load
@@ -84,13 +83,13 @@ class _Dask(PublicFunctions):
         # Cotangents and tangents come behind what they move along with.
         names = sorted(signature.arrays, key=lambda name: base(name) != name)
         operands = {name: x[name] for name in names}
-        if signature.kind == "forward":
-            return Product(task, operands).forward(x.get("return_pre_activation", False))
-        if signature.kind == "tangent":
-            return signature.result(*Product(task, operands).tangent())
         if signature.kind.startswith("gated"):
             return _gate(signature, Gate(task, operands), x)
-        product = Gradients(task, operands)
+        product = Product(task, operands)
+        if signature.kind == "forward":
+            return product.forward(x.get("return_pre_activation", False))
+        if signature.kind == "tangent":
+            return signature.result(*product.tangent())
         wanted = [name for name in names if name in x["needs"] and operands[name] is not None]
         if signature.kind == "double_backward":
             found = product.double_backward(wanted)
@@ -103,13 +102,9 @@ def _gate(signature: Signature, gate: Gate, x: dict[str, Any]) -> Any:
     """Return the results of a gate's function, block by block."""
     if signature.kind == "gated":
         return gate.results()
-    needs = x["needs"] if signature.needs else ("out", "out_dot")
-    if not needs:
-        return signature.result(*(None for _ in signature.needs))
+    needs = x.get("needs", ("out", "out_dot"))
     made = gate.results(**({"needs": needs} if signature.needs else {}))
-    found = {needs[0]: made}
-    if len(needs) > 1:
-        found = {name: gate.item(made, i, gate.dtype) for i, name in enumerate(needs)}
+    found = {name: gate.item(made, i, gate.dtype) for i, name in enumerate(needs)}
     return signature.result(*(found.get(name) for name in signature.needs or needs))
 
 

@@ -20,28 +20,9 @@ from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.adapters.signatures import SIGNATURES
 from numfuse.problem.operands import accumulator
+from numfuse.problem.shapes import sum_to
 from numfuse.runtime.dispatch import adapter_of
 from numfuse.runtime.threads import at_most
-
-__all__ = [
-    "NONE",
-    "Task",
-    "accumulated",
-    "activation_of",
-    "block_index",
-    "chosen",
-    "epilogue",
-    "item",
-    "ones",
-    "pre_of_sum",
-    "product",
-    "public",
-    "results",
-    "single",
-    "task",
-    "total",
-    "unchanged",
-]
 
 
 class Task(NamedTuple):
@@ -78,19 +59,14 @@ def _unpickled(activation: bytes) -> Activation:
     return found
 
 
-def public(operation: str, x: dict[str, Any], task: Task, **options: Any) -> Any:
+def _public(operation: str, x: dict[str, Any], task: Task, **options: Any) -> Any:
     """Return what a public function makes of blocks by name; an operand that is absent is None."""
     signature = SIGNATURES[operation]
-    options |= {"activation": activation_of(task), "guard": task.guard}
+    options |= {"activation": _unpickled(task.activation), "guard": task.guard}
     options = {name: options[name] for name in signature.options if name in options}
     function = getattr(functional, operation, None) or getattr(differentials, operation)
     operands = {name: x.get(name) for name in signature.arrays}
     return function(**operands, **options, backend=task.backend)
-
-
-def activation_of(task: Task) -> Activation:
-    """Return the activation that a task brings."""
-    return _unpickled(task.activation)
 
 
 def task(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +76,7 @@ def task(function: Callable[..., Any]) -> Callable[..., Any]:
     def run(
         index: tuple[int, ...], *blocks: Any, names: tuple[str, ...], task: Task, **options: Any
     ) -> Any:
-        x = dict(zip(names, map(single, blocks), strict=True))
+        x = dict(zip(names, map(_single, blocks), strict=True))
         try:
             with at_most(_share(task.threads)):
                 found = function(x, task, **options)
@@ -143,64 +119,171 @@ def _share(threads: int) -> int:
     return max(1, min(threads, cores // worker.state.nthreads))
 
 
-def ones(x: Any) -> Any:
+def _ones(x: Any) -> Any:
     """As `x`, without its memory."""
     return np.broadcast_to(np.ones_like(x, shape=(1,) * x.ndim), x.shape)
 
 
-def accumulated(a: Any, b: Any, backend: Any) -> Any:
-    """a @ b in the accumulator's dtype."""
+def _wide_product(a: Any, b: Any, bias: Any, backend: Any) -> Any:
+    """a @ b + bias in the accumulator's dtype."""
     if accumulator("a", a.dtype) == a.dtype:
-        return functional.matmul_bias_activation(a, b, backend=backend)
-    return functional.matmul_bias_activation(a, b, backend=backend, return_pre_activation=True)[1]
+        return functional.matmul_bias_activation(a, b, bias, backend=backend)
+    options: Any = {"backend": backend, "return_pre_activation": True}
+    return functional.matmul_bias_activation(a, b, bias, **options)[1]
 
 
-# --- tasks of one call ------------------------------------------------------------------------
+# --- results ------------------------------------------------------------------------------------
 
 
 @task
 def results(x: dict[str, Any], task: Task, **options: Any) -> Any:
-    """A block of the results of the operation: one, or the tuple of those that are needed."""
-    found = public(task.operation, x, task, **options)
+    """A block of the results of the operation, or the tuple of the gradients that are needed."""
+    found = _public(task.operation, x, task, **options)
     if "needs" not in options:
         return found
-    parts = tuple(getattr(found, f"d_{name}") for name in options["needs"])
-    return parts if len(parts) > 1 else parts[0]
-
-
-# --- K in several chunks ----------------------------------------------------------------------
+    return tuple(getattr(found, f"d_{name}") for name in options["needs"])
 
 
 @task
 def product(x: dict[str, Any], task: Task) -> Any:
     """A block's part of a @ b from one chunk of K, with an axis of length 1 in front."""
-    return accumulated(x["a"], x["b"], task.backend)[None]
+    return _wide_product(x["a"], x["b"], None, task.backend)[None]
 
 
 @task
 def epilogue(x: dict[str, Any], task: Task, to: Any, save_pre: bool = False) -> Any:
     """Return the result of a forward from the complete sum over K."""
-    pre = pre_of_sum(x)
-    act = activation_of(task)
+    pre = _pre_of_sum(x)
+    act = _unpickled(task.activation)
     if "residual" in x:
         out = pre + x["residual"].astype(pre.dtype)
     elif act.is_identity:
         out = pre
     else:
-        out = functional.activation_mul(pre, ones(pre), act, backend=task.backend)
+        out = functional.activation_mul(pre, _ones(pre), act, backend=task.backend)
     out = out.astype(to, copy=save_pre and out is pre)
     return (out, pre) if save_pre else out
 
 
-def pre_of_sum(x: dict[str, Any]) -> Any:
+def _pre_of_sum(x: dict[str, Any]) -> Any:
     pre = x["sum"][0]
     return pre + x["bias"].astype(pre.dtype) if "bias" in x else pre
+
+
+# --- gradients: a block's part of each -----------------------------------------------------------
+
+
+@task
+def gradients(
+    x: dict[str, Any], task: Task, needs: tuple[str, ...], exact: tuple[str, ...]
+) -> tuple[Any, ...]:
+    """A block's part of the gradients `needs` of a backward or a double backward.
+
+    Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
+    """
+    a, b, bias, grad = x["a"], x["b"], x.get("bias"), x["grad"]
+    dtype, operation = a.dtype, task.operation
+    acc_dtype, twice = accumulator("a", dtype), "double" in operation
+    if not twice:
+        operation = "matmul_bias_activation_bwd"
+        # grad_pre, made from the whole sum over K: products of halves take it in halves too.
+        x["grad"] = grad.astype(dtype, copy=False)
+    if dtype != acc_dtype and exact:
+        shared = b.ndim == 2 and (bias is None or bias.ndim == 1)
+        if shared and not twice and a.shape[:-1] == grad.shape[:-1]:
+            return _half_gradients(x, needs, exact, task)
+        # Second order, or batches of halves that are summed over in part: in that dtype, all of it.
+        x = {name: block.astype(acc_dtype) for name, block in x.items()}
+    found = _public(operation, x, task, needs=needs, sum_batch=task.sum_batch)
+    return tuple(
+        getattr(found, f"d_{name}").astype(acc_dtype if name in exact else dtype, copy=False)
+        for name in needs
+    )
+
+
+def _half_gradients(
+    x: dict[str, Any], needs: tuple[str, ...], exact: tuple[str, ...], task: Task
+) -> tuple[Any, ...]:
+    """The gradients of half types with sums that are not rounded to halves.
+
+    Products read grad_pre in the storage dtype, so that they run on the units for halves.
+    """
+    n, own_shape = x["b"].shape[-1], x["a"].shape
+    a = x["a"].reshape(-1, x["a"].shape[-1])
+    x = x | {"a": a, "grad": x["grad"].reshape(-1, n)}
+    if "pre_activation" in x:
+        x["pre_activation"] = x["pre_activation"].reshape(-1, n)
+    dtype, backend = a.dtype, task.backend
+    wide = x["grad"].astype(accumulator("a", dtype))
+    if not _unpickled(task.activation).is_identity:
+        pre = x.get("pre_activation")
+        if pre is None:
+            pre = _wide_product(a, x["b"], x.get("bias"), backend)
+        wide = _times_slope(wide, pre, task)
+    narrow = wide.astype(dtype)
+    found = []
+    for name in needs:
+        if name == "bias":
+            part = _column_sums(wide, x["bias"], task)
+        else:
+            left, right = (narrow, x["b"].T) if name == "a" else (a.T, narrow)
+            multiply = _wide_product if name in exact else functional.matmul_bias_activation
+            part = multiply(left, right, None, backend=backend)
+            if name == "a":
+                part = part.reshape(own_shape)
+        found.append(part if name in exact else part.astype(dtype, copy=False))
+    return tuple(found)
+
+
+def _times_slope(grad: Any, pre: Any, task: Task) -> Any:
+    """grad_pre of a pre-activation, in the accumulator's dtype."""
+    acc_dtype, act = accumulator("grad", grad.dtype), _unpickled(task.activation)
+    grad, pre = (x.astype(acc_dtype, copy=False) for x in (grad, pre))
+    return functional.activation_mul_bwd(
+        grad, pre, _ones(pre), act, needs=("a",), guard=task.guard, backend=task.backend
+    ).d_a
+
+
+def _column_sums(grad_pre: Any, bias: Any, task: Task) -> Any:
+    """d_bias of grad_pre in the accumulator's dtype: that of a product with K = 0."""
+    grad_pre = grad_pre.astype(accumulator("grad", grad_pre.dtype), copy=False)
+    return functional.matmul_bias_activation_bwd(
+        grad_pre,
+        grad_pre[..., :0],
+        grad_pre[..., :0, :],
+        bias.astype(grad_pre.dtype),
+        needs=("bias",),
+        backend=task.backend,
+    ).d_bias
+
+
+@task
+def grad_pre(x: dict[str, Any], task: Task) -> Any:
+    """A block of grad_pre, of the complete sum over K or a saved pre-activation."""
+    pre = x["pre_activation"] if "pre_activation" in x else _pre_of_sum(x)
+    return _times_slope(x["grad"], pre, task)
+
+
+@task
+def column_sums(x: dict[str, Any], task: Task, **options: Any) -> Any:
+    """A block's part of d_bias, of grad_pre."""
+    return (_column_sums(x["grad"], x["bias"], task),)
+
+
+@task
+def residual_sums(x: dict[str, Any], task: Task, kept: tuple[bool, ...], **options: Any) -> Any:
+    """A block's part of d_residual: grad summed over all axes but those that `kept` says."""
+    grad = x["grad"]
+    acc_dtype = accumulator("grad", grad.dtype)
+    lengths = grad.shape[grad.ndim - len(kept) :]
+    shape = tuple(n if keep else 1 for n, keep in zip(lengths, kept, strict=True))
+    return (sum_to(grad, shape, acc_dtype).astype(acc_dtype),)
 
 
 # --- results taken apart and added up, whatever made them ---------------------------------------
 
 
-def single(block: Any) -> Any:
+def _single(block: Any) -> Any:
     """The one block in the nested lists that Dask makes along axes which the result lacks."""
     while isinstance(block, list):
         (block,) = block
@@ -214,7 +297,7 @@ def block_index(block_id: tuple[int, ...] = ()) -> tuple[int, ...]:
 
 def item(block: Any, *, number: int, to: Any = None) -> Any:
     """One of the results of a block."""
-    block = single(block)[number]
+    block = _single(block)[number]
     return block if to is None else block.astype(to, copy=False)
 
 

@@ -1,4 +1,4 @@
-"""The graphs of a product over Dask blocks: its axes and chunks, the forward and forward mode.
+"""The graphs of a product and of its gradients over Dask blocks: axes, chunks and sums.
 
 All is `dask.array.blockwise` and `dask.array.reduction`, with meta given: nothing is computed to
 build a graph, and every check is made before.
@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import dask.array as da
-import numpy as np
 from dask.array import PerformanceWarning
 
 from numfuse.adapters.dask import blocks
@@ -20,8 +19,6 @@ from numfuse.adapters.dask.blocks import Task
 from numfuse.adapters.dask.operands import MAY_BE_NUMPY, Chunks, Gate, Letters, base, checked, ghost
 from numfuse.problem.operands import same_dtype, saved_pre_activation, shaped
 from numfuse.problem.shapes import gemm_shape, residual_view
-
-__all__ = ["LENT", "MOVED_BYTES", "SPLIT", "Product", "in_one_block"]
 
 #: Blocks that one task of a sum over Dask blocks adds.  It is a constant because the order of a sum
 #: follows from it.  A task holds that many partial results and its result (36 MiB for a d_b of
@@ -32,16 +29,16 @@ SPLIT = 8
 #: Bytes that chunks along K may make move before a warning: a second at 10 Gbit/s.
 MOVED_BYTES = 1 << 30
 #: Which axis of the result K stands on in an operand where it is one block.
-LENT = {"a": "n", "b": "m"}
+_LENT = {"a": "n", "b": "m"}
 
 
-def in_one_block(name: str, letters: Letters) -> Letters:
+def _in_one_block(name: str, letters: Letters) -> Letters:
     """The axes of an operand whose K is one block: without one that the result lacks.
 
     Such an axis would be a sum to Dask, which hands over lists of blocks and does not fuse tasks
     that make operands with those that use them. One block serves all blocks of any axis.
     """
-    place = LENT.get(base(name))
+    place = _LENT.get(base(name))
     return letters if place is None else tuple(place if x == "k" else x for x in letters)
 
 
@@ -98,7 +95,7 @@ class Product(Gate):
         found = super().named(*names)
         if self.many_k:
             return found
-        return [(x, in_one_block(n, own)) for n, (x, own) in zip(names, found, strict=True)]
+        return [(x, _in_one_block(n, own)) for n, (x, own) in zip(names, found, strict=True)]
 
     def visible(self, x: Any) -> Any:
         """A result without the axes that 1-D operands leave out."""
@@ -108,27 +105,19 @@ class Product(Gate):
 
     # --- K in several chunks ----------------------------------------------------------------------
 
-    def _bytes(self, letters: Sequence[str], dtype: Any) -> int:
-        return math.prod(self.sizes[letter] for letter in letters) * np.dtype(dtype).itemsize
-
     def join_k(self, results: int, gradients: Sequence[str] = (), split: bool = True) -> None:
         """Make K one chunk where that moves fewer bytes than `results` passes of (M, N) in parts.
 
-        Parameters
-        ----------
-        results : int
-            Passes of a matrix as large as the result, in the accumulator's dtype: the parts of
-            a @ b that are summed, and grad_pre that goes to every chunk of K.
-        gradients : sequence of str
-            Those of "a" and "b" that are cut into chunks again.
-        split : bool
-            False: there is no graph for parts.
+        Those are passes in the accumulator's dtype: the parts of a @ b that are summed, and
+        grad_pre that goes to every chunk of K. `gradients` are those of "a" and "b" that are cut
+        into chunks again. Without `split` there is no graph for parts.
         """
         parts = len(self.chunks["k"])
         if parts == 1:
             return
         # Of K chunks that meet in one task, or of K parts that are added, one is there already.
-        moved = results * (parts - 1) * self._bytes(self.letters, self.acc_dtype)
+        size = math.prod(self.sizes[letter] for letter in self.letters) * self.acc_dtype.itemsize
+        moved = results * (parts - 1) * size
         axes = {"a": -1, "b": -2}
         whole = [name for name in self.given if base(name) in axes]
         cut = whole + [name for name in gradients if name in axes]
@@ -154,18 +143,16 @@ class Product(Gate):
     #: The chunks of K that the operands came with, where they have been joined.
     own_k: Chunks | None = None
 
-    def sum_of_parts(self) -> tuple[Any, Letters]:
-        """a @ b from the parts of each chunk of K; its blocks have an axis of length 1 in front."""
-        parts = self.tasks(
-            blocks.product,
-            ("a", "b"),
-            letters=("k", *self.letters),
-            dtype=self.acc_dtype,
-            adjust={"k": 1},
-        )
-        return self.reduced(parts, [0], self.acc_dtype, keepdims=False), self.letters
+    def sum_parts(self) -> None:
+        """Make the operand "sum", a @ b from the parts of each chunk of K.
 
-    def reduced(self, parts: Any, axes: Sequence[int], dtype: Any, keepdims: bool = True) -> Any:
+        Its blocks have an axis of length 1 in front.
+        """
+        options = {"dtype": self.acc_dtype, "adjust": {"k": 1}}
+        parts = self.tasks(blocks.product, ["a", "b"], ("k", *self.letters), **options)
+        self.given["sum"], self.axes["sum"] = self._reduced(parts, [0], False), self.letters
+
+    def _reduced(self, parts: Any, axes: Sequence[int], keepdims: bool = True) -> Any:
         """Add parts along axes: in a fixed tree, whoever has them and whichever is first."""
         for axis in axes:
             parts = da.reduction(
@@ -175,11 +162,11 @@ class Product(Gate):
                 combine=blocks.total,
                 axis=(axis,),
                 keepdims=keepdims,
-                dtype=dtype,
+                dtype=self.acc_dtype,
                 split_every={axis: SPLIT},
                 name="numfuse-sum",
                 concatenate=False,
-                meta=self.meta(parts.ndim - (not keepdims), dtype),
+                meta=self.meta(parts.ndim - (not keepdims), self.acc_dtype),
             )
         return parts
 
@@ -187,12 +174,12 @@ class Product(Gate):
 
     def forward(self, save_pre: bool = False) -> Any:
         """The result, or the pair of it and of the pre-activation."""
-        names: list[str] = [x for x in ("a", "b", "bias", "residual") if x in self.given]
+        names = list(self.given)
         self.join_k(1)
         if self.many_k:
-            operands = [self.sum_of_parts(), *self.named(*names[2:])]
-            names = ["sum", *names[2:]]
-            made = self.tasks(blocks.epilogue, names, operands, save_pre=save_pre, to=self.dtype)
+            self.sum_parts()
+            names[:2] = ["sum"]
+            made = self.tasks(blocks.epilogue, names, save_pre=save_pre, to=self.dtype)
         else:
             made = self.tasks(blocks.results, names, return_pre_activation=save_pre)
         if not save_pre:
@@ -200,10 +187,147 @@ class Product(Gate):
         pair = self.item(made, 0, self.dtype), self.item(made, 1, self.acc_dtype)
         return tuple(map(self.visible, pair))
 
-    def tangent(self) -> tuple[Any, Any]:
+    def tangent(self) -> list[Any]:
         """The result and its derivative along the tangents."""
         self.join_k(0, split=False)
         made = self.results()
-        pair = (self.item(made, number, self.dtype) for number in range(2))
-        out, out_dot = map(self.visible, pair)
-        return out, out_dot
+        return [self.visible(self.item(made, number, self.dtype)) for number in range(2)]
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def backward(self, needs: Sequence[str], identity: bool) -> dict[str, Any]:
+        """Return the gradients `needs` of "a", "b", "bias" and "residual"."""
+        found = {}
+        if "residual" in needs:
+            kept = tuple(letter in self._kept("residual") for letter in self._own("residual"))
+            found = self._gradients(
+                blocks.residual_sums, ["grad"], self.letters, ["residual"], kept=kept
+            )
+            needs = [name for name in needs if name != "residual"]
+        if not needs:
+            return found
+        saved = "pre_activation" in self.given and not identity
+        products = [name for name in needs if name != "bias"]
+        # As if all were needed: which ones are changes no bit of the others.
+        self.join_k(2 - (saved or identity), ("a", "b"))
+        operands = ["grad", "a", "b"]
+        operands += ["bias"] if "bias" in self.given else []
+        if not self.many_k:
+            operands += ["pre_activation"] if saved else []
+            return found | self._gradients(blocks.gradients, operands, self.letters, needs)
+        if not identity:
+            self._make_grad_pre(saved)
+        self.task = self.task._replace(activation=blocks.NONE)
+        operands = ["grad", "a", "b"]
+        # A bias of its own batch enlarges the result, and with it what blocks of a and b belong to.
+        operands += ["bias"] if len(self.axes.get("bias", ())) > 2 else []
+        found |= self._gradients(blocks.gradients, operands, (*self.letters, "k"), products)
+        if "bias" in needs:
+            names = ["grad", "bias"]
+            found |= self._gradients(blocks.column_sums, names, self.letters, ["bias"])
+        return found
+
+    def double_backward(self, needs: Sequence[str]) -> dict[str, Any]:
+        """The gradients `needs` of "grad", "a", "b" and "bias"."""
+        self.join_k(0, ("a", "b"), split=False)
+        found = {}
+        if "residual" in self.given:
+            for name in ("bias", "residual"):
+                if name in needs:  # the operation is linear in both
+                    found[name] = self._as_given(name, da.zeros_like(self.given[name]))
+        rest = [name for name in needs if name not in found]
+        return found | self._gradients(blocks.gradients, list(self.given), self.letters, rest)
+
+    def _make_grad_pre(self, saved: bool) -> None:
+        """grad_pre in place of grad: made once, for every chunk of K."""
+        names = ["grad", "pre_activation"]
+        if not saved:
+            self.sum_parts()
+            names = ["grad", "sum", *(["bias"] if "bias" in self.given else [])]
+        self.given["grad"] = self.tasks(blocks.grad_pre, names, dtype=self.acc_dtype)
+
+    def _gradients(
+        self,
+        function: Callable[..., Any],
+        names: Sequence[str],
+        letters: Letters,
+        needs: Sequence[str],
+        **options: Any,
+    ) -> dict[str, Any]:
+        """The gradients `needs`, of blocks in which a function makes every block's part of each."""
+        if not needs:
+            return {}
+        # Of all gradients, needed or not: which ones are asked for changes no bit of the others.
+        every = [name for name in ("a", "b", "bias") if name in self.given]
+        exact = tuple(name for name in every if self._summed(name))
+        options |= {"needs": tuple(needs), "exact": exact}
+        made = self.tasks(function, names, letters=letters, **options)
+        # Those that are summed along the same axes share the tasks of one sum.
+        groups: dict[tuple[str, ...], dict[str, int]] = {}
+        for number, name in enumerate(needs):
+            groups.setdefault(tuple(self._summed(name)), {})[name] = number
+        found: dict[str, Any] = {}
+        for summed, numbers in groups.items():
+            found |= self._summed_up(made, letters, summed, numbers)
+        return found
+
+    # --- gradients: what every block adds, and its sum --------------------------------------------
+
+    def _own(self, name: str) -> Letters:
+        """The axes of a gradient."""
+        return ("k", "n") if name == "b" and self.task.sum_batch else self.axes[name]
+
+    def _kept(self, name: str) -> set[str]:
+        """Return the axes of a gradient along which the gradient is not summed."""
+        own = zip(reversed(self._own(name)), reversed(self.given[name].shape), strict=False)
+        return {letter for letter, length in own if length == self.sizes[letter]}
+
+    def _summed(self, name: str) -> list[str]:
+        """The axes of several blocks along which it is summed."""
+        kept = self._kept(name)
+        return [x for x in self.letters if x not in kept and len(self.chunks[x]) > 1]
+
+    def _summed_up(
+        self, made: Any, letters: Letters, summed: Letters, numbers: dict[str, int]
+    ) -> dict[str, Any]:
+        """Gradients that are summed along the axes `summed`, by their numbers in blocks `made`.
+
+        A block's part has the operand's own axes, whatever the axes of the blocks.
+        """
+        if summed:
+            made = self.map(
+                blocks.chosen,
+                letters,
+                (made, letters),
+                dtype=self.acc_dtype,
+                adjust=dict.fromkeys(summed, 1),
+                numbers=tuple(numbers.values()),
+            )
+            numbers = {name: i for i, name in enumerate(numbers)}
+            made = self._reduced(made, [letters.index(letter) for letter in summed])
+        found: dict[str, Any] = {}
+        for name, number in numbers.items():
+            own, kept = self._own(name), self._kept(name)
+            adjust: dict[str, Any] = {letter: 1 for letter in own if letter not in kept}
+            if "k" not in letters:
+                own = _in_one_block(name, own)
+                if name in _LENT:
+                    adjust[_LENT[name]] = self.chunks["k"]
+            whole = self.map(
+                blocks.item, own, (made, letters), number=number, to=self.dtype, adjust=adjust
+            )
+            found[name] = self._as_given(name, whole)
+        return found
+
+    def _as_given(self, name: str, whole: Any) -> Any:
+        """A gradient in the shape and the chunks in which its operand came."""
+        if name in ("grad", "residual"):
+            return self.visible(whole)[(0,) * (self.added if name == "residual" else 0)]
+        if name == "a" and self.row:
+            whole = whole[..., 0, :]
+        elif name == "b" and self.column:
+            whole = whole[..., 0]
+        if self.own_k is not None and name in _LENT:
+            axis = whole.ndim - (1 if name == "a" or self.column else 2)
+            whole = whole.rechunk({axis: self.own_k})
+        return whole

@@ -16,26 +16,16 @@ from dask.array.utils import meta_from_array
 
 from numfuse.adapters.dask import blocks
 from numfuse.adapters.dask.blocks import Task
+from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import as_plain, required, same_dtype
 from numfuse.runtime.dispatch import adapter_of
-
-__all__ = ["MAY_BE_NUMPY", "Chunks", "Gate", "Letters", "base", "checked", "ghost"]
 
 #: What an axis is called in messages.
 _NAMES = {"m": "the rows (M)", "n": "the columns (N)", "k": "K"}
 Letters = tuple[str, ...]
 Chunks = tuple[int, ...]
 #: Cotangents and tangents: they have the axes of the operand that they move along with.
-_MOVED = {
-    "u": "a",
-    "v": "b",
-    "w": "bias",
-    "z": "residual",
-    "a_dot": "a",
-    "b_dot": "b",
-    "bias_dot": "bias",
-    "residual_dot": "residual",
-}
+_MOVED = {"u": "a", "v": "b", "w": "bias", "z": "residual"}
 #: Operands that may be NumPy arrays beside Dask arrays: they are small where A is large.
 MAY_BE_NUMPY = ("b", "bias", "residual")
 
@@ -75,7 +65,7 @@ def checked(operands: dict[str, Any], may_be_numpy: tuple[str, ...]) -> tuple[di
 
 def base(name: str) -> str:
     """The operand whose axes an operand has."""
-    return _MOVED.get(name, name)
+    return _MOVED.get(FIELD_OF.get(name, name), name)
 
 
 def ghost(x: Any) -> np.ndarray:
@@ -135,31 +125,17 @@ class Gate:
         for name, letters in self.axes.items():
             x = self.given[name]
             if not isinstance(x, da.Array):
-                self.given[name] = da.from_array(
-                    x, chunks=tuple(self._own_chunks(x.shape, letters)), asarray=False
+                own = tuple(
+                    self.chunks[letter] if length == self.sizes[letter] else (1,)
+                    for length, letter in zip(x.shape, letters, strict=True)
                 )
-
-    def _own_chunks(self, shape: Sequence[int], letters: Letters) -> list[Chunks]:
-        return [
-            self.chunks[letter] if length == self.sizes[letter] else (1,)
-            for length, letter in zip(shape, letters, strict=True)
-        ]
+                self.given[name] = da.from_array(x, chunks=own, asarray=False)
 
     # --- tasks ------------------------------------------------------------------------------------
 
     def meta(self, ndim: int, dtype: Any) -> Any:
         """An empty array of the kind that blocks are."""
         return meta_from_array(next(iter(self.given.values())), ndim=ndim, dtype=dtype)
-
-    def index(self, letters: Letters) -> tuple[Any, Letters]:
-        """Every task's place among the blocks of these axes: no task of its own once fused."""
-        array = da.map_blocks(
-            blocks.block_index,
-            chunks=tuple(self.chunks[letter] for letter in letters),
-            dtype=np.intp,
-            meta=np.empty((0,) * len(letters), np.intp),
-        )
-        return array, letters
 
     def map(
         self,
@@ -189,21 +165,25 @@ class Gate:
         self,
         function: Callable[..., Any],
         names: Sequence[str],
-        operands: Sequence[tuple[Any, Letters]] | None = None,
         letters: Letters | None = None,
-        *,
-        task: Task | None = None,
         **options: Any,
     ) -> Any:
         """Return what a function of `blocks` makes of operands by name, block by block."""
         letters = self.letters if letters is None else letters
+        # Every task's place among the blocks of these axes: no task of its own once fused.
+        index = da.map_blocks(
+            blocks.block_index,
+            chunks=tuple(self.chunks[letter] for letter in letters),
+            dtype=np.intp,
+            meta=np.empty((0,) * len(letters), np.intp),
+        )
         return self.map(
             function,
             letters,
-            self.index(letters),
-            *(self.named(*names) if operands is None else operands),
+            (index, letters),
+            *self.named(*names),
             names=tuple(names),
-            task=self.task if task is None else task,
+            task=self.task,
             **options,
         )
 

@@ -17,15 +17,12 @@ from importlib import import_module
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from numpy import ndarray
 
 from numfuse.adapters.jax.ffi import describe
-from numfuse.adapters.jax.primitives import call, through
-from numfuse.adapters.primitives import PRIMITIVES, How
-from numfuse.adapters.signatures import of_module
-from numfuse.adapters.surface import NAMES, Functions
+from numfuse.adapters.jax.primitives import FUNCTIONS
+from numfuse.adapters.signatures import NAMES, of_module
 
 __all__ = [*NAMES, "activation", "describe", "synchronize", "to_numpy"]
 
@@ -40,39 +37,7 @@ def synchronize(x: Any) -> None:
     x.block_until_ready()
 
 
-# --- the public functions -----------------------------------------------------------------------
-class _Jax(Functions):
-    """The public functions over JAX's primitives."""
-
-    what = "JAX, the arrays of which are never written to"
-    arrays = jnp
-
-    def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
-        if pre is not None:
-            return self.composite(name, how, *operands, pre=pre, guard=how.guard)
-        primitive = PRIMITIVES[name]
-        if primitive.names is not None and not how.needs:
-            return ()
-        found = call(name, how, primitive.linear_last(operands))
-        if primitive.names is None:
-            return found[0]
-        return tuple(x for x in found if x is not None)
-
-    def moves(self, x: Any) -> bool:
-        """Whether a derivative may go through an array: through any that is traced."""
-        return isinstance(x, jax.core.Tracer)
-
-
-FUNCTIONS = _Jax()
 activation = FUNCTIONS.activation
-
-
-# --- what is differentiated through its pieces --------------------------------------------------
-for _name in ("product_tangent", "product_double", "gate_tangent", "gate_double"):
-    through(_name, FUNCTIONS.composite)
-
-
-# --- where they are served ----------------------------------------------------------------------
 
 
 def _on_cuda(x: Any) -> bool:

@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,28 +30,14 @@ from numpy.lib.stride_tricks import as_strided
 
 from numfuse.activations import Activation, activations
 from numfuse.adapters.jax import table
-from numfuse.adapters.jax.operations import Form, Operation, Shape, on_host
+from numfuse.adapters.jax.operations import Call, Form, on_host
 from numfuse.adapters.primitives import PRIMITIVES, How
 from numfuse.backends import LOADED, OneRun, resolve
-from numfuse.errors import BackendUnavailable
 from numfuse.language.text import dumps, loads
 from numfuse.operations import OPERATIONS
 from numfuse.problem.operands import address
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.threads import at_most
-
-__all__ = [
-    "RECORDERS",
-    "TARGET",
-    "describe",
-    "described",
-    "lowered",
-    "placed",
-    "prepared",
-    "refusal",
-    "serves",
-    "traced",
-]
 
 #: The name of the custom call.
 TARGET = "numfuse_cpu"
@@ -62,7 +49,7 @@ VERSIONS = ((0, 1), (0, 2), (0, 3), (0, 4))
 _lock = threading.Lock()
 _started: list[str | None] = []
 #: What comes of a library, or of a function in it, that is not here.
-_MISSING = AttributeError, BackendUnavailable, ImportError, OSError, RuntimeError, TypeError
+_MISSING = AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError
 
 
 def refusal() -> str | None:
@@ -94,11 +81,8 @@ def _version() -> tuple[int, int]:
     """Return the version of XLA's interface, from the headers that jaxlib has."""
     place = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = place.read_text(encoding="utf-8")
-    major, minor = (
-        int(re.search(rf"#define XLA_FFI_API_{name}\s+(\d+)", text)[1])  # type: ignore[index]
-        for name in ("MAJOR", "MINOR")
-    )
-    return major, minor
+    found = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR)\s+(\d+)", text))
+    return int(found["MAJOR"]), int(found["MINOR"])
 
 
 def _start() -> str | None:
@@ -151,11 +135,31 @@ class Traced(NamedTuple):
     #: Of each, what a record says of its source; None: memory of the call's own.
     sources: list[int | None]
 
+    def sizes(self) -> list[int]:
+        """Return the bytes of each array."""
+        return [0 if x is None else x.nbytes for x in self.arrays.values()]
 
-def traced(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str) -> Traced | None:
-    """Return the problem of an operation, or None where an operand would have to be copied."""
+    def placed(self, nbytes: int, more: Sequence[int] = ()) -> list[int]:
+        """Return the bytes of memory in all, then sources: what has none lies behind `nbytes`.
+
+        `more` are the bytes of arrays of the call's own that follow.
+        """
+        from numfuse.adapters.jax.frame import ALIGNED, SOURCE
+
+        made = [nbytes]
+        for source, size in zip_longest(self.sources, [*self.sizes(), *more]):
+            if source is None:
+                at = -(-made[0] // ALIGNED) * ALIGNED
+                source, made[0] = at << 2 | SOURCE["MEMORY"], at + size
+            made.append(source)
+        return made
+
+
+def traced(call: Call) -> Traced | None:
+    """Return the problem of a call, or None where an operand would have to be copied."""
     from numfuse.adapters.jax.frame import SOURCE
 
+    operation, form, shapes, dtype = call
     recorder = _Recorder()
     form = form._replace(how=form.how._replace(backend=recorder))
     item = np.dtype(dtype).itemsize
@@ -177,37 +181,15 @@ def traced(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: str
     return found
 
 
-def placed(nbytes: int, sources: Sequence[int | None], sizes: Sequence[int]) -> list[int]:
-    """Return the bytes of memory in all, then sources: what has none lies behind `nbytes`."""
-    from numfuse.adapters.jax.frame import ALIGNED, SOURCE
-
-    made = [nbytes]
-    for source, size in zip(sources, sizes, strict=True):
-        if source is None:
-            at = -(-made[0] // ALIGNED) * ALIGNED
-            source, made[0] = at << 2 | SOURCE["MEMORY"], at + size
-        made.append(source)
-    return made
-
-
-def _record(
-    threads: str,
-    key: int,
-    operation: Operation,
-    form: Form,
-    shapes: Sequence[Shape],
-    dtype: str,
-    held: Any = None,
-    where: int = -1,
-) -> Any:
+def _record(threads: str, key: int, call: Call, held: Any = None, where: int = -1) -> Any:
     """Record a program and let the key lead to it; return None where that needs Python."""
     from numfuse.adapters.jax import frame
     from numfuse.backends.cpu import BACKEND
 
-    found = traced(operation, form, shapes, dtype)
+    found = traced(call)
     if found is None:
         return None
-    if found.kind == "tangent" and form.how.activation.is_identity:
+    if found.kind == "tangent" and call.form.how.activation.is_identity:
         found.sources.pop(list(found.arrays).index("out"))
         found.arrays.pop("out")  # a value that nobody asked for
     with at_most(int(threads)):
@@ -215,11 +197,10 @@ def _record(
     program = made.program
     if program.sums or made.formulas is None or made.nbytes > BACKEND.replay.limits[1]:
         return None
-    sizes = [0 if x is None else x.nbytes for x in found.arrays.values()]
+    sizes = found.sizes()
     zeroed = [word for n in program.zeroed for word in (n, sizes[n])]
     totals = [math.prod(shape) * item.itemsize for shape, item in program.totals]
-    every = [*found.sources, *[None] * len(totals)]
-    size, *sources = placed(program.size, every, [*sizes, *totals])
+    size, *sources = found.placed(program.size, totals)
     head = {
         "N_SIZE": size,
         "N_ARRAYS": len(sources),
@@ -237,17 +218,16 @@ def _record(
 RECORDERS: dict[str, Callable[..., Any]] = {"cpu": _record}
 
 
-def described(
-    way: tuple[str, str], operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
-) -> tuple[int, str]:
+def described(way: tuple[str, str], call: Call) -> tuple[int, str]:
     """Return a key, and all that its record depends on as text, which another process can read."""
     table.sweep()
+    operation, form, shapes, dtype = call
     act, traces = form.how.activation, []
     with suppress(ValueError):  # (where the table ends)
         for order in range(4):
             traces.append(act.trace(order))
     how = act.name, dumps(traces), form.how.needs, form.how.guard
-    what = json.dumps([way, operation.name, how, form[1:], shapes, np.dtype(dtype).name])
+    what = json.dumps([way, operation.name, how, form[1:], shapes, dtype])
     return _key(what), what
 
 
@@ -255,7 +235,7 @@ def _key(what: str) -> int:
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little") >> 1 | 1
 
 
-def _read(what: str) -> tuple[tuple[str, str], Operation, Form, list[Shape], str]:
+def _read(what: str) -> tuple[tuple[str, str], Call]:
     """Return what `described` was given, but with an activation that may be another object."""
     way, name, (act_name, text, needs, guard), (there, *leads), shapes, dtype = json.loads(what)
     act = activations().get(act_name)
@@ -263,18 +243,17 @@ def _read(what: str) -> tuple[tuple[str, str], Operation, Form, list[Shape], str
         act = Activation(act_name, "of a compiled computation")
         act.restore(loads(text))
     form = Form(How(act, tuple(needs), guard), tuple(there), *leads)
-    return way, PRIMITIVES[name], form, list(map(tuple, shapes)), dtype
+    return way, Call(PRIMITIVES[name], form, list(map(tuple, shapes)), dtype)
 
 
 def _resolve(key: int, at: int, length: int, where: int) -> None:
     """Record what a call says beside its key; XLA's thread is here, and an error is a text."""
     try:
         what = ctypes.string_at(at, length).decode()
-        (platform, how), operation, form, shapes, dtype = _read(what)
-        act = form.how.activation
+        (platform, how), call = _read(what)
+        act = call.form.how.activation
         held = None if activations().get(act.name) is act else act  # (else nobody has it)
-        record = RECORDERS[platform]
-        if _key(what) != key or not record(how, key, operation, form, shapes, dtype, held, where):
+        if _key(what) != key or not RECORDERS[platform](how, key, call, held, where):
             raise ValueError("it needs Python")
     except BaseException as error:
         text = f"numfuse: a call cannot be made again from its description: {error!r}"
@@ -285,19 +264,15 @@ _RESOLVE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(_resolve)
 
 
 # --- lowering -------------------------------------------------------------------------------------
-def prepared(
-    operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any
-) -> tuple[int, str] | None:
+def prepared(call: Call) -> tuple[int, str] | None:
     """Return key and description of a call that XLA makes, or None where it has to call back."""
-    if not serves(form) or not all(type(n) is int for shape in shapes for n in shape):
+    if not serves(call.form) or not all(type(n) is int for shape in call.shapes for n in shape):
         return None  # (sizes that are known when it runs)
     from numfuse.backends.cpu.launch.threads import number
 
     threads = str(number())
-    key, what = described(("cpu", threads), operation, form, shapes, dtype)
-    record = table.records().find(key)
-    if record is None:
-        record = _record(threads, key, operation, form, shapes, np.dtype(dtype).name)
+    key, what = described(("cpu", threads), call)
+    record = table.records().find(key) or _record(threads, key, call)
     return None if record is None else (key, what)
 
 

@@ -28,19 +28,6 @@ from numfuse.backends.cpu.llvm import intrinsics
 from numfuse.backends.cpu.llvm.vectors import I64, typed_intrinsic
 from numfuse.runtime import specialise
 
-__all__ = [
-    "ALIGNED",
-    "DEVICE_BITS",
-    "ON_STREAM",
-    "RECORD",
-    "ROOT",
-    "SLOT",
-    "SLOTS",
-    "SOURCE",
-    "handler",
-    "helper",
-]
-
 specialise.register(__name__.rpartition(".")[0], str(Path(__file__).with_name("__init__.py")))
 
 # ruff: noqa: F821  (the free names of a template are bound at specialisation)
@@ -56,12 +43,11 @@ ROOT = Schema("""
     R_DEVICE R_NOT_LAUNCHED
     R_KEPT R_MOST R_SLOTS
 """)
-#: Memory of a launch, a line each: who has it, where it is, its bytes.
-SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_3 S_4 S_5 S_6 S_7")
+#: Memory of a launch, a line each: who has it, where it is, its bytes; what helpers need: seats,
+#: how many have left theirs, and what they work at.
+SLOT = Schema("S_TAKEN S_MEMORY S_SIZE S_SEATS S_LEFT S_TABLE S_STRIDE S_YIELD")
 #: Calls that may have memory at once.
 SLOTS = max(4, os.cpu_count() or 1)
-#: By what the gate of a launch moves when it is opened, and when it is closed.
-GATE = 1 << 32
 #: A record: bytes of memory, how many arrays, arrays to be zeroed and sequences; then for each
 #: array its source (a kind, and above two bits a number or an offset), for each zeroed one its
 #: number and bytes, and the sequences.
@@ -73,11 +59,10 @@ SEQUENCE = Schema("Q_STEPS Q_COUNT Q_THREADS Q_STRIDE Q_TABLE")
 ON_STREAM = Schema("C_TAKEN C_SIZE C_WORK C_PLAN C_BASES C_ARRAYS")
 #: Where an array of a program comes from.
 SOURCE = {"NOWHERE": 0, "OPERAND": 1, "RESULT": 2, "MEMORY": 3}
-#: A launch that several threads work at: its gate, who still knows of it; then for each helper what
-#: it needs.
-_SHARED = Schema("L_GATE L_KNOWN")
-_TASK = Schema("K_LAUNCH K_TABLE K_WORKSPACE K_YIELD K_FREE")
 
+_SCHEMAS = {
+    "ROOT": ROOT, "SLOT": SLOT, "RECORD": RECORD, "SEQUENCE": SEQUENCE, "STREAM": ON_STREAM
+}  # fmt: skip
 #: Numbers of 64-bit words in XLA's structs, and constants of its interface.
 _XLA = {
     "F_EXTENSION": 1, "F_API": 2, "F_CONTEXT": 3, "F_STAGE": 4, "F_ARGS": 9, "F_RETS": 14,
@@ -85,13 +70,18 @@ _XLA = {
     "A_SCHEDULE": 17, "A_STREAM": 10, "A_DEVICE_ALLOCATE": 15, "A_DEVICE_FREE": 16,
     "STAGE_EXECUTE": 3, "EXTENSION_METADATA": 1, "FAILED": 9, "EXHAUSTED": 8, "INTERNAL": 13,
 }  # fmt: skip
-#: What is 32 bits wide shares a word.
-LOW = 0xFFFFFFFF
 #: Bytes of which the address of CUDA's workspace is a multiple.
 ALIGNED = 256
-MADV_HUGEPAGE = 14
 #: A key differs between devices in the bits from here on.
 DEVICE_BITS = 40
+_CONSTANTS = {
+    "SLOTS": SLOTS,
+    "ALIGNED": ALIGNED,
+    "DEVICE_BITS": DEVICE_BITS,
+    "HUGE_PAGE": HUGE_PAGE,
+    "MADV_HUGEPAGE": 14,
+    "LOW": 0xFFFFFFFF,  # what is 32 bits wide shares a word
+}
 
 
 # --- templates ------------------------------------------------------------------------------------
@@ -108,11 +98,15 @@ def failed(frame: int, message: int, code: int) -> int:
     """Return a new error of XLA's."""
     about = STACK_4()
     e = WORDS(about)
-    e[0] = 28  # bytes of the struct up to the code
-    e[1] = 0
-    e[2] = message
-    e[3] = code
+    e[0], e[1], e[2], e[3] = 28, 0, message, code  # (28: bytes of the struct up to the code)
     return ASK_1(WORDS(WORDS(frame)[F_API])[A_ERROR_CREATE], about)
+
+
+def asked(frame: int, function: int, about: int, size: int) -> int:
+    """Return the error of a function of XLA's, 0 for none; its struct has `size` bytes."""
+    f, a = WORDS(frame), WORDS(about)
+    a[0], a[1], a[2] = size, 0, f[F_CONTEXT]
+    return ASK_1(WORDS(f[F_API])[function], about)
 
 
 def found(frame: int, root: int, ordinal: int) -> int:
@@ -165,7 +159,7 @@ def execute(frame: int, root: int) -> int:
         q = WORDS(sequence)
         OPEN(q[Q_STEPS], q[Q_COUNT], addresses, memory, memory + q[Q_TABLE])
         if q[Q_THREADS] > 1:
-            SHARE_OUT(frame, root, sequence, memory)
+            SHARE_OUT(frame, root, slot, sequence)
         else:
             WORK(memory + q[Q_TABLE], memory, 0)
         at += SEQUENCE_WORDS
@@ -180,8 +174,7 @@ def execute_on_stream(frame: int, root: int) -> int:
     launches read the record's words, so one thread at a time has them; the driver copies what it
     needs before it returns.
     """
-    f, r = WORDS(frame), WORDS(root)
-    api = WORDS(f[F_API])
+    r = WORDS(root)
     about = STACK_6()
     a = WORDS(about)
     a[0] = 0
@@ -192,20 +185,14 @@ def execute_on_stream(frame: int, root: int) -> int:
     n = WORDS(record)
     if n[C_PLAN] == 0:
         return 0
-    a[0] = 32
-    a[1] = 0
-    a[2] = f[F_CONTEXT]
     a[3] = 0
-    error = ASK_1(api[A_STREAM], about)
+    error = ASKED(frame, A_STREAM, about, 32)
     if error != 0:
         return error
     stream, memory, size = a[3], 0, n[C_SIZE] + ALIGNED
     if n[C_SIZE] != 0:
-        a[0] = 48
-        a[3] = size
-        a[4] = 16  # the most that XLA promises
-        a[5] = 0
-        error = ASK_1(api[A_DEVICE_ALLOCATE], about)
+        a[3], a[4], a[5] = size, 16, 0  # (16: the alignment that XLA promises at most)
+        error = ASKED(frame, A_DEVICE_ALLOCATE, about, 48)
         if error != 0:
             return error
         memory = a[5]
@@ -215,17 +202,14 @@ def execute_on_stream(frame: int, root: int) -> int:
         FETCH_ADD(record, -1)
         looks = LOOK_AGAIN(looks, r[R_YIELD])
     b = WORDS(n[C_BASES])
-    b[0] = base
-    b[1] = base + n[C_WORK]
+    b[0], b[1] = base, base + n[C_WORK]
     for i in range(n[C_ARRAYS]):
         b[2 + i] = PLACE(frame, n[STREAM_WORDS + i], base)
     launched = LAUNCH_LOOP(n[C_PLAN], stream, 0)
     FETCH_ADD(record, -1)
     if n[C_SIZE] != 0:
-        a[0] = 40
-        a[3] = size
-        a[4] = memory
-        error = ASK_1(api[A_DEVICE_FREE], about)
+        a[3], a[4] = size, memory
+        error = ASKED(frame, A_DEVICE_FREE, about, 40)
         if error != 0:
             return error
     if launched >= 0:
@@ -297,14 +281,11 @@ def _global() -> Any:
 @functools.cache
 def _names() -> dict[str, Any]:
     """Return what the templates are bound to."""
-    names: dict[str, Any] = {**ROOT, **RECORD, **SEQUENCE, **ON_STREAM, **SOURCE, **_SHARED}
-    names |= {**_TASK, **_XLA, **entries.parts(entries.data_of_address), "LOW": LOW}
-    names |= {**SLOT, "SLOT_WORDS": len(SLOT), "SLOTS": SLOTS, "MADV_HUGEPAGE": MADV_HUGEPAGE}
-    names |= {"HUGE_PAGE": HUGE_PAGE, "GATE": GATE}
-    names |= {"RECORD_WORDS": len(RECORD), "SHARED_WORDS": len(_SHARED), "TASK_WORDS": len(_TASK)}
-    names |= {"SEQUENCE_WORDS": len(SEQUENCE), "STREAM_WORDS": len(ON_STREAM)}
-    names |= {"ALIGNED": ALIGNED, "DEVICE_BITS": DEVICE_BITS, "GLOBAL": _global()}
-    names |= {f"STACK_{n}": _stack(n) for n in (3, 4, 5, 6, 32)}
+    names: dict[str, Any] = {**entries.parts(entries.data_of_address), "GLOBAL": _global()}
+    names |= {**_XLA, **_CONSTANTS, **SOURCE}
+    for name, schema in _SCHEMAS.items():
+        names |= {**schema, f"{name}_WORDS": len(schema)}
+    names |= {f"STACK_{n}": _stack(n) for n in (4, 5, 6, 32)}
     names |= {f"ASK_{n}": _ask(n) for n in (1, 3)}
     names |= {f"CALL_{n}": intrinsics.make_call(n) for n in (1, 3, 4)}
     names["WORDS"] = intrinsics.make_elements("int64")
@@ -314,10 +295,10 @@ def _names() -> dict[str, Any]:
         ("FOUND", found),
         ("PLACE", place),
         ("FAILED_WITH", failed),
+        ("ASKED", asked),
         ("FREE_SLOT", launches.free_slot),
         ("TAKE", launches.take),
         ("GIVE_BACK", launches.give_back),
-        ("LEAVE", launches.leave),
         ("SHARE_OUT", launches.share_out),
     ):
         names[name] = specialise.device(template, **names)

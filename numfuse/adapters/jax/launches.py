@@ -41,8 +41,7 @@ def free_slot(root: int, slot: int) -> None:
     if s[S_MEMORY] != 0:
         FETCH_ADD(root + 8 * R_KEPT, -s[S_SIZE])
         CALL_1(WORDS(root)[R_FREE], s[S_MEMORY])
-        s[S_MEMORY] = 0
-        s[S_SIZE] = 0
+        s[S_MEMORY], s[S_SIZE] = 0, 0
 
 
 def give_back(root: int, slot: int) -> None:
@@ -52,65 +51,38 @@ def give_back(root: int, slot: int) -> None:
     FETCH_ADD(slot, -1)
 
 
-def share_out(frame: int, root: int, sequence: int, memory: int) -> None:
+def share_out(frame: int, root: int, slot: int, sequence: int) -> None:
     """Work at an open sequence with the threads of XLA's pool that come in time.
 
-    A launch is a gate in one word: how often it was moved, opened and closed, by GATE, and who
-    looks at it, by 1. A helper may come when all is over: what it looks at goes with the last that
-    knows of it.
+    A launch offers seats at its slot, and whoever takes one off has it. What is left is withdrawn
+    at the end, so a helper that comes late finds none, or one of the next launch there.
     """
-    f, r, q = WORDS(frame), WORDS(root), WORDS(sequence)
-    table = memory + q[Q_TABLE]
-    place = STACK_3()
-    size = 8 * SHARED_WORDS + 8 * TASK_WORDS * q[Q_THREADS]
-    if ASK_3(r[R_ALLOCATE], place, 64, size) & LOW != 0:
-        WORK(table, memory, 0)
-        return
-    launch = WORDS(place)[0]
-    shared = WORDS(launch)
-    shared[L_GATE] = GATE
-    shared[L_KNOWN] = q[Q_THREADS]
+    r, q, s = WORDS(root), WORDS(sequence), WORDS(slot)
+    table, helpers = s[S_MEMORY] + q[Q_TABLE], q[Q_THREADS] - 1
+    s[S_TABLE], s[S_STRIDE], s[S_YIELD] = table, q[Q_STRIDE], r[R_YIELD]
+    EXCHANGE(slot + 8 * S_SEATS, helpers)
     about = STACK_5()
     a = WORDS(about)
-    a[0] = 40
-    a[1] = 0
-    a[2] = f[F_CONTEXT]
-    a[3] = r[R_HELP]
-    for i in range(1, q[Q_THREADS]):
-        task = launch + 8 * SHARED_WORDS + 8 * TASK_WORDS * (i - 1)
-        k = WORDS(task)
-        k[K_LAUNCH] = launch
-        k[K_TABLE] = table
-        k[K_WORKSPACE] = memory + i * q[Q_STRIDE]
-        k[K_YIELD] = r[R_YIELD]
-        k[K_FREE] = r[R_FREE]
-        a[4] = task
-        error = ASK_1(WORDS(f[F_API])[A_SCHEDULE], about)
+    a[3], a[4] = r[R_HELP], slot
+    for _ in range(helpers):
+        error = ASKED(frame, A_SCHEDULE, about, 40)
         if error != 0:  # there is no pool
-            WORDS(place)[0] = 24
-            WORDS(place)[1] = 0
-            WORDS(place)[2] = error
-            CALL_1(WORDS(f[F_API])[A_ERROR_DESTROY], place)
-            FETCH_ADD(launch + 8 * L_KNOWN, -1)
-    WORK(table, memory, r[R_YIELD])
-    FETCH_ADD(launch, GATE)
+            a[0], a[2] = 24, error
+            CALL_1(WORDS(WORDS(frame)[F_API])[A_ERROR_DESTROY], about)
+            break
+    WORK(table, s[S_MEMORY], r[R_YIELD])
+    # (late helpers may have counted the seats down below none)
+    joined = helpers - max(0, EXCHANGE(slot + 8 * S_SEATS, 0))
     looks = 0
-    while LOAD(launch) != 2 * GATE:
+    while LOAD(slot + 8 * S_LEFT) < joined:
         looks = LOOK_AGAIN(looks, r[R_YIELD])
-    LEAVE(launch, r[R_FREE])
+    EXCHANGE(slot + 8 * S_LEFT, 0)
 
 
-def leave(launch: int, free: int) -> None:
-    """Forget a launch; the last one gives its memory back."""
-    if FETCH_ADD(launch + 8 * L_KNOWN, -1) == 1:
-        CALL_1(free, launch)
-
-
-def help_out(task: int) -> None:
-    """Take part in a launch, unless it is over: a task of XLA's pool."""
-    k = WORDS(task)
-    launch, free = k[K_LAUNCH], k[K_FREE]
-    if FETCH_ADD(launch, 1) // GATE == 1:
-        WORK(k[K_TABLE], k[K_WORKSPACE], k[K_YIELD])
-    FETCH_ADD(launch, -1)
-    LEAVE(launch, free)
+def help_out(slot: int) -> None:
+    """Take a seat of a launch, if there is one: a task of XLA's pool."""
+    seat = FETCH_ADD(slot + 8 * S_SEATS, -1)
+    if seat > 0:
+        s = WORDS(slot)
+        WORK(s[S_TABLE], s[S_MEMORY] + seat * s[S_STRIDE], s[S_YIELD])
+        FETCH_ADD(slot + 8 * S_LEFT, 1)

@@ -27,17 +27,6 @@ from numfuse.adapters.primitives import CORE, PRIMITIVES, How, backward_tangents
 from numfuse.adapters.primitives import Primitive as Operation
 from numfuse.problem.shapes import gemm_shape, residual_view
 
-__all__ = [
-    "Form",
-    "Operation",
-    "Shape",
-    "highest_order",
-    "on_host",
-    "own_shapes",
-    "shapes_of",
-    "transpose",
-]
-
 Shape = tuple[int, ...]
 Operands = Sequence[Any]
 
@@ -53,6 +42,15 @@ class Form(NamedTuple):
     there: tuple[bool, ...]
     lead: int = 0
     pooled: int = 0
+
+
+class Call(NamedTuple):
+    """A call of an operation without its arrays."""
+
+    operation: Operation
+    form: Form
+    shapes: Sequence[Shape]
+    dtype: str
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -147,7 +145,7 @@ def highest_order(operation: Operation, how: How, operands: Operands) -> int:
     """The highest derivative of the activation that an operation evaluates."""
     moved = [x is not None for x in operands[operation.kept :]]
     name, needs = operation.name, how.needs
-    if name in ("product", "gate", "residual"):
+    if operation.is_forward:
         return 0
     if name == "product_double":
         return 2 if any(moved) and needs != ("grad",) else 1

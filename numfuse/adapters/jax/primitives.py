@@ -15,7 +15,8 @@ which it holds one, and on one core that is all there are.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any
 
 import jax
@@ -29,8 +30,8 @@ from numpy import ndarray
 from numfuse.activations import get
 from numfuse.adapters.jax import ffi, stream
 from numfuse.adapters.jax.operations import (
+    Call,
     Form,
-    Operation,
     Shape,
     highest_order,
     on_host,
@@ -39,9 +40,9 @@ from numfuse.adapters.jax.operations import (
     transpose,
 )
 from numfuse.adapters.primitives import PRIMITIVES, How, backward_tangents, made
+from numfuse.adapters.primitives import Primitive as Operation
+from numfuse.adapters.surface import Functions
 from numfuse.problem.operands import accumulator
-
-__all__ = ["call", "through"]
 
 Operands = Sequence[Any]
 config: Any = jax.config
@@ -50,9 +51,8 @@ config: Any = jax.config
 # --- the primitives -------------------------------------------------------------------------------
 def _bind(operation: Operation, form: Form, operands: Operands) -> list[Any]:
     """The results in their places, None where they are not needed."""
-    form.how.activation.trace(
-        highest_order(operation, form.how, operands)
-    )  # past the table it raises
+    order = highest_order(operation, form.how, operands)
+    form.how.activation.trace(order)  # past the table it raises
     there = tuple(x is not None for x in operands)
     given = [x for x in operands if x is not None]
     found = _JAX_PRIMITIVES[operation.name].bind(*given, form=form._replace(there=there))
@@ -72,19 +72,15 @@ def _compiled(*given: Any, name: str, form: Form) -> Any:
 
 
 @functools.lru_cache(maxsize=4096)
-def _met(*call: Any) -> list[bool]:
-    return []
+def _calls(*form: Any) -> Iterator[int]:
+    return count()
 
 
 def _pays(operation: Operation, form: Form, given: Operands) -> bool:
     """Whether a call of arrays that are there is worth a compilation: it has come before."""
     if config.jax_disable_jit or not ffi.serves(form):
         return False
-    met = _met(operation.name, form, *[(x.shape, x.dtype) for x in given])
-    if met:
-        return True
-    met.append(True)
-    return False
+    return next(_calls(operation.name, form, *[(x.shape, x.dtype) for x in given])) > 0
 
 
 def _now(operation: Operation, *given: Any, form: Form) -> Any:
@@ -118,27 +114,27 @@ def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
     return found
 
 
+def _call_of(operation: Operation, ctx: Any, form: Form) -> Call:
+    return Call(operation, form, [x.shape for x in ctx.avals_in], ctx.avals_in[0].dtype.name)
+
+
 def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
     """Machine code, or a host callback on the buffers themselves: jax.pure_callback would copy its
     operands on XLA's threads and wait for them in one of these."""
-    shapes = tuple(x.shape for x in ctx.avals_in)
-    made = ffi.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    made = ffi.prepared(_call_of(operation, ctx, form))
     if made is not None:
         return ffi.lowered(ffi.TARGET, ctx, operands, *made)
 
-    def run(*given: Any) -> list[ndarray]:
-        return on_host(operation, form, given)
-
+    avals = ctx.avals_in, ctx.avals_out
     found, *_ = mlir.emit_python_callback(
-        ctx, run, None, list(operands), ctx.avals_in, ctx.avals_out, has_side_effect=False
+        ctx, lambda *x: on_host(operation, form, x), None, operands, *avals, has_side_effect=False
     )
     return found
 
 
 def _lowered_on_cuda(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
     """Launches on XLA's stream."""
-    shapes = tuple(x.shape for x in ctx.avals_in)
-    made = stream.prepared(operation, form, shapes, ctx.avals_in[0].dtype)
+    made = stream.prepared(_call_of(operation, ctx, form))
     return ffi.lowered(stream.TARGET, ctx, operands, *made)
 
 
@@ -263,7 +259,7 @@ def _moved(operation: Operation, form: Form, x: list[Any], dots: list[Any]) -> S
     if operation.tangent is not None:
         return _bind(PRIMITIVES[operation.tangent], form, [*x, *dots])
     if operation.derivative is None:
-        return _COMPOSITES[operation.name](form, x, dots)
+        return _through(operation, form, x, dots)
     found: list[Any] = [None] * len(operation.results)
     x, dots = operation.in_place(x), operation.in_place(dots)
     for part, operands in backward_tangents(operation.name, x, dots):
@@ -281,50 +277,35 @@ def _residual_tangent(form: Form, x: list[Any], dots: list[Any]) -> list[Any]:
         plain = form._replace(how=form.how._replace(activation=get("none")))
         (found,) = _bind(PRIMITIVES["product_tangent"], plain, [*x[:3], *product])
     if residual is not None:
-        shapes = shapes_of(
-            PRIMITIVES["residual"], form, tuple(one.shape for one in x if one is not None)
-        )
-        lead, visible = form.lead, shapes.own["o"]
-        own = residual.shape[lead:]
-        full = residual.reshape(residual.shape[:lead] + (1,) * (len(visible) - len(own)) + own)
-        moved = jnp.broadcast_to(full, shapes.full("o"))
-        found = moved if found is None else found + moved
+        given = tuple(one.shape for one in x if one is not None)
+        rank = len(shapes_of(PRIMITIVES["residual"], form, given).own["o"])
+        lead, own = residual.shape[: form.lead], residual.shape[form.lead :]
+        residual = residual.reshape(lead + (1,) * (rank - len(own)) + own)
+        found = residual if found is None else found + residual
     return [found]
 
 
-#: By operation: (form, operands, tangents or None) to the tangents of what it is made of.
-_COMPOSITES: dict[str, Callable[[Form, list[Any], list[Any]], Sequence[Any]]] = {}
+def _through(operation: Operation, form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
+    """Return the tangents of what an operation is made of."""
+    at = [i for i, dot in enumerate(dots) if dot is not None]
 
+    def one(*members: Any) -> Any:
+        every = operation.in_place(_placed(form, members))
+        found = FUNCTIONS.composite(operation.name, form.how, *every)
+        return found if isinstance(found, tuple) else (found,)
 
-def through(name: str, composite: Callable[..., Any]) -> None:
-    """Differentiate an operation through `composite` (see `Functions`): what it is made of."""
-    operation = PRIMITIVES[name]
+    shapes = shapes_of(operation, form, tuple(v.shape for v in x if v is not None))
+    kinds = operation.wanted(form.how.needs)
 
-    def derivative(form: Form, x: list[Any], dots: list[Any]) -> Sequence[Any]:
-        at = [i for i, dot in enumerate(dots) if dot is not None]
-        there = [i for i, one in enumerate(x) if one is not None]
+    def moving(*values: Any) -> Any:
+        every = list(x)
+        for i, value in zip(at, values, strict=True):
+            every[i] = value
+        found = _mapped(one, form.lead, [v for v in every if v is not None])
+        return [_fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
 
-        def one(*members: Any) -> Any:
-            every = [None] * len(x)
-            for i, member in zip(there, members, strict=True):
-                every[i] = member
-            found = composite(name, form.how, *operation.in_place(every))
-            return found if isinstance(found, tuple) else (found,)
-
-        shapes = shapes_of(operation, form, tuple(x[i].shape for i in there))
-        kinds = operation.wanted(form.how.needs)
-
-        def moving(*values: Any) -> Any:
-            every = list(x)
-            for i, value in zip(at, values, strict=True):
-                every[i] = value
-            found = _mapped(one, form.lead, [every[i] for i in there])
-            return [_fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
-
-        _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
-        return operation.cotangents(found, form.how)
-
-    _COMPOSITES[name] = derivative
+    _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
+    return operation.cotangents(found, form.how)
 
 
 def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
@@ -381,19 +362,39 @@ def call(name: str, how: How, operands: Operands) -> list[Any]:
     The operands that it is linear in come last.
     """
     operation = PRIMITIVES[name]
-    given: list[tuple[str, Any]] = []
-    dtypes: dict[str, None] = {}
-    for kind, x in zip(operation.ordered_kinds, operands, strict=True):
-        if x is None:
-            continue
+    pairs = zip(operation.ordered_kinds, operands, strict=True)
+    given = [(kind, x) for kind, x in pairs if x is not None]
+    for _, x in given:
         if not isinstance(x, (jax.Array, ndarray, np.generic)):
             found = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
             raise TypeError(f"operands must be JAX arrays, got {found}")
         accumulator("an operand", np.dtype(x.dtype))
-        dtypes[str(x.dtype)] = None
-        given.append((kind, x))
+    dtypes = dict.fromkeys(str(x.dtype) for _, x in given)
     if len(dtypes) > 1:
         raise TypeError(f"all operands must have the same dtype, got {', '.join(dtypes)}")
     own_shapes(operation, [(kind, x.shape) for kind, x in given])
-    agreed = iter(_agreed([x for _, x in given]))
-    return _bind(operation, Form(how, ()), [None if x is None else next(agreed) for x in operands])
+    form = Form(how, tuple(x is not None for x in operands))
+    return _bind(operation, form, _placed(form, _agreed([x for _, x in given])))
+
+
+class _Jax(Functions):
+    """The public functions over JAX's primitives."""
+
+    what = "JAX, the arrays of which are never written to"
+    arrays = jnp
+
+    def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
+        if pre is not None:
+            return self.composite(name, how, *operands, pre=pre, guard=how.guard)
+        primitive = PRIMITIVES[name]
+        if primitive.names is not None and not how.needs:
+            return ()
+        found = call(name, how, primitive.linear_last(operands))
+        return found[0] if primitive.names is None else tuple(x for x in found if x is not None)
+
+    def moves(self, x: Any) -> bool:
+        """Whether a derivative may go through an array: through any that is traced."""
+        return isinstance(x, jax.core.Tracer)
+
+
+FUNCTIONS = _Jax()

@@ -9,17 +9,13 @@ from __future__ import annotations
 import ctypes
 import functools
 from array import array
-from collections.abc import Sequence
 from typing import Any
 
 from numpy import ndarray
 
 from numfuse.adapters.jax import ffi, table
-from numfuse.adapters.jax.operations import Form, Operation, Shape
+from numfuse.adapters.jax.operations import Call
 from numfuse.backends import load, resolve
-from numfuse.errors import BackendUnavailable
-
-__all__ = ["TARGET", "prepared", "refusal"]
 
 TARGET = "numfuse_cuda"
 
@@ -32,43 +28,30 @@ def refusal() -> str | None:
         return reason
     try:
         load("cuda")
-        return _start()
-    except (AttributeError, BackendUnavailable, ImportError, RuntimeError) as error:
+        from numfuse.adapters.jax import frame
+        from numfuse.backends.cuda.compile.toolchain import SIMULATED
+        from numfuse.backends.cuda.driver import launcher, libcuda
+
+        if SIMULATED:
+            return "the simulator of CUDA has no streams"
+        get_device = ctypes.cast(libcuda.library().cuCtxGetDevice, ctypes.c_void_p).value or 0
+        failed = table.message("numfuse: CUDA refused a launch")
+        handler = frame.handler(launcher.inlined())
+        table.register(TARGET, handler, "CUDA", R_DEVICE=get_device, R_NOT_LAUNCHED=failed)
+    except (AttributeError, ImportError, RuntimeError) as error:
         return str(error)
-
-
-def _start() -> str | None:
-    from numfuse.adapters.jax import frame
-    from numfuse.backends.cuda.compile.toolchain import SIMULATED
-    from numfuse.backends.cuda.driver import launcher, libcuda
-
-    if SIMULATED:
-        return "the simulator of CUDA has no streams"
-    get_device = ctypes.cast(libcuda.library().cuCtxGetDevice, ctypes.c_void_p).value or 0
-    failed = table.message("numfuse: CUDA refused a launch")
-    handler = frame.handler(launcher.inlined())
-    table.register(TARGET, handler, "CUDA", R_DEVICE=get_device, R_NOT_LAUNCHED=failed)
     ffi.RECORDERS["cuda"] = _record
     return None
 
 
-def _record(
-    precision: str,
-    key: int,
-    operation: Operation,
-    form: Form,
-    shapes: Sequence[Shape],
-    dtype: str,
-    held: Any,
-    ordinal: int,
-) -> Any:
+def _record(precision: str, key: int, call: Call, held: Any, ordinal: int) -> Any:
     """Record the launches of a call on a device; return None where an operand has to be copied."""
     from numfuse.adapters.jax import frame
     from numfuse.backends.cuda.call.record import recorded
     from numfuse.backends.cuda.driver.devices import device
     from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
 
-    found = ffi.traced(operation, form, shapes, dtype)
+    found = ffi.traced(call)
     if found is None:
         return None
 
@@ -79,8 +62,7 @@ def _record(
     names = tuple(found.arrays)
     program, _ = recorded(device(ordinal), precision, found.kind, found.problem, bind, names)
     nbytes, work, plan, bases = program.native
-    sizes = [0 if x is None else x.nbytes for x in found.arrays.values()]
-    size, *sources = ffi.placed(nbytes, found.sources, sizes)
+    size, *sources = found.placed(nbytes)
     head = {
         "C_SIZE": size,
         "C_WORK": work,
@@ -90,21 +72,18 @@ def _record(
     }
     words = array("q", [*frame.ON_STREAM.words(head), *sources])
     own = key ^ (ordinal + 1) << frame.DEVICE_BITS
-    formulas = form.how.activation.formulas() if held is None else ()
+    formulas = call.form.how.activation.formulas() if held is None else ()
     return table.keep(own, words, formulas, 0, program, held)
 
 
-def prepared(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: Any) -> Any:
+def prepared(call: Call) -> tuple[int, str]:
     """Return key and description of a call that XLA makes on a device.
 
-    Raises
-    ------
-    TypeError
-        XLA cannot, or another backend is asked for: nothing moves unasked.
+    Raise TypeError if XLA cannot, or another backend is asked for: nothing moves unasked.
     """
     reason, precision = refusal(), "ieee"
     if reason is None:
-        backend = form.how.backend
+        backend = call.form.how.backend
         chosen: Any = load("cuda") if backend is None else resolve(backend)
         if chosen.name != "cuda":
             reason = f"its arrays are on a CUDA device, and the backend is {chosen.name!r}"
@@ -114,4 +93,4 @@ def prepared(operation: Operation, form: Form, shapes: Sequence[Shape], dtype: A
             f"JAX must run on the CPU for numfuse, got the platform 'cuda': nothing moves between "
             f"devices unasked, and no kernel can be launched there ({reason})"
         )
-    return ffi.described(("cuda", precision), operation, form, shapes, dtype)
+    return ffi.described(("cuda", precision), call)

@@ -20,8 +20,6 @@ import jax
 from numfuse.backends import load
 from numfuse.runtime.replay import Replay
 
-__all__ = ["PLACES", "insert", "keep", "message", "records", "register", "root", "sweep"]
-
 #: Places of the table, a power of two; keys that lead nowhere go when it is half full.
 PLACES = 1 << 14
 

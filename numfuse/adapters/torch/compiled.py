@@ -17,8 +17,6 @@ from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, 
 from numfuse.problem.product import STORED
 from numfuse.problem.shapes import gemm_shape
 
-__all__ = ["layer", "trains"]
-
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")
 _LIBRARY.define(
     "layer(Tensor a, Tensor b, Tensor? bias, str activation, bool flipped, bool keep, "

@@ -9,8 +9,6 @@ import torch
 
 from numfuse.activations import activations, get
 
-__all__ = ["activation_of", "backend_key", "backend_of", "key_of"]
-
 #: Activations that are held for the strings that stand for them.
 _HELD = 64
 

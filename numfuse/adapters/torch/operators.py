@@ -22,26 +22,16 @@ from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, 
 from numfuse.adapters.torch.tensors import array_over, own_values, to_tensor, transformed
 from numfuse.problem.shapes import gemm_shape, residual_view
 
-__all__ = ["Op", "on_cuda"]
-
-
 #: Return the public functions over tensors of a GPU, without derivatives.
 on_cuda: Callable[[], Any] = cache(partial(import_module, "numfuse.adapters.cuda"))
 
 
 class Op:
-    """A custom operator with everything that PyTorch asks of it.
+    """A custom operator with everything that PyTorch asks of it, for the gradients `needs`.
 
-    Parameters
-    ----------
-    primitive : Primitive
-        A saved pre-activation is its last operand where the primitive takes one.
-    backward : callable
-        (ctx, operands, how, *cotangents) to a gradient for each operand.
-    forward : callable
-        (operands, how, *tangents) to the tangents of the results.
-    needs : tuple of str
-        The gradients that this operator returns.
+    A saved pre-activation is its last operand where the primitive takes one. `backward` is a
+    function from (ctx, operands, how, *cotangents) to a gradient for each operand, `forward` from
+    (operands, how, *tangents) to the tangents of the results.
     """
 
     def __init__(
@@ -88,9 +78,14 @@ class Op:
             return self._function.apply(*args)
         return self.op(*args)
 
-    def _on_memory(self, *args: Any) -> Any:
+    def _read(self, args: Sequence[Any]) -> tuple[list[Any], How]:
+        """Return the tensors and the How of an operator's arguments."""
         *tensors, activation, guard, backend = args
         how = How(activation_of(activation), self._needs, guard, backend_of(backend))
+        return tensors, how
+
+    def _on_memory(self, *args: Any) -> Any:
+        tensors, how = self._read(args)
         cuda = any(x is not None and x.is_cuda for x in tensors)
         read: Any = own_values if cuda else array_over
         operands = [None if x is None else read(x) for x in tensors]
@@ -124,10 +119,8 @@ class Op:
 
     # --- derivatives ----------------------------------------------------------------------------
     def _keep(self, ctx: Any, inputs: Any, output: Any) -> None:
-        count = len(self._kinds)
-        ctx.save_for_backward(*inputs[:count])
-        activation, guard, backend = inputs[count:]
-        ctx.how = How(activation_of(activation), self._needs, guard, backend_of(backend))
+        tensors, ctx.how = self._read(inputs)
+        ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
 
     def _pull(self, ctx: Any, *gs: Any) -> Any:
@@ -155,53 +148,44 @@ class Op:
             ctx.save_for_forward(*inputs[: len(self._kinds)])
 
         methods: dict[str, Any] = {
-            "forward": lambda *args: self.op(*args),
-            "setup_context": keep,
-            "backward": self._pull,
-            "jvp": self._push,
-            "vmap": self._vmapped,
+            "forward": staticmethod(lambda *args: self.op(*args)),
+            "setup_context": staticmethod(keep),
+            "backward": staticmethod(self._pull),
+            "jvp": staticmethod(self._push),
+            "vmap": staticmethod(self._vmapped),
         }
-        statics: dict[str, Any] = {}
-        for key, method in methods.items():
-            statics[key] = staticmethod(method)
-        return type(f"numfuse_{name}", (torch.autograd.Function,), statics)
+        return type(f"numfuse_{name}", (torch.autograd.Function,), methods)
 
     # --- batches --------------------------------------------------------------------------------
     def _vmapped(self, info: Any, dims: Any, *args: Any) -> Any:
         """One more axis, the first: every operation has batch axes of its own."""
         count = len(self._kinds)
-        rows = self._in_rows(info.batch_size, dims, args[:count])
-        if rows is not None:
-            found = self._dispatched(*rows, *args[count:])
-            return found, (0,) * len(found) if isinstance(found, tuple) else 0
-        operands = []
-        for x, dim in zip(args[:count], dims[:count], strict=True):
-            if x is not None:  # what is not batched is expanded: a view, nothing is copied
-                x = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-            operands.append(x)
+        operands = self._in_rows(info.batch_size, dims, args[:count])
+        as_matrices = operands is None and "a" in self._kinds
+        if operands is None:
+            operands = list(args[:count])
+            for i, (x, dim) in enumerate(zip(operands, dims, strict=False)):
+                if x is not None:  # what is not batched is expanded: a view, nothing is copied
+                    own = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+                    operands[i] = own
         at = self._by_kind(operands)
-        if "e" in at:
-            found = self._dispatched(*operands, *args[count:])
-            return found, (0,) * len(found) if isinstance(found, tuple) else 0
-        # Each member as matrices, with as many batch axes as the one that has the most.
-        row, column = at["a"].ndim == 2, at["b"].ndim == 2
-        rank = max(2, *(at[kind].ndim - 1 for kind in "abc" if at[kind] is not None))
-        full = [
-            None
-            if x is None
-            else x.reshape(x.shape[0], *matrices(kind, x.shape[1:], rank, row, column))
-            for x, kind in zip(operands, self._kinds, strict=True)
-        ]
-        found = self._dispatched(*full, *args[count:])
-        outs = []
-        several = found if isinstance(found, tuple) else (found,)
-        for out, kind in zip(several, self._results, strict=True):
-            if kind == "o":
-                out = out.squeeze(-1) if column else out
-                out = out.squeeze(-1 if column else -2) if row else out
-            else:
-                out = out.reshape(at[kind].shape)
-            outs.append(out)
+        if as_matrices:
+            # Each member as matrices, with as many batch axes as the one that has the most.
+            row, column = at["a"].ndim == 2, at["b"].ndim == 2
+            rank = max(2, *(at[kind].ndim - 1 for kind in "abc" if at[kind] is not None))
+            for i, (x, kind) in enumerate(zip(operands, self._kinds, strict=True)):
+                if x is not None:
+                    full = matrices(kind, x.shape[1:], rank, row, column)
+                    operands[i] = x.reshape(x.shape[0], *full)
+        found = self._dispatched(*operands, *args[count:])
+        outs = list(found) if isinstance(found, tuple) else [found]
+        if as_matrices:
+            for i, kind in enumerate(self._results):
+                if kind != "o":
+                    outs[i] = outs[i].reshape(at[kind].shape)
+                    continue
+                outs[i] = outs[i].squeeze(-1) if column else outs[i]
+                outs[i] = outs[i].squeeze(-1 if column else -2) if row else outs[i]
         return (tuple(outs), (0,) * len(outs)) if isinstance(found, tuple) else (outs[0], 0)
 
     def _in_rows(self, size: int, dims: Any, given: Sequence[Any]) -> list[Any] | None:

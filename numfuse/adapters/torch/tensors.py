@@ -17,20 +17,6 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-__all__ = [
-    "array_over",
-    "checked",
-    "in_dual_level",
-    "in_functorch",
-    "is_lazy",
-    "moves",
-    "own_values",
-    "to_numpy",
-    "to_tensor",
-    "transformed",
-    "watched",
-]
-
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

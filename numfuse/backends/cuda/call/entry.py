@@ -111,7 +111,7 @@ def _closely(
     fields = {name: FIELD_OF.get(name, name) for name in signature.arrays}
     read = _Arrays({field: x[name] for name, field in fields.items()})
     precision = _precision(x["backend"], read.ordinal)
-    outs = {name: out for name, out in signature.outs(x).items() if out is not None}
+    outs = signature.outs(x)
     for name, out in outs.items():
         read.add(name, out)
     # in the order in which `run` and `Kind.glance` find them
