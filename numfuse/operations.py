@@ -9,8 +9,9 @@ it, and a backend runs it; one that is built on the replay records it for the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from itertools import compress, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy import empty, ndarray
 
@@ -24,7 +25,8 @@ from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True, eq=False, repr=False)
+class _Kept:
     """A recorded call; without a program, a call whose program depends on what `varies` returns."""
 
     program: Any
