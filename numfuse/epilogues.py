@@ -6,15 +6,6 @@ function; its backward, its double backward, its forward mode and its jet are de
 recorded graph (`numfuse.language.derivatives`), with the activations' own derivatives as leaves. A
 backend prints what it is given and knows no formula.
 
-========== ================== ==================================================================
-operation  accumulators       results
-========== ================== ==================================================================
-layer      z                  f(z + bias); saved: pre = z + bias
-residual   z                  z + bias + residual
-gate       none               f(a) b
-gated      z_gate, z_up       f(z_gate + bias_gate) (z_up + bias_up)
-========== ================== ==================================================================
-
 In a derived epilogue the names tell what is meant: ``d_x`` is the gradient by ``x``, ``x_dot`` a
 tangent, ``x_ddot`` a second derivative along a curve, ``grad`` the cotangent of the result.
 """
@@ -23,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from typing import Any, TypeVar, cast
 
@@ -63,20 +54,13 @@ def _once(make: _Made) -> _Made:
 
 @dataclass(frozen=True, eq=False)
 class Epilogue(Keyed):
-    """Formulas over accumulators and operands.
-
-    Parameters
-    ----------
-    name : str
-    accumulators, operands : tuple of str
-        The inputs, in the order in which a kernel is given them.
-    results : tuple of (str, Expr)
-        The outputs: each one's name and its graph over the inputs.
-    """
+    """Formulas over accumulators and operands."""
 
     name: str
+    #: The inputs, in the order in which a kernel is given them.
     accumulators: tuple[str, ...]
     operands: tuple[str, ...]
+    #: The outputs: each one's name and its graph over the inputs.
     results: tuple[tuple[str, Expr], ...]
 
     @cached_property
@@ -171,12 +155,8 @@ class Epilogue(Keyed):
     def pulled_back(self, cotangents: Mapping[str, str], gradients: Mapping[str, str]) -> Epilogue:
         """Return a vector-Jacobian product.
 
-        Parameters
-        ----------
-        cotangents : mapping
-            {result: the name of its cotangent}; a result that is left out has none.
-        gradients : mapping
-            {input: what its gradient is called}; of an input that is left out there is none.
+        `cotangents` is {result: the name of its cotangent}, `gradients` {input: what its gradient
+        is called}; what is left out has none.
         """
         weights = [
             leaf(cotangents[name]) if name in cotangents else None for name, _ in self.results
@@ -237,13 +217,7 @@ def record(
 ) -> Epilogue:
     """Call a formula once with named inputs and return what it does as an epilogue.
 
-    Parameters
-    ----------
-    formula : callable
-        Of the accumulators, then the operands; its parameters' names are theirs. It returns one
-        value, or a tuple of them.
-    accumulators : int
-        How many of its parameters are accumulators.
+    Its parameters are so many accumulators, then the operands. It returns one value, or several.
     """
     parameters = tuple(inspect.signature(formula).parameters)
     made = formula(*(leaf(parameter) for parameter in parameters))
@@ -263,14 +237,8 @@ def record(
 @_once
 def layer(f: Curve) -> Epilogue:
     """Return the epilogue of activation(a @ b + bias), with the pre-activation as ``pre``."""
-
-    def formula(z: Any, bias: Any) -> Any:
-        pre = z + bias
-        return call(f, pre), pre
-
-    made = record(formula, 1, "layer")
-    (_, out), (_, pre) = made.results
-    return replace(made, results=(("out", out), ("pre", pre)))
+    pre = leaf("z") + leaf("bias")
+    return Epilogue("layer", ("z",), ("bias",), (("out", call(f, pre)), ("pre", pre)))
 
 
 @_once
@@ -298,11 +266,8 @@ def layer_tangent(f: Curve) -> Epilogue:
 @_once
 def gate_double_backward(f: Curve) -> Epilogue:
     """Return the gradients of a gate's ``d_a`` and ``d_b``, weighted with ``u`` and ``v``."""
-    return (
-        gate(f)
-        .backward()
-        .pulled_back({"d_a": "u", "d_b": "v"}, {"grad": "d_grad", "a": "d_a", "b": "d_b"})
-    )
+    gradients = {"grad": "d_grad", "a": "d_a", "b": "d_b"}
+    return gate(f).backward().pulled_back({"d_a": "u", "d_b": "v"}, gradients)
 
 
 @cache
@@ -329,7 +294,4 @@ GATES: dict[str, Callable[[Curve], Epilogue]] = {
 def sum_of_terms(terms: int) -> Epilogue:
     """Return the sum of a product's sum and of `terms` operands: what a matrix grows by."""
     names = tuple(f"term_{i}" for i in range(terms))
-    total = leaf("z")
-    for name in names:
-        total = total + leaf(name)
-    return Epilogue("sum", ("z",), names, (("out", total),))
+    return Epilogue("sum", ("z",), names, (("out", sum(map(leaf, names), leaf("z"))),))

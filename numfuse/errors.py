@@ -17,11 +17,6 @@ class BackendUnavailable(RuntimeError):
         Why it cannot run, as a clause: "no device was found".
     extra : str, optional
         The extra of the distribution that brings what is missing, without the brackets: "cuda".
-
-    Attributes
-    ----------
-    backend, reason, extra
-        As given.
     """
 
     def __init__(self, backend: str, reason: str, extra: str | None = None) -> None:

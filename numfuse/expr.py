@@ -32,7 +32,6 @@ from numfuse.language.text import dumps, loads
 __all__ = [
     "FASTMATH",
     "SYMBOL",
-    "TRUTH",
     "Expr",
     "Keyed",
     "abs",
@@ -49,7 +48,6 @@ __all__ = [
     "log1p",
     "maximum",
     "minimum",
-    "node",
     "normal_cdf",
     "product",
     "product_low",

@@ -9,8 +9,9 @@ it, and a backend runs it; one that is built on the replay records it for the ne
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from itertools import compress, zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from numpy import empty, ndarray
 
@@ -24,7 +25,8 @@ from numfuse.runtime.dispatch import AGAIN, adapter_for
 from numfuse.runtime.replay import Replay
 
 
-class _Kept(NamedTuple):
+@dataclass(slots=True, eq=False, repr=False)
+class _Kept:
     """A recorded call; without a program, a call whose program depends on what `varies` returns."""
 
     program: Any
@@ -56,21 +58,16 @@ _SCALARS["gated_backward"] = []
 class Operation:
     """The kind of call that a public function makes, and how it is run.
 
-    Parameters
-    ----------
-    name : str
-        Of the public function.
-    kind : str
-        The method of a backend that runs its problem.
-    operands : str
-        The parameters that are arrays, in their order; a `pre_activation` comes last.
-    options : str
-        The other parameters, out of `activation`, `needs`, `out` and what is true or false.
+    `kind` is the method of a backend that runs its problem. Of the function's parameters `operands`
+    are arrays, in their order (a `pre_activation` comes last), and `options` the others, out of
+    `activation`, `needs`, `out` and what is true or false; a backward has `needs` and `guard` too.
     """
 
     def __init__(self, name: str, kind: str, operands: str, options: str) -> None:
         self.name, self.kind, self.problem = name, kind, _PROBLEMS[kind]
         self.operands, self.options = operands.split(), options.split()
+        if kind.endswith("backward"):
+            self.options += ["needs", "guard"]
         #: The operands whose gradients may be asked for.
         self.needs: tuple[str, ...] = ()
         if "needs" in self.options:
@@ -244,56 +241,20 @@ class Operation:
         return result
 
 
+_LAYER, _RESIDUAL, _GATE = "matmul_bias_activation", "matmul_bias_residual", "activation_mul"
+_TABLE = (
+    (_LAYER, "forward", "a b bias", "activation return_pre_activation out"),
+    (_RESIDUAL, "forward", "a b bias residual", "out"),
+    (_GATE, "gated", "a b", "activation out"),
+    (_LAYER + "_bwd", "backward", "grad a b bias pre_activation", "activation sum_batch out"),
+    (_RESIDUAL + "_bwd", "backward", "grad a b bias residual pre_activation", "sum_batch out"),
+    (_GATE + "_bwd", "gated_backward", "grad a b", "activation out"),
+    (_LAYER + "_double_bwd", "double_backward", "u v w grad a b bias pre_activation", "activation"),
+    (_RESIDUAL + "_double_bwd", "double_backward", "u v w z grad a b bias residual", ""),
+    (_GATE + "_double_bwd", "gated_double_backward", "u v grad a b", "activation"),
+    (_LAYER + "_jvp", "tangent", "a b bias a_dot b_dot bias_dot", "activation guard"),
+    (_RESIDUAL + "_jvp", "tangent", "a b bias residual a_dot b_dot bias_dot residual_dot", ""),
+    (_GATE + "_jvp", "gated_tangent", "a b a_dot b_dot", "activation guard"),
+)
 #: The operations, by the names of their public functions.
-OPERATIONS = {
-    row[0]: Operation(*row)
-    for row in (
-        ("matmul_bias_activation", "forward", "a b bias", "activation return_pre_activation out"),
-        ("matmul_bias_residual", "forward", "a b bias residual", "out"),
-        (
-            "matmul_bias_activation_bwd",
-            "backward",
-            "grad a b bias pre_activation",
-            "activation needs sum_batch guard out",
-        ),
-        (
-            "matmul_bias_residual_bwd",
-            "backward",
-            "grad a b bias residual pre_activation",
-            "needs sum_batch guard out",
-        ),
-        ("activation_mul", "gated", "a b", "activation out"),
-        ("activation_mul_bwd", "gated_backward", "grad a b", "activation needs guard out"),
-        (
-            "matmul_bias_activation_double_bwd",
-            "double_backward",
-            "u v w grad a b bias pre_activation",
-            "activation needs guard",
-        ),
-        (
-            "matmul_bias_residual_double_bwd",
-            "double_backward",
-            "u v w z grad a b bias residual",
-            "needs guard",
-        ),
-        (
-            "matmul_bias_activation_jvp",
-            "tangent",
-            "a b bias a_dot b_dot bias_dot",
-            "activation guard",
-        ),
-        (
-            "matmul_bias_residual_jvp",
-            "tangent",
-            "a b bias residual a_dot b_dot bias_dot residual_dot",
-            "",
-        ),
-        (
-            "activation_mul_double_bwd",
-            "gated_double_backward",
-            "u v grad a b",
-            "activation needs guard",
-        ),
-        ("activation_mul_jvp", "gated_tangent", "a b a_dot b_dot", "activation guard"),
-    )
-}
+OPERATIONS = {row[0]: Operation(*row) for row in _TABLE}

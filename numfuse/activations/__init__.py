@@ -7,13 +7,11 @@
 
 from numfuse.activations.formulas import (
     gelu,
-    gelu_erf,
     none,
     relu,
     short_form,
     sigmoid,
     silu,
-    softplus,
     tanh,
 )
 from numfuse.activations.row import Activation
@@ -24,13 +22,11 @@ __all__ = [
     "activation",
     "activations",
     "gelu",
-    "gelu_erf",
     "get",
     "none",
     "relu",
     "short_form",
     "sigmoid",
     "silu",
-    "softplus",
     "tanh",
 ]

@@ -73,11 +73,9 @@ class Traits:
 class Backend(Protocol):
     """The interface of a backend.
 
-    A run writes the problem's outputs and trusts what problem.py promises.
-
-    A backend that has several devices or precisions also has ``configure(device, precision)``,
-    which checks both and returns a backend object; one whose arrays live elsewhere has
-    ``to_device(x)``.
+    A run writes the problem's outputs and trusts what `numfuse.problem` promises. A backend that
+    has several devices or precisions also has ``configure(device, precision)``, which checks both
+    and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``.
     """
 
     name: str
@@ -307,14 +305,11 @@ class use_backend(ContextDecorator):
         ACTIVE.reset(token)
 
 
-class BackendStatus:
+class BackendStatus(NamedTuple):
     """Whether a backend can run here; true where it can, and its text is the reason where not."""
 
-    __slots__ = ("available", "reason")
-
-    def __init__(self, available: bool, reason: str) -> None:
-        self.available = available
-        self.reason = reason
+    available: bool
+    reason: str
 
     def __bool__(self) -> bool:
         return self.available
@@ -322,7 +317,8 @@ class BackendStatus:
     def __str__(self) -> str:
         return "available" if self.available else self.reason
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        return str(self)
 
 
 def backends() -> dict[str, BackendStatus]:

@@ -1,7 +1,4 @@
-"""The rules for a single operand: its kind of array, its dtype, and which arrays may overlap.
-
-The rules of shapes are in :mod:`numfuse.problem.shapes`; both serve :mod:`numfuse.problem.product`.
-"""
+"""The rules for a single operand: its kind of array, its dtype, and which arrays may overlap."""
 
 from __future__ import annotations
 
@@ -31,15 +28,7 @@ def format_of(dtype: np.dtype[Any]) -> str:
 
 
 def accumulator(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The accumulator's dtype for a storage dtype, or TypeError.
-
-    Parameters
-    ----------
-    name : str
-        What to call the operand in the message.
-    dtype : numpy.dtype
-        float64, float32, float16 or ml_dtypes.bfloat16, in native byte order.
-    """
+    """Return the accumulator's dtype for a storage dtype; TypeError calls the operand `name`."""
     known = ACCUMULATORS.get(dtype)
     if known is not None:
         return known
@@ -164,18 +153,8 @@ def output(
 ) -> ndarray:
     """The caller's own array for a result, after every check on it.
 
-    Parameters
-    ----------
-    name : str
-        What to call it in a message.
-    given : ndarray
-    shape, dtype
-        What the result has.
-    others : mapping
-        {name: array} of everything that it may not overlap. Judged by the bounds of the memory:
-        interleaved views (``x[::2]`` and ``x[1::2]``) count as overlapping.
-    may_be : tuple of str
-        Names in `others` that it may equal exactly (same memory, same strides).
+    It overlaps none of `others`, judged by the bounds of the memory (``x[::2]`` and ``x[1::2]``
+    count as overlapping), but may be exactly one of those in `may_be`: same memory, same strides.
     """
     if not isinstance(given, ndarray):
         raise TypeError(

@@ -131,22 +131,9 @@ class GatedBackwardProblem(GateOperands):
 class Layer:
     """The operands of a layer, and what moves along with them, checked and promoted.
 
-    Parameters
-    ----------
-    activation : str or Activation
-    moved : mapping
-        {operand that moves along: the operand whose shape it has}
-    operands
-        Arrays by name; None where one is not there.
-
-    Attributes
-    ----------
-    given : dict
-        The operands as plain arrays, in their own shapes.
-    head : dict
-        The fields of `GemmOperands`.
-    moved : dict
-        What moves along, by its name; None where it is not there.
+    `moved` is {operand that moves along: the operand whose shape it has}. The attributes are
+    `given`, the operands that are there as plain arrays in their own shapes; `head`, the fields of
+    `GemmOperands`; `moved`, what moves along by its name, None where it is not there.
     """
 
     def __init__(self, activation: Any, moved: Mapping[str, str], **operands: Any) -> None:

@@ -55,10 +55,7 @@ class GemmSecondGradients(NamedTuple):
 
 
 class GemmResidualSecondGradients(NamedTuple):
-    """The gradients that the cotangents of the gradients of a product with a residual give.
-
-    A gradient is None where it is not needed.
-    """
+    """The gradients that a residual layer's cotangents of gradients give; None where not needed."""
 
     d_grad: Any
     d_a: Any
@@ -82,9 +79,9 @@ class Tangent(NamedTuple):
     out_dot: Any
 
 
-#: {the operands that have gradients: the named tuple of these}
+#: {the names of gradients: the named tuple of these}
 _GRADIENTS: dict[tuple[str, ...], Any] = {
-    tuple(name.removeprefix("d_") for name in made._fields): made
+    made._fields: made
     for made in (
         GemmGradients,
         GemmResidualGradients,
@@ -102,10 +99,7 @@ _BACKWARD = ("d_grad", "d_a", "d_b", "d_bias", "d_residual")
 
 
 def settled(p: Any) -> bool:
-    """Whether nothing is left to compute of a problem's results.
-
-    What gradients there are then become zero.
-    """
+    """Whether nothing is left to compute of a problem; its results, if any, then become zero."""
     names = without_terms(p)
     for name in names or ():
         getattr(p, name)[...] = 0
@@ -190,4 +184,4 @@ def made_gradients(
             raise ValueError(f"{field} in out must be None where {reason}, got an array")
         arrays[field] = array
         result.append(array if given is None else given)
-    return arrays, _GRADIENTS[names](*result)
+    return arrays, _GRADIENTS[tuple(arrays)](*result)

@@ -131,21 +131,19 @@ def merge_axes(lengths: Sequence[int], *strides: Sequence[int]) -> tuple[Shape, 
     return tuple(found), [tuple(mine) for mine in steps]
 
 
-def merge_rows(x: ndarray) -> ndarray | None:
-    """(..., M, K) as a 2-D view, every axis but the last merged; None if that takes a copy."""
+def _rows_of(name: str, x: ndarray) -> ndarray | None:
+    """(..., M, K) as a 2-D view, every axis but the last merged; None if that takes a copy.
+
+    What has one row for every row of the result keeps it.
+    """
+    if name in ("residual", "z", "d_residual") and x.size == x.shape[-1]:
+        return x.reshape(1, x.shape[-1])
     if x.ndim == 2:
         return x
     lengths = x.shape[:-1]
     if x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1:
         return None
     return x.reshape(prod(lengths), x.shape[-1])
-
-
-def _rows_of(name: str, x: ndarray) -> ndarray | None:
-    """Return an operand or result by `merge_rows`; one row for every row of the result as it is."""
-    if name in ("residual", "z", "d_residual") and x.size == x.shape[-1]:
-        return x.reshape(1, x.shape[-1])
-    return merge_rows(x)
 
 
 def shares_weights(p: Any) -> bool:

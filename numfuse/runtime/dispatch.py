@@ -23,7 +23,6 @@ DEVICES: list[tuple[str, tuple[int, ...], str]] = []
 #: What needs no adapter: the public functions compare types with these before anything else.
 PLAIN = frozenset({ndarray, type(None)})
 
-
 #: {class: what runs a call on such arrays}, of adapters that repeat calls that they made before: a
 #: function of the operation, which has the other way (`other`), and what that is called with.
 AGAIN: dict[type, Callable[..., Any]] = {}
@@ -110,11 +109,8 @@ def _root(kind: type) -> str:
 
 def _adapter_name(kind: type) -> str | None:
     # The bases count: a user's subclass of torch.Tensor is defined in the user's own module.
-    for base in kind.__mro__:
-        module = ADAPTERS.get(_root(base))
-        if module is not None:
-            return module
-    return None
+    roots = map(_root, kind.__mro__)
+    return next((ADAPTERS[root] for root in roots if root in ADAPTERS), None)
 
 
 def _protocol_name(x: Any) -> str | None:

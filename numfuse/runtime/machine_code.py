@@ -120,10 +120,7 @@ def function(template: Callable[..., Any], signature: Any, **options: Any) -> An
 class Code:
     """The machine code of an object file, in memory that goes with this object.
 
-    Attributes
-    ----------
-    address : int
-        Of the function `symbol`.
+    `address` is that of the function `symbol`.
     """
 
     __slots__ = ("_engine", "address")

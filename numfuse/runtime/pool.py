@@ -19,13 +19,7 @@ class FreeBlocks(Generic[T]):
 
     The garbage collector may end an array, which gives its block back, in the middle of any line
     here: `keep` waits for nothing, and what it cannot put away at once waits for the next call.
-
-    Parameters
-    ----------
-    drop : callable
-        Called with each block that has to go.
-    limit : int or None
-        Bytes to keep; None: all that come.
+    `drop` is called with each block that has to go; `limit` is in bytes.
     """
 
     def __init__(self, drop: Callable[[T], object], limit: int | None = None) -> None:

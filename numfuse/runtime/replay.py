@@ -43,12 +43,7 @@ class Replay(Generic[Program]):
 
     There is no lock, which an interrupt or a fork could leave locked: every step is one of a dict,
     which no other thread can come between. Threads that record the same call at once keep the
-    program of the last.
-
-    Parameters
-    ----------
-    entries, nbytes : int
-        The limits. A program that alone has more bytes is not kept.
+    program of the last. A program that alone has more bytes than the limit is not kept.
     """
 
     def __init__(self, entries: int, nbytes: int) -> None:

@@ -46,12 +46,7 @@ _ROOMS: dict[str, pathlib.Path] = {}
 def register(room: str, place: str) -> None:
     """Let the kernels of a package's or a module's templates depend on all of its source texts.
 
-    Parameters
-    ----------
-    room : str
-        The name of the package or module.
-    place : str
-        Its ``__file__``: of a package, all texts beside and below that.
+    `room` is its name, `place` its ``__file__``.
     """
     path = pathlib.Path(place).resolve()
     _ROOMS[room] = path.parent if path.name == "__init__.py" else path
