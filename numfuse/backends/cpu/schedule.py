@@ -235,6 +235,9 @@ class _Schedule:
         if x.fmt == self.acc:
             return None
         shape = (self.p.m, x.shape[-1]) if name in self.apart else x.shape
+        if x.lies_by_columns():
+            *batch, m, n = shape
+            return temporary(f"total {name}", (*batch, n, m), self.acc).turned()
         return temporary(f"total {name}", shape, self.acc)
 
     def blocks(self) -> Iterator[list[list[Step]]]:
