@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from numpy import ndarray
+from numpy import empty, ndarray
 from torch import Tensor, nn
 from torch.autograd import Function
 
 from numfuse.activations import Activation, get
 from numfuse.adapters.torch.kept import FINITE, Way, way
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.tensors import array_over, to_tensor, watched
+from numfuse.adapters.torch.tensors import array_over, run_beside, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
 
 __all__ = [
@@ -44,9 +44,6 @@ _NONE = get("none")
 #: The operands of a layer, and the flags of its backward: not `sum_batch`, but `guard`.
 _NAMES = "a", "b", "bias"
 _FLAGS = False, True
-
-#: Elements of a gradient that is copied in no more time than three more calls take: 40 us.
-_SMALL_COPY = 1 << 15
 
 _strided = torch.strided
 
@@ -104,14 +101,19 @@ def run(
         found = on_cuda().run(operation, *x)
         return found._replace(d_b=found.d_b.t()) if turned else found
     arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
+    out = None
     if flipped:
-        arrays[flipped] = arrays[flipped].T
-    found = operation(tuple(arrays), activation, flags, needs, None, backend)
+        b = arrays[flipped]
+        arrays[flipped] = b.T
+        if turned:  # PyTorch copies a gradient that has not its weight's layout
+            own = empty(b.shape, b.dtype)
+            out = None, own.T, None
+    found = run_beside(operation, tuple(arrays), activation, flags, needs, out, backend)
     if type(found) is ndarray:
         return to_tensor(found)
     made: list[Any] = [None if x is None else to_tensor(x) for x in found]
     if turned:
-        made[1] = made[1].t()
+        made[1] = to_tensor(own)
     return tuple.__new__(type(found), made)
 
 
@@ -120,25 +122,9 @@ def gradients(
 ) -> tuple[Any, ...]:
     """Return the gradients of a layer, of grad, a, b, bias and what has been kept of it.
 
-    `slope` has the derivative at what has been kept. PyTorch copies a gradient that has not its
-    weight's layout, and a kernel that writes by columns takes up to five times as long. So the
-    large ones of weights that are given transposed are products of their own.
+    `slope` has the derivative at what has been kept.
     """
-    g, a, b, bias, kept = x
-    own = flipped and "b" in needs and g.is_cpu and b.numel() > _SMALL_COPY
-    if not own or (slope is not _NONE and (kept is None or kept.dtype is not g.dtype)):
-        return tuple(run(_LAYER_BACKWARD, x, slope, _FLAGS, needs, backend, 2 * flipped))
-    if slope is not _NONE:
-        ones = g.new_ones(()).expand(g.shape)
-        g = run(_GATE_BACKWARD, (g, kept, ones), slope, (True,), ("a",), backend)[0]
-    d_a = d_bias = None
-    if "a" in needs:
-        d_a = run(LAYER, (g, b, None), _NONE, (False,), (), backend)
-    if "bias" in needs:
-        x = (g, a, b, bias, None)
-        d_bias = run(_LAYER_BACKWARD, x, _NONE, _FLAGS, ("bias",), backend, 2)[2]
-    rows, grads = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
-    return d_a, run(LAYER, (grads.t(), rows, None), _NONE, (False,), (), backend), d_bias
+    return tuple(run(_LAYER_BACKWARD, x, slope, _FLAGS, needs, backend, 2 * flipped))
 
 
 # --- nodes --------------------------------------------------------------------------------------
