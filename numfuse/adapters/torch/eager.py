@@ -23,10 +23,11 @@ from numfuse.operations import OPERATIONS, Operation
 
 __all__ = [
     "DIFFERENTIABLE",
+    "FLAGS",
     "LAYER",
+    "LAYER_BACKWARD",
     "TENSORS",
     "complete",
-    "gradients",
     "layer",
     "mode",
     "run",
@@ -36,14 +37,14 @@ __all__ = [
 TENSORS = frozenset({Tensor, nn.Parameter})
 
 LAYER = OPERATIONS["matmul_bias_activation"]
-_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
 _RESIDUAL = OPERATIONS["matmul_bias_residual"]
 _GATE = OPERATIONS["activation_mul"]
 _GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
 _NONE = get("none")
 #: The operands of a layer, and the flags of its backward: not `sum_batch`, but `guard`.
 _NAMES = "a", "b", "bias"
-_FLAGS = False, True
+FLAGS = False, True
 
 _strided = torch.strided
 
@@ -117,16 +118,6 @@ def run(
     return tuple.__new__(type(found), made)
 
 
-def gradients(
-    x: tuple[Any, ...], slope: Activation, needs: tuple[str, ...], backend: Any, flipped: bool
-) -> tuple[Any, ...]:
-    """Return the gradients of a layer, of grad, a, b, bias and what has been kept of it.
-
-    `slope` has the derivative at what has been kept.
-    """
-    return tuple(run(_LAYER_BACKWARD, x, slope, _FLAGS, needs, backend, 2 * flipped))
-
-
 # --- nodes --------------------------------------------------------------------------------------
 #: Elements, or multiplications of a product, that are made sooner than it is known who asks: 20 us.
 _SMALL_GATE, _SMALL_PRODUCT = 1 << 15, 1 << 19
@@ -194,7 +185,8 @@ class _Layer(Function):
         if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
             return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
         x, slope = (g, a, b, bias, kept), _NONE if way.slope is None else way.slope
-        return (*gradients(x, slope, needs, way.backend, way.flipped), None)
+        found = run(LAYER_BACKWARD, x, slope, FLAGS, needs, way.backend, 2 * way.flipped)
+        return (*found, None)
 
 
 class _Residual(Function):
@@ -253,7 +245,8 @@ def _layer_gradients(
         g_pre = g_pre.to(a.dtype)
         g = g_pre if g is None else g + g_pre
     if not torch.is_grad_enabled():
-        return gradients((g, a, b, bias, None), _NONE, needs, way.backend, way.flipped)
+        x = (g, a, b, bias, None)
+        return run(LAYER_BACKWARD, x, _NONE, FLAGS, needs, way.backend, 2 * way.flipped)
     if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
         plain = way._replace(activation=_NONE)
         return _watched_gradients(plain, needs, operands, g, None)
@@ -291,7 +284,7 @@ def _watched_gradients(
         if x is None:
             continue
         x = (x.to(a.dtype), a, b, bias, None)
-        found = _LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
+        found = LAYER_BACKWARD.other(x, act, FLAGS, needs, None, way.backend)
         total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
     if way.flipped and total[1] is not None:
         total[1] = total[1].t()

@@ -301,27 +301,24 @@ def _objects_can_be_read() -> bool:
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
+_NUMBERS_OF_THE_PROTOCOL = """
+    D_SLOTS NUMBER_BITS NUMBERS B_ASLEEP B_PROCESSOR B_WAITED BOARD_WORDS PLACE_WORDS PLACES
+"""
+
+
 def _words() -> dict[str, Any]:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
+    names |= {name: getattr(protocol, name) for name in _NUMBERS_OF_THE_PROTOCOL.split()}
     for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY, protocol.PLACE):
         names |= words
     return names | {
-        "D_SLOTS": protocol.D_SLOTS,
         "WORDS": intrinsics.make_elements("int64"),
-        "NUMBER_BITS": protocol.NUMBER_BITS,
-        "NUMBERS": protocol.NUMBERS,
         "HEAD_WORDS": len(protocol.HEAD),
         "STEP_WORDS": len(protocol.STEP),
         "ENTRY_WORDS": len(protocol.ENTRY),
-        "B_ASLEEP": protocol.B_ASLEEP,
-        "B_PROCESSOR": protocol.B_PROCESSOR,
-        "B_WAITED": protocol.B_WAITED,
         "CALL_PARALLEL": intrinsics.make_call(4),
         "CALL_NUMBER": intrinsics.make_call_number(),
         "NEIGHBOURS": NEIGHBOURS,
-        "BOARD_WORDS": protocol.BOARD_WORDS,
-        "PLACE_WORDS": protocol.PLACE_WORDS,
-        "PLACES": protocol.PLACES,
         "PATIENCE": PATIENCE,
         "LINE": tiling.LINE,
         "PAGE": PAGE,
