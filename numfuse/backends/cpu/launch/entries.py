@@ -232,7 +232,7 @@ def run_in_team(
 
 
 def take_seat(table: int) -> None:
-    """What each thread of a team does with the table of a launch.
+    """Take a seat at the table of a launch, and cells: what a team's threads run.
 
     At the end of a team all wait for all. The first to come does so here, and counts its looks.
     """
