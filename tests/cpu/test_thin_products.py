@@ -110,3 +110,26 @@ def test_any_number_of_threads_gives_thin_products_the_same_bits(monkeypatch):
     BACKEND.replay.clear()
     for one, two in zip(*found, strict=True):
         assert_same(one, two, "threads")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("rows", [40, 3000])
+def test_a_result_that_lies_by_columns_has_the_bits_of_one_by_rows(dtype, batch, rows, monkeypatch):
+    """It is computed as its transpose, in several blocks where grad_pre is held in blocks."""
+    monkeypatch.setattr(tiling, "GRAD_PRE_BYTES", 1 << 16)
+    BACKEND.replay.clear()
+    grad, a, b, bias = operands(rows, 37, 29, dtype, batch)
+
+    def turned(x):
+        return np.full_like(x.swapaxes(-1, -2), np.nan, order="C").swapaxes(-1, -2)
+
+    for activation in ("none", "gelu"):
+        wanted = nf.matmul_bias_activation(a, b, bias, activation)
+        out = nf.matmul_bias_activation(a, b, bias, activation, out=turned(wanted))
+        assert_same([out], [wanted], activation)
+        wanted = nf.matmul_bias_activation_bwd(grad, a, b, bias, activation)
+        outs = [turned(x) for x in wanted[:2]]
+        nf.matmul_bias_activation_bwd(grad, a, b, bias, activation, out=(*outs, None))
+        assert_same(outs, wanted[:2], activation)
+    BACKEND.replay.clear()

@@ -62,8 +62,9 @@ def _layer_bwd(
     grad: Tensor, a: Tensor, b: Tensor, bias: Any, kept: Any, activation: str, needs: str,
     flipped: bool, backend: Any,
 ) -> list[Tensor]:  # fmt: skip
-    x, slope = (grad, a, b, bias, kept), activation_of(activation)
-    found = eager.gradients(x, slope, tuple(needs.split()), backend_of(backend), flipped)
+    x, needed = (grad, a, b, bias, kept), tuple(needs.split())
+    how = activation_of(activation), eager.FLAGS, needed, backend_of(backend), 2 * flipped
+    found = eager.run(eager.LAYER_BACKWARD, x, *how)
     return [x.contiguous() for x in found if x is not None]
 
 

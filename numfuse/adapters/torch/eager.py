@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy import ndarray
+from numpy import empty, ndarray
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -20,15 +19,17 @@ from numfuse.activations import Activation, get
 from numfuse.adapters.torch import replayed
 from numfuse.adapters.torch.kept import FINITE, Way, way
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.tensors import array_over, to_tensor, watched
+from numfuse.adapters.torch.tensors import TEAM, array_over, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
+from numfuse.runtime.threads import share
 
 __all__ = [
     "DIFFERENTIABLE",
+    "FLAGS",
     "LAYER",
+    "LAYER_BACKWARD",
     "TENSORS",
     "complete",
-    "gradients",
     "layer",
     "mode",
     "run",
@@ -38,17 +39,14 @@ __all__ = [
 TENSORS = frozenset({Tensor, nn.Parameter})
 
 LAYER = OPERATIONS["matmul_bias_activation"]
-_LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
+LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
 _RESIDUAL = OPERATIONS["matmul_bias_residual"]
 _GATE = OPERATIONS["activation_mul"]
 _GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
 _NONE = get("none")
 #: The operands of a layer, and the flags of its backward: not `sum_batch`, but `guard`.
 _NAMES = "a", "b", "bias"
-_FLAGS = False, True
-
-#: Elements of a gradient that is copied in no more time than three more calls take: 40 us.
-_SMALL_COPY = 1 << 15
+FLAGS = False, True
 
 _strided = torch.strided
 
@@ -101,49 +99,28 @@ def run(
         cuda = on_cuda()
         x = operation, operands, activation, flags, needs, None, backend
         return cuda.run(*x, cuda.checked, flipped) if flipped else cuda.run(*x)
-    found = replayed.run(operation, operands, activation, flags, needs, backend, flipped)
-    if found is not None:
-        return found
-    arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
-    out: Any = None
-    if flipped:
-        weight = arrays[flipped]
-        arrays[flipped] = weight.T
-        if "b" in needs:
-            out = None, np.empty(weight.shape, weight.dtype).T, None
-    found = operation(tuple(arrays), activation, flags, needs, out, backend)
+    share.team = TEAM  # which the operations before have kept awake
+    try:
+        found = replayed.run(operation, operands, activation, flags, needs, backend, flipped)
+        if found is not None:
+            return found
+        arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
+        out: Any = None
+        if flipped:
+            b = arrays[flipped]
+            arrays[flipped] = b.T
+            if "b" in needs:  # PyTorch copies a gradient that has not its weight's layout
+                own = empty(b.shape, b.dtype)
+                out = None, own.T, None
+        found = operation(tuple(arrays), activation, flags, needs, out, backend)
+    finally:
+        share.team = None
     if type(found) is ndarray:
         return to_tensor(found)
     made: list[Any] = [None if x is None else to_tensor(x) for x in found]
     if out is not None:
-        made[1] = made[1].t()
+        made[1] = to_tensor(own)
     return tuple.__new__(type(found), made)
-
-
-def gradients(
-    x: tuple[Any, ...], slope: Activation, needs: tuple[str, ...], backend: Any, flipped: bool
-) -> tuple[Any, ...]:
-    """Return the gradients of a layer, of grad, a, b, bias and what has been kept of it.
-
-    `slope` has the derivative at what has been kept. PyTorch copies a gradient that has not its
-    weight's layout, and a kernel that writes by columns takes up to five times as long. So the
-    large ones of weights that are given transposed are products of their own.
-    """
-    g, a, b, bias, kept = x
-    own = flipped and "b" in needs and g.is_cpu and b.numel() > _SMALL_COPY
-    if not own or (slope is not _NONE and (kept is None or kept.dtype is not g.dtype)):
-        return tuple(run(_LAYER_BACKWARD, x, slope, _FLAGS, needs, backend, 2 * flipped))
-    if slope is not _NONE:
-        ones = g.new_ones(()).expand(g.shape)
-        g = run(_GATE_BACKWARD, (g, kept, ones), slope, (True,), ("a",), backend)[0]
-    d_a = d_bias = None
-    if "a" in needs:
-        d_a = run(LAYER, (g, b, None), _NONE, (False,), (), backend)
-    if "bias" in needs:
-        x = (g, a, b, bias, None)
-        d_bias = run(_LAYER_BACKWARD, x, _NONE, _FLAGS, ("bias",), backend, 2)[2]
-    rows, grads = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
-    return d_a, run(LAYER, (grads.t(), rows, None), _NONE, (False,), (), backend), d_bias
 
 
 # --- nodes --------------------------------------------------------------------------------------
@@ -215,7 +192,8 @@ class _Layer(Function):
         if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
             return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
         x, slope = (g, a, b, bias, kept), _NONE if way.slope is None else way.slope
-        return (*gradients(x, slope, needs, way.backend, way.flipped), None)
+        found = run(LAYER_BACKWARD, x, slope, FLAGS, needs, way.backend, 2 * way.flipped)
+        return (*found, None)
 
 
 class _Residual(Function):
@@ -274,7 +252,8 @@ def _layer_gradients(
         g_pre = g_pre.to(a.dtype)
         g = g_pre if g is None else g + g_pre
     if not torch.is_grad_enabled():
-        return gradients((g, a, b, bias, None), _NONE, needs, way.backend, way.flipped)
+        x = (g, a, b, bias, None)
+        return run(LAYER_BACKWARD, x, _NONE, FLAGS, needs, way.backend, 2 * way.flipped)
     if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
         plain = way._replace(activation=_NONE)
         return _watched_gradients(plain, needs, operands, g, None)
@@ -312,7 +291,7 @@ def _watched_gradients(
         if x is None:
             continue
         x = (x.to(a.dtype), a, b, bias, None)
-        found = _LAYER_BACKWARD.other(x, act, _FLAGS, needs, None, way.backend)
+        found = LAYER_BACKWARD.other(x, act, FLAGS, needs, None, way.backend)
         total = [y if s is None else s + y for s, y in zip(total, found, strict=True)]
     if way.flipped and total[1] is not None:
         total[1] = total[1].t()

@@ -28,6 +28,7 @@ from numfuse.adapters.torch.tensors import (
     is_lazy,
     moves,
     own_values,
+    run_beside,
     to_numpy,
     to_tensor,
     watched,
@@ -202,7 +203,7 @@ def public(name: str) -> Any:
             tensors: dict[int, Tensor] = {}
             operands = [_array(x, tensors) for x in args]
             named = {key: _array(x, tensors) for key, x in options.items()}
-            found = _result(core(*operands, **named), tensors)
+            found = _result(run_beside(core, *operands, **named), tensors)
         for x in outs:
             # What a backward keeps of it is noticed, as where PyTorch itself writes.
             if not x.is_inference():

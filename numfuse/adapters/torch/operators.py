@@ -19,7 +19,13 @@ from torch.autograd import forward_ad
 
 from numfuse.adapters.primitives import CORE, How, Primitive, matrices
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
-from numfuse.adapters.torch.tensors import array_over, own_values, to_tensor, transformed
+from numfuse.adapters.torch.tensors import (
+    array_over,
+    own_values,
+    run_beside,
+    to_tensor,
+    transformed,
+)
 from numfuse.problem.shapes import gemm_shape, residual_view
 
 #: Return the public functions over tensors of a GPU, without derivatives.
@@ -90,7 +96,8 @@ class Op:
         read: Any = own_values if cuda else array_over
         operands = [None if x is None else read(x) for x in tensors]
         pre = operands.pop() if self._primitive.takes_saved else None
-        found = self._primitive.run(on_cuda() if cuda else CORE, how, *operands, pre=pre)
+        library = on_cuda() if cuda else CORE
+        found = run_beside(self._primitive.run, library, how, *operands, pre=pre)
         several = found if isinstance(found, tuple) else (found,)
         results = several if cuda else tuple(map(to_tensor, several))
         return results if len(results) > 1 else results[0]

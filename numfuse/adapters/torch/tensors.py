@@ -17,6 +17,8 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from numfuse.runtime.threads import Team, share
+
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -104,6 +106,32 @@ def checked(**operands: Any) -> None:
     if len(set(devices.values())) > 1:
         found = ", ".join(f"{name} {device}" for name, device in devices.items())
         raise TypeError(f"all operands must be on one device, got {found}")
+
+
+# --- threads ------------------------------------------------------------------------------------
+def _team() -> Team | None:
+    """PyTorch's threads on the CPU, where they are those of an OpenMP with GNU's entry."""
+    if "parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        return None
+    try:
+        own = ctypes.CDLL(torch._C.__file__)
+        functions = own.GOMP_parallel, own.omp_get_num_threads
+    except (AttributeError, OSError):
+        return None
+    parallel, count = (ctypes.cast(x, ctypes.c_void_p).value for x in functions)
+    return Team(parallel, count, torch.get_num_threads) if parallel and count else None
+
+
+TEAM = _team()
+
+
+def run_beside(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Run a call of the core on PyTorch's threads, which its operations before have kept awake."""
+    share.team = TEAM
+    try:
+        return call(*args, **options)
+    finally:
+        share.team = None
 
 
 # --- who watches --------------------------------------------------------------------------------

@@ -178,9 +178,12 @@ def product(
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
     None where there is nothing to compute.
     """
-    if tiling.NARROW >= b.shape[-1] < a.shape[-2] and slots.sums is None:
-        # Few columns: their transpose has long rows, which waste no lane of a vector and no call of
-        # the row function. An element is the same sum in the same order.
+    out = slots.out
+    narrow = tiling.NARROW >= b.shape[-1] < a.shape[-2]
+    if slots.sums is None and (narrow or (out is not None and out.lies_by_columns())):
+        # A result of few columns has a transpose of long rows, which waste no lane of a vector and
+        # no call of the row function; one that lies by columns, a transpose that is written by
+        # rows. An element is the same sum in the same order.
         a, b = b.turned(), a.turned()
         slots = Slots(*(None if x is None else x.turned() for x in slots))
     operands = (a, b, *slots)

@@ -137,11 +137,9 @@ def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
 
 def scattered(p: Any, operands: Mapping[str, Operand]) -> list[str]:
     """Return the operands of which a block gathers its rows; see `problem.shapes.as_one`."""
-    found = []
-    for name, x in operands.items():
-        if len(x.shape) > 2 and name in BY_ROWS and not p.batch:
-            found.append(name)
-    return found
+    if p.batch:
+        return []
+    return [name for name, x in operands.items() if len(x.shape) > 2 and name in BY_ROWS]
 
 
 def record(
@@ -235,6 +233,9 @@ class _Schedule:
         if x.fmt == self.acc:
             return None
         shape = (self.p.m, x.shape[-1]) if name in self.apart else x.shape
+        if x.lies_by_columns():
+            *batch, m, n = shape
+            return temporary(f"total {name}", (*batch, n, m), self.acc).turned()
         return temporary(f"total {name}", shape, self.acc)
 
     def blocks(self) -> Iterator[list[list[Step]]]:

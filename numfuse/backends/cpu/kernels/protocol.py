@@ -104,8 +104,9 @@ HEAD = Schema("H_BESIDE H_PLACE")
 #: and before its phase, and the words of the descriptor.
 STEP = Schema("P_CELL P_END P_BEFORE P_LENGTH")
 #: The table of an open sequence: the next cell to be taken and how many are finished (a line each),
-#: all cells, and from T_ENTRIES on an entry a step.
-TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_ENTRIES": 24}
+#: all cells, what a team's threads need to know, and from T_ENTRIES on an entry a step.
+TABLE = {"T_NEXT": 0, "T_FINISHED": 8, "T_CELLS": 16, "T_SEATS": 17, "T_CAME": 18, "T_PAUSE": 19}
+TABLE |= {"T_COUNT": 20, "T_WORKSPACE": 21, "T_STRIDE": 22, "T_WAITED": 23, "T_ENTRIES": 24}
 #: Of an entry: as of a step, but the descriptor's address in place of its length.
 ENTRY = Schema("E_CELL E_END E_BEFORE E_DESCRIPTOR")
 #: The board on which launches offer seats to helpers: how many of these sleep, the processor of the

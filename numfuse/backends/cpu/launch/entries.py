@@ -202,6 +202,53 @@ def run_with_helpers(
     WORDS(board)[B_WAITED] = waited
 
 
+def run_in_team(
+    steps: int,
+    count: int,
+    arrays: int,
+    workspace: int,
+    table: int,
+    stride: int,
+    threads: int,
+    board: int,
+    pause: int,
+    parallel: int,
+    count_members: int,
+    member: int,
+    size: int,
+) -> None:
+    """A sequence in a team of OpenMP's threads: `size`, of which `threads` take seats.
+
+    `parallel` is the address of the function that runs `member` in each thread of a team, and
+    `count_members` that of one which tells a thread how many these are.
+    """
+    table += workspace
+    OPEN(steps, count, arrays, workspace, table)
+    t = WORDS(table)
+    t[T_SEATS], t[T_CAME], t[T_PAUSE], t[T_COUNT] = threads, 0, pause, count_members
+    t[T_WORKSPACE], t[T_STRIDE] = workspace, stride
+    CALL_PARALLEL(parallel, member, table, size, 0)
+    WORDS(board)[B_WAITED] = t[T_WAITED]
+
+
+def take_seat(table: int) -> None:
+    """Take a seat at the table of a launch, and cells: what a team's threads run.
+
+    At the end of a team all wait for all. The first to come does so here, and counts its looks.
+    """
+    t = WORDS(table)
+    came = FETCH_ADD(table + 8 * T_CAME, 1)
+    seat = FETCH_ADD(table + 8 * T_SEATS, -1) - 1
+    waited = looks = 0
+    if seat >= 0:
+        waited = WORK(table, t[T_WORKSPACE] + seat * t[T_STRIDE], t[T_PAUSE])
+    if came == 0:
+        size = CALL_NUMBER(t[T_COUNT])
+        while LOAD(table + 8 * T_CAME) < size or LOAD(table + 8 * T_FINISHED) < t[T_CELLS]:
+            looks = LOOK_AGAIN(looks, t[T_PAUSE])
+        t[T_WAITED] = waited + looks
+
+
 def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
     """Take part in the launches on the board, until there has been none for a while, or where this
     is the processor of the thread that launches.
@@ -254,26 +301,24 @@ def _objects_can_be_read() -> bool:
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
+_NUMBERS_OF_THE_PROTOCOL = """
+    D_SLOTS NUMBER_BITS NUMBERS B_ASLEEP B_PROCESSOR B_WAITED BOARD_WORDS PLACE_WORDS PLACES
+"""
+
+
 def _words() -> dict[str, Any]:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
+    names |= {name: getattr(protocol, name) for name in _NUMBERS_OF_THE_PROTOCOL.split()}
     for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY, protocol.PLACE):
         names |= words
     return names | {
-        "D_SLOTS": protocol.D_SLOTS,
         "WORDS": intrinsics.make_elements("int64"),
-        "NUMBER_BITS": protocol.NUMBER_BITS,
-        "NUMBERS": protocol.NUMBERS,
         "HEAD_WORDS": len(protocol.HEAD),
         "STEP_WORDS": len(protocol.STEP),
         "ENTRY_WORDS": len(protocol.ENTRY),
-        "B_ASLEEP": protocol.B_ASLEEP,
-        "B_PROCESSOR": protocol.B_PROCESSOR,
-        "B_WAITED": protocol.B_WAITED,
+        "CALL_PARALLEL": intrinsics.make_call(4),
         "CALL_NUMBER": intrinsics.make_call_number(),
         "NEIGHBOURS": NEIGHBOURS,
-        "BOARD_WORDS": protocol.BOARD_WORDS,
-        "PLACE_WORDS": protocol.PLACE_WORDS,
-        "PLACES": protocol.PLACES,
         "PATIENCE": PATIENCE,
         "LINE": tiling.LINE,
         "PAGE": PAGE,
@@ -308,11 +353,12 @@ def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
 
 @functools.cache
 def entry(name: str) -> Any:
-    """Return a native function: "here", "helped" or "help"."""
+    """Return a native function: "here", "helped", "team" or "help"."""
     made = _words() | parts(data_of_array if OBJECTS_CAN_BE_READ else data_of_address)
     ways: dict[str, Callable[..., None]] = {
         "here": run_here,
         "helped": run_with_helpers,
+        "team": run_in_team,
         "help": help_launches,
     }
     if name == "help":
@@ -321,3 +367,9 @@ def entry(name: str) -> Any:
     signature = types.void(*[types.int64] * len(inspect.signature(template).parameters))
     # (without Numba's dispatcher, which takes 0.1 us to find out what the arguments are)
     return specialise.entry(template, signature, **made).overloads[signature.args].entry_point
+
+
+@functools.cache
+def member() -> specialise.Kernel:
+    """Return what a team runs in each of its threads."""
+    return specialise.kernel(take_seat, **_words(), **parts(data_of_address))

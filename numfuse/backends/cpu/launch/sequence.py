@@ -40,6 +40,12 @@ class Operand(NamedTuple):
             shape=(*batch, columns, rows), strides=(*steps, column_stride, row_stride)
         )
 
+    def lies_by_columns(self) -> bool:
+        """Whether columns are contiguous, several and long, and rows are not."""
+        *_, rows, columns = self.shape
+        *_, row_stride, column_stride = self.strides
+        return row_stride == self.itemsize != column_stride and min(rows, columns) > tiling.NARROW
+
 
 def operand(name: str, x: np.ndarray) -> Operand:
     """Return an array of the call as an operand."""

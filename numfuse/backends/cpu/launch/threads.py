@@ -1,7 +1,10 @@
 """On which threads the cells of a sequence run.
 
-Two ways, with the same result bit by bit: in the calling thread (small launches, one thread asked
-for, a forked child), or in that and in helpers, threads of our own.  Numba's pools are not used:
+Three ways, with the same result bit by bit: in the calling thread (small launches, one thread asked
+for, a forked child); in that and in helpers, threads of our own; or in a team, the threads that a
+library from which the call comes keeps for itself (`share.team`).  PyTorch's look for work for some
+milliseconds after each of its operations.  A helper that wakes on their core waits for its time
+slice, of 3 to 4 ms; they themselves begin at once.  Numba's pools are not used:
 their barrier waits for every thread, also for one that cannot begin because another library's pool
 holds its core (after a product, the idle threads of OpenBLAS look for work for 2**28 cycles, 130
 ms: a launch on Numba's threads took 4-12 ms longer), and workqueue aborts the process when two
@@ -26,7 +29,7 @@ from typing import Any
 import numba
 
 from numfuse.backends.cpu.kernels import protocol
-from numfuse.backends.cpu.launch.entries import entry
+from numfuse.backends.cpu.launch.entries import entry, member
 from numfuse.errors import BackendUnavailable
 from numfuse.runtime.threads import share
 
@@ -137,20 +140,30 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
         _alone = max(0, _alone - 1)
         entry("here")(*how)
         return
-    run_helped = entry("helped")
-    if len(_helpers) < threads - 1:
-        _start_helpers(threads - 1)
-    asleep = _board[protocol.B_ASLEEP]
-    if asleep > 0 and _wake.empty():
-        for _ in range(min(asleep, threads - 1)):
-            _wake.put(None)
-    start = time.monotonic()
-    run_helped(*how, stride, threads, BOARD, YIELD, PROCESSOR)
+    team = share.team
+    size = 1 if team is None else team.size()
+    if team is not None and size > 1:
+        call = team.parallel, team.count_members, member().address, size
+        run_in_team = entry("team")
+        start = time.monotonic()
+        run_in_team(*how, stride, threads, BOARD, YIELD, *call)
+    else:
+        run_helped = entry("helped")
+        if len(_helpers) < threads - 1:
+            _start_helpers(threads - 1)
+        asleep = _board[protocol.B_ASLEEP]
+        if asleep > 0 and _wake.empty():
+            for _ in range(min(asleep, threads - 1)):
+                _wake.put(None)
+        start = time.monotonic()
+        run_helped(*how, stride, threads, BOARD, YIELD, PROCESSOR)
     _note_waiting(_board[protocol.B_WAITED] * LOOK, time.monotonic() - start)
 
 
 #: Seconds of a look at a counter, at least.
 LOOK = 20e-9
+#: Seconds that a helper may be late: more than waking it takes, less than a time slice of others.
+LATE = 2e-4
 #: How many of the next launches take no helpers, and how many did the last time that it came to it.
 #: Races between threads that launch at once only make them try again.
 _alone = _were_alone = 0
@@ -163,7 +176,7 @@ def _note_waiting(waited: float, seconds: float) -> None:
     Where other work has the other cores, a helper that is held up keeps its cell, and all wait.
     """
     global _alone, _were_alone
-    if 3 * waited < seconds:
+    if waited < max(LATE, seconds / 3):
         _were_alone //= 2
     else:
         _alone = _were_alone = min(2 * _were_alone + 4, 256)
@@ -180,5 +193,7 @@ def _start_helpers(count: int) -> None:
 
 def warmup() -> None:
     """Compile the entries that a launch can take on this host."""
-    for name in ("here",) if _forked else ("here", "helped", "help"):
+    for name in ("here",) if _forked else ("here", "helped", "help", "team"):
         entry(name)
+    if not _forked:
+        member()
