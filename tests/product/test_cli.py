@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import numfuse
+from numfuse.__main__ import build_parser, main
 from numfuse.cli import bench, network, peers, report, timing
 
 SMALL = ["--sizes", "24x40x16", "--threads", "1", "--rounds", "2", "--peers", "NumPy"]
@@ -160,9 +161,9 @@ def test_info_tells_what_was_found_and_why_the_rest_was_not():
             assert f"{name}: not available\n  {status}" in done.stdout
 
 
-def test_info_as_json_names_every_backend():
-    done = python("-m", "numfuse", "info", "--json")
-    found = json.loads(done.stdout)
+def test_info_as_json_names_every_backend(capsys):
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert found["numfuse"] == numfuse.__version__
     assert set(found["backends"]) == set(numfuse.backends())
     assert found["backends"]["cpu"]["available"] is True
@@ -301,8 +302,6 @@ def test_bench_stops_when_its_time_is_up_and_says_what_it_left_out(tmp_path):
 
 
 def test_a_plain_bench_is_done_in_two_minutes_and_no_other_is_cut():
-    from numfuse.__main__ import build_parser
-
     def seconds(*arguments):
         return bench.budget(build_parser().parse_args(["bench", *arguments]))
 
@@ -314,8 +313,6 @@ def test_a_plain_bench_is_done_in_two_minutes_and_no_other_is_cut():
 
 
 def test_cases_come_by_turns_and_none_is_lost():
-    from numfuse.__main__ import build_parser
-
     cases = bench.choose_cases(build_parser().parse_args(["bench"]))
     turns = bench.by_turns(cases)
     assert sorted(turns) == sorted(cases)
@@ -344,8 +341,6 @@ def test_bench_that_cannot_write_says_so_in_a_sentence_before_it_measures(tmp_pa
 
 
 def test_bench_whose_file_cannot_be_written_says_so_in_a_sentence(tmp_path, monkeypatch, capsys):
-    from numfuse.__main__ import build_parser
-
     monkeypatch.setattr(bench, "measure", lambda arguments, advance: {})
     monkeypatch.setattr(report, "show", lambda found, console: None)
     arguments = build_parser().parse_args(["bench", "--json", str(tmp_path)])
@@ -432,8 +427,6 @@ def test_operands_in_a_layout_are_views_of_arrays_of_their_own(dtype, layout):
 
 
 def test_only_the_full_grid_has_views_and_of_products_alone():
-    from numfuse.__main__ import build_parser
-
     def layouts(*arguments):
         cases = bench.choose_cases(build_parser().parse_args(["bench", *arguments]))
         assert len(set(cases)) == len(cases)
@@ -493,8 +486,6 @@ def test_bench_refuses_a_size_that_is_none(text):
 
 
 def test_threads_beyond_the_cores_are_left_out_with_a_sentence():
-    from numfuse.__main__ import build_parser
-
     arguments = build_parser().parse_args(["bench", "--threads", "1", "2", "3"])
     threads, notes = bench.choose_threads(arguments, cores=[4, 6])
     assert threads == [1, 2]
