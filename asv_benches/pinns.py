@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 import numfuse as nf
-from numfuse.cli.steps import Maker, Runs, Work, layers
+from numfuse.cli.steps import Maker, Work, layers
+from numfuse.cli.timing import Runs
 from numfuse.cli.uses import Use
 
 NU = 0.01 / np.pi

@@ -79,7 +79,7 @@ def work(options: argparse.Namespace) -> int:
     session.limit_threads(options.peers, threads)
     generator = np.random.default_rng(0)
     for dtype in options.dtype:
-        peak = max(ceilings.fma_peak(dtype, threads, 0.02) or 0.0 for _ in range(5))
+        peak = max(ceilings.fma_peak(dtype, threads, 0.02) for _ in range(5))
         print(f"\n{threads} thread(s), {dtype}: FMA peak {peak:.0f} GFLOP/s", flush=True)
         for operation in options.operations:
             for m, n, k in options.sizes:
@@ -87,10 +87,8 @@ def work(options: argparse.Namespace) -> int:
                 o = peers.draw_operands(case, generator)
                 runs: dict[str, Callable[[], object]] = {}
                 for name in ("numfuse", *options.peers):
-                    make = peers.numfuse_contestant if name == "numfuse" else peers.PEERS[name][1]
-                    contestant = make(case, o)
-                    check(case, o, contestant.arrays(contestant.run()), name)
-                    runs[name] = contestant.run
+                    runs[name] = peers.contestant(name, case, o)
+                    check(case, o, timing.arrays(runs[name]()), name)
                 product = np.empty((m, n), dtype)
 
                 def blas(a: Any = o.a, b: Any = o.b, out: Any = product) -> None:

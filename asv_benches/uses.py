@@ -32,15 +32,8 @@ from pinns import PINNS, SHORT, pinn
 import numfuse as nf
 from numfuse.cli import report, uses
 from numfuse.cli.ceilings import processor
-from numfuse.cli.steps import (
-    Maker,
-    Runs,
-    Work,
-    inference,
-    jax_layer,
-    layers,
-    torch_step,
-)
+from numfuse.cli.steps import Maker, Work, inference, jax_layer, layers, torch_step
+from numfuse.cli.timing import Runs
 from numfuse.cli.uses import Use
 
 

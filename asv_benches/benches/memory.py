@@ -8,6 +8,7 @@ import numpy as np
 from numfuse.cli import peers
 
 from .cases import WIDE as DTYPES
+from .cases import call_of
 
 version = "1"  # of the figures: a new one, and asv forgets the old ones
 
@@ -25,7 +26,7 @@ def call(operation, dtype, shape):
     numba.set_num_threads(1)
     case = peers.Case(operation, *SHAPES[shape], dtype, "gelu")
     operands = peers.draw_operands(case, np.random.default_rng(0))
-    run = peers.numfuse_contestant(case, operands).run
+    run = call_of(peers.numfuse_contestant(case, operands))
     run()
     return run
 

@@ -9,14 +9,22 @@ report.
 from __future__ import annotations
 
 import argparse
+import functools
+import importlib.util
 import json
+import math
+import os
 import platform
+import secrets
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numfuse as nf
 from numfuse.cli import missing_extra
 from numfuse.cli.peers import ACTIVATIONS, LAYOUTS, OPERATIONS, PEERS, PRODUCTS, Case, installed
 from numfuse.cli.report import wrong_uses
@@ -46,6 +54,8 @@ USES_SECONDS, USE_SECONDS = 45.0, {"quick": 0.1, "default": 2.0, "full": 6.0}
 DEFAULT_OPERATIONS = OPERATIONS[:5]  # without "fresh"
 SLOW_TO_COMPILE = "torch.compile"  # seconds per case: only where asked for
 GATED_ELEMENTS = 1 << 16  # below, a gated call measures the caller and not the kernel
+# Called with what is measured next and how many of how many are done, as rich's bar names them.
+Advance = Callable[..., None]
 
 
 def size(text: str) -> tuple[int, int, int]:
@@ -113,8 +123,6 @@ def choose_peers(arguments: argparse.Namespace) -> tuple[list[str], dict[str, st
 
 def choose_threads(arguments: argparse.Namespace, cores: list[int]) -> tuple[list[int], list[str]]:
     """Numbers of threads, and a sentence for each that this machine has no cores for."""
-    import os
-
     available = len(cores) or os.cpu_count() or 1
     if arguments.threads is None:
         return ([1] if arguments.effort == "quick" else sorted({1, available})), []
@@ -126,122 +134,107 @@ def choose_threads(arguments: argparse.Namespace, cores: list[int]) -> tuple[lis
     ]
 
 
-def choose_cases(arguments: argparse.Namespace) -> list[tuple[Any, ...]]:
+def choose_cases(arguments: argparse.Namespace) -> list[Case]:
     effort = arguments.effort
     default = {"quick": OPERATIONS[:2], "default": DEFAULT_OPERATIONS, "full": OPERATIONS}
-    sizes = arguments.sizes or list(map(size, SIZES[effort]))
-    gates = sizes
+    operations = arguments.operations or default[effort]
+    sizes = gates = arguments.sizes or list(map(size, SIZES[effort]))
     if not arguments.sizes:
         gates = [x for x in sizes if x[0] * x[1] >= GATED_ELEMENTS]
         gates += map(size, GATED_SIZES[effort])
+    parts = [(layout, operations, sizes) for layout in arguments.layouts or ["contiguous"]]
+    if effort == "full" and not (arguments.sizes or arguments.layouts):
+        viewed = [operation for operation in operations if operation in VIEW_OPERATIONS]
+        parts += [(layout, viewed, list(map(size, VIEW_SIZES))) for layout in LAYOUTS]
     # A gated operation works on (M, N): one case where two sizes differ in K only.
-    cases: dict[tuple[Any, ...], None] = {}
-
-    def add(operation: str, shapes: list[tuple[int, int, int]], dtype: str, layout: str) -> None:
-        for m, n, k in shapes:
-            k = k if operation in PRODUCTS else 0
-            cases[(operation, m, n, k, dtype, arguments.activation, layout)] = None
-
-    operations = arguments.operations or default[effort]
+    cases: dict[Case, None] = {}
     for dtype in arguments.dtype or ["float32", "float64"][: 1 if effort == "quick" else 2]:
-        for layout in arguments.layouts or ["contiguous"]:
-            for operation in operations:
-                if operation in PRODUCTS:
-                    add(operation, sizes, dtype, layout)
-                elif layout == "contiguous":
-                    add(operation, gates, dtype, layout)
-        if effort == "full" and not (arguments.sizes or arguments.layouts):
-            for layout in LAYOUTS:
-                for operation in filter(VIEW_OPERATIONS.__contains__, operations):
-                    add(operation, list(map(size, VIEW_SIZES)), dtype, layout)
+        for layout, chosen, shapes in parts:
+            for operation in chosen:
+                gated = operation not in PRODUCTS
+                if gated and layout != "contiguous":
+                    continue
+                for m, n, k in gates if gated else shapes:
+                    k = 0 if gated else k
+                    cases[Case(operation, m, n, k, dtype, arguments.activation, layout)] = None
     return list(cases)
 
 
-def by_turns(cases: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def by_turns(cases: list[Case]) -> list[Case]:
     """The first case of every operation, dtype and layout, then the second of each, and so on."""
-    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
-    for case in cases:
-        operation, _, _, _, dtype, _, layout = case
-        groups.setdefault((operation, dtype, layout), []).append(case)
-    longest = max(map(len, groups.values()), default=0)
-    return [group[i] for i in range(longest) for group in groups.values() if i < len(group)]
+    seen: Counter[tuple[str, ...]] = Counter()
+
+    def turn(case: Case) -> int:
+        group = (case.operation, case.dtype, case.layout)
+        seen[group] += 1
+        return seen[group]
+
+    return sorted(cases, key=turn)
 
 
-def budget(arguments: argparse.Namespace) -> float | None:
-    """Seconds that the measurements may take; None for as long as they do."""
+def asked(arguments: argparse.Namespace) -> bool:
+    """Return whether the arguments choose among the kernels."""
+    return any((arguments.sizes, arguments.dtype, arguments.operations, arguments.layouts))
+
+
+def budget(arguments: argparse.Namespace) -> float:
+    """Seconds that the measurements may take; infinite for as long as they do."""
     if arguments.seconds is not None:
         return float(arguments.seconds)
-    plain = arguments.effort == "default" and not any(
-        (*asked(arguments), arguments.rounds, arguments.threads)
-    )
-    return SECONDS if plain else None
-
-
-def asked(arguments: argparse.Namespace) -> tuple[Any, ...]:
-    """Return what chooses among the kernels."""
-    return arguments.sizes, arguments.dtype, arguments.operations, arguments.layouts
+    other = asked(arguments) or arguments.rounds or arguments.threads
+    return SECONDS if arguments.effort == "default" and not other else math.inf
 
 
 def choose_uses(arguments: argparse.Namespace) -> list[str] | None:
     """Return words of the names of the uses to measure, none for all; None for no use."""
     if arguments.uses is not None:
         return list(arguments.uses)
-    if any(asked(arguments)):
+    if asked(arguments):
         return None
     return ["NumPy"] if arguments.effort == "quick" else []
 
 
-def measure_uses(
-    arguments: argparse.Namespace,
+def measure_part(
+    plan: dict[str, Any],
     cores: list[int],
+    names: list[str],
+    end: float,
     report: dict[str, Any],
-    advance: Callable[[str, int, int], None],
-) -> None:
-    """Measure the uses, on all cores, as long as there is time."""
-    import os
-    import time
-
-    from numfuse.cli import session, uses
-
-    words = choose_uses(arguments)
-    names = [use.name for use in uses.chosen(words)] if words is not None else []
-    if not names:
-        return
-    plan = {
-        "threads": len(cores) or os.cpu_count() or 1,
-        "peers": [],
-        "uses": words,
-        "seconds": USE_SECONDS[arguments.effort],
-        "rounds": report["rounds"] * 3,
-        "seed": report["seed"],
-    }
-    limit, began = budget(arguments), time.monotonic()
-    advance(f"uses: {names[0]}", 0, len(names))
-    for event in session.start(plan, cores):
-        if event.pop("event") != "use":
-            continue
-        done = report["uses"]
-        done.append(event)
-        if len(done) == len(names):
-            continue  # the process ends by itself
-        if limit is not None and time.monotonic() - began > min(limit, USES_SECONDS):
-            report["notes"].append(
-                f"{len(names) - len(done)} of {len(names)} uses were left out, as the time was up"
-            )
-            break
-        advance(f"uses: {names[len(done)]}", len(done), len(names))
-
-
-def measure(
-    arguments: argparse.Namespace, advance: Callable[[str, int, int], None]
+    advance: Advance,
 ) -> dict[str, Any]:
-    """Run everything; ``advance(description, done, total)`` is called as it goes."""
-    import math
-    import secrets
-    import time
+    """Measure uses, or cases on one number of threads, until their time is up, but at least one.
 
-    import numfuse as nf
-    from numfuse.cli import ceilings, session
+    The results join those of the report; what else the process told is returned.
+    """
+    from numfuse.cli import session
+
+    kind = "uses" if "uses" in plan else "cases"
+    what = kind if kind == "uses" else f"cases on {plan['threads']} thread(s)"
+    found = {"threads": plan["threads"]}
+    done = 0
+    advance(description=f"{what}: {names[0]}", completed=0, total=len(names))
+    for event in session.start(plan, cores):
+        told = event.pop("event")
+        if told != kind:
+            found[told] = event
+            continue
+        report[kind].append(event)
+        done += 1
+        if done == len(names):
+            continue  # the process ends by itself
+        if time.monotonic() > end:
+            report["notes"].append(
+                f"{len(names) - done} of {len(names)} {what} were left out, as the time was up: "
+                "--seconds sets it, --full has no limit"
+            )
+            break  # ends the measuring process, too
+        advance(description=f"{what}: {names[done]}", completed=done)
+    return found
+
+
+def measure(arguments: argparse.Namespace, advance: Advance) -> dict[str, Any]:
+    """Run everything."""
+    from numfuse.cli import ceilings, uses
     from numfuse.cli.info import REQUIRED, version
 
     cores = ceilings.cores()
@@ -271,44 +264,31 @@ def measure(
         "sessions": [],
         "cases": [],
     }
-    total = len(threads) * len(cases)
     limit, began = budget(arguments), time.monotonic()
-    measure_uses(arguments, cores, report, advance)
-    for turn, count in enumerate(threads, 1):
+    words = choose_uses(arguments)
+    names = [use.name for use in uses.chosen(words)] if words is not None else []
+    if names:
+        every = len(cores) or os.cpu_count() or 1
+        plan = {"threads": every, "peers": [], "uses": words, "seed": seed}
+        plan |= {"rounds": rounds * 3, "seconds": USE_SECONDS[arguments.effort]}
+        end = began + (min(limit, USES_SECONDS) if limit < math.inf else limit)
+        measure_part(plan, cores, names, end, report, advance)
+    turns = by_turns(cases)
+    names = [f"{case.operation} {case.dtype} {case.m}x{case.n}" for case in turns]
+    for turn, count in enumerate(threads if turns else (), 1):
+        plan = {"threads": count, "peers": chosen, "cases": turns, "seed": seed}
+        # (one pinned thread has nobody to wait for)
+        plan |= {"rounds": rounds, "sample": sample, "rest": count > 1}
         # Each number of threads gets its share, and what those before it have left.
-        end = began + limit * turn / len(threads) if limit is not None else math.inf
-        measured = 0
-        found: dict[str, Any] = {"threads": count}
-        plan = {
-            "threads": count,
-            "cases": by_turns(cases),
-            "peers": chosen,
-            "rounds": rounds,
-            "sample": sample,
-            "rest": count > 1,  # one pinned thread has nobody to wait for
-            "seed": seed,
-        }
-        advance(f"{count} thread(s): ceilings", len(report["cases"]), total)
-        for event in session.start(plan, cores[:count]):
-            kind = event.pop("event")
-            if kind == "case":
-                report["cases"].append(event)
-                text = f"{count} thread(s): {event['operation']} {event['dtype']}"
-                measured += 1
-                advance(f"{text} {event['m']}x{event['n']}", len(report["cases"]), total)
-                if time.monotonic() > end and measured < len(cases):
-                    notes.append(
-                        f"{len(cases) - measured} of {len(cases)} cases on {count} thread(s) were "
-                        f"left out, as the time was up: --seconds sets it, --full has no limit"
-                    )
-                    break  # ends the measuring process, too
-            else:
-                found[kind] = event
+        end = began + limit * turn / len(threads)
+        found = measure_part(plan, cores[:count], names, end, report, advance)
         report["sessions"].append(found)
-    places = {case: place for place, case in enumerate(cases)}
-    report["cases"].sort(
-        key=lambda c: (threads.index(c["threads"]), places[tuple(c[x] for x in Case._fields)])
-    )
+
+    def place(found: dict[str, Any]) -> tuple[int, int]:
+        case = Case(*(found[name] for name in Case._fields))
+        return threads.index(found["threads"]), cases.index(case)
+
+    report["cases"].sort(key=place)
     return report
 
 
@@ -326,8 +306,6 @@ def wrong_results(report: dict[str, Any]) -> list[str]:
 
 def draw(report: dict[str, Any], path: Path, say: Callable[[str], None]) -> None:
     """The picture, where there is something to draw and something to draw with."""
-    import importlib.util
-
     if not report["cases"]:
         return
     if importlib.util.find_spec("matplotlib") is None:
@@ -350,28 +328,21 @@ def run(arguments: argparse.Namespace) -> int:
     # A pipe or a file has no width of its own: wide enough for every column.
     console = Console(width=None if sys.stdout.isatty() else 200)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        try:
-            report = measure(
-                arguments,
-                lambda text, done, total: bar.update(
-                    task, description=text, completed=done, total=total
-                ),
-            )
-        except RuntimeError as error:
-            bar.stop()
-            print(f"numfuse bench: {error}", file=sys.stderr)
-            return 1
-    reports.show(report, console)
     try:
+        for path in (arguments.json, arguments.picture, arguments.markdown):
+            if path and not path.parent.is_dir():
+                raise FileNotFoundError(f"no directory for {path}")
+        with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+            advance = functools.partial(bar.update, bar.add_task("starting", total=None))
+            report = measure(arguments, advance)
+        reports.show(report, console)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
         console.print(f"everything measured: {arguments.json}")
         draw(report, arguments.picture, console.print)
         if arguments.markdown:
             reports.write_markdown(report, arguments.markdown)
             console.print(f"tables: {arguments.markdown}")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:
         print(f"numfuse bench: {error}", file=sys.stderr)
         return 1
     wrong = wrong_results(report)

@@ -12,14 +12,9 @@ import numpy as np
 
 def processor() -> str:
     """The processor's name, as far as the system tells it."""
-    import platform
+    from numfuse.backends.cpu import host
 
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    return host.name()
 
 
 def cores() -> list[int]:
@@ -32,31 +27,22 @@ def cores() -> list[int]:
     chosen: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         path = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            siblings = path.read_text().strip()
-        except OSError:
-            siblings = str(cpu)
-        chosen.setdefault(siblings, cpu)
+        chosen.setdefault(path.read_text() if path.exists() else str(cpu), cpu)
     return sorted(chosen.values())
 
 
 def last_level_cache() -> int:
     """Bytes of the largest cache, 32 MiB if the system does not tell."""
-    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    sizes = []
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        text = path.read_text().strip()
-        sizes.append(int(text[:-1]) * factor[text[-1]] if text[-1] in factor else int(text))
-    return max(sizes, default=32 << 20)
+    files = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    sizes = [path.read_text().strip() for path in files]  # such as "2048K"
+    return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=32 << 20)
 
 
-def fma_peak(dtype: str, threads: int, seconds: float = 0.05) -> float | None:
-    """GFLOP/s of fused multiply-adds on registers alone; None if it cannot be measured."""
-    try:
-        from numfuse.backends.cpu.peak import fma_peak
-    except ImportError:
-        return None
-    return float(fma_peak(dtype, threads, seconds))
+def fma_peak(dtype: str, threads: int, seconds: float = 0.05) -> float:
+    """GFLOP/s of fused multiply-adds on registers alone."""
+    from numfuse.backends.cpu import peak
+
+    return peak.fma_peak(dtype, threads, seconds)
 
 
 def triad(threads: int, repeats: int = 5) -> tuple[float, int]:
@@ -83,19 +69,17 @@ def triad(threads: int, repeats: int = 5) -> tuple[float, int]:
 
 
 def _triads(threads: int) -> list[Any]:
-    """The triad with usual stores and, where the CPU backend has them, with non-temporal ones."""
+    """The triad with usual stores, and with non-temporal ones."""
     import numba
+
+    from numfuse.backends.cpu import host
+    from numfuse.backends.cpu.llvm import intrinsics, moves
 
     @numba.njit(parallel=threads > 1)
     def usual(a: Any, b: Any, c: Any, s: float) -> None:
         for i in numba.prange(a.shape[0]):
             a[i] = b[i] + s * c[i]
 
-    try:
-        from numfuse.backends.cpu import host
-        from numfuse.backends.cpu.llvm import intrinsics, moves
-    except ImportError:
-        return [usual]
     step = 32
     room = moves.make_room("float64", step)
     stream = moves.make_stream("float64", step, host.vector_bytes(), host.is_x86())

@@ -6,26 +6,28 @@ draw the learning curve and some of the test digits with their predictions.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from numfuse.cli import missing_extra
+import numpy as np
 
-if TYPE_CHECKING:
-    from numfuse.cli.network import Parameters
-    from numfuse.cli.ufuncs import Array
+import numfuse as nf
+from numfuse.cli import missing_extra, network
+from numfuse.cli.network import Parameters
+from numfuse.cli.timing import readable
+from numfuse.cli.ufuncs import Array
 
 RATE = 3e-3  # Adam's, at the start; it falls along a half cosine to 0
 TEST_SHARE = 0.25
 TIMED_ROUNDS = 25
 # Single precision, sums of at most 256 terms: 1e-5 is what was seen between any two of the three.
 GRADIENT_TOLERANCE = 1e-4
+Curve = list[tuple[float, float]]  # loss and test accuracy after each epoch
 
 
 def positive(text: str) -> int:
@@ -36,21 +38,14 @@ def positive(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--output",
-        type=Path,
-        default=Path("numfuse_demo.png"),
-        metavar="PATH",
-        help="where to write the picture (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--backend", metavar="NAME", help="cpu (the default), cuda, webgpu or reference"
-    )
-    parser.add_argument("--epochs", type=positive, default=60, help="default: %(default)s")
-    parser.add_argument(
-        "--batch", type=positive, default=128, help="rows per training step (default: %(default)s)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    add = parser.add_argument
+    text = "where to write the picture (default: %(default)s)"
+    add("--output", type=Path, default=Path("numfuse_demo.png"), metavar="PATH", help=text)
+    add("--backend", metavar="NAME", help="cpu (the default), cuda, webgpu or reference")
+    add("--epochs", type=positive, default=60, help="default: %(default)s")
+    text = "rows per training step (default: %(default)s)"
+    add("--batch", type=positive, default=128, help=text)
+    add("--seed", type=int, default=0, help="default: %(default)s")
 
 
 class Digits(NamedTuple):
@@ -63,16 +58,8 @@ class Digits(NamedTuple):
     background: float
 
 
-class Progress(NamedTuple):
-    """The figures of the learning curve, one for each epoch."""
-
-    loss: list[float]
-    test_accuracy: list[float]
-
-
 def load_digits(seed: int) -> Digits:
     """Every class has the same share of the training and of the test set (a stratified split)."""
-    import numpy as np
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -85,122 +72,90 @@ def load_digits(seed: int) -> Digits:
     return Digits(x_train - mean, y_train, x_test - mean, y_test, -float(mean))
 
 
-def shifted(x: Array, background: float, generator: object) -> Array:
+def shifted(x: Array, background: float, generator: np.random.Generator) -> Array:
     """Each picture moved by at most one pixel each way, half of them not at all in a direction.
 
     A training set of 1347 pictures is small: this takes the test accuracy from 98 % to 99 %.
     """
-    import numpy as np
-
-    assert isinstance(generator, np.random.Generator)
     rows = np.arange(len(x))[:, None, None]
     padded = np.pad(
         x.reshape(-1, 8, 8), ((0, 0), (1, 1), (1, 1)), constant_values=np.float32(background)
     )
-    down, right = generator.choice(3, size=(2, len(x)), p=(1 / 6, 2 / 3, 1 / 6))
-    window = np.arange(8)
-    down, right = down[:, None] + window, right[:, None] + window
+    moves = generator.choice(3, size=(2, len(x), 1), p=(1 / 6, 2 / 3, 1 / 6))
+    down, right = moves + np.arange(8)
     return padded[rows, down[:, :, None], right[:, None, :]].reshape(-1, 64)
 
 
 def accuracy(parameters: Parameters, x: Array, labels: Array) -> float:
-    from numfuse.cli.network import predict
-
-    return float((predict(parameters, x).argmax(axis=1) == labels).mean())
+    return float((network.predict(parameters, x).argmax(axis=1) == labels).mean())
 
 
 def train(
-    digits: Digits,
-    start: Parameters,
-    epochs: int,
-    batch: int,
-    seed: int,
-    after_epoch: Callable[[int, Progress], None],
-) -> tuple[Parameters, Progress]:
-    """Adam over whole epochs. The test set is looked at for the curve, never for a decision."""
-    import numpy as np
+    digits: Digits, parameters: Parameters, epochs: int, batch: int, seed: int
+) -> Iterator[tuple[float, float]]:
+    """Train the parameters by Adam; yield loss and test accuracy after each epoch.
 
-    from numfuse.cli.network import Adam, Parameters, fused_gradients
-
+    The test set is looked at for the curve, never for a decision.
+    """
     generator = np.random.default_rng(seed)
-    parameters, gradients = start.copy(), Parameters.zeros()
-    adam = Adam(parameters, RATE)
+    gradients = Parameters.zeros()
+    adam = network.Adam(parameters, RATE)
     rows = len(digits.x_train)
-    batch = min(batch, rows)
-    steps = epochs * (rows // batch)
-    progress = Progress([], [])
-    for epoch in range(1, epochs + 1):
+    total = epochs * (rows // batch)
+    for _ in range(epochs):
         order = generator.permutation(rows)
         losses = []
         for first in range(0, rows - batch + 1, batch):
             chosen = order[first : first + batch]
             x = shifted(digits.x_train[chosen], digits.background, generator)
-            adam.rate = RATE * 0.5 * (1 + math.cos(math.pi * adam.steps / steps))
-            losses.append(fused_gradients(parameters, gradients, x, digits.y_train[chosen]))
+            adam.rate = RATE * 0.5 * (1 + math.cos(math.pi * adam.steps / total))
+            losses.append(network.fused_gradients(parameters, gradients, x, digits.y_train[chosen]))
             adam.update(gradients)
-        progress.loss.append(sum(losses) / len(losses))
-        progress.test_accuracy.append(accuracy(parameters, digits.x_test, digits.y_test))
-        after_epoch(epoch, progress)
-    return parameters, progress
+        yield sum(losses) / len(losses), accuracy(parameters, digits.x_test, digits.y_test)
 
 
-def train_with_bar(
-    digits: Digits, start: Parameters, epochs: int, batch: int, seed: int
-) -> tuple[Parameters, Progress]:
-    """A moving bar on a terminal, a line per sixth of the training in a file or a pipe."""
+def with_bar(results: Iterator[tuple[float, float]], epochs: int) -> Curve:
+    """Train; a moving bar on a terminal, a line per sixth of the training in a file or a pipe."""
     from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-    from rich.progress import Progress as Bar
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
     console = Console()
     columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+    curve: Curve = []
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(f"epoch   0/{epochs}", total=epochs)
-
-        def tell(epoch: int, progress: Progress) -> None:
-            text = (
-                f"epoch {epoch:3d}/{epochs}   loss {progress.loss[-1]:.4f}   "
-                f"test accuracy {progress.test_accuracy[-1]:.4f}"
-            )
+        for epoch, (loss, accuracy) in enumerate(results, 1):
+            curve.append((loss, accuracy))
+            text = f"epoch {epoch:3d}/{epochs}   loss {loss:.4f}   test accuracy {accuracy:.4f}"
             bar.update(task, completed=epoch, description=text)
             if bar.disable and (epoch == epochs or epoch % max(1, epochs // 6) == 0):
                 print(text, flush=True)
-
-        return train(digits, start, epochs, batch, seed, tell)
+    return curve
 
 
 def compare_steps(start: Parameters, x: Array, labels: Array) -> None:
     """Print the time of a training step: numfuse, unfused NumPy and, if installed, PyTorch."""
-    from numfuse.cli import network, timing
+    from numfuse.cli.steps import Work
+    from numfuse.cli.uses import Use, measure
 
-    ours, numpys = network.Parameters.zeros(), network.Parameters.zeros()
-    network.fused_gradients(start, ours, x, labels)
-    network.unfused_gradients(start, numpys, x, labels)
-    # At a rate of 0 every timed step does the whole arithmetic, on the same numbers.
-    steps = {
-        "numfuse": network.array_step(network.fused_gradients, start, 0.0, x, labels),
-        "NumPy": network.array_step(network.unfused_gradients, start, 0.0, x, labels),
-    }
-    errors = {"NumPy": network.gradient_error(ours, numpys)}
-    if importlib.util.find_spec("torch") is not None:
-        torchs = network.TorchNetwork(start, 0.0, x, labels)
-        steps["PyTorch"] = torchs.step
-        errors["PyTorch"] = network.gradient_error(ours, torchs.gradients())
-
-    seconds = timing.interleave(steps, rounds=TIMED_ROUNDS)
-    medians = {name: timing.median(figures) for name, figures in seconds.items()}
+    runs = network.steps(start, x, labels)
+    use = Use("demo", (), lambda _: Work(runs, runs["numfuse"], "float32"))
+    found = measure(use, np.random.default_rng(0), math.inf, TIMED_ROUNDS)
+    medians, errors = found["seconds"], found["error"]
     base = medians["numfuse"]
     print(
         f"\ntime per training step ({len(x)} rows, float32; median of {TIMED_ROUNDS} rounds, "
         "one after the other in each):"
     )
-    print(f"  {'numfuse':8} {timing.readable(base):>8}")
-    for name, error in errors.items():
-        print(
-            f"  {name:8} {timing.readable(medians[name]):>8}   "
-            f"{medians[name] / base:.2f} x numfuse's time; gradients agree to {error:.0e}"
-        )
-    if "PyTorch" not in steps:
+    for name, seconds in medians.items():
+        text = f"  {name:8} {readable(seconds):>8}"
+        if name != "numfuse":
+            text += f"   {seconds / base:.2f} x numfuse's time; gradients agree to "
+            text += f"{errors[name]:.0e}"
+        print(text)
+    for name, reason in found["failed"].items():
+        print(f"  {name:8} failed: {reason}")
+    if "PyTorch" not in runs:
         print("  PyTorch  is not installed: not compared")
     print(verdict(medians))
     wrong = {name: error for name, error in errors.items() if not error < GRADIENT_TOLERANCE}
@@ -220,34 +175,31 @@ def verdict(medians: dict[str, float]) -> str:
 def run(arguments: argparse.Namespace) -> int:
     if missing_extra("demo", ("sklearn", "matplotlib", "rich"), "demo"):
         return 2
-    import numpy as np
-
-    import numfuse as nf
-    from numfuse.cli.network import CLASSES, HIDDEN, MIXED, PIXELS, Parameters, fused_gradients
     from numfuse.cli.picture import draw
 
     try:
         chosen = nf.use_backend(arguments.backend) if arguments.backend else nullcontext()
+        if not arguments.output.parent.is_dir():
+            raise ValueError(f"no directory {arguments.output.parent}")
     except (nf.BackendUnavailable, ValueError) as error:
         print(f"numfuse demo: {error}", file=sys.stderr)
-        return 2
-    if not arguments.output.parent.is_dir():
-        print(f"numfuse demo: no directory {arguments.output.parent}", file=sys.stderr)
         return 2
 
     digits = load_digits(arguments.seed)
     print(
         f"{len(digits.x_train)} digits to learn, {len(digits.x_test)} held out for the test; "
-        f"{PIXELS} pixels -> gated layer of {HIDDEN} -> {MIXED} -> {CLASSES} classes"
+        f"{network.PIXELS} pixels -> gated layer of {network.HIDDEN} -> {network.MIXED} -> "
+        f"{network.CLASSES} classes"
     )
     with chosen:
-        start = Parameters.random(np.random.default_rng(arguments.seed))
+        parameters = Parameters.random(np.random.default_rng(arguments.seed))
+        start = parameters.copy()
         batch = min(arguments.batch, len(digits.x_train))
         x, labels = digits.x_train[:batch], digits.y_train[:batch]
 
         print("compiling kernels, once; cached afterwards ...", flush=True)
         began = time.perf_counter()
-        fused_gradients(start, Parameters.zeros(), x, labels)
+        network.fused_gradients(start, Parameters.zeros(), x, labels)
         accuracy(start, digits.x_test, digits.y_test)
         print(f"ready after {time.perf_counter() - began:.1f} s")
         call = nf.last_call()
@@ -255,12 +207,11 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"running on {call.backend}: {call.device}")
 
         began = time.perf_counter()
-        parameters, progress = train_with_bar(
-            digits, start, arguments.epochs, arguments.batch, arguments.seed
-        )
+        epochs = arguments.epochs
+        curve = with_bar(train(digits, parameters, epochs, batch, arguments.seed), epochs)
         print(f"trained in {time.perf_counter() - began:.1f} s")
         compare_steps(start, x, labels)
-        draw(arguments.output, parameters, digits, progress)
+        draw(arguments.output, parameters, digits, curve)
         print(f"\npicture: {arguments.output}")
-        print(f"test accuracy: {progress.test_accuracy[-1]:.4f}")
+        print(f"test accuracy: {curve[-1][1]:.4f}")
     return 0

@@ -11,6 +11,8 @@ import platform
 from importlib import import_module, metadata
 from typing import Any
 
+import numfuse as nf
+
 # What numfuse runs on, and the optional packages by the extra that installs them.
 REQUIRED = ("numpy", "numba", "llvmlite", "scipy", "ml_dtypes")
 OPTIONAL = {
@@ -43,7 +45,6 @@ def version(package: str) -> str | None:
 
 def collect() -> dict[str, Any]:
     """Everything that this command prints, as one object that JSON can hold."""
-    import numfuse as nf
     from numfuse.backends import load
 
     found: dict[str, Any] = {
@@ -56,14 +57,12 @@ def collect() -> dict[str, Any]:
         "backends": {},
     }
     for name, status in nf.backends().items():
-        facts: dict[str, Any] = {"available": bool(status)}
+        facts: dict[str, Any] = {"available": False, "reason": str(status)}
         try:
             if status:
-                facts.update(load(name).describe())
-            else:
-                facts["reason"] = str(status)
+                facts = {"available": True, **load(name).describe()}
         except nf.BackendUnavailable as error:  # such as threads that do not start
-            facts = {"available": False, "reason": str(error)}
+            facts["reason"] = str(error)
         found["backends"][name] = facts
     if found["optional"]["jax"] is not None:
         try:
@@ -80,14 +79,15 @@ def sentence(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{key} {sentence(item)}" for key, item in value.items())
     if isinstance(value, list | tuple | set | frozenset):
-        return ", ".join(sentence(item) for item in value) or "none"
+        return ", ".join(map(sentence, value)) or "none"
     return "none" if value is None else str(value)
 
 
-def print_facts(facts: dict[str, str]) -> None:
+def print_facts(title: str, facts: dict[str, Any]) -> None:
+    print(f"\n{title}")
     width = max(map(len, facts), default=0)
     for key, value in facts.items():
-        print(f"  {key:{width}}  {value}")
+        print(f"  {key:{width}}  {sentence(value)}")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -98,26 +98,16 @@ def run(arguments: argparse.Namespace) -> int:
 
     print(f"numfuse {found['numfuse']}, Python {found['python']}, {found['platform']}")
     for name, facts in found["backends"].items():
-        if not facts["available"]:
+        if facts.pop("available"):
+            words = {key.replace("_", " "): value for key, value in facts.items()}
+            print_facts(f"{name}: available", words)
+        else:
             print(f"\n{name}: not available\n  {facts['reason']}")
-            continue
-        print(f"\n{name}: available")
-        print_facts(
-            {
-                key.replace("_", " "): sentence(value)
-                for key, value in facts.items()
-                if key != "available"
-            }
-        )
     if "jax" in found:
         print(f"\njax calls the CPU backend by {found['jax']}")
-    print("\npackages")
-    print_facts({name: sentence(number) for name, number in found["packages"].items()})
-    print("\noptional packages")
-    print_facts(
-        {
-            name: number or f'not installed: python -m pip install "numfuse[{OPTIONAL[name]}]"'
-            for name, number in found["optional"].items()
-        }
-    )
+    print_facts("packages", found["packages"])
+    for name, extra in OPTIONAL.items():
+        missing = f'not installed: python -m pip install "numfuse[{extra}]"'
+        found["optional"][name] = found["optional"][name] or missing
+    print_facts("optional packages", found["optional"])
     return 0

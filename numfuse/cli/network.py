@@ -7,12 +7,13 @@
     logits = mixed @ W + b           (128 -> 10)
 
 The loss is the softmax cross-entropy against smoothed labels, the optimiser is Adam. A step is
-forward, loss, backward and update; the three steps start from the same parameters and give the same
-gradients, which :func:`gradient_error` measures.
+forward, loss, backward and update; the three start from the same parameters and give the same
+gradients.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 import numfuse as nf
+from numfuse.cli.timing import Runs
 from numfuse.cli.ufuncs import Array
 
 PIXELS, HIDDEN, MIXED, CLASSES = 64, 256, 128, 10
@@ -39,6 +41,8 @@ BETA_MEAN, BETA_SQUARE, EPSILON = 0.9, 0.99, 1e-8
 class Parameters:
     """Every weight and bias as a view of one flat vector, so that an update is one expression."""
 
+    SIZE = sum(rows * columns + columns for rows, columns in LAYERS.values())
+
     def __init__(self, flat: Array) -> None:
         self.flat = flat
         self.weight: dict[str, Array] = {}
@@ -52,8 +56,7 @@ class Parameters:
 
     @classmethod
     def zeros(cls) -> Parameters:
-        size = sum(rows * columns + columns for rows, columns in LAYERS.values())
-        return cls(np.zeros(size, np.float32))
+        return cls(np.zeros(cls.SIZE, np.float32))
 
     @classmethod
     def random(cls, generator: np.random.Generator) -> Parameters:
@@ -109,23 +112,17 @@ def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> fl
 
     loss, d_logits = cross_entropy(logits, labels)
 
-    d_mixed = nf.matmul_bias_activation_bwd(
-        d_logits, mixed, w["head"], b["head"], out=(None, d_w["head"], d_b["head"])
-    ).d_a
-    d_hidden = nf.matmul_bias_activation_bwd(
-        d_mixed,
-        hidden,
-        w["mix"],
-        b["mix"],
-        "gelu",
-        pre_activation=pre,
-        out=(None, d_w["mix"], d_b["mix"]),
-    ).d_a
+    def backward(name: str, grad: Array, rows: Array, *activation: str, **options: Any) -> Any:
+        out = (None, d_w[name], d_b[name])
+        return nf.matmul_bias_activation_bwd(
+            grad, rows, w[name], b[name], *activation, out=out, **options
+        ).d_a
+
+    d_mixed = backward("head", d_logits, mixed)
+    d_hidden = backward("mix", d_mixed, hidden, "gelu", pre_activation=pre)
     d_gate, d_up = nf.silu_mul_bwd(d_hidden, gate, up)
     for name, grad in (("gate", d_gate), ("up", d_up)):
-        nf.matmul_bias_activation_bwd(
-            grad, x, w[name], b[name], needs=("b", "bias"), out=(None, d_w[name], d_b[name])
-        )
+        backward(name, grad, x, needs=("b", "bias"))
     return loss
 
 
@@ -183,86 +180,59 @@ class Adam:
 
 
 def array_step(
-    gradients_of: Gradients,
-    start: Parameters,
-    rate: float,
-    x: Array,
-    labels: Array,
-    gradients: Parameters | None = None,
-) -> Callable[[], float]:
-    """A training step on one batch, with NumPy's Adam; each call continues from the last.
+    gradients_of: Gradients, start: Parameters, x: Array, labels: Array
+) -> Callable[[], Any]:
+    """Return a training step on one batch, with NumPy's Adam; it returns loss and gradients.
 
-    The gradients of a step are left in `gradients`.
+    At a rate of 0 every step does the whole arithmetic, on the same numbers.
     """
-    parameters = start.copy()
-    gradients = gradients or Parameters.zeros()
-    adam = Adam(parameters, rate)
+    gradients = Parameters(np.zeros_like(start.flat))
+    adam = Adam(start.copy(), 0.0)
 
-    def step() -> float:
-        loss = gradients_of(parameters, gradients, x, labels)
+    def step() -> Any:
+        loss = gradients_of(adam.parameters, gradients, x, labels)
         adam.update(gradients)
-        return loss
+        return loss, gradients.weight, gradients.bias
 
     return step
 
 
-class TorchNetwork:
-    """The network and its step as PyTorch's users write them: autograd and PyTorch's fused Adam."""
+def torch_step(start: Parameters, x: Array, labels: Array) -> Callable[[], Any]:
+    """Return the step as PyTorch's users write it: autograd and PyTorch's fused Adam."""
+    import torch
+    from torch.nn import functional
 
-    def __init__(self, start: Parameters, rate: float, x: Array, labels: Array) -> None:
-        import torch
+    weight, bias = (
+        {name: torch.tensor(values, requires_grad=True) for name, values in part.items()}
+        for part in (start.weight, start.bias)
+    )
+    every = [*weight.values(), *bias.values()]
+    betas = (BETA_MEAN, BETA_SQUARE)
+    adam = torch.optim.Adam(every, lr=0.0, betas=betas, eps=EPSILON, fused=True)
+    rows, classes = torch.tensor(x), torch.tensor(labels)
 
-        self.torch = torch
-        self.x, self.labels = torch.tensor(x), torch.tensor(labels)
-        self.layers: dict[str, Any] = {
-            name: tuple(
-                torch.tensor(part[name], requires_grad=True) for part in (start.weight, start.bias)
-            )
-            for name in LAYERS
-        }
-        self.adam = torch.optim.Adam(
-            [x for layer in self.layers.values() for x in layer],
-            lr=rate,
-            betas=(BETA_MEAN, BETA_SQUARE),
-            eps=EPSILON,
-            fused=True,
-        )
+    def layer(name: str, x: Any) -> Any:
+        return torch.addmm(bias[name], x, weight[name])
 
-    def backward(self) -> Any:
-        """Forward, loss and backward; the loss as a tensor of one element."""
-
-        def layer(name: str, x: Any) -> Any:
-            weight, bias = self.layers[name]
-            return self.torch.addmm(bias, x, weight)
-
-        functional = self.torch.nn.functional
-        self.adam.zero_grad()
-        hidden = functional.silu(layer("gate", self.x)) * layer("up", self.x)
+    def step() -> Any:
+        adam.zero_grad()
+        hidden = functional.silu(layer("gate", rows)) * layer("up", rows)
         mixed = functional.gelu(layer("mix", hidden), approximate="tanh")
         logits = layer("head", mixed)
-        loss = functional.cross_entropy(logits, self.labels, label_smoothing=SMOOTHING)
+        loss = functional.cross_entropy(logits, classes, label_smoothing=SMOOTHING)
         loss.backward()
-        return loss
+        adam.step()
+        return loss.item(), [z.grad for z in every]
 
-    def step(self) -> float:
-        loss = self.backward()
-        self.adam.step()
-        return float(loss.item())
-
-    def gradients(self) -> Parameters:
-        self.backward()
-        gradients = Parameters.zeros()
-        for name, (weight, bias) in self.layers.items():
-            gradients.weight[name][:] = weight.grad.numpy()
-            gradients.bias[name][:] = bias.grad.numpy()
-        return gradients
+    return step
 
 
-def gradient_error(ours: Parameters, theirs: Parameters) -> float:
-    """Largest difference of any parameter's gradient, relative to its layer's largest gradient."""
-    worst = 0.0
-    for part in ("weight", "bias"):
-        for name, mine in getattr(ours, part).items():
-            other = getattr(theirs, part)[name]
-            worst = max(worst, float(np.abs(mine - other).max() / np.abs(other).max()))
-    return worst
+def steps(start: Parameters, x: Array, labels: Array) -> Runs:
+    """Return the step by numfuse, by unfused NumPy and, if installed, by PyTorch."""
+    found = {
+        "numfuse": array_step(fused_gradients, start, x, labels),
+        "NumPy": array_step(unfused_gradients, start, x, labels),
+    }
+    if importlib.util.find_spec("torch") is not None:
+        found["PyTorch"] = torch_step(start, x, labels)
+    return found

@@ -8,14 +8,18 @@ views for everyone; JAX, which has none, takes them inside its compiled function
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+import numfuse as nf
+from numfuse.cli.timing import Contestant, arrays
 from numfuse.cli.ufuncs import Array, numpy_activation, numpy_times_slope
 
 OPERATIONS = (
@@ -25,7 +29,7 @@ OPERATIONS = (
 PRODUCTS = {"forward": 1, "backward": 3, "backward_saved": 2}  # GEMMs of 2 m n k flop each
 # Arrays of m n elements, read or written. "fresh": the results are new arrays, and the memory that
 # the system has to find and clear for them is part of the time.
-STREAMS = {"gated": 3, "gated_backward": 5, "gated_fresh": 3, "gated_backward_fresh": 5}
+STREAMS = {"gated": 3, "gated_backward": 5}
 # How often a product's a, b and grad (or the saved pre-activation) cross the bus, read or written.
 TRAFFIC = {"forward": (1, 1, 1), "backward": (2, 2, 1), "backward_saved": (2, 2, 2)}
 ACTIVATIONS = ("gelu", "silu", "relu")
@@ -71,6 +75,10 @@ class Case(NamedTuple):
         return self.operation.removesuffix("_fresh")
 
     @property
+    def fresh(self) -> bool:
+        return self.work != self.operation
+
+    @property
     def flop(self) -> int:
         return 2 * PRODUCTS.get(self.operation, 0) * self.m * self.n * self.k
 
@@ -78,7 +86,7 @@ class Case(NamedTuple):
     def bytes(self) -> int:
         """Bytes that have to cross the memory bus: every operand and every result once."""
         m, n, k = self.m, self.n, self.k
-        elements = STREAMS.get(self.operation, 0) * m * n
+        elements = STREAMS.get(self.work, 0) * m * n
         if self.operation in TRAFFIC:
             a, b, grad = TRAFFIC[self.operation]
             # bias and d_bias: one of them in a forward and where pre is saved
@@ -98,24 +106,6 @@ class Operands(NamedTuple):
     up: Array  # the gate's other factor
 
 
-class Contestant(NamedTuple):
-    """A callable without arguments that does the work."""
-
-    run: Callable[[], Any]
-
-    def arrays(self, results: Any) -> tuple[Array, ...]:
-        """Return what a run made as arrays of NumPy."""
-        return tuple(np.asarray(x) for x in results)
-
-
-def results_memory(case: Case, empty: Callable[[], Any]) -> Callable[[], Any]:
-    """Return what gives a result its memory: always the same, or a new array where it is timed."""
-    if case.work != case.operation:
-        return empty
-    kept = empty()
-    return lambda: kept
-
-
 def draw_operands(case: Case, generator: np.random.Generator) -> Operands:
     """Fresh random operands. b is scaled by 1 / sqrt(k), so that pre is of size 1."""
     m, n, k = case.m, case.n, case.k
@@ -129,73 +119,85 @@ def draw_operands(case: Case, generator: np.random.Generator) -> Operands:
         for view, shape in ((of_a, (m, k)), (of_b, (k, n)), (of_grad, (m, n)))
     )
     bias = normal(n)
-    if case.operation in STREAMS:
+    if case.work in STREAMS:
         return Operands(a, b, bias, grad, normal(m, n), normal(m, n))
     b *= np.asarray(1 / math.sqrt(k), case.dtype)
     return Operands(a, b, bias, grad, a @ b + bias, grad)
 
 
-# --- NumPy ---------------------------------------------------------------------------------------
+# --- the work, for any library --------------------------------------------------------------------
 
 
-def in_place(
+def program(
     case: Case,
     o: Operands,
     library: Any,
-    layer: Callable[[Any], Any],
+    layer: Callable[[Any, Any, Any, Any], Any],
     activate: Callable[[Any, Any], Any],
     times_slope: Callable[[Any, Any, Any], Any],
-) -> Contestant:
-    """Return the work of a library that writes where it is told.
+) -> tuple[Callable[..., Any], list[str]]:
+    """Return the work as a function of arrays, and its operands' names.
 
-    Parameters
-    ----------
-    library : module
-        NumPy, or what has its functions with ``out=``.
-    layer : callable
-        From an array to a @ b + bias in it.
-    activate, times_slope : callable
-        From (x, out) and (x, grad, out) to activation(x) and grad * activation'(x) in `out`.
+    `library` is NumPy, or what has its functions with ``out=``. The others are functions of
+    (a, b, bias, out), (x, out) and (x, grad, out) for a @ b + bias, activation(x) and grad *
+    activation'(x), written to `out` where that is not None.
     """
-    a, b, bias, grad, pre, up = o
-    x, s = library.empty_like(pre), library.empty_like(pre)
-    new_gate, new_up = (results_memory(case, lambda: library.empty_like(pre)) for _ in range(2))
-    d_a, d_b, d_bias = (library.empty(y.shape, dtype=y.dtype) for y in (a, b, bias))
 
-    def gradients(source: Any) -> tuple[Any, ...]:
-        grad_pre = times_slope(source, grad, s)
-        library.matmul(grad_pre, b.T, out=d_a)
-        library.matmul(a.T, grad_pre, out=d_b)
-        library.sum(grad_pre, 0, out=d_bias)
-        return d_a, d_b, d_bias
+    def empty(like: Any) -> Any:
+        return library.empty(like.shape, dtype=like.dtype)
 
-    def gated() -> tuple[Any, ...]:
-        y = activate(pre, new_up())
-        return (library.multiply(y, up, out=y),)
+    d_a, d_b, d_bias, x, slope, *gates = map(empty, (o.a, o.b, o.bias, *[o.pre] * 4))
+    fresh = case.fresh and x is not None  # (a compiled program makes its results in any case)
 
-    def gated_backward() -> tuple[Any, ...]:
-        y = activate(pre, new_up())
-        library.multiply(y, grad, out=y)
-        d_gate = times_slope(pre, grad, new_gate())
-        return library.multiply(d_gate, up, out=d_gate), y
+    def new(place: int) -> Any:
+        """Return the memory of a gated result: the same, or new where that is timed."""
+        return empty(o.pre) if fresh else gates[place]
 
-    runs = {
-        "forward": lambda: (activate(layer(x), x),),
-        "backward": lambda: gradients(layer(x)),
-        "backward_saved": lambda: gradients(pre),
+    def gradients(grad: Any, a: Any, b: Any, pre: Any) -> Any:
+        grad_pre = times_slope(pre, grad, slope)
+        return (
+            library.matmul(grad_pre, b.T, out=d_a),
+            library.matmul(a.T, grad_pre, out=d_b),
+            library.sum(grad_pre, 0, out=d_bias),
+        )
+
+    def gated(pre: Any, up: Any) -> Any:
+        y = activate(pre, new(0))
+        return library.multiply(y, up, out=y)
+
+    def gated_backward(grad: Any, pre: Any, up: Any) -> Any:
+        y = activate(pre, new(0))
+        d_up = library.multiply(y, grad, out=y)
+        d_gate = times_slope(pre, grad, new(1))
+        return library.multiply(d_gate, up, out=d_gate), d_up
+
+    programs: dict[str, Callable[..., Any]] = {
+        "forward": lambda a, b, bias: activate(layer(a, b, bias, x), x),
+        "backward": lambda grad, a, b, bias: gradients(grad, a, b, layer(a, b, bias, x)),
+        "backward_saved": gradients,
         "gated": gated,
         "gated_backward": gated_backward,
     }
-    return Contestant(runs[case.work])
+    found = programs[case.work]
+    return found, list(inspect.signature(found).parameters)
+
+
+def in_place(case: Case, o: Operands, *library: Any) -> Contestant:
+    """Return the work by a library that writes where it is told: see `program`."""
+    run, names = program(case, o, *library)
+    return functools.partial(run, *(getattr(o, name) for name in names))
+
+
+# --- NumPy ---------------------------------------------------------------------------------------
 
 
 def numpy_contestant(case: Case, o: Operands) -> Contestant:
     """NumPy as one writes it for speed: out= and in-place ufuncs, products by its BLAS."""
     scratch = np.empty_like(o.pre)
 
-    def layer(out: Array) -> Array:
-        np.matmul(o.a, o.b, out=out)
-        return np.add(out, o.bias, out=out)
+    def layer(a: Array, b: Array, bias: Array, out: Array) -> Array:
+        np.matmul(a, b, out=out)
+        return np.add(out, bias, out=out)
 
     def activate(x: Array, out: Array) -> Array:
         if out is not x:
@@ -211,96 +213,68 @@ def numpy_contestant(case: Case, o: Operands) -> Contestant:
 def exact(case: Case, o: Operands) -> tuple[Array, ...]:
     """The results in float64: what every contestant is checked against."""
     wide = Operands(*(x.astype(np.float64) for x in o))
-    contestant = numpy_contestant(case._replace(dtype="float64"), wide)
-    return tuple(x.copy() for x in contestant.arrays(contestant.run()))
+    return arrays(numpy_contestant(case._replace(dtype="float64"), wide)())
 
 
 # --- numfuse --------------------------------------------------------------------------------------
 
 
 def numfuse_contestant(case: Case, o: Operands) -> Contestant:
-    import numfuse as nf
-
-    activation = case.activation
-    out, d_gate, d_up = (np.empty_like(o.pre) for _ in range(3))
+    out, d_gate, d_up = (None if case.fresh else np.empty_like(o.pre) for _ in range(3))
     gradients = tuple(np.empty(x.shape, x.dtype) for x in (o.a, o.b, o.bias))
-    fresh = case.work != case.operation
-    gate_out, gates_out = (None, None) if fresh else (out, (d_gate, d_up))
-
-    runs: dict[str, Callable[[], Any]] = {
-        "forward": lambda: (nf.matmul_bias_activation(o.a, o.b, o.bias, activation, out=out),),
-        "backward": lambda: nf.matmul_bias_activation_bwd(
-            o.grad, o.a, o.b, o.bias, activation, out=gradients
-        ),
-        "backward_saved": lambda: nf.matmul_bias_activation_bwd(
-            o.grad, o.a, o.b, o.bias, activation, pre_activation=o.pre, out=gradients
-        ),
-        "gated": lambda: (nf.activation_mul(o.pre, o.up, activation, out=gate_out),),
-        "gated_backward": lambda: nf.activation_mul_bwd(
-            o.grad, o.pre, o.up, activation, out=gates_out
-        ),
-    }
-    return Contestant(runs[case.work])
+    layer = (o.a, o.b, o.bias, case.activation)
+    gate = (o.pre, o.up, case.activation)
+    backward = functools.partial(nf.matmul_bias_activation_bwd, o.grad, *layer, out=gradients)
+    gates_out = None if case.fresh else (d_gate, d_up)
+    return {
+        "forward": functools.partial(nf.matmul_bias_activation, *layer, out=out),
+        "backward": backward,
+        "backward_saved": functools.partial(backward, pre_activation=o.pre),
+        "gated": functools.partial(nf.activation_mul, *gate, out=out),
+        "gated_backward": functools.partial(nf.activation_mul_bwd, o.grad, *gate, out=gates_out),
+    }[case.work]
 
 
 # --- PyTorch --------------------------------------------------------------------------------------
+
+
+def torch_curves(activation: str) -> tuple[Any, Any, Any, tuple[int, ...], dict[str, str]]:
+    """Return PyTorch's activation, alone and with ``out=``, its derivative, and their options."""
+    import torch
+
+    aten = torch.ops.aten
+    curves: dict[str, Any] = {
+        "gelu": (aten.gelu, aten.gelu.out, aten.gelu_backward, (), {"approximate": "tanh"}),
+        "silu": (aten.silu, aten.silu.out, aten.silu_backward, (), {}),
+        "relu": (torch.clamp_min, torch.clamp_min, aten.threshold_backward, (0,), {}),
+    }
+    return curves[activation]
 
 
 def torch_contestant(case: Case, o: Operands) -> Contestant:
     """Eager PyTorch with out= everywhere and its own fused derivative kernels."""
     import torch
 
-    aten = torch.ops.aten
-    tensors: Any = Operands._make(map(torch.from_numpy, o))
-    activate: Callable[[Any, Any], Any] = {
-        "gelu": lambda x, out: aten.gelu.out(x, approximate="tanh", out=out),
-        "silu": lambda x, out: aten.silu.out(x, out=out),
-        "relu": lambda x, out: torch.clamp(x, min=0, out=out),
-    }[case.activation]
-    times_slope: Callable[[Any, Any, Any], Any] = {
-        "gelu": lambda x, g, out: aten.gelu_backward.grad_input(
-            g, x, approximate="tanh", grad_input=out
-        ),
-        "silu": lambda x, g, out: aten.silu_backward.grad_input(g, x, grad_input=out),
-        "relu": lambda x, g, out: aten.threshold_backward.grad_input(g, x, 0, grad_input=out),
-    }[case.activation]
-
-    def layer(out: Any) -> Any:
-        return torch.addmm(tensors.bias, tensors.a, tensors.b, out=out)
-
-    return in_place(case, tensors, torch, layer, activate, times_slope)
+    _, forward, backward, rest, options = torch_curves(case.activation)
+    return in_place(
+        case,
+        Operands._make(map(torch.from_numpy, o)),
+        torch,
+        lambda a, b, bias, out: torch.addmm(bias, a, b, out=out),
+        lambda x, out: forward(x, *rest, **options, out=out),
+        lambda x, grad, out: backward.grad_input(grad, x, *rest, **options, grad_input=out),
+    )
 
 
 # --- compilers ------------------------------------------------------------------------------------
 
-
-def program_of(
-    case: Case,
-    activate: Callable[[Any], Any],
-    times_slope: Callable[[Any, Any], Any],
-    layer: Callable[[Any, Any, Any], Any],
-) -> tuple[Callable[..., tuple[Any, ...]], list[str]]:
-    """Return the work as a function of arrays, for a compiler, and its operands' names.
-
-    A compiled function allocates its results in any case.
-    """
-
-    def gradients(grad: Any, a: Any, b: Any, pre: Any) -> tuple[Any, ...]:
-        grad_pre = times_slope(pre, grad)
-        return grad_pre @ b.T, a.T @ grad_pre, grad_pre.sum(0)
-
-    programs: dict[str, Callable[..., tuple[Any, ...]]] = {
-        "forward": lambda a, b, bias: (activate(layer(a, b, bias)),),
-        "backward": lambda grad, a, b, bias: gradients(grad, a, b, layer(a, b, bias)),
-        "backward_saved": gradients,
-        "gated": lambda pre, up: (activate(pre) * up,),
-        "gated_backward": lambda grad, pre, up: (
-            times_slope(pre, grad * up),
-            activate(pre) * grad,
-        ),
-    }
-    program = programs[case.work]
-    return program, list(inspect.signature(program).parameters)
+#: The library of a compiled program, which makes its results in any case.
+COMPILED = SimpleNamespace(
+    empty=lambda shape, dtype: None,
+    matmul=lambda x, y, out: x @ y,
+    multiply=lambda x, y, out: x * y,
+    sum=lambda x, axis, out: x.sum(axis),
+)
 
 
 def torch_compile_contestant(case: Case, o: Operands) -> Contestant:
@@ -308,21 +282,17 @@ def torch_compile_contestant(case: Case, o: Operands) -> Contestant:
     import torch
 
     torch._dynamo.reset()  # each case is a program of its own; the recompile limit counts them
-    aten, functional = torch.ops.aten, torch.nn.functional
-    activate, times_slope = {
-        "gelu": (
-            lambda x: functional.gelu(x, approximate="tanh"),
-            lambda x, g: aten.gelu_backward(g, x, approximate="tanh"),
-        ),
-        "silu": (functional.silu, lambda x, g: aten.silu_backward(g, x)),
-        "relu": (functional.relu, lambda x, g: aten.threshold_backward(g, x, 0)),
-    }[case.activation]
-    program, names = program_of(
-        case, activate, times_slope, lambda a, b, bias: torch.addmm(bias, a, b)
+    forward, _, backward, rest, options = torch_curves(case.activation)
+    run, names = program(
+        case,
+        o,
+        COMPILED,
+        lambda a, b, bias, out: torch.addmm(bias, a, b),
+        lambda x, out: forward(x, *rest, **options),
+        lambda x, grad, out: backward(grad, x, *rest, **options),
     )
-    compiled = torch.compile(program, dynamic=False, fullgraph=True)
-    arguments = [torch.from_numpy(getattr(o, name)) for name in names]
-    return Contestant(lambda: compiled(*arguments))
+    compiled = torch.compile(run, dynamic=False, fullgraph=True)
+    return functools.partial(compiled, *(torch.from_numpy(getattr(o, name)) for name in names))
 
 
 def jax_contestant(case: Case, o: Operands) -> Contestant:
@@ -332,24 +302,25 @@ def jax_contestant(case: Case, o: Operands) -> Contestant:
     jax.config.update("jax_enable_x64", True)
 
     # (its gelu is the tanh form by default)
-    activate = getattr(jax.nn, case.activation)
-
-    def times_slope(x: Any, g: Any) -> Any:
-        return jax.vjp(activate, x)[1](g)[0]
-
-    program, names = program_of(case, activate, times_slope, lambda a, b, bias: a @ b + bias)
+    activation = getattr(jax.nn, case.activation)
+    run, names = program(
+        case,
+        o,
+        COMPILED,
+        lambda a, b, bias, out: a @ b + bias,
+        lambda x, out: activation(x),
+        lambda x, g, out: jax.vjp(activation, x)[1](g)[0],
+    )
     views = dict(zip(("a", "b", "grad"), LAYOUTS[case.layout], strict=True))
 
     def on_views(*whole: Any) -> Any:
-        return program(
-            *(views.get(name, WHOLE).take(x) for name, x in zip(names, whole, strict=True))
-        )
+        return run(*(views.get(name, WHOLE).take(x) for name, x in zip(names, whole, strict=True)))
 
     compiled = jax.jit(on_views)
     # Whole arrays: a view would be copied here, where nobody counts the time.
     operands = [getattr(o, name) for name in names]
     arguments = [jax.numpy.asarray(x if x.base is None else x.base) for x in operands]
-    return Contestant(lambda: jax.block_until_ready(compiled(*arguments)))
+    return lambda: jax.block_until_ready(compiled(*arguments))
 
 
 # Name in the tables: (the module that must be installed, what makes the contestant).
@@ -365,19 +336,17 @@ def installed(peer: str) -> bool:
     return importlib.util.find_spec(PEERS[peer][0]) is not None
 
 
-def relative_error(results: tuple[Array, ...], right: tuple[Array, ...]) -> float:
-    """Largest difference of any output, relative to that output's largest element."""
-    return max(
-        float(np.abs(x - y).max() / max(float(np.abs(y).max()), 1e-30))
-        for x, y in zip(results, right, strict=True)
-    )
+def contestant(name: str, case: Case, o: Operands) -> Contestant:
+    """Return the call of numfuse or of a peer, which returns its results."""
+    make = numfuse_contestant if name == "numfuse" else PEERS[name][1]
+    return make(case, o)
 
 
 def tolerance(case: Case) -> float:
-    """Bound on `relative_error`: 16 u sqrt(K) for the longest sum of this case, K terms.
+    """Bound on the relative error: 16 u sqrt(K) for the longest sum of this case, K terms.
 
     Rounding errors of a sum of K random terms grow as sqrt(K) u times the terms' own size, which
     is that of the result here; 16 covers the maximum over the elements and the activation.
     """
-    longest = 1 if case.operation in STREAMS else max(case.m, case.n, case.k)
+    longest = 1 if case.work in STREAMS else max(case.m, case.n, case.k)
     return 16 * float(np.finfo(case.dtype).eps) * math.sqrt(longest)

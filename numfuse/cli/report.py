@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,15 +12,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-OPERATION_NAMES = {
-    "forward": "forward",
-    "backward": "backward",
-    "backward_saved": "backward, saved",
-    "gated": "gated",
-    "gated_backward": "gated backward",
-    "gated_fresh": "gated, fresh",
-    "gated_backward_fresh": "gated backward, fresh",
-}
 USES_LEGEND = (
     "ratio: the fastest peer's time as a multiple of numfuse's; above 1 numfuse is faster. "
     "error: the largest difference from float64, relative to the largest element."
@@ -43,14 +35,28 @@ class Table(NamedTuple):
     narrow: tuple[int, ...]
     text: int
 
+    def narrowed(self) -> Table:
+        rows = [([cells[i] for i in self.narrow], lost) for cells, lost in self.rows]
+        return self._replace(head=[self.head[i] for i in self.narrow], rows=rows)
+
+
+def ours(name: str) -> bool:
+    """Return whether a contestant is numfuse, in one of its forms."""
+    return name.startswith("numfuse")
+
 
 def fastest_peer(case: dict[str, Any]) -> tuple[str, float] | None:
     """Name of the fastest peer, and its time as a multiple of numfuse's."""
     peers = {name: t for name, t in case["seconds"].items() if not ours(name)}
-    if not peers:
+    if not peers or "numfuse" not in case["seconds"]:
         return None
     name = min(peers, key=peers.__getitem__)
     return name, peers[name] / case["seconds"]["numfuse"]
+
+
+def behind(rival: tuple[str, float] | None) -> bool:
+    """Return whether the fastest peer is faster than numfuse."""
+    return rival is not None and rival[1] < 1 - EQUAL
 
 
 def size_text(case: dict[str, Any]) -> str:
@@ -61,8 +67,9 @@ def size_text(case: dict[str, Any]) -> str:
 
 
 def operation_text(case: dict[str, Any]) -> str:
-    name = OPERATION_NAMES[case["operation"]]
-    return name if case["layout"] == "contiguous" else f"{name}, {case['layout']}"
+    name = case["operation"].replace("_saved", ", saved").replace("_fresh", ", fresh")
+    layout = "" if case["layout"] == "contiguous" else f", {case['layout']}"
+    return name.replace("_", " ") + layout
 
 
 def rate_text(case: dict[str, Any]) -> str:
@@ -72,34 +79,16 @@ def rate_text(case: dict[str, Any]) -> str:
     return f"{case['bytes'] / seconds / 1e9:.3g} GB/s"
 
 
-def floor(
-    case: dict[str, Any], peak: float | None, triad: float | None
-) -> tuple[float, str] | None:
+def floor(case: dict[str, Any], peak: float, triad: float) -> tuple[float, str]:
     """The least seconds that the case can take by what is counted, and what needs them.
 
     That is its arithmetic at the FMA peak (GFLOP/s), or its operands and results, each once, at the
-    bandwidth of memory (GB/s). None where a ceiling that it needs is unknown.
+    bandwidth of memory (GB/s).
     """
-    if not triad or (case["flop"] and not peak):
-        return None
     bounds = [(case["bytes"] / triad / 1e9, "memory")]
-    if case["flop"] and peak:
+    if case["flop"]:
         bounds.append((case["flop"] / peak / 1e9, "arithmetic"))
     return max(bounds)
-
-
-def floor_text(case: dict[str, Any], peak: float | None, triad: float | None) -> tuple[str, str]:
-    """The floor with its name, and its share of numfuse's time."""
-    found = floor(case, peak, triad)
-    if found is None:
-        return "unknown", "unknown"
-    seconds, name = found
-    return f"{readable(seconds)} {name}", f"{seconds / case['seconds']['numfuse']:.0%}"
-
-
-def legends(report: dict[str, Any]) -> list[str]:
-    """Return what the columns of the tables mean."""
-    return [*([USES_LEGEND] if report["uses"] else []), LEGEND]
 
 
 def threads_text(threads: int) -> str:
@@ -109,38 +98,36 @@ def threads_text(threads: int) -> str:
 def tables(report: dict[str, Any]) -> list[Table]:
     found = [uses_table(report["uses"])] if report["uses"] else []
     for session in report["sessions"]:
-        threads = session["threads"]
-        triad = session.get("triad", {}).get("gbs")
+        threads, triad = session["threads"], session["triad"]["gbs"]
         here = [case for case in report["cases"] if case["threads"] == threads]
         for dtype in dict.fromkeys(case["dtype"] for case in here):
             cases = [case for case in here if case["dtype"] == dtype]
-            title = f"{dtype}, {threads_text(threads)}"
-            found.append(table(title, cases, triad, report["peers"]))
+            found.append(table(f"{dtype}, {threads_text(threads)}", cases, triad, report["peers"]))
     return found
 
 
-def table(title: str, cases: list[dict[str, Any]], triad: float | None, peers: list[str]) -> Table:
-    peaks = [case["peak_gflops"] for case in cases if case["peak_gflops"]]
-    if peaks:
-        title += f"; FMA peak {max(peaks):.0f} GFLOP/s"
-    if triad:
-        title += f"; triad {triad:.0f} GB/s"
+def table(title: str, cases: list[dict[str, Any]], triad: float, peers: list[str]) -> Table:
+    peak = max((case["peak_gflops"] or 0.0 for case in cases), default=0.0)
+    title += f"; FMA peak {peak:.0f} GFLOP/s" if peak else ""
     head = ["operation", "MxNxK", "numfuse", "rate", "floor", "of floor", *peers, "fastest peer"]
     rows = []
     for case in cases:
         rival = fastest_peer(case)
         seconds = case["seconds"]
+        least, bound = floor(case, peak, triad)
         cells = [
             operation_text(case),
             size_text(case),
             readable(seconds["numfuse"]),
             rate_text(case),
-            *floor_text(case, max(peaks, default=None), triad),
+            f"{readable(least)} {bound}",
+            f"{least / seconds['numfuse']:.0%}",
             *(readable(seconds[p]) if p in seconds else "failed" for p in peers),
             f"{rival[0]} {rival[1]:.2f}x" if rival else "none",
         ]
-        rows.append((cells, rival is not None and rival[1] < 1 - EQUAL))
-    return Table(title, head, rows, (0, 1, 2, 4, 5, len(head) - 1), 2)
+        rows.append((cells, behind(rival)))
+    columns = (0, 1, 2, 4, 5, len(head) - 1)
+    return Table(f"{title}; triad {triad:.0f} GB/s", head, rows, columns, 2)
 
 
 def uses_table(found: list[dict[str, Any]]) -> Table:
@@ -149,7 +136,7 @@ def uses_table(found: list[dict[str, Any]]) -> Table:
     for row in found:
         seconds, errors = row["seconds"], row["error"]
         peers = [name for name in seconds if name != "numfuse"]
-        rival = fastest_peer(row) if "numfuse" in seconds else None
+        rival = fastest_peer(row)
         best = min((e for name, e in errors.items() if not ours(name)), default=0.0)
         cells = [
             row["use"],
@@ -158,14 +145,9 @@ def uses_table(found: list[dict[str, Any]]) -> Table:
             f"{rival[1]:.2f}" if rival else "none",
             f"{errors.get('numfuse', float('nan')):.0e} ({best:.0e})",
         ]
-        rows.append((cells, rival is not None and rival[1] < 1 - EQUAL))
+        rows.append((cells, behind(rival)))
     head = ["use", "numfuse", "others", "ratio", "error (best peer's)"]
     return Table("Uses: a whole step, wall time", head, rows, (0, 1, 2, 3), 1)
-
-
-def ours(name: str) -> bool:
-    """Return whether a contestant is numfuse, in one of its forms."""
-    return name.startswith("numfuse")
 
 
 def wrong_uses(found: list[dict[str, Any]]) -> list[str]:
@@ -190,13 +172,13 @@ def verdict(report: dict[str, Any]) -> list[str]:
     if not rivals:
         return ["No peer was run: nothing to compare with."]
     ahead = sum(ratio > 1 + EQUAL for _, (_, ratio) in rivals)
-    behind = [(case, *rival) for case, rival in rivals if rival[1] < 1 - EQUAL]
-    equal = len(rivals) - ahead - len(behind)
+    lost = [(case, *rival) for case, rival in rivals if behind(rival)]
+    equal = len(rivals) - ahead - len(lost)
     lines = [
         f"numfuse is faster than every peer in {ahead} of {len(rivals)} cases, equal to the "
-        f"fastest within {EQUAL:.0%} in {equal}, and slower in {len(behind)}."
+        f"fastest within {EQUAL:.0%} in {equal}, and slower in {len(lost)}."
     ]
-    for case, name, ratio in sorted(behind, key=lambda item: item[2]):
+    for case, name, ratio in sorted(lost, key=lambda item: item[2]):
         lines.append(
             f"{name} is {1 / ratio:.2f} times as fast as numfuse: "
             f"{operation_text(case)}, {case['dtype']}, {size_text(case)}, "
@@ -209,8 +191,6 @@ def remarks(report: dict[str, Any]) -> list[str]:
     """Return what was not run and why, so that no gap in a table goes unexplained."""
     lines = [f"{name} was not run: {reason}." for name, reason in report["left_out"].items()]
     lines += [f"{note}." for note in report["notes"]]
-    if any(case["flop"] and not case["peak_gflops"] for case in report["cases"]):
-        lines.append("The FMA peak could not be measured: the CPU backend has no fma_peak here.")
     failures = {
         f"{name} failed: {reason}"
         for case in report["cases"]
@@ -236,7 +216,7 @@ def method(report: dict[str, Any]) -> str:
     worst = max((case["spread"]["numfuse"] for case in report["cases"]), default=0.0)
     if worst:
         text += f" numfuse's half interquartile range is at most {worst:.0%} of its median."
-    probes = [found["disturbed"] for found in report["sessions"] if "disturbed" in found]
+    probes = [found["disturbed"] for found in report["sessions"]]
     again, stretches = (sum(x[n] for x in probes) for n in ("disturbed", "stretches"))
     if again:
         text += (
@@ -248,43 +228,26 @@ def method(report: dict[str, Any]) -> str:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print everything; a terminal too narrow for all columns gets those that decide."""
-    from rich.box import SIMPLE
-    from rich.table import Table as RichTable
+    from rich.markdown import Markdown
 
-    console.print(machine(report), highlight=False)
-    console.print(method(report), highlight=False)
-    for found in tables(report):
-        columns = list(range(len(found.head)))
-        for shown in (columns, found.narrow):
-            grid = RichTable(
-                title=found.title, title_justify="left", title_style="bold", box=SIMPLE
-            )
-            for column in shown:
-                justify = "left" if column < found.text else "right"
-                grid.add_column(found.head[column], justify=justify, no_wrap=True)  # type: ignore[arg-type]
-            for cells, behind in found.rows:
-                grid.add_row(*(cells[i] for i in shown), style="yellow" if behind else None)
-            unlimited = console.options.update(max_width=1 << 20)
-            if console.measure(grid, options=unlimited).maximum <= console.width:
-                break
-        console.print(grid)
-    for legend in legends(report):
-        console.print(legend, highlight=False, soft_wrap=True)
-    for line in (*verdict(report), *remarks(report)):
-        console.print(line, highlight=False, soft_wrap=True)
+    console.print(Markdown(markdown(report, console.width)))
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """Return the report as Markdown for documentation; a figure behind the fastest peer is bold."""
+def markdown(report: dict[str, Any], width: float = math.inf) -> str:
+    """Return the report as Markdown; tables wider than `width` are narrowed."""
     lines = [f"Measured on {report['date']}: {machine(report)}.", "", method(report)]
     for session in report["sessions"]:
-        libraries = session.get("libraries", {}).get("libraries")
-        if libraries:
-            lines += ["", f"{session['threads']} thread(s), BLAS: {', '.join(libraries)}."]
+        if libraries := session.get("libraries"):
+            names = ", ".join(libraries["libraries"])
+            lines += ["", f"{session['threads']} thread(s), BLAS: {names}."]
     for found in tables(report):
-        lines += ["", f"### {found.title}", "", *markdown_table(found)]
-    lines += [line for legend in legends(report) for line in ("", legend)]
-    lines += ["", "### In words", ""]
+        rows = markdown_table(found)
+        if max(map(len, rows)) > width:
+            rows = markdown_table(found.narrowed())
+        lines += ["", f"### {found.title}", "", *rows]
+    if report["uses"]:
+        lines += ["", USES_LEGEND]
+    lines += ["", LEGEND, "", "### In words", ""]
     lines += [f"- {line}" for line in (*verdict(report), *remarks(report))]
     return "\n".join(lines) + "\n"
 
@@ -294,8 +257,8 @@ def markdown_table(table: Table) -> list[str]:
     ends = ["|---"] * table.text + ["|---:"] * (len(table.head) - table.text)
     lines = [f"| {' | '.join(table.head)} |", f"{''.join(ends)}|"]
     place = table.head.index("ratio") if "ratio" in table.head else len(table.head) - 1
-    for cells, behind in table.rows:
-        marked = [f"**{x}**" if behind and i == place else x for i, x in enumerate(cells)]
+    for cells, lost in table.rows:
+        marked = [f"**{x}**" if lost and i == place else x for i, x in enumerate(cells)]
         lines.append(f"| {' | '.join(marked)} |")
     return lines
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,6 @@ from numfuse.cli.picture import BLUE, GREY, ORANGE, note
 from numfuse.cli.report import fastest_peer, threads_text
 
 COLOURS = {"float32": BLUE, "float64": ORANGE}
-MIB = 1 << 20
 
 
 def draw(path: Path, report: dict[str, Any]) -> None:
@@ -23,33 +23,25 @@ def draw(path: Path, report: dict[str, Any]) -> None:
     from matplotlib.figure import Figure  # not pyplot: no display is needed, nothing stays open
     from matplotlib.lines import Line2D
 
-    sessions = [s for s in report["sessions"] if _cases(report, s["threads"])]
-    figure = Figure(figsize=(10, 0.6 + 3.9 * len(sessions)), dpi=130, layout="constrained")
+    by_threads: dict[int, list[dict[str, Any]]] = {}
+    for case in report["cases"]:
+        by_threads.setdefault(case["threads"], []).append(case)
+    triads = {session["threads"]: session["triad"]["gbs"] for session in report["sessions"]}
+    figure = Figure(figsize=(10, 0.6 + 3.9 * len(by_threads)), dpi=130, layout="constrained")
     figure.suptitle(f"numfuse {report['numfuse']} on {report['processor']}", fontsize=11)
-    rows = figure.subplots(len(sessions), 2, squeeze=False)
-    for (left, right), session in zip(rows, sessions, strict=True):
-        cases = _cases(report, session["threads"])
-        triad = session.get("triad", {}).get("gbs")
-        text = threads_text(session["threads"])
+    rows = figure.subplots(len(by_threads), 2, squeeze=False)
+    for (left, right), (threads, cases) in zip(rows, by_threads.items(), strict=True):
         left.set(xlabel="arithmetic intensity (flop/byte)", ylabel="speed (GFLOP/s)")
         right.set(xlabel="operands and results (MiB)", ylabel="bandwidth (GB/s)")
-        _plot(left, [case for case in cases if case["flop"]], _products, triad)
-        _plot(right, [case for case in cases if not case["flop"]], _gates, triad)
-        left.set_title(f"Products, {text}", fontsize=10)
-        right.set_title(f"Gated operations, {text}", fontsize=10)
-    marks = [
-        Line2D([], [], color=colour, marker="o", linestyle="", label=f"numfuse, {dtype}")
-        for dtype, colour in COLOURS.items()
-    ]
-    marks.append(
-        Line2D([], [], color=GREY, marker="D", linestyle="", fillstyle="none", label="fastest peer")
-    )
+        _plot(left, [case for case in cases if case["flop"]], _products, triads[threads])
+        _plot(right, [case for case in cases if not case["flop"]], _gates, triads[threads])
+        left.set_title(f"Products, {threads_text(threads)}", fontsize=10)
+        right.set_title(f"Gated operations, {threads_text(threads)}", fontsize=10)
+    mark = functools.partial(Line2D, [], [], linestyle="")
+    marks = [mark(color=COLOURS[x], marker="o", label=f"numfuse, {x}") for x in COLOURS]
+    marks += [mark(color=GREY, marker="D", fillstyle="none", label="fastest peer")]
     figure.legend(handles=marks, loc="outside lower center", ncols=3, fontsize=9)
     figure.savefig(path, format="png")
-
-
-def _cases(report: dict[str, Any], threads: int) -> list[dict[str, Any]]:
-    return [case for case in report["cases"] if case["threads"] == threads]
 
 
 def _marks(axes: Any, case: dict[str, Any], x: float, amount: float) -> None:
@@ -66,14 +58,14 @@ def _marks(axes: Any, case: dict[str, Any], x: float, amount: float) -> None:
 
 def _plain_logarithms(axis: Any) -> None:
     """1, 2, 5, 10, 20 ... as numbers."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axis.set_minor_locator(NullLocator())
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
 
 
-def _plot(axes: Any, cases: list[dict[str, Any]], plot: Callable[..., None], triad: Any) -> None:
+def _plot(axes: Any, cases: list[dict[str, Any]], plot: Callable[..., None], triad: float) -> None:
     """Draw the cases by `plot`, or say that there are none."""
     if cases:
         plot(axes, cases, triad)
@@ -83,36 +75,31 @@ def _plot(axes: Any, cases: list[dict[str, Any]], plot: Callable[..., None], tri
         axes.set(xticks=[], yticks=[])
 
 
-def _products(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
+def _products(axes: Any, cases: list[dict[str, Any]], triad: float) -> None:
     intensities = [case["flop"] / case["bytes"] for case in cases]
     low, high = min(intensities) / 2, max(intensities) * 2
     for dtype, colour in COLOURS.items():
-        peaks = [c["peak_gflops"] for c in cases if c["dtype"] == dtype and c["peak_gflops"]]
-        if not peaks:
+        peak = max((case["peak_gflops"] for case in cases if case["dtype"] == dtype), default=None)
+        if peak is None:
             continue
-        peak = max(peaks)
-        ridge = peak / triad if triad else low
-        corner = [x for x in (low, ridge, high) if low <= x <= high]
-        roof = [min(peak, x * triad) if triad else peak for x in corner]
-        axes.loglog(corner, roof, color=colour, linewidth=1.5)
+        corner = [x for x in (low, peak / triad, high) if low <= x <= high]
+        axes.loglog(corner, [min(peak, x * triad) for x in corner], color=colour, linewidth=1.5)
         text = f"FMA peak, {dtype}: {peak:.0f}"
         note(axes, text, (high, peak), dx=-2, dy=3, color=colour, fontsize=8)
-    axes.set(xscale="log", yscale="log")
     for case, x in zip(cases, intensities, strict=True):
         _marks(axes, case, x, case["flop"])
-    for axis in (axes.xaxis, axes.yaxis):
-        _plain_logarithms(axis)
+    _plain_logarithms(axes.xaxis)
+    _plain_logarithms(axes.yaxis)
     axes.set_ylim(top=1.5 * axes.get_ylim()[1])
 
 
-def _gates(axes: Any, cases: list[dict[str, Any]], triad: float | None) -> None:
-    if triad:
-        axes.axhline(triad, color=GREY, linewidth=1.5)
-        right = {"xycoords": ("axes fraction", "data")}
-        text = f"triad, from memory: {triad:.0f}"
-        note(axes, text, (1, triad), dx=-2, dy=3, color=GREY, fontsize=8, **right)
+def _gates(axes: Any, cases: list[dict[str, Any]], triad: float) -> None:
+    axes.axhline(triad, color=GREY, linewidth=1.5)
+    right = {"xycoords": ("axes fraction", "data")}
+    text = f"triad, from memory: {triad:.0f}"
+    note(axes, text, (1, triad), dx=-2, dy=3, color=GREY, fontsize=8, **right)
     for case in cases:
-        _marks(axes, case, case["bytes"] / MIB, case["bytes"])
+        _marks(axes, case, case["bytes"] / 2**20, case["bytes"])
     axes.set_xscale("log")
     _plain_logarithms(axes.xaxis)
     axes.set_ylim(0, 1.08 * axes.get_ylim()[1])

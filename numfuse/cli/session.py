@@ -13,8 +13,12 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
+
+import numpy as np
+
+from numfuse.cli import ceilings, peers, timing, uses
 
 # Read by the libraries when they are imported; the same number for all.
 THREAD_VARIABLES = (
@@ -52,11 +56,11 @@ def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
     """
     threads = str(plan["threads"])
     environment = os.environ | dict.fromkeys(THREAD_VARIABLES, threads)
-    if "uses" not in plan:
+    if "cases" in plan:
         environment["OPENBLAS_THREAD_TIMEOUT"] = OPENBLAS_TIMEOUT
-    environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + (
-        " --xla_cpu_multi_thread_eigen=false" if threads == "1" else ""
-    )
+    if threads == "1":
+        flags = os.environ.get("XLA_FLAGS", "")
+        environment["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false"
     command = [sys.executable, "-c", BOOT, json.dumps(plan), ",".join(map(str, cpus))]
     # (a file takes what a talkative library says; a pipe that nobody reads would block it)
     with (
@@ -81,38 +85,31 @@ def start(plan: dict[str, Any], cpus: list[int]) -> Iterator[dict[str, Any]]:
 
 def measure(plan_text: str) -> None:
     """Entry point of the measuring process."""
+    import numba
+
     plan = json.loads(plan_text)
     threads = plan["threads"]
 
-    def tell(**event: Any) -> None:
-        print(json.dumps(event), flush=True)
-
-    import numba
-    import numpy as np
-
-    from numfuse.cli import ceilings, peers, timing
+    def tell(event: str, **facts: Any) -> None:
+        print(json.dumps({"event": event, **facts}), flush=True)
 
     numba.set_num_threads(threads)
     if libraries := limit_threads(plan["peers"], threads):
-        tell(event="libraries", libraries=libraries)
+        tell("libraries", libraries=libraries)
+    generator = np.random.default_rng(plan["seed"])
     if "uses" in plan:
-        from numfuse.cli import uses
-
-        for row in uses.measured(plan):
-            tell(event="use", **row)
+        for use in uses.chosen(plan["uses"]):
+            tell("uses", **uses.measure(use, generator, plan["seconds"], plan["rounds"]))
         return
     bandwidth, array_bytes = ceilings.triad(threads)
-    tell(event="triad", gbs=bandwidth, array_bytes=array_bytes)
+    tell("triad", gbs=bandwidth, array_bytes=array_bytes)
 
-    probe = None
-    if ceilings.fma_peak("float32", threads) is not None:
-        probe = timing.Probe(lambda: ceilings.fma_peak("float32", threads, PROBE) or 0.0)
-    generator = np.random.default_rng(plan["seed"])
+    probe = timing.Probe(lambda: ceilings.fma_peak("float32", threads, PROBE))
     for fields in plan["cases"]:
         found = run_case(peers.Case(*fields), plan, generator, probe)
-        if probe is not None:  # so far: the parent may end this process after any case
-            tell(event="disturbed", disturbed=probe.disturbed, stretches=probe.stretches)
-        tell(event="case", **found)
+        # so far: the parent may end this process after any case
+        tell("disturbed", disturbed=probe.disturbed, stretches=probe.stretches)
+        tell("cases", **found)
 
 
 def limit_threads(names: list[str], threads: int) -> list[str]:
@@ -120,7 +117,7 @@ def limit_threads(names: list[str], threads: int) -> list[str]:
 
     Returns the libraries of BLAS that were found.
     """
-    if any(name in ("PyTorch", "torch.compile") for name in names):
+    if {"PyTorch", "torch.compile"} & set(names):
         import torch
 
         torch.set_num_threads(threads)
@@ -141,33 +138,22 @@ def limit_threads(names: list[str], threads: int) -> list[str]:
     )
 
 
-def run_case(case: Any, plan: dict[str, Any], generator: Any, probe: Any = None) -> dict[str, Any]:
+def run_case(
+    case: peers.Case,
+    plan: dict[str, Any],
+    generator: np.random.Generator,
+    probe: timing.Probe | None = None,
+) -> dict[str, Any]:
     """Build the contestants, check each against float64, time them in interleaved rounds."""
-    from numfuse.cli import ceilings, peers, timing
-
     operands = peers.draw_operands(case, generator)
-    right = peers.exact(case, operands)
-    makers = {"numfuse": peers.numfuse_contestant}
-    makers |= {name: peers.PEERS[name][1] for name in plan["peers"]}
-
-    runs: dict[str, Callable[[], object]] = {}
-    errors: dict[str, float] = {}
-    failed: dict[str, str] = {}
-    for name, make in makers.items():
-        try:
-            contestant = make(case, operands)
-            result = contestant.arrays(contestant.run())
-        except Exception as error:  # a peer that cannot is a fact to report, whatever it raises
-            if name == "numfuse":
-                raise
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            continue
-        runs[name] = contestant.run
-        errors[name] = peers.relative_error(result, right)
-    del right
-
-    peaks: list[Any] = []
-    if case.flop and ceilings.fma_peak(case.dtype, plan["threads"]) is not None:
+    runs, found = timing.checked(
+        ("numfuse", *plan["peers"]),
+        lambda name: peers.contestant(name, case, operands),
+        lambda: peers.exact(case, operands),
+        required="numfuse",
+    )
+    peaks: list[float] = []
+    if case.flop:
         # In the same rounds as the contestants: a processor's clock moves with heat and load.
         runs["peak"] = lambda: peaks.append(ceilings.fma_peak(case.dtype, plan["threads"]))
     seconds = timing.interleave(
@@ -182,11 +168,9 @@ def run_case(case: Any, plan: dict[str, Any], generator: Any, probe: Any = None)
     return {
         **case._asdict(),
         "threads": plan["threads"],
-        "seconds": {name: timing.median(figures) for name, figures in seconds.items()},
-        "spread": {name: timing.spread(figures) for name, figures in seconds.items()},
-        "error": errors,
+        **timing.summary(seconds),
+        **found,
         "tolerance": peers.tolerance(case),
-        "failed": failed,
         "flop": case.flop,
         "bytes": case.bytes,
         "peak_gflops": timing.median(peaks) if peaks else None,

@@ -7,19 +7,18 @@ numfuse and the library's own, on the same operands.
 from __future__ import annotations
 
 import copy
-import importlib.util
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import numfuse as nf
 from numfuse.cli import network
+from numfuse.cli.timing import Runs
 from numfuse.cli.ufuncs import Array
-
-Runs = dict[str, Callable[[], Any]]
 
 
 class Work(NamedTuple):
@@ -38,23 +37,19 @@ Maker = Callable[[np.random.Generator], Work]
 
 
 # --- NumPy ---------------------------------------------------------------------------------------
-def normals(generator: np.random.Generator, dtype: str, *shapes: Sequence[int]) -> list[Array]:
-    """Arrays of random numbers; matrices are weights, whose products keep the size of the rows."""
-    found = []
-    for shape in shapes:
-        x = generator.standard_normal(shape)
-        found.append(np.asarray(x / math.sqrt(shape[0]) if len(shape) == 2 else x, dtype))
-    return found
-
-
 def layers(
     generator: np.random.Generator, dtype: str, sizes: Sequence[int]
 ) -> list[tuple[Array, Array]]:
-    """Weights and biases of a network from sizes[0] to sizes[-1] columns."""
-    drawn: list[Array] = []
-    for m, n in itertools.pairwise(sizes):
-        drawn += normals(generator, dtype, (m, n), (n,))
-    return list(zip(drawn[::2], drawn[1::2], strict=True))
+    """Weights and biases of a network from sizes[0] to sizes[-1] columns.
+
+    Products with the weights keep the size of the rows.
+    """
+
+    def drawn(m: int, n: int) -> tuple[Array, Array]:
+        weight = generator.standard_normal((m, n)) / math.sqrt(m)
+        return weight.astype(dtype), generator.standard_normal(n).astype(dtype)
+
+    return list(itertools.starmap(drawn, itertools.pairwise(sizes)))
 
 
 def inference(rows: int, sizes: Sequence[int]) -> Maker:
@@ -70,15 +65,15 @@ def inference(rows: int, sizes: Sequence[int]) -> Maker:
                 h = nf.matmul_bias_activation(h, w, b, "relu")
             return nf.matmul_bias_activation(h, *weights[-1])
 
-        def plain(h: Array, weights: Iterable[tuple[Array, Array]]) -> Array:
-            *hidden, (last, bias) = weights
-            for w, b in hidden:
+        def plain(h: Array) -> Array:
+            for w, b in weights[:-1]:
                 h = np.maximum(h @ w + b, 0)
-            return h @ last + bias
+            w, b = weights[-1]
+            return h @ w + b
 
-        wide = [(w.astype(np.float64), b.astype(np.float64)) for w, b in weights]
-        runs = {"numfuse": fused, "NumPy": lambda: plain(x, weights)}
-        return Work(runs, lambda: plain(x.astype(np.float64), wide), "float32")
+        # (rows of float64 make all of it float64)
+        runs = {"numfuse": fused, "NumPy": lambda: plain(x)}
+        return Work(runs, lambda: plain(x.astype(np.float64)), "float32")
 
     return make
 
@@ -88,31 +83,9 @@ def demo(generator: np.random.Generator) -> Work:
     x = generator.standard_normal((128, network.PIXELS)).astype(np.float32)
     labels = generator.integers(0, network.CLASSES, 128)
     start = network.Parameters.random(generator)
-
-    def step(gradients_of: network.Gradients) -> Callable[[], Any]:
-        gradients = network.Parameters.zeros()
-        run = network.array_step(gradients_of, start, 0.0, x, labels, gradients)
-        return lambda: [run(), gradients.weight, gradients.bias]
-
-    def exact() -> Any:
-        gradients = network.Parameters(np.zeros(start.flat.shape))
-        wide = network.Parameters(start.flat.astype(np.float64))
-        loss = network.unfused_gradients(wide, gradients, x.astype(np.float64), labels)
-        return [loss, gradients.weight, gradients.bias]
-
-    runs = {
-        "numfuse": step(network.fused_gradients),
-        "NumPy": step(network.unfused_gradients),
-    }
-    if importlib.util.find_spec("torch") is not None:
-        torch = network.TorchNetwork(start, 0.0, x, labels)
-
-        def torch_step() -> Any:
-            loss = torch.step()
-            return [loss, *([pair[i].grad for pair in torch.layers.values()] for i in (0, 1))]
-
-        runs["PyTorch"] = torch_step
-    return Work(runs, exact, "float32")
+    wide = network.Parameters(start.flat.astype(np.float64))
+    exact = network.array_step(network.unfused_gradients, wide, x.astype(np.float64), labels)
+    return Work(network.steps(start, x, labels), exact, "float32")
 
 
 # --- PyTorch -------------------------------------------------------------------------------------
@@ -121,7 +94,8 @@ def torch_module(
 ) -> tuple[Any, Any]:
     """Return a network of torch.nn from sizes[0] to sizes[2] columns, and ours, on copies.
 
-    `kind` is "MLP", or "gated": down(activation(gate(x)) * up(x)), without biases.
+    `kind` is "MLP", or "gated": down(activation(gate(x)) * up(x)), without biases. Both list their
+    parameters in the same order.
     """
     import torch
     from torch import nn
@@ -129,19 +103,19 @@ def torch_module(
     from numfuse.adapters import torch as ours
 
     first, hidden, last = sizes
-    place: Any = {"dtype": getattr(torch, dtype), "device": device}
-    curve: Callable[[Any], Any] = {
-        "gelu": lambda x: nn.functional.gelu(x, approximate="tanh"),
-    }.get(activation) or getattr(nn.functional, activation)
+    gated = kind == "gated"
+    curve: Any = getattr(nn.functional, activation)
+    if activation == "gelu":
+        curve = functools.partial(curve, approximate="tanh")
 
     class Plain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(seed)
-            gated = kind == "gated"
-            self.up = nn.Linear(first, hidden, not gated, **place)
-            self.gate = nn.Linear(first, hidden, False, **place) if gated else None
-            self.down = nn.Linear(hidden, last, not gated, **place)
+            place: Any = {"dtype": getattr(torch, dtype), "device": device, "bias": not gated}
+            self.gate = nn.Linear(first, hidden, **place) if gated else None
+            self.up = nn.Linear(first, hidden, **place)
+            self.down = nn.Linear(hidden, last, **place)
 
         def forward(self, x: Any) -> Any:
             if self.gate is None:
@@ -150,10 +124,11 @@ def torch_module(
 
     plain = Plain()
     its: Any = copy.deepcopy(plain)
-    down = ours.Linear.from_torch(its.down)
-    if its.gate is None:
-        return plain, nn.Sequential(ours.Linear.from_torch(its.up, activation), down)
-    return plain, nn.Sequential(ours.GatedLinear.from_torch(its.gate, its.up, activation), down)
+    if gated:
+        layer: Any = ours.GatedLinear.from_torch(its.gate, its.up, activation)
+    else:
+        layer = ours.Linear.from_torch(its.up, activation)
+    return plain, nn.Sequential(layer, ours.Linear.from_torch(its.down))
 
 
 def torch_step(
@@ -184,7 +159,7 @@ def torch_step(
         x.requires_grad_(block and train)
 
         def step(module: Any, x: Any = x, y: Any = y) -> Callable[[], Any]:
-            parameters = [p for _, p in sorted(module.named_parameters(), key=_place)]
+            parameters = list(module.parameters())
 
             def trained() -> Any:
                 module.zero_grad(set_to_none=True)
@@ -208,13 +183,6 @@ def torch_step(
         return work if device == "cpu" else work._replace(settle=torch.cuda.synchronize)
 
     return make
-
-
-def _place(named: tuple[str, Any]) -> tuple[int, str]:
-    """Return where a parameter stands among those of its network, whatever its module is called."""
-    name = named[0].removeprefix("_orig_mod.")
-    parts = ("gate", "up", "down") if not name[0].isdigit() else ("0.gate", "0", "1")
-    return next(i for i, part in enumerate(parts) if name.startswith(part)), name.split(".")[-1]
 
 
 # --- JAX -----------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Time several callables beside each other, so that what disturbs one disturbs all.
+"""Check and time several callables beside each other, so that what disturbs one disturbs all.
 
 Every round runs each contestant once, in a fresh random order; the figure is the median over the
 rounds. A machine that slows down half-way slows every contestant, and a ratio of two medians
@@ -11,31 +11,16 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-Contestant = Callable[[], object]
+import numpy as np
 
+import numfuse as nf
+from numfuse.cli.ufuncs import Array
 
-class Probe:
-    """Tells whether the machine is its own: its speed now against the best seen.
-
-    Parameters
-    ----------
-    speed
-        Measures the processor's speed, in any unit, in a millisecond or two.
-    """
-
-    def __init__(self, speed: Callable[[], float]) -> None:
-        self._speed = speed
-        self._best = 0.0
-        self.stretches = 0
-        self.disturbed = 0
-
-    def calm(self) -> bool:
-        speed = self._speed()
-        self._best = max(self._best, speed)
-        return speed >= CALM * self._best
-
+Contestant = Callable[[], Any]
+Runs = dict[str, Contestant]
 
 # The worker threads of OpenBLAS, OpenMP and Numba spin for a while after their last job, on the
 # cores that the next contestant wants. OpenBLAS gives up after 1 ms (`session.OPENBLAS_TIMEOUT`),
@@ -51,6 +36,70 @@ TRIES = 8
 SAMPLE = 2e-3
 
 
+def arrays(found: Any) -> tuple[Array, ...]:
+    """Return copies of the results of any library, in any nesting, as float64 arrays."""
+    if isinstance(found, dict):
+        found = list(found.values())
+    if isinstance(found, (list, tuple)):
+        return tuple(y for x in found for y in arrays(x))
+    if hasattr(found, "detach"):
+        found = found.detach().double().cpu().numpy()
+    elif not isinstance(found, (np.ndarray, np.generic, float)):
+        found = nf.to_numpy(found)
+    return (np.array(found, np.float64),)
+
+
+def relative_error(results: tuple[Array, ...], right: tuple[Array, ...]) -> float:
+    """Largest difference of any output, relative to that output's largest element."""
+    return max(
+        float(np.abs(x - y).max() / max(float(np.abs(y).max()), 1e-30))
+        for x, y in zip(results, right, strict=True)
+    )
+
+
+def checked(
+    names: Iterable[str],
+    contestant: Callable[[str], Contestant],
+    exact: Contestant,
+    required: str | None = None,
+) -> tuple[Runs, dict[str, Any]]:
+    """Run each contestant once and compare it with the exact results.
+
+    Return those that ran, and {"error": {name: relative error}, "failed": {name: reason}}; an
+    exception of the one that is `required` is raised.
+    """
+    right = arrays(exact())
+    runs: Runs = {}
+    errors: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name in names:
+        try:
+            run = contestant(name)
+            errors[name] = relative_error(arrays(run()), right)
+        except Exception as error:  # a contestant that cannot is a fact to report
+            if name == required:
+                raise
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+            continue
+        runs[name] = run
+    return runs, {"error": errors, "failed": failed}
+
+
+class Probe:
+    """Tells whether the machine is its own: its speed now, in any unit, against the best seen."""
+
+    def __init__(self, speed: Callable[[], float]) -> None:
+        self._speed = speed
+        self._best = 0.0
+        self.stretches = 0
+        self.disturbed = 0
+
+    def calm(self) -> bool:
+        speed = self._speed()
+        self._best = max(self._best, speed)
+        return speed >= CALM * self._best
+
+
 def interleave(
     contestants: Mapping[str, Contestant],
     *,
@@ -59,38 +108,38 @@ def interleave(
     rest: float = REST,
     seed: int = 0,
     probe: Probe | None = None,
-    settle: Callable[[], object] | None = None,
+    settle: Contestant = lambda: None,
 ) -> dict[str, list[float]]:
-    """Seconds per call of each contestant, one figure a round.
+    """Seconds per call of each contestant, one figure a round, in an order that `seed` draws.
 
-    Parameters
-    ----------
-    contestants
-        Callables without arguments; each must have run before (compilation is not timed).
-    rounds
-        How many figures each contestant gets.
-    sample
-        Least length in seconds of one timed stretch: a short callable is repeated to fill it.
-    rest
-        Pause in seconds before each contestant, for the previous one's threads to fall asleep.
-    seed
-        Of the order in which the contestants run.
-    probe
-        Where given, it is asked before and after a stretch, and a disturbed stretch is timed again.
-    settle
-        Where given, it waits for a device: once at the end of a stretch, as part of its time.
+    Each contestant must have run before (compilation is not timed). A short one is repeated until a
+    stretch takes `sample` seconds. Before each stretch there is a pause of `rest` seconds, for the
+    previous one's threads to fall asleep; `settle` waits for a device at its end, as part of its
+    time. A `probe` is asked before and after, and a disturbed stretch is timed again.
     """
     order = list(contestants)
     shuffle = random.Random(seed).shuffle
-    settle = settle or _ready
-    repeats = {name: _repeats(contestants[name], sample, settle) for name in order}
+
+    def stretch(call: Contestant, repeats: int) -> float:
+        call()  # untimed: wakes the threads and takes the caches back from the others
+        settle()
+        loop = range(repeats)
+        start = time.perf_counter()
+        for _ in loop:
+            call()
+        settle()
+        return (time.perf_counter() - start) / repeats
+
+    once = {name: max(stretch(contestants[name], 1), 1e-7) for name in order}
+    repeats = {name: max(1, math.ceil(sample / figure)) for name, figure in once.items()}
     seconds: dict[str, list[float]] = {name: [] for name in order}
     for _ in range(rounds):
         shuffle(order)
         for name in order:
             for _ in range(TRIES):
                 before = probe is None or probe.calm()
-                figure = _stretch(contestants[name], repeats[name], rest, settle)
+                time.sleep(rest)
+                figure = stretch(contestants[name], repeats[name])
                 if probe is None:
                     break
                 probe.stretches += 1
@@ -99,32 +148,6 @@ def interleave(
                 probe.disturbed += 1
             seconds[name].append(figure)
     return seconds
-
-
-def _ready() -> None:
-    """Return at once: what a CPU computes is there when the call returns."""
-
-
-def _stretch(call: Contestant, repeats: int, rest: float, settle: Contestant) -> float:
-    """Seconds per call, in one stretch of `repeats` calls."""
-    time.sleep(rest)
-    call()  # untimed: wakes the threads and takes the caches back from the others
-    settle()
-    loop = range(repeats)
-    start = time.perf_counter()
-    for _ in loop:
-        call()
-    settle()
-    return (time.perf_counter() - start) / len(loop)
-
-
-def _repeats(call: Contestant, sample: float, settle: Contestant) -> int:
-    call()
-    settle()
-    start = time.perf_counter()
-    call()
-    settle()
-    return max(1, math.ceil(sample / max(time.perf_counter() - start, 1e-7)))
 
 
 #: The figure that is reported.
@@ -137,6 +160,14 @@ def spread(seconds: list[float]) -> float:
         return 0.0
     low, middle, high = statistics.quantiles(seconds, n=4)
     return (high - low) / (2 * middle)
+
+
+def summary(seconds: dict[str, list[float]]) -> dict[str, dict[str, float]]:
+    """Return the median and the spread of each contestant."""
+    return {
+        "seconds": {name: median(figures) for name, figures in seconds.items()},
+        "spread": {name: spread(figures) for name, figures in seconds.items()},
+    }
 
 
 def readable(seconds: float) -> str:

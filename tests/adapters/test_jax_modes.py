@@ -163,6 +163,7 @@ def test_derivatives_of_a_vmap_and_a_vmap_of_derivatives(axes, shape):
         assert_alike(jax.vmap(mine, axes), jax.vmap(theirs, axes), 2, twice, outer)
 
 
+@pytest.mark.long
 def test_the_functions_of_jax_that_are_made_of_them():
     w, x, c = draw(((2, 4), (3, 2), (4,)), 0)
 

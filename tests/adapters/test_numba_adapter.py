@@ -48,6 +48,11 @@ def gates(grad, a, b):
     return nf.activation_mul(a, b, "tanh"), nf.silu_mul(a, b), nf.gelu_mul_bwd(grad, a, b)
 
 
+@numba.njit
+def gate(a, b):
+    return nf.silu_mul(a, b)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1), (7, 5, 3), (65, 33, 17), (300, 290, 1100), (0, 3, 4), (3, 0, 4), (3, 4, 0)]
@@ -89,8 +94,7 @@ def test_gates_have_the_bits_of_the_core(shape, dtype):
     assert (bits(second) == bits(nf.silu_mul(a, b))).all()
     for x, y in zip(third, nf.gelu_mul_bwd(grad, a, b), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6 if dtype == "float32" else 1e-14)
-    views = [x[::-1] for x in (grad, a, b)]
-    assert (bits(gates(*views)[1]) == bits(nf.silu_mul(views[1], views[2]))).all()
+    assert (bits(gate(a[::-1], b[::-1])) == bits(nf.silu_mul(a[::-1], b[::-1]))).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

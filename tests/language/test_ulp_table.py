@@ -43,6 +43,7 @@ def test_the_reference_is_right(tables):
         assert found < -20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_errors_are_within_the_stated_bounds(tables, dtype):
     table = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,8 @@ def test_a_part_goes_on_where_the_one_before_was_cut_off(tmp_path):
         before = len(record.read_text().splitlines()) if record.exists() else 0
         words = ["--minutes", str(minutes), "--record", str(record), "--", str(tests)]
         code = subprocess.run(
-            [sys.executable, HERE / "in_parts.py", *words, "-p", "no:randomly"],
+            [sys.executable, HERE / "in_parts.py", *words],
+            env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
             capture_output=True,
             text=True,
             timeout=120,
