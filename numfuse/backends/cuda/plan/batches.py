@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +42,7 @@ __all__ = [
 
 def launch(
     rec: Recorder,
-    m: int,
-    n: int,
-    k: int,
+    sizes: tuple[int, int, int],
     lengths: Sequence[int],
     order: Sequence[int],
     views: dict[str, View],
@@ -53,12 +52,13 @@ def launch(
     factors: dict[str, tuple[int, int]] | None = None,
     sums: bool = False,
     free: bool = False,
-) -> tuple[View, int] | None:
+) -> tuple[View | None, int]:
     """Record one product over the axes `order` of a batch; its column sums, and their rows.
 
-    `epilogue` is by default the sum itself. `factors` are strides (row, column) of x and y in
-    place of their own.
+    Without `x` and `y` among the views it is a pass over the others. `epilogue` is by default the
+    sum itself. `factors` are strides (row, column) of x and y in place of their own.
     """
+    m, n, k = sizes
     places = Places(lengths, views, order)
     strides = {name: matrix(view) for name, view in views.items()} | (factors or {})
     operands: dict[str, Any] = {name: places.operand(name, *strides[name]) for name in views}
@@ -69,30 +69,35 @@ def launch(
         epilogue = sum_of_terms(0)
     elif "bias" not in views:
         epilogue = epilogue.without("bias")
-    out, *_ = (name for name, _ in epilogue.results)
-    product = Product(
-        m,
-        n,
-        k,
-        places.count,
-        accumulator=accumulator,
-        precision=rec.precision if views["x"].dtype == "float32" else "ieee",
-        epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
-        sums=sums,
-        free=free,
-        **operands,
-    )
-    plan = rec.choose(product)
+    if "x" in views:
+        out, *_ = (name for name, _ in epilogue.results)
+        product = Product(
+            *(m, n, k, places.count),
+            accumulator=accumulator,
+            precision=rec.precision if views["x"].dtype == "float32" else "ieee",
+            epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
+            sums=sums,
+            free=free,
+            **operands,
+        )
+        plan = rec.choose(product)
+        rows = -(-m // plan.block_m) if sums else 0
+        record = partial(rec.plan, plan)
+    else:
+        read = operands.get("pre"), operands["extra"], operands.get("out")
+        slopes = passes.slopes(
+            rec.device.info, epilogue, accumulator, *read, m, n, places.count, sums
+        )
+        rows = passes.chunks(m) if sums else 0
+        record = partial(rec.launches, (slopes,))
     table = None
-    rows = 0
     if sums:
-        rows = -(-m // plan.block_m)
         table = rec.fresh((prod(lengths[i] for i in order), rows, n), accumulator)
     for first, at in places:
         if table is not None:
             at["sums"] = table.at(first * rows * n)
-        rec.plan(plan, at)
-    return None if table is None else (table, rows)
+        record(at)
+    return table, rows
 
 
 def product(
@@ -105,20 +110,19 @@ def product(
     *,
     free: bool = False,
     epilogue: Epilogue | None = None,
-    bias: View | None = None,
-    extra: View | None = None,
-    pre: View | None = None,
+    **others: View | None,
 ) -> None:
     """Record out = X Y, summed over the batch axes that `out` lacks, with an epilogue.
 
-    With `free` the order of the sum may depend on its length: d_b, the sum over the rows.
+    With `free` the order of the sum may depend on its length: d_b, the sum over the rows. `others`
+    are the epilogue's arrays: bias, extra and pre.
     """
     m, k = x.shape[-2:]
     n = y.shape[-1]
     outer, inner = split(batch, out.shape[:-2])
     if not (m and n and all(batch[i] for i in outer)):
         return
-    given = {"x": x, "y": y, "bias": bias, "extra": extra, "pre": pre, "out": out}
+    given = {"x": x, "y": y, **others, "out": out}
     views = {name: view for name, view in given.items() if view is not None}
     factors = None
     if inner:
@@ -139,19 +143,8 @@ def product(
         else:
             _summed(rec, views, batch, outer, inner, out, accumulator)
             return
-    launch(
-        rec,
-        m,
-        n,
-        k,
-        batch,
-        outer,
-        views,
-        accumulator,
-        epilogue=epilogue,
-        factors=factors,
-        free=free,
-    )
+    how = (m, n, k), batch, outer, views, accumulator
+    launch(rec, *how, epilogue=epilogue, factors=factors, free=free)
 
 
 def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
@@ -221,7 +214,7 @@ def _summed(
             for name, view in views.items()
             if name != "out"
         }
-        launch(rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator)
+        launch(rec, (m, n, k), lengths, order, {**parts, "out": target}, accumulator)
         used = (last - first) * rest + lead
         if last == batch[axis] and len(turns) == 1:
             join(rec, planes, depth, out, accumulator)
