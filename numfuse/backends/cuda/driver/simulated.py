@@ -68,7 +68,7 @@ class _SimulatedLaunch:
 
     def __init__(self, launch: Launch) -> None:
         self.name, self._launch = launch.kernel.name, launch
-        self.table = launch.table
+        self.table = tuple(dict.fromkeys(a.name for a in launch.arguments if isinstance(a, Slot)))
 
     def start(self, bases: tuple[int, ...], refs: tuple[tuple[int, int], ...]) -> None:
         """Run it to its end, with (number of the base, offset) of each address."""

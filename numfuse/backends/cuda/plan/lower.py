@@ -102,10 +102,16 @@ def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     made = epilogues.layer(p.activation.curve).select("out").backward().select("d_z")
     linear = made["d_z"] is leaf("grad")
     recomputed = not linear and p.pre is None
-    a, b = (recomputed or wanted is not None for wanted in (p.d_b, p.d_a))
-    read = {"grad": True, "a": a, "b": b, "bias": recomputed, "pre": True}
-    names = [*(name for name in read if read[name]), "d_b", "d_bias"]
-    views = {name: view for name in names if (view := bind(name)) is not None}
+    read = {
+        "a": recomputed or p.d_b is not None,
+        "b": recomputed or p.d_a is not None,
+        "bias": recomputed,
+    }
+    views = {
+        name: view
+        for name in ("grad", "a", "b", "bias", "pre", "d_b", "d_bias")
+        if read.get(name, True) and (view := bind(name)) is not None
+    }
     m, batch = folded(rec, p, views)
     d_a = apart = bind("d_a")
     if d_a is not None and batch != p.batch and d_a.rows is None:

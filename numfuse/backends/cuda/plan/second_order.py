@@ -86,19 +86,20 @@ def _pass(
 
     See `lower.pointwise`. Where the one result is T itself, its product writes that.
     """
-    made = epilogue.select(*(twice.get(name, name) for name in results))
-    whole = [*results.values()] if made.graphs[0] is leaf("t") and len(results) == 1 else [None]
+    made = epilogue.select(*[twice.get(name, name) for name in results])
+    whole = len(results) == 1 and made.graphs[0] is leaf("t")
     if "t" in made.inputs:
-        sources = sources | dict(zip(("t", "w"), _moved(rec, p, bind, whole[0]), strict=False))
+        parts = _moved(rec, p, bind, next(iter(results.values())) if whole else None)
+        sources = sources | dict(zip(("t", "w"), parts, strict=False))
     if "grad" in made.inputs:
         sources = sources | {"grad": bind("grad")}
-    if whole[0] is None:
+    if not whole:
         made = lower.guarded(p, epilogue)
         lower.pointwise(rec, made, p.acc_dtype.name, p.dtype.name, sources, results, twice)
 
 
 def _sum_of_products(
-    rec: Recorder, p: Any, bind: Bind, factors: list[tuple[View, View]], out: View, free: bool
+    rec: Recorder, p: Any, factors: list[tuple[View, View]], out: View, free: bool
 ) -> None:
     """Record out = the sum of one product or two, rounded once."""
     acc = p.acc_dtype.name
@@ -107,7 +108,8 @@ def _sum_of_products(
         batches.product(rec, x, y, p.batch, part, acc, free=free)
     if len(parts) > 1:
         sources = dict(zip(("z", "term_0"), parts, strict=True))
-        _pass(rec, p, bind, epilogues.sum_of_terms(1), sources, {"out": out})
+        made = epilogues.sum_of_terms(1)
+        lower.pointwise(rec, made, acc, p.dtype.name, sources, {"out": out})
 
 
 def tangent(rec: Recorder, p: GemmTangentProblem, bind: Bind) -> None:
@@ -141,17 +143,17 @@ def double_backward(rec: Recorder, p: GemmDoubleBackwardProblem, bind: Bind) -> 
         elif x is not None:
             zero(rec, x)
     results = _elementwise(rec, p, bind, made, wanted)
-    s = bind("grad") if made["s"] is leaf("grad") else results.get("s")
-    terms = [(results.get("q"), bind("b"), bind("a")), (s, bind("v"), bind("u"))]
+    q, s = map(results.get, "qs")
+    terms = [(q, bind("b"), bind("a")), (s, bind("v"), bind("u"))]
     pairs = {
         "d_a": [(g, y.turned) for g, y, _ in terms if g is not None and y is not None],
         "d_b": [(x.turned, g) for g, _, x in terms if g is not None and x is not None],
     }
     for name, factors in pairs.items():
         if name in wanted:
-            _sum_of_products(rec, p, bind, factors, wanted[name], name == "d_b")
+            _sum_of_products(rec, p, factors, wanted[name], name == "d_b")
     if "d_bias" in wanted:
-        views = {"grad": results.get("q_wide") or results["q"], "d_bias": wanted["d_bias"]}
+        views: Any = {"grad": results.get("q_wide", q), "d_bias": wanted["d_bias"]}
         m, batch = lower.folded(rec, p, views)
         summed = epilogues.residual_layer().backward().select("d_bias")
         lower.slopes(rec, views, (m, p.n, 0), batch, p.acc_dtype.name, summed, None)
@@ -164,7 +166,10 @@ def _elementwise(
     made: Epilogue,
     wanted: dict[str, View],
 ) -> dict[str, View]:
-    """Record d_grad, and Q and S where they are needed: q, q_wide before it was rounded, and s."""
+    """Record d_grad, and Q and S where they are needed: q, q_wide before it was rounded, and s.
+
+    Return them all.
+    """
     acc, storage = p.acc_dtype.name, p.dtype.name
     shape = (*p.batch, p.m, p.n)
     products, sums = wanted.keys() & {"d_a", "d_b"}, "d_bias" in wanted
@@ -176,8 +181,8 @@ def _elementwise(
         results["q"] = rec.fresh(shape, storage)
     if bent and sums and storage != acc:
         results["q_wide"] = rec.fresh(shape, acc)
-    sloped = p.u is not None or p.v is not None
-    if products and sloped and made["s"] is not leaf("grad"):
+    plain = made["s"] is leaf("grad")
+    if products and not plain and (p.u is not None or p.v is not None):
         results["s"] = rec.fresh(shape, storage)
     if results:
         chosen = made.select(*("q" if name == "q_wide" else name for name in results))
@@ -189,4 +194,4 @@ def _elementwise(
             linear = epilogues.residual_layer().without("residual")
             lower.layer(rec, p, bind, sources["z"], None, linear)
         _pass(rec, p, bind, made, sources, results, q_wide="q")
-    return results
+    return results | {"s": bind("grad")} if plain else results
