@@ -34,23 +34,9 @@ __all__ = ["Device"]
 
 #: Launches named by the message of an asynchronous error.
 REMEMBERED = 32
-# Errors after which the context can do nothing any more (CUDA driver API, CUresult).
-_FATAL = {
-    214: "an uncorrectable memory error",
-    219: "an uncorrectable NVLink error",
-    700: "an illegal memory address",
-    702: "a kernel that ran too long",
-    709: "a destroyed context",
-    710: "a failed assertion of a kernel",
-    714: "a hardware error of the stack",
-    715: "an illegal instruction",
-    716: "a misaligned address",
-    717: "an address of another address space",
-    718: "an invalid program counter",
-    719: "a failed launch",
-    721: "a failed tensor map",
-    999: "an unknown error",
-}
+# Errors after which the context can do nothing any more (CUDA driver API, CUresult): of memory and
+# NVLink, of addresses, assertions, instructions, launches and tensor maps, and the unknown one.
+_FATAL = frozenset({214, 219, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 _OUT_OF_MEMORY = 2
 # CUdevice_attribute
 _ATTRIBUTES = {
@@ -136,7 +122,7 @@ class Device:
         text = self.cuda.text(status)
         if status in _FATAL:
             self.lost = (
-                f"{self} is lost for this process after {_FATAL[status]} [{text}], found at "
+                f"{self} is lost for this process after {text}, found at "
                 f"{what}; launched since the last synchronise: {self._names()}"
             )
             raise DeviceLost(self.lost)
@@ -228,21 +214,11 @@ class Device:
     @cached_property
     def entries(self) -> tuple[int, ...]:
         """The first words of a plan of `launcher.launch_loop`."""
-        names = (
-            "cuLaunchKernelEx",
-            "cuCtxGetCurrent",
-            "cuCtxSetCurrent",
-            None,
-            "cuGraphLaunch",
-            "cuTensorMapReplaceAddress",
-            "cuStreamIsCapturing",
-        )
-        return tuple(
-            self.context
-            if name is None
-            else ctypes.cast(getattr(self.cuda, name), c_void_p).value or 0
-            for name in names
-        )
+        cuda = self.cuda
+        functions = cuda.cuLaunchKernelEx, cuda.cuCtxGetCurrent, cuda.cuCtxSetCurrent
+        more = cuda.cuGraphLaunch, cuda.cuTensorMapReplaceAddress, cuda.cuStreamIsCapturing
+        addresses = [ctypes.cast(function, c_void_p).value or 0 for function in functions + more]
+        return self.context, *addresses
 
     @cached_property
     def recording_stream(self) -> int:

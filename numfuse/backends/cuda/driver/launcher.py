@@ -162,28 +162,12 @@ load.numfuse_key, store.numfuse_key = "launcher.load 1", "launcher.store 1"
 call.numfuse_key, claim.numfuse_key = "launcher.call 1", "launcher.claim 1"
 
 
-#: The words of a plan: the driver's functions and the context, tables, the status of a launch that
+#: The words of a plan: the context and the driver's functions, tables, the status of a launch that
 #: failed, the context of the thread before, and whether the stream is captured.
-PLAN = (
-    "LAUNCH",
-    "GET_CURRENT",
-    "SET_CURRENT",
-    "CONTEXT",
-    "LAUNCH_GRAPH",
-    "REPLACE_ADDRESS",
-    "IS_CAPTURING",
-    "LAUNCH_COUNT",
-    "LAUNCHES",
-    "UPDATE_COUNT",
-    "UPDATES",
-    "MAP_COUNT",
-    "MAPS",
-    "USE_COUNT",
-    "USES",
-    "BASES",
-    "STATUS",
-    "BEFORE",
-    "CAPTURED",
+PLAN = tuple(
+    "CONTEXT LAUNCH GET_CURRENT SET_CURRENT LAUNCH_GRAPH REPLACE_ADDRESS IS_CAPTURING "
+    "LAUNCH_COUNT LAUNCHES UPDATE_COUNT UPDATES MAP_COUNT MAPS USE_COUNT USES BASES "
+    "STATUS BEFORE CAPTURED".split()
 )
 
 

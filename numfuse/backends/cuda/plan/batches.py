@@ -29,15 +29,7 @@ from numfuse.runtime.strided import contiguous, walk
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
 
-__all__ = [
-    "copy",
-    "join",
-    "launch",
-    "matrix_of",
-    "packed_rows",
-    "product",
-    "sum_to",
-]
+__all__ = ["copy", "join", "launch", "matrix_of", "packed_rows", "product", "sum_to"]
 
 
 def launch(
