@@ -200,15 +200,8 @@ def pointwise(
 ) -> None:
     """Record one pass over arrays of one shape: an epilogue's results, by their names.
 
-    Parameters
-    ----------
-    rec : Recorder
-    epilogue : Epilogue
-    accumulator, storage : str
-        The dtype in which all is computed, and that of the problem.
-    sources, results : dict
-    twice : dict, optional
-        {name in `results`: the epilogue's name} of a result that is stored a second time.
+    All is computed in the dtype `accumulator`; `storage` is the problem's. `twice` has the
+    epilogue's name of a result that is stored a second time, by its name in `results`.
     """
     names = {slot: (twice or {}).get(slot, slot) for slot in results}
     size = prod(next(iter(results.values())).shape)
