@@ -160,15 +160,7 @@ class DeviceArray(GhostViews):
         if stream not in (None, -1, 0, 1):
             self.device.follow(stream, 0)
             self.memory.streams = *self.memory.streams, stream
-        size = self.dtype.itemsize
-        return dlpack.export(
-            self,
-            self.address,
-            self.dtype.name,
-            self.device.ordinal,
-            self.shape,
-            tuple(s // size for s in self.strides),
-        )
+        return dlpack.export(self)
 
     def to_numpy(self) -> ndarray:
         """A copy as a C-contiguous NumPy array."""

@@ -6,7 +6,6 @@ The structures are those of dlpack.h, version 0.8 (https://dmlc.github.io/dlpack
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 from numfuse.runtime.strided import contiguous
@@ -77,22 +76,15 @@ def _unused(capsule: int) -> None:
         _exported.pop(at, None)
 
 
-def export(
-    owner: Any,
-    address: int,
-    dtype: str,
-    ordinal: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-) -> Any:
-    """A capsule over memory that `owner` keeps alive; strides in elements."""
-    axes = len(shape)
-    code, bits = _CODES[dtype]
-    lengths, steps = (ctypes.c_int64 * axes)(*shape), (ctypes.c_int64 * axes)(*strides)
-    fields = address, CUDA, ordinal, axes, code, bits, 1, lengths, steps, 0, None, _done
-    managed = _Managed(*fields)
+def export(x: Any) -> Any:
+    """A capsule over the memory of a `DeviceArray`, which it keeps alive."""
+    axes, size = len(x.shape), x.dtype.itemsize
+    lengths = (ctypes.c_int64 * axes)(*x.shape)
+    steps = (ctypes.c_int64 * axes)(*[step // size for step in x.strides])
+    layout = axes, *_CODES[x.dtype.name], 1, lengths, steps, 0
+    managed = _Managed(x.address, CUDA, x.ordinal, *layout, None, _done)
     at = ctypes.addressof(managed)
-    _exported[at] = owner, managed, lengths, steps
+    _exported[at] = x, managed, lengths, steps
     capsule = _api.PyCapsule_New(at, _NAME, _unused)
     _waiting[id(capsule)] = at
     return capsule

@@ -72,10 +72,9 @@ class Prepared:
         self._pointers = (c_void_p * max(1, len(starts)))(*[base + 8 * at for at in starts])
         attributes = []
         if launch.cluster > 1:
-            size = (c_uint * 16)(launch.cluster, 1, 1)
-            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, size))
+            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, (launch.cluster, 1, 1)))
         if launch.overlaps:
-            attributes.append(Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
+            attributes.append(Attribute(_OVERLAPS, 0, (1,)))
         self._attributes = (Attribute * max(1, len(attributes)))(*attributes)
         self._config = Config(
             (c_uint * 3)(*launch.grid),

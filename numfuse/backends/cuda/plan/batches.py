@@ -15,8 +15,6 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import joins, passes
 from numfuse.backends.cuda.plan.places import Places, matrix, split
@@ -213,19 +211,13 @@ def _summed(
         else:
             # places are `depth` planes apart, of which `used` hold something
             done = last == batch[axis]
-            for place in range(count):
-                one = replace(
-                    planes, offset=planes.offset + place * depth * plane, shape=(1, used, m, n)
-                )
-                goal = _nth(out, place) if done else replace(one, shape=(m, n), strides=(n, 1))
+            for place, (at,) in enumerate(walk(out.shape[:-2], out.strides)):
+                start = planes.offset + place * depth * plane
+                one = replace(planes, offset=start, shape=(1, used, m, n))
+                goal = replace(one, shape=(m, n), strides=(n, 1))
+                if done:
+                    goal = replace(matrix_of(out), offset=out.offset + at)
                 join(rec, one, used, goal, accumulator)
-
-
-def _nth(out: View, number: int) -> View:
-    """Return a matrix of a batch."""
-    index = map(int, np.unravel_index(number, out.shape[:-2]))
-    offset = sum(i * s for i, s in zip(index, out.strides, strict=False))
-    return replace(matrix_of(out), offset=out.offset + offset)
 
 
 def matrix_of(view: View) -> View:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -158,10 +158,8 @@ def slopes(
             views["out"] = grad_pre
             names = {"pre": "pre"} if "pre" in given else {"a": "x", "b": "y", "bias": "bias"}
             views |= {name: given[field] for field, name in names.items() if field in given}
-        sums = d_bias is not None
-        table, rows = batches.launch(
-            rec, sizes, batch, outer + inner, views, acc, epilogue=epilogue, sums=sums
-        )
+        how = sizes, batch, outer + inner, views, acc
+        table, rows = batches.launch(rec, *how, epilogue=epilogue, sums=d_bias is not None)
     if d_bias is not None:
         depth = prod(batch[i] for i in inner) * rows
         batches.join(rec, table or rec.fresh((0,), acc), depth, d_bias, acc)
@@ -207,7 +205,7 @@ def pointwise(
     size = prod(next(iter(results.values())).shape)
     if not size:
         return
-    found, late = _as_one(rec, sources | results, results)
+    found = _as_one(rec, sources, results)
     launch = pass_over_elements(
         rec.device.info,
         epilogue,
@@ -219,29 +217,21 @@ def pointwise(
         is_short(accumulator, storage),
     )
     rec.launches((launch,), {name: view.at() for name, view in found.items()})
-    for copied, out in late:
-        batches.copy(rec, copied, out)
+    for name, out in results.items():
+        if found[name] is not out:
+            batches.copy(rec, found[name], out)
 
 
-def _as_one(
-    rec: Recorder, views: dict[str, View], outs: Collection[str]
-) -> tuple[dict[str, View], list[tuple[View, View]]]:
-    """The arrays as runs of memory in one order; copies of those that are none, to be copied back.
-
-    Arrays of one order need no copy, whatever that order is.
-    """
+def _as_one(rec: Recorder, sources: dict[str, View], results: dict[str, View]) -> dict[str, View]:
+    """Return arrays as runs of memory in one order, which may be any, by copies where need be."""
+    views = sources | results
     equal("the arrays of a pass", *(view.shape for view in views.values()))
     orders = {view.order for view in views.values()}
     if len(orders) == 1 and None not in orders:
-        return views, []
-    found: dict[str, View] = {}
-    late = []
+        return views
+    found = {}
     for name, view in views.items():
-        found[name] = view
-        if not view.contiguous:
-            found[name] = rec.fresh(view.shape, view.dtype)
-            if name in outs:
-                late.append((found[name], view))
-            else:
-                batches.copy(rec, view, found[name])
-    return found, late
+        found[name] = view if view.contiguous else rec.fresh(view.shape, view.dtype)
+        if name in sources and found[name] is not view:
+            batches.copy(rec, view, found[name])
+    return found
