@@ -85,8 +85,5 @@ class Prepared:
             len(attributes),
         )
         #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
-        self.handles = (
-            ctypes.addressof(self._config),
-            self.module.function,
-            ctypes.addressof(self._pointers),
-        )
+        config, pointers = map(ctypes.addressof, (self._config, self._pointers))
+        self.handles = config, self.module.function, pointers

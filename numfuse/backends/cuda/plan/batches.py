@@ -193,12 +193,8 @@ def _summed(
         for axes, first_step in ((inner, plane), (outer, depth * plane)):
             for i, stride in zip(axes, contiguous([lengths[i] for i in axes]), strict=True):
                 steps[i] = stride * first_step
-        target = replace(
-            planes,
-            offset=planes.offset + lead * plane,
-            shape=(*lengths, m, n),
-            strides=(*steps, n, 1),
-        )
+        start = planes.offset + lead * plane
+        target = replace(planes, offset=start, shape=(*lengths, m, n), strides=(*steps, n, 1))
         parts = {
             name: view.part(axis - (len(batch) + 2 - len(view.shape)), first, last)
             for name, view in views.items()
@@ -269,15 +265,8 @@ def copy(rec: Recorder, source: View, out: View) -> None:
         return
     lead = max(0, len(lengths) - passes.COPY_AXES)
     accumulator = "float64" if out.dtype == "float64" else "float32"
-    launch = passes.copies(
-        rec.device.info,
-        accumulator,
-        source.dtype,
-        out.dtype,
-        lengths[lead:],
-        steps[lead:],
-        out_steps[lead:],
-    )
+    axes = lengths[lead:], steps[lead:], out_steps[lead:]
+    launch = passes.copies(rec.device.info, accumulator, source.dtype, out.dtype, *axes)
     for first, out_first in walk(lengths[:lead], steps, out_steps):
         rec.launches((launch,), {"x": source.at(first), "out": out.at(out_first)})
 

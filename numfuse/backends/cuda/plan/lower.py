@@ -50,18 +50,9 @@ def layer(
     rec: Recorder, p: Any, bind: Bind, out: View, pre: View | None, epilogue: Epilogue
 ) -> None:
     """Record an epilogue of a @ b, bias and residual."""
-    batches.product(
-        rec,
-        bind("a"),
-        bind("b"),
-        p.batch,
-        out,
-        format_of(p.acc_dtype),
-        epilogue=epilogue,
-        bias=bind("bias"),
-        extra=bind("residual"),
-        pre=pre,
-    )
+    others = {"bias": bind("bias"), "extra": bind("residual"), "pre": pre}
+    acc = format_of(p.acc_dtype)
+    batches.product(rec, bind("a"), bind("b"), p.batch, out, acc, epilogue=epilogue, **others)
 
 
 def layer_of(p: GemmProblem | GemmTangentProblem) -> Epilogue:
@@ -206,16 +197,10 @@ def pointwise(
     if not size:
         return
     found = _as_one(rec, sources, results)
-    launch = pass_over_elements(
-        rec.device.info,
-        epilogue,
-        accumulator,
-        [Source(name, name, found[name].dtype) for name in sources],
-        [Result(name, slot, found[slot].dtype) for slot, name in names.items()],
-        size,
-        min(view.aligned(()) for view in found.values()),
-        is_short(accumulator, storage),
-    )
+    read = [Source(name, name, found[name].dtype) for name in sources]
+    written = [Result(name, slot, found[slot].dtype) for slot, name in names.items()]
+    how = size, min(view.aligned(()) for view in found.values()), is_short(accumulator, storage)
+    launch = pass_over_elements(rec.device.info, epilogue, accumulator, read, written, *how)
     rec.launches((launch,), {name: view.at() for name, view in found.items()})
     for name, out in results.items():
         if found[name] is not out:

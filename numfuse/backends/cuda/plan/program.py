@@ -157,18 +157,12 @@ class Recorder:
         """Return what was recorded, over the arrays of these names in this order."""
         order = {number: 2 + names.index(name) for name, number in self._numbers.items()}
         order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
-        return Program(
-            self.device,
-            tuple(
-                (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
-                for prepared, refs in self._steps
-            ),
-            self._work,
-            self._scratch,
-            " + ".join(self._tiers) or "pass",
-            self._chief,
-            len(names),
+        launches = tuple(
+            (prepared, tuple([(order[buffer], offset) for buffer, offset in refs]))
+            for prepared, refs in self._steps
         )
+        made = " + ".join(self._tiers) or "pass", self._chief, len(names)
+        return Program(self.device, launches, self._work, self._scratch, *made)
 
 
 @dataclass(eq=False, repr=False)
