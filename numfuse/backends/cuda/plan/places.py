@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from numfuse.backends.cuda.plan.product import Operand
 from numfuse.backends.cuda.plan.program import View
 from numfuse.problem.shapes import merge_axes
-from numfuse.runtime.strided import contiguous, walk
+from numfuse.runtime.strided import contiguous
 
 __all__ = ["Places", "matrix", "split"]
 
@@ -47,9 +49,14 @@ class Places:
 
     def __iter__(self) -> Any:
         """(number of the first place, {name: (buffer, offset)}) of each launch."""
-        for number, *steps in walk(self._loops, self._numbers, *self._loop_steps.values()):
-            pairs = zip(self._views.items(), steps, strict=True)
-            yield number, {name: view.at(step) for (name, view), step in pairs}
+        for index in np.ndindex(*self._loops):
+            at = {
+                name: view.at(
+                    sum(i * s for i, s in zip(index, self._loop_steps[name], strict=True))
+                )
+                for name, view in self._views.items()
+            }
+            yield sum(i * s for i, s in zip(index, self._numbers, strict=True)), at
 
 
 def matrix(view: View) -> tuple[int, int]:
