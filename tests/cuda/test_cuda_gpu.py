@@ -507,7 +507,7 @@ def test_after_a_fatal_error_the_device_is_lost_and_its_launches_are_named():
     done = subprocess.run([sys.executable, "-c", LOST], capture_output=True, text=True, timeout=300)
     lines = done.stdout.splitlines()
     assert len(lines) == 3 and len(set(lines)) == 1, done.stderr[-2000:]
-    assert "an illegal memory address" in lines[0]
+    assert "an illegal memory access" in lines[0]
     assert "launched since the last synchronise: gate" in lines[0]
 
 

@@ -42,7 +42,7 @@ class Driver:
         self.captured: set[int] = set()
         self.current, self.failing = current, failing
         kinds = (
-            ("launch", 4), ("get_current", 1), ("set_current", 1), (None, 0), ("graph", 2),
+            (None, 0), ("launch", 4), ("get_current", 1), ("set_current", 1), ("graph", 2),
             ("replace", 2), ("is_capturing", 2),
         )  # fmt: skip
         self._kept, self.functions = [], []

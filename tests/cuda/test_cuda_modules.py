@@ -290,7 +290,7 @@ def test_a_call_without_a_formula_does_not_ask_for_a_capture():
 
 # --- calls, on a driver that says yes to all ------------------------------------------------------
 CALLS = """
-import ctypes, gc
+import contextlib, ctypes, gc
 import numpy as np
 import numfuse as nf
 from numfuse.backends.cuda.call.record import REPLAY
@@ -342,7 +342,7 @@ class Driver:
         found._obj.value = loaded[-1]
         return 0
     def cuModuleGetFunction(self, found, module, entry):
-        found._obj.value = module.value + 5000
+        found._obj.value = module + 5000
         return 0
     def cuModuleUnload(self, module):
         assert done[0]
@@ -373,7 +373,7 @@ libcuda._library.cuStreamIsCapturing = native(2, is_capturing)
 libcuda._library.cuCtxGetCurrent = native(1, get_current)
 from numfuse.backends.cuda.driver import device as driver, devices
 driver.Device.capturing = lambda self, stream: stream in captured
-driver.Device.enter = lambda self: -1
+driver.Device.current = lambda self: contextlib.nullcontext()
 device = devices.device(0)
 x = nf.to_device(np.ones((4, 8), np.float32), "cuda")
 

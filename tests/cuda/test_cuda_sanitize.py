@@ -18,7 +18,7 @@ from numfuse.runtime.replay import Replay
 
 try:
     from numfuse.backends.cuda.plan import lower
-    from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Slot
+    from numfuse.backends.cuda.plan.product import DeviceInfo
     from numfuse.backends.cuda.plan.program import Recorder, View, strides_of
     from numfuse.backends.cuda.plan.tiers import TIERS
 except ImportError as error:
@@ -41,10 +41,7 @@ class Recording:
         self.info, self.kept_products = info, Replay(100, 0)
 
     def prepare(self, launch):
-        slots = [a for a in launch.arguments if isinstance(a, Slot)]
-        slots += [a.slot for a in launch.arguments if isinstance(a, Derived)]
-        table = tuple(dict.fromkeys(slot.name for slot in slots))
-        return types.SimpleNamespace(name=launch.kernel.name, table=table)
+        return types.SimpleNamespace(name=launch.kernel.name, table=launch.table)
 
 
 def recorders(info, precision, name, m, k, n):

@@ -31,7 +31,7 @@ try:
     from numfuse.backends.cuda.compile.schema import Array, Ends, Schema
     from numfuse.backends.cuda.compile.unroll import Template, text, unrolled
     from numfuse.backends.cuda.plan import batches
-    from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product, Slot
+    from numfuse.backends.cuda.plan.product import Derived, DeviceInfo, Operand, Product
     from numfuse.backends.cuda.plan.program import Recorder, View
 
     hopper = importlib.import_module("numfuse.backends.cuda.kernels.hopper.tier")
@@ -642,10 +642,7 @@ class Recording:
         self.kept_products = replay.Replay(100, 0)
 
     def prepare(self, launch):
-        slots = [a for a in launch.arguments if isinstance(a, Slot)]
-        slots += [a.slot for a in launch.arguments if isinstance(a, Derived)]
-        table = tuple(dict.fromkeys(slot.name for slot in slots))
-        return types.SimpleNamespace(name=launch.kernel.name, table=table)
+        return types.SimpleNamespace(name=launch.kernel.name, table=launch.table)
 
 
 def matrix(number, rows, columns):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +90,7 @@ class CudaBackend(OneRun):
     def describe(self) -> dict[str, Any]:
         """Return what `info` shows, by name."""
         from numfuse.backends.cuda.compile import toolchain
-        from numfuse.backends.cuda.driver.devices import device as device_of
+        from numfuse.backends.cuda.driver import devices
         from numfuse.backends.cuda.driver.libcuda import count, driver_version
         from numfuse.backends.cuda.plan.tiers import TIERS
 
@@ -100,7 +99,7 @@ class CudaBackend(OneRun):
             "device": str(self.device),
             "capability": ".".join(map(str, info.capability)),
             "driver": f"CUDA {driver_version()}",
-            "devices": [str(device_of(i)) for i in range(count())],
+            "devices": [str(devices.device(i)) for i in range(count())],
             "tiers": ", ".join(tier.name for tier in TIERS),
             "compiler": ", ".join(f"{k} {v}" for k, v in toolchain.versions().items()),
             "kernel cache": str(toolchain.cache_directory()),
@@ -137,7 +136,6 @@ _WARM = ((63, 63, 63), (64, 64, 64), (512, 512, 512), (4096, 4096, 4096))
 #: The environment's variable that names the device of calls which name none.
 _VARIABLE = "NUMFUSE_CUDA_DEVICE"
 _BACKENDS: dict[tuple[int, str], CudaBackend] = {}
-_LOCK = threading.Lock()
 
 
 def _ordinal(text: str, there: int) -> int | None:
@@ -151,8 +149,7 @@ def _ordinal(text: str, there: int) -> int | None:
 
 def _on(ordinal: int, precision: str = "ieee") -> CudaBackend:
     """The one backend object of a device and a precision."""
-    with _LOCK:
-        return _BACKENDS.setdefault((ordinal, precision), CudaBackend(ordinal, precision))
+    return _BACKENDS.setdefault((ordinal, precision), CudaBackend(ordinal, precision))
 
 
 def default() -> CudaBackend:

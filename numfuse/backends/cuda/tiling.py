@@ -33,11 +33,8 @@ MIRROR_TILE = CudaTile(64, 64, 16, 4, 4)
 SIMULATED_TILE = CudaTile(16, 16, 8, 8, 8, group=2)
 #: Values of K that a thread adds up behind one another before that is added to the sum of those
 #: before, as on the CPU (`CHAIN`): errors grow with the root of a chain's length. With 512 those
-#: of positive operands were up to 2.1 times the CPU's, with 1024 they would be four times. The end
-#: of a chain costs time in the tiles of `blocks`: measured on an H200 at 4096 cubed,
-#: (4096,1024,4096), (65536,512,512) and 1024 cubed, by the time of one chain, float32 1.013, 1.010,
-#: 1.008 and 1.016 (384: 1.009, 1.007, 1.008, 1.015; 512: 1.006, 1.003, 1.000, 1.010), float64
-#: 0.999, 1.014, 1.058 and 0.958.
+#: of positive operands were up to 2.1 times the CPU's, with 1024 they would be four times. The ends
+#: of chains take 1 to 2% of a float32 product (docs/cuda.md, "Blocks that were measured").
 CHAIN = 256
 #: Sums of so many values are one chain in these tiles: in float64, where the ends of two chains
 #: cost 6%, one of 512 (expected errors 1.4 times the CPU's, of positive operands twice).
@@ -67,9 +64,7 @@ JOIN_LANES = 16
 #: Planes from which on they do.
 JOIN_DEEP = 16
 #: Loads of 16 bytes of each array that a thread of a gate has in flight, by bytes of an element:
-#: (forward, backward). Measured on an H200 at 2^27 elements (float64: 2^26), torch.compile's time
-#: by ours: bfloat16 1.00 and 1.00 with one, 1.00 and 1.00 with two; float32 1.00 and 1.00, 0.99
-#: and 0.98; float64 0.93 and 1.00, 0.99 and 0.99.
+#: (forward, backward). On an H200 a second one made a gate in float64 6% faster, and no other.
 GATE_VECTORS = {2: (1, 1), 4: (1, 1), 8: (2, 1)}
 #: Plans of calls, and of products, that a device keeps: words, no memory of the device.
 KEPT_PLANS = 512
@@ -140,19 +135,15 @@ class CudaBlock:
 
 #: Rows (or columns) of the other factor from which on a float32 factor is copied before the
 #: product: one that is not read by 16 bytes in place, and one (X, Y) that would be turned in
-#: registers. On an H200 at 4096 cubed a copy takes 2 to 3% of the product's time, and the more the
-#: fewer uses there are; value by value a product takes 1.2 to 1.4 times as long, with X turned in
-#: registers 1.05 times (51.4 to 49.0 TFLOP/s), with Y too 1.15 times (44.8).
+#: registers. At 4096 cubed a copy takes 2 to 3% of the product's time, and the more the fewer uses
+#: there are; value by value a product takes 1.2 to 1.4 times as long, with X turned in registers
+#: 1.05 times, with Y too 1.15 times.
 COPY_USES = 512
 TURN_USES = (3072, 1024)
-#: float32 on CUDA cores. Measured on an H200 at 4096 cubed, in TFLOP/s with both factors as they
-#: are wanted (cuBLAS 51.8), with X turned, and with a slope's epilogue (cuBLAS and a pass 49.6):
-#: 64 x 128 with 8 x 8 sums a thread and three blocks on a multiprocessor 51.4, 49.0 and 48.8;
-#: 128 x 256 with 8 x 16, one block, 50.5, 46.9 and 47.0; 128 x 128 with 8 x 16, two blocks, 49.1,
-#: 45.7 and 46.4; 64 x 64 with 8 x 8, X turned, 45. Slices of 8 and four stages are no better. The
-#: small ones are for results of few blocks. The sum of chains that have ended waits in shared
-#: memory (4096 cubed 2766 us; in registers, with two blocks on a multiprocessor, 2896), where that
-#: holds it of three blocks beside the slices.
+#: float32 on CUDA cores: at 4096 cubed on an H200 the first does 51.4 TFLOP/s (cuBLAS 51.8), larger
+#: ones less ("Blocks that were measured"). The small ones are for results of few blocks. The sum of
+#: chains that have ended waits in shared memory, which holds it of three blocks beside the slices
+#: (2766 us; in registers, with two blocks on a multiprocessor, 2896).
 CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
     CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
@@ -160,19 +151,15 @@ CORE_BLOCKS = (
     CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
     CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.9),
 )
-#: float64 on tensor cores. Measured likewise, the product alone and with the epilogue of gelu
-#: (cuBLAS 63.0, and 30.8 with passes): 64 x 64 with 32 x 32 a warp and three blocks on a
-#: multiprocessor 60.0 and 55.8, 128 x 64 with 64 x 32, two blocks, 58.5 and 52.5; 128 x 128 with
-#: one block 55, chunks of 4 or 16 less.
+#: float64 on tensor cores, likewise: 60.0 TFLOP/s, and 55.8 with the epilogue of gelu (cuBLAS 63.0,
+#: and 30.8 with passes).
 DOUBLE_BLOCKS = (
     CudaBlock(64, 64, 16, 32, 32, 3, 3, 8),
     CudaBlock(32, 64, 16, 32, 16, 4, 3, 8, speed=0.75),
     CudaBlock(32, 32, 32, 16, 16, 4, 2, 8, speed=0.8),
 )
-#: The same where the sum has several chains, which registers add up. Measured at 4096 cubed,
-#: (4096,1024,4096) and 1024 cubed, microseconds, beside one chain in the tiles above 2530, 711, 53:
-#: 64 x 128 with one block 2528, 721, 51; 128 x 64 2635, 745, 52; 64 x 64 with two blocks and four
-#: stages 2656, 753, 53, three stages 2684, 762, 53; slices of 32 2688, 755, 54.
+#: The same where the sum has several chains, which registers add up: at 4096 cubed 2528 us, beside
+#: 2530 of one chain in the tiles above.
 DOUBLE_LONG = (
     CudaBlock(64, 128, 16, 32, 32, 4, 1, 8),
     CudaBlock(64, 64, 16, 32, 32, 4, 2, 8, speed=0.95),
@@ -206,10 +193,8 @@ PLANE_COST = 50
 
 
 #: Products of few rows (`thin`): so many, and so many columns and values of K at the least (fewer
-#: take the time of a launch either way). On an H200, K = N = 4096, beside the tiles below and the
-#: best of PyTorch, microseconds: float32, 1 row 27 / 70 / 26, 8 rows 29 / 70 / 52, 16 rows
-#: 35 / 72 / 94, 32 rows 39 / - / 55, 64 rows 60 / 102 / 66; float64, 1 row 44 / 54 / 45, 8 rows
-#: 47 / 55 / 58. 16-bit types by the same way took longer than tiles of wgmma.
+#: take the time of a launch either way). On an H200, K = N = 4096, they take 0.39 to 0.85 times as
+#: long as the tiles above. 16-bit types by the same way took longer than tiles of wgmma.
 THIN_ROWS = {"float32": 64, "float64": 8}
 THIN_LEAST = 512
 #: Warps of a block; bytes of a slice of Y; slices that are on their way, or read.
@@ -238,10 +223,8 @@ def pitch(length: int, itemsize: int) -> int:
 
 
 #: float64 of few rows on Hopper: one block on each multiprocessor, with most of its shared memory
-#: full of slices on their way, and a cluster of them that shares K. On an H200 at K = N = 4096,
-#: microseconds beside the tiles above and the best of PyTorch: 16 rows 47 / 73 / 56, 32 rows
-#: 50 / 73 / 58, 64 rows 57 / 74 / 62; with half of the slices 64 rows take 75, with twice the
-#: blocks in clusters of 4 71, with 64 x 128 91, with four warps 63.
+#: full of slices on their way, and a cluster of them that shares K. On an H200 at K = N = 4096 they
+#: take 0.64 to 0.77 times as long as the tiles above, and with half of the slices no less.
 DOUBLE_FEW = (
     CudaBlock(16, 64, 32, 16, 16, 4, 1, 8),
     CudaBlock(32, 64, 16, 32, 16, 8, 1, 8),

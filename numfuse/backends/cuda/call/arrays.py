@@ -19,13 +19,7 @@ from numfuse.backends.cuda.driver.device import Device
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import GhostViews, address, bounds
 
-__all__ = [
-    "DeviceArray",
-    "Memory",
-    "dtype_of",
-    "ghost",
-    "pool_of",
-]
+__all__ = ["DeviceArray", "Memory", "dtype_of", "ghost", "pool_of"]
 
 _POOLS: dict[int, Pool] = {}
 
@@ -166,15 +160,7 @@ class DeviceArray(GhostViews):
         if stream not in (None, -1, 0, 1):
             self.device.follow(stream, 0)
             self.memory.streams = *self.memory.streams, stream
-        size = self.dtype.itemsize
-        return dlpack.export(
-            self,
-            self.address,
-            self.dtype.name,
-            self.device.ordinal,
-            self.shape,
-            tuple(s // size for s in self.strides),
-        )
+        return dlpack.export(self)
 
     def to_numpy(self) -> ndarray:
         """A copy as a C-contiguous NumPy array."""

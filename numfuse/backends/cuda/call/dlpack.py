@@ -6,7 +6,6 @@ The structures are those of dlpack.h, version 0.8 (https://dmlc.github.io/dlpack
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any
 
 from numfuse.runtime.strided import contiguous
@@ -20,7 +19,13 @@ _DTYPES = {(2, 64): "float64", (2, 32): "float32", (2, 16): "float16", (4, 16): 
 _CODES = {name: code for code, name in _DTYPES.items()}
 
 
-class _Tensor(ctypes.Structure):
+#: A deleter of an array, and a destructor of a capsule.
+_Ending = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensor, the DLTensor at its beginning field by field."""
+
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device_type", ctypes.c_int),
@@ -32,27 +37,20 @@ class _Tensor(ctypes.Structure):
         ("shape", ctypes.POINTER(ctypes.c_int64)),
         ("strides", ctypes.POINTER(ctypes.c_int64)),
         ("byte_offset", ctypes.c_uint64),
+        ("context", ctypes.c_void_p),
+        ("deleter", _Ending),
     )
 
-
-class _Managed(ctypes.Structure):
-    pass
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
 
 _NAME, _USED = b"dltensor", b"used_dltensor"
 _api = ctypes.pythonapi
 _api.PyCapsule_New.restype = ctypes.py_object
-_Destructor = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_api.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, _Destructor)
+_api.PyCapsule_New.argtypes = (ctypes.c_void_p, ctypes.c_char_p, _Ending)
 _api.PyCapsule_GetPointer.restype = ctypes.c_void_p
 _api.PyCapsule_GetPointer.argtypes = (ctypes.py_object, ctypes.c_char_p)
-_api.PyCapsule_IsValid.argtypes = (ctypes.py_object, ctypes.c_char_p)
 _api.PyCapsule_SetName.argtypes = (ctypes.py_object, ctypes.c_char_p)
 
-# The same two functions for a capsule that is being destroyed, of which no reference may be taken.
+# Of a capsule that is being destroyed no reference may be taken.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_IsValid", ctypes.pythonapi)
 )
@@ -61,15 +59,16 @@ _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(
 _exported: dict[int, tuple[Any, ...]] = {}
 
 
-@_Deleter
-def _done(managed: Any) -> None:
-    _exported.pop(ctypes.addressof(managed.contents), None)
-
-
+#: {capsule that was not destroyed: the address of its structure}
 _waiting: dict[int, int] = {}
 
 
-@_Destructor
+@_Ending
+def _done(at: int) -> None:
+    _exported.pop(at, None)
+
+
+@_Ending
 def _unused(capsule: int) -> None:
     """A capsule that nobody took."""
     at = _waiting.pop(capsule, None)
@@ -77,22 +76,15 @@ def _unused(capsule: int) -> None:
         _exported.pop(at, None)
 
 
-def export(
-    owner: Any,
-    address: int,
-    dtype: str,
-    ordinal: int,
-    shape: Sequence[int],
-    strides: Sequence[int],
-) -> Any:
-    """A capsule over memory that `owner` keeps alive; strides in elements."""
-    axes = len(shape)
-    code, bits = _CODES[dtype]
-    lengths, steps = (ctypes.c_int64 * axes)(*shape), (ctypes.c_int64 * axes)(*strides)
-    tensor = _Tensor(address, CUDA, ordinal, axes, code, bits, 1, lengths, steps, 0)
-    managed = _Managed(tensor, None, _done)
+def export(x: Any) -> Any:
+    """A capsule over the memory of a `DeviceArray`, which it keeps alive."""
+    axes, size = len(x.shape), x.dtype.itemsize
+    lengths = (ctypes.c_int64 * axes)(*x.shape)
+    steps = (ctypes.c_int64 * axes)(*[step // size for step in x.strides])
+    layout = axes, *_CODES[x.dtype.name], 1, lengths, steps, 0
+    managed = _Managed(x.address, CUDA, x.ordinal, *layout, None, _done)
     at = ctypes.addressof(managed)
-    _exported[at] = owner, managed, lengths, steps
+    _exported[at] = x, managed, lengths, steps
     capsule = _api.PyCapsule_New(at, _NAME, _unused)
     _waiting[id(capsule)] = at
     return capsule
@@ -102,10 +94,10 @@ class Imported:
     """An array of another library, held until this object is gone."""
 
     def __init__(self, capsule: Any) -> None:
-        at = _api.PyCapsule_GetPointer(capsule, _NAME)
-        self._managed: Any = ctypes.cast(at, ctypes.POINTER(_Managed))
+        self._at = _api.PyCapsule_GetPointer(capsule, _NAME)
+        t = _Managed.from_address(self._at)
+        self._deleter = t.deleter
         _api.PyCapsule_SetName(capsule, _USED)
-        t = self._managed.contents.tensor
         self.address = (t.data or 0) + t.byte_offset
         self.ordinal = t.device_id
         self.on_cuda = t.device_type in (CUDA, _CUDA_MANAGED)
@@ -115,12 +107,9 @@ class Imported:
         self.strides = tuple(steps)
 
     def __del__(self) -> None:
-        managed = getattr(self, "_managed", None)
-        if managed is not None:
-            self._managed = None
-            deleter = managed.contents.deleter
-            if deleter:
-                deleter(managed)
+        deleter = getattr(self, "_deleter", None)
+        if deleter:
+            deleter(self._at)
 
 
 def take(x: Any, stream: int) -> Imported:

@@ -15,6 +15,7 @@ from numfuse.backends.cuda.call.record import REPLAY, recorded
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.problem.fields import FIELDS
+from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import address
 
 __all__ = ["run"]
@@ -36,25 +37,22 @@ class _Arrays:
 
     def place(self, name: str, x: ndarray) -> tuple[int, ...]:
         """Make a block, and fill it where it is an operand's; return the strides there."""
-        order, packed, written = list(range(x.ndim)), x, name in self._outputs
+        strides, packed, written = contiguous(x.shape), x, name in self._outputs
         if written:
             self._targets.append((x, name))
         else:
             # An axis that repeats one slice is copied once, and the rest in the order of memory: a
             # transposed array takes no copy on the way.
             once = x[tuple(slice(0, 1) if s == 0 else slice(None) for s in x.strides)]
-            order.sort(key=lambda axis: -abs(once.strides[axis]))
+            order = sorted(range(x.ndim), key=lambda axis: -abs(once.strides[axis]))
             packed = np.array(once.transpose(order), order="C", copy=None)
+            steps = dict(zip(order, contiguous(packed.shape), strict=True))
+            strides = tuple([steps[i] if step else 0 for i, step in enumerate(x.strides)])
         block = self._pool.take(max(1, packed.nbytes), 0, f"{name} {x.shape}", 0)
         self.blocks[name] = block
         if not written and packed.size:
             self._device.upload(address(packed), block.address, packed.nbytes, 0)
-        strides, run_length = [0] * x.ndim, 1
-        for axis in reversed(range(x.ndim)):
-            at = order[axis]
-            strides[at] = run_length if written or x.strides[at] else 0
-            run_length *= max(1, packed.shape[axis])
-        return tuple(strides)
+        return strides
 
     def finish(self) -> None:
         """Bring the results back; before that, none of them is touched."""

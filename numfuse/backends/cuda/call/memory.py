@@ -41,14 +41,7 @@ class Block:
 
 
 class Pool:
-    """The free blocks of a device.
-
-    Parameters
-    ----------
-    device : Device
-    limit : int
-        Bytes of free blocks to keep.
-    """
+    """The free blocks of a device, of which it keeps `limit` bytes."""
 
     def __init__(self, device: Device, limit: int = tiling.POOL_BYTES) -> None:
         self.device = device

@@ -17,13 +17,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from ctypes import byref, c_int, c_size_t, c_uint64, c_void_p
+from ctypes import byref, c_int, c_size_t, c_void_p
 from functools import cached_property
 from typing import Any
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.compile.toolchain import Kernel
-from numfuse.backends.cuda.driver.libcuda import count, library
+from numfuse.backends.cuda.driver.libcuda import answer, count, library
 from numfuse.backends.cuda.driver.modules import Module, Retired
 from numfuse.backends.cuda.driver.prepared import Prepared
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch
@@ -34,23 +34,9 @@ __all__ = ["Device"]
 
 #: Launches named by the message of an asynchronous error.
 REMEMBERED = 32
-# Errors after which the context can do nothing any more (CUDA driver API, CUresult).
-_FATAL = {
-    214: "an uncorrectable memory error",
-    219: "an uncorrectable NVLink error",
-    700: "an illegal memory address",
-    702: "a kernel that ran too long",
-    709: "a destroyed context",
-    710: "a failed assertion of a kernel",
-    714: "a hardware error of the stack",
-    715: "an illegal instruction",
-    716: "a misaligned address",
-    717: "an address of another address space",
-    718: "an invalid program counter",
-    719: "a failed launch",
-    721: "a failed tensor map",
-    999: "an unknown error",
-}
+# Errors after which the context can do nothing any more (CUDA driver API, CUresult): of memory and
+# NVLink, of addresses, assertions, instructions, launches and tensor maps, and the unknown one.
+_FATAL = frozenset({214, 219, 700, 702, 709, 710, 714, 715, 716, 717, 718, 719, 721, 999})
 _OUT_OF_MEMORY = 2
 # CUdevice_attribute
 _ATTRIBUTES = {
@@ -74,14 +60,13 @@ class Device:
     def __init__(self, ordinal: int) -> None:
         self.ordinal = ordinal
         self.cuda = cuda = library()
-        handle = c_int()
-        status = cuda.cuDeviceGet(byref(handle), ordinal)
+        status, self._handle = answer(cuda.cuDeviceGet, ordinal)
         if status:
             raise ValueError(f"device must be below {count()}, got {ordinal}")
-        self._handle = handle.value
         name = ctypes.create_string_buffer(256)
         cuda.cuDeviceGetName(name, 256, self._handle)
-        values = {key: self._attribute(number) for key, number in _ATTRIBUTES.items()}
+        ask = cuda.cuDeviceGetAttribute
+        values = {key: answer(ask, number, self._handle)[1] for key, number in _ATTRIBUTES.items()}
         capability = values.pop("major"), values.pop("minor")
         self.info = DeviceInfo(name.value.decode(), capability, **values)
         self._begin()
@@ -108,42 +93,26 @@ class Device:
     def capability(self) -> tuple[int, int]:
         return self.info.capability
 
-    def _attribute(self, number: int) -> int:
-        found = c_int()
-        self.cuda.cuDeviceGetAttribute(byref(found), number, self._handle)
-        return found.value
-
     @cached_property
     def context(self) -> int:
         """The primary context, kept to the end of the process."""
-        found = c_void_p()
-        self.check(self.cuda.cuDevicePrimaryCtxRetain(byref(found), self._handle), "its context")
-        return found.value or 0
+        return self._made("its context", self.cuda.cuDevicePrimaryCtxRetain, self._handle)
 
     @contextmanager
     def current(self) -> Iterator[None]:
         """Make its context the current one of this thread, and the one before again after it."""
-        before = self.enter()
+        if self.lost is not None:
+            raise DeviceLost(self.lost)
+        _, before = answer(self.cuda.cuCtxGetCurrent)
+        if before == self.context:
+            yield
+            return
+        self.check(self.cuda.cuCtxSetCurrent(self.context), "its context")
         try:
             yield
         finally:
-            self.leave(before)
-
-    def enter(self) -> int | None:
-        """Make its context current; what `leave` needs (-1: nothing to do)."""
-        if self.lost is not None:
-            raise DeviceLost(self.lost)
-        found = c_void_p()
-        self.cuda.cuCtxGetCurrent(byref(found))
-        if found.value == self.context:
-            return -1
-        self.check(self.cuda.cuCtxSetCurrent(self.context), "its context")
-        return found.value
-
-    def leave(self, before: int | None) -> None:
-        """The end of `enter`."""
-        if before != -1 and before is not None:
-            self.cuda.cuCtxSetCurrent(before)
+            if before:
+                self.cuda.cuCtxSetCurrent(before)
 
     # --- errors -----------------------------------------------------------------------------
     def check(self, status: int, what: str) -> None:
@@ -153,7 +122,7 @@ class Device:
         text = self.cuda.text(status)
         if status in _FATAL:
             self.lost = (
-                f"{self} is lost for this process after {_FATAL[status]} [{text}], found at "
+                f"{self} is lost for this process after {text}, found at "
                 f"{what}; launched since the last synchronise: {self._names()}"
             )
             raise DeviceLost(self.lost)
@@ -161,6 +130,12 @@ class Device:
             free, total = self.memory()
             raise MemoryError(f"{self}: no memory for {what}: {free} of {total} bytes are free")
         raise DeviceError(f"{self}: {what} failed: {text}; launched before: {self._names()}")
+
+    def _made(self, what: str, function: Any, *arguments: Any) -> int:
+        """Return what a function of the driver wrote to its first argument, or raise its error."""
+        status, found = answer(function, *arguments)
+        self.check(status, what)
+        return found
 
     def _names(self) -> str:
         names = list(self._launched)
@@ -192,7 +167,7 @@ class Device:
         """The number of the CUDA graph that is being captured from this stream; 0: none is."""
         if not stream:  # the legacy stream never is
             return 0
-        status, number = c_int(), c_uint64()
+        status, number = c_int(), c_size_t()
         self.cuda.cuStreamGetCaptureInfo_v2(stream, byref(status), byref(number), None, None, None)
         return number.value if status.value else 0
 
@@ -203,11 +178,10 @@ class Device:
 
     def event(self, stream: int) -> int:
         """An event recorded on a stream; `forget` it."""
-        found = c_void_p()
         with self.current():
-            self.check(self.cuda.cuEventCreate(byref(found), _NO_TIMING), "an event")
-            self.check(self.cuda.cuEventRecord(found, stream), "an event")
-        return found.value or 0
+            event = self._made("an event", self.cuda.cuEventCreate, _NO_TIMING)
+            self.check(self.cuda.cuEventRecord(event, stream), "an event")
+        return event
 
     def passed(self, event: int) -> bool:
         """Whether the work before an event is done."""
@@ -240,33 +214,21 @@ class Device:
     @cached_property
     def entries(self) -> tuple[int, ...]:
         """The first words of a plan of `launcher.launch_loop`."""
-        names = (
-            "cuLaunchKernelEx",
-            "cuCtxGetCurrent",
-            "cuCtxSetCurrent",
-            None,
-            "cuGraphLaunch",
-            "cuTensorMapReplaceAddress",
-            "cuStreamIsCapturing",
-        )
-        return tuple(
-            self.context
-            if name is None
-            else ctypes.cast(getattr(self.cuda, name), c_void_p).value or 0
-            for name in names
-        )
+        cuda = self.cuda
+        functions = cuda.cuLaunchKernelEx, cuda.cuCtxGetCurrent, cuda.cuCtxSetCurrent
+        more = cuda.cuGraphLaunch, cuda.cuTensorMapReplaceAddress, cuda.cuStreamIsCapturing
+        addresses = [ctypes.cast(function, c_void_p).value or 0 for function in functions + more]
+        return self.context, *addresses
 
     @cached_property
     def recording_stream(self) -> int:
         """A stream of its own, on which nothing runs: launches are recorded as graphs with it."""
-        found = c_void_p()
         with self.current():
-            self.check(self.cuda.cuStreamCreate(byref(found), 1), "a stream")
-        return found.value or 0
+            return self._made("a stream", self.cuda.cuStreamCreate, 1)
 
     def record(self, launch: Callable[[int], object]) -> int | None:
         """Return as a graph what `launch` launches on the stream it gets; None if that fails."""
-        graph, made = c_void_p(), c_void_p()
+        graph = c_void_p()
         with self._lock, self.current():
             stream = self.recording_stream
             # thread-local: other threads, and captures of theirs, are not concerned
@@ -278,9 +240,9 @@ class Device:
                 status = self.cuda.cuStreamEndCapture(stream, byref(graph))
             if status or not graph.value:
                 return None
-            status = self.cuda.cuGraphInstantiateWithFlags(byref(made), graph, 0)
+            status, made = answer(self.cuda.cuGraphInstantiateWithFlags, graph, 0)
             self.cuda.cuGraphDestroy(graph)
-            return None if status else made.value
+            return None if status else made
 
     def drop(self, graph: int) -> None:
         """The end of a recorded graph (which may still be running)."""
@@ -305,11 +267,10 @@ class Device:
 
     def allocate(self, nbytes: int, what: str) -> int:
         """The address of new memory of the device."""
-        found = c_uint64()
         with self.current(), self.uncaptured():
-            status = self.cuda.cuMemAlloc_v2(byref(found), nbytes)
+            status, found = answer(self.cuda.cuMemAlloc_v2, nbytes)
             self.check(status, f"{what} ({nbytes} bytes)" if status == _OUT_OF_MEMORY else what)
-        return found.value
+        return found
 
     def free(self, address: int) -> None:
         """Give memory back; waits for all work of the device."""
@@ -338,16 +299,14 @@ class Device:
         with self._lock, self.current(), self.uncaptured():
             found = self._modules.get(kernel)  # (another thread may have loaded it)
             if found is None:
-                module, handle = c_void_p(), c_void_p()
-                status = self.cuda.cuModuleLoadData(byref(module), binary)
+                status, module = answer(self.cuda.cuModuleLoadData, binary)
                 if status in _NOT_ASSEMBLED and not binary.startswith(b"\x7fELF"):
                     linked = kernel.linked(self.capability)
-                    status = self.cuda.cuModuleLoadData(byref(module), linked)
+                    status, module = answer(self.cuda.cuModuleLoadData, linked)
                 self.check(status, kernel.name)
-                status = self.cuda.cuModuleGetFunction(byref(handle), module, entry.encode())
-                self.check(status, kernel.name)
-                retired = self.retired if kernel.formulas else None
-                found = Module(module.value or 0, handle.value or 0, retired)
+                find = self.cuda.cuModuleGetFunction
+                handle = self._made(kernel.name, find, module, entry.encode())
+                found = Module(module, handle, self.retired if kernel.formulas else None)
                 self._modules[kernel] = found
         return found
 

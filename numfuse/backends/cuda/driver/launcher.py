@@ -17,6 +17,7 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from numfuse.backends.cuda.driver.modules import STREAMS
@@ -53,33 +54,17 @@ def store(typingctx, address, value):
     return types.void(types.int64, types.int64), codegen
 
 
-def _driver_call(count):
-    """Return the typing and the code of a call of the driver with so many integers."""
+@intrinsic
+def call(typingctx, function, *arguments):
+    """A function of the driver with integers; its status."""
 
     def codegen(context, builder, signature, args):
-        kind = ir.FunctionType(_I32, [_I64] * count)
-        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+        kind = ir.FunctionType(_I32, [_I64] * len(arguments))
+        given = cgutils.unpack_tuple(builder, args[1], len(arguments))
+        status = builder.call(builder.inttoptr(args[0], kind.as_pointer()), given)
         return builder.sext(status, _I64)
 
-    return types.int64(*[types.int64] * (1 + count)), codegen
-
-
-@intrinsic
-def call_one(typingctx, function, argument):
-    """A function of the driver with one argument."""
-    return _driver_call(1)
-
-
-@intrinsic
-def call_two(typingctx, function, first, second):
-    """A function of the driver with two arguments."""
-    return _driver_call(2)
-
-
-@intrinsic
-def call_four(typingctx, function, first, second, third, fourth):
-    """A function of the driver with four arguments."""
-    return _driver_call(4)
+    return types.int64(types.int64, types.UniTuple(types.int64, len(arguments))), codegen
 
 
 @intrinsic
@@ -106,16 +91,16 @@ def launch_loop(plan, stream, graph):
     `modules.Module` that may be unloaded; calls without one do not ask whether there is a capture.
     """
     context = LOAD(plan + CONTEXT)
-    CALL_ONE(LOAD(plan + GET_CURRENT), plan + BEFORE)
+    CALL(LOAD(plan + GET_CURRENT), plan + BEFORE)
     before = LOAD(plan + BEFORE)
     if before != context:
-        CALL_ONE(LOAD(plan + SET_CURRENT), context)
+        CALL(LOAD(plan + SET_CURRENT), context)
     failed = -1
     uses = LOAD(plan + USES)
     captured = 0
     if LOAD(plan + USE_COUNT) != 0 and stream != 0:  # (the legacy stream never is)
         STORE(plan + CAPTURED, 0)
-        CALL_TWO(LOAD(plan + IS_CAPTURING), stream, plan + CAPTURED)
+        CALL(LOAD(plan + IS_CAPTURING), stream, plan + CAPTURED)
         captured = LOAD(plan + CAPTURED)
     for i in range(LOAD(plan + USE_COUNT)):
         words = LOAD(uses + 8 * i)
@@ -134,7 +119,7 @@ def launch_loop(plan, stream, graph):
             if not noted:
                 STORE(words + 8, 1)
     if graph != 0:
-        status = CALL_TWO(LOAD(plan + LAUNCH_GRAPH), graph, stream)
+        status = CALL(LOAD(plan + LAUNCH_GRAPH), graph, stream)
         if status != 0:
             failed = 0
             STORE(plan + STATUS, status)
@@ -149,7 +134,7 @@ def launch_loop(plan, stream, graph):
             at = maps + 40 * i
             address = LOAD(bases + 8 * LOAD(at + 8)) + LOAD(at + 16)
             if address != LOAD(at + 32):
-                status = CALL_TWO(LOAD(plan + REPLACE_ADDRESS), LOAD(at), address)
+                status = CALL(LOAD(plan + REPLACE_ADDRESS), LOAD(at), address)
                 if status != 0:
                     failed = LOAD(at + 24)
                     STORE(plan + STATUS, status)
@@ -162,45 +147,27 @@ def launch_loop(plan, stream, graph):
                 at = launches + 24 * i
                 config = LOAD(at)
                 STORE(config + STREAM_OFFSET, stream)
-                status = CALL_FOUR(function, config, LOAD(at + 8), LOAD(at + 16), 0)
+                status = CALL(function, config, LOAD(at + 8), LOAD(at + 16), 0)
                 if status != 0:
                     failed = i
                     STORE(plan + STATUS, status)
                     break
     if before != context and before != 0:
-        CALL_ONE(LOAD(plan + SET_CURRENT), before)
+        CALL(LOAD(plan + SET_CURRENT), before)
     return failed
 
 
 # The text of an intrinsic is in the key by a number that a change of it raises.
 load.numfuse_key, store.numfuse_key = "launcher.load 1", "launcher.store 1"
-call_four.numfuse_key = "launcher.call_four 1"
-claim.numfuse_key = "launcher.claim 1"
-call_one.numfuse_key, call_two.numfuse_key = "launcher.call_one 1", "launcher.call_two 1"
+call.numfuse_key, claim.numfuse_key = "launcher.call 1", "launcher.claim 1"
 
 
-#: The words of a plan: the driver's functions and the context, tables, the status of a launch that
+#: The words of a plan: the context and the driver's functions, tables, the status of a launch that
 #: failed, the context of the thread before, and whether the stream is captured.
-PLAN = (
-    "LAUNCH",
-    "GET_CURRENT",
-    "SET_CURRENT",
-    "CONTEXT",
-    "LAUNCH_GRAPH",
-    "REPLACE_ADDRESS",
-    "IS_CAPTURING",
-    "LAUNCH_COUNT",
-    "LAUNCHES",
-    "UPDATE_COUNT",
-    "UPDATES",
-    "MAP_COUNT",
-    "MAPS",
-    "USE_COUNT",
-    "USES",
-    "BASES",
-    "STATUS",
-    "BEFORE",
-    "CAPTURED",
+PLAN = tuple(
+    "CONTEXT LAUNCH GET_CURRENT SET_CURRENT LAUNCH_GRAPH REPLACE_ADDRESS IS_CAPTURING "
+    "LAUNCH_COUNT LAUNCHES UPDATE_COUNT UPDATES MAP_COUNT MAPS USE_COUNT USES BASES "
+    "STATUS BEFORE CAPTURED".split()
 )
 
 
@@ -208,9 +175,7 @@ _BOUND: dict[str, Any] = {
     "LOAD": load,
     "STORE": store,
     "CLAIM": claim,
-    "CALL_ONE": call_one,
-    "CALL_TWO": call_two,
-    "CALL_FOUR": call_four,
+    "CALL": call,
     "STREAM_OFFSET": STREAM_OFFSET,
     "STREAMS": STREAMS,
     **{name: 8 * i for i, name in enumerate(PLAN)},

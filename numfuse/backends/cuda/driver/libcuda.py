@@ -9,17 +9,7 @@ import ctypes
 import os
 import sys
 import threading
-from ctypes import (
-    POINTER,
-    byref,
-    c_char_p,
-    c_int,
-    c_size_t,
-    c_uint,
-    c_uint64,
-    c_ulonglong,
-    c_void_p,
-)
+from ctypes import POINTER, byref, c_char_p, c_int, c_uint, c_uint64, c_void_p
 from typing import Any
 
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
@@ -29,6 +19,7 @@ __all__ = [
     "Attribute",
     "Config",
     "Unusable",
+    "answer",
     "count",
     "driver_version",
     "forked",
@@ -62,55 +53,20 @@ class Config(ctypes.Structure):
     )
 
 
-_SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "cuInit": (c_uint,),
-    "cuDriverGetVersion": (POINTER(c_int),),
-    "cuDeviceGetCount": (POINTER(c_int),),
-    "cuDeviceGet": (POINTER(c_int), c_int),
-    "cuDeviceGetName": (c_char_p, c_int, c_int),
-    "cuDeviceGetAttribute": (POINTER(c_int), c_int, c_int),
-    "cuDevicePrimaryCtxRetain": (POINTER(c_void_p), c_int),
-    "cuCtxGetCurrent": (POINTER(c_void_p),),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuCtxSynchronize": (),
-    "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
-    "cuMemFree_v2": (c_uint64,),
-    "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-    "cuModuleLoadData": (POINTER(c_void_p), c_char_p),
-    "cuModuleUnload": (c_void_p,),
-    "cuModuleGetFunction": (POINTER(c_void_p), c_void_p, c_char_p),
-    "cuFuncSetAttribute": (c_void_p, c_int, c_int),
-    "cuLaunchKernelEx": (c_void_p, c_void_p, c_void_p, c_void_p),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamCreate": (POINTER(c_void_p), c_uint),
-    "cuStreamBeginCapture_v2": (c_void_p, c_int),
-    "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
-    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_ulonglong),
-    "cuGraphLaunch": (c_void_p, c_void_p),
-    "cuGraphDestroy": (c_void_p,),
-    "cuGraphExecDestroy": (c_void_p,),
-    "cuStreamIsCapturing": (c_void_p, POINTER(c_int)),
-    "cuStreamGetCaptureInfo_v2": (
-        c_void_p,
-        POINTER(c_int),
-        POINTER(c_uint64),
-        c_void_p,
-        c_void_p,
-        c_void_p,
-    ),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-    "cuThreadExchangeStreamCaptureMode": (POINTER(c_int),),
-    "cuEventCreate": (POINTER(c_void_p), c_uint),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuEventSynchronize": (c_void_p,),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuTensorMapReplaceAddress": (c_void_p, c_void_p),
-    "cuPointerGetAttribute": (c_void_p, c_int, c_uint64),
-    "cuGetErrorName": (c_int, POINTER(c_char_p)),
-    "cuGetErrorString": (c_int, POINTER(c_char_p)),
+#: The driver's functions, by the number of their arguments. Each argument is passed in 64 bits: of
+#: one that is an int to the driver it reads the low half.
+_FUNCTIONS = {
+    0: "cuCtxSynchronize",
+    1: "cuInit cuDriverGetVersion cuDeviceGetCount cuCtxGetCurrent cuCtxSetCurrent cuMemFree_v2 "
+    "cuModuleUnload cuStreamSynchronize cuGraphDestroy cuGraphExecDestroy cuEventQuery "
+    "cuEventSynchronize cuEventDestroy_v2 cuThreadExchangeStreamCaptureMode",
+    2: "cuDeviceGet cuDevicePrimaryCtxRetain cuMemAlloc_v2 cuMemGetInfo_v2 cuModuleLoadData "
+    "cuStreamCreate cuStreamBeginCapture_v2 cuStreamEndCapture cuStreamIsCapturing cuGraphLaunch "
+    "cuEventCreate cuEventRecord cuTensorMapReplaceAddress cuGetErrorName cuGetErrorString",
+    3: "cuDeviceGetName cuDeviceGetAttribute cuModuleGetFunction cuFuncSetAttribute "
+    "cuGraphInstantiateWithFlags cuStreamWaitEvent cuPointerGetAttribute",
+    4: "cuMemcpyHtoDAsync_v2 cuMemcpyDtoHAsync_v2 cuLaunchKernelEx",
+    6: "cuStreamGetCaptureInfo_v2",
 }
 
 
@@ -118,8 +74,8 @@ class _Library:
     """libcuda, initialised."""
 
     def __init__(self) -> None:
-        names = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
-        for name in names:
+        files = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
+        for name in files:
             try:
                 self._handle = ctypes.CDLL(name)
                 break
@@ -127,18 +83,19 @@ class _Library:
                 continue
         else:
             raise Unusable("the NVIDIA driver is not installed (no libcuda)")
-        for name, arguments in _SIGNATURES.items():
-            function = getattr(self._handle, name, None)
-            if function is None:
-                raise Unusable(f"the NVIDIA driver is too old: it has no {name} (CUDA 12 has)")
-            function.argtypes, function.restype = arguments, c_int
-            setattr(self, name, function)
+        for count, names in _FUNCTIONS.items():
+            for name in names.split():
+                function = getattr(self._handle, name, None)
+                if function is None:
+                    raise Unusable(f"the NVIDIA driver is too old: it has no {name} (CUDA 12 has)")
+                function.argtypes = (c_void_p,) * count
+                setattr(self, name, function)
         status = self.cuInit(0)
         if status:
             raise Unusable(f"the NVIDIA driver says {self.text(status)}")
 
     def __getattr__(self, name: str) -> Any:
-        # A function without a signature above, for a tier of its own (cuTensorMapEncodeTiled).
+        # A function that is not named above, for a tier of its own (cuTensorMapEncodeTiled).
         if name.startswith("cu"):
             return getattr(self._handle, name)
         raise AttributeError(name)
@@ -171,6 +128,13 @@ def library() -> Any:
     return _library
 
 
+def answer(function: Any, *arguments: Any) -> tuple[int, int]:
+    """Return the status of a function of the driver, and what it wrote to its first argument."""
+    found = c_uint64()
+    status: int = function(byref(found), *arguments)
+    return status, found.value
+
+
 def forked() -> bool:
     """Whether CUDA began in another process, of which this one is a fork."""
     return _forked
@@ -190,31 +154,27 @@ def driver_version() -> str:
     """The newest CUDA that the driver runs, "13.0"."""
     if SIMULATED:
         return "simulator"
-    found = c_int()
-    library().cuDriverGetVersion(byref(found))
-    return f"{found.value // 1000}.{found.value % 1000 // 10}"
+    _, found = answer(library().cuDriverGetVersion)
+    return f"{found // 1000}.{found % 1000 // 10}"
 
 
 def count() -> int:
     """How many devices there are; `Unusable` where none can be used."""
     if SIMULATED:
         return 1
-    found = c_int()
-    status = library().cuDeviceGetCount(byref(found))
+    status, found = answer(library().cuDeviceGetCount)
     if status:
         raise Unusable(f"the NVIDIA driver says {library().text(status)}")
-    if not found.value:
+    if not found:
         raise Unusable("no CUDA device was found")
-    return found.value
+    return found
 
 
 def ordinal_of(address: int) -> int:
     """The device on which an address lies."""
     if SIMULATED:
         return 0
-    found = c_int()
-    cuda = library()
-    status = cuda.cuPointerGetAttribute(byref(found), _ORDINAL_OF_POINTER, address)
+    status, found = answer(library().cuPointerGetAttribute, _ORDINAL_OF_POINTER, address)
     if status:
         raise TypeError(f"an array must be on a CUDA device, got one at {address:#x}")
-    return found.value
+    return found

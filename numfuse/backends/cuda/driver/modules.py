@@ -25,20 +25,15 @@ __all__ = ["STREAMS", "Module", "Retired"]
 
 #: Streams that a module notes. One that was launched on more goes at a `Device.synchronize`.
 STREAMS = 8
+#: Stands among them for all others.
+_MORE = -1
 
 
 class Module:
-    """A loaded kernel; what launches it holds it.
+    """A loaded kernel (the driver's module, and its function); what launches it holds it.
 
     Its words: whether it was launched while a graph was captured, whether on more streams than it
-    notes, and the streams, each plus 1 (0 is a stream).
-
-    Parameters
-    ----------
-    handle, function : int
-        The driver's module, and the kernel in it.
-    retired : Retired or None
-        Where it goes in the end; None: it never does.
+    notes, and the streams, each plus 1 (0 is a stream). It goes to `retired`; None: it never does.
     """
 
     __slots__ = ("_retired", "_words", "function", "handle", "uses")
@@ -56,8 +51,8 @@ class Module:
         if self._retired is not None and _Waiting is not None:
             captured, more, *noted = self._words
             if not captured:
-                streams = {stream - 1 for stream in noted if stream}
-                self._retired.modules.append(_Waiting(self.handle, streams, bool(more)))
+                streams = {stream - 1 for stream in noted if stream} | ({_MORE} if more else set())
+                self._retired.modules.append(_Waiting(self.handle, streams))
 
 
 @dataclass(eq=False)
@@ -67,8 +62,6 @@ class _Waiting:
     module: int
     #: Those it was launched on, of which no event was recorded since.
     streams: set[int]
-    #: Whether there are more of them.
-    more: bool
     events: list[int] = field(default_factory=list)
 
 
@@ -115,7 +108,7 @@ class Retired:
                 device.wait_for_all()
                 if mine:
                     for waiting in self._waiting:
-                        waiting.streams, waiting.more = set(), False
+                        waiting.streams.clear()
                     self._unload(device)
         finally:
             if mine:
@@ -133,6 +126,5 @@ class Retired:
         for waiting in waiting_all:
             while waiting.events and device.passed(waiting.events[-1]):
                 device.forget(waiting.events.pop())
-            pending = waiting.streams or waiting.more or waiting.events
-            if pending or not device.unload(waiting.module):
+            if waiting.streams or waiting.events or not device.unload(waiting.module):
                 self._waiting.append(waiting)

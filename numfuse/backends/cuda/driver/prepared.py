@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import c_uint, c_uint64, c_void_p
+from struct import pack_into
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from numfuse.backends.cuda.driver.libcuda import Attribute, Config
-from numfuse.backends.cuda.plan.product import ARGUMENT_BYTES, Derived, Launch, Slot
+from numfuse.backends.cuda.plan.product import Derived, Launch, Slot
 
 if TYPE_CHECKING:
     from numfuse.backends.cuda.driver.device import Device
@@ -20,14 +19,8 @@ _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 #: What tensor maps are made for at first.
 _SOME_ADDRESS = 1 << 20
-_NUMPY = {
-    "u64": np.uint64,
-    "i64": np.int64,
-    "u32": np.uint32,
-    "i32": np.int32,
-    "f32": np.float32,
-    "f64": np.float64,
-}
+#: How `struct` packs what is no map.
+_CODES = {"u64": "Q", "i64": "q", "u32": "I", "i32": "i", "f32": "f", "f64": "d"}
 
 
 class Prepared:
@@ -50,24 +43,18 @@ class Prepared:
                 f"{kernel.name} must have {len(kernel.signature)} arguments, "
                 f"got {len(launch.arguments)}"
             )
-        # Each argument begins at 8 bytes of its own, a map at 64.
+        # Each argument has 8 bytes of its own; a map has 128, and begins at a multiple of 64.
         at, starts = 0, []
         for kind in kernel.signature:
             at = -(-at // 8) * 8 if kind == "map" else at
             starts.append(at)
-            at += -(-ARGUMENT_BYTES[kind] // 8)
+            at += 16 if kind == "map" else 1
         raw = (c_uint64 * (at + 8))()
         first = -(ctypes.addressof(raw) // 8) % 8
         self._words = words = (c_uint64 * at).from_buffer(raw, 8 * first)
         base = ctypes.addressof(words)
         #: The names of the addresses that a start needs, in its order.
-        self.table = tuple(
-            dict.fromkeys(
-                a.name if isinstance(a, Slot) else a.slot.name
-                for a in launch.arguments
-                if isinstance(a, (Slot, Derived))
-            )
-        )
+        self.table = launch.table
         #: (where, number in the table, bytes to add) of each address among the arguments
         self.slots: list[tuple[int, int, int]] = []
         #: The same of each tensor map; the driver writes an address into one that is there.
@@ -81,15 +68,13 @@ class Prepared:
                 ctypes.memmove(where, made, len(made))
                 self.maps.append((where, self.table.index(value.slot.name), value.slot.offset))
             else:
-                packed = np.array(value, _NUMPY[kind]).tobytes().ljust(8, b"\0")
-                words[start] = int.from_bytes(packed, "little")
+                pack_into(_CODES[kind], words, 8 * start, value)
         self._pointers = (c_void_p * max(1, len(starts)))(*[base + 8 * at for at in starts])
         attributes = []
         if launch.cluster > 1:
-            size = (c_uint * 16)(launch.cluster, 1, 1)
-            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, size))
+            attributes.append(Attribute(_CLUSTER_DIMENSION, 0, (launch.cluster, 1, 1)))
         if launch.overlaps:
-            attributes.append(Attribute(_OVERLAPS, 0, (c_uint * 16)(1)))
+            attributes.append(Attribute(_OVERLAPS, 0, (1,)))
         self._attributes = (Attribute * max(1, len(attributes)))(*attributes)
         self._config = Config(
             (c_uint * 3)(*launch.grid),
@@ -100,8 +85,5 @@ class Prepared:
             len(attributes),
         )
         #: What cuLaunchKernelEx takes: the configuration, the kernel, the arguments.
-        self.handles = (
-            ctypes.addressof(self._config),
-            self.module.function,
-            ctypes.addressof(self._pointers),
-        )
+        config, pointers = map(ctypes.addressof, (self._config, self._pointers))
+        self.handles = config, self.module.function, pointers

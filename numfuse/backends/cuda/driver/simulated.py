@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,8 @@ class SimulatedDevice(Device):
         self._begin()
         self._memory: dict[int, Any] = {}
 
-    def enter(self) -> int | None:
-        return -1
+    def current(self) -> Any:
+        return nullcontext()
 
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30

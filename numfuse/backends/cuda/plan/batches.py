@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.kernels import joins, passes
@@ -28,22 +27,12 @@ from numfuse.runtime.strided import contiguous, walk
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
 
-__all__ = [
-    "copy",
-    "join",
-    "launch",
-    "matrix_of",
-    "packed_rows",
-    "product",
-    "sum_to",
-]
+__all__ = ["copy", "join", "launch", "matrix_of", "packed_rows", "product", "sum_to"]
 
 
 def launch(
     rec: Recorder,
-    m: int,
-    n: int,
-    k: int,
+    sizes: tuple[int, int, int],
     lengths: Sequence[int],
     order: Sequence[int],
     views: dict[str, View],
@@ -53,12 +42,13 @@ def launch(
     factors: dict[str, tuple[int, int]] | None = None,
     sums: bool = False,
     free: bool = False,
-) -> tuple[View, int] | None:
+) -> tuple[View | None, int]:
     """Record one product over the axes `order` of a batch; its column sums, and their rows.
 
-    `epilogue` is by default the sum itself. `factors` are strides (row, column) of x and y in
-    place of their own.
+    Without `x` and `y` among the views it is a pass over the others. `epilogue` is by default the
+    sum itself. `factors` are strides (row, column) of x and y in place of their own.
     """
+    m, n, k = sizes
     places = Places(lengths, views, order)
     strides = {name: matrix(view) for name, view in views.items()} | (factors or {})
     operands: dict[str, Any] = {name: places.operand(name, *strides[name]) for name in views}
@@ -69,30 +59,36 @@ def launch(
         epilogue = sum_of_terms(0)
     elif "bias" not in views:
         epilogue = epilogue.without("bias")
-    out, *_ = (name for name, _ in epilogue.results)
-    product = Product(
-        m,
-        n,
-        k,
-        places.count,
-        accumulator=accumulator,
-        precision=rec.precision if views["x"].dtype == "float32" else "ieee",
-        epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
-        sums=sums,
-        free=free,
-        **operands,
-    )
-    plan = rec.choose(product)
+    if "x" in views:
+        out, *_ = (name for name, _ in epilogue.results)
+        product = Product(
+            *(m, n, k, places.count),
+            accumulator=accumulator,
+            precision=rec.precision if views["x"].dtype == "float32" else "ieee",
+            epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
+            sums=sums,
+            free=free,
+            **operands,
+        )
+        plan = rec.choose(product)
+        rows = -(-m // plan.block_m) if sums else 0
+        record = partial(rec.plan, plan)
+    else:
+        read = operands.get("pre"), operands["extra"], operands.get("out")
+        length = passes.chunk(m, n)
+        slopes = passes.slopes(
+            rec.device.info, epilogue, accumulator, *read, m, n, places.count, length, sums
+        )
+        rows = -(-m // length) if sums else 0
+        record = partial(rec.launches, (slopes,))
     table = None
-    rows = 0
     if sums:
-        rows = -(-m // plan.block_m)
         table = rec.fresh((prod(lengths[i] for i in order), rows, n), accumulator)
     for first, at in places:
         if table is not None:
             at["sums"] = table.at(first * rows * n)
-        rec.plan(plan, at)
-    return None if table is None else (table, rows)
+        record(at)
+    return table, rows
 
 
 def product(
@@ -105,13 +101,12 @@ def product(
     *,
     free: bool = False,
     epilogue: Epilogue | None = None,
-    bias: View | None = None,
-    extra: View | None = None,
-    pre: View | None = None,
+    **others: View | None,
 ) -> None:
     """Record out = X Y, summed over the batch axes that `out` lacks, with an epilogue.
 
-    With `free` the order of the sum may depend on its length: d_b, the sum over the rows.
+    With `free` the order of the sum may depend on its length: d_b, the sum over the rows. `others`
+    are the epilogue's arrays: bias, extra and pre.
     """
     if epilogue is None and out.strides[-2] == 1 and out.strides[-1] > 1:
         # by columns: a kernel writes rows
@@ -121,7 +116,7 @@ def product(
     outer, inner = split(batch, out.shape[:-2])
     if not (m and n and all(batch[i] for i in outer)):
         return
-    given = {"x": x, "y": y, "bias": bias, "extra": extra, "pre": pre, "out": out}
+    given = {"x": x, "y": y, **others, "out": out}
     views = {name: view for name, view in given.items() if view is not None}
     factors = None
     if inner:
@@ -142,19 +137,8 @@ def product(
         else:
             _summed(rec, views, batch, outer, inner, out, accumulator)
             return
-    launch(
-        rec,
-        m,
-        n,
-        k,
-        batch,
-        outer,
-        views,
-        accumulator,
-        epilogue=epilogue,
-        factors=factors,
-        free=free,
-    )
+    how = (m, n, k), batch, outer, views, accumulator
+    launch(rec, *how, epilogue=epilogue, factors=factors, free=free)
 
 
 def _length(view: View, axis: int, batch: tuple[int, ...]) -> int:
@@ -213,37 +197,27 @@ def _summed(
         for axes, first_step in ((inner, plane), (outer, depth * plane)):
             for i, stride in zip(axes, contiguous([lengths[i] for i in axes]), strict=True):
                 steps[i] = stride * first_step
-        target = replace(
-            planes,
-            offset=planes.offset + lead * plane,
-            shape=(*lengths, m, n),
-            strides=(*steps, n, 1),
-        )
+        start = planes.offset + lead * plane
+        target = replace(planes, offset=start, shape=(*lengths, m, n), strides=(*steps, n, 1))
         parts = {
             name: view.part(axis - (len(batch) + 2 - len(view.shape)), first, last)
             for name, view in views.items()
             if name != "out"
         }
-        launch(rec, m, n, k, lengths, order, {**parts, "out": target}, accumulator)
+        launch(rec, (m, n, k), lengths, order, {**parts, "out": target}, accumulator)
         used = (last - first) * rest + lead
         if last == batch[axis] and len(turns) == 1:
             join(rec, planes, depth, out, accumulator)
         else:
             # places are `depth` planes apart, of which `used` hold something
             done = last == batch[axis]
-            for place in range(count):
-                one = replace(
-                    planes, offset=planes.offset + place * depth * plane, shape=(1, used, m, n)
-                )
-                goal = _nth(out, place) if done else replace(one, shape=(m, n), strides=(n, 1))
+            for place, (at,) in enumerate(walk(out.shape[:-2], out.strides)):
+                start = planes.offset + place * depth * plane
+                one = replace(planes, offset=start, shape=(1, used, m, n))
+                goal = replace(one, shape=(m, n), strides=(n, 1))
+                if done:
+                    goal = replace(matrix_of(out), offset=out.offset + at)
                 join(rec, one, used, goal, accumulator)
-
-
-def _nth(out: View, number: int) -> View:
-    """Return a matrix of a batch."""
-    index = map(int, np.unravel_index(number, out.shape[:-2]))
-    offset = sum(i * s for i, s in zip(index, out.strides, strict=False))
-    return replace(matrix_of(out), offset=out.offset + offset)
 
 
 def matrix_of(view: View) -> View:
@@ -295,15 +269,8 @@ def copy(rec: Recorder, source: View, out: View) -> None:
         return
     lead = max(0, len(lengths) - passes.COPY_AXES)
     accumulator = "float64" if out.dtype == "float64" else "float32"
-    launch = passes.copies(
-        rec.device.info,
-        accumulator,
-        source.dtype,
-        out.dtype,
-        lengths[lead:],
-        steps[lead:],
-        out_steps[lead:],
-    )
+    axes = lengths[lead:], steps[lead:], out_steps[lead:]
+    launch = passes.copies(rec.device.info, accumulator, source.dtype, out.dtype, *axes)
     for first, out_first in walk(lengths[:lead], steps, out_steps):
         rec.launches((launch,), {"x": source.at(first), "out": out.at(out_first)})
 

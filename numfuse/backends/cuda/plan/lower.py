@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from numfuse import epilogues
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.kernels import passes
 from numfuse.backends.cuda.kernels.elementwise import is_short
 from numfuse.backends.cuda.kernels.pointwise import Result, Source
 from numfuse.backends.cuda.kernels.pointwise import launch as pass_over_elements
@@ -26,9 +25,9 @@ if TYPE_CHECKING:
     from numfuse.problem.second_order import GemmTangentProblem
 
 __all__ = [
-    "Backward",
     "Bind",
     "backward",
+    "folded",
     "forward",
     "gate",
     "guarded",
@@ -51,18 +50,9 @@ def layer(
     rec: Recorder, p: Any, bind: Bind, out: View, pre: View | None, epilogue: Epilogue
 ) -> None:
     """Record an epilogue of a @ b, bias and residual."""
-    batches.product(
-        rec,
-        bind("a"),
-        bind("b"),
-        p.batch,
-        out,
-        format_of(p.acc_dtype),
-        epilogue=epilogue,
-        bias=bind("bias"),
-        extra=bind("residual"),
-        pre=pre,
-    )
+    others = {"bias": bind("bias"), "extra": bind("residual"), "pre": pre}
+    acc = format_of(p.acc_dtype)
+    batches.product(rec, bind("a"), bind("b"), p.batch, out, acc, epilogue=epilogue, **others)
 
 
 def layer_of(p: GemmProblem | GemmTangentProblem) -> Epilogue:
@@ -72,57 +62,21 @@ def layer_of(p: GemmProblem | GemmTangentProblem) -> Epilogue:
     return epilogues.layer(p.activation.curve)
 
 
-@dataclass
-class Backward:
-    """The arrays of a backward; where one `b` and one `bias` serve the batch, it is folded into M.
+def folded(rec: Recorder, p: Any, views: dict[str, View]) -> tuple[int, tuple[int, ...]]:
+    """Return M and the batch of a backward; one that shares `b` and `bias` is folded into M.
 
-    The problem has folded it where that takes no copy. Here the others are copied: the sums of d_b
-    and d_bias are then made in the order of the rows, whatever the strides are.
+    The problem has folded the batch where that takes no copy. Here the others' rows are copied, so
+    that the sums of d_b and d_bias are made in their order, whatever the strides are. `views` are
+    changed, but for d_a.
     """
-
-    m: int
-    batch: tuple[int, ...]
-    grad: View
-    #: Where they are read: for the pre-activation, or for d_b.
-    a: View | None
-    b: View | None
-    bias: View | None
-    pre: View | None
-    d_a: View | None
-    d_b: View | None
-    d_bias: View | None
-    #: What is copied to the caller's d_a at the end.
-    late: tuple[View, View] | None = None
-
-    @classmethod
-    def of(cls, rec: Recorder, p: GemmBackwardProblem, bind: Bind, recomputed: bool) -> Backward:
-        wanted = {
-            "a": recomputed or p.d_b is not None,
-            "b": recomputed or p.d_a is not None,
-            "bias": recomputed,
-        }
-        names = ("grad", "a", "b", "bias", "pre", "d_a", "d_b", "d_bias")
-        views: Any = {name: bind(name) if wanted.get(name, True) else None for name in names}
-        made = cls(p.m, p.batch, **views)
-        if p.batch and shares_weights(p) and all(p.batch):
-            made._fold(rec)
-        return made
-
-    def _fold(self, rec: Recorder) -> None:
-        self.m, self.batch = self.m * prod(self.batch), ()
-        for name in ("grad", "a", "pre"):
-            setattr(self, name, _each(lambda x: batches.packed_rows(rec, x), getattr(self, name)))
-        for name in ("b", "bias", "d_b", "d_bias"):
-            setattr(self, name, _each(batches.matrix_of, getattr(self, name)))
-        out = self.d_a
-        if out is not None and out.rows is None:
-            apart = rec.fresh(out.shape, out.dtype)
-            self.late, out = (apart, out), apart
-        self.d_a = None if out is None else out.rows
-
-
-def _each(made: Callable[[View], View], view: View | None) -> View | None:
-    return None if view is None else made(view)
+    if not p.batch or not shares_weights(p) or not all(p.batch):
+        return p.m, p.batch
+    for name, view in views.items():
+        if name in ("grad", "a", "pre"):
+            views[name] = batches.packed_rows(rec, view)
+        elif name != "d_a":
+            views[name] = batches.matrix_of(view)
+    return p.m * prod(p.batch), ()
 
 
 def backward(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
@@ -138,29 +92,44 @@ def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
     acc = format_of(p.acc_dtype)
     made = epilogues.layer(p.activation.curve).select("out").backward().select("d_z")
     linear = made["d_z"] is leaf("grad")
-    v = Backward.of(rec, p, bind, not linear and p.pre is None)
-    grad_pre = v.grad
+    recomputed = not linear and p.pre is None
+    read = {
+        "a": recomputed or p.d_b is not None,
+        "b": recomputed or p.d_a is not None,
+        "bias": recomputed,
+    }
+    views = {
+        name: view
+        for name in ("grad", "a", "b", "bias", "pre", "d_b", "d_bias")
+        if read.get(name, True) and (view := bind(name)) is not None
+    }
+    m, batch = folded(rec, p, views)
+    d_a = apart = bind("d_a")
+    if d_a is not None and batch != p.batch and d_a.rows is None:
+        apart = rec.fresh(d_a.shape, d_a.dtype)
+    grad_pre = views["grad"]
     if not linear:
         # rows as the fast loads want them
         pitch = tiling.pitch(p.n, p.dtype.itemsize)
-        whole = rec.fresh((*v.batch, v.m, pitch), format_of(p.dtype))
-        grad_pre = replace(whole, shape=(*v.batch, v.m, p.n))
-        slopes(rec, v, p.n, p.k, acc, guarded(p, made), grad_pre)
-    elif v.d_bias is not None:
-        slopes(rec, v, p.n, p.k, acc, made, None)
-    if v.d_a is not None and v.b is not None:
-        batches.product(rec, grad_pre, v.b.turned, v.batch, v.d_a, acc)
-    if v.d_b is not None and v.a is not None:
-        batches.product(rec, v.a.turned, grad_pre, v.batch, v.d_b, acc, free=True)
-    if v.late is not None:
-        batches.copy(rec, *v.late)
+        whole = rec.fresh((*batch, m, pitch), format_of(p.dtype))
+        grad_pre = replace(whole, shape=(*batch, m, p.n))
+        slopes(rec, views, (m, p.n, p.k), batch, acc, guarded(p, made), grad_pre)
+    elif p.d_bias is not None:
+        slopes(rec, views, (m, p.n, p.k), batch, acc, made, None)
+    if d_a is not None:
+        target = apart if batch == p.batch else apart.rows
+        batches.product(rec, grad_pre, views["b"].turned, batch, target, acc)
+    if p.d_b is not None:
+        batches.product(rec, views["a"].turned, grad_pre, batch, views["d_b"], acc, free=True)
+    if apart is not d_a:
+        batches.copy(rec, apart, d_a)
 
 
 def slopes(
     rec: Recorder,
-    v: Backward,
-    n: int,
-    k: int,
+    given: dict[str, View],
+    sizes: tuple[int, int, int],
+    batch: tuple[int, ...],
     acc: str,
     epilogue: Epilogue,
     grad_pre: View | None,
@@ -169,50 +138,19 @@ def slopes(
 
     Without a `grad_pre` it is grad itself that is summed.
     """
-    m, batch, d_bias = v.m, v.batch, v.d_bias
+    m, n, _ = sizes
+    d_bias = given.get("d_bias")
     # places of one bias are neighbours
     outer, inner = places.split(batch, () if d_bias is None else d_bias.shape[:-2])
-    order = outer + inner
-    table: View | None = None
-    rows = 0
-    if m and n and prod(batch):
-        views = {"extra": v.grad}
+    table, rows = None, 0
+    if all((m, n, *batch)):
+        views = {"extra": given["grad"]}
         if grad_pre is not None:
             views["out"] = grad_pre
-            given = {"pre": v.pre} if v.pre is not None else {"x": v.a, "y": v.b, "bias": v.bias}
-            views |= {name: view for name, view in given.items() if view is not None}
-        if "x" in views:
-            sums = d_bias is not None
-            made = batches.launch(
-                rec, m, n, k, batch, order, views, acc, epilogue=epilogue, sums=sums
-            )
-            table, rows = made or (None, 0)
-        else:
-            there = places.Places(batch, views, order)
-            operands = {
-                name: there.operand(name, *places.matrix(view)) for name, view in views.items()
-            }
-            length = passes.chunk(m, n)
-            if d_bias is not None:
-                rows = -(-m // length)
-                table = rec.fresh((prod(batch[i] for i in order), rows, n), acc)
-            launch = passes.slopes(
-                rec.device.info,
-                epilogue.without("bias"),
-                acc,
-                operands.get("pre"),
-                operands["extra"],
-                operands.get("out"),
-                m,
-                n,
-                there.count,
-                length,
-                d_bias is not None,
-            )
-            for first, at in there:
-                if table is not None:
-                    at["sums"] = table.at(first * rows * n)
-                rec.launches((launch,), at)
+            names = {"pre": "pre"} if "pre" in given else {"a": "x", "b": "y", "bias": "bias"}
+            views |= {name: given[field] for field, name in names.items() if field in given}
+        how = sizes, batch, outer + inner, views, acc
+        table, rows = batches.launch(rec, *how, epilogue=epilogue, sums=d_bias is not None)
     if d_bias is not None:
         depth = prod(batch[i] for i in inner) * rows
         batches.join(rec, table or rec.fresh((0,), acc), depth, d_bias, acc)
@@ -251,55 +189,34 @@ def pointwise(
 ) -> None:
     """Record one pass over arrays of one shape: an epilogue's results, by their names.
 
-    Parameters
-    ----------
-    rec : Recorder
-    epilogue : Epilogue
-    accumulator, storage : str
-        The dtype in which all is computed, and that of the problem.
-    sources, results : dict
-    twice : dict, optional
-        {name in `results`: the epilogue's name} of a result that is stored a second time.
+    All is computed in the dtype `accumulator`; `storage` is the problem's. `twice` has the
+    epilogue's name of a result that is stored a second time, by its name in `results`.
     """
     names = {slot: (twice or {}).get(slot, slot) for slot in results}
     size = prod(next(iter(results.values())).shape)
     if not size:
         return
-    found, late = _as_one(rec, sources | results, results)
-    launch = pass_over_elements(
-        rec.device.info,
-        epilogue,
-        accumulator,
-        [Source(name, name, found[name].dtype) for name in sources],
-        [Result(name, slot, found[slot].dtype) for slot, name in names.items()],
-        size,
-        min(view.aligned(()) for view in found.values()),
-        is_short(accumulator, storage),
-    )
+    found = _as_one(rec, sources, results)
+    read = [Source(name, name, found[name].dtype) for name in sources]
+    written = [Result(name, slot, found[slot].dtype) for slot, name in names.items()]
+    how = size, min(view.aligned(()) for view in found.values()), is_short(accumulator, storage)
+    launch = pass_over_elements(rec.device.info, epilogue, accumulator, read, written, *how)
     rec.launches((launch,), {name: view.at() for name, view in found.items()})
-    for copied, out in late:
-        batches.copy(rec, copied, out)
+    for name, out in results.items():
+        if found[name] is not out:
+            batches.copy(rec, found[name], out)
 
 
-def _as_one(
-    rec: Recorder, views: dict[str, View], outs: Collection[str]
-) -> tuple[dict[str, View], list[tuple[View, View]]]:
-    """The arrays as runs of memory in one order; copies of those that are none, to be copied back.
-
-    Arrays of one order need no copy, whatever that order is.
-    """
+def _as_one(rec: Recorder, sources: dict[str, View], results: dict[str, View]) -> dict[str, View]:
+    """Return arrays as runs of memory in one order, which may be any, by copies where need be."""
+    views = sources | results
     equal("the arrays of a pass", *(view.shape for view in views.values()))
     orders = {view.order for view in views.values()}
     if len(orders) == 1 and None not in orders:
-        return views, []
-    found: dict[str, View] = {}
-    late = []
+        return views
+    found = {}
     for name, view in views.items():
-        found[name] = view
-        if not view.contiguous:
-            found[name] = rec.fresh(view.shape, view.dtype)
-            if name in outs:
-                late.append((found[name], view))
-            else:
-                batches.copy(rec, view, found[name])
-    return found, late
+        found[name] = view if view.contiguous else rec.fresh(view.shape, view.dtype)
+        if name in sources and found[name] is not view:
+            batches.copy(rec, view, found[name])
+    return found

@@ -17,20 +17,7 @@ from numfuse.language.graph import topological
 if TYPE_CHECKING:
     from numfuse.backends.cuda.compile.toolchain import Kernel
 
-__all__ = [
-    "Derived",
-    "DeviceInfo",
-    "Launch",
-    "Operand",
-    "Plan",
-    "Product",
-    "Slot",
-    "Tier",
-]
-
-#: Bytes of the types of a kernel's arguments; a map is 128 bytes that the kernel sees the address
-#: of (a TMA tensor map).
-ARGUMENT_BYTES = {"u64": 8, "i64": 8, "f64": 8, "u32": 4, "i32": 4, "f32": 4, "map": 128}
+__all__ = ["Derived", "DeviceInfo", "Launch", "Operand", "Plan", "Product", "Slot", "Tier"]
 
 
 @dataclass(frozen=True)
@@ -167,6 +154,12 @@ class Launch:
     #: The slot that it fills ("x copy" or "y copy") with what depends on x or y alone, and its
     #: bytes: another product of the same factor may find it there.
     makes: tuple[str, int] | None = None
+
+    @property
+    def table(self) -> tuple[str, ...]:
+        """Return the names of the addresses that a start needs, each once."""
+        slots = (a.slot if isinstance(a, Derived) else a for a in self.arguments)
+        return tuple(dict.fromkeys(slot.name for slot in slots if isinstance(slot, Slot)))
 
 
 @dataclass(frozen=True)

@@ -66,14 +66,7 @@ class View(Strided):
 
 
 class Recorder:
-    """A record of what a run asks for.
-
-    Parameters
-    ----------
-    device : Device
-    precision : str
-        Of float32: "ieee", "bf16x6" or "tf32".
-    """
+    """A record of what a run asks for; `precision` ("ieee", "bf16x6", "tf32") is of float32."""
 
     def __init__(self, device: Device, precision: str = "ieee") -> None:
         self.device, self.precision = device, precision
@@ -99,7 +92,7 @@ class Recorder:
 
     def _room(self, nbytes: int) -> int:
         offset = self._work
-        self._work += _aligned(nbytes)
+        self._work += tiling.round_up(nbytes, _ALIGNED)
         return offset
 
     def choose(self, product: Product) -> Plan:
@@ -134,8 +127,8 @@ class Recorder:
             if key in self._copies:
                 there.add(copy)
             elif self._copied + nbytes > tiling.COPIES_BYTES:  # room that others take too
-                found[copy] = _SCRATCH, _aligned(workspace)
-                workspace = _aligned(workspace) + nbytes
+                room = tiling.round_up(workspace, _ALIGNED)
+                found[copy], workspace = (_SCRATCH, room), room + nbytes
                 continue
             else:
                 self._copies[key] = _WORK, self._room(nbytes)
@@ -164,18 +157,12 @@ class Recorder:
         """Return what was recorded, over the arrays of these names in this order."""
         order = {number: 2 + names.index(name) for name, number in self._numbers.items()}
         order |= {_WORK: _WORK, _SCRATCH: _SCRATCH}
-        return Program(
-            self.device,
-            tuple(
-                (prepared, tuple((order[buffer], offset) for buffer, offset in refs))
-                for prepared, refs in self._steps
-            ),
-            self._work,
-            self._scratch,
-            " + ".join(self._tiers) or "pass",
-            self._chief,
-            len(names),
+        launches = tuple(
+            (prepared, tuple([(order[buffer], offset) for buffer, offset in refs]))
+            for prepared, refs in self._steps
         )
+        made = " + ".join(self._tiers) or "pass", self._chief, len(names)
+        return Program(self.device, launches, self._work, self._scratch, *made)
 
 
 @dataclass(eq=False, repr=False)
@@ -221,12 +208,11 @@ class Program:
                 maps += (where, buffer, offset + extra, launch, 0)
         # a module once, however many launches it has
         uses = list(dict.fromkeys(p.module.uses for p, _ in self._launches if p.module.uses))
-        self._bases = _words([0] * buffers)
-        made = (launches, 3), (updates, 3), (maps, 5), (uses, 1)
-        self._tables = [_words(words) for words, _ in made]
+        self._bases, self._tables = _words([0] * buffers), []
         tables: list[int] = []
-        for (words, each), table in zip(made, self._tables, strict=True):
-            tables += len(words) // each, ctypes.addressof(table)
+        for words, each in (launches, 3), (updates, 3), (maps, 5), (uses, 1):
+            self._tables.append(_words(words))
+            tables += len(words) // each, ctypes.addressof(self._tables[-1])
         self._plan = _words([*self.device.entries, *tables, ctypes.addressof(self._bases), 0, 0, 0])
         self._plan_at = ctypes.addressof(self._plan)
         self._call = launch_all()
@@ -306,10 +292,6 @@ class Program:
             self._graphs[bases] = found
             self._seen.clear()
         return found or 0
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 def strides_of(x: np.ndarray[Any, Any]) -> tuple[int, ...]:
