@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 from numfuse.adapters.surface import NAMES
-from numfuse.adapters.torch.functions import TENSORS, activation, again, public
+from numfuse.adapters.torch.eager import TENSORS
+from numfuse.adapters.torch.functions import activation, again, public
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda

@@ -23,18 +23,6 @@ from numfuse.adapters.torch.tensors import TEAM, array_over, to_tensor, watched
 from numfuse.operations import OPERATIONS, Operation
 from numfuse.runtime.threads import share
 
-__all__ = [
-    "DIFFERENTIABLE",
-    "FLAGS",
-    "LAYER",
-    "LAYER_BACKWARD",
-    "TENSORS",
-    "complete",
-    "layer",
-    "mode",
-    "run",
-]
-
 #: Classes whose instances mean no more than their values.
 TENSORS = frozenset({Tensor, nn.Parameter})
 

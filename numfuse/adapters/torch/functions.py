@@ -35,8 +35,6 @@ from numfuse.adapters.torch.tensors import (
 )
 from numfuse.operations import OPERATIONS
 
-__all__ = ["FUNCTIONS", "TENSORS", "activation", "again", "linear", "public"]
-
 
 def _autocasts(x: Any) -> bool:
     """Whether a tensor is in an autocast region."""

@@ -12,8 +12,6 @@ import torch
 from numfuse.activations import Activation, formulas, get
 from numfuse.problem.product import STORED
 
-__all__ = ["FINITE", "Way", "recompute", "recomputes", "way"]
-
 _RECOMPUTES: ContextVar[bool] = ContextVar("recomputes", default=False)
 
 

@@ -10,8 +10,6 @@ from numfuse.activations import Activation, get
 from numfuse.adapters.torch.functions import linear
 from numfuse.functional import activation_mul
 
-__all__ = ["GatedLinear", "Linear"]
-
 
 class Linear(nn.Linear):
     """torch.nn.Linear with its activation fused: activation(x @ weight.T + bias).

@@ -91,7 +91,7 @@ def run(
             places.append(None)
         else:
             at = x.data_ptr()
-            if x.is_neg():  # its memory has not its values
+            if not at or x.is_neg():  # its memory has not its values
                 return None
             bits |= at
             places.append(_place(at))

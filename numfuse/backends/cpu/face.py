@@ -24,9 +24,6 @@ from numfuse.runtime.replay import Recording, Replay
 if TYPE_CHECKING:
     from numfuse.activations import Activation
 
-__all__ = ["BACKEND", "CpuBackend"]
-
-
 #: What records each kind of problem.
 _RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
     "forward": layers.forward,

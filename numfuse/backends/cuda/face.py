@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from numfuse.backends.cuda.call.arrays import DeviceArray
     from numfuse.backends.cuda.driver.device import Device
 
-__all__ = ["PRECISIONS", "CudaBackend", "default"]
-
 #: How float32 products are made: as IEEE 754 says, of three bfloat16 parts each (six products), or
 #: rounded to the 10 bits of tf32.
 PRECISIONS = ("ieee", "bf16x6", "tf32")

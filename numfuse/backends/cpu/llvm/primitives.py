@@ -30,8 +30,6 @@ from numfuse.language.python import render
 from numfuse.language.scalar import Target
 from numfuse.runtime import machine_code
 
-__all__ = ["device_function", "primitives", "render", "scalar_function"]
-
 # An option that is left out would be the caller's: a kernel has fast-math flags.
 _OPTIONS: dict[str, Any] = {"forceinline": True, "error_model": "numpy", "fastmath": False}
 

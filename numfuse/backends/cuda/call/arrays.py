@@ -19,8 +19,6 @@ from numfuse.backends.cuda.driver.device import Device
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import GhostViews, address, bounds
 
-__all__ = ["DeviceArray", "Memory", "dtype_of", "ghost", "pool_of"]
-
 _POOLS: dict[int, Pool] = {}
 
 

@@ -10,8 +10,6 @@ from typing import Any
 
 from numfuse.runtime.strided import contiguous
 
-__all__ = ["CUDA", "Imported", "export", "take"]
-
 #: kDLCUDA; kDLCUDAManaged memory is the device's too.
 CUDA, _CUDA_MANAGED = 2, 13
 #: {(type code, bits): dtype}

@@ -23,8 +23,6 @@ from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
 from numfuse.problem.fields import FIELD_OF
 
-__all__ = ["forget", "run"]
-
 
 def run(
     operation: Any,

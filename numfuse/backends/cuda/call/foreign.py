@@ -21,8 +21,6 @@ from numfuse.backends.cuda.driver.libcuda import ordinal_of
 from numfuse.backends.cuda.face import CudaBackend
 from numfuse.runtime.strided import contiguous
 
-__all__ = ["KINDS", "LIBRARIES", "PLAIN", "DLPack", "Interface", "Kind", "Own", "kind_of"]
-
 #: Classes of arguments that stand for themselves in a fingerprint.
 PLAIN = frozenset({type(None), bool, int, str, CudaBackend})
 

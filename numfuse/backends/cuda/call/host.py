@@ -18,8 +18,6 @@ from numfuse.problem.fields import FIELDS
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import address
 
-__all__ = ["run"]
-
 
 class _Arrays:
     """The arrays of a problem on the device."""

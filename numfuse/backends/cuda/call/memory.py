@@ -18,8 +18,6 @@ from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.runtime.pool import FreeBlocks
 
-__all__ = ["Block", "Pool"]
-
 _MEGABYTE = 1 << 20
 
 

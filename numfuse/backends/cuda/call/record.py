@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from numfuse.activations import Activation
     from numfuse.expr import Expr
 
-__all__ = ["REPLAY", "Argument", "Recorded", "alignment_of", "foresee", "record", "recorded"]
-
 #: The recorded calls of this process, of all devices; who launches one holds it.
 REPLAY: Replay[Any] = Replay(tiling.KEPT_PLANS, 0)
 #: What runs a kind of problem.

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
-__all__ = ["compiling_for", "link", "machine_code", "ptx", "with_maps"]
-
 
 @contextlib.contextmanager
 def compiling_for(capability: tuple[int, int]) -> Iterator[None]:

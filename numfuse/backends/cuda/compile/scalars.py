@@ -22,8 +22,6 @@ from numfuse.backends.cuda.compile.toolchain import SIMULATED, device_function, 
 from numfuse.language import scalar
 from numfuse.language.scalar import Target
 
-__all__ = ["TARGET", "approximate", "is_finite", "primitives"]
-
 
 def _on_host(made: Any, operands: str) -> Any:
     """Return an intrinsic of float32 or float64 as a function of NumPy's scalars."""

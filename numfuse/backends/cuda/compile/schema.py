@@ -11,8 +11,6 @@ from dataclasses import dataclass, is_dataclass
 from operator import attrgetter
 from typing import Any, get_type_hints
 
-__all__ = ["Array", "Ends", "Schema", "arguments", "fields_of", "parameters", "written"]
-
 
 @dataclass
 class Array:

@@ -30,7 +30,7 @@ from importlib import import_module
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
+from llvmlite import ir as ir
 from numba.core import config as numba_config
 
 from numfuse.backends.cuda.compile import assembler
@@ -39,21 +39,6 @@ from numfuse.language.scalar import SOURCES
 from numfuse.runtime import binaries
 from numfuse.runtime.compilation import compiled
 from numfuse.runtime.lifetimes import Ties, formulas_of
-
-__all__ = [
-    "SIMULATED",
-    "Kernel",
-    "cache_directory",
-    "cuda",
-    "device_function",
-    "intrinsic",
-    "ir",
-    "kernel",
-    "kernels",
-    "types",
-    "versions",
-    "with_names",
-]
 
 
 def _import() -> Any:

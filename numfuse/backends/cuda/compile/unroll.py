@@ -36,8 +36,6 @@ from numfuse.backends.cuda.compile.toolchain import (
 from numfuse.expr import Expr
 from numfuse.runtime.lifetimes import formulas_of
 
-__all__ = ["Template", "bound", "inlined", "kernel_of", "text", "unrolled"]
-
 #: Where the templates are.
 _ROOM = "numfuse.backends.cuda.kernels."
 

@@ -30,8 +30,6 @@ from numfuse.backends.cuda.plan.product import DeviceInfo, Launch
 from numfuse.errors import DeviceError, DeviceLost
 from numfuse.runtime.replay import Replay
 
-__all__ = ["Device"]
-
 #: Launches named by the message of an asynchronous error.
 REMEMBERED = 32
 # Errors after which the context can do nothing any more (CUDA driver API, CUresult): of memory and

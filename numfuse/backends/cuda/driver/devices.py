@@ -11,8 +11,6 @@ from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.libcuda import FORKED, forked
 from numfuse.backends.cuda.driver.simulated import SimulatedDevice
 
-__all__ = ["device"]
-
 _lock = threading.RLock()
 _devices: dict[int, Device] = {}
 

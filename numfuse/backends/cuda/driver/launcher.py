@@ -23,8 +23,6 @@ from numba.extending import intrinsic
 from numfuse.backends.cuda.driver.modules import STREAMS
 from numfuse.runtime import specialise
 
-__all__ = ["PLAN", "STREAM_OFFSET", "inlined", "launch_all"]
-
 specialise.register(__name__, __file__)
 
 #: Bytes from the beginning of a CUlaunchConfig to its stream.

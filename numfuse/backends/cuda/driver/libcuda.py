@@ -14,19 +14,6 @@ from typing import Any
 
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 
-__all__ = [
-    "FORKED",
-    "Attribute",
-    "Config",
-    "Unusable",
-    "answer",
-    "count",
-    "driver_version",
-    "forked",
-    "library",
-    "ordinal_of",
-]
-
 _ORDINAL_OF_POINTER = 9  # CUpointer_attribute
 
 

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from numfuse.backends.cuda.driver.device import Device
 
-__all__ = ["STREAMS", "Module", "Retired"]
-
 #: Streams that a module notes. One that was launched on more goes at a `Device.synchronize`.
 STREAMS = 8
 #: Stands among them for all others.

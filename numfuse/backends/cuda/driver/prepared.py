@@ -13,8 +13,6 @@ from numfuse.backends.cuda.plan.product import Derived, Launch, Slot
 if TYPE_CHECKING:
     from numfuse.backends.cuda.driver.device import Device
 
-__all__ = ["Prepared"]
-
 _MAX_DYNAMIC_SHARED = 8  # CUfunction_attribute
 _CLUSTER_DIMENSION, _OVERLAPS = 4, 6  # CUlaunchAttributeID
 #: What tensor maps are made for at first.

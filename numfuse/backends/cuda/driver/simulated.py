@@ -11,8 +11,6 @@ import numpy as np
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Slot
 
-__all__ = ["SimulatedDevice"]
-
 
 class SimulatedDevice(Device):
     """A stand-in for `Device` where there is no device."""

@@ -33,8 +33,6 @@ from numfuse.language.curves import expand
 from numfuse.language.python import render
 from numfuse.runtime.replay import kept
 
-__all__ = ["Formula", "device_function", "formula"]
-
 
 @dataclass(frozen=True)
 class Formula:

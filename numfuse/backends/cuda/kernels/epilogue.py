@@ -11,16 +11,6 @@ from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.kernels.elementwise import Formula, formula, is_short
 from numfuse.backends.cuda.plan.product import Operand, Product, Slot
 
-__all__ = [
-    "element",
-    "finish_of",
-    "finishing",
-    "formula_of",
-    "in_bytes",
-    "in_elements",
-    "parts_of",
-]
-
 
 def formula_of(product: Product, short: bool) -> Formula:
     """Return the formula of a product: of its sum, its bias and its extra operand.

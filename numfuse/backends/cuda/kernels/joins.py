@@ -27,8 +27,6 @@ from numfuse.backends.cuda.kernels.epilogue import element, in_bytes
 from numfuse.backends.cuda.kernels.passes import grid_of, one_value, threads_of
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
 
-__all__ = ["Planes", "columns", "joins", "rows"]
-
 #: Blocks of a grid along y.
 MOST_ALONG_Y = (1 << 16) - 1
 

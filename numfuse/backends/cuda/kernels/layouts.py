@@ -21,8 +21,6 @@ from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.plan.product import Launch, Operand, Slot
 
-__all__ = ["fits", "laid_out"]
-
 #: A block's square, and the rows of 16 threads in it.
 SQUARE, ROWS = 64, 16
 

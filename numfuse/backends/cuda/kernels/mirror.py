@@ -31,8 +31,6 @@ from numfuse.backends.cuda.plan.product import (
 )
 from numfuse.backends.cuda.tiling import CudaTile
 
-__all__ = ["MIRROR"]
-
 
 def product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, x_along_k, y_along_k):
     """One block of out = epilogue(X Y), of one part of the sum of one place.

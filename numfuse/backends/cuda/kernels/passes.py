@@ -27,8 +27,6 @@ from numfuse.backends.cuda.kernels.epilogue import in_bytes
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 
-__all__ = ["COPY_AXES", "chunk", "copies", "grid_of", "one_value", "slopes", "threads_of"]
-
 #: Axes of a strided copy; of longer shapes the caller makes several.
 COPY_AXES = 4
 

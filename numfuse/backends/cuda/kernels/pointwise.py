@@ -21,8 +21,6 @@ from numfuse.backends.cuda.kernels.passes import grid_of, threads_of
 from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Slot
 from numfuse.epilogues import Epilogue
 
-__all__ = ["Result", "Source", "launch"]
-
 
 class Source(NamedTuple):
     """Where an epilogue's input is read."""

@@ -27,8 +27,6 @@ from numfuse.runtime.strided import contiguous, walk
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
 
-__all__ = ["copy", "join", "launch", "matrix_of", "packed_rows", "product", "sum_to"]
-
 
 def launch(
     rec: Recorder,

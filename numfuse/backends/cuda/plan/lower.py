@@ -24,19 +24,6 @@ if TYPE_CHECKING:
     from numfuse.problem.product import GemmBackwardProblem, GemmProblem
     from numfuse.problem.second_order import GemmTangentProblem
 
-__all__ = [
-    "Bind",
-    "backward",
-    "folded",
-    "forward",
-    "gate",
-    "guarded",
-    "layer",
-    "layer_of",
-    "pointwise",
-    "slopes",
-]
-
 #: From the name of a problem's field to the view of its array; None of one that is not there.
 Bind = Callable[[str], Any]
 

@@ -12,8 +12,6 @@ from numfuse.backends.cuda.plan.program import View
 from numfuse.problem.shapes import merge_axes
 from numfuse.runtime.strided import contiguous
 
-__all__ = ["Places", "matrix", "split"]
-
 
 def split(batch: tuple[int, ...], result: tuple[int, ...]) -> tuple[list[int], list[int]]:
     """The axes of a batch that a result has, and those that it is summed over."""

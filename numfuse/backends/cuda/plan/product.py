@@ -17,8 +17,6 @@ from numfuse.language.graph import topological
 if TYPE_CHECKING:
     from numfuse.backends.cuda.compile.toolchain import Kernel
 
-__all__ = ["Derived", "DeviceInfo", "Launch", "Operand", "Plan", "Product", "Slot", "Tier"]
-
 
 @dataclass(frozen=True)
 class DeviceInfo:

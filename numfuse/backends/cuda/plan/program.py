@@ -27,8 +27,6 @@ from numfuse.errors import DeviceLost
 from numfuse.problem.shapes import merge_axes
 from numfuse.runtime.strided import Strided, contiguous
 
-__all__ = ["Program", "Recorder", "View", "strides_of"]
-
 _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
 #: Slots that launches of products and passes read and never write.

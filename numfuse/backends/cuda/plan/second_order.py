@@ -23,8 +23,6 @@ from numfuse.problem.fields import FIELDS
 if TYPE_CHECKING:
     from numfuse.problem.second_order import GemmDoubleBackwardProblem, GemmTangentProblem
 
-__all__ = ["double_backward", "tangent"]
-
 
 def zero(rec: Recorder, out: View) -> None:
     """Record out = 0."""

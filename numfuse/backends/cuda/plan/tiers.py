@@ -10,8 +10,6 @@ from numfuse.backends.cuda.kernels.hopper.tier import WGMMA
 from numfuse.backends.cuda.kernels.mirror import MIRROR
 from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
 
-__all__ = ["TIERS", "choose"]
-
 #: The last takes every product.
 TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 

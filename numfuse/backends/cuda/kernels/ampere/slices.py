@@ -19,8 +19,6 @@ from numfuse.backends.cuda.compile.intrinsics import advance, least, most
 from numfuse.backends.cuda.compile.toolchain import types
 from numfuse.backends.cuda.compile.unroll import bound, inlined, unrolled
 
-__all__ = ["Fetch", "mover"]
-
 i32 = np.int32
 
 

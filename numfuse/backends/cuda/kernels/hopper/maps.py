@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from numfuse.backends.cuda.driver.libcuda import Unusable, library
 from numfuse.errors import DeviceError
 
-__all__ = ["TensorMap"]
-
 # CUtensorMapDataType
 _TYPES = {"float16": (6, 2), "float32": (7, 4), "bfloat16": (9, 2)}
 # CUtensorMapSwizzle, by the bytes of a row of the box
