@@ -189,8 +189,8 @@ class Block:
             "barrier_fence map_prefetch registers_few registers_many tensor_prefetch store_commit "
             "store_wait_read0 store_wait_read1 copy_fence "
             "matrix_store warp_barrier multiply_wait1 shared_store32 shared_store_f32 "
-            "global_store16 global_store_f32 global_store2_f32 MULTIPLY_WAIT CLEAR ADD "
-            "grid_wait grid_release"
+            "global_store16 global_store32 global_store_f32 global_store2_f32 MULTIPLY_WAIT CLEAR "
+            "ADD grid_wait grid_release"
         )
         found = dict.fromkeys(silent.split(), nothing)
         found |= dict.fromkeys(
@@ -250,7 +250,7 @@ class Block:
             work_of = [*(s[name] for name in counts), 0]
             try:
                 kernel(
-                    *x, *y, "out", "extra", *row, *row, *row, *row, 0, *work_of,
+                    *x, *y, "out", "extra", "pre", *row, *row, *row, *row, 0, *work_of,
                     self.kernel.stage_bytes,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
@@ -346,6 +346,18 @@ class Half:
     def __or__(self, other):
         return Half(self.low + other.low, self.high + other.high)
 
+    def __and__(self, mask):
+        assert mask == 0xFFFF
+        return self.low
+
+    def __rshift__(self, bits):
+        assert bits == 16
+        return self.high
+
+
+#: Where the pre-activation lies.
+PRE = 1 << 40
+
 
 class Group:
     """The 128 threads of a consumer, with their shared memory and the arrays of a launch."""
@@ -392,6 +404,7 @@ class Group:
 
         def tensor_store(name, column, row, place, at):
             # 16 rows of a warp, each 16 bytes of it where the engine's swizzle has them
+            base = {"out": 0, "pre": PRE}[name]
             m, n, stride = self.sizes
             width = self.kernel.width
             for r in range(16):
@@ -399,7 +412,7 @@ class Group:
                 for c in range(width):
                     if row + r < m and column + c < n:
                         word = at + 2 * width * r + ((c // 8 ^ turned) << 4) + 2 * (c % 8)
-                        self.put(2 * ((row + r) * stride + column + c), self.shared[word])
+                        self.put(base + 2 * ((row + r) * stride + column + c), self.shared[word])
 
         def nothing(*arguments):
             return None
@@ -409,11 +422,15 @@ class Group:
             "warp_barrier": self.barrier, "fresh": lambda x: x,
             "shared_load16": lambda a: self.shared[a], "shared_store32": shared_store,
             "global_store16": lambda at, v, inside: self.put(at, v) if inside else None,
+            "global_store32": lambda at, word, inside: inside
+            and (self.put(at, word.low), self.put(at + 2, word.high)),
             "global_load16": lambda at, inside: Half(self.extra[at] if inside else 0),
             "tensor_store": tensor_store, "store_commit": nothing,
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
-            "EPILOGUE": lambda z, bias, extra: z + bias + extra,
+            "EPILOGUE": lambda z, bias, extra: (
+                (z + bias + extra + 0.125, z + bias) if self.kernel.pre else z + bias + extra
+            ),
             "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
@@ -439,8 +456,8 @@ class Group:
                         acc += [1000.0 * (row0 + row) + column0 + at + e for e in (0, 1)]
             try:
                 finish(
-                    acc, *[0] * 9, stride, 1, 0, 0, 0, 1, 0, 0, stride, 1, 1024, 0, 0, 0,
-                    thread, 0, 0, row0, column0, m, n, *[0] * 7,
+                    acc, "out", 0, "pre", *[0] * 7, stride, 1, PRE, 0, stride, 1, 0, 0, stride, 1,
+                    1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n, *[0] * 7,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -462,17 +479,22 @@ TALL = [t for t in TILES if t.ping_pong]
 
 @pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
 @pytest.mark.parametrize(
-    ("out", "extra"),
-    [("rows", ""), ("rows", "rows"), ("map", ""), ("map", "rows")],
-)
-def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra):
+    ("out", "extra", "pre"),
+    [
+        ("rows", "", ""), ("rows", "rows", ""), ("map", "", ""), ("map", "rows", ""),
+        ("map", "", "map"), ("map", "", "single"), ("rows", "", "pairs"),
+    ],
+)  # fmt: skip
+def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra, pre):
     row0, column0 = tile.block_m, tile.block_n
-    m, n = row0 + tile.block_m - 13, column0 + tile.block_n - 5
+    m, n = row0 + tile.block_m - 13, column0 + tile.block_n - (6 if pre == "pairs" else 5)
     stride = n + 3
     residual = {
         2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
     }
     kernel = hopper.Gemm("bfloat16", False, False, tile, out, extra=extra, bias="half")
+    if pre:
+        kernel = replace(kernel, pre=pre, pre_half=True)
     group = Group(kernel, residual)
     group.biases = {4 * c: 0.5 * (column0 + c) for c in range(tile.block_n)}
     group.run(row0, column0, m, n, stride)
@@ -481,6 +503,9 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
         + (residual[2 * (r * stride + c)] if extra else 0)
         for r in range(row0, m) for c in range(column0, n)
     }  # fmt: skip
+    if pre:
+        before = {PRE + at: value for at, value in expected.items()}
+        expected = before | {at: value + 0.125 for at, value in expected.items()}
     assert group.stored == expected
 
 
