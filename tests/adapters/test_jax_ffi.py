@@ -396,11 +396,13 @@ def test_on_cuda_xlas_stream_gets_the_launches_with_the_addresses_of_its_buffers
         launches = xla.words(ctypes.addressof(config), handle, at)
         updates = xla.words(at, 2, 8, at + 8, 4, 0, at + 16, 5, 0, at + 24, 1, 0)
         bases = xla.words(*[0] * 6)
-        plan = xla.words(
-            *map(entry, functions), 0, 0, 0, 0, 1, ctypes.addressof(launches),
-            4, ctypes.addressof(updates), 0, 0, 0, 0, ctypes.addressof(bases), 0, 0, 0,
-        )  # fmt: skip
-        assert len(plan) == len(launcher.PLAN)
+        named = dict(
+            zip(("LAUNCH", "GET_CURRENT", "SET_CURRENT"), map(entry, functions), strict=True)
+        )
+        named |= {"LAUNCH_COUNT": 1, "LAUNCHES": ctypes.addressof(launches)}
+        named |= {"UPDATE_COUNT": 4, "UPDATES": ctypes.addressof(updates)}
+        named["BASES"] = ctypes.addressof(bases)
+        plan = xla.words(*[named.get(name, 0) for name in launcher.PLAN])
         head = {"C_SIZE": size, "C_WORK": 64, "C_PLAN": ctypes.addressof(plan),
                 "C_BASES": ctypes.addressof(bases), "C_ARRAYS": 4}  # fmt: skip
         source = frame.SOURCE
