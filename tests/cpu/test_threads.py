@@ -460,7 +460,8 @@ if child == 0:
     finally:
         os._exit(status)
 assert os.waitpid(child, 0)[1] == 0
-# The parent still has all its threads.
+# The parent still has all its threads. (Its own at once may have made it wait and go alone.)
+launching._alone = launching._were_alone = 0
 entered.clear()
 got = forward(), backward(), gated()
 check_layer()

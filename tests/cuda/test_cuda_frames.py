@@ -79,7 +79,7 @@ BOUNDS = {
     "gate, in place": (0, 70, 240),
     "gate backward": (2, 78, 320),
     "double backward": (4, 166, 2100),
-    "residual double backward": (5, 130, 1260),
+    "residual double backward": (5, 132, 1260),
     "tangent": (2, 120, 740),
     "residual tangent": (2, 122, 790),
     "gate double backward": (3, 77, 410),

@@ -3,6 +3,7 @@ often differentiable, and as modules.
 
 - `functions`: the public functions, at once or over operators
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
+- `replayed`: calls on the CPU that come again
 - `compiled`: a layer that is trained in a program of torch.compile
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
 - `tensors`: memory, and who watches; `keys`: strings for what a schema cannot name

@@ -51,9 +51,9 @@ def _dtypes() -> tuple[dict[Any, Any], dict[Any, Any]]:
 
 
 class _Known(NamedTuple):
-    """What a call on tensors of known forms is to `numfuse.operations`."""
+    """A call on tensors of known forms, as `numfuse.operations` knows it."""
 
-    #: Its fingerprint there.
+    #: The fingerprint there.
     key: tuple[Hashable, ...]
     #: The bits of an address of which one makes a tensor unaligned.
     mask: int

@@ -180,7 +180,8 @@ def product(
     """
     out = slots.out
     narrow = tiling.NARROW >= b.shape[-1] < a.shape[-2]
-    if slots.sums is None and (narrow or (out is not None and out.lies_by_columns())):
+    turned = out is not None and out.strides[-2] == out.itemsize and out.lies_by_columns()
+    if slots.sums is None and (narrow or turned):
         # A result of few columns has a transpose of long rows, which waste no lane of a vector and
         # no call of the row function; one that lies by columns, a transpose that is written by
         # rows. An element is the same sum in the same order.

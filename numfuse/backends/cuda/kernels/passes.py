@@ -119,18 +119,6 @@ def slope(pre: Array, extra: Array, out: Array, sums, m, n, per_row, chunks, len
                 STORE_SUM(sums, number * n + column + v, value[v])
 
 
-def chunk(m: int, n: int) -> int:
-    """Rows of a chunk in the sums of columns that `slopes` makes.
-
-    There are as many chunks as keep a device busy. It follows from the sizes of one place alone,
-    and with it the order of the sums.
-    """
-    rows = tiling.PASS_ROWS
-    while rows > tiling.RUN and m * n < tiling.PASS_BUSY * rows:
-        rows //= 2
-    return rows
-
-
 #: Strides are in bytes.
 SLOPE = Schema(slope, u64="sums")
 
@@ -158,13 +146,17 @@ def slopes(
     m: int,
     n: int,
     places: int,
-    length: int,
     sums: bool,
-) -> Launch:
+) -> tuple[Launch, int]:
     """out = the epilogue's first result, of the accumulator `pre` and the operand `extra`.
 
-    Its slots are pre, extra, out and sums, of which every chunk has `length` rows.
+    Its slots are pre, extra, out and sums. The second result is the rows of the sums, which are of
+    columns in chunks of rows: as many as keep a device busy. The sizes of one place alone decide,
+    and with that the order of the sums.
     """
+    length = tiling.PASS_ROWS
+    while length > tiling.RUN and m * n < tiling.PASS_BUSY * length:
+        length //= 2
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
     values = 16 // extra.itemsize
@@ -209,7 +201,7 @@ def slopes(
         length=length,
         total=total,
     )
-    return Launch(made, grid_of(total, info), arguments)
+    return Launch(made, grid_of(total, info), arguments), many
 
 
 # --- copies -------------------------------------------------------------------------------------

@@ -73,11 +73,10 @@ def launch(
         record = partial(rec.plan, plan)
     else:
         read = operands.get("pre"), operands["extra"], operands.get("out")
-        length = passes.chunk(m, n)
-        slopes = passes.slopes(
-            rec.device.info, epilogue, accumulator, *read, m, n, places.count, length, sums
+        slopes, chunks = passes.slopes(
+            rec.device.info, epilogue, accumulator, *read, m, n, places.count, sums
         )
-        rows = -(-m // length) if sums else 0
+        rows = chunks if sums else 0
         record = partial(rec.launches, (slopes,))
     table = None
     if sums:
