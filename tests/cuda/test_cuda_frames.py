@@ -80,7 +80,7 @@ BOUNDS = {
     "gate backward": (2, 78, 320),
     "double backward": (4, 166, 2100),
     "residual double backward": (5, 132, 1260),
-    "tangent": (2, 120, 740),
+    "tangent": (2, 122, 740),
     "residual tangent": (2, 122, 790),
     "gate double backward": (3, 77, 410),
     "gate tangent": (2, 75, 340),
