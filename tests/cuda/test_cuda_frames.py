@@ -81,7 +81,7 @@ BOUNDS = {
     "double backward": (4, 166, 2100),
     "residual double backward": (5, 132, 1260),
     "tangent": (2, 122, 740),
-    "residual tangent": (2, 122, 790),
+    "residual tangent": (2, 124, 790),
     "gate double backward": (3, 77, 410),
     "gate tangent": (2, 75, 340),
 }
