@@ -6,6 +6,7 @@ missing, the tests that need it fail instead of being skipped.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Generator
@@ -24,6 +25,10 @@ from numfuse.backends import Traits, resolve
 
 #: Whether CUDA kernels run in Numba's simulator, a million times slower than on a GPU.
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
+if SIMULATED:
+    import simulator
+
+    simulator.install()
 #: Of every test, so many sets of parameters run there.
 SIMULATED_SETS = 2
 #: Every backend that has a name: one joins the suite with its line in `numfuse.backends`.
@@ -58,6 +63,13 @@ def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of activations that are registered in a test vanish after it."""
     # as an attribute of the package, `activations` is the function
     monkeypatch.setattr(sys.modules["numfuse.activations.table"], "TABLE", nf.activations())
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """What earlier files left alive is no longer searched for garbage: a second a collection."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", params=BACKENDS)
