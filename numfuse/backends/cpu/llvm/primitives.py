@@ -34,8 +34,13 @@ from numfuse.runtime import machine_code
 _OPTIONS: dict[str, Any] = {"forceinline": True, "error_model": "numpy", "fastmath": False}
 
 
-def _jit(function: Callable[..., Any]) -> Any:
+def _inlined(function: Callable[..., Any]) -> Any:
     """Return a function as Numba's, to be inlined in kernels."""
+    return machine_code.inlined(function, **_OPTIONS)
+
+
+def _jit(function: Callable[..., Any]) -> Any:
+    """Return a function as Numba's, for the user's functions and for Python."""
     # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
     # of the compiler for it; a thread that compiles takes the two the other way round.
     with global_compiler_lock:
@@ -197,7 +202,7 @@ def exponent_parts(typingctx: Any, u: Any) -> Any:
 
 
 _TARGET = Target(
-    jit=_jit,
+    jit=_inlined,
     absolute=absolute,
     square_root=square_root,
     copy_sign=copy_sign,
