@@ -35,8 +35,8 @@ def ptx(
         return str(compiler.compile(function, signature, **options)[0])
     library, _ = low_level(function, signature, **options)
     # A product is merged with a sum where the text says so, and nowhere else: elsewhere it would
-    # depend on what is computed beside it. (A new dict: numba-cuda's table of overloads has this one
-    # in its keys, and would find none of them again.)
+    # depend on what is computed beside it. (A new dict: this one is in the keys of numba-cuda's
+    # table of overloads, which would find none of them again.)
     library._nvvm_options = {**library._nvvm_options, "fma": False}
     (text,) = library.get_asm_strs(cc=architecture)
     return str(text)
