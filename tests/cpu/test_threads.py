@@ -686,11 +686,12 @@ wanted = forward(), backward(), gated()
 launching._start_helpers = lambda count: None
 launching._helpers[:] = []
 time.sleep(0.2)  # those that are there sleep, and are not woken
-launching._wake = type("Nobody", (), {"empty": lambda self: False})()
-assert launching._board[protocol.B_ASLEEP] == 3
+asleep = protocol.BOARD["B_ASLEEP"]
+launching._board[protocol.BOARD["B_HELPERS"]] = 0
+assert launching._board[asleep] == 3
 for _ in range(20):
     assert (forward(), backward(), gated()) == wanted
-assert launching._board[protocol.B_ASLEEP] == 3
+assert launching._board[asleep] == 3
 # The seats that they were offered are withdrawn, and the place is free.
 assert all(place[0] == 0 and place[protocol.PLACE["L_SEATS"]] <= 0 for place in board()), board()
 """,
@@ -746,15 +747,49 @@ def test_helpers_sleep_when_there_is_nothing_to_do():
         + """
 forward()
 time.sleep(0.2)
-assert launching._board[protocol.B_ASLEEP] == len(launching._helpers) == 3
+assert launching._board[protocol.BOARD["B_ASLEEP"]] == len(launching._helpers) == 3
 before = times()
 time.sleep(0.3)
 after = times()
 assert sum(after.values()) - sum(before.values()) < 0.1e9
 wanted = forward()
-assert launching._board[protocol.B_ASLEEP] < 3 or forward() == wanted
+assert launching._board[protocol.BOARD["B_ASLEEP"]] < 3 or forward() == wanted
 """,
         "omp",
+    )
+
+
+@linux
+@pytest.mark.skipif(os.cpu_count() == 1, reason="needs two processors")
+def test_a_helper_wakes_off_the_processor_of_its_caller_without_the_interpreters_lock():
+    """Guards: beside its caller, or waiting for its lock, a helper comes milliseconds late."""
+    run(
+        BUSY
+        + """
+sys.setswitchinterval(60)  # who needs the interpreter waits for this thread to give it up
+launching._note_waiting = lambda waited, seconds: None
+every = os.sched_getaffinity(0)
+forward()
+def work(processor):
+    os.sched_setaffinity(0, {processor})
+    forward()
+for processor in [*every][:2] * 2:
+    time.sleep(0.1)  # the helper sleeps
+    assert launching._board[protocol.BOARD["B_ASLEEP"]] == len(launching._helpers)
+    caller = threading.Thread(target=work, args=(processor,))
+    caller.start()
+    caller.join()
+    kept_off = [os.sched_getaffinity(int(task)) for task in os.listdir("/proc/self/task")]
+    assert every - {processor} in kept_off, (processor, kept_off)
+time.sleep(0.1)
+asleep = launching._board[protocol.BOARD["B_ASLEEP"]]
+forward()
+deadline = time.monotonic() + 5
+while launching._board[protocol.BOARD["B_ASLEEP"]] < asleep:  # it came, and sleeps again
+    assert time.monotonic() < deadline
+""",
+        "omp",
+        threads=2,
     )
 
 

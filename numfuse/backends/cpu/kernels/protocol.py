@@ -110,8 +110,17 @@ TABLE |= {"T_COUNT": 20, "T_WORKSPACE": 21, "T_STRIDE": 22, "T_WAITED": 23, "T_E
 #: Of an entry: as of a step, but the descriptor's address in place of its length.
 ENTRY = Schema("E_CELL E_END E_BEFORE E_DESCRIPTOR")
 #: The board on which launches offer seats to helpers: how many of these sleep, the processor of the
-#: latest thread that launched (-1: unknown), its looks at what others did, then places for launches
-#: at the same time, two lines each: whether one is taken, the seats that are left, how many helpers
-#: have left it again, and what they need to know.
-B_ASLEEP, B_PROCESSOR, B_WAITED, BOARD_WORDS, PLACES, PLACE_WORDS = 0, 8, 9, 16, 8, 16
+#: latest thread that launched (-1: unknown), its looks at what others did, the helper that started
+#: last, the addresses of functions (wait for a lock, release one, tell and set on which processors
+#: a thread may run), then places for launches at the same time, two lines each: whether one is
+#: taken, the seats that are left, how many helpers have left it again, and what they need to know.
+BOARD = {"B_ASLEEP": 0} | Schema(
+    "B_PROCESSOR B_WAITED B_HELPERS B_ACQUIRE B_RELEASE B_PROCESSORS B_SET_PROCESSORS", 8
+)
+BOARD_WORDS, PLACES, PLACE_WORDS = 16, 8, 16
 PLACE = Schema("L_TAKEN L_TABLE L_WORKSPACE L_STRIDE") | {"L_SEATS": 8, "L_LEFT": 9}
+#: Of a helper: whether it sleeps, the lock that it then waits for, the processor that it keeps off
+#: (-1: none yet), its number in the system, the process's, the helper that started before it, and
+#: from H_SET on room for a set of processors.
+HELPER = Schema("H_ASLEEP H_LOCK H_OFF H_THREAD H_PROCESS H_NEXT H_SET")
+SET_BYTES = 1024

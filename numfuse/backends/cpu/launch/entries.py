@@ -188,6 +188,8 @@ def run_with_helpers(
             words = WORDS(place)
             words[L_TABLE], words[L_WORKSPACE], words[L_STRIDE] = table, workspace, stride
             EXCHANGE(place + 8 * L_SEATS, threads - 1)
+            if LOAD(board + 8 * B_ASLEEP) > 0:
+                WAKE(board, threads - 1)
             break
     waited = WORK(table, workspace, pause)
     if place != 0:
@@ -249,16 +251,42 @@ def take_seat(table: int) -> None:
         t[T_WAITED] = waited + looks
 
 
-def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
-    """Take part in the launches on the board, until there has been none for a while, or where this
-    is the processor of the thread that launches.
+def wake(board: int, count: int) -> None:
+    """Wake up to `count` helpers that sleep, off the processor of the thread that launches.
 
-    `asleep`: how many of those that the board counts as asleep this helper is, 0 or 1; `processor`
-    the address of a function that tells on which processor a thread runs, or 0.
+    Linux looks for no idle processor while most are in use, and wakes a thread where it slept: a
+    helper beside its caller would take turns with it for tenths of a second, the other core idle.
     """
-    FETCH_ADD(board + 8 * B_ASLEEP, -asleep)
+    b = WORDS(board)
+    helper, processor = b[B_HELPERS], b[B_PROCESSOR]
+    while helper != 0 and count > 0:
+        h = WORDS(helper)
+        if LOAD(helper + 8 * H_ASLEEP) == 1 and EXCHANGE(helper + 8 * H_ASLEEP, 0) == 1:
+            FETCH_ADD(board + 8 * B_ASLEEP, -1)
+            if processor >= 0 and processor != h[H_OFF]:
+                others = helper + 8 * H_SET
+                CALL_SET(b[B_PROCESSORS], h[H_PROCESS], SET_BYTES, others)
+                h[H_SET + processor // 64] &= ~(1 << processor % 64)
+                CALL_SET(b[B_SET_PROCESSORS], h[H_THREAD], SET_BYTES, others)
+                h[H_OFF] = processor
+            CALL_RELEASE(b[B_RELEASE], h[H_LOCK])
+            count -= 1
+        helper = h[H_NEXT]
+
+
+def help_launches(board: int, helper: int, pause: int, processor: int) -> None:
+    """Take part in the launches on the board, to the end of the process, as the helper whose words
+    lie there.
+
+    It sleeps where there has been none for a while, and where this is the processor of the thread
+    that launches. All of it is done without the interpreter's lock, which a caller may keep for
+    milliseconds. `processor` is the address of a function that tells on which processor a thread
+    runs, or 0.
+    """
+    h = WORDS(helper)
+    h[H_NEXT] = EXCHANGE(board + 8 * B_HELPERS, helper)
     looks = 0
-    while looks < PATIENCE:
+    while True:
         for number in range(PLACES):
             place = board + 8 * (BOARD_WORDS + number * PLACE_WORDS)
             if LOAD(place + 8 * L_SEATS) > 0 and looks < PATIENCE:
@@ -275,7 +303,11 @@ def help_launches(board: int, asleep: int, pause: int, processor: int) -> None:
         if looks % NEIGHBOURS == 0 and processor != 0:
             if CALL_NUMBER(processor) == WORDS(board)[B_PROCESSOR]:
                 looks = PATIENCE
-    FETCH_ADD(board + 8 * B_ASLEEP, 1)
+        if looks >= PATIENCE:
+            EXCHANGE(helper + 8 * H_ASLEEP, 1)
+            FETCH_ADD(board + 8 * B_ASLEEP, 1)
+            CALL_ACQUIRE(WORDS(board)[B_ACQUIRE], h[H_LOCK], 1)
+            looks = 0
 
 
 #: Bytes of an object's header, behind which NumPy's C API has an array's data pointer.
@@ -302,14 +334,15 @@ OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
 _NUMBERS_OF_THE_PROTOCOL = """
-    D_SLOTS NUMBER_BITS NUMBERS B_ASLEEP B_PROCESSOR B_WAITED BOARD_WORDS PLACE_WORDS PLACES
+    D_SLOTS NUMBER_BITS NUMBERS BOARD_WORDS PLACE_WORDS PLACES SET_BYTES
 """
 
 
 def _words() -> dict[str, Any]:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
     names |= {name: getattr(protocol, name) for name in _NUMBERS_OF_THE_PROTOCOL.split()}
-    for words in (protocol.HEAD, protocol.STEP, protocol.TABLE, protocol.ENTRY, protocol.PLACE):
+    p = protocol
+    for words in (p.HEAD, p.STEP, p.TABLE, p.ENTRY, p.BOARD, p.PLACE, p.HELPER):
         names |= words
     return names | {
         "WORDS": intrinsics.make_elements("int64"),
@@ -317,6 +350,9 @@ def _words() -> dict[str, Any]:
         "STEP_WORDS": len(protocol.STEP),
         "ENTRY_WORDS": len(protocol.ENTRY),
         "CALL_PARALLEL": intrinsics.make_call(4),
+        "CALL_SET": intrinsics.make_call(3),
+        "CALL_ACQUIRE": intrinsics.make_call(2),
+        "CALL_RELEASE": intrinsics.make_call(1),
         "CALL_NUMBER": intrinsics.make_call_number(),
         "NEIGHBOURS": NEIGHBOURS,
         "PATIENCE": PATIENCE,
@@ -346,6 +382,7 @@ def parts(data: Callable[[int, int], int]) -> dict[str, Any]:
     }
     return {
         **waiting,
+        "WAKE": specialise.device(wake, **names, **waiting),
         "OPEN": specialise.device(open_sequence, **names),
         "WORK": specialise.device(work, CALL=intrinsics.make_call(3), **names, **waiting),
     }

@@ -20,10 +20,9 @@ from __future__ import annotations
 import _thread
 import ctypes
 import os
+import threading
 import time
 from array import array
-from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 
 import numba
@@ -34,34 +33,48 @@ from numfuse.errors import BackendUnavailable
 from numfuse.runtime.threads import share
 
 
-def _address(name: str) -> int:
-    """The address of a function of the C library without arguments; 0 where there is none."""
+def _address(name: str, library: ctypes.CDLL | None = None) -> int:
+    """The address of a function, by default of the C library; 0 where there is none."""
     try:
-        return ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value or 0
+        found = getattr(library or ctypes.CDLL(None), name)
+        return ctypes.cast(found, ctypes.c_void_p).value or 0
     except (AttributeError, OSError, TypeError):
         return 0
 
 
 YIELD = _address("sched_yield")
-#: Tells on which processor a thread runs, where a helper can leave one.
-PROCESSOR = _address("sched_getcpu") if hasattr(os, "sched_setaffinity") else 0
+#: Tell on which processor a thread runs and on which it may, and set these: all or none.
+_PROCESSORS = [_address(f"sched_{name}") for name in ("getcpu", "getaffinity", "setaffinity")]
+PROCESSOR = _PROCESSORS[0] if all(_PROCESSORS) else 0
 
 _forked = False
-#: Threads of our own, and a token for each of them that is to wake up.
+#: Threads of our own.
 _helpers: list[int] = []
-_wake: SimpleQueue[None] = SimpleQueue()
-#: Where launches are offered (see `protocol.PLACE`).  It is never freed: a helper may look at it
-#: until the process ends.
+#: Where launches are offered (see `protocol.BOARD`).
 _board = array("q", [0]) * (protocol.BOARD_WORDS + protocol.PLACES * protocol.PLACE_WORDS)
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_board))
-BOARD = _board.buffer_info()[0]
+# Python's own locks: a thread waits for one without the interpreter's.
+for _name, _function in {
+    "B_ACQUIRE": _address("PyThread_acquire_lock", ctypes.pythonapi),
+    "B_RELEASE": _address("PyThread_release_lock", ctypes.pythonapi),
+    "B_PROCESSORS": _PROCESSORS[1],
+    "B_SET_PROCESSORS": _PROCESSORS[2],
+}.items():
+    _board[protocol.BOARD[_name]] = _function
+
+
+def _kept(words: array[int]) -> int:
+    """Return the address of words that are never freed: a helper may look at them to the end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(words))
+    return words.buffer_info()[0]
+
+
+BOARD = _kept(_board)
 
 
 def _after_fork_in_child() -> None:
-    global _forked, _wake
+    global _forked
     _forked = True
     _helpers.clear()  # they did not survive the fork
-    _wake = SimpleQueue()
 
 
 if hasattr(os, "register_at_fork"):
@@ -103,25 +116,13 @@ def layer() -> str:
 
 def _help() -> None:
     """Be a helper, to the end of the process."""
-    wake, help_launches = _wake, entry("help")
-    asleep = 0
-    while True:
-        help_launches(BOARD, asleep, YIELD, PROCESSOR)
-        asleep = 1
-        _leave_the_processor()
-        wake.get()
-
-
-def _leave_the_processor() -> None:
-    """Keep this helper off the processor of the thread that launched last.
-
-    Linux looks for no idle processor while most are in use, and wakes a thread where it slept: a
-    helper beside its caller would take turns with it for tenths of a second, the other core idle.
-    """
-    if PROCESSOR:
-        others = os.sched_getaffinity(os.getpid()) - {_board[protocol.B_PROCESSOR]}
-        with suppress(OSError):  # where that is not permitted
-            os.sched_setaffinity(0, others)
+    allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", ctypes.pythonapi))
+    lock = allocate()
+    ctypes.pythonapi.PyThread_acquire_lock(ctypes.c_void_p(lock), 0)
+    number, process = threading.get_native_id(), os.getpid()
+    values = {"H_LOCK": lock, "H_OFF": -1, "H_THREAD": number, "H_PROCESS": process}
+    words = array("q", protocol.HELPER.words(values)) + array("q", bytes(protocol.SET_BYTES))
+    entry("help")(BOARD, _kept(words), YIELD, PROCESSOR)
 
 
 def run(how: tuple[int, ...], stride: int, threads: int) -> None:
@@ -133,7 +134,7 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
     An interrupt (Ctrl-C) can come between any two of these steps, also inside what the standard
     library writes in Python: an executor or a condition would then be left locked, and the next
     call, or the end of the process, wait for ever.  So there is nothing here that has to be undone:
-    what has to be is inside one native call, and the queue is a single step of the interpreter.
+    what has to be is inside one native call.
     """
     global _alone
     if threads == 1 or _alone > 0:
@@ -151,15 +152,12 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
         run_helped = entry("helped")
         if len(_helpers) < threads - 1:
             _start_helpers(threads - 1)
-        asleep = _board[protocol.B_ASLEEP]
-        if asleep > 0 and _wake.empty():
-            for _ in range(min(asleep, threads - 1)):
-                _wake.put(None)
         start = time.monotonic()
         run_helped(*how, stride, threads, BOARD, YIELD, PROCESSOR)
-    _note_waiting(_board[protocol.B_WAITED] * LOOK, time.monotonic() - start)
+    _note_waiting(_board[WAITED] * LOOK, time.monotonic() - start)
 
 
+WAITED = protocol.BOARD["B_WAITED"]
 #: Seconds of a look at a counter, at least.
 LOOK = 20e-9
 #: Seconds that a helper may be late: more than waking it takes, less than a time slice of others.
