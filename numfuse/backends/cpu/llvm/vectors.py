@@ -129,13 +129,16 @@ def masked_load(builder: ir.IRBuilder, pointer: ir.Value, live: ir.Value, bytes_
     return builder.call(fn, [pointer, I32(bytes_), mask, ir.Constant(ty, None)])
 
 
-def prefetch(builder: ir.IRBuilder, address: ir.Value) -> None:
+def prefetch(builder: ir.IRBuilder, address: ir.Value, level: int = 2) -> None:
+    """Ask for the line at an address, for reading, into a level of the cache.
+
+    Mostly level 2: level 1 has no room beside the panel of A and the stream of B.
+    """
     p8 = I8.as_pointer()
     fn = cgutils.get_or_insert_function(
         builder.module, ir.FunctionType(ir.VoidType(), [p8, I32, I32, I32]), "llvm.prefetch.p0"
     )
-    # For reading, into level 2: level 1 has no room beside the panel of A and the stream of B.
-    builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(2), I32(1)])
+    builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(4 - level), I32(1)])
 
 
 def insert_part(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
