@@ -25,12 +25,10 @@ from numfuse.runtime import specialise
 # mypy: disable-error-code="name-defined"
 
 #: Looks at a counter before a waiting thread lets others run: 0.2 ms.  Linux 6.18 puts who does so
-#: at the end of the queue by a whole slice, so whoever often lets others run, as OpenBLAS does,
-#: waits for them in the end: with 100 looks products of NumPy took 20 ms in place of 1.3.
+#: behind OpenBLAS's threads by a whole slice: with 100, products of NumPy took 20 ms and not 1.3.
 SPINS = 10_000
-#: Looks at the board before a helper sleeps, 0.15 ms, in which it has its core to itself: a
-#: training step leaves 0.05 ms between its calls.  Waking it costs the call 5 us, and it begins
-#: after 30 to 60.
+#: Looks at the board before a helper sleeps, 0.15 ms: a training step leaves 0.05 ms between its
+#: calls.  Waking it costs the call 5 us, and it begins after 30 to 60.
 PATIENCE = 5_000
 #: After how many of them it looks where its caller runs.
 NEIGHBOURS = 128
@@ -78,12 +76,9 @@ def open_sequence(steps: int, count: int, arrays: int, workspace: int, table: in
     of words of its descriptor, and the descriptor, which names its operands (`resolve`).  The steps
     serve every call, so all this is done in a copy.
 
-    Before the steps stand the number of an array that a temporary is to lie beside (-1: none), and
-    where that temporary is planned: all are moved, within a page, so that it begins a line further
-    into its page than the array.  The pass that writes grad_pre reads grad, and mostly a saved
-    pre-activation, in the same places of other pages.  Reads that a processor takes ahead of a
-    write wait where both agree in the address within a page: with grad_pre one or two KiB further,
-    the pass was measured to take 1.6 times as long.
+    Temporaries are moved, within a page, so that the one that is to lie beside an array begins a
+    line further into its page (`HEAD`). The pass that writes grad_pre reads grad in the same places
+    of other pages, and reads ahead of a write wait where both agree in the address within a page.
     """
     head = WORDS(steps)
     temporaries = workspace
@@ -254,8 +249,8 @@ def take_seat(table: int) -> None:
 def wake(board: int, count: int) -> None:
     """Wake up to `count` helpers that sleep, off the processor of the thread that launches.
 
-    Linux looks for no idle processor while most are in use, and wakes a thread where it slept: a
-    helper beside its caller would take turns with it for tenths of a second, the other core idle.
+    Linux wakes a thread where it slept while most processors are in use: helper and caller would
+    take turns for tenths of a second, the other core idle.
     """
     b = WORDS(board)
     helper, processor = b[B_HELPERS], b[B_PROCESSOR]
@@ -275,13 +270,12 @@ def wake(board: int, count: int) -> None:
 
 
 def help_launches(board: int, helper: int, pause: int, processor: int) -> None:
-    """Take part in the launches on the board, to the end of the process, as the helper whose words
-    lie there.
+    """Take part in the launches on the board, to the end of the process, as the helper with these
+    words.
 
     It sleeps where there has been none for a while, and where this is the processor of the thread
-    that launches. All of it is done without the interpreter's lock, which a caller may keep for
-    milliseconds. `processor` is the address of a function that tells on which processor a thread
-    runs, or 0.
+    that launches: without the interpreter's lock, which a caller may keep for milliseconds.
+    `processor` is the address of a function that tells on which one a thread runs, or 0.
     """
     h = WORDS(helper)
     h[H_NEXT] = EXCHANGE(board + 8 * B_HELPERS, helper)
@@ -341,9 +335,8 @@ _NUMBERS_OF_THE_PROTOCOL = """
 def _words() -> dict[str, Any]:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
     names |= {name: getattr(protocol, name) for name in _NUMBERS_OF_THE_PROTOCOL.split()}
-    p = protocol
-    for words in (p.HEAD, p.STEP, p.TABLE, p.ENTRY, p.BOARD, p.PLACE, p.HELPER):
-        names |= words
+    for words in "HEAD STEP TABLE ENTRY BOARD PLACE HELPER".split():
+        names |= getattr(protocol, words)
     return names | {
         "WORDS": intrinsics.make_elements("int64"),
         "HEAD_WORDS": len(protocol.HEAD),

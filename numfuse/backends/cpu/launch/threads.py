@@ -1,18 +1,11 @@
 """On which threads the cells of a sequence run.
 
 Three ways, with the same result bit by bit: in the calling thread (small launches, one thread asked
-for, a forked child); in that and in helpers, threads of our own; or in a team, the threads that a
-library from which the call comes keeps for itself (`share.team`).  PyTorch's look for work for some
-milliseconds after each of its operations.  A helper that wakes on their core waits for its time
-slice, of 3 to 4 ms; they themselves begin at once.  Numba's pools are not used:
-their barrier waits for every thread, also for one that cannot begin because another library's pool
-holds its core (after a product, the idle threads of OpenBLAS look for work for 2**28 cycles, 130
-ms: a launch on Numba's threads took 4-12 ms longer), and workqueue aborts the process when two
-threads enter it at once.  A helper takes cells while there are any, and only one that has begun is
-waited for.  Before it sleeps, it looks for the next launch for a while (`entries.PATIENCE`).
-
-A forked child runs everything in the calling thread: processes made by fork are usually one worker
-among many.
+for, a forked child, which is usually one worker among many); in that and in helpers, threads of our
+own; or in a team, the threads that a library from which the call comes keeps for itself
+(`share.team`): PyTorch's look for work for milliseconds, and a helper that wakes on their core
+waits for its time slice. A helper takes cells while there are any, and only one that has begun is
+waited for: Numba's pools, which wait for every thread, are not used (docs/design.md, "Threads").
 """
 
 from __future__ import annotations
@@ -55,13 +48,9 @@ _helpers: list[int] = []
 #: Where launches are offered (see `protocol.BOARD`).
 _board = array("q", [0]) * (protocol.BOARD_WORDS + protocol.PLACES * protocol.PLACE_WORDS)
 # Python's own locks: a thread waits for one without the interpreter's.
-for _name, _function in {
-    "B_ACQUIRE": _address("PyThread_acquire_lock", ctypes.pythonapi),
-    "B_RELEASE": _address("PyThread_release_lock", ctypes.pythonapi),
-    "B_PROCESSORS": _PROCESSORS[1],
-    "B_SET_PROCESSORS": _PROCESSORS[2],
-}.items():
-    _board[protocol.BOARD[_name]] = _function
+_LOCKS = [_address(f"PyThread_{name}_lock", ctypes.pythonapi) for name in ("acquire", "release")]
+_FIRST = protocol.BOARD["B_ACQUIRE"]
+_board[_FIRST : _FIRST + 4] = array("q", [*_LOCKS, *_PROCESSORS[1:]])
 
 
 def _kept(words: array[int]) -> int:
@@ -126,11 +115,11 @@ def layer() -> str:
 
 def _help() -> None:
     """Be a helper, to the end of the process."""
-    allocate = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", ctypes.pythonapi))
-    lock = allocate()
-    ctypes.pythonapi.PyThread_acquire_lock(ctypes.c_void_p(lock), 0)
-    number, process = threading.get_native_id(), os.getpid()
-    values = {"H_LOCK": lock, "H_OFF": -1, "H_THREAD": number, "H_PROCESS": process}
+    python = ctypes.pythonapi
+    lock = ctypes.PYFUNCTYPE(ctypes.c_void_p)(("PyThread_allocate_lock", python))()
+    python.PyThread_acquire_lock(ctypes.c_void_p(lock), 0)
+    values = {"H_LOCK": lock, "H_OFF": -1, "H_THREAD": threading.get_native_id()}
+    values["H_PROCESS"] = os.getpid()
     words = array("q", protocol.HELPER.words(values)) + array("q", bytes(protocol.SET_BYTES))
     entry("help")(BOARD, _kept(words), YIELD, PROCESSOR)
 
@@ -141,10 +130,8 @@ def run(how: tuple[int, ...], stride: int, threads: int) -> None:
     `how` is the address of its steps, how many they are, the address of the arrays, that of the
     memory, and where in that the table lies; `stride` the bytes of a thread's workspace.
 
-    An interrupt (Ctrl-C) can come between any two of these steps, also inside what the standard
-    library writes in Python: an executor or a condition would then be left locked, and the next
-    call, or the end of the process, wait for ever.  So there is nothing here that has to be undone:
-    what has to be is inside one native call.
+    An interrupt (Ctrl-C) can come between any two of these steps: what would have to be undone then
+    (a lock, a place) is inside one native call.
     """
     global _alone
     if threads == 1 or _alone > 0:

@@ -29,9 +29,9 @@ from numfuse.backends.cpu.llvm.vectors import (
 
 #: Rows of B that are asked for ahead of those in use: some hundred cycles.
 AHEAD = 12
-#: Bytes of K up to which 32 rows and the next 32 stay in level 1 (Zen 4, float32, elements a cycle:
-#: K = 64 from 3.1 to 4.5, 100 from 3.4 to 4.0). Of more there are 16 at a time: rows whose distance
-#: is a power of two meet in few cache sets (K = 512: 32 rows 1.0, 16 rows 2.8).
+#: Bytes of K up to which 32 rows and the next 32 stay in level 1. Of more there are 16 at a time or
+#: 8: rows whose distance is a power of two meet in few cache sets (elements of float32 a cycle of
+#: Zen 4: K = 512 with 32 rows 1.0, with 16 3.0; K = 1024 with 32 0.5, with 16 1.0, with 8 2.0).
 SHORT = 640
 
 Values = list[ir.Value]
@@ -156,8 +156,7 @@ class _Kernel:
     def rows_of_b(self, start: ir.Value, count: int) -> Values:
         """Return the addresses of so many rows of B from this one on.
 
-        LLVM would take the multiples of their distance out of the loop, into memory: so it may not
-        know that it is the same each time.
+        LLVM may not know their distance: it would take its multiples out of the loop, into memory.
         """
         b = self.builder
         same = ir.FunctionType(I64, [I64])
@@ -179,64 +178,57 @@ class _Kernel:
 
         def tile(count: int, live: bool) -> Callable[[ir.Value, Values], Values]:
             width = count * self.vl
-            # Before each block, lines of a fourth of the next tile's rows are asked for.
-            fourth = width // 4
-            zeros = self.zeros * (self.rows * count)
 
             def body(j: ir.Value, _: Values) -> Values:
-                last = b.sub(b.sub(self.columns, j), I64(1))
                 base = self.offset(self.b, j, self.step)
-                steps = []
-                for i in range(width):
-                    number: ir.Value = I64(i)
-                    if live:
-                        number = b.select(b.icmp_signed("<", last, number), last, number)
-                    steps.append(b.mul(number, self.step))
-                down = b.mul(self.step, I64(fourth))
-                line = b.sub(I64(4 * e * self.size), b.mul(down, I64(3)))
+                last = b.sub(b.sub(self.columns, j), I64(1))
+                steps = [
+                    b.mul(b.select(b.icmp_signed("<", last, I64(i)), last, I64(i)), self.step)
+                    for i in range(width if live else 0)
+                ]
 
-                def block(p: ir.Value, state: Values) -> Values:
-                    sums, (at, ahead) = state[:-2], state[-2:]
-                    if live:
-                        places = [b.add(at, x) for x in steps]
-                    else:
-                        places = self.rows_of_b(at, width)
-                        for place in self.rows_of_b(ahead, fourth):
+                def rows(p: ir.Value) -> Values:
+                    at = b.add(base, b.mul(p, I64(self.size)))
+                    return [b.add(at, x) for x in steps] if live else self.rows_of_b(at, width)
+
+                def block(p: ir.Value, sums: Values) -> Values:
+                    places = rows(p)
+                    if not live:  # a line of a fourth of the next tile's rows
+                        fourth = width // 4
+                        first = b.mul(b.and_(b.udiv(p, I64(e)), I64(3)), I64(fourth))
+                        first = self.offset(places[0], b.add(I64(width), first), self.step)
+                        for place in self.rows_of_b(first, fourth):
                             prefetch(b, place, near)
-                    turn = b.and_(p, I64(3 * e))
-                    move = b.select(b.icmp_signed("==", turn, I64(3 * e)), line, down)
                     columns: list[Values] = []
                     for g in range(0, width, self.vl):
                         gathered = []
-                        for r in range(e):
+                        for r in range(g, g + e):
                             vector = ir.Constant(self.vector, ir.Undefined)
                             for lane in range(0, self.vl, e):
-                                place = pointer_to(b, places[g + lane + r], 0, piece)
+                                place = pointer_to(b, places[r + lane], 0, piece)
                                 part = b.load(place, align=self.size)
-                                vector = (
-                                    part if self.vl == e else insert_part(b, vector, part, lane)
-                                )
+                                if self.vl > e:
+                                    part = insert_part(b, vector, part, lane)
+                                vector = part
                             gathered.append(vector)
                         columns.append(transpose_lanes(b, gathered))
                     for i in range(e):
                         sums = self.updated(b.add(p, I64(i)), sums, [x[i] for x in columns])
-                    return [*sums, b.add(at, I64(16)), b.add(ahead, move)]
+                    return sums
 
                 def one(p: ir.Value, sums: Values) -> Values:
-                    at = b.add(base, b.mul(p, I64(self.size)))
-                    columns = []
+                    places, columns = rows(p), []
                     for g in range(0, width, self.vl):
                         vector = ir.Constant(self.vector, ir.Undefined)
                         for lane in range(self.vl):
-                            place = pointer_to(b, at, steps[g + lane], self.element)
+                            place = pointer_to(b, places[g + lane], 0, self.element)
                             value = b.load(place, align=self.size)
                             vector = b.insert_element(vector, value, I32(lane))
                         columns.append(vector)
                     return self.updated(p, sums, columns)
 
                 whole = b.and_(self.k, I64(-e))
-                ahead = self.offset(base, width, self.step)
-                sums = _loop(b, I64(0), whole, e, [*zeros, base, ahead], block)[:-2]
+                sums = _loop(b, I64(0), whole, e, self.zeros * (self.rows * count), block)
                 sums = _loop(b, whole, self.k, 1, sums, one)
                 self.stored(j, sums, count)
                 return []
