@@ -72,20 +72,10 @@ def grad_pre_format(fmt: str) -> str:
 
 def _words() -> dict[str, Any]:
     """Return the names that every reader of a descriptor or a context binds."""
-    return {
-        **{
-            name: getattr(protocol, name)
-            for name in (
-                "D_SLOTS",
-                "D_AXES",
-                "AXIS_WORDS",
-                "SLOT_COUNT",
-            )
-        },
-        **protocol.SCRATCH,
-        **protocol.DESCRIPTOR,
-        "WORDS": intrinsics.make_elements("int64"),
-    }
+    numbers = ("D_SLOTS", "D_AXES", "AXIS_WORDS", "SLOT_COUNT")
+    words = {name: getattr(protocol, name) for name in numbers}
+    words |= protocol.SCRATCH | protocol.DESCRIPTOR
+    return words | {"WORDS": intrinsics.make_elements("int64")}
 
 
 def _cell_names() -> dict[str, Any]:
@@ -129,26 +119,15 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         "TILE": r.mr * r.nr * r.itemsize,
         "VL": r.vl,
     }
+    steps = "ask plan_ahead pack_ahead ask_a ask_b ask_row rest ask_panel plan_group ask_group"
     # Each may call those before it.
-    for name, template in (
-        ("PLACE", gemm.place),
-        ("SUM_OFFSETS", gemm.sum_offsets),
-        ("ASK", ahead.ask),
-        ("PLAN_AHEAD", ahead.plan_ahead),
-        ("PACK_AHEAD", ahead.pack_ahead),
-        ("ASK_A", ahead.ask_a),
-        ("ASK_B", ahead.ask_b),
-        ("ASK_ROW", ahead.ask_row),
-        ("REST", ahead.rest),
-        ("ASK_PANEL", ahead.ask_panel),
-        ("PLAN_GROUP", ahead.plan_group),
-        ("ASK_GROUP", ahead.ask_group),
-        ("PACK_GROUP", ahead.pack_group),
-        ("PACK_SLICE", ahead.pack_slice),
-        ("PANEL", gemm.panel),
-        ("ASK_PANELS", gemm.ask_panels),
+    for module, names in (
+        (gemm, "place sum_offsets"),
+        (ahead, f"{steps} pack_group pack_slice"),
+        (gemm, "panel ask_panels"),
     ):
-        words[name] = specialise.device(template, **words)
+        for name in names.split():
+            words[name.upper()] = specialise.device(getattr(module, name), **words)
     return specialise.kernel(
         gemm.gemm_cell,
         **words,
@@ -311,10 +290,7 @@ def product(left: str, right: str) -> Product:
 @functools.cache
 def row_names(fmt: str, acc: str) -> dict[str, Any]:
     """Return the names that every row function of a storage format binds."""
-    context = {
-        "WORDS": intrinsics.make_elements("int64"),
-        **protocol.SCRATCH,
-    }
+    context = {"WORDS": intrinsics.make_elements("int64"), **protocol.SCRATCH}
     bits = {f"BITS{n}": intrinsics.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.device(elementwise.move, **bits)
     target_row = specialise.device(elementwise.target_row, **context)

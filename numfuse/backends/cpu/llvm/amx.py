@@ -18,21 +18,13 @@ import struct
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
-from numfuse.backends.cpu.llvm.vectors import I8, I64, address_intrinsic, pointer_to, prefetch
+from numfuse.backends.cpu.llvm.vectors import I8, I64, address_intrinsic, call, pointer_to, prefetch
 from numfuse.backends.cpu.tiling import LINE, Registers
 
 _P8 = I8.as_pointer()
 _ROWS = 16
 _PRODUCTS = {"bfloat16": "llvm.x86.tdpbf16ps", "float16": "llvm.x86.tdpfp16ps"}
-
-
-def _tile_call(builder: ir.IRBuilder, name: str, *args: ir.Value) -> None:
-    fn = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [x.type for x in args]), name
-    )
-    builder.call(fn, args)
 
 
 @functools.cache
@@ -44,7 +36,7 @@ def make_open_tiles() -> Any:
     def body(builder: ir.IRBuilder, scratch: ir.Value) -> None:
         for i, word in enumerate(words):
             builder.store(I64(word), pointer_to(builder, scratch, 8 * i, I64), align=8)
-        _tile_call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(scratch, _P8))
+        call(builder, "llvm.x86.ldtilecfg", builder.inttoptr(scratch, _P8))
 
     return address_intrinsic("open_tiles", "amx", 1, body)
 
@@ -54,7 +46,7 @@ def make_close_tiles() -> Any:
     """``close_tiles(scratch)``: release the unit."""
 
     def body(builder: ir.IRBuilder, scratch: ir.Value) -> None:
-        _tile_call(builder, "llvm.x86.tilerelease")
+        call(builder, "llvm.x86.tilerelease")
 
     return address_intrinsic("close_tiles", "amx", 1, body)
 
@@ -73,7 +65,7 @@ def _sums_of(
     places = [(i, j) for i in range(heights) for j in range(widths)]
 
     def move(name: str, number: int, address: ir.Value, offset: Any, step: ir.Value) -> None:
-        _tile_call(builder, name, I8(number), pointer_to(builder, address, offset, I8), step)
+        call(builder, name, I8(number), pointer_to(builder, address, offset, I8), step)
 
     def of_sums(name: str, base: ir.Value, step: ir.Value) -> None:
         for i, j in places:
@@ -87,7 +79,7 @@ def _sums_of(
     with builder.if_else(builder.icmp_signed("!=", first, I64(0))) as (fresh, running):
         with fresh:
             for i, j in places:
-                _tile_call(builder, "llvm.x86.tilezero", I8(2 * i + j))
+                call(builder, "llvm.x86.tilezero", I8(2 * i + j))
         with running:
             of_sums("llvm.x86.tileloadd64", before, before_step)
     start = builder.block
@@ -102,7 +94,7 @@ def _sums_of(
     for i in range(heights):
         move("llvm.x86.tileloadd64", 4 + i, a_at, _ROWS * LINE * i, I64(LINE))
         for j in range(widths):
-            _tile_call(builder, product, I8(2 * i + j), I8(4 + i), I8(6 + j))
+            call(builder, product, I8(2 * i + j), I8(4 + i), I8(6 + j))
     # Eighteen words do not fit the registers: addresses are computed anew from those at the start,
     # so that the loop loads only (with stores in it, loads of tiles would have to be told apart).
     for stream in range(streams):

@@ -7,9 +7,9 @@ import platform
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, types
+from numba.core import types
 
-from numfuse.backends.cpu.llvm.vectors import I32, I64, address_intrinsic, typed_intrinsic
+from numfuse.backends.cpu.llvm.vectors import I32, I64, address_intrinsic, call, typed_intrinsic
 
 
 @functools.cache
@@ -88,14 +88,9 @@ def make_pause() -> Any:
 
     def body(builder: ir.IRBuilder) -> None:
         if machine in ("x86_64", "amd64"):
-            ty = ir.FunctionType(ir.VoidType(), [])
-            builder.call(
-                cgutils.get_or_insert_function(builder.module, ty, "llvm.x86.sse2.pause"), []
-            )
+            call(builder, "llvm.x86.sse2.pause")
         elif machine in ("aarch64", "arm64"):
-            ty = ir.FunctionType(ir.VoidType(), [I32])
-            hint = cgutils.get_or_insert_function(builder.module, ty, "llvm.aarch64.hint")
-            builder.call(hint, [I32(1)])
+            call(builder, "llvm.aarch64.hint", I32(1))
 
     return address_intrinsic("pause", machine, 0, body)
 

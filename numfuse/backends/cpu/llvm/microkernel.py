@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from numfuse.backends.cpu.llvm.vectors import (
     BFLOAT,
@@ -22,7 +21,9 @@ from numfuse.backends.cpu.llvm.vectors import (
     I64,
     address_intrinsic,
     broadcast,
+    call,
     lane_numbers,
+    multiply_add,
     pointer_to,
     prefetch,
     vector_of,
@@ -37,22 +38,18 @@ def _multiplier(
 
     That function is ``multiply(splat of A, row of B, sums) -> sums``.
     """
-    element, size = FORMATS[acc]
+    element = FORMATS[acc][0]
     vector = vector_of(element, r.vl)
     if r.kind == "dot":
         pairs = vector_of(BFLOAT, 2 * r.vl)
-        dot = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(vector, [vector, pairs, pairs]),
-            f"llvm.x86.avx512bf16.dpbf16ps.{8 * r.vector_bytes}",
-        )
-        return I32, lambda a, b, sums: builder.call(
-            dot, [sums, builder.bitcast(a, pairs), builder.bitcast(b, pairs)]
-        )
-    fma = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(vector, [vector] * 3), f"llvm.fma.v{r.vl}f{size * 8}"
-    )
-    return element, lambda a, b, sums: builder.call(fma, [a, b, sums])
+        name = f"llvm.x86.avx512bf16.dpbf16ps.{8 * r.vector_bytes}"
+
+        def dot(a: ir.Value, b: ir.Value, sums: ir.Value) -> ir.Value:
+            factors = (builder.bitcast(x, pairs) for x in (a, b))
+            return call(builder, name, sums, *factors, result=vector)
+
+        return I32, dot
+    return element, functools.partial(multiply_add, builder)
 
 
 def _steps(

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils
 
 from numfuse.backends.cpu.llvm.vectors import (
     FORMATS,
@@ -21,6 +20,7 @@ from numfuse.backends.cpu.llvm.vectors import (
     broadcast,
     insert_part,
     masked_load,
+    multiply_add,
     pointer_to,
     prefetch,
     transpose_lanes,
@@ -77,11 +77,6 @@ class _Kernel:
         self.element, self.size = FORMATS[acc]
         self.vector = vector_of(self.element, vl)
         self.zeros = [ir.Constant(self.vector, None)]
-        self.fma = cgutils.get_or_insert_function(
-            builder.module,
-            ir.FunctionType(self.vector, [self.vector] * 3),
-            f"llvm.fma.v{vl}f{8 * self.size}",
-        )
 
     def offset(self, base: ir.Value, count: Any, step: ir.Value) -> ir.Value:
         count = count if isinstance(count, ir.Value) else I64(count)
@@ -96,7 +91,7 @@ class _Kernel:
             factor = broadcast(self.builder, self.builder.load(place, align=self.size), self.vl)
             for v, column in enumerate(columns):
                 sums_r = sums[r * len(columns) + v]
-                found.append(self.builder.call(self.fma, [factor, column, sums_r]))
+                found.append(multiply_add(self.builder, factor, column, sums_r))
         return found
 
     def stored(self, j: ir.Value, sums: Values, vectors: int) -> None:
@@ -201,17 +196,15 @@ class _Kernel:
                             prefetch(b, place, near)
                     columns: list[Values] = []
                     for g in range(0, width, self.vl):
-                        gathered = []
+                        four = []
                         for r in range(g, g + e):
                             vector = ir.Constant(self.vector, ir.Undefined)
                             for lane in range(0, self.vl, e):
                                 place = pointer_to(b, places[r + lane], 0, piece)
                                 part = b.load(place, align=self.size)
-                                if self.vl > e:
-                                    part = insert_part(b, vector, part, lane)
-                                vector = part
-                            gathered.append(vector)
-                        columns.append(transpose_lanes(b, gathered))
+                                vector = insert_part(b, vector, part, lane)
+                            four.append(vector)
+                        columns.append(transpose_lanes(b, four))
                     for i in range(e):
                         sums = self.updated(b.add(p, I64(i)), sums, [x[i] for x in columns])
                     return sums

@@ -18,6 +18,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+VOID = ir.VoidType()
 
 
 #: LLVM type and bytes of an element, by storage format.  bfloat16 travels as its 16 bits: a
@@ -113,20 +114,33 @@ def address_intrinsic(name: str, key: str, nargs: int, body: Callable[..., None]
     return typed_intrinsic(f"{name}({key})", types.void, [types.int64] * nargs, emit)
 
 
+def call(builder: ir.IRBuilder, name: str, *args: ir.Value, result: ir.Type = VOID) -> ir.Value:
+    """Call the function of LLVM's own, or of the processor's, that has this name."""
+    kind = ir.FunctionType(result, [x.type for x in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+_LETTERS = {ir.DoubleType(): "f64", ir.FloatType(): "f32", ir.HalfType(): "f16"}
+_LETTERS |= {I16: "i16", I32: "i32"}
+
+
+def called(ty: ir.VectorType) -> str:
+    """Return what LLVM calls vectors of this type in the names of its functions."""
+    return f"v{ty.count}{_LETTERS[ty.element]}"
+
+
+def multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sums: ir.Value) -> ir.Value:
+    return call(builder, f"llvm.fma.{called(sums.type)}", a, b, sums, result=sums.type)
+
+
 def masked_load(builder: ir.IRBuilder, pointer: ir.Value, live: ir.Value, bytes_: int) -> ir.Value:
     """Lanes ``< live`` (an int64) from memory, zero elsewhere; other lanes are not touched."""
     ty = pointer.type.pointee
     lane = ir.Constant(vector_of(I64, ty.count), list(range(ty.count)))
     mask = builder.icmp_signed("<", lane, broadcast(builder, live, ty.count))
-    element = (
-        str(ty.element).replace("float", "f32").replace("double", "f64").replace("half", "f16")
-    )
-    fn = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(ty, [pointer.type, I32, mask.type, ty]),
-        f"llvm.masked.load.v{ty.count}{element}.p0",
-    )
-    return builder.call(fn, [pointer, I32(bytes_), mask, ir.Constant(ty, None)])
+    zero = ir.Constant(ty, None)
+    name = f"llvm.masked.load.{called(ty)}.p0"
+    return call(builder, name, pointer, I32(bytes_), mask, zero, result=ty)
 
 
 def prefetch(builder: ir.IRBuilder, address: ir.Value, level: int = 2) -> None:
@@ -134,29 +148,16 @@ def prefetch(builder: ir.IRBuilder, address: ir.Value, level: int = 2) -> None:
 
     Mostly level 2: level 1 has no room beside the panel of A and the stream of B.
     """
-    p8 = I8.as_pointer()
-    fn = cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(ir.VoidType(), [p8, I32, I32, I32]), "llvm.prefetch.p0"
-    )
-    builder.call(fn, [builder.inttoptr(address, p8), I32(0), I32(4 - level), I32(1)])
+    place = builder.inttoptr(address, I8.as_pointer())
+    call(builder, "llvm.prefetch.p0", place, I32(0), I32(4 - level), I32(1))
 
 
 def insert_part(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int) -> ir.Value:
     """`whole` with its lanes from `at` on replaced by `part`: one insertion, from memory too."""
-    names = {
-        ir.DoubleType(): "f64",
-        ir.FloatType(): "f32",
-        ir.HalfType(): "f16",
-        I16: "i16",
-        I32: "i32",
-    }
-    name = names[part.type.element]
-    fn = cgutils.get_or_insert_function(
-        builder.module,
-        ir.FunctionType(whole.type, [whole.type, part.type, I64]),
-        f"llvm.vector.insert.v{whole.type.count}{name}.v{part.type.count}{name}",
-    )
-    return builder.call(fn, [whole, part, I64(at)])
+    if whole.type == part.type:
+        return part
+    name = f"llvm.vector.insert.{called(whole.type)}.{called(part.type)}"
+    return call(builder, name, whole, part, I64(at), result=whole.type)
 
 
 def transpose_lanes(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
