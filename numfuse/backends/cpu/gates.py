@@ -23,16 +23,8 @@ if TYPE_CHECKING:
 #: The slot of each array.
 GATE = {"a": "a", "b": "b", "out": "out"}
 BACKWARD = {"a": "a", "b": "b", "grad": "grad", "d_a": "out", "d_b": "extra"}
-DOUBLE_BACKWARD = {
-    "a": "a",
-    "b": "b",
-    "grad": "grad",
-    "u": "extra",
-    "v": "pre",
-    "d_grad": "out",
-    "d_a": "bias",
-    "d_b": "sums",
-}
+DOUBLE_BACKWARD = {"a": "a", "b": "b", "grad": "grad", "u": "extra", "v": "pre"}
+DOUBLE_BACKWARD |= {"d_grad": "out", "d_a": "bias", "d_b": "sums"}
 TANGENT = {"a": "a", "b": "b", "u": "grad", "v": "pre", "out": "out", "out_dot": "extra"}
 
 #: A row function, which stores past the caches or not.
@@ -60,22 +52,16 @@ def backward(p: GatedBackwardProblem, names: Sequence[str], threads: int) -> Pro
 
 def double_backward(p: GatedDoubleBackwardProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of a gate's double backward; what nothing contributes to is zeroed."""
-    bent = p.u is not None and not p.activation.second_derivative_is_zero()
-    there = {
-        "d_grad": p.u is not None or p.v is not None,
-        "d_a": bent or p.v is not None,
-        "d_b": p.u is not None,
-    }
-    wanted = {
-        name: contributes for name, contributes in there.items() if getattr(p, name) is not None
-    }
+    u, v = p.u is not None, p.v is not None
+    bent = u and not p.activation.second_derivative_is_zero()
+    there = {"d_grad": u or v, "d_a": bent or v, "d_b": u}
+    wanted = {name: given for name, given in there.items() if getattr(p, name) is not None}
     results = tuple(name for name, contributes in wanted.items() if contributes)
     zeroed = [names.index(name) for name, contributes in wanted.items() if not contributes]
     if not results:
         return nothing(zeroed)
-    row = rows.gate_double_backward(
-        p.activation.curve, format_of(p.dtype), p.guard, p.u is not None, p.v is not None, results
-    )
+    curve, fmt = p.activation.curve, format_of(p.dtype)
+    row = rows.gate_double_backward(curve, fmt, p.guard, u, v, results)
     slots = {name: "" if there.get(name) is False else x for name, x in DOUBLE_BACKWARD.items()}
     return _pass(p, names, slots, results, lambda streams: row, threads, False, zeroed)
 
@@ -85,10 +71,8 @@ def tangent(p: GatedTangentProblem, names: Sequence[str], threads: int) -> Progr
     curve, fmt = p.activation.curve, format_of(p.dtype)
     if p.u is None and p.v is None:
         slots = {**TANGENT, "out_dot": ""}
-        zeroed = [names.index("out_dot")]
-        return _pass(
-            p, names, slots, ("out",), partial(rows.gate, curve, fmt), threads, zeroed=zeroed
-        )
+        row, zeroed = partial(rows.gate, curve, fmt), [names.index("out_dot")]
+        return _pass(p, names, slots, ("out",), row, threads, zeroed=zeroed)
     there = p.u is not None, p.v is not None
     row = partial(rows.gate_tangent, curve, fmt, p.guard, *there)
     return _pass(p, names, TANGENT, ("out", "out_dot"), row, threads)

@@ -132,11 +132,7 @@ def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specia
     """``pre = acc + bias; out = f(pre)``, or ``out = acc + bias + residual``."""
     acc = library.accumulator(fmt)
     made = epilogues.residual_layer() if residual else epilogues.layer(f)
-    sources = (
-        Source("z", None, acc),
-        Source("bias", "bias", fmt),
-        Source("residual", "extra", fmt),
-    )
+    sources = Source("z", None, acc), Source("bias", "bias", fmt), Source("residual", "extra", fmt)
     results = (Result("out", "out", fmt), *([Result("pre", "pre", acc)] if pre else []))
     return row(made if bias else made.without("bias"), fmt, sources, results)
 
@@ -215,18 +211,10 @@ def double_backward(
         there.remove(summed)
     sources = tuple(there)
     made = made.without(*{"z", "t", "bias", "w", "grad"} - {x.name for x in sources})
-    every = {
-        "d_grad": Result("d_grad", "out", fmt),
-        "q": Result("q", "a", held),
-        "s": Result("s", "b", held),
-    }
-    return row(
-        made.guarded() if guard else made,
-        fmt,
-        sources,
-        tuple(every[name] for name in results),
-        "q" if sums else None,
-    )
+    made = made.guarded() if guard else made
+    every = Result("d_grad", "out", fmt), Result("q", "a", held), Result("s", "b", held)
+    stored = tuple(x for x in every if x.name in results)
+    return row(made, fmt, sources, stored, "q" if sums else None)
 
 
 @library.by_formula
@@ -241,14 +229,10 @@ def tangent(f: Curve, fmt: str, guard: bool, t: str, bias: bool) -> specialise.K
 
 
 # --- gates --------------------------------------------------------------------------------------
-def _gate_sources(fmt: str) -> tuple[Source, ...]:
-    return (
-        Source("a", "a", fmt),
-        Source("b", "b", fmt),
-        Source("grad", "grad", fmt),
-        Source("u", "extra", fmt),
-        Source("v", "pre", fmt),
-    )
+def _gate_sources(fmt: str, **others: str) -> tuple[Source, ...]:
+    """Return the factors, and the slots of others by their names."""
+    slots = {"a": "a", "b": "b"} | others
+    return tuple(Source(name, slot, fmt) for name, slot in slots.items())
 
 
 @library.by_formula
@@ -266,7 +250,7 @@ def gate_backward(
     made = epilogues.gate(f).backward()
     made = made.guarded() if guard else made
     results = (Result("d_a", "out", fmt), *([Result("d_b", "extra", fmt)] if d_b else []))
-    return row(made, fmt, _gate_sources(fmt), results, None, streams)
+    return row(made, fmt, _gate_sources(fmt, grad="grad"), results, None, streams)
 
 
 @library.by_formula
@@ -281,7 +265,8 @@ def gate_double_backward(
     absent = [name for name, there in (("u", u), ("v", v)) if not there]
     slots = {"d_grad": "out", "d_a": "bias", "d_b": "sums"}
     places = tuple(Result(name, slots[name], fmt) for name in results)
-    return row(made.without(*absent), fmt, _gate_sources(fmt), places)
+    sources = _gate_sources(fmt, grad="grad", u="extra", v="pre")
+    return row(made.without(*absent), fmt, sources, places)
 
 
 @library.by_formula
@@ -292,12 +277,7 @@ def gate_tangent(
     made = epilogues.gate(f).tangent()
     made = made.guarded() if guard else made
     absent = [name for name, there in (("a_dot", u), ("b_dot", v)) if not there]
-    sources = (
-        Source("a", "a", fmt),
-        Source("b", "b", fmt),
-        Source("a_dot", "grad", fmt),
-        Source("b_dot", "pre", fmt),
-    )
+    sources = _gate_sources(fmt, a_dot="grad", b_dot="pre")
     results = Result("out", "out", fmt), Result("out_dot", "extra", fmt)
     return row(made.without(*absent), fmt, sources, results, None, streams)
 
