@@ -162,16 +162,13 @@ class _Kernel:
             start = b.asm(same, "", "=r,0", [b.add(start, b.mul(step, I64(4)))], True)
         return found[:count]
 
-    def by_columns(self, groups: int, near: int) -> None:
-        """Rows of B are contiguous, that is values of K: blocks are transposed in registers.
-
-        `near` is the level of the cache that the next rows are brought to.
-        """
+    def by_columns(self) -> None:
+        """Rows of B are contiguous, that is values of K: blocks are transposed in registers."""
         b = self.builder
         e = 16 // self.size  # values of a 128-bit lane
         piece = vector_of(self.element, e)
 
-        def tile(count: int, live: bool) -> Callable[[ir.Value, Values], Values]:
+        def tile(count: int, live: bool, level: int = 2) -> Callable[[ir.Value, Values], Values]:
             width = count * self.vl
 
             def body(j: ir.Value, _: Values) -> Values:
@@ -193,7 +190,7 @@ class _Kernel:
                         first = b.mul(b.and_(b.udiv(p, I64(e)), I64(3)), I64(fourth))
                         first = self.offset(places[0], b.add(I64(width), first), self.step)
                         for place in self.rows_of_b(first, fourth):
-                            prefetch(b, place, near)
+                            prefetch(b, place, level)
                     columns: list[Values] = []
                     for g in range(0, width, self.vl):
                         four = []
@@ -228,10 +225,30 @@ class _Kernel:
 
             return body
 
-        width = groups * self.vl
-        whole = b.mul(b.sdiv(self.columns, I64(width)), I64(width))
-        _loop(b, I64(0), whole, width, [], tile(groups, False))
-        _loop(b, whole, self.columns, self.vl, [], tile(1, True))
+        def whole(width: ir.Value) -> ir.Value:
+            return b.mul(b.sdiv(self.columns, width), width)
+
+        def tiles(groups: int, level: int = 2) -> None:
+            width = groups * self.vl
+            _loop(b, I64(0), whole(I64(width)), width, [], tile(groups, False, level))
+
+        groups: ir.Value = I64(max(1, 4 // self.rows))
+        if self.rows > 1:
+            tiles(groups.constant)
+        else:
+            short = b.icmp_signed("<=", self.k, I64(SHORT // self.size))
+            clash = b.icmp_signed("==", b.and_(self.step, I64(4095)), I64(0))
+            groups = b.select(short, groups, b.select(clash, I64(1), I64(2)))
+            with b.if_else(short) as (near, far):
+                with near:
+                    tiles(4, 1)
+                with far, b.if_else(clash) as (eight, sixteen):
+                    with eight:
+                        tiles(1)
+                    with sixteen:
+                        tiles(2)
+        done = whole(b.mul(groups, I64(self.vl)))
+        _loop(b, done, self.columns, self.vl, [], tile(1, True))
 
 
 @functools.cache
@@ -259,19 +276,8 @@ def make_thin(acc: str, vector_bytes: int, rows: int, by_rows: bool) -> Any:
             kernel = _Kernel(builder, acc, vl, height, list(args))
             if by_rows:
                 kernel.by_rows(min(8, (registers - 1) // (height + 1)))
-            elif height == 1:
-                short = builder.icmp_signed("<=", kernel.k, I64(SHORT // size))
-                clash = builder.icmp_signed("==", builder.and_(kernel.step, I64(4095)), I64(0))
-                with builder.if_else(short) as (near, far):
-                    with near:
-                        kernel.by_columns(4, 1)
-                    with far, builder.if_else(clash) as (eight, sixteen):
-                        with eight:
-                            kernel.by_columns(1, 2)
-                        with sixteen:
-                            kernel.by_columns(2, 2)
             else:
-                kernel.by_columns(max(1, 4 // height), 2)
+                kernel.by_columns()
             builder.branch(end)
         builder.position_at_end(end)
 
