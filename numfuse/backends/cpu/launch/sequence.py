@@ -54,8 +54,12 @@ def operand(name: str, x: np.ndarray) -> Operand:
 
 def operands(p: Any, names: Iterable[str]) -> dict[str, Operand]:
     """Return those arrays of a problem that are there, by the names of their fields."""
-    found = ((name, getattr(p, name, None)) for name in names)
-    return {name: operand(name, x) for name, x in found if x is not None}
+    found = {}
+    for name in names:
+        x = getattr(p, name, None)
+        if x is not None:
+            found[name] = Operand(name, x.shape, x.strides, format_of(x.dtype), x.itemsize)
+    return found
 
 
 def temporary(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
