@@ -15,8 +15,7 @@ import numfuse as nf
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.face import BACKEND
 
-# K: one, less than a vector, two chains, two blocks, rows whose distance is a page, and what is left
-# of a lane of 128 bits.
+# K: one, less than a vector, two chains, two blocks, rows a page apart, what is left of a lane.
 DEPTHS = (1, 7, 130, 259, 513, 1024, 1102)
 FEW = (1, 2, 3, 4, 5, 8, 12, 13, 16)
 
