@@ -270,8 +270,7 @@ def wake(board: int, count: int) -> None:
 
 
 def help_launches(board: int, helper: int, pause: int, processor: int) -> None:
-    """Take part in the launches on the board, to the end of the process, as the helper with these
-    words.
+    """Take part in the launches on the board, to the end of the process, as one helper.
 
     It sleeps where there has been none for a while, and where this is the processor of the thread
     that launches: without the interpreter's lock, which a caller may keep for milliseconds.
@@ -327,14 +326,10 @@ def _objects_can_be_read() -> bool:
 OBJECTS_CAN_BE_READ = _objects_can_be_read()
 
 
-_NUMBERS_OF_THE_PROTOCOL = """
-    D_SLOTS NUMBER_BITS NUMBERS BOARD_WORDS PLACE_WORDS PLACES SET_BYTES
-"""
-
-
 def _words() -> dict[str, Any]:
     names: dict[str, Any] = {name: protocol.DESCRIPTOR[name] for name in ("D_A", "D_B", "D_NAMED")}
-    names |= {name: getattr(protocol, name) for name in _NUMBERS_OF_THE_PROTOCOL.split()}
+    numbers = "D_SLOTS NUMBER_BITS NUMBERS BOARD_WORDS PLACE_WORDS PLACES SET_BYTES"
+    names |= {name: getattr(protocol, name) for name in numbers.split()}
     for words in "HEAD STEP TABLE ENTRY BOARD PLACE HELPER".split():
         names |= getattr(protocol, words)
     return names | {
