@@ -46,6 +46,7 @@ from numfuse.problem.operands import accumulator
 
 Operands = Sequence[Any]
 config: Any = jax.config
+_TANH = get("tanh").serial
 
 
 # --- the primitives -------------------------------------------------------------------------------
@@ -164,22 +165,32 @@ def _placed(form: Form, given: Operands) -> list[Any]:
     return [next(rest) if there else None for there in form.there]
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _curve(z: Any, how: How, order: int) -> Any:
+    """The activation's derivative of an order at `z`; what multiplies it, XLA may fuse."""
+    act = how.activation.derived(order)
+    if order > 1 and how.activation.serial == _TANH and order < 4:
+        y, slope = _curve(z, how, 0), _curve(z, how, 1)
+        found = (-2 * y if order == 2 else 6 * (y * y) - 2) * slope
+    else:
+        form = Form(how._replace(activation=act), ())
+        (found,) = _bind(PRIMITIVES["gate"], form, [z, jnp.ones_like(z)])
+    return jnp.where(jnp.isfinite(found), found, 0) if order and how.guard else found
+
+
+@_curve.defjvp
+def _(how: How, order: int, primals: Operands, tangents: Operands) -> Any:
+    return _curve(*primals, how, order), _curve(*primals, how, order + 1) * tangents[0]
+
+
 def _kept_apart(form: Form, primals: Operands, tangents: Operands) -> Any:
     """Derive a layer as a product, whose result all its derivatives share, and its activation.
 
     No product is made again then, and what many derivatives give back to it is one cotangent.
     """
-    at = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-
-    def layer(*moved: Any) -> list[Any]:
-        every = list(primals)
-        for i, x in zip(at, moved, strict=True):
-            every[i] = x
-        plain = form._replace(how=form.how._replace(activation=get("none")))
-        (z,) = _JAX_PRIMITIVES["product"].bind(*every, form=plain)
-        return _bind(PRIMITIVES["gate"], Form(form.how, ()), [z, jnp.ones_like(z)])
-
-    return jax.jvp(layer, [primals[i] for i in at], [tangents[i] for i in at])
+    plain = form._replace(how=form.how._replace(activation=get("none")))
+    z, dots = _derived(PRIMITIVES["product"], primals, tangents, form=plain)
+    return [_curve(z[0], form.how, 0)], [_curve(z[0], form.how, 1) * dots[0]]
 
 
 def _derived(operation: Operation, primals: Operands, tangents: Operands, *, form: Form) -> Any:
