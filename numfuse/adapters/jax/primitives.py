@@ -167,9 +167,9 @@ def _placed(form: Form, given: Operands) -> list[Any]:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _curve(z: Any, how: How, order: int) -> Any:
-    """The activation's derivative of an order at `z`; what multiplies it, XLA may fuse."""
+    """Return the activation's derivative of an order at `z`: XLA fuses what it multiplies."""
     act = how.activation.derived(order)
-    if order > 1 and how.activation.serial == _TANH and order < 4:
+    if order in (2, 3) and how.activation.serial == _TANH:  # (shorter than the table's)
         y, slope = _curve(z, how, 0), _curve(z, how, 1)
         found = (-2 * y if order == 2 else 6 * (y * y) - 2) * slope
     else:
@@ -183,23 +183,13 @@ def _(how: How, order: int, primals: Operands, tangents: Operands) -> Any:
     return _curve(*primals, how, order), _curve(*primals, how, order + 1) * tangents[0]
 
 
-def _kept_apart(form: Form, primals: Operands, tangents: Operands) -> Any:
-    """Derive a layer as a product, whose result all its derivatives share, and its activation.
-
-    No product is made again then, and what many derivatives give back to it is one cotangent.
-    """
-    plain = form._replace(how=form.how._replace(activation=get("none")))
-    z, dots = _derived(PRIMITIVES["product"], primals, tangents, form=plain)
-    return [_curve(z[0], form.how, 0)], [_curve(z[0], form.how, 1) * dots[0]]
-
-
 def _derived(operation: Operation, primals: Operands, tangents: Operands, *, form: Form) -> Any:
-    if (
-        operation.name == "product"
-        and not form.how.activation.is_identity
-        and primals[0].dtype.itemsize >= 4  # (else the product would be rounded once more)
-    ):
-        return _kept_apart(form, primals, tangents)
+    bent = operation.name == "product" and not form.how.activation.is_identity
+    if bent and primals[0].dtype.itemsize >= 4:  # (else the product would be rounded once more)
+        # One product, whose result all derivatives share and give one cotangent back to.
+        plain = form._replace(how=form.how._replace(activation=get("none")))
+        (z,), (dot,) = _derived(operation, primals, tangents, form=plain)
+        return [_curve(z, form.how, 0)], [_curve(z, form.how, 1) * dot]
     outs = _JAX_PRIMITIVES[operation.name].bind(*primals, form=form)
     x = _placed(form, primals)
     dots = _placed(form, [None if type(t) is ad.Zero else t for t in tangents])
@@ -274,10 +264,9 @@ def _moved(operation: Operation, form: Form, x: list[Any], dots: list[Any]) -> S
     found: list[Any] = [None] * len(operation.results)
     x, dots = operation.in_place(x), operation.in_place(dots)
     for part, operands in backward_tangents(operation.name, x, dots):
-        made = _bind(part, form, part.linear_last(operands))
-        for i, dot in enumerate(made[len(made) - len(found) :]):
-            if dot is not None:
-                found[i] = dot if found[i] is None else found[i] + dot
+        added = _bind(part, form, part.linear_last(operands))[-len(found) :]
+        pairs = zip(found, added, strict=True)
+        found = [f if g is None else g if f is None else f + g for f, g in pairs]
     return found
 
 
