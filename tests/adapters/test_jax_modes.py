@@ -207,6 +207,24 @@ def test_what_the_guard_counts_as_zero_is_zero_in_every_mode():
     assert np.isfinite(jax.hessian(total)(c)).all()
 
 
+def test_the_derivatives_of_a_tanh_layer_hold_their_far_tails():
+    one, x = jnp.ones((1, 1)), jnp.asarray([0.01, 0.3, 1.0, 8.0, 19.0, 40.0])
+    f = lambda x: nf.matmul_bias_activation(x.reshape(1, 1), one, None, "tanh")[0, 0]  # noqa: E731
+    for order in (1, 2, 3):
+        f = jax.grad(f)
+        exact = nf.activations()["tanh"].derived(order)(np.asarray(x))
+        np.testing.assert_allclose(jax.jit(jax.vmap(f))(x), exact, rtol=1e-14)
+
+
+def test_what_is_elementwise_in_a_layers_derivatives_is_left_to_xla():
+    """Guards: the speed of a physics-informed step, most of which is passes over elements."""
+    x, b = draw(((3, 2), (2, 2)), 0)
+    f = lambda x: jnp.sum(nf.matmul_bias_activation(x, b, None, "tanh"))  # noqa: E731
+    second = lambda x: jax.jvp(jax.grad(f), (x,), (x,))[1]  # noqa: E731
+    text = jax.jit(second).lower(x).as_text()
+    assert not any(name in text for name in ("gate_bwd", "gate_tangent", "gate_double"))
+
+
 def test_an_activation_of_an_array_is_an_array_with_derivatives():
     (x,) = draw(((2, 3),), 0)
     act = nf.activations()["gelu"]
