@@ -151,9 +151,10 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
         outs: list[Any] = [None] * len(operation.needs)
         steps = tuple([step * dtype.itemsize for step in (1, b.shape[1])])
         key += len(outs), None, b.shape[::-1], dtype, steps, *outs[2:]
-    found = replay.find(tuple(key))
+    fingerprint = tuple(key)
+    found = replay.find(fingerprint)
     if found is not None and found.varies is not None:
-        found = replay.find((*key, found.varies()))
+        found = replay.find((fingerprint, found.varies()))
     if found is None:
         return None
     results = []
@@ -165,5 +166,5 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
             one = torch.empty(() if several else shape, dtype=tensors[dtype], device="cpu")
             one = one.expand(shape[::-1] if i == flips else shape)
         results.append(one)
-    known = _Known(tuple(key), dtype.itemsize - 1, tuple(results))
+    known = _Known(fingerprint, dtype.itemsize - 1, tuple(results))
     return _KNOWN.keep(asked, known)
