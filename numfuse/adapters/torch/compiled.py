@@ -22,7 +22,6 @@ from numfuse.adapters.torch.kept import recomputes, way
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
 from numfuse.adapters.torch.tensors import autocast, checked, in_functorch
 from numfuse.operations import OPERATIONS
-from numfuse.problem.operands import shaped
 from numfuse.problem.product import STORED
 from numfuse.problem.shapes import gemm_shape
 
@@ -80,8 +79,8 @@ class _Node(Function):
 def _taken_apart(
     name: str, x: list[Any], activation: str, flipped: bool, keep: bool, backend: Any
 ) -> Any:
-    checked(**dict(zip(_ROWS[name][0], x, strict=True)))
     cast = autocast(*x)
+    checked(**dict(zip(_ROWS[name][0], cast, strict=True)))
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in cast):
         return _Node.apply(name, activation, flipped, keep, backend, *cast)
     return getattr(_OPERATORS, f"{name}_fwd")(cast, activation, "", flipped, backend)[0]
@@ -110,7 +109,8 @@ def _results(
 ) -> list[Any]:
     a, b = x[:2]
     if name == "gated":
-        shaped(b, "b", tuple(a.shape), "the shape of a")
+        if a.shape != b.shape:
+            raise ValueError(f"b must have the shape of a {tuple(a.shape)}, got {tuple(b.shape)}")
         return [a.new_empty(a.shape)]
     shape, *_ = gemm_shape(a, b.t() if flipped else b, x[2])
     wide = torch.float64 if a.dtype == torch.float64 else torch.float32
