@@ -27,8 +27,11 @@ from numfuse.problem.shapes import gemm_shape
 
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")
 _OPERATORS = torch.ops.numfuse
+#: Counts the forms of the inner operators: PyTorch keeps programs on disk by the calls that it has
+#: followed, this number among them, and would run one of another form with these.
+_FORM = 2
 #: By operator: its operands, and the operations of its forward and its backward.
-_ROWS = {
+_ROWS: dict[str, Any] = {
     "layer": (("a", "b", "bias"), eager.LAYER, eager.LAYER_BACKWARD),
     "gated": (("a", "b"), OPERATIONS["activation_mul"], OPERATIONS["activation_mul_bwd"]),
 }
@@ -45,10 +48,8 @@ def call(
     name: str, x: Any, act: Any, backend: Any = None, flipped: bool = False, keep: bool = True
 ) -> Any:
     """Return what an operator makes of its operands; a layer's b may be given transposed."""
-    key = act.key or key_of(act)
-    if backend is not None:
-        backend = backend_key(backend)
-    return getattr(_OPERATORS, name)(x, key, flipped, keep and not recomputes(), backend)
+    key, where = act.key or key_of(act), None if backend is None else backend_key(backend)
+    return getattr(_OPERATORS, name)(x, key, flipped, keep and not recomputes(), _FORM, where)
 
 
 class _Node(Function):
@@ -58,11 +59,11 @@ class _Node(Function):
     ) -> Any:
         how = way(activation_of(activation), x[0], keep=keep)
         layer, kept = name == "layer", None
-        pre = str(how.with_pre) if layer and how.with_pre else ""
+        pre = layer and how.keeps == "pre"
         found = getattr(_OPERATORS, f"{name}_fwd")(x, activation, pre, flipped, backend)
         if layer:
             activation = key_of(how.slope or "none")
-            kept = found[how.keeps == "pre"] if how.keeps else None
+            kept = found[pre] if how.keeps else None
         ctx.save_for_backward(*x, *[kept] * layer)
         ctx.name, ctx.activation, ctx.rest = name, activation, (flipped, backend)
         return found[0]
@@ -77,45 +78,37 @@ class _Node(Function):
 
 
 def _taken_apart(
-    name: str, x: list[Any], activation: str, flipped: bool, keep: bool, backend: Any
+    name: str, x: list[Any], activation: str, flipped: bool, keep: bool, form: int, backend: Any
 ) -> Any:
     cast = autocast(*x)
     checked(**dict(zip(_ROWS[name][0], cast, strict=True)))
     if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in cast):
         return _Node.apply(name, activation, flipped, keep, backend, *cast)
-    return getattr(_OPERATORS, f"{name}_fwd")(cast, activation, "", flipped, backend)[0]
+    return getattr(_OPERATORS, f"{name}_fwd")(cast, activation, False, flipped, backend)[0]
 
 
-def _forward(
-    name: str, x: list[Any], activation: str, pre: str, flipped: bool, backend: Any
+def _run(
+    name: str, x: list[Any], activation: str, how: Any, flipped: bool, backend: Any
 ) -> list[Tensor]:
-    flags = () if name == "gated" else (pre if pre == STORED else bool(pre),)
-    how = activation_of(activation), flags, (), backend_of(backend), int(flipped)
-    found = eager.run(_ROWS[name][1], x, *how)
-    return list(found) if pre else [found]
+    """Run a forward, `how` whether its pre-activation is kept, or a backward, `how` its needs."""
+    place, gated, needs = 1 + isinstance(how, str), name == "gated", ()
+    flags: tuple[Any, ...] = () if gated else (how and STORED,)
+    if place == 2:
+        flags, needs = (True,) if gated else eager.FLAGS, tuple(how.split())
+    act, where = activation_of(activation), backend_of(backend)
+    found = eager.run(_ROWS[name][place], x, act, flags, needs, where, place * flipped)
+    several = found if isinstance(found, tuple) else (found,)
+    return [y.contiguous() for y in several if y is not None]
 
 
-def _backward(
-    name: str, x: list[Any], activation: str, needs: str, flipped: bool, backend: Any
-) -> list[Tensor]:
-    flags = (True,) if name == "gated" else eager.FLAGS
-    how = activation_of(activation), flags, tuple(needs.split()), backend_of(backend), 2 * flipped
-    made: Any = eager.run(_ROWS[name][2], x, *how)
-    return [y.contiguous() for y in made if y is not None]
-
-
-def _results(
-    name: str, x: list[Any], activation: str, pre: str, flipped: bool, backend: Any
-) -> list[Any]:
+def _results(name: str, x: list[Any], act: str, pre: bool, flipped: bool, *rest: Any) -> list[Any]:
     a, b = x[:2]
     if name == "gated":
         if a.shape != b.shape:
             raise ValueError(f"b must have the shape of a {tuple(a.shape)}, got {tuple(b.shape)}")
         return [a.new_empty(a.shape)]
-    shape, *_ = gemm_shape(a, b.t() if flipped else b, x[2])
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    dtypes = [a.dtype, a.dtype if pre == STORED else wide]
-    return [a.new_empty(shape.visible, dtype=dtype) for dtype in dtypes[: 2 if pre else 1]]
+    shape = gemm_shape(a, b.t() if flipped else b, x[2])[0].visible
+    return [a.new_empty(shape) for _ in range(1 + pre)]
 
 
 def _gradients(name: str, x: list[Any], activation: str, needs: str, *rest: Any) -> list[Any]:
@@ -124,15 +117,15 @@ def _gradients(name: str, x: list[Any], activation: str, needs: str, *rest: Any)
 
 
 for _name in _ROWS:
-    for _suffix, _how, _run, _fake in (
-        ("", "bool flipped, bool keep", _taken_apart, None),
-        ("_fwd", "str pre, bool flipped", _forward, _results),
-        ("_bwd", "str needs, bool flipped", _backward, _gradients),
+    for _suffix, _how, _made, _fake in (
+        ("", "bool flipped, bool keep, int form", _taken_apart, None),
+        ("_fwd", "bool pre, bool flipped", _run, _results),
+        ("_bwd", "str needs, bool flipped", _run, _gradients),
     ):
         _given = f"Tensor?[] operands, str activation, {_how}, str? backend"
         _LIBRARY.define(f"{_name}{_suffix}({_given}) -> Tensor{'[]' if _fake else ''}")
         _kernel = "CompositeExplicitAutograd" if _fake else "CompositeImplicitAutograd"
-        _LIBRARY.impl(f"{_name}{_suffix}", partial(_run, _name), _kernel)
+        _LIBRARY.impl(f"{_name}{_suffix}", partial(_made, _name), _kernel)
         if _fake:
             _shapes = partial(_fake, _name)
             torch.library.register_fake(f"numfuse::{_name}{_suffix}", _shapes, lib=_LIBRARY)

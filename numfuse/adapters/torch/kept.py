@@ -97,7 +97,5 @@ def way(
         keeps = "out"
     else:  # (rounded to 16 bits, 1 - tanh^2 would lose most of its own)
         slope, keeps = act, "pre"
-    asked: bool | str = keeps == "pre"
-    if asked and not with_pre and like.dtype not in _WIDE:
-        asked = STORED
+    asked: bool | str = keeps == "pre" and (with_pre or STORED)
     return tuple.__new__(Way, (act, slope, keeps, asked, flipped, backend))

@@ -24,7 +24,8 @@ _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # --- memory -------------------------------------------------------------------------------------
 @cache
-def _dtypes() -> dict[Any, np.dtype[Any]]:
+def dtypes() -> dict[Any, np.dtype[Any]]:
+    """Return NumPy's dtypes by PyTorch's."""
     import ml_dtypes
 
     kinds = np.float64, np.float32, np.float16, ml_dtypes.bfloat16
@@ -34,7 +35,7 @@ def _dtypes() -> dict[Any, np.dtype[Any]]:
 def to_numpy(x: Any) -> Any:
     """As :func:`numfuse.to_numpy`: the same memory where that is the CPU's."""
     if x.dtype is torch.bfloat16:
-        return own_values(x).cpu().view(torch.int16).numpy().view(_dtypes()[x.dtype])
+        return own_values(x).cpu().view(torch.int16).numpy().view(dtypes()[x.dtype])
     # In one step: detached, on the CPU, and what a negative bit or a tensor of zeros stands for.
     return x.numpy(force=True)
 
@@ -50,7 +51,7 @@ def array_over(x: Any) -> Any:
     if type(x) is nn.Parameter or x.dtype is torch.bfloat16:
         at = x.data_ptr()
         if at and not x.is_neg():  # (else empty, or zeros without memory)
-            dtype = _dtypes()[x.dtype]
+            dtype = dtypes()[x.dtype]
             strides = [step * dtype.itemsize for step in x.stride()]
             return ndarray(x.shape, dtype, _MEMORY, at - mmap.PAGESIZE, strides)
     return to_numpy(x)

@@ -128,9 +128,7 @@ def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> 
 
 # --- layers -------------------------------------------------------------------------------------
 @library.by_formula
-def forward(
-    f: Curve, fmt: str, bias: bool, residual: bool, pre: str | None
-) -> specialise.Kernel:
+def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: str | None) -> specialise.Kernel:
     """``pre = acc + bias; out = f(pre)``, or ``out = acc + bias + residual``; pre's format."""
     acc = library.accumulator(fmt)
     made = epilogues.residual_layer() if residual else epilogues.layer(f)
