@@ -86,6 +86,23 @@ def test_a_layer_that_comes_again_has_gradients_of_its_own_memory():
     assert layer.weight.grad is not kept
 
 
+def test_a_large_call_comes_again_by_addresses(monkeypatch):
+    """Guards: what depends on the number of threads is found by it, forward and backward."""
+    taken = []
+
+    def run(*x, real=replayed.run):
+        taken.append(real(*x))
+        return taken[-1]
+
+    monkeypatch.setattr(replayed, "run", run)
+    layer, x = Linear(300, 700, activation="gelu"), torch.randn(64, 300)
+    for again in range(3):
+        taken.clear()
+        layer(x).sum().backward()
+        assert len(taken) == 2
+        assert again == 0 or all(made is not None for made in taken)
+
+
 def test_a_call_that_comes_again_knows_a_definition_and_the_threads_of_now():
     layer = Linear(5, 7)
     x = torch.randn(6, 5)

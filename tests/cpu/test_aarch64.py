@@ -56,7 +56,7 @@ for fmt in library.FORMATS:
     listings[f"pack_b {{fmt}}"] = library.pack_b(fmt, acc)
     for name in ("gelu", "tanh"):
         act = get(name)
-        row = rows.forward(act.curve, fmt, True, False, False)
+        row = rows.forward(act.curve, fmt, True, False, None)
         listings[f"row forward {{name}} {{fmt}}"] = row
     row = rows.grad_pre(get("gelu").curve, fmt, True, None, True, True, True)
     listings[f"row backward gelu {{fmt}}"] = row

@@ -222,11 +222,11 @@ for fmt in library.FORMATS:
     for act in ("relu", "gelu", "silu", "tanh"):
         f = get(act).curve
         for flag in (False, True):
-            made += [rows.forward(f, fmt, flag, False, not flag)]
+            made += [rows.forward(f, fmt, flag, False, None if flag else fmt)]
             made += [rows.grad_pre(f, fmt, True, None, True, True, flag)]
             made += [rows.gate_backward(f, fmt, flag, True, x) for x in (False, True)]
         made += [rows.gate(f, fmt), rows.gate(f, fmt, True)]
-    made += [rows.forward(get("none").curve, fmt, x, True, False) for x in (False, True)]
+    made += [rows.forward(get("none").curve, fmt, x, True, None) for x in (False, True)]
     made += [rows.store(fmt), rows.column_sums(fmt)]
     acc = library.accumulator(fmt)
     made += [library.pack_a(fmt, acc), library.pack_b(fmt, acc)]
@@ -250,7 +250,7 @@ class Name(str):  # with attributes, as a kernel has them
 specialise.kernel = lambda template, **bindings: Name(specialise.bound(template, bindings).__name__)
 gelu = get("gelu")
 print(library.gemm_cell("float32"), library.pack_a("float32", "float32"),
-      rows.forward(gelu.curve, "float32", True, False, False))
+      rows.forward(gelu.curve, "float32", True, False, None))
 """
     return set(run(code, None).split())
 

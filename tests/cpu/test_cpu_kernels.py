@@ -324,7 +324,7 @@ from numfuse.backends.cpu.kernels import library, rows
 for fmt in library.FORMATS:
     for name in ("gelu", "tanh", "gelu_erf"):
         f = get(name).curve
-        made = [rows.forward(f, fmt, True, False, False)]
+        made = [rows.forward(f, fmt, True, False, None)]
         if name == "gelu":
             made += [
                 rows.grad_pre(f, fmt, True, None, True, True, True),

@@ -1,112 +1,131 @@
-"""A layer that is trained in a program of torch.compile: an operator for each of its two calls.
+"""Layers and gates in a program of torch.compile, and other calls that torch.func watches there.
 
-The forward keeps for the backward what `numfuse.adapters.torch.eager` keeps. Nothing else is
-derived from them: a program of torch.compile has gradients of one order.
+At each call a program asks again what it depends on of the Python that torch.compile has followed
+(400 questions take 60 us). So it follows no more than the way to one operator, which PyTorch takes
+apart itself: into an operator of the forward, one of the backward, and between them a node, which
+keeps what those of `numfuse.adapters.torch.eager` keep. No derivative belongs to the two, so that
+a call costs the dispatcher's 3 us; a program of torch.compile has gradients of one order.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.compiler import is_dynamo_compiling, is_exporting
 
 from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.kept import recomputes, way
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
+from numfuse.adapters.torch.tensors import autocast, checked, in_functorch
+from numfuse.operations import OPERATIONS
 from numfuse.problem.product import STORED
 from numfuse.problem.shapes import gemm_shape
 
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")
-_LIBRARY.define(
-    "layer(Tensor a, Tensor b, Tensor? bias, str activation, bool flipped, bool keep, "
-    "str? backend) -> (Tensor, Tensor)"
-)
-_LIBRARY.define(
-    "layer_bwd(Tensor grad, Tensor a, Tensor b, Tensor? bias, Tensor? kept, str activation, "
-    "str needs, bool flipped, str? backend) -> Tensor[]"
-)
 _OPERATORS = torch.ops.numfuse
+#: Counts the forms of the inner operators: PyTorch keeps programs on disk by the calls that it has
+#: followed, this number among them, and would run one of another form with these.
+_FORM = 2
+#: By operator: its operands, and the operations of its forward and its backward.
+_ROWS: dict[str, Any] = {
+    "layer": (("a", "b", "bias"), eager.LAYER, eager.LAYER_BACKWARD),
+    "gated": (("a", "b"), OPERATIONS["activation_mul"], OPERATIONS["activation_mul_bwd"]),
+}
+#: By public function: its operator.
+OPERATORS = {row[1].name: name for name, row in _ROWS.items()}
 
 
-def trains(*operands: Any) -> bool:
-    """Whether torch.compile follows a call that has a gradient, and nothing else does."""
-    # (PyTorch's compiler knows what these are, not what a function around them is)
-    return (
-        torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in operands)
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.compiler.is_exporting()
-    )
+def follows() -> bool:
+    """Whether torch.compile follows a call, and neither torch.func nor an export does."""
+    return is_dynamo_compiling() and not in_functorch() and not is_exporting()
 
 
-def layer(
-    operands: tuple[Any, ...], act: Any, backend: Any, flipped: bool = False, keep: bool = True
+def call(
+    name: str, x: Any, act: Any, backend: Any = None, flipped: bool = False, keep: bool = True
 ) -> Any:
-    """Return a layer; `b` may be given transposed."""
-    a, b, bias = operands
-    keep = keep and not recomputes()
-    return _OPERATORS.layer(a, b, bias, key_of(act), flipped, keep, backend_key(backend))[0]
+    """Return what an operator makes of its operands; a layer's b may be given transposed."""
+    key, where = act.key or key_of(act), None if backend is None else backend_key(backend)
+    return getattr(_OPERATORS, name)(x, key, flipped, keep and not recomputes(), _FORM, where)
 
 
-def _layer(
-    a: Tensor, b: Tensor, bias: Any, activation: str, flipped: bool, keep: bool, backend: Any
-) -> tuple[Tensor, Tensor]:
-    act, backend = activation_of(activation), backend_of(backend)
-    with_pre = way(act, a, keep=keep).with_pre
-    found = eager.run(eager.LAYER, (a, b, bias), act, (with_pre,), (), backend, int(flipped))
-    return found if with_pre else (found, a.new_empty(0))
+class _Node(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, name: str, activation: str, flipped: bool, keep: bool, backend: Any, *x: Any
+    ) -> Any:
+        how = way(activation_of(activation), x[0], keep=keep)
+        layer, kept = name == "layer", None
+        pre = layer and how.keeps == "pre"
+        found = getattr(_OPERATORS, f"{name}_fwd")(x, activation, pre, flipped, backend)
+        if layer:
+            activation = key_of(how.slope or "none")
+            kept = found[pre] if how.keeps else None
+        ctx.save_for_backward(*x, *[kept] * layer)
+        ctx.name, ctx.activation, ctx.rest = name, activation, (flipped, backend)
+        return found[0]
+
+    @staticmethod
+    def backward(ctx: Any, g: Any) -> Any:
+        names, flags = _ROWS[ctx.name][0], ctx.needs_input_grad[5:]
+        needs = " ".join([name for name, flag in zip(names, flags, strict=True) if flag])
+        run = getattr(_OPERATORS, f"{ctx.name}_bwd")
+        found = iter(run([g, *ctx.saved_tensors], ctx.activation, needs, *ctx.rest))
+        return *[None] * 5, *[next(found) if flag else None for flag in flags]
 
 
-def _layer_bwd(
-    grad: Tensor, a: Tensor, b: Tensor, bias: Any, kept: Any, activation: str, needs: str,
-    flipped: bool, backend: Any,
-) -> list[Tensor]:  # fmt: skip
-    x, needed = (grad, a, b, bias, kept), tuple(needs.split())
-    how = activation_of(activation), eager.FLAGS, needed, backend_of(backend), 2 * flipped
-    found = eager.run(eager.LAYER_BACKWARD, x, *how)
-    return [x.contiguous() for x in found if x is not None]
+def _taken_apart(
+    name: str, x: list[Any], activation: str, flipped: bool, keep: bool, form: int, backend: Any
+) -> Any:
+    cast = autocast(*x)
+    checked(**dict(zip(_ROWS[name][0], cast, strict=True)))
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in cast):
+        return _Node.apply(name, activation, flipped, keep, backend, *cast)
+    return getattr(_OPERATORS, f"{name}_fwd")(cast, activation, False, flipped, backend)[0]
 
 
-def _shapes(a: Any, b: Any, bias: Any, activation: str, flipped: bool, keep: bool, _: Any) -> Any:
-    shape, *_ = gemm_shape(a, b.t() if flipped else b, bias)
-    out = a.new_empty(shape.visible)
-    with_pre = way(activation_of(activation), a, keep=keep).with_pre
-    if not with_pre:
-        return out, a.new_empty(0)
-    wide = torch.float64 if a.dtype == torch.float64 else torch.float32
-    dtype = a.dtype if with_pre == STORED else wide
-    return out, a.new_empty(shape.visible, dtype=dtype)
+def _run(
+    name: str, x: list[Any], activation: str, how: Any, flipped: bool, backend: Any
+) -> list[Tensor]:
+    """Run a forward, `how` whether its pre-activation is kept, or a backward, `how` its needs."""
+    place, gated, needs = 1 + isinstance(how, str), name == "gated", ()
+    flags: tuple[Any, ...] = () if gated else (how and STORED,)
+    if place == 2:
+        flags, needs = (True,) if gated else eager.FLAGS, tuple(how.split())
+    act, where = activation_of(activation), backend_of(backend)
+    found = eager.run(_ROWS[name][place], x, act, flags, needs, where, place * flipped)
+    several = found if isinstance(found, tuple) else (found,)
+    return [y.contiguous() for y in several if y is not None]
 
 
-def _gradient_shapes(grad: Any, a: Any, b: Any, bias: Any, *rest: Any) -> list[Any]:
-    made = {"a": a, "b": b, "bias": bias}
-    return [made[name].new_empty(made[name].shape) for name in rest[2].split()]
+def _results(name: str, x: list[Any], act: str, pre: bool, flipped: bool, *rest: Any) -> list[Any]:
+    a, b = x[:2]
+    if name == "gated":
+        if a.shape != b.shape:
+            raise ValueError(f"b must have the shape of a {tuple(a.shape)}, got {tuple(b.shape)}")
+        return [a.new_empty(a.shape)]
+    shape = gemm_shape(a, b.t() if flipped else b, x[2])[0].visible
+    return [a.new_empty(shape) for _ in range(1 + pre)]
 
 
-def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    a, b, bias, activation, flipped, keep, backend = inputs
-    ctx.way = way(activation_of(activation), a, keep=keep)
-    kept = {"pre": output[1], "out": output[0]}.get(ctx.way.keeps)
-    ctx.save_for_backward(a, b, bias, kept)
-    ctx.how = flipped, backend
-    ctx.set_materialize_grads(False)
+def _gradients(name: str, x: list[Any], activation: str, needs: str, *rest: Any) -> list[Any]:
+    made = dict(zip(_ROWS[name][0], x[1:], strict=False))
+    return [made[need].new_empty(made[need].shape) for need in needs.split()]
 
 
-def _pull(ctx: Any, g: Any, _: Any) -> Any:
-    a, b, bias, kept = ctx.saved_tensors
-    flipped, backend = ctx.how
-    pairs = zip(("a", "b", "bias"), ctx.needs_input_grad, strict=False)
-    needs = [name for name, flag in pairs if flag]
-    slope = key_of(ctx.way.slope or "none")
-    found = iter(
-        _OPERATORS.layer_bwd(g, a, b, bias, kept, slope, " ".join(needs), flipped, backend)
-    )
-    return (*[next(found) if name in needs else None for name in ("a", "b", "bias")], *[None] * 4)
-
-
-_LIBRARY.impl("layer", _layer, "CompositeExplicitAutograd")
-_LIBRARY.impl("layer_bwd", _layer_bwd, "CompositeExplicitAutograd")
-torch.library.register_fake("numfuse::layer", _shapes, lib=_LIBRARY)
-torch.library.register_fake("numfuse::layer_bwd", _gradient_shapes, lib=_LIBRARY)
-torch.library.register_autograd("numfuse::layer", _pull, setup_context=_keep, lib=_LIBRARY)
+for _name in _ROWS:
+    for _suffix, _how, _made, _fake in (
+        ("", "bool flipped, bool keep, int form", _taken_apart, None),
+        ("_fwd", "bool pre, bool flipped", _run, _results),
+        ("_bwd", "str needs, bool flipped", _run, _gradients),
+    ):
+        _given = f"Tensor?[] operands, str activation, {_how}, str? backend"
+        _LIBRARY.define(f"{_name}{_suffix}({_given}) -> Tensor{'[]' if _fake else ''}")
+        _kernel = "CompositeExplicitAutograd" if _fake else "CompositeImplicitAutograd"
+        _LIBRARY.impl(f"{_name}{_suffix}", partial(_made, _name), _kernel)
+        if _fake:
+            _shapes = partial(_fake, _name)
+            torch.library.register_fake(f"numfuse::{_name}{_suffix}", _shapes, lib=_LIBRARY)

@@ -15,14 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
+from numfuse.activations import get
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How
 from numfuse.adapters.signatures import of_module
 from numfuse.adapters.surface import Functions
 from numfuse.adapters.torch import compiled, eager
+from numfuse.adapters.torch.compiled import call, follows
 from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.rules import operators
 from numfuse.adapters.torch.tensors import (
+    autocast,
+    autocasts,
     checked,
     in_dual_level,
     is_lazy,
@@ -33,26 +37,8 @@ from numfuse.adapters.torch.tensors import (
     to_tensor,
     watched,
 )
+from numfuse.functional import activation_mul
 from numfuse.operations import OPERATIONS
-
-
-def _autocasts(x: Any) -> bool:
-    """Whether a tensor is in an autocast region."""
-    # CUDA's is PyTorch's default, in a fifth of the time that a name takes.
-    if getattr(x, "is_cuda", False):
-        return torch.is_autocast_enabled()
-    return torch.is_autocast_enabled("cpu")
-
-
-def _autocast(*operands: Any) -> tuple[Any, ...]:
-    """Operands in the dtype of an autocast region, as torch.nn.functional.linear takes them."""
-    if not _autocasts(operands[0]):
-        return operands
-    dtype = torch.get_autocast_dtype("cuda" if operands[0].is_cuda else "cpu")
-    return tuple(
-        x if x is None or not x.is_floating_point() or x.dtype == torch.float64 else x.to(dtype)
-        for x in operands
-    )
 
 
 class _Torch(Functions):
@@ -69,11 +55,12 @@ class _Torch(Functions):
     def primitive(self, name: str, how: How, *operands: Any, pre: Any = None) -> Any:
         primitive = PRIMITIVES[name]
         if primitive.is_forward:
-            operands = _autocast(*operands)
+            operands = autocast(*operands)
         names = primitive.operands
         checked(**dict(zip(names, operands, strict=True)), pre_activation=pre)
-        if name == "product" and torch.compiler.is_compiling() and compiled.trains(*operands):
-            return compiled.layer(operands, how.activation, how.backend)
+        known = compiled.OPERATORS.get(primitive.function)
+        if known and follows():
+            return call(known, operands, how.activation, how.backend)
         if primitive.names is None:
             return self.operators[name, ()](*operands, how=how)[0]
         if not how.needs:
@@ -125,7 +112,7 @@ def _bare(values: Iterable[Any]) -> Tensor | None:
             return None
     if first is None or not (first.is_cpu or first.is_cuda):
         return None
-    return None if watched() or _autocasts(first) else first
+    return None if watched() or autocasts(first) else first
 
 
 def _outputs(out: Any) -> list[Any]:
@@ -221,12 +208,16 @@ def again(
     backend: Any,
 ) -> Any:
     """Run an operation: at once, or as a node of PyTorch's graph, where nothing else watches."""
+    if follows():
+        known = compiled.OPERATORS.get(operation.name)
+        if known and out is None and not any(flags) and eager.complete(operands):
+            return call(known, operands, get(activation), backend)
     # (`public` tells an `out` that it was written)
     if not torch.compiler.is_compiling() and out is None:
         how = eager.mode(operands)
         if how:
-            if _autocasts(operands[0]) and operation.kind in ("forward", "gated"):
-                operands = _autocast(*operands)
+            if autocasts(operands[0]) and operation.kind in ("forward", "gated"):
+                operands = autocast(*operands)
             if how == 1:
                 return eager.run(operation, operands, activation, flags, needs, backend)
             record = eager.DIFFERENTIABLE.get(operation)
@@ -243,14 +234,23 @@ def activation(x: Any, activation: Any) -> Any:
     return _GATED(x, FUNCTIONS.ones_like(x), activation)
 
 
+def gated(a: Tensor, b: Tensor, activation: Any) -> Tensor:
+    """Return activation(a) * b."""
+    if follows():
+        return call("gated", (a, b), activation)
+    return activation_mul(a, b, activation)
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: Any, recompute: bool
 ) -> Tensor:
     """Return activation(x @ weight.T + bias); `recompute` the pre-activation in the backward."""
+    if follows():
+        return call("layer", (x, weight, bias), activation, None, True, not recompute)
     if not torch.compiler.is_compiling():
         if eager.mode((x, weight, bias)):
-            if _autocasts(x):
-                x, weight, bias = _autocast(x, weight, bias)
+            if autocasts(x):
+                x, weight, bias = autocast(x, weight, bias)
             return eager.layer(
                 x, weight, bias, activation, None, True, False if recompute else None
             )
@@ -258,6 +258,4 @@ def linear(
             # PyTorch takes over a gradient in the weight's layout, and loses a copy's tangent.
             weight = weight.view_as(weight)
             weight.register_hook(Tensor.contiguous)
-    elif compiled.trains(x, weight, bias):
-        return compiled.layer(_autocast(x, weight, bias), activation, None, True, not recompute)
     return FUNCTIONS.matmul_bias_activation(x, weight.t(), bias, activation)

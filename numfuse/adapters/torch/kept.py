@@ -28,8 +28,7 @@ def recompute(on: bool = True) -> Iterator[None]:
     That makes the pre-activation again, which is a product more: three for two in a layer's
     backward. Without it a layer keeps, of an (M, N) result, nothing more where the activation is
     "none", "relu", or "tanh" or "sigmoid" in float32 or float64, whose derivatives are functions of
-    the result, and else M x N numbers: of the accumulator's dtype on the CPU, of the result's on a
-    GPU.
+    the result, and else M x N numbers of the result's dtype.
     """
     token = _RECOMPUTES.set(on)
     try:
@@ -98,7 +97,5 @@ def way(
         keeps = "out"
     else:  # (rounded to 16 bits, 1 - tanh^2 would lose most of its own)
         slope, keeps = act, "pre"
-    asked: bool | str = keeps == "pre"
-    if asked and not with_pre and like.is_cuda and like.dtype not in _WIDE:
-        asked = STORED
+    asked: bool | str = keeps == "pre" and (with_pre or STORED)
     return tuple.__new__(Way, (act, slope, keeps, asked, flipped, backend))

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from numfuse.activations import Activation, get
-from numfuse.adapters.torch.functions import linear
-from numfuse.functional import activation_mul
+from numfuse.adapters.torch.functions import gated, linear
 
 
 class Linear(nn.Linear):
@@ -89,7 +88,7 @@ class GatedLinear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        return activation_mul(self.gate(x), self.up(x), self.activation)
+        return gated(self.gate(x), self.up(x), self.activation)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name!r}"

@@ -15,12 +15,14 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from numfuse.adapters.primitives import CORE, How, Primitive, matrices
 from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
 from numfuse.adapters.torch.tensors import (
     array_over,
+    in_functorch,
     own_values,
     run_beside,
     to_tensor,
@@ -30,6 +32,24 @@ from numfuse.problem.shapes import gemm_shape, residual_view
 
 #: Return the public functions over tensors of a GPU, without derivatives.
 on_cuda: Callable[[], Any] = cache(partial(import_module, "numfuse.adapters.cuda"))
+
+
+_BY_NAME: dict[str, Op] = {}
+
+
+# torch.compile does not follow it: torch.func makes of an operator what it makes of it eagerly.
+@torch.compiler.allow_in_graph
+def _in_graph(name: str, *args: Any) -> Any:
+    # A graph of torch.compile enters levels of forward mode without PyTorch's own count of them.
+    entered = torch._C._functorch.get_interpreter_stack() or ()
+    count = sum(level.key() == torch._C._functorch.TransformType.Jvp for level in entered)
+    kept = eager_transforms.JVP_NESTING, forward_ad._current_level
+    eager_transforms.JVP_NESTING = max(kept[0], count)
+    forward_ad._current_level = max(kept[1], min(count, 1) - 1)
+    try:
+        return _BY_NAME[name].apply(*args)
+    finally:
+        eager_transforms.JVP_NESTING, forward_ad._current_level = kept
 
 
 class Op:
@@ -71,7 +91,8 @@ class Op:
         self.op.register_fake(self._shapes)
         self.op.register_autograd(self._pull, setup_context=self._keep)
         self.op.register_vmap(self._vmapped)
-        self._function = self._as_function(name)
+        self._name, self.apply = name, self._as_function(name).apply
+        _BY_NAME[name] = self
 
     def __call__(self, *operands: Any, how: How) -> tuple[Any, ...]:
         key = how.activation.key or key_of(how.activation)
@@ -80,9 +101,9 @@ class Op:
         return found if len(self._results) > 1 else (found,)
 
     def _dispatched(self, *args: Any) -> Any:
-        if not torch.compiler.is_compiling() and transformed():
-            return self._function.apply(*args)
-        return self.op(*args)
+        if torch.compiler.is_compiling():
+            return _in_graph(self._name, *args) if in_functorch() else self.op(*args)
+        return self.apply(*args) if transformed() else self.op(*args)
 
     def _read(self, args: Sequence[Any]) -> tuple[list[Any], How]:
         """Return the tensors and the How of an operator's arguments."""

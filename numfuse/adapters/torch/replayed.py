@@ -12,11 +12,11 @@ from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import empty_like
 
 from numfuse.activations import table
+from numfuse.adapters.torch.tensors import dtypes
 from numfuse.backends import ACTIVE, DEFAULT, LOADED
 from numfuse.operations import Operation
 from numfuse.runtime.replay import Replay
@@ -34,20 +34,6 @@ def _reads_places() -> bool:
     at = ctypes.addressof(memory)
     found = ctypes.c_void_p.from_address(id(probe := _place(at)) + HEADER).value
     return OBJECTS_CAN_BE_READ and found == at and probe is not memory
-
-
-@cache
-def _dtypes() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    """Return NumPy's dtypes by PyTorch's, and back."""
-    import ml_dtypes
-
-    kinds = {
-        torch.float64: np.dtype(np.float64),
-        torch.float32: np.dtype(np.float32),
-        torch.float16: np.dtype(np.float16),
-        torch.bfloat16: np.dtype(ml_dtypes.bfloat16),
-    }
-    return kinds, {ours: theirs for theirs, ours in kinds.items()}
 
 
 class _Known(NamedTuple):
@@ -127,14 +113,14 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
     replay = getattr(chosen, "replay", None)
     if type(replay) is not Replay or chosen.name != "cpu" or not _reads_places():
         return None
-    dtypes, tensors = _dtypes()
+    kinds = dtypes()
     key: list[Hashable] = [serial, operation.name, flags, needs]
     dtype: Any = None
     for i, x in enumerate(operands):
         if x is None:
             key.append(None)
             continue
-        dtype = dtypes.get(x.dtype)
+        dtype = kinds.get(x.dtype)
         turned = i == flipped and i > 0
         if not x.numel() or dtype is None or (turned and 1 in x.shape):
             return None
@@ -151,9 +137,10 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
         outs: list[Any] = [None] * len(operation.needs)
         steps = tuple([step * dtype.itemsize for step in (1, b.shape[1])])
         key += len(outs), None, b.shape[::-1], dtype, steps, *outs[2:]
-    found = replay.find(tuple(key))
+    fingerprint = tuple(key)
+    found = replay.find(fingerprint)
     if found is not None and found.varies is not None:
-        found = replay.find((*key, found.varies()))
+        found = replay.find((fingerprint, found.varies()))
     if found is None:
         return None
     results = []
@@ -162,8 +149,9 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
         if spec is not None:
             shape, dtype = spec
             several = prod(shape) > 1  # (else it would keep strides of 0)
-            one = torch.empty(() if several else shape, dtype=tensors[dtype], device="cpu")
+            own = next(theirs for theirs, ours in kinds.items() if ours == dtype)
+            one = torch.empty(() if several else shape, dtype=own, device="cpu")
             one = one.expand(shape[::-1] if i == flips else shape)
         results.append(one)
-    known = _Known(tuple(key), dtype.itemsize - 1, tuple(results))
+    known = _Known(fingerprint, dtype.itemsize - 1, tuple(results))
     return _KNOWN.keep(asked, known)

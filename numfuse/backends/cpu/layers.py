@@ -169,8 +169,8 @@ def _rows(p: GemmDoubleBackwardProblem | GemmTangentProblem) -> tuple[int, int]:
 # --- what is done for a block -------------------------------------------------------------------
 def _forward(p: Any, x: Operands, batch: Batch) -> Work:
     bias, residual, pre = x.get("bias"), x.get("residual"), x.get("pre")
-    there = bias is not None, residual is not None, pre is not None
-    row = rows.forward(p.activation.curve, format_of(p.dtype), *there)
+    how = bias is not None, residual is not None, None if pre is None else pre.fmt
+    row = rows.forward(p.activation.curve, format_of(p.dtype), *how)
     slots = Slots(bias=bias, extra=residual, out=x["out"], pre=pre)
     return Work([Pass(row, slots, (x["a"], x["b"]))])
 

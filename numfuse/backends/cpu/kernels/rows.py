@@ -128,12 +128,12 @@ def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> 
 
 # --- layers -------------------------------------------------------------------------------------
 @library.by_formula
-def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: bool) -> specialise.Kernel:
-    """``pre = acc + bias; out = f(pre)``, or ``out = acc + bias + residual``."""
+def forward(f: Curve, fmt: str, bias: bool, residual: bool, pre: str | None) -> specialise.Kernel:
+    """``pre = acc + bias; out = f(pre)``, or ``out = acc + bias + residual``; pre's format."""
     acc = library.accumulator(fmt)
     made = epilogues.residual_layer() if residual else epilogues.layer(f)
     sources = Source("z", None, acc), Source("bias", "bias", fmt), Source("residual", "extra", fmt)
-    results = (Result("out", "out", fmt), *([Result("pre", "pre", acc)] if pre else []))
+    results = (Result("out", "out", fmt), *([Result("pre", "pre", pre)] if pre else []))
     return row(made if bias else made.without("bias"), fmt, sources, results)
 
 
@@ -295,12 +295,13 @@ def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Ker
         partial(gate_backward, f, fmt, True, True, True),
     ]
     for bias in (True, False):
-        for pre in (False, True):
+        kept = dict.fromkeys((None, library.accumulator(fmt), fmt))
+        for pre in kept:
             rows.append(partial(forward, f, fmt, bias, False, pre))
         if act.is_identity:
-            rows.append(partial(forward, f, fmt, bias, True, False))
+            rows.append(partial(forward, f, fmt, bias, True, None))
         else:
-            for saved in dict.fromkeys((None, library.accumulator(fmt), fmt)):
+            for saved in kept:
                 has_bias = bias and not saved
                 rows.append(partial(grad_pre, f, fmt, has_bias, saved, True, bias, True))
     return rows
