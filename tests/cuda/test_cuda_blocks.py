@@ -90,7 +90,7 @@ def epilogue_of(what, pre):
 
 
 def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", places=1, parts=1,
-          offset=0, pad=0, info=HOPPER, bias=True, pre=False, cluster=1):  # fmt: skip
+          offset=0, pad=0, info=HOPPER, bias=True, pre=False, cluster=1, rest=()):  # fmt: skip
     """A plan of one product against float64."""
     rng = np.random.default_rng(m * n + k)
     acc = "float64" if dtype == "float64" else "float32"
@@ -117,7 +117,7 @@ def check(dtype, tile, m, n, k, *, x="rows", y="rows", epilogue="activation", pl
     if tile is None:
         plan = thin.plan(product, info)
     else:
-        plan = module.plan(product, info, tile, part, -(-k // part))
+        plan = module.plan(product, info, tile, part, -(-k // part), *rest)
     block_rows = -(-m // plan.block_m)
     sums = np.full((places, block_rows, n), np.nan, DTYPES[acc])
     work = np.full(plan.workspace + 16, 0xFF, np.uint8)
@@ -289,6 +289,40 @@ def test_few_rows_of_long_sums(dtype, m, short_chains, monkeypatch):
     monkeypatch.setattr(tiling, "THIN_STAGES", 3 if m == 2 else 6)
     monkeypatch.setattr(tiling, "CHAIN", 16)  # of each warp's share
     check(dtype, None, m, 20, 400, epilogue="residual")
+
+
+@pytest.mark.parametrize(("y", "offset"), [("rows", 0), ("columns", 0), ("rows", 1)])
+def test_columns_by_a_launch_of_their_own_have_the_same_bits(y, offset):
+    options = {"y": y, "offset": offset, "places": 2, "pre": True, "epilogue": "residual"}
+    rest = ((CudaBlock(32, 32, 16, 4, 4, 3, 1), 64),)
+    *_, apart = check("float32", THREADS, 35, 84, 24, rest=rest, **options)
+    *_, whole = check("float32", THREADS, 35, 84, 24, **options)
+    np.testing.assert_array_equal(apart, whole)
+
+
+def test_a_few_columns_beyond_whole_blocks_are_a_launch_of_their_own():
+    """Guards: blocks of which most lies outside of the result cost no round (docs/cuda.md)."""
+
+    def grids(m, n, k, info=HOPPER, **features):
+        steps = [Operand("float32", (0, columns, 1), 16) for columns in (k, n, n)]
+        made = Product(m, n, k, 1, *steps, "float32", **features)
+        launches = simt.CORES.take(made, info).launches
+        return [x.grid[0] for x in launches if x.kernel.name.startswith("cores")]
+
+    assert grids(4096, 784, 1024) == [64 * 6, 128]
+    assert grids(4096, 768, 1024) == [64 * 6]
+    assert len(grids(4096, 784, 1024, sums=True)) == len(grids(784, 784, 4096, free=True)) == 1
+    # one round of 128 x 128 where shared memory holds their sums
+    assert grids(4096, 1024, 784) == [32 * 8]
+    assert grids(4096, 1024, 784, AMPERE) != [32 * 8]
+
+
+def test_parts_of_a_long_sum_fill_rounds():
+    """Guards: d_b of (784, 1024) from 4096 rows takes two rounds on 132 multiprocessors."""
+    tile, part, parts, _ = tiling.block(tiling.CORE_BLOCKS, 784, 1024, 4096, 1, True, 132)
+    blocks = -(-784 // tile.block_m) * -(-1024 // tile.block_n) * parts
+    assert part * parts >= 4096 > part * (parts - 1)
+    assert 0.9 < blocks / (132 * tile.resident) % 1 or blocks % (132 * tile.resident) == 0
 
 
 def test_places_and_padded_rows():

@@ -140,17 +140,21 @@ class CudaBlock:
 #: 1.05 times, with Y too 1.15 times.
 COPY_USES = 512
 TURN_USES = (3072, 1024)
-#: float32 on CUDA cores: at 4096 cubed on an H200 the first does 51.4 TFLOP/s (cuBLAS 51.8), larger
-#: ones less ("Blocks that were measured"). The small ones are for results of few blocks. The sum of
-#: chains that have ended waits in shared memory, which holds it of three blocks beside the slices
-#: (2766 us; in registers, with two blocks on a multiprocessor, 2896).
+#: float32 on CUDA cores: at 4096 cubed on an H200 the first does 51.4 TFLOP/s (cuBLAS 51.8), the
+#: others less ("Blocks that were measured"), or more where their blocks fill the rounds. The small
+#: ones are for results of few blocks, the last for those of one round. The sum of chains that have
+#: ended waits in shared memory, which holds it of three blocks beside the slices (2766 us; in
+#: registers, with two blocks on a multiprocessor, 2896).
 CORE_BLOCKS = (
     CudaBlock(64, 128, 16, 8, 8, 3, 3, kept="shared"),
-    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.92),
+    CudaBlock(64, 64, 16, 8, 8, 3, 4, speed=0.95),
     CudaBlock(32, 64, 16, 4, 8, 4, 6, speed=0.8),
     CudaBlock(64, 32, 32, 4, 4, 5, 3, speed=0.85),
     CudaBlock(32, 32, 32, 4, 4, 5, 4, speed=0.9),
+    CudaBlock(128, 128, 8, 8, 16, 4, 2, speed=0.965, kept="shared"),
 )
+#: Shared memory of a multiprocessor that holds two blocks of the last of them, sums included.
+CORE_SHARED = 200 << 10
 #: float64 on tensor cores, likewise: 60.0 TFLOP/s, and 55.8 with the epilogue of gelu (cuBLAS 63.0,
 #: and 30.8 with passes).
 DOUBLE_BLOCKS = (
@@ -252,35 +256,47 @@ def few(
     return tile, part, -(-k // part)
 
 
+def _work(tile: CudaBlock, blocks: int, part: int, multiprocessors: int) -> float:
+    """Return the multiply-adds of the multiprocessor with the most, at the speed of a full one.
+
+    On CUDA cores blocks that begin together end together. Who is ready first then takes several of
+    those that are left, while others have none: less so after more rounds, in which they drift.
+    """
+    most: float = -(-blocks // multiprocessors)
+    rounds = blocks // (tile.resident * multiprocessors)
+    if rounds and not tile.chunk:
+        left = blocks / multiprocessors - rounds * tile.resident
+        last = min(tile.resident, left * (1 + rounds**-2))
+        most = max(most, rounds * tile.resident + last)
+    area = tile.block_m * tile.block_n
+    busy = min(1.0, min(most, tile.resident) * area / BUSY_SUMS) ** 0.6
+    return most * area * (part + FILL) / (tile.speed * busy)
+
+
 @functools.lru_cache(maxsize=4096)
 def block(
     tiles: tuple[CudaBlock, ...], m: int, n: int, k: int, places: int, free: bool,
     multiprocessors: int,
-) -> tuple[CudaBlock, int, int]:  # fmt: skip
-    """The tile of a product, and (length, number) of the parts of its sum, 1 but where `free`.
+) -> tuple[CudaBlock, int, int, float]:  # fmt: skip
+    """The tile of a product, (length, number) of parts of its sum (1 but where `free`), its work.
 
-    The one with the least work on the multiprocessor that has the most. The parts depend on the
+    It has the least work on the multiprocessor that has the most. The parts depend on the
     sizes of one place: an element of a batch gives what it gives alone.
     """
     best: tuple[float, CudaBlock, int, int] | None = None
     places = 1 if free else places
     for tile in tiles:
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n)
-        choices = [(max(1, k), 1)]
-        if free:
-            wanted = tile.resident * multiprocessors // max(1, blocks)
-            for parts in {max(1, wanted), max(1, wanted // 2)} - {1}:
-                part = round_up(-(-k // min(parts, max(1, k // PART))), tile.block_k)
-                choices.append((part, -(-k // part)))
-        for part, parts in choices:
-            most = -(-blocks * places * parts // multiprocessors)
-            area = tile.block_m * tile.block_n
-            busy = min(1.0, min(most, tile.resident) * area / BUSY_SUMS) ** 0.6
-            cost = most * area * (part + FILL) / (tile.speed * busy)
+        slots = tile.resident * multiprocessors
+        rounds = 0.5 * slots, slots, 0 if tile.chunk else 2 * slots
+        for parts in {1, *[max(1, int(x) // max(1, blocks)) for x in rounds]} if free else {1}:
+            part = round_up(-(-k // min(parts, max(1, k // PART))), tile.block_k)
+            part, parts = (part, -(-k // part)) if parts > 1 else (max(1, k), 1)
+            cost = _work(tile, blocks * places * parts, part, multiprocessors)
             if parts > 1:
                 planes = places * m * n * parts * PLANE_COST
                 cost += LAUNCH_COST + planes / multiprocessors
             if best is None or cost < best[0]:
                 best = cost, tile, part, parts
     assert best is not None
-    return best[1:]
+    return *best[1:], best[0]

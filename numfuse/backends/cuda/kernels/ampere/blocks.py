@@ -94,7 +94,7 @@ class Block:
 #: Shared memory that the system takes of each block.
 RESERVED_BYTES = 1024
 #: Strides are in bytes.
-ARGUMENTS = Schema(block_product, i32="m n k part parts chain")
+ARGUMENTS = Schema(block_product, i32="m n k part parts chain first")
 
 
 def build(product: Product, block: Block, name: str) -> Kernel:
@@ -160,11 +160,13 @@ def plan(
     before: tuple[Launch, ...] = (),
     slots: tuple[Slot, Slot] = (Slot("x"), Slot("y")),
     workspace: int = 0,
+    first: int = 0,
 ) -> Plan:
     """The launches: what comes before, the product, and the join of the parts of its sum.
 
     The parts are planes in memory where `product.free`, else those of the blocks of a cluster.
-    `before` uses so many bytes of the workspace, where x and y may be (`slots`).
+    `before` uses so many bytes of the workspace, where x and y may be (`slots`). What is made of
+    the result begins at the column `first`.
     """
     p, tile = product, engine.tile
     chain = tiling.chain(min(part, p.k), p.accumulator)
@@ -181,9 +183,10 @@ def plan(
         part=part,
         parts=parts,
         chain=chain,
+        first=first,
         **finishing(p, planes.operand, planes.slot, in_bytes),
     )
-    blocks = -(-p.m // tile.block_m) * -(-p.n // tile.block_n)
+    blocks = -(-p.m // tile.block_m) * -(-(p.n - first) // tile.block_n)
     launch = Launch(
         build(p, block, f"{name} {p.epilogue.name}"),
         (blocks * p.places * parts * cluster, 1, 1),

@@ -25,7 +25,7 @@ from numfuse.backends.cuda.kernels.ampere.epilogue import Position, finish, sum_
 i32, i64 = np.int32, np.int64
 
 
-def block_at(block_rows, block_columns, parts):
+def block_at(block_rows, block_columns, parts, first):
     """Where this thread block is.
 
     Blocks go in columns of GROUP rows of blocks: neighbours in time share operands in the cache.
@@ -45,15 +45,15 @@ def block_at(block_rows, block_columns, parts):
     column = i32(quotient(within, group_rows))
     row = i32(group * GROUP + within - column * group_rows)
     place = i32(quotient(plane, parts))
-    return Position(plane, place, rank, row, i32(row * BLOCK_M), i32(column * BLOCK_N))
+    return Position(plane, place, rank, row, i32(row * BLOCK_M), i32(first + column * BLOCK_N))
 
 
-def block_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, chain):
+def block_product(x: Array, y: Array, ends: Ends, sums, m, n, k, part, parts, chain, first):
     memory = i32(shared_address(cuda.shared.array(0, dtype=types.int64)))
     t = i32(cuda.threadIdx.x)
     block_rows = i32(quotient(m + (BLOCK_M - 1), BLOCK_M))
-    block_columns = i32(quotient(n + (BLOCK_N - 1), BLOCK_N))
-    here: Position = block_at(block_rows, block_columns, parts)
+    block_columns = i32(quotient(n - first + (BLOCK_N - 1), BLOCK_N))
+    here: Position = block_at(block_rows, block_columns, parts, first)
     place, row0, column0 = here.place, here.row0, here.column0
     k0 = i32(here.rank * part) if CLUSTER > 1 else i32((here.plane - place * parts) * part)
     k_left = i32(least(i32(k - k0), part))

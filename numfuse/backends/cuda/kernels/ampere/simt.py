@@ -193,8 +193,18 @@ def fetch(operand: Operand, own: int, block: int, tile: CudaBlock) -> Fetch:
     )
 
 
-def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts: int) -> Plan:
-    """How to run it with this tile; a factor that cannot be copied as it lies is copied before."""
+def plan(
+    product: Product,
+    device: DeviceInfo,
+    tile: CudaBlock,
+    part: int,
+    parts: int,
+    rest: tuple[CudaBlock, int] | None = None,
+) -> Plan:
+    """How to run it with this tile; a factor that cannot be copied as it lies is copied before.
+
+    `rest` is another tile, and the column from which on it makes the result.
+    """
     p = product
     before: list[Launch] = []
     workspace = 0
@@ -213,9 +223,18 @@ def plan(product: Product, device: DeviceInfo, tile: CudaBlock, part: int, parts
             slots[own - 1] = to
             workspace += -(-size // 256) * 256
     p = replace(p, x=operands[0], y=operands[1])
-    x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
-    made, at = engine(tile, x, y), (slots[0], slots[1])
-    return blocks.plan(p, device, part, parts, made, "cores", tuple(before), at, workspace)
+
+    def of(p: Product, tile: CudaBlock, first: int, before: list[Launch]) -> Plan:
+        x, y = fetch(p.x, 1, tile.block_m, tile), fetch(p.y, 2, tile.block_n, tile)
+        made, at = engine(tile, x, y), (slots[0], slots[1])
+        launches = tuple(before)
+        return blocks.plan(p, device, part, parts, made, "cores", launches, at, workspace, first)
+
+    if rest is None:
+        return of(p, tile, 0, before)
+    other, first = rest
+    found = of(replace(p, n=first), tile, 0, before)
+    return replace(found, launches=found.launches + of(p, other, first, []).launches)
 
 
 def take(product: Product, device: DeviceInfo) -> Plan | None:
@@ -225,9 +244,18 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     if (p.x.dtype, p.y.dtype, p.accumulator) != ("float32",) * 3:
         return None
-    tile, part, parts = tiling.block(
-        tiling.CORE_BLOCKS, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
-    )
+    tiles: tuple[CudaBlock, ...] = tiling.CORE_BLOCKS
+    if device.shared_per_multiprocessor < tiling.CORE_SHARED:
+        tiles = tiles[:-1]
+    where = p.k, p.places, p.free, device.multiprocessors
+    tile, part, parts, work = tiling.block(tiles, p.m, p.n, *where)
+    beyond = p.n % tiles[0].block_n
+    if 0 < beyond < p.n and not (p.sums or p.free):
+        # a launch of its own for columns in whose blocks most lies outside of the result
+        wide, *_, most = tiling.block(tiles, p.m, p.n - beyond, *where)
+        thin, *_, more = tiling.block(tiles, p.m, beyond, *where)
+        if most + more + tiling.LAUNCH_COST < work:
+            return plan(p, device, wide, part, parts, (thin, p.n - beyond))
     return plan(p, device, tile, part, parts)
 
 

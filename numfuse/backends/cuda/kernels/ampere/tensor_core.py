@@ -260,7 +260,7 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         if made.launches[-1].shared_bytes <= device.shared_per_block:
             return made
     for fitting in (tiles, tiles[1:]):  # the largest wants more than consumers' GPUs have
-        tile, part, parts = tiling.block(
+        tile, part, parts, _ = tiling.block(
             fitting, p.m, p.n, p.k, p.places, p.free, device.multiprocessors
         )
         made = plan(p, device, tile, part, parts)
