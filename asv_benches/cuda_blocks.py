@@ -3,7 +3,7 @@
     python asv_benches/cuda_blocks.py --prepare 12
     python asv_benches/cuda_blocks.py --dtypes f64 --rows 16 64 4096
 
-What `tiling.DOUBLE_FEW`, `CUDA_DOUBLE_BLOCKS` and `CUDA_THIN_ROWS` are chosen by. Every
+What `tiling.DOUBLE_FEW`, `DOUBLE_BLOCKS` and `THIN_ROWS` are chosen by. Every
 contestant is a CUDA graph of one forward with gelu and a bias (or of its d_a), so that the device
 alone is timed; turns, flushes and medians as in `cuda_gpu`, results compared with float64.
 """
@@ -61,7 +61,13 @@ MANY = {
         CudaBlock(64, 64, 16, 32, 32, 3, 3, 8, group=16),
         CudaBlock(64, 64, 16, 32, 32, 3, 3, 8, group=4),
     ],
-    "f32": [],
+    "f32": [
+        *tiling.CORE_BLOCKS,
+        CudaBlock(64, 128, 8, 8, 8, 3, 4, kept="shared"),
+        CudaBlock(128, 128, 8, 8, 8, 3, 2, kept="shared"),
+        CudaBlock(128, 256, 16, 8, 16, 3, 1, kept="shared"),
+        CudaBlock(256, 128, 16, 8, 16, 3, 1, kept="shared"),
+    ],
 }
 
 
@@ -86,18 +92,18 @@ def forced(choice: Choice) -> Iterator[None]:
         return
     thin = {"float32": 64, "float64": 32} if choice == "thin" else {}
 
-    def block(tiles: Any, m: int, n: int, k: int, *rest: Any) -> tuple[CudaBlock, int, int]:
+    def block(tiles: Any, m: int, n: int, k: int, *rest: Any) -> tuple[CudaBlock, int, int, float]:
         assert not isinstance(choice, str)
         tile, cluster = choice
         part = round_up(-(-k // cluster), tile.block_k)
-        return tile, part, -(-k // part)
+        return tile, part, -(-k // part), 0.0  # (no work: all columns by one launch)
 
-    with mock.patch.object(tiling, "CUDA_THIN_ROWS", thin):
+    with mock.patch.object(tiling, "THIN_ROWS", thin):
         if choice == "thin":
             yield
         else:
-            few = mock.patch.object(tiling, "cuda_few", lambda tiles, *sizes: None)
-            with few, mock.patch.object(tiling, "cuda_block", block):
+            few = mock.patch.object(tiling, "few", lambda tiles, *sizes: None)
+            with few, mock.patch.object(tiling, "block", block):
                 yield
 
 

@@ -2,7 +2,7 @@
 
     python asv_benches/cuda_chains.py --prepare 12
 
-What `tiling.CHAIN`, `CUDA_ONE_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu
+What `tiling.CHAIN`, `ONE_CHAIN` and `CudaBlock.kept` are chosen by: forwards with gelu
 and a bias as CUDA graphs, by turns, as in `cuda_blocks`.
 """
 
@@ -64,13 +64,13 @@ def forced(choice: tuple[CudaBlock, int] | None) -> Iterator[None]:
         return
     tile, chain = choice
 
-    def block(tiles: Any, m: int, n: int, k: int, *rest: Any) -> tuple[CudaBlock, int, int]:
-        return tile, k, 1
+    def block(tiles: Any, m: int, n: int, k: int, *rest: Any) -> tuple[CudaBlock, int, int, float]:
+        return tile, k, 1, 0.0
 
     with (
-        mock.patch.object(tiling, "cuda_block", block),
-        mock.patch.object(tiling, "CUDA_CHAIN", chain),
-        mock.patch.object(tiling, "CUDA_ONE_CHAIN", dict.fromkeys(tiling.ONE_CHAIN, chain)),
+        mock.patch.object(tiling, "block", block),
+        mock.patch.object(tiling, "CHAIN", chain),
+        mock.patch.object(tiling, "ONE_CHAIN", dict.fromkeys(tiling.ONE_CHAIN, chain)),
     ):
         yield
 
