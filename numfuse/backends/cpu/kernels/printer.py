@@ -34,22 +34,12 @@ def text(
 ) -> str:
     """Return a row function as Python text.
 
-    Parameters
-    ----------
-    name : str
-        Of the function.
-    sources : sequence of Source
-        In the order of the formula's arguments.
-    results : sequence of Result
-    formulas : sequence of str
-        The names of what the formula returns, in its order.
-    sums : str or None
-        Which of them is added to the column sums.
-    streams : bool
-        Store past the caches: the results begin on a line, and n is a multiple of STEP. A step goes
-        to a few registers first: LLVM makes vectors of the loop over them, and non-temporal stores
-        need whole ones. Spread between the arithmetic, the stores wait for memory while it goes on;
-        copied from a finished row they would not.
+    `sources` are in the order of the formula's arguments, `formulas` names what it returns, in its
+    order, and `sums` the one that is added to the column sums. `streams`: store past the caches;
+    the results begin on a line, and n is a multiple of STEP. A step goes to a few registers first:
+    LLVM makes vectors of the loop over them, and non-temporal stores need whole ones. Spread
+    between the arithmetic, the stores wait for memory while it goes on; copied from a finished row
+    they would not.
     """
     at = "at + q" if streams else "q"
     lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]

@@ -39,19 +39,9 @@ def row(
 ) -> specialise.Kernel:
     """Compile (or find) the row function of an epilogue.
 
-    Parameters
-    ----------
-    epilogue : Epilogue
-    fmt : str
-        The operands' storage format: it decides the accumulator's, in which all is computed.
-    sources : tuple of Source
-        One for each input that the results depend on, in any order.
-    results : tuple of Result
-        Of the epilogue's results those that are stored.
-    sums : str, optional
-        The result that is added to the column sums.
-    streams : bool
-        Store past the caches; see `printer.text`.
+    `fmt`, the operands' storage format, decides the accumulator's, in which all is computed. There
+    is a source for each input that the results depend on, in any order; `results` are those that
+    are stored, `sums` the one that is added to the column sums. `streams`: see `printer.text`.
     """
     acc = library.accumulator(fmt)
     wanted = tuple(dict.fromkeys([*(result.name for result in results), *([sums] if sums else [])]))

@@ -165,21 +165,11 @@ def program(
     zeroed: Several[int] = (),
     sums: Several[Sum] = (),
 ) -> Program:
-    """Return plans as a program.
+    """Return plans as a program over arrays of these names, in the order of a call.
 
-    Parameters
-    ----------
-    names : sequence of str
-        Of the arrays of a call, in their order.
-    launches : sequence of sequences of phases
-        Steps of a phase run beside one another, when the phases before it are finished.
-    temporaries : sequence of Operand
-        Contiguous arrays in the memory of the launches, behind the workspaces.
-    totals : sequence of Operand
-        Contiguous arrays that every call allocates.
-    zeroed : sequence of int
-        The numbers of arrays that are set to zero.
-    sums : sequence of Sum
+    Steps of a phase run beside one another, when the phases before it are finished. `temporaries`
+    are contiguous arrays in the memory of the launches, behind the workspaces; `totals` contiguous
+    arrays that every call allocates; `zeroed` the numbers of arrays that are set to zero.
     """
     count = stride = 0
     plan: Plan | None = None

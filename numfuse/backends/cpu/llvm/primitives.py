@@ -239,23 +239,12 @@ _FUNCTIONS: weakref.WeakValueDictionary[tuple[Any, ...], Any] = weakref.WeakValu
 def scalar_function(
     exprs: tuple[Expr, ...], dtype: str, arguments: tuple[str, ...] | None = None
 ) -> Any:
-    """The graphs as one Numba function of scalars, inlined wherever it is called.
+    """Return graphs as one branch-free Numba function of scalars, inlined wherever it is called.
 
-    Parameters
-    ----------
-    exprs : tuple of Expr
-        One for a scalar result, several for a tuple of results that share what they can.
-    dtype : {"float32", "float64"}
-        The type of the arguments, of every operation and of the results.
-    arguments : tuple of str, optional
-        The graphs' inputs in the order of the function's arguments. By default it has one argument,
-        the symbol.
-
-    Returns
-    -------
-    numba dispatcher
-        Branch-free; ``numfuse_key`` is the digest of its text, its dtype, this file
-        and the coefficients.
+    One graph makes a scalar result, several a tuple of results that share what they can. `dtype`,
+    "float32" or "float64", is that of the arguments, of every operation and of the results;
+    `arguments` orders the graphs' inputs (by default there is one, the symbol). Its
+    ``numfuse_key`` is the digest of its text, its dtype, this file and the coefficients.
     """
     if dtype not in EXP:
         raise TypeError(f"expected dtype 'float32' or 'float64', got {dtype!r}")

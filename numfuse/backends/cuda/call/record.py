@@ -120,22 +120,10 @@ def record(
 ) -> tuple[Recorded, list[Expr]]:
     """Return a call that is recorded, and the formulas with which it goes.
 
-    Parameters
-    ----------
-    device, precision, kind
-        As of :func:`recorded`.
-    arrays : dict
-        The operands and outputs by their names in the problem, in the order of the addresses.
-    outs : sequence of str
-        Which of them are outputs of the caller's.
-    make_problem : callable
-        From ghosts by name to the problem.
-    result_names : tuple of str
-        The names of the problem's results.
-    maker : callable
-        From a shape and a dtype to what makes a new array.
-    turned : tuple of str
-        The gradients of matrices that are returned transposed.
+    `arrays` are the operands and outputs by their names in the problem, in the order of the
+    addresses; `outs` names the caller's outputs, `turned` the gradients of matrices that are
+    returned transposed. `make_problem` makes the problem from ghosts by name, whose results are
+    `result_names`; `maker` takes a shape and a dtype and returns what makes a new array.
     """
     ghosts: dict[str, ndarray] = {}
     spans = []

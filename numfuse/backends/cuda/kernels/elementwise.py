@@ -83,18 +83,10 @@ class Formula:
 def formula(
     epilogue: Epilogue, arguments: tuple[str, ...], accumulator: str, *, short: bool
 ) -> Formula:
-    """Return the device function of an epilogue: from its inputs to its results.
+    """Return the device function of an epilogue, from its inputs to its results in `accumulator`.
 
-    Parameters
-    ----------
-    epilogue : Epilogue
-    arguments : tuple of str
-        The order of the inputs; those of which the epilogue knows nothing are not used.
-    accumulator : str
-        The dtype in which all is computed.
-    short : bool
-        Whether results are stored in 16 bits, or depend on sums that are themselves good to some
-        units in the last place.
+    `arguments` orders the inputs (others are not used). `short`: results are stored in 16 bits, or
+    depend on sums that are themselves good to some units in the last place.
     """
     key = formula, arguments, accumulator, short
     made: Formula | None = epilogue.derived.get(key)

@@ -209,26 +209,12 @@ def rows(
     values: int = 0,
     group: int = 0,
 ) -> Launch:
-    """Return the join of planes, by 16 bytes of a plane or `values` of them.
+    """Return the join of planes, each thread with 16 bytes of a plane or `values` neighbours.
 
-    Parameters
-    ----------
-    info : DeviceInfo
-    accumulator : str
-    planes : Slot
-        At a multiple of what is joined at a time.
-    out : Operand
-    lengths : tuple of int
-        Places, planes of each, rows and columns.
-    steps : tuple of int, optional
-        Values from a place, a plane and a row to the next, each a multiple of `values`; by default
-        planes (places, planes, rows, columns) are contiguous.
-    overlaps : bool
-        Whether the launch may begin before the one before it has ended.
-    slot : Slot, optional
-        Where `out` lies, by default "out".
-    values, group : int
-        Neighbours that a thread has, by default 16 bytes; planes of a sum, 0 for all of them.
+    `planes` begin at a multiple of what is joined at a time. `lengths` are places, planes of each,
+    rows and columns; `steps`, multiples of `values`, lead from a place, a plane and a row to the
+    next (by default they are contiguous). `overlaps`: the launch may begin before the one before it
+    has ended. `slot` is where `out` lies, "out" by default; `group` planes make a sum, 0 for all.
     """
     count, depth, m, n = lengths
     place, plane, pitch = steps or (depth * m * n, m * n, n)

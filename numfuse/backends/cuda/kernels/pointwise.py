@@ -130,22 +130,11 @@ def launch(
     alignment: int,
     short: bool,
 ) -> Launch:
-    """Return the launch of an epilogue over `size` elements.
+    """Return the launch of an epilogue over `size` elements, all computed in `accumulator`.
 
-    Parameters
-    ----------
-    info : DeviceInfo
-    epilogue : Epilogue
-    accumulator : str
-        The dtype in which all is computed.
-    sources : sequence of Source
-        At least one for each input that the results depend on, in any order.
-    results : sequence of Result
-        Of the epilogue's results those that are stored.
-    size, alignment : int
-        The elements of each array, and the power of two that divides all addresses.
-    short : bool
-        Whether the short form is good enough.
+    There is at least one source for each input that the results depend on, in any order; `results`
+    are those that are stored. `alignment` is the power of two that divides all addresses; `short`:
+    the short form is good enough.
     """
     chosen = epilogue.select(*_names(results))
     sources = [source for source in sources if source.name in chosen.inputs]
