@@ -36,15 +36,10 @@ _OPTIONS: dict[str, Any] = {"forceinline": True, "error_model": "numpy", "fastma
 
 def _inlined(function: Callable[..., Any]) -> Any:
     """Return a function as Numba's, to be inlined in kernels."""
-    return machine_code.inlined(function, **_OPTIONS)
-
-
-def _jit(function: Callable[..., Any]) -> Any:
-    """Return a function as Numba's, for the user's functions and for Python."""
     # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
     # of the compiler for it; a thread that compiles takes the two the other way round.
     with global_compiler_lock:
-        return njit(**_OPTIONS)(function)
+        return machine_code.inlined(function, **_OPTIONS)
 
 
 # --- intrinsics ---------------------------------------------------------------------------------
@@ -281,4 +276,5 @@ def device_function(expr: Expr, name: str) -> Callable[..., Any]:
         return stub(x)
 
     call.__name__ = call.__qualname__ = name
-    return _jit(call)
+    with global_compiler_lock:  # (as above)
+        return njit(**_OPTIONS)(call)
