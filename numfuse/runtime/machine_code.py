@@ -16,6 +16,7 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core import codegen
 from numba.core.ccallback import CFunc
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, CPUTarget, cpu_target
 
 
@@ -110,7 +111,10 @@ def inlined(function: Callable[..., Any], **options: Any) -> Any:
     """A function for other compiled functions, as `numba.njit` makes it; Python cannot call it."""
     # (what Python and C would call it by takes an eighth of a compilation)
     unused = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
-    return _Inlined(function, targetoptions={"nopython": True, **unused, **options})
+    # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
+    # of the compiler for it; a thread that compiles takes the two the other way round.
+    with global_compiler_lock:
+        return _Inlined(function, targetoptions={"nopython": True, **unused, **options})
 
 
 def function(template: Callable[..., Any], signature: Any, **options: Any) -> Any:

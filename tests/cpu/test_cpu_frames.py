@@ -105,7 +105,7 @@ def test_a_repeated_call_on_threads_opens_few_more():
         ("gate, named", 33, 44),
         ("gate backward", 35, 60),
         ("double backward", 65, 240),
-        ("tangent", 48, 104),
+        ("tangent", 47, 104),
     ],
 )
 def test_a_first_call_passes_few_functions(name, functions, most):

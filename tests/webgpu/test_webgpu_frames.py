@@ -145,7 +145,7 @@ FIRST = {
     "layer_bwd": (123, 620),
     "residual_bwd": (137, 750),
     "layer_double_bwd": (129, 1570),
-    "layer_jvp": (116, 740),
+    "layer_jvp": (115, 740),
     "gate": (84, 320),
     "gate_bwd": (87, 430),
     "gelu_mul": (83, 310),

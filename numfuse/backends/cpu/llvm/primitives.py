@@ -34,14 +34,6 @@ from numfuse.runtime import machine_code
 _OPTIONS: dict[str, Any] = {"forceinline": True, "error_model": "numpy", "fastmath": False}
 
 
-def _inlined(function: Callable[..., Any]) -> Any:
-    """Return a function as Numba's, to be inlined in kernels."""
-    # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
-    # of the compiler for it; a thread that compiles takes the two the other way round.
-    with global_compiler_lock:
-        return machine_code.inlined(function, **_OPTIONS)
-
-
 # --- intrinsics ---------------------------------------------------------------------------------
 def _llvm(bits: int) -> tuple[Any, Any, int, int]:
     """Float type, integer type, mantissa bits and exponent bias of a float of `bits` bits."""
@@ -197,7 +189,7 @@ def exponent_parts(typingctx: Any, u: Any) -> Any:
 
 
 _TARGET = Target(
-    jit=_inlined,
+    jit=functools.partial(machine_code.inlined, **_OPTIONS),
     absolute=absolute,
     square_root=square_root,
     copy_sign=copy_sign,
@@ -276,5 +268,5 @@ def device_function(expr: Expr, name: str) -> Callable[..., Any]:
         return stub(x)
 
     call.__name__ = call.__qualname__ = name
-    with global_compiler_lock:  # (as above)
+    with global_compiler_lock:  # (as in `machine_code.inlined`)
         return njit(**_OPTIONS)(call)
