@@ -16,8 +16,9 @@ from typing import Any
 import llvmlite.binding as llvm
 from numba.core import codegen
 from numba.core.ccallback import CFunc
-from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import CPUDispatcher, CPUTarget, cpu_target
+
+from numfuse.runtime.compilation import compiled
 
 
 class _Library(codegen.CPUCodeLibrary):
@@ -113,8 +114,8 @@ def inlined(function: Callable[..., Any], **options: Any) -> Any:
     unused = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
     # of the compiler for it; a thread that compiles takes the two the other way round.
-    with global_compiler_lock:
-        return _Inlined(function, targetoptions={"nopython": True, **unused, **options})
+    options = {"nopython": True, **unused, **options}
+    return compiled(lambda: _Inlined(function, targetoptions=options))
 
 
 def function(template: Callable[..., Any], signature: Any, **options: Any) -> Any:

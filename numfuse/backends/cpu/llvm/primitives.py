@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic, overload
 
 from numfuse.expr import Expr, dumps
@@ -29,6 +28,7 @@ from numfuse.language.coefficients import EXP
 from numfuse.language.python import render
 from numfuse.language.scalar import Target
 from numfuse.runtime import machine_code
+from numfuse.runtime.compilation import compiled
 
 # An option that is left out would be the caller's: a kernel has fast-math flags.
 _OPTIONS: dict[str, Any] = {"forceinline": True, "error_model": "numpy", "fastmath": False}
@@ -268,5 +268,4 @@ def device_function(expr: Expr, name: str) -> Callable[..., Any]:
         return stub(x)
 
     call.__name__ = call.__qualname__ = name
-    with global_compiler_lock:  # (as in `machine_code.inlined`)
-        return njit(**_OPTIONS)(call)
+    return compiled(lambda: njit(**_OPTIONS)(call))  # (as in `machine_code.inlined`)
