@@ -17,6 +17,7 @@ from numfuse.runtime.interrupts import import_module
 
 if TYPE_CHECKING:
     from numfuse import webgpu
+    from numfuse.definitions import epilogue
     from numfuse.devices import synchronize, to_device, to_numpy, warmup
     from numfuse.differentials import (
         activation_mul_double_bwd,
@@ -42,6 +43,19 @@ if TYPE_CHECKING:
         silu_mul,
         silu_mul_bwd,
     )
+    from numfuse.fusion import (
+        elementwise,
+        elementwise_bwd,
+        matmul_epilogue,
+        matmul_epilogue_bwd,
+        matmul_epilogue_jvp,
+    )
+    from numfuse.gated import (
+        matmul_activation_mul,
+        matmul_activation_mul_bwd,
+        matmul_activation_mul_double_bwd,
+        matmul_activation_mul_jvp,
+    )
 
 compose()
 
@@ -59,9 +73,16 @@ __all__ = [
     "activation_mul_jvp",
     "activations",
     "backends",
+    "elementwise",
+    "elementwise_bwd",
+    "epilogue",
     "gelu_mul",
     "gelu_mul_bwd",
     "last_call",
+    "matmul_activation_mul",
+    "matmul_activation_mul_bwd",
+    "matmul_activation_mul_double_bwd",
+    "matmul_activation_mul_jvp",
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
     "matmul_bias_activation_double_bwd",
@@ -70,6 +91,9 @@ __all__ = [
     "matmul_bias_residual_bwd",
     "matmul_bias_residual_double_bwd",
     "matmul_bias_residual_jvp",
+    "matmul_epilogue",
+    "matmul_epilogue_bwd",
+    "matmul_epilogue_jvp",
     "relu_mul",
     "relu_mul_bwd",
     "sigmoid_mul",
@@ -93,7 +117,13 @@ def __getattr__(name: str) -> Any:
     if name == "webgpu":  # a module of public names
         return import_module("numfuse.webgpu")
     home = "numfuse.devices" if name in _DEVICES else "numfuse.functional"
-    if name.endswith(("_double_bwd", "_jvp")):
+    if name == "epilogue":
+        home = "numfuse.definitions"
+    elif name.startswith(("matmul_epilogue", "elementwise")):
+        home = "numfuse.fusion"
+    elif name.startswith("matmul_activation_mul"):
+        home = "numfuse.gated"
+    elif name.endswith(("_double_bwd", "_jvp")):
         home = "numfuse.differentials"
     value = getattr(import_module(home), name)
     globals()[name] = value  # the next look-up finds it without coming here

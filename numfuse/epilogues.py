@@ -62,6 +62,8 @@ class Epilogue(Keyed):
     operands: tuple[str, ...]
     #: The outputs: each one's name and its graph over the inputs.
     results: tuple[tuple[str, Expr], ...]
+    #: A user's own formula, with which all that is made of it goes.
+    ties: tuple[Expr, ...] = ()
 
     @cached_property
     def derived(self) -> dict[Any, Any]:
@@ -87,7 +89,7 @@ class Epilogue(Keyed):
     def formulas(self) -> list[Expr]:
         """Return the graphs of the curves that it calls: with them goes what is kept of it."""
         curves = [e.payload for e in topological(self.graphs) if isinstance(e.payload, Curve)]
-        return [formula for curve in curves for formula in curve.formulas()]
+        return [*self.ties, *(formula for curve in curves for formula in curve.formulas())]
 
     def __getitem__(self, name: str) -> Expr:
         return dict(self.results)[name]
@@ -106,6 +108,7 @@ class Epilogue(Keyed):
             tuple(name for name in self.accumulators if name in used),
             tuple(name for name in self.operands if name in used),
             results,
+            self.ties,
         )
 
     @_once
@@ -126,6 +129,7 @@ class Epilogue(Keyed):
             tuple(name for name in self.accumulators if name not in absent),
             tuple(name for name in self.operands if name not in absent),
             tuple((name, kept) for name, expr in self.results if (kept := made[expr]) is not None),
+            self.ties,
         )
 
     @_once
@@ -137,7 +141,7 @@ class Epilogue(Keyed):
             if isinstance(e.payload, Curve) and e.payload.order:
                 made[e] = node("finite", made[e])
         results = tuple((name, made[expr]) for name, expr in self.results)
-        return Epilogue(self.name, self.accumulators, self.operands, results)
+        return Epilogue(self.name, self.accumulators, self.operands, results, self.ties)
 
     # --- derivatives ------------------------------------------------------------------------
     @_once
@@ -168,7 +172,8 @@ class Epilogue(Keyed):
             if expr is not None
         )
         extra = tuple(name for name in cotangents.values() if name not in self.inputs)
-        return Epilogue(f"{self.name} backward", self.accumulators, self.operands + extra, results)
+        inputs = self.accumulators, self.operands + extra
+        return Epilogue(f"{self.name} backward", *inputs, results, self.ties)
 
     @_once
     def tangent(self, moving: tuple[str, ...] | None = None) -> Epilogue:
@@ -188,6 +193,7 @@ class Epilogue(Keyed):
             self.accumulators + tuple(f"{n}_dot" for n in self.accumulators if n in moving),
             self.operands + tuple(f"{n}_dot" for n in self.operands if n in moving),
             tuple(results),
+            self.ties,
         )
 
     def jet(self) -> Epilogue:
@@ -280,6 +286,13 @@ def residual_layer() -> Epilogue:
 def gate(f: Curve) -> Epilogue:
     """Return the formula of activation(a) * b, which has no product."""
     return record(lambda a, b: call(f, a) * b, 0, "gate")
+
+
+@_once
+def gated_layer(f: Curve) -> Epilogue:
+    """Return the epilogue of activation(z_0) * z_1, the sums of a gated layer with their biases."""
+    out = call(f, leaf("z_0")) * leaf("z_1")
+    return Epilogue("gated layer", ("z_0", "z_1"), (), (("out_0", out),))
 
 
 #: By the kind of a problem, what gives the formulas of a gate, or of a derivative of one.

@@ -65,6 +65,8 @@ class Operation:
 
     def __init__(self, name: str, kind: str, operands: str, options: str) -> None:
         self.name, self.kind, self.problem = name, kind, _PROBLEMS[kind]
+        #: What stands for it in fingerprints.
+        self.mark: Hashable = name
         self.operands, self.options = operands.split(), options.split()
         if kind.endswith("backward"):
             self.options += ["needs", "guard"]
@@ -84,8 +86,13 @@ class Operation:
         #: The fields of the problem that have the operands, then the results.
         results = [f"d_{x}" for x in self.needs] or _RESULTS.get(kind, ["out", "out_dot"])
         self.fields = (*(FIELD_OF.get(x, x) for x in self.operands), *results)
+        #: Whether `out` is a tuple of the results.
+        self.several = bool(self.needs)
         #: Whether the result may be an operand itself.
         self.in_place = kind == "gated"
+
+    #: What makes an activation of a name.
+    known: Callable[[Any], Any] = staticmethod(get)
 
     def __call__(
         self,
@@ -98,7 +105,7 @@ class Operation:
     ) -> Any:
         """Run a call on these operands, in the order of `operands`; flags in that of `flags`."""
         # The activation's serial number will be the first.
-        form: list[Hashable] = [None, self.name, flags, needs]
+        form: list[Hashable] = [None, self.mark, flags, needs]
         for x in operands:
             if type(x) is ndarray and (how := x.flags).aligned:
                 form += x.shape, x.dtype
@@ -114,14 +121,14 @@ class Operation:
         # (what `get` does, as it is the way of nearly every call)
         act: Any = table.TABLE.get(activation) if type(activation) is str else activation
         if type(act) is not Activation:
-            act = get(activation)
+            act = self.known(activation)
         form[0] = act.serial
         if type(needs) is not tuple:
             needs = form[3] = check_needs(needs, self.needs)
         outs: Any = ()
         if out is not None:
             # As many as there are results, or what the checks of `problem` will refuse.
-            outs = tuple(out) if self.needs and type(out) in (tuple, list) else (out,)
+            outs = tuple(out) if self.several and type(out) in (tuple, list) else (out,)
             form.append(len(outs))
             for x in outs:
                 if x is None:

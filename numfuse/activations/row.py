@@ -13,7 +13,7 @@ from numfuse import expr as ex
 from numfuse.errors import BackendUnavailable
 from numfuse.expr import Expr, constant
 from numfuse.language import elementary
-from numfuse.language.curves import Curve
+from numfuse.language.curves import Curve, call, is_recording
 from numfuse.language.text import digest
 from numfuse.runtime.dispatch import adapter_for
 from numfuse.runtime.interrupts import import_module
@@ -155,6 +155,8 @@ class Activation:
 
     def _at(self, order: int, x: Any) -> Any:
         if isinstance(x, Expr):
+            if is_recording():
+                return call(self.derived(order).curve, x)
             return ex.substitute(self.trace(order), x)
         adapter = adapter_for(x=x)
         if adapter is not None:

@@ -27,7 +27,7 @@ def register(formula: Formula, name: str, source: str, number: int | None = None
 _NAME = re.compile(r"[ !#-&(-\[\]-_a-~]{1,100}")
 
 
-def _checked_name(formula: Any, name: Any) -> str:
+def checked_name(formula: Any, name: Any) -> str:
     """The name to register a formula by: the one given, else the function's own."""
     if not callable(formula):
         raise TypeError(
@@ -95,7 +95,7 @@ def activation(
         raise TypeError(f"source must be a str, got {type(source).__qualname__}")
 
     def decorate(made: Formula) -> Activation:
-        return register(made, _checked_name(made, name), source or "user-defined")
+        return register(made, checked_name(made, name), source or "user-defined")
 
     return decorate if formula is None else decorate(formula)
 

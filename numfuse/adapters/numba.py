@@ -108,6 +108,7 @@ def _product(fmt: str, act: Any, bias: bool) -> Any:
         "D_CELL_M": t.cell_m,
         "D_CELL_N": t.cell_n,
         "D_SUM_SIZE": 1,
+        "D_SLOT_COUNT": protocol.SLOT_COUNT,
         "D_PACK_A": library.pack_a(fmt, fmt).address,
         "D_PACK_B": library.pack_b(fmt, fmt).address,
         "D_ROW": row.address,

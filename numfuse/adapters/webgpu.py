@@ -106,7 +106,7 @@ def again(operation: Operation, *call: Any) -> Any:
     operands, activation, flags, needs, out, backend = call
     # Every array is looked at once, and nothing is called: this is the way of nearly every call.
     outs = () if out is None else tuple(out) if type(out) in (tuple, list) else (out,)
-    seen: list[Any] = [operation.name, flags, type(out), backend]
+    seen: list[Any] = [operation.mark, flags, type(out), backend]
     plain = type(needs) in (tuple, list) and type(backend) in _BACKENDS
     if plain:
         seen.append(tuple(needs))

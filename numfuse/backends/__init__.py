@@ -24,7 +24,7 @@ from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.problem import product, second_order
+    from numfuse.problem import fused, product, second_order
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Backend(Protocol):
     def tangent(self, p: second_order.GemmTangentProblem) -> None: ...
     def gated_double_backward(self, p: second_order.GatedDoubleBackwardProblem) -> None: ...
     def gated_tangent(self, p: second_order.GatedTangentProblem) -> None: ...
+    def fused(self, p: fused.FusedProblem) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
     def warmup(
@@ -116,6 +117,7 @@ class OneRun:
     tangent = partialmethod(_run, "tangent")
     gated_double_backward = partialmethod(_run, "gated_double_backward")
     gated_tangent = partialmethod(_run, "gated_tangent")
+    fused = partialmethod(_run, "fused")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """A new array for results."""

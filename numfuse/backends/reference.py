@@ -139,12 +139,42 @@ def _tangent(p: Any) -> None:
     p.out[...], p.out_dot[...] = found["out"] + residual, found["out_dot"]
 
 
+def _fused(p: Any) -> None:
+    """The epilogue of sums and operands, the sums of its results, and products of these.
+
+    A result may be an operand, so all is computed before anything is written.
+    """
+    leaves = {name: _wide(x) for name, x in p.arrays.items() if name in p.epilogue.operands}
+    for name, pairs in p.sums.items():
+        products = [_product(p.arrays[a], p.arrays[b]) for a, b in pairs]
+        leaves[name] = _wide(sum(products[1:], products[0]))
+    values = elementary.values(p.epilogue.graphs, {leaf(name): x for name, x in leaves.items()})
+    found = {}
+    for (name, _), value in zip(p.epilogue.results, values, strict=True):
+        found[name] = np.broadcast_to(value, p.shape)
+
+    def factor(x: Any) -> ndarray:
+        y: ndarray = found[x.name] if x.name in found else p.arrays[x.name]
+        return y.swapaxes(-1, -2) if x.turned else y
+
+    for name in p.zeroed:
+        p.arrays[name][...] = 0
+    for name in p.stored:
+        p.arrays[name][...] = found[name]
+    for name in p.summed:
+        p.arrays[name][...] = sum_to(found[name], p.arrays[name].shape, _LONG)
+    for name, terms in p.products.items():
+        out = p.arrays[name]
+        out[...] = _sum(out, *(_product(factor(x), factor(y)) for x, y in terms))
+
+
 #: What computes each kind of problem.
 _COMPUTE: dict[str, Callable[[Any], None]] = {
     "forward": _forward,
     "backward": _backward,
     "double_backward": _double_backward,
     "tangent": _tangent,
+    "fused": _fused,
     **{kind: partial(_gate, kind) for kind in epilogues.GATES},
 }
 

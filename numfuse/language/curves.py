@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from numfuse.language.graph import SYMBOL, Expr, bottom_up, constant, intern, node, topological
@@ -60,6 +61,28 @@ class Curve:
 
     def __str__(self) -> str:
         return self.name + "'" * self.order
+
+
+class _Recording(threading.local):
+    depth = 0
+
+
+_RECORDING = _Recording()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[None]:
+    """While a formula of several variables is recorded: it keeps the activations that it calls."""
+    _RECORDING.depth += 1
+    try:
+        yield
+    finally:
+        _RECORDING.depth -= 1
+
+
+def is_recording() -> bool:
+    """Return whether this thread records a formula of several variables."""
+    return _RECORDING.depth > 0
 
 
 def leaf(name: str) -> Expr:

@@ -72,6 +72,37 @@ class GatedSecondGradients(NamedTuple):
     d_b: Any
 
 
+class EpilogueGradients(NamedTuple):
+    """The gradients of an epilogue of products; None where not needed."""
+
+    d_a: Any
+    #: A tuple where there are several right factors.
+    d_b: Any
+    #: A tuple, one for each operand.
+    d_operands: Any
+
+
+class GatedLayerGradients(NamedTuple):
+    """The gradients of act(a @ b_gate + bias_gate) * (a @ b_up + bias_up); None where not needed."""
+
+    d_a: Any
+    d_b_gate: Any
+    d_b_up: Any
+    d_bias_gate: Any
+    d_bias_up: Any
+
+
+class GatedLayerSecondGradients(NamedTuple):
+    """The gradients that the cotangents of a gated layer's gradients give; None where not needed."""
+
+    d_grad: Any
+    d_a: Any
+    d_b_gate: Any
+    d_b_up: Any
+    d_bias_gate: Any
+    d_bias_up: Any
+
+
 class Tangent(NamedTuple):
     """A value, and its derivative along the tangents of the operands."""
 
@@ -112,6 +143,10 @@ def without_terms(p: Any) -> list[str] | None:
     Where grad, or the result of a forward, has no element, no sum has a term, whatever lengths the
     other axes have. Where no result has an element, none is written.
     """
+    own = getattr(p, "without_terms", None)
+    if own is not None:
+        names: list[str] | None = own()
+        return names
     forward = hasattr(p, "out")
     terms = (p.out if forward else p.grad).size
     results = []

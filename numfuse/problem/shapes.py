@@ -35,14 +35,14 @@ class GemmShape(NamedTuple):
 
 
 def gemm_shape(
-    a: ndarray, b: ndarray, bias: ndarray | None
+    a: ndarray, b: ndarray, bias: ndarray | None, what: str = "b"
 ) -> tuple[GemmShape, ndarray, ndarray, ndarray | None]:
     """Check the shapes and promote: a to (..., M, K), b to (..., K, N), bias to (..., 1, N)."""
     a_shape, b_shape = a.shape, b.shape
     if not a_shape:
         raise ValueError("a must have shape (..., M, K) or (K,), got ()")
     if not b_shape:
-        raise ValueError("b must have shape (K, N), (..., K, N) or (K,), got ()")
+        raise ValueError(f"{what} must have shape (K, N), (..., K, N) or (K,), got ()")
     row, column = len(a_shape) == 1, len(b_shape) == 1
     if row:
         a = a[None, :]
@@ -53,11 +53,12 @@ def gemm_shape(
     if b.shape[-2] != k:
         wanted = "(K,)" if column else "(..., K, N)"
         raise ValueError(
-            f"b must have shape {wanted} with K = {k}, the last axis of a {a_shape}, got {b_shape}"
+            f"{what} must have shape {wanted} with K = {k}, the last axis of a {a_shape}, "
+            f"got {b_shape}"
         )
     batch = a.shape[:-2]
     if b.shape[:-2] != batch:
-        batch = _broadcast(batch, b.shape[:-2], "b", f"a {a_shape} and b {b_shape}")
+        batch = _broadcast(batch, b.shape[:-2], what, f"a {a_shape} and {what} {b_shape}")
     if bias is not None:
         bias_shape = bias.shape
         if len(bias_shape) == 1:
@@ -82,15 +83,15 @@ def gemm_shape(
     return GemmShape(m, n, k, batch, visible, promote), a, b, bias
 
 
-def residual_view(shape: GemmShape, residual: ndarray) -> ndarray:
-    """A residual that broadcasts to the visible result, as (..., M or 1, N or 1)."""
+def residual_view(shape: GemmShape, residual: ndarray, what: str = "residual") -> ndarray:
+    """An operand that broadcasts to the visible result, as (..., M or 1, N or 1)."""
     visible = shape.visible
     own = residual.shape
     fits = len(own) <= len(visible) and all(
         length in (1, wanted) for length, wanted in zip(own[::-1], visible[::-1], strict=False)
     )
     if not fits:
-        raise ValueError(f"residual must broadcast to the result's shape {visible}, got {own}")
+        raise ValueError(f"{what} must broadcast to the result's shape {visible}, got {own}")
     missing = len(visible) - len(own)
     if missing:
         residual = residual[(None,) * missing]

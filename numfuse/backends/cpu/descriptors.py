@@ -8,6 +8,7 @@ every call of its form.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from typing import NamedTuple
 
 from numfuse.backends import Call
@@ -29,9 +30,22 @@ class Slots(NamedTuple):
     sums: Operand | None = None
     a: Operand | None = None
     b: Operand | None = None
+    #: Those behind them.
+    more: tuple[Operand | None, ...] = ()
+
+    def all(self) -> tuple[Operand | None, ...]:
+        """Return every operand, in the order of the slots."""
+        return *self[: protocol.SLOT_COUNT], *self.more  # type: ignore[return-value]
+
+    def each(self, make: Callable[[Operand], Operand]) -> Slots:
+        """Return the slots with what a function makes of each operand."""
+        made = [None if x is None else make(x) for x in self.all()]
+        return Slots(*made[: protocol.SLOT_COUNT], tuple(made[protocol.SLOT_COUNT :]))
 
 
-def layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str, int], int]:
+def layout(
+    t: tiling.Tiling, r: tiling.Registers, group: int, slots: int = protocol.SLOT_COUNT
+) -> tuple[dict[str, int], int]:
     """Return the words that lay out a thread's workspace, and its bytes.
 
     Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
@@ -47,7 +61,7 @@ def layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str,
     strip_stride = t.nc * r.itemsize + line
     starts, at = [], protocol.CONTEXT_BYTES
     for size, lines in (
-        (protocol.SLOT_COUNT * scratch_stride, 0),
+        (slots * scratch_stride, 0),
         (count * panel_stride, 3),
         (2 * block_stride, 9),
         (2 * r.mr * strip_stride, 7),
@@ -68,6 +82,7 @@ def layout(t: tiling.Tiling, r: tiling.Registers, group: int) -> tuple[dict[str,
         "D_STRIP_STRIDE": strip_stride,
         "D_SCRATCH": scratch,
         "D_SCRATCH_STRIDE": scratch_stride,
+        "D_SLOT_COUNT": slots,
     }
     return words, at
 
@@ -77,7 +92,7 @@ _Operands = tuple[Operand | None, ...]
 _WORDS = (
     protocol.DESCRIPTOR["D_A"],
     protocol.DESCRIPTOR["D_B"],
-    *range(protocol.D_SLOTS, protocol.D_SLOTS + 3 * protocol.SLOT_COUNT, 3),
+    *range(protocol.D_SLOTS, protocol.D_SLOTS + 3 * protocol.MOST_SLOTS, 3),
 )
 
 
@@ -128,8 +143,8 @@ def _plan(
     tier: str | None = None,
 ) -> Plan:
     """Return a plan; the first of the other kernels is the row function, if there is one."""
-    words, stride = layout(t, r, group)
-    slots = [0] * (3 * protocol.SLOT_COUNT)
+    words, stride = layout(t, r, group, len(operands) - 2)
+    slots = [0] * (3 * len(operands) - 6)
     places: list[tuple[int, str]] = []
     named = 0
     for i, x in enumerate(operands):
@@ -186,8 +201,8 @@ def product(
         # no call of the row function; one that lies by columns, a transpose that is written by
         # rows. An element is the same sum in the same order.
         a, b = b.turned(), a.turned()
-        slots = Slots(*(None if x is None else x.turned() for x in slots))
-    operands = (a, b, *slots)
+        slots = slots.each(Operand.turned)
+    operands = (a, b, *slots.all())
     (*_, m, k), n = a.shape, b.shape[-1]
     (*_, a_row, a_k), (*_, b_k, b_column) = a.strides, b.strides
     axes = _axes(batch, operands, summed) if batch else _NO_AXES
@@ -226,7 +241,7 @@ def product(
         "D_B_BY_ROWS": int(b_column == b.itemsize),
     }
     asked = []
-    for slot, x in enumerate(slots):
+    for slot, x in enumerate(slots.all()):
         if x is not None and x.shape[-2] > 1 and x.strides[-1] == x.itemsize:
             if slot != protocol.SLOTS["S_SUMS"]:
                 asked.append(slot)
@@ -255,7 +270,7 @@ def rows(
     `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`.
     None where there is nothing to compute.
     """
-    operands = (None, None, *slots)
+    operands = (None, None, *slots.all())
     axes = _axes(batch, operands) if batch else _NO_AXES
     elements = m * n * axes.elements
     if elements == 0:
@@ -293,7 +308,7 @@ def join(
     A sum that is to go on is written to `after` in float64, two rows (the sum, and the rounding
     errors made in it), and has no `out`.
     """
-    operands = (None, None, *Slots(extra=before, out=out, pre=after, sums=sums))
+    operands = (None, None, *Slots(extra=before, out=out, pre=after, sums=sums).all())
     *batch, rows, n = sums.shape
     axes = _axes(tuple(batch), operands) if batch else _NO_AXES
     elements = n * axes.elements

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cpu import gates, host, layers, tiling
+from numfuse.backends.cpu import fused, gates, host, layers, tiling
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
@@ -34,6 +34,7 @@ _RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
     "gated_backward": gates.backward,
     "gated_double_backward": gates.double_backward,
     "gated_tangent": gates.tangent,
+    "fused": fused.fused,
 }
 
 
@@ -73,10 +74,10 @@ class CpuBackend(OneRun):
 
     def run(self, kind: str, p: Any) -> None:
         """Run a problem once."""
-        every = {
-            field.name: getattr(p, field.name) for field in fields(p) if field.name != "result"
-        }
-        arrays = {name: x for name, x in every.items() if isinstance(x, np.ndarray)}
+        arrays = getattr(p, "arrays", None)
+        if arrays is None:
+            every = {f.name: getattr(p, f.name) for f in fields(p) if f.name != "result"}
+            arrays = {name: x for name, x in every.items() if isinstance(x, np.ndarray)}
         self.launch(self.record(kind, p, tuple(arrays)).program, tuple(arrays.values()))
 
     def describe(self) -> dict[str, Any]:

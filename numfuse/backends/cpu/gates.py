@@ -105,13 +105,13 @@ def _pass(
         if name in results:
             written.append(x)
     *batch, m, n = written[0].shape
-    stream = row(True) if streams and _past_the_caches(written) else None
+    stream = row(True) if streams and past_the_caches(written) else None
     at = Slots(**places)
     plan = descriptors.rows(m, n, row(False), at, threads, tuple(batch), stream=stream)
     return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
 
 
-def _past_the_caches(results: list[np.ndarray]) -> bool:
+def past_the_caches(results: list[np.ndarray]) -> bool:
     """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
     nbytes = 0
     for x in results:

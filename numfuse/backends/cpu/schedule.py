@@ -59,6 +59,8 @@ class Block(NamedTuple):
     rows: slice
     #: Its batch shape, then its rows.
     sizes: tuple[int, ...]
+    #: The names of what has a row for each of M.
+    by_rows: frozenset[str] = BY_ROWS
 
     def of(self, x: Operand) -> tuple[Operand, int]:
         """Return the block's part of an operand, and the bytes before it.
@@ -67,16 +69,22 @@ class Block(NamedTuple):
         """
         *own, length, columns = x.shape
         parts = [*self.batch[len(self.batch) - len(own) :]]
-        if x.name in BY_ROWS:
+        if x.name in self.by_rows:
             own, parts = [*own, length], [*parts, self.rows]
         cut = [slice(0, 1) if size == 1 else s for size, s in zip(own, parts, strict=True)]
         sizes = [s.stop - s.start for s in cut]
         before = sum(s.start * step for s, step in zip(cut, x.strides, strict=False))
-        lengths = (*sizes, columns) if x.name in BY_ROWS else (*sizes, length, columns)
+        lengths = (*sizes, columns) if x.name in self.by_rows else (*sizes, length, columns)
         return x._replace(shape=lengths), before
 
 
-def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Block]:
+def cut(
+    batch: tuple[int, ...],
+    m: int,
+    rows: int,
+    members: int,
+    by_rows: frozenset[str] = BY_ROWS,
+) -> Iterator[Block]:
     """Yield blocks of `rows` rows of up to `members` batch elements; the first is the largest."""
     axes: list[list[slice]] = []
     for size in reversed(batch):
@@ -86,7 +94,7 @@ def cut(batch: tuple[int, ...], m: int, rows: int, members: int) -> Iterator[Blo
     axes.append(_pieces(m, max(1, rows)))
     for *parts, part in itertools.product(*axes):
         sizes = tuple(s.stop - s.start for s in (*parts, part))
-        yield Block(tuple(parts), part, sizes)
+        yield Block(tuple(parts), part, sizes, by_rows)
 
 
 def _pieces(size: int, step: int) -> list[slice]:
@@ -109,8 +117,8 @@ class Work(NamedTuple):
     passes: Sequence[Pass]
     #: {gradient: the products that it is the sum of}.
     gradients: Mapping[str, Sequence[Factors]] = {}
-    #: The partial column sums that are joined to d_bias.
-    partials: Operand | None = None
+    #: {gradient: the partial column sums that are joined to it}.
+    partials: Mapping[str, Operand] = {}
     #: Contiguous arrays of the block's own.
     own: Sequence[Operand] = ()
 
@@ -125,6 +133,9 @@ class Part(NamedTuple):
     rows: int
     members: int
     work: Callable[[Mapping[str, Operand], tuple[int, ...]], Work]
+    #: The operands that have a row for each of M, and what is summed over blocks.
+    by_rows: frozenset[str] = BY_ROWS
+    gradients: tuple[str, ...] = GRADIENTS
 
 
 def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -180,9 +191,9 @@ class _Schedule:
         self.one = part.rows >= p.m and part.members >= math.prod(p.batch)
         if self.one:
             slices = tuple(map(slice, itertools.repeat(0), (*p.batch, p.m)))
-            self.cuts = [Block(slices[:-1], slices[-1], (*p.batch, p.m))]
+            self.cuts = [Block(slices[:-1], slices[-1], (*p.batch, p.m), part.by_rows)]
         else:
-            self.cuts = list(cut(p.batch, p.m, part.rows, part.members))
+            self.cuts = list(cut(p.batch, p.m, part.rows, part.members, part.by_rows))
         #: By a block's sizes, as few are of a form of their own: its operands and its work.
         self.works: dict[Any, tuple[Mapping[str, Operand], Work]] = {}
         for block in self.cuts:
@@ -192,7 +203,7 @@ class _Schedule:
                 self.works[block.sizes] = operands, part.work(operands, block.sizes[:-1])
         #: What grows block by block: half types in the accumulator's format, d_bias in float64.
         self.totals: dict[str, Operand] = {}
-        for name in GRADIENTS:
+        for name in part.gradients:
             if name in self.whole and self._grows(name):
                 total = self._total(name, self.whole[name])
                 if total is not None:
@@ -212,7 +223,7 @@ class _Schedule:
         """Return a block's turn in the sum of a gradient: over batch axes, and over rows."""
         batch = self.p.batch
         parts = [(block.batch[axis], batch[axis]) for axis in summed_axes(x, batch)]
-        if name != "d_a":
+        if name not in self.part.by_rows:
             parts.append((block.rows, self.p.m))
         return Turn(all(s.start == 0 for s, _ in parts), all(s.stop == n for s, n in parts))
 
@@ -228,7 +239,7 @@ class _Schedule:
 
     def _total(self, name: str, x: Operand) -> Operand | None:
         """Return where a gradient that grows is summed up, if that is not the gradient itself."""
-        if name == "d_bias":  # the sum, and the rounding errors made in it
+        if any(name in work.partials for _, work in self.works.values()):  # the sum, and the rounding errors made in it
             return temporary(f"total {name}", (*x.shape[:-2], 2, x.shape[-1]), "float64")
         if x.fmt == self.acc:
             return None
@@ -242,10 +253,10 @@ class _Schedule:
         """Yield the phases of each block."""
         made: dict[Any, list[list[Plan]]] = {}
         for block in self.cuts:
-            turns, offsets = dict.fromkeys(GRADIENTS, Turn()), {}
+            turns, offsets = dict.fromkeys(self.part.gradients, Turn()), {}
             if not self.one:
                 for name, x in (*self.whole.items(), *self.totals.items()):
-                    if name in GRADIENTS:
+                    if name in turns:
                         turns[name] = self._turn(block, name, x)
                     if name not in self.apart:
                         offsets[name] = block.of(x)[1]
@@ -267,10 +278,11 @@ class _Schedule:
         phases: list[list[Plan | None]] = []
         for one in work.passes:
             phases.append([self._pass(one, batch)])
-        after: list[list[Plan | None]] = [[], []]
-        if work.partials is not None:
-            total, turn = totals.get("total d_bias"), turns["d_bias"]
-            after[0].append(self._join(work.partials, operands["d_bias"], total, turn, batch))
+        most = max(map(len, work.gradients.values()), default=0)
+        after: list[list[Plan | None]] = [[] for _ in range(max(1, most))]
+        for name, partials in work.partials.items():
+            total, turn = totals.get(f"total {name}"), turns[name]
+            after[0].append(self._join(partials, operands[name], total, turn, batch))
         for name, products in work.gradients.items():
             x, total = operands[name], totals.get(f"total {name}")
             for i, (left, right) in enumerate(products):
@@ -291,19 +303,20 @@ class _Schedule:
         assert over is not None
         m, n = over.shape[-2:]
         if x.slots.sums is None:
-            for y in x.slots:
+            for y in x.slots.all():
                 if y is not None and y.shape != (m, n):
                     break
                 if y is not None and y.strides != (n * y.itemsize, y.itemsize):
                     break
             else:
                 # One row, for which the row function is called once a cell.
-                slots = Slots(*(y and y._replace(shape=(1, m * n)) for y in x.slots))
+                slots = x.slots.each(lambda y: y._replace(shape=(1, m * n)))
                 return descriptors.rows(1, m * n, x.row, slots, self.threads)
             return descriptors.rows(m, n, x.row, x.slots, self.threads, batch)
         chunk = library.chunk(self.fmt)
         cell = None
-        if x.slots.count(None) == len(x.slots) - 2 and n <= tiling.NARROW and over.fmt == self.acc:
+        there = sum(y is not None for y in x.slots.all())
+        if there == 2 and n <= tiling.NARROW and over.fmt == self.acc:
             cell = library.narrow_sums_cell(self.acc)
         return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk, cell=cell)
 

@@ -155,19 +155,20 @@ def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
     """Write the context of one batch element; return its addresses of A and B."""
     d = WORDS(descriptor)
     c = WORDS(context)
-    for word in range(3 * SLOT_COUNT):
+    slots = d[D_SLOT_COUNT]
+    for word in range(3 * slots):
         c[word] = d[D_SLOTS + word]
     c[C_SCRATCH] = context + d[D_SCRATCH]
     c[C_SCRATCH_STRIDE] = d[D_SCRATCH_STRIDE]
     a, b = d[D_A], d[D_B]
     rest = batch
     for axis in range(d[D_BATCH_AXES] - 1, -1, -1):
-        word = D_AXES + axis * AXIS_WORDS
+        word = D_SLOTS + 3 * slots + axis * (3 + slots)
         index = rest % d[word]
         rest = rest // d[word]
         a += index * d[word + 1]
         b += index * d[word + 2]
-        for slot in range(SLOT_COUNT):
+        for slot in range(slots):
             c[3 * slot] += index * d[word + 3 + slot]
     return a, b
 
@@ -219,16 +220,22 @@ def move(source: int, source_step: int, target: int, target_step: int, n: int, i
             BITS16(target + q * target_step)[0] = BITS16(source + q * source_step)[0]
 
 
-def open_sums(context: int, i: int, j: int, n: int) -> int:
+def place_of(context: int, slot: int, i: int, j: int) -> int:
+    """Address of ``operand[i, j]``."""
+    c = WORDS(context)
+    return c[3 * slot] + i * c[3 * slot + 1] + j * c[3 * slot + 2]
+
+
+def open_sums(context: int, slot: int, i: int, j: int, n: int) -> int:
     """Address of the column sums to which row i belongs, ready to be added to.
 
     A chunk of CHUNK rows has two rows of partials: the sums of the latest RUN rows, and those of
     the runs before them.  So no chain of additions is longer than a run, or than a chunk has runs.
     """
     place = i % CHUNK
-    sums = TARGET_ROW(context, S_SUMS, i // CHUNK * 2, j, SIZE)
+    sums = TARGET_ROW(context, slot, i // CHUNK * 2, j, SIZE)
     if place % RUN == 0:
-        before = SUMS(TARGET_ROW(context, S_SUMS, i // CHUNK * 2 + 1, j, SIZE))
+        before = SUMS(TARGET_ROW(context, slot, i // CHUNK * 2 + 1, j, SIZE))
         run = SUMS(sums)
         if place == 0:
             for q in range(n):

@@ -190,7 +190,8 @@ def place(descriptor: int, t: int, j0: int, j1: int) -> tuple[int, int, int]:
 def sum_offsets(descriptor: int, s: int, a: int, b: int) -> tuple[int, int]:
     """Addresses of A and B advanced to product s of the summed batch axes."""
     d = WORDS(descriptor)
-    axes = D_AXES + d[D_BATCH_AXES] * AXIS_WORDS
+    slots = d[D_SLOT_COUNT]
+    axes = D_SLOTS + 3 * slots + d[D_BATCH_AXES] * (3 + slots)
     for axis in range(d[D_SUM_AXES] - 1, -1, -1):
         word = axes + 3 * axis
         index = s % d[word]

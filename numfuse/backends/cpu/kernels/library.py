@@ -72,9 +72,7 @@ def grad_pre_format(fmt: str) -> str:
 
 def _words() -> dict[str, Any]:
     """Return the names that every reader of a descriptor or a context binds."""
-    numbers = ("D_SLOTS", "D_AXES", "AXIS_WORDS", "SLOT_COUNT")
-    words = {name: getattr(protocol, name) for name in numbers}
-    words |= protocol.SCRATCH | protocol.DESCRIPTOR
+    words = protocol.SCRATCH | protocol.DESCRIPTOR | {"D_SLOTS": protocol.D_SLOTS}
     return words | {"WORDS": intrinsics.make_elements("int64")}
 
 
@@ -295,7 +293,6 @@ def row_names(fmt: str, acc: str) -> dict[str, Any]:
     move = specialise.device(elementwise.move, **bits)
     target_row = specialise.device(elementwise.target_row, **context)
     sums = {
-        "S_SUMS": protocol.SLOTS["S_SUMS"],
         "SIZE": vectors.itemsize(acc),
         "ZERO": _zero(acc),
         "SUMS": intrinsics.make_elements(acc),
@@ -309,6 +306,7 @@ def row_names(fmt: str, acc: str) -> dict[str, Any]:
         "WIDE_VECTORS": intrinsics.make_wide_vectors(8 * host.vector_bytes()),
         "SOURCE_ROW": specialise.device(elementwise.source_row, **context, MOVE=move),
         "TARGET_ROW": target_row,
+        "PLACE_OF": specialise.device(elementwise.place_of, **context),
         "OPEN_SUMS": specialise.device(elementwise.open_sums, **sums),
         "FINISH_ROW": specialise.device(elementwise.finish_row, **context, MOVE=move),
     }

@@ -14,6 +14,8 @@ class Source(NamedTuple):
     slot: str | None
     #: Its storage format.
     fmt: str
+    #: Whether one element serves a row.
+    once: bool = False
 
 
 class Result(NamedTuple):
@@ -29,13 +31,13 @@ def text(
     sources: Sequence[Source],
     results: Sequence[Result],
     formulas: Sequence[str],
-    sums: str | None,
+    sums: Sequence[tuple[str, str]],
     streams: bool,
 ) -> str:
     """Return a row function as Python text.
 
     `sources` are in the order of the formula's arguments, `formulas` names what it returns, in its
-    order, and `sums` the one that is added to the column sums. `streams`: store past the caches;
+    order, and `sums` those that are added to column sums, each with its slot. `streams`: store past the caches;
     the results begin on a line, and n is a multiple of STEP. A step goes to a few registers first:
     LLVM makes vectors of the loop over them, and non-temporal stores need whole ones. Spread
     between the arithmetic, the stores wait for memory while it goes on; copied from a finished row
@@ -43,8 +45,12 @@ def text(
     """
     at = "at + q" if streams else "q"
     lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]
-    for name, slot, _ in sources:
+    for name, slot, _, once in sources:
         place = "acc"
+        if once and slot is not None:
+            here = f"FROM_{name}(PLACE_OF(context, S_{slot.upper()}, i, j))[0]"
+            lines.append(f"    one_{name} = WIDEN_{name}({here})")
+            continue
         if slot is not None:
             place = f"SOURCE_ROW(context, S_{slot.upper()}, i, j, n, ITEM_{name})"
         lines.append(f"    from_{name} = FROM_{name}({place})")
@@ -53,15 +59,17 @@ def text(
         lines.append(f"    to_{name} = {place if streams else f'TO_{name}({place})'}")
         if streams:
             lines.append(f"    room_{name} = ROOM_{name}()")
-    if sums is not None:
-        lines.append("    sums = SUMS(OPEN_SUMS(context, i, j, n))")
-    arguments = ", ".join(f"WIDEN_{name}(from_{name}[{at}])" for name, _, _ in sources)
+    for name, slot in sums:
+        lines.append(f"    sums_{name} = SUMS(OPEN_SUMS(context, S_{slot.upper()}, i, j, n))")
+    arguments = ", ".join(
+        f"one_{name}" if once else f"WIDEN_{name}(from_{name}[{at}])" for name, _, _, once in sources
+    )
     body = [f"{', '.join(f'new_{name}' for name in formulas)} = FORMULA({arguments})"]
     for name, _, _ in results:
         target = f"room_{name}[q]" if streams else f"to_{name}[q]"
         body.append(f"{target} = NARROW_{name}(new_{name})")
-    if sums is not None:
-        body.append(f"sums[q] = sums[q] + new_{sums}")
+    for name, _ in sums:
+        body.append(f"sums_{name}[q] = sums_{name}[q] + new_{name}")
     if streams:
         lines += ["    for at in range(0, n, STEP):", "        for q in range(STEP):"]
         lines += [f"            {line}" for line in body]

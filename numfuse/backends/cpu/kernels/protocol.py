@@ -50,17 +50,20 @@ DESCRIPTOR = Schema("""
     D_SCRATCH D_SCRATCH_STRIDE
     D_STREAM D_STREAM_ITEM  # row function that stores past the caches (elementwise cells only), or
     D_STREAM_STEP           # 0; bytes of its elements and how many of them it writes at a time
+    D_SLOT_COUNT
 """)
 #: Operands of a row function: three words each (address, row stride, column stride).
-SLOTS = Schema("S_BIAS S_EXTRA S_GRAD S_OUT S_PRE S_SUMS S_A S_B")
-SLOT_COUNT = len(SLOTS)
-D_SLOTS = DESCRIPTOR.end
+#: A descriptor has the first SLOT_COUNT of them, or more where an epilogue asks for more.
+MOST_SLOTS, SLOT_COUNT = 40, 8
+SLOTS = Schema(
+    "S_BIAS S_EXTRA S_GRAD S_OUT S_PRE S_SUMS S_A S_B "
+    + " ".join(f"S_{i}" for i in range(SLOT_COUNT, MOST_SLOTS))
+)
 #: After the slots: per batch axis its size and the strides of A, B and every slot, then per
 #: summed axis its size and the strides of A and B.
-D_AXES = D_SLOTS + 3 * SLOT_COUNT
-AXIS_WORDS = 3 + SLOT_COUNT
+D_SLOTS = DESCRIPTOR.end
 #: Context words: the slots, then the address and stride of the scratch rows.
-SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * SLOT_COUNT)
+SCRATCH = Schema("C_SCRATCH C_SCRATCH_STRIDE", 3 * MOST_SLOTS)
 #: Then the block of B that is packed between the tiles of the one before it, and the same of the
 #: next group of panels of A, where its columns are contiguous.
 AHEAD = Schema(
@@ -91,11 +94,11 @@ STREAM_TABLE = AHEAD.end
 STREAMS = {"FOR_A": 0, "FOR_B": 2, "FOR_PLANE": 3, "FOR_ROWS": 5, "FOR_PANELS": 8}
 STREAM_COUNT = 9
 ROW_STREAMS = STREAMS["FOR_PANELS"] - STREAMS["FOR_ROWS"]
-CONTEXT_BYTES = 640
+CONTEXT_BYTES = 1408
 
 #: How a step names an operand: the number of its array, above these bits an offset in bytes.  The
 #: last number is the launch's own memory.
-NUMBER_BITS = 5
+NUMBER_BITS = 8
 NUMBERS = (1 << NUMBER_BITS) - 1
 #: Before the steps of a sequence: the number of the array that a temporary is to lie beside (-1:
 #: none), and where that temporary is planned.

@@ -17,15 +17,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from numfuse import epilogues
+from numfuse import epilogues, expr
 from numfuse.backends.cpu.kernels import library, printer
 from numfuse.backends.cpu.kernels.printer import Result, Source
 from numfuse.backends.cpu.llvm import conversions, intrinsics, primitives, vectors
+from numfuse.epilogues import Epilogue
 from numfuse.runtime import specialise
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.epilogues import Epilogue
     from numfuse.language.curves import Curve
 
 
@@ -34,17 +34,20 @@ def row(
     fmt: str,
     sources: tuple[Source, ...],
     results: tuple[Result, ...],
-    sums: str | None = None,
+    sums: str | None | tuple[tuple[str, str], ...] = None,
     streams: bool = False,
 ) -> specialise.Kernel:
     """Compile (or find) the row function of an epilogue.
 
     `fmt`, the operands' storage format, decides the accumulator's, in which all is computed. There
     is a source for each input that the results depend on, in any order; `results` are those that
-    are stored, `sums` the one that is added to the column sums. `streams`: see `printer.text`.
+    are stored, `sums` the one that is added to the column sums, or several, each with its slot.
+    `streams`: see `printer.text`.
     """
     acc = library.accumulator(fmt)
-    wanted = tuple(dict.fromkeys([*(result.name for result in results), *([sums] if sums else [])]))
+    if not isinstance(sums, tuple):
+        sums = ((sums, "sums"),) if sums else ()
+    wanted = tuple(dict.fromkeys([result.name for result in results] + [name for name, _ in sums]))
     chosen = epilogue.select(*wanted)
     at = {source.name: source for source in sources}
     read = [at[name] for name in chosen.inputs]
@@ -52,7 +55,7 @@ def row(
     called = f"{epilogue.name.replace(' ', '_')}_row"
     printed = printer.text(called, read, results, wanted, sums, streams)
     names: dict[str, Any] = {"FORMULA": formula, "PRINTED": printed}
-    for name, _, stored in read:
+    for name, _, stored, _ in read:
         names[f"FROM_{name}"] = intrinsics.make_elements(stored)
         names[f"ITEM_{name}"] = vectors.itemsize(stored)
         names[f"WIDEN_{name}"] = conversions.make_widen(stored, acc)
@@ -114,6 +117,17 @@ def terms(fmt: str, out: str, product: bool, w: bool, z: bool, before: bool) -> 
     absent = [x.name for x, present in zip(sources, there, strict=True) if not present]
     total = epilogues.sum_of_terms(3).without(*absent)
     return row(total, fmt, sources, (Result("out", "out", out),))
+
+
+@library.by_formula
+def constant(acc: str) -> specialise.Kernel:
+    """``out = 1``"""
+    one = Epilogue("one", (), (), (("out", expr.constant(1)),))
+    return row(one, acc, (), (Result("out", "out", acc),))
+
+
+#: The row function of a user's epilogue.
+fused = library.by_formula(row)
 
 
 # --- layers -------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def run(
         which = table.TABLE.get(activation) if type(activation) is str else activation
         chosen = active()
         precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
-        seen = [operation.name, kind, getattr(which, "serial", None), precision, flipped]
+        seen = [operation.mark, kind, getattr(which, "serial", None), precision, flipped]
         ordinal = kind.glance([*operands, *flags, backend, needs, out], seen, addresses)
         if ordinal >= 0:
             seen.append(ordinal)

@@ -1,0 +1,255 @@
+"""An epilogue of products and operands, and the gradients' products that follow it.
+
+All sums but the last are made in the accumulator's format for a block of rows, which stays in the
+caches; the last product's pass reads them, does what is elementwise and adds to column sums. A
+result that is summed over its columns is a product with ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from numfuse.backends.cpu import descriptors, gates, tiling
+from numfuse.backends.cpu.descriptors import Slots
+from numfuse.backends.cpu.kernels import library, protocol, rows
+from numfuse.backends.cpu.kernels.printer import Result, Source
+from numfuse.backends.cpu.launch.sequence import Operand, Program, operand, program, temporary
+from numfuse.backends.cpu.launch.sequence import operands as operands_of
+from numfuse.backends.cpu.layers import column_sums
+from numfuse.backends.cpu.llvm import vectors
+from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, merged, record
+from numfuse.epilogues import Epilogue
+from numfuse.language.curves import leaf, replace_leaves
+from numfuse.problem.operands import format_of
+
+if TYPE_CHECKING:
+    from numfuse.problem.fused import FusedProblem
+
+#: The slots of what is read, and of what is stored behind the first.
+_FREE = [
+    name[2:].lower() for name in protocol.SLOTS if name not in ("S_OUT", "S_SUMS", "S_GRAD")
+]
+
+
+class _Places:
+    """The slots of a pass, filled one by one."""
+
+    def __init__(self) -> None:
+        self.sources: list[Source] = []
+        self.results: list[Result] = []
+        self.sums: list[tuple[str, str]] = []
+        self._taken: dict[str, Operand] = {}
+        self._free = iter(_FREE)
+
+    def _slot(self, x: Operand, first: str) -> str:
+        slot = first if first and first not in self._taken else next(self._free, "")
+        if not slot:
+            raise ValueError(
+                f"an epilogue on the CPU must have at most {protocol.MOST_SLOTS - 3} arrays"
+            )
+        self._taken[slot] = x
+        return slot
+
+    def read(self, name: str, x: Operand, once: bool) -> None:
+        """Let an input be read from an operand."""
+        *_, m, n = x.shape
+        self.sources.append(Source(name, self._slot(x, ""), x.fmt, once))
+
+    def store(self, name: str, x: Operand) -> None:
+        """Let a result be stored."""
+        self.results.append(Result(name, self._slot(x, "out"), x.fmt))
+
+    def add(self, name: str, x: Operand) -> None:
+        """Let a result be added to column sums."""
+        self.sums.append((name, self._slot(x, "sums")))
+
+    def slots(self, over: Operand | None = None) -> Slots:
+        """Return the operands in their slots."""
+        taken = self._taken if over is None else {**self._taken, "grad": over}
+        every = [taken.get(name[2:].lower()) for name in protocol.SLOTS]
+        while len(every) > protocol.SLOT_COUNT and every[-1] is None:
+            every.pop()
+        return Slots(*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :]))
+
+
+def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
+    """Return the program of an epilogue's problem."""
+    zeroed = [names.index(name) for name in p.zeroed]
+    if not (p.sums or p.products or p.summed):
+        return _elements(p, names, threads, zeroed)
+    arrays = {n: x for n, x in operands_of(p, names).items() if n not in p.zeroed}
+    fmt, acc = format_of(p.dtype), format_of(p.acc_dtype)
+    of_products = {f.name for terms in p.products.values() for pair in terms for f in pair}
+    held = len(of_products & {name for name, _ in p.epilogue.results})
+    wide = max(0, len(p.sums) - 1) + sum(_is_apart(p, name) for name in p.summed)
+    itemsize = wide * vectors.itemsize(acc) + held * vectors.itemsize(library.grad_pre_format(fmt))
+    blocks = max(1, p.m), max(1, math.prod(p.batch))
+    if itemsize:
+        kept = p.k if p.dtype != p.acc_dtype else 0
+        blocks = tiling.backward_block(p.m, p.n, kept, itemsize, library.chunk(fmt))
+    part = Part(arrays, *blocks, partial(_work, p), _by_rows(p), (*p.summed, *p.products))
+    return record(p, names, [part], threads, zeroed)
+
+
+def _by_rows(p: FusedProblem) -> frozenset[str]:
+    """Return the names of what has a row for each of M."""
+    right = {b for pairs in p.sums.values() for _, b in pairs}
+    right |= {f.name for terms in p.products.values() for pair in terms for f in pair if f.turned}
+    right -= {a for pairs in p.sums.values() for a, _ in pairs}
+    found = []
+    for name, x in p.arrays.items():
+        left = any(x.turned and x.name == name for terms in p.products.values() for x, _ in terms)
+        one_row = name in p.summed and x.shape[-2] == 1 != p.m
+        if left or (name not in right and not one_row and not _is_right_gradient(p, name)):
+            found.append(name)
+    return frozenset(found)
+
+
+def _is_right_gradient(p: FusedProblem, name: str) -> bool:
+    return name in p.products and p.products[name][0][0].turned
+
+
+def _is_apart(p: FusedProblem, name: str) -> bool:
+    """Whether a summed result is summed over its columns too."""
+    return p.arrays[name].shape[-1] == 1 != p.n
+
+
+# --- products -------------------------------------------------------------------------------------
+def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> Work:
+    """Return what is done for a block."""
+    fmt, acc = format_of(p.dtype), format_of(p.acc_dtype)
+    m, n = _rows_of(p, x), p.n
+    own: list[Operand] = []
+    passes: list[Pass] = []
+    places = _Places()
+
+    def fresh(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
+        own.append(temporary(name, shape, fmt))
+        return own[-1]
+
+    # The sums: the last product of all is the one whose pass does the rest.
+    epilogue = p.epilogue
+    last: Factors | None = None
+    for name in epilogue.accumulators:
+        products = [(x[a], x[b]) for a, b in p.sums[name]]
+        if name == epilogue.accumulators[-1]:
+            *products, last = products
+            places.sources.append(Source(name, None, acc))
+            if products:
+                before = f"{name}_before"
+                epilogue = _with(epilogue, name, before)
+                name = before
+        if products:
+            t = fresh(f"sum {name}", (*batch, m, n), acc)
+            for i, factors in enumerate(products):
+                row = rows.terms(fmt, acc, True, False, False, i > 0)
+                passes.append(Pass(row, Slots(pre=t if i else None, out=t), factors))
+            places.read(name, t, False)
+    for name in epilogue.operands:
+        if name in x:
+            places.read(name, x[name], last is None and x[name].shape[-1] == 1 != n)
+    # The results: stored, factors of products, and summed.
+    made: dict[str, Operand] = {}
+    for name in p.stored:
+        places.store(name, x[name])
+    for terms in p.products.values():
+        for factor in (f for pair in terms for f in pair):
+            if factor.name not in x and factor.name not in made:
+                shape = (*batch, m, n)
+                made[factor.name] = fresh(factor.name, shape, library.grad_pre_format(fmt))
+                places.store(factor.name, made[factor.name])
+    partials: dict[str, Operand] = {}
+    apart: list[str] = []
+    for name in p.summed:
+        if _is_apart(p, name):
+            apart.append(name)
+            made[name] = fresh(f"whole {name}", (*batch, m, n), acc)
+            places.store(name, made[name])
+        else:
+            partials[name] = column_sums(p, f"sums {name}", x[name], (m, n), batch)
+            own.append(partials[name])
+            places.add(name, partials[name])
+    # (a pass without a product or a stored result goes over the shape of an operand)
+    over = None
+    if last is None and not places.results:
+        over = next(y for y in places.slots().all() if y and y.shape[-2:] == (m, n))
+    row = rows.fused(
+        epilogue, fmt, tuple(places.sources), tuple(places.results), tuple(places.sums)
+    )
+    passes.append(Pass(row, places.slots(over), last))
+
+    gradients: dict[str, list[Factors]] = {}
+    for name, terms in p.products.items():
+        gradients[name] = []
+        for pair in terms:
+            factors = [made[f.name] if f.name in made else x[f.name] for f in pair]
+            left, right = (
+                y.turned() if f.turned else y for f, y in zip(pair, factors, strict=True)
+            )
+            gradients[name].append((left, right))
+    if apart:
+        one = fresh("one", (1, 1), acc)
+        passes.append(Pass(rows.constant(acc), Slots(out=one)))
+
+        def ones(length: int) -> Operand:
+            return one._replace(shape=(length, 1), strides=(0, 0))
+
+        for name in apart:
+            across = made[name], ones(n)
+            if x[name].shape[-2] == 1 != m:
+                line = fresh(f"rows of {name}", (*batch, m, 1), acc)
+                passes.append(Pass(rows.store(acc), Slots(out=line), across))
+                across = ones(m).turned(), line
+            gradients[name] = [across]
+    return Work(passes, gradients, partials, own)
+
+
+def _rows_of(p: FusedProblem, x: Mapping[str, Operand]) -> int:
+    """Return the rows of a block."""
+    by_rows = _by_rows(p)
+    return max((y.shape[-2] for name, y in x.items() if name in by_rows), default=1)
+
+
+def _with(epilogue: Epilogue, name: str, before: str) -> Epilogue:
+    """Return the epilogue with another operand added to one of its sums."""
+    graphs = replace_leaves(epilogue.graphs, {leaf(name): leaf(name) + leaf(before)})
+    results = zip([result for result, _ in epilogue.results], graphs, strict=True)
+    inputs = epilogue.accumulators, (*epilogue.operands, before)
+    return Epilogue(epilogue.name, *inputs, tuple(results), epilogue.ties)
+
+
+# --- elements -------------------------------------------------------------------------------------
+def _elements(
+    p: FusedProblem, names: Sequence[str], threads: int, zeroed: Sequence[int]
+) -> Program:
+    """Return the program of an epilogue without a product or a sum: one pass over elements."""
+    if not p.stored:
+        return program(names, [], zeroed=zeroed)
+    fmt, shape = format_of(p.dtype), p.shape
+    used = [*p.stored, *p.epilogue.operands]
+    # The last axis is the one along which the first result is densest.
+    views = merged([np.broadcast_to(p.arrays[name], shape) for name in used])
+    *batch, m, n = views[0].shape
+    places, written = _Places(), []
+    for name, y in zip(used, views, strict=True):
+        # The views number the same elements in another way: the addresses are those of the arrays.
+        if name in p.stored:
+            places.store(name, operand(name, y))
+            written.append(y)
+        else:
+            places.read(name, operand(name, y), n > 1 and y.strides[-1] == 0)
+    head = p.epilogue, fmt, tuple(places.sources), tuple(places.results), ()
+    stream = None
+    apart = len(written) == 1 and not any(
+        np.may_share_memory(written[0], y) for y in views[len(written) :]
+    )
+    if apart and gates.past_the_caches(written):
+        stream = rows.fused(*head, True)
+    at = places.slots()
+    plan = descriptors.rows(m, n, rows.fused(*head), at, threads, tuple(batch), stream=stream)
+    return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)

@@ -1,0 +1,269 @@
+"""Epilogues of a user's own: recorded once, named, pickled.
+
+A formula is a function of accumulators, which come first, and of operands. How many of its
+parameters are accumulators, a call tells: as many as it has right factors.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import itertools
+import re
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from numfuse import expr as ex
+from numfuse.activations.table import checked_name
+from numfuse.epilogues import Epilogue
+from numfuse.language.curves import leaf, recording, replace_leaves
+from numfuse.language.graph import Expr, constant, topological
+from numfuse.language.operations import TRUTH
+from numfuse.language.text import dumps, loads
+
+#: By name, in the order of definition.
+TABLE: dict[str, UserEpilogue] = {}
+_SERIALS = itertools.count()
+#: What was recorded of plain functions, as long as they live, and of the latest texts of such.
+_RECORDED: weakref.WeakKeyDictionary[Any, UserEpilogue] = weakref.WeakKeyDictionary()
+_BY_TEXT: dict[Any, list[UserEpilogue]] = {}
+_MOST_TEXTS = 256
+
+
+class UserEpilogue:
+    """A formula over accumulators and operands, for every target; made by :func:`epilogue`.
+
+    Attributes
+    ----------
+    name : str
+    source : str
+        Where the formula comes from.
+    parameters : tuple of str
+        Its accumulators, then its operands.
+    serial : int
+        A number that no other epilogue has.
+    """
+
+    def __init__(
+        self, name: str, source: str, parameters: tuple[str, ...], graphs: tuple[Expr, ...],
+        several: bool, formula: Callable[..., Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.name, self.source, self.parameters = name, source, parameters
+        #: The results, over the inputs ``p_0``, ``p_1`` ..., and whether they make a tuple.
+        self.graphs, self.several = graphs, several
+        self.serial = next(_SERIALS)
+        #: The numbers, and the other objects, that the function reads from around it, by name.
+        self._numbers, self._others = _outer(formula)
+        #: By the number of accumulators, and by what else is made of it.
+        self.made: dict[Any, Any] = {}
+
+    def over(self, accumulators: int) -> Epilogue:
+        """Return it with so many accumulators ``z_0`` ..., operands ``x_0`` ... and ``out_0`` ..."""
+        found = self.made.get(accumulators)
+        if found is None:
+            count = len(self.parameters)
+            names = [f"z_{i}" for i in range(accumulators)]
+            names += [f"x_{i}" for i in range(count - accumulators)]
+            places = {leaf(f"p_{i}"): leaf(name) for i, name in enumerate(names)}
+            graphs = replace_leaves(self.graphs, places)
+            results = tuple((f"out_{i}", graph) for i, graph in enumerate(graphs))
+            split = tuple(names[:accumulators]), tuple(names[accumulators:])
+            name = re.sub(r"\W", "_", self.name, flags=re.A)
+            found = self.made[accumulators] = Epilogue(name, *split, results, self.graphs)
+        return found
+
+    def check(self, formula: Any) -> None:
+        """Raise ValueError where a number that the formula reads from around it has changed."""
+        if self._numbers:
+            for (name, before), (_, now) in zip(self._numbers, _outer(formula)[0], strict=True):
+                if not _same(before, now):
+                    raise ValueError(
+                        f"the epilogue {self.name!r} was recorded with {name} = {before!r}, which "
+                        f"is now {now!r}: make {name} an operand of the formula, whose value may "
+                        f"change from call to call, or define one with numfuse.epilogue for each"
+                    )
+
+    def reads(self, formula: Any) -> bool:
+        """Return whether a function of the same text reads the same objects from around it."""
+        others = _outer(formula)[1]
+        pairs = zip(self._others, others, strict=False)
+        return len(others) == len(self._others) and all(x is y for (_, x), (_, y) in pairs)
+
+    def formulas(self) -> list[Expr]:
+        """Return the recorded graphs, with which all that is made of them goes."""
+        return list(self.graphs)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Return the results at symbols (so formulas may be made of epilogues) or at arrays."""
+        if len(arguments) != len(self.parameters):
+            raise TypeError(
+                f"the epilogue {self.name!r} takes {len(self.parameters)} arguments "
+                f"({', '.join(self.parameters)}), got {len(arguments)}"
+            )
+        if any(isinstance(x, Expr) for x in arguments):
+            places = {leaf(f"p_{i}"): constant(x) for i, x in enumerate(arguments)}
+            found: Any = replace_leaves(self.graphs, places)
+            return found if self.several else found[0]
+        from numfuse.fusion import elementwise
+
+        return elementwise(self, *arguments)
+
+    def __repr__(self) -> str:
+        return f"<epilogue {self.name!r}: {self.source}>"
+
+
+def _same(x: Any, y: Any) -> bool:
+    return type(x) is type(y) and bool(x == y or (x != x and y != y))
+
+
+def _outer(formula: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Return the numbers that a function reads from its closure and its module, and what else."""
+    code, found = getattr(formula, "__code__", None), []
+    if code is None:
+        return [], []
+    for name, cell in zip(code.co_freevars, formula.__closure__ or (), strict=True):
+        found.append((name, cell.cell_contents))
+    found += [(x, formula.__globals__[x]) for x in code.co_names if x in formula.__globals__]
+    numbers = [(name, x) for name, x in found if isinstance(x, (int, float, np.number))]
+    return numbers, [(name, x) for name, x in found if not isinstance(x, (int, float, np.number))]
+
+
+def recorded(formula: Callable[..., Any], name: str, source: str) -> UserEpilogue:
+    """Call a formula once with symbols, and return what it does.
+
+    Raises
+    ------
+    TypeError
+        If it branches on a symbol, calls what a symbol cannot serve, or returns no number.
+    ValueError
+        If it has more than 1000 operations.
+    """
+    parameters = []
+    for p in inspect.signature(formula).parameters.values():
+        if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.default is not p.empty:
+            raise TypeError(
+                f"the epilogue {name!r} must have positional parameters without defaults, one for "
+                f"each accumulator and operand, got {p}"
+            )
+        parameters.append(p.name)
+    with recording():
+        made = formula(*(leaf(f"p_{i}") for i in range(len(parameters))))
+    several = isinstance(made, tuple)
+    graphs = tuple(constant(x) for x in (made if several else (made,)))
+    if not graphs:
+        raise TypeError(f"the epilogue {name!r} must return a value, got an empty tuple")
+    for graph in graphs:
+        if graph.op in TRUTH:
+            raise TypeError(
+                f"the epilogue {name!r} returned a condition: write "
+                f"numfuse.expr.where(condition, 1, 0)"
+            )
+    count = sum(bool(e.args) for e in topological(graphs))
+    if count > ex.MOST:
+        raise ValueError(
+            f"an epilogue must have at most {ex.MOST} operations, got {count}: every one of them "
+            f"would be compiled into each kernel"
+        )
+    return UserEpilogue(name, source, tuple(parameters), graphs, several, formula)
+
+
+def epilogue(
+    formula: Callable[..., Any] | None = None, /, *, source: str = "", name: str | None = None
+) -> Any:
+    """Define an epilogue; the decorated name becomes the :class:`UserEpilogue`.
+
+    Parameters
+    ----------
+    formula : callable
+        Of scalars, accumulators first and then operands, written with arithmetic, the functions of
+        `numfuse.expr` and activations. It is called once, with symbols, and returns one value, or
+        a tuple of values for :func:`elementwise`.
+    source : str, optional
+        Where the formula comes from.
+    name : str, optional
+        Default: the function's name. A name that exists is redefined. As for :func:`activation`.
+
+    Returns
+    -------
+    UserEpilogue
+        For :func:`matmul_epilogue` and :func:`elementwise`. Its derivatives are derived from the
+        recorded graph, with the activations' own as leaves.
+
+    Raises
+    ------
+    TypeError
+        If the formula branches on an argument, calls what a symbol cannot serve, or has parameters
+        with defaults; if `formula` is no function, or `name` or `source` no str.
+    ValueError
+        For another name, and for a formula of more than 1000 operations.
+
+    Examples
+    --------
+    >>> import numfuse as nf
+    >>> from numfuse import expr as ex
+    >>> @nf.epilogue
+    ... def scaled(z, bias, scale):
+    ...     return ex.tanh(z + bias) * scale
+    """
+    if not isinstance(source, str):
+        raise TypeError(f"source must be a str, got {type(source).__qualname__}")
+
+    def decorate(made: Callable[..., Any]) -> UserEpilogue:
+        known = checked_name(made, name)
+        TABLE[known] = found = recorded(made, known, source or "user-defined")
+        return found
+
+    return decorate if formula is None else decorate(formula)
+
+
+def get(which: Any) -> UserEpilogue:
+    """Return the epilogue of a name, of a plain function, or the object itself."""
+    if type(which) is UserEpilogue:
+        return which
+    if isinstance(which, str):
+        if which not in TABLE:
+            known = ", ".join(TABLE) or "a function: none is defined by name"
+            raise ValueError(f"epilogue must be one of {known}, got {which!r}")
+        return TABLE[which]
+    if not callable(which):
+        raise TypeError(
+            f"epilogue must be a function, a name (str) or what numfuse.epilogue returned, got "
+            f"{type(which).__name__}"
+        )
+    made = _RECORDED.get(which)
+    if made is not None and made.reads(which):
+        made.check(which)
+        return made
+    # A function that is made anew for each call (a lambda) is known by its text.
+    texts = _BY_TEXT.setdefault(getattr(which, "__code__", which), [])
+    for made in texts:
+        if made.reads(which):
+            made.check(which)
+            break
+    else:
+        made = recorded(which, getattr(which, "__name__", type(which).__name__), "user-defined")
+        texts.append(made)
+        while len(_BY_TEXT) > _MOST_TEXTS:
+            _BY_TEXT.pop(next(iter(_BY_TEXT)), None)
+    _RECORDED[which] = made
+    return made
+
+
+# --- pickles ------------------------------------------------------------------------------------
+def _from_text(
+    name: str, source: str, parameters: tuple[str, ...], several: bool, text: str
+) -> UserEpilogue:
+    """Unpickle: the registered epilogue if it is the same one, else an unregistered copy."""
+    known = TABLE.get(name)
+    if known is not None and known.several == several and dumps(known.graphs) == text:
+        return known
+    return UserEpilogue(name, source, parameters, loads(text), several)
+
+
+copyreg.pickle(
+    UserEpilogue,
+    lambda e: (_from_text, (e.name, e.source, e.parameters, e.several, dumps(e.graphs))),
+)

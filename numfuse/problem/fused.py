@@ -1,0 +1,454 @@
+"""Hop 2 of epilogues: products over one left factor, what is done with their sums, and gradients.
+
+A forward is an :class:`Epilogue` over the sums ``z_0``, ``z_1`` ... of a @ b_0, a @ b_1 ... (or over
+none) and operands ``x_0`` ...; its derivatives are derived from that, and so are the products that
+they take. A backend is given one kind of problem for all of them: sums of products, an epilogue,
+which of its results are stored or summed, and the products of those that are gradients of factors.
+
+=============== =============================================== ================================
+operation       sums                                            products
+=============== =============================================== ================================
+forward         z_i = a b_i
+backward        z_i, or as saved                                d_a = sum_i d_z_i b_i'
+                                                                d_b_i = a' d_z_i
+forward mode    z_i; z_i_dot = a_dot b_i + a b_i_dot
+double backward z_i; t_i = u b_i + a v_i                        d_a = sum_i q_i b_i' + s_i v_i'
+                                                                d_b_i = a' q_i + u' s_i
+=============== =============================================== ================================
+
+Where a layer has biases, ``x_i`` is that of z_i, and a saved z_i has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.epilogues import Epilogue
+from numfuse.language.curves import inputs as leaves_of
+from numfuse.language.curves import leaf, replace_leaves
+from numfuse.language.graph import Expr
+from numfuse.problem.operands import (
+    array_of,
+    as_plain,
+    output,
+    same_dtype,
+    saved_pre_activation,
+    shaped,
+)
+from numfuse.problem.product import STORED
+from numfuse.problem.shapes import GemmShape, Shape, gemm_shape, merge_axes, residual_view
+
+
+class Factor(NamedTuple):
+    """A factor of a product: an array of the problem or a result of its epilogue."""
+
+    name: str
+    turned: bool = False
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class FusedProblem:
+    """An epilogue of sums of products and of operands, and the products that follow it.
+
+    Arrays are (..., rows, columns), with batch axes of their own that broadcast to `batch`: factors
+    as a product has them, every other array (..., M or 1, N or 1).
+    """
+
+    #: What the call is named by, and whose formulas it goes with.
+    activation: Any
+    m: int
+    n: int
+    k: int
+    batch: Shape
+    dtype: np.dtype[Any]
+    acc_dtype: np.dtype[Any]
+    arrays: dict[str, ndarray]
+    #: By accumulator, the factors of the one or two products that it is the sum of.
+    sums: dict[str, tuple[tuple[str, str], ...]]
+    #: A result is stored, summed, or a factor of `products`, by its name.
+    epilogue: Epilogue
+    #: The arrays that are results, as the epilogue has them, element by element.
+    stored: tuple[str, ...]
+    #: The arrays that are results summed over the axes that they lack, or have with length 1.
+    summed: tuple[str, ...]
+    #: By the array of a gradient, the products that it is the sum of.
+    products: dict[str, tuple[tuple[Factor, Factor], ...]]
+    #: The arrays that nothing contributes to.
+    zeroed: tuple[str, ...]
+    result: Any
+
+    def __getattr__(self, name: str) -> ndarray:
+        try:
+            return self.arrays[name]
+        except KeyError:
+            raise AttributeError(f"the problem has no array {name!r}") from None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Return the names of all arrays that are written."""
+        return (*self.stored, *self.summed, *self.products, *self.zeroed)
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape over which the epilogue runs."""
+        return (*self.batch, self.m, self.n)
+
+    def without_terms(self) -> list[str] | None:
+        """Return the results that are zero, if nothing else is to be computed; else None."""
+        names = [name for name in self.results if self.arrays[name].size]
+        return None if names and prod(self.shape) else names
+
+
+class Form(NamedTuple):
+    """What a call asks of an epilogue, beside its arrays.
+
+    `kind` is "forward", "backward", "double_backward" or "tangent". With `several` the right factors
+    came as a tuple. `labels` are the operands' names in messages, and `numbers` says which of them
+    came as Python numbers; `results` counts those of the forward. With `biases` the operands are
+    terms of the sums, one each.
+    """
+
+    kind: str
+    factors: int
+    several: bool
+    labels: tuple[str, ...]
+    numbers: tuple[bool, ...]
+    results: int = 1
+    biases: bool = False
+
+    @property
+    def sums(self) -> tuple[str, ...]:
+        """Return the names of the sums."""
+        return tuple([f"z_{i}" for i in range(self.factors)])
+
+    @property
+    def right(self) -> tuple[str, ...]:
+        """Return the names of the right factors."""
+        return tuple([f"b_{i}" for i in range(self.factors)])
+
+    @property
+    def factor_names(self) -> tuple[str, ...]:
+        """Return the names of all factors."""
+        return ("a", *self.right) if self.factors else ()
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        """Return the names of the operands."""
+        return tuple([f"x_{i}" for i in range(len(self.labels))])
+
+    def label(self, name: str) -> str:
+        """Return what a message calls an array."""
+        before, core, after = "", name, ""
+        if name.startswith(("c_", "d_")):
+            before, core = ("cotangent of d_" if name[0] == "c" else "d_"), name[2:]
+        elif name.endswith("_dot"):
+            core, after = name[:-4], "_dot"
+        if core in self.others:
+            core = self.labels[int(core[2:])]
+        elif core in self.right and self.biases:
+            core = ("b_gate", "b_up")[int(core[2:])]
+        elif core in self.right:
+            core = f"b[{core[2:]}]" if self.several else "b"
+        elif core.startswith("g_"):
+            core = "grad" if self.results == 1 else f"grads[{core[2:]}]"
+        elif core.startswith("z_"):
+            core = "pre_activation"
+        elif core.startswith("out_"):
+            core = "out" if self.results == 1 else f"out[{core[4:]}]"
+        return before + core + after
+
+
+# --- derivatives ----------------------------------------------------------------------------------
+def _derived(form: Form, whole: Epilogue, there: frozenset[str], guard: bool) -> Epilogue:
+    """Return all results that a kind of call may have, where these arrays are `there`."""
+    z, inputs = form.sums, (*form.sums, *whole.operands)
+    #: By the leaf of a sum, what is added to it; a sum without a product is that alone.
+    added = [(name, f"x_{i}", name not in there) for i, name in enumerate(z)]
+    sums = [name for name in z if name not in there]
+    made = whole
+    results: tuple[tuple[str, Expr], ...]
+    if form.kind == "forward":
+        results = *whole.results, *((f"pre_{i}", leaf(name)) for i, name in enumerate(z))
+    elif form.kind == "tangent":
+        moving = [name for name in whole.operands if f"{name}_dot" in there]
+        for i, name in enumerate(z):
+            product = bool({"a_dot", f"b_{i}_dot"} & there)
+            if product or (form.biases and f"x_{i}_dot" in there):
+                moving.append(name)
+                added.append((f"{name}_dot", f"x_{i}_dot", product))
+                sums += [f"{name}_dot"] * product
+        results = whole.tangent(tuple(moving)).results
+    else:
+        grads = {name: f"g_{i}" for i, (name, _) in enumerate(whole.results)}
+        grads = {name: g for name, g in grads.items() if g in there}
+        made = whole.pulled_back(grads, {name: f"d_{name}" for name in inputs})
+        results, slopes = made.results, "d_z_"
+        if form.kind == "double_backward":
+            moved = {}
+            for name, _ in made.results:
+                i = name.rpartition("_")[2]
+                product = name.startswith("d_z_") and bool({"c_a", f"c_b_{i}"} & there)
+                if product or f"c_x_{i}" in there and (form.biases or name.startswith("d_x_")):
+                    moved[name] = f"t_{i}" if name.startswith("d_z_") else f"c_x_{i}"
+                if name.startswith("d_z_"):
+                    added.append((f"t_{i}", f"c_x_{i}", product))
+                    sums += [f"t_{i}"] * product
+            to = {g: f"d_{g}" for g in grads.values()}
+            to |= {x: f"d_{x}" if x.startswith("x_") else f"q_{x[2:]}" for x in inputs}
+            results = *made.pulled_back(moved, to).results, *made.results[: form.factors]
+            slopes = "q_"
+        if form.biases:
+            known = dict(results)
+            pairs = ((f"d_x_{i}", known.get(f"{slopes}{i}")) for i in range(form.factors))
+            results += tuple((name, e) for name, e in pairs if e is not None)
+    found = Epilogue(whole.name, (), (), results, whole.ties)
+    if guard and form.kind != "forward":
+        found = found.guarded()
+    places: dict[Expr, Expr] = {}
+    for name, bias, product in added if form.biases else ():
+        if bias in there and (product or name not in there):
+            places[leaf(name)] = leaf(name) + leaf(bias) if product else leaf(bias)
+    graphs = replace_leaves(found.graphs, places)
+    operands = tuple(name for name in leaves_of(graphs) if name not in sums)
+    pairs = zip([name for name, _ in results], graphs, strict=True)
+    return Epilogue(whole.name, tuple(sums), operands, tuple(pairs), whole.ties)
+
+
+def _sums(form: Form, arrays: Mapping[str, ndarray]) -> dict[str, tuple[tuple[str, str], ...]]:
+    """Return the products of each sum that is there."""
+    found: dict[str, tuple[tuple[str, str], ...]] = {}
+    for i, b in enumerate(form.right):
+        found[f"z_{i}"] = (("a", b),)
+        moved = (("a_dot", b), ("a", f"{b}_dot")), (("c_a", b), ("a", f"c_{b}"))
+        for name, pairs in zip((f"z_{i}_dot", f"t_{i}"), moved, strict=True):
+            found[name] = tuple(pair for pair in pairs if set(pair) <= arrays.keys())
+    return found
+
+
+def _products(form: Form) -> dict[str, tuple[tuple[Factor, Factor], ...]]:
+    """Return the products of the gradients of the factors."""
+    d_a: list[tuple[Factor, Factor]] = []
+    found: dict[str, tuple[tuple[Factor, Factor], ...]] = {}
+    slope = "d_z_" if form.kind == "backward" else "q_"
+    for i, b in enumerate(form.right):
+        bent, s = Factor(f"{slope}{i}"), Factor(f"d_z_{i}")
+        d_a.append((bent, Factor(b, True)))
+        d_b = [(Factor("a", True), bent)]
+        if form.kind == "double_backward":
+            d_a.append((s, Factor(f"c_{b}", True)))
+            d_b.append((Factor("c_a", True), s))
+        found[f"d_{b}"] = tuple(d_b)
+    return {"d_a": tuple(d_a), **found}
+
+
+# --- checks ---------------------------------------------------------------------------------------
+class _Operands:
+    """The arrays of a call by name: `given` in their own shapes, `arrays` as matrices."""
+
+    def __init__(self, form: Form, given: Mapping[str, Any]) -> None:
+        self.form, self.given = form, {}
+        for name, x in given.items():
+            if x is not None or name in form.factor_names:
+                self.given[name] = as_plain(form.label(name), array_of(x))
+        first = {name: x for name, x in self.given.items() if not name.startswith("z_")}
+        if not first:
+            raise TypeError("an epilogue without a product must have an operand that is an array")
+        self.dtype, self.acc_dtype = same_dtype({form.label(n): x for n, x in first.items()})
+        self.arrays: dict[str, ndarray] = {}
+        shape = [
+            gemm_shape(self.given["a"], self.given[name], None, form.label(name))
+            for name in form.right
+        ]
+        for (_, a, b, _), name in zip(shape, form.right, strict=True):
+            self.arrays |= {"a": a, name: b}
+        self.sizes = shape[0][0] if shape else self._broadcast()
+        for (sizes, *_), name in zip(shape, form.right, strict=True):
+            if sizes.visible != self.sizes.visible:
+                raise ValueError(
+                    f"the right factors must give results of one shape, got {form.label(name)} "
+                    f"{self.given[name].shape} beside {self.given[form.right[0]].shape}"
+                )
+        for name, x in self.given.items():
+            if name not in self.arrays:
+                self.arrays[name] = self._promoted(name, x)
+
+    def _broadcast(self) -> GemmShape:
+        """Return the sizes of a call without a product: its operands', as NumPy broadcasts."""
+        shapes = {name: x.shape for name, x in self.given.items() if name in self.form.others}
+        try:
+            visible = np.broadcast_shapes(*shapes.values())
+        except ValueError:
+            told = ", ".join(f"{self.form.label(name)} {shape}" for name, shape in shapes.items())
+            raise ValueError(f"the operands must broadcast to one shape, got {told}") from None
+        missing = max(0, 2 - len(visible))
+        *batch, m, n = (1,) * missing + visible
+        return GemmShape(m, n, 0, tuple(batch), visible, (None,) * missing or None)
+
+    def _promoted(self, name: str, x: ndarray) -> ndarray:
+        """Return an array that is no factor of a forward as a matrix."""
+        form = self.form
+        if name.startswith("z_"):
+            x = saved_pre_activation(x, self.sizes.visible, self.dtype, self.acc_dtype)
+            return self.sizes.full(x)
+        like = name[2:] if name.startswith("c_") else name.removesuffix("_dot")
+        if name.startswith("g_"):
+            shaped(x, form.label(name), self.sizes.visible)
+        elif like != name:
+            if like not in self.given:
+                label = form.label(like)
+                raise ValueError(f"{form.label(name)} must be None where {label} is, got an array")
+            shaped(x, form.label(name), self.given[like].shape, f"the shape of {form.label(like)}")
+        if like in form.factor_names:
+            return as_factor(x, like)
+        return residual_view(self.sizes, x, form.label(name))
+
+
+def as_factor(x: ndarray, name: str) -> ndarray:
+    """Return a factor, or what has its shape, as a matrix."""
+    return x if x.ndim > 1 else x[:, None] if name != "a" else x[None, :]
+
+
+# --- problems -------------------------------------------------------------------------------------
+def make(
+    form: Form,
+    whole: Epilogue,
+    activation: Any,
+    given: Mapping[str, Any],
+    needs: Sequence[str] = (),
+    out: Sequence[Any] | None = None,
+    guard: bool = True,
+    keep: bool | str = False,
+    sum_batch: bool = False,
+) -> FusedProblem:
+    """Return the problem of a call.
+
+    `given` has its arrays by the names that they have here (:class:`Form`), None where one is not
+    there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
+    has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
+    dtype if it is "stored".
+    """
+    x = _Operands(form, given)
+    epilogue = _derived(form, whole, frozenset(x.arrays), guard)
+    made, result = _outputs(x, _results(x, whole, needs, keep, sum_batch), out)
+    known, products = dict(epilogue.results), _products(form)
+    stored, summed, zeroed, kept = [], [], [], {}
+    arrays = dict(x.arrays)
+    for name, y in made.items():
+        if name in products:
+            arrays[name] = as_factor(y, name[2:])
+            there = known.keys() | arrays.keys()
+            terms = [pair for pair in products[name] if {f.name for f in pair} <= there]
+            if terms:
+                kept[name] = tuple(terms)
+            else:
+                zeroed.append(name)
+            continue
+        arrays[name] = residual_view(x.sizes, y)
+        if name not in known:
+            zeroed.append(name)
+        elif arrays[name].shape == (*x.sizes.batch, x.sizes.m, x.sizes.n):
+            stored.append(name)
+        else:
+            summed.append(name)
+    used = [f.name for terms in kept.values() for pair in terms for f in pair]
+    chosen = epilogue.select(
+        *dict.fromkeys([*stored, *summed, *(name for name in used if name in known)])
+    )
+    every = _sums(form, arrays)
+    sums = {name: every[name] for name in chosen.accumulators}
+    used += [name for pairs in sums.values() for pair in pairs for name in pair]
+    needed = {*made, *used, *chosen.operands}
+    arrays = {name: y for name, y in arrays.items() if name in needed}
+    head = activation, *x.sizes[:4], x.dtype, x.acc_dtype, arrays, sums, chosen
+    p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), result)
+    if p.batch and form.factors:
+        _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")})
+    return p
+
+
+def _results(
+    x: _Operands, whole: Epilogue, needs: Sequence[str], keep: bool | str, sum_batch: bool
+) -> dict[str, tuple[Shape, np.dtype[Any]] | None]:
+    """Return the shape and dtype of each result, in their order; None where it is not wanted."""
+    form, visible = x.form, x.sizes.visible
+    found: dict[str, Any] = {}
+    if "backward" not in form.kind:
+        for name, _ in whole.results:
+            found[name] = visible, x.dtype
+            if form.kind == "tangent":
+                found[f"{name}_dot"] = visible, x.dtype
+        if keep:
+            dtype = x.dtype if keep == STORED else x.acc_dtype
+            found |= {f"pre_{i}": (visible, dtype) for i in range(form.factors)}
+        return found
+    names = (*form.factor_names, *form.others)
+    if form.kind == "double_backward":
+        names = (*(name for name in x.given if name.startswith("g_")), *names)
+    for name in names:
+        y = x.given.get(name)
+        found[f"d_{name}"] = None
+        if y is not None and name in needs:
+            shape, number = y.shape, name in form.others and form.numbers[int(name[2:])]
+            if sum_batch and name in form.right and len(shape) > 2:
+                shape = shape[-2:]
+            found[f"d_{name}"] = shape, x.acc_dtype if number else x.dtype
+    return found
+
+
+def _outputs(
+    x: _Operands, specs: Mapping[str, Any], out: Sequence[Any] | None
+) -> tuple[dict[str, ndarray], Any]:
+    """Return the results by name, new or the caller's, and what the caller gets."""
+    form, others = x.form, {x.form.label(name): y for name, y in x.given.items()}
+    in_place = () if form.factors or form.kind != "forward" else tuple(others)
+    made, found = {}, []
+    outs = (None,) * len(specs) if out is None else out
+    for (name, spec), given in zip(specs.items(), outs, strict=True):
+        if spec is None:
+            if given is not None:
+                label = form.label(name)
+                raise ValueError(f"{label} in out must be None where it is not needed, got an array")
+            found.append(None)
+            continue
+        if given is None:
+            made[name] = np.empty(*spec)
+        else:
+            label = form.label(name)
+            made[name] = output(label, given, *spec, others, in_place)
+            others[label] = made[name]
+        found.append(made[name] if given is None else given)
+    return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]
+
+
+def _fold(p: FusedProblem, right: set[str]) -> None:
+    """Fold the batch into M where every right factor serves all of it: one product, not many.
+
+    What does not merge without a copy is copied, so that the sums over rows have one order whatever
+    the strides are; a result that does not, or an operand that repeats over the batch, but not over
+    M, keeps the batch as it is.
+    """
+    views: dict[str, ndarray] = {}
+    rows, count = (*p.batch, p.m), prod(p.batch) * p.m
+    for name, x in p.arrays.items():
+        if all(length == 1 for length in x.shape[:-1]) and name not in right:
+            views[name] = x.reshape(1, x.shape[-1])
+        elif name in right:
+            if any(length != 1 for length in x.shape[:-2]):
+                return
+            views[name] = x[(0,) * (x.ndim - 2)]
+        elif (1,) * (len(rows) - x.ndim + 1) + x.shape[:-1] != rows:
+            return
+        else:
+            lengths = x.shape[:-1]
+            apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
+            if apart and name in p.results:
+                return
+            views[name] = x.reshape(count, x.shape[-1])  # (a copy where there is no other way)
+    p.arrays.update(views)
+    p.m, p.batch = count, ()
