@@ -61,7 +61,7 @@ class UserEpilogue:
         self.made: dict[Any, Any] = {}
 
     def over(self, accumulators: int) -> Epilogue:
-        """Return it with so many accumulators ``z_0`` ..., operands ``x_0`` ... and ``out_0`` ..."""
+        """Return it over so many accumulators ``z_0`` ... and operands ``x_0`` ..."""
         found = self.made.get(accumulators)
         if found is None:
             count = len(self.parameters)

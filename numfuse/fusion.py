@@ -42,8 +42,8 @@ class FusedOperation(Operation):
     """A call of an epilogue, of one form; `form` names its arrays.
 
     `whole` returns the formulas of the forward from what a call gives in the place of an
-    activation. With `keep` a forward returns its sums too, in the operands' dtype if it is "stored".
-    `pack` makes of the results what an adapter's call returns.
+    activation. With `keep` a forward returns its sums too, in the operands' dtype if it is
+    "stored". `known` is what makes an activation of a name.
     """
 
     def __init__(

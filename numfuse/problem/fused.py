@@ -1,9 +1,10 @@
 """Hop 2 of epilogues: products over one left factor, what is done with their sums, and gradients.
 
-A forward is an :class:`Epilogue` over the sums ``z_0``, ``z_1`` ... of a @ b_0, a @ b_1 ... (or over
-none) and operands ``x_0`` ...; its derivatives are derived from that, and so are the products that
-they take. A backend is given one kind of problem for all of them: sums of products, an epilogue,
-which of its results are stored or summed, and the products of those that are gradients of factors.
+A forward is an :class:`Epilogue` over the sums ``z_0``, ``z_1`` ... of a @ b_0, a @ b_1 ..., or
+over none, and operands ``x_0`` ...; its derivatives are derived from that, and so are the products
+that they take. A backend is given one kind of problem for all of them: sums of products, an
+epilogue, which of its results are stored or summed, and the products of those that are gradients of
+factors.
 
 =============== =============================================== ================================
 operation       sums                                            products
@@ -102,16 +103,16 @@ class FusedProblem:
     def without_terms(self) -> list[str] | None:
         """Return the results that are zero, if nothing else is to be computed; else None."""
         names = [name for name in self.results if self.arrays[name].size]
-        return None if names and prod(self.shape) else names
+        return None if names and 0 not in self.shape else names
 
 
 class Form(NamedTuple):
     """What a call asks of an epilogue, beside its arrays.
 
-    `kind` is "forward", "backward", "double_backward" or "tangent". With `several` the right factors
-    came as a tuple. `labels` are the operands' names in messages, and `numbers` says which of them
-    came as Python numbers; `results` counts those of the forward. With `biases` the operands are
-    terms of the sums, one each.
+    `kind` is "forward", "backward", "double_backward" or "tangent". With `several` the right
+    factors came as a tuple. `labels` are the operands' names in messages, and `numbers` says which
+    of them came as Python numbers; `results` counts those of the forward. With `biases` the
+    operands are terms of the sums, one each.
     """
 
     kind: str
@@ -192,21 +193,22 @@ def _derived(form: Form, whole: Epilogue, there: frozenset[str], guard: bool) ->
         if form.kind == "double_backward":
             moved = {}
             for name, _ in made.results:
-                i = name.rpartition("_")[2]
-                product = name.startswith("d_z_") and bool({"c_a", f"c_b_{i}"} & there)
-                if product or f"c_x_{i}" in there and (form.biases or name.startswith("d_x_")):
-                    moved[name] = f"t_{i}" if name.startswith("d_z_") else f"c_x_{i}"
-                if name.startswith("d_z_"):
-                    added.append((f"t_{i}", f"c_x_{i}", product))
-                    sums += [f"t_{i}"] * product
+                at, of_sum = name.rpartition("_")[2], name.startswith("d_z_")
+                product = of_sum and bool({"c_a", f"c_b_{at}"} & there)
+                if product or (f"c_x_{at}" in there and of_sum <= form.biases):
+                    moved[name] = f"t_{at}" if of_sum else f"c_x_{at}"
+                if of_sum:
+                    added.append((f"t_{at}", f"c_x_{at}", product))
+                    sums += [f"t_{at}"] * product
             to = {g: f"d_{g}" for g in grads.values()}
             to |= {x: f"d_{x}" if x.startswith("x_") else f"q_{x[2:]}" for x in inputs}
-            results = *made.pulled_back(moved, to).results, *made.results[: form.factors]
-            slopes = "q_"
+            slope = [(name, e) for name, e in made.results if name.startswith("d_z_")]
+            results, slopes = (*made.pulled_back(moved, to).results, *slope), "q_"
         if form.biases:
             known = dict(results)
-            pairs = ((f"d_x_{i}", known.get(f"{slopes}{i}")) for i in range(form.factors))
-            results += tuple((name, e) for name, e in pairs if e is not None)
+            for i in range(form.factors):
+                e = known.get(f"{slopes}{i}")
+                results += () if e is None else ((f"d_x_{i}", e),)
     found = Epilogue(whole.name, (), (), results, whole.ties)
     if guard and form.kind != "forward":
         found = found.guarded()
@@ -407,20 +409,24 @@ def _outputs(
     """Return the results by name, new or the caller's, and what the caller gets."""
     form, others = x.form, {x.form.label(name): y for name, y in x.given.items()}
     in_place = () if form.factors or form.kind != "forward" else tuple(others)
-    made, found = {}, []
+    made: dict[str, ndarray] = {}
+    found: list[Any] = []
     outs = (None,) * len(specs) if out is None else out
     for (name, spec), given in zip(specs.items(), outs, strict=True):
         if spec is None:
             if given is not None:
                 label = form.label(name)
-                raise ValueError(f"{label} in out must be None where it is not needed, got an array")
+                raise ValueError(
+                    f"{label} in out must be None where it is not needed, got an array"
+                )
             found.append(None)
             continue
         if given is None:
             made[name] = np.empty(*spec)
         else:
             label = form.label(name)
-            made[name] = output(label, given, *spec, others, in_place)
+            shape, dtype = spec
+            made[name] = output(label, given, shape, dtype, others, in_place)
             others[label] = made[name]
         found.append(made[name] if given is None else given)
     return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]

@@ -83,7 +83,7 @@ class EpilogueGradients(NamedTuple):
 
 
 class GatedLayerGradients(NamedTuple):
-    """The gradients of act(a @ b_gate + bias_gate) * (a @ b_up + bias_up); None where not needed."""
+    """The gradients of a gated layer; None where not needed."""
 
     d_a: Any
     d_b_gate: Any
@@ -93,7 +93,7 @@ class GatedLayerGradients(NamedTuple):
 
 
 class GatedLayerSecondGradients(NamedTuple):
-    """The gradients that the cotangents of a gated layer's gradients give; None where not needed."""
+    """The gradients that a gated layer's cotangents of gradients give; None where not needed."""
 
     d_grad: Any
     d_a: Any

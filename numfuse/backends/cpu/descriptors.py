@@ -8,7 +8,7 @@ every call of its form.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from numfuse.backends import Call
@@ -35,12 +35,18 @@ class Slots(NamedTuple):
 
     def all(self) -> tuple[Operand | None, ...]:
         """Return every operand, in the order of the slots."""
-        return *self[: protocol.SLOT_COUNT], *self.more  # type: ignore[return-value]
+        first = self.bias, self.extra, self.grad, self.out, self.pre, self.sums, self.a, self.b
+        return *first, *self.more
 
     def each(self, make: Callable[[Operand], Operand]) -> Slots:
         """Return the slots with what a function makes of each operand."""
-        made = [None if x is None else make(x) for x in self.all()]
-        return Slots(*made[: protocol.SLOT_COUNT], tuple(made[protocol.SLOT_COUNT :]))
+        return Slots.of([None if x is None else make(x) for x in self.all()])
+
+    @classmethod
+    def of(cls, every: Sequence[Operand | None]) -> Slots:
+        """Return the slots that have these operands, in their order."""
+        *first, more = *every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])
+        return cls._make((*first, more))
 
 
 def layout(

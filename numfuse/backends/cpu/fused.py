@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from numfuse.problem.fused import FusedProblem
 
 #: The slots of what is read, and of what is stored behind the first.
-_FREE = [
-    name[2:].lower() for name in protocol.SLOTS if name not in ("S_OUT", "S_SUMS", "S_GRAD")
-]
+_FREE = [name[2:].lower() for name in protocol.SLOTS if name not in ("S_OUT", "S_SUMS", "S_GRAD")]
 
 
 class _Places:
@@ -57,7 +55,6 @@ class _Places:
 
     def read(self, name: str, x: Operand, once: bool) -> None:
         """Let an input be read from an operand."""
-        *_, m, n = x.shape
         self.sources.append(Source(name, self._slot(x, ""), x.fmt, once))
 
     def store(self, name: str, x: Operand) -> None:
@@ -74,7 +71,7 @@ class _Places:
         every = [taken.get(name[2:].lower()) for name in protocol.SLOTS]
         while len(every) > protocol.SLOT_COUNT and every[-1] is None:
             every.pop()
-        return Slots(*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :]))
+        return Slots.of(every)
 
 
 def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
@@ -187,11 +184,10 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
     for name, terms in p.products.items():
         gradients[name] = []
         for pair in terms:
-            factors = [made[f.name] if f.name in made else x[f.name] for f in pair]
-            left, right = (
-                y.turned() if f.turned else y for f, y in zip(pair, factors, strict=True)
-            )
-            gradients[name].append((left, right))
+            left, right = (made[f.name] if f.name in made else x[f.name] for f in pair)
+            turned = pair[0].turned, pair[1].turned
+            left = left.turned() if turned[0] else left
+            gradients[name].append((left, right.turned() if turned[1] else right))
     if apart:
         one = fresh("one", (1, 1), acc)
         passes.append(Pass(rows.constant(acc), Slots(out=one)))

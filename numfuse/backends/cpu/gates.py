@@ -99,14 +99,15 @@ def _pass(
             arrays[name] = x
     # The last axis is the one along which the first result is densest. The views number the same
     # elements in another way: the addresses are those of the arrays.
-    places, written = {}, []
+    places: dict[str, Any] = {}
+    written = []
     for name, x in zip(arrays, merged(list(arrays.values())), strict=True):
         places[slots[name]] = operand(name, x)
         if name in results:
             written.append(x)
     *batch, m, n = written[0].shape
     stream = row(True) if streams and past_the_caches(written) else None
-    at = Slots(**places)
+    at = Slots()._replace(**places)
     plan = descriptors.rows(m, n, row(False), at, threads, tuple(batch), stream=stream)
     return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
 

@@ -340,9 +340,7 @@ def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
     return column_sums(p, "sums", x["d_bias"], x["grad"].shape[-2:], batch)
 
 
-def column_sums(
-    p: Any, name: str, out: Operand, sizes: tuple[int, ...], batch: Batch
-) -> Operand:
+def column_sums(p: Any, name: str, out: Operand, sizes: tuple[int, ...], batch: Batch) -> Operand:
     """Return the partial column sums of a gradient, two rows for every chunk of rows.
 
     Batch axes that the gradient has come first in memory: for each of its members, what is joined

@@ -239,7 +239,9 @@ class _Schedule:
 
     def _total(self, name: str, x: Operand) -> Operand | None:
         """Return where a gradient that grows is summed up, if that is not the gradient itself."""
-        if any(name in work.partials for _, work in self.works.values()):  # the sum, and the rounding errors made in it
+        if any(
+            name in work.partials for _, work in self.works.values()
+        ):  # the sum, and the rounding errors made in it
             return temporary(f"total {name}", (*x.shape[:-2], 2, x.shape[-1]), "float64")
         if x.fmt == self.acc:
             return None

@@ -37,9 +37,9 @@ def text(
     """Return a row function as Python text.
 
     `sources` are in the order of the formula's arguments, `formulas` names what it returns, in its
-    order, and `sums` those that are added to column sums, each with its slot. `streams`: store past the caches;
-    the results begin on a line, and n is a multiple of STEP. A step goes to a few registers first:
-    LLVM makes vectors of the loop over them, and non-temporal stores need whole ones. Spread
+    order, and `sums` those that are added to column sums, each with its slot. `streams`: store past
+    the caches; the results begin on a line, and n is a multiple of STEP. A step goes to a few
+    registers first: LLVM makes vectors of the loop over them, and non-temporal stores need whole ones. Spread
     between the arithmetic, the stores wait for memory while it goes on; copied from a finished row
     they would not.
     """
@@ -62,7 +62,8 @@ def text(
     for name, slot in sums:
         lines.append(f"    sums_{name} = SUMS(OPEN_SUMS(context, S_{slot.upper()}, i, j, n))")
     arguments = ", ".join(
-        f"one_{name}" if once else f"WIDEN_{name}(from_{name}[{at}])" for name, _, _, once in sources
+        f"one_{name}" if once else f"WIDEN_{name}(from_{name}[{at}])"
+        for name, _, _, once in sources
     )
     body = [f"{', '.join(f'new_{name}' for name in formulas)} = FORMULA({arguments})"]
     for name, _, _ in results:

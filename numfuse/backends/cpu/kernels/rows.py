@@ -34,7 +34,7 @@ def row(
     fmt: str,
     sources: tuple[Source, ...],
     results: tuple[Result, ...],
-    sums: str | None | tuple[tuple[str, str], ...] = None,
+    sums: str | tuple[tuple[str, str], ...] | None = None,
     streams: bool = False,
 ) -> specialise.Kernel:
     """Compile (or find) the row function of an epilogue.
