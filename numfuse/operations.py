@@ -91,6 +91,8 @@ class Operation:
         #: Whether the result may be an operand itself.
         self.in_place = kind == "gated"
 
+    #: Whether a result in the place of an operand is another program.
+    tells_apart = False
     #: What makes an activation of a name.
     known: Callable[[Any], Any] = staticmethod(get)
 
@@ -130,6 +132,8 @@ class Operation:
             # As many as there are results, or what the checks of `problem` will refuse.
             outs = tuple(out) if self.several and type(out) in (tuple, list) else (out,)
             form.append(len(outs))
+            if self.tells_apart:  # which of the operands each is
+                form += [next((i for i, y in enumerate(operands) if x is y), -1) for x in outs]
             for x in outs:
                 if x is None:
                     form.append(None)

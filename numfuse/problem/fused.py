@@ -82,6 +82,8 @@ class FusedProblem:
     products: dict[str, tuple[tuple[Factor, Factor], ...]]
     #: The arrays that nothing contributes to.
     zeroed: tuple[str, ...]
+    #: By result, the operand that it is written in the place of.
+    in_place: dict[str, str]
     result: Any
 
     def __getattr__(self, name: str) -> ndarray:
@@ -368,7 +370,13 @@ def make(
     needed = {*made, *used, *chosen.operands}
     arrays = {name: y for name, y in arrays.items() if name in needed}
     head = activation, *x.sizes[:4], x.dtype, x.acc_dtype, arrays, sums, chosen
-    p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), result)
+    in_place = {
+        name: other
+        for name, y in zip(made, out or (), strict=False)
+        for other, z in given.items()
+        if y is z and y is not None
+    }
+    p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), in_place, result)
     if p.batch and form.factors:
         _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")})
     return p

@@ -57,9 +57,11 @@ class _Places:
         """Let an input be read from an operand."""
         self.sources.append(Source(name, self._slot(x, ""), x.fmt, once))
 
-    def store(self, name: str, x: Operand) -> None:
-        """Let a result be stored."""
-        self.results.append(Result(name, self._slot(x, "out"), x.fmt))
+    def store(self, name: str, x: Operand, source: str | None = None) -> None:
+        """Let a result be stored; in the place of an input that is read, if one is given."""
+        at = next((s for s in self.sources if s.name == source and not s.once), None)
+        slot = self._slot(x, "out") if at is None else str(at.slot)
+        self.results.append(Result(name, slot, x.fmt, None if at is None else source))
 
     def add(self, name: str, x: Operand) -> None:
         """Let a result be added to column sums."""
@@ -227,7 +229,9 @@ def _elements(
     if not p.stored:
         return program(names, [], zeroed=zeroed)
     fmt, shape = format_of(p.dtype), p.shape
-    used = [*p.stored, *p.epilogue.operands]
+    # (a result in the place of an operand comes behind it, and has its slot)
+    used = [*(n for n in p.stored if n not in p.in_place), *p.epilogue.operands]
+    used = [*used, *(n for n in p.stored if n in p.in_place)]
     # The last axis is the one along which the first result is densest.
     views = merged([np.broadcast_to(p.arrays[name], shape) for name in used])
     *batch, m, n = views[0].shape
@@ -235,17 +239,14 @@ def _elements(
     for name, y in zip(used, views, strict=True):
         # The views number the same elements in another way: the addresses are those of the arrays.
         if name in p.stored:
-            places.store(name, operand(name, y))
+            places.store(name, operand(name, y), p.in_place.get(name))
             written.append(y)
         else:
             places.read(name, operand(name, y), n > 1 and y.strides[-1] == 0)
     head = p.epilogue, fmt, tuple(places.sources), tuple(places.results), ()
-    stream = None
-    apart = len(written) == 1 and not any(
-        np.may_share_memory(written[0], y) for y in views[len(written) :]
-    )
-    if apart and gates.past_the_caches(written):
-        stream = rows.fused(*head, True)
-    at = places.slots()
-    plan = descriptors.rows(m, n, rows.fused(*head), at, threads, tuple(batch), stream=stream)
+    row = rows.fused(*head)
+    # (a line that was read is in the caches)
+    streams = not p.in_place and len(written) == 1 and gates.past_the_caches(written)
+    stream = rows.fused(*head, True) if streams else None
+    plan = descriptors.rows(m, n, row, places.slots(), threads, tuple(batch), stream=stream)
     return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)

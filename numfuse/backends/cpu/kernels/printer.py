@@ -24,6 +24,8 @@ class Result(NamedTuple):
     name: str
     slot: str
     fmt: str
+    #: The input in whose place it is written.
+    source: str | None = None
 
 
 def text(
@@ -39,9 +41,10 @@ def text(
     `sources` are in the order of the formula's arguments, `formulas` names what it returns, in its
     order, and `sums` those that are added to column sums, each with its slot. `streams`: store past
     the caches; the results begin on a line, and n is a multiple of STEP. A step goes to a few
-    registers first: LLVM makes vectors of the loop over them, and non-temporal stores need whole ones. Spread
-    between the arithmetic, the stores wait for memory while it goes on; copied from a finished row
-    they would not.
+    registers first: LLVM makes vectors of the loop over them, and non-temporal stores need whole
+    ones. Spread between the arithmetic, the stores wait for memory while it goes on; copied from a
+    finished row they would not. A result in the place of an input has its pointer: of two that
+    could be the same, LLVM makes no vectors.
     """
     at = "at + q" if streams else "q"
     lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]
@@ -54,7 +57,10 @@ def text(
         if slot is not None:
             place = f"SOURCE_ROW(context, S_{slot.upper()}, i, j, n, ITEM_{name})"
         lines.append(f"    from_{name} = FROM_{name}({place})")
-    for name, slot, _ in results:
+    for name, slot, _, source in results:
+        if source is not None:
+            lines.append(f"    to_{name} = from_{source}")
+            continue
         place = f"TARGET_ROW(context, S_{slot.upper()}, i, j, SIZE_{name})"
         lines.append(f"    to_{name} = {place if streams else f'TO_{name}({place})'}")
         if streams:
@@ -66,7 +72,7 @@ def text(
         for name, _, _, once in sources
     )
     body = [f"{', '.join(f'new_{name}' for name in formulas)} = FORMULA({arguments})"]
-    for name, _, _ in results:
+    for name, *_ in results:
         target = f"room_{name}[q]" if streams else f"to_{name}[q]"
         body.append(f"{target} = NARROW_{name}(new_{name})")
     for name, _ in sums:
@@ -76,13 +82,13 @@ def text(
         lines += [f"            {line}" for line in body]
         lines += [
             f"        STREAM_{name}(room_{name}, to_{name} + at * SIZE_{name})"
-            for name, _, _ in results
+            for name, *_ in results
         ]
     else:
         lines += ["    for q in range(n):", *(f"        {line}" for line in body)]
         lines += [
             f"    FINISH_ROW(context, S_{slot.upper()}, i, j, n, SIZE_{name})"
-            for name, slot, _ in results
+            for name, slot, *_ in results
         ]
     return "\n".join([*lines, ""])
 

@@ -59,7 +59,7 @@ def row(
         names[f"FROM_{name}"] = intrinsics.make_elements(stored)
         names[f"ITEM_{name}"] = vectors.itemsize(stored)
         names[f"WIDEN_{name}"] = conversions.make_widen(stored, acc)
-    for name, _, stored in results:
+    for name, _, stored, _ in results:
         names[f"TO_{name}"] = intrinsics.make_elements(stored)
         names[f"SIZE_{name}"] = vectors.itemsize(stored)
         names[f"NARROW_{name}"] = conversions.make_narrow(stored, acc)
