@@ -55,6 +55,8 @@ class UserEpilogue:
         #: The results, over the inputs ``p_0``, ``p_1`` ..., and whether they make a tuple.
         self.graphs, self.several = graphs, several
         self.serial = next(_SERIALS)
+        #: What was decorated.
+        self.formula: Callable[..., Any] | None = None
         #: The numbers, and the other objects, that the function reads from around it, by name.
         self._numbers, self._others = _outer(formula)
         #: By the number of accumulators, and by what else is made of it.
@@ -214,6 +216,7 @@ def epilogue(
     def decorate(made: Callable[..., Any]) -> UserEpilogue:
         known = checked_name(made, name)
         TABLE[known] = found = recorded(made, known, source or "user-defined")
+        found.formula = made
         return found
 
     return decorate if formula is None else decorate(formula)
@@ -221,13 +224,15 @@ def epilogue(
 
 def get(which: Any) -> UserEpilogue:
     """Return the epilogue of a name, of a plain function, or the object itself."""
-    if type(which) is UserEpilogue:
-        return which
     if isinstance(which, str):
         if which not in TABLE:
             known = ", ".join(TABLE) or "a function: none is defined by name"
             raise ValueError(f"epilogue must be one of {known}, got {which!r}")
-        return TABLE[which]
+        which = TABLE[which]
+    if type(which) is UserEpilogue:
+        if which.formula is not None and which._numbers:
+            which.check(which.formula)
+        return which
     if not callable(which):
         raise TypeError(
             f"epilogue must be a function, a name (str) or what numfuse.epilogue returned, got "

@@ -184,6 +184,19 @@ def _plan(
     return Plan(cell.address, descriptor, tuple(places), cells, stride, threads, call, kernels)
 
 
+def is_turned(a: Operand, b: Operand, slots: Slots) -> bool:
+    """Return whether the transpose of a product is made.
+
+    A result of few columns has a transpose of long rows, which waste no lane of a vector and no
+    call of the row function; one that lies by columns, a transpose that is written by rows. An
+    element is the same sum in the same order.
+    """
+    out = slots.out
+    narrow = tiling.NARROW >= b.shape[-1] < a.shape[-2]
+    turned = out is not None and out.strides[-2] == out.itemsize and out.lies_by_columns()
+    return slots.sums is None and (narrow or turned)
+
+
 def product(
     a: Operand,
     b: Operand,
@@ -199,13 +212,7 @@ def product(
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
     None where there is nothing to compute.
     """
-    out = slots.out
-    narrow = tiling.NARROW >= b.shape[-1] < a.shape[-2]
-    turned = out is not None and out.strides[-2] == out.itemsize and out.lies_by_columns()
-    if slots.sums is None and (narrow or turned):
-        # A result of few columns has a transpose of long rows, which waste no lane of a vector and
-        # no call of the row function; one that lies by columns, a transpose that is written by
-        # rows. An element is the same sum in the same order.
+    if is_turned(a, b, slots):
         a, b = b.turned(), a.turned()
         slots = slots.each(Operand.turned)
     operands = (a, b, *slots.all())

@@ -149,9 +149,7 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
                 row = rows.terms(fmt, acc, True, False, False, i > 0)
                 passes.append(Pass(row, Slots(pre=t if i else None, out=t), factors))
             places.read(name, t, False)
-    for name in epilogue.operands:
-        if name in x:
-            places.read(name, x[name], last is None and x[name].shape[-1] == 1 != n)
+    inputs = [name for name in epilogue.operands if name in x]
     # The results: stored, factors of products, and summed.
     made: dict[str, Operand] = {}
     for name in p.stored:
@@ -173,6 +171,10 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
             partials[name] = column_sums(p, f"sums {name}", x[name], (m, n), batch)
             own.append(partials[name])
             places.add(name, partials[name])
+    turned = last is not None and descriptors.is_turned(*last, places.slots())
+    for name in inputs:  # one element serves a row, or a column where the transpose is made
+        rows_, columns = x[name].shape[-2:]
+        places.read(name, x[name], (rows_ == 1 != m) if turned else (columns == 1 != n))
     # (a pass without a product or a stored result goes over the shape of an operand)
     over = None
     if last is None and not places.results:
