@@ -189,9 +189,8 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
         gradients[name] = []
         for pair in terms:
             left, right = (made[f.name] if f.name in made else x[f.name] for f in pair)
-            turned = pair[0].turned, pair[1].turned
-            left = left.turned() if turned[0] else left
-            gradients[name].append((left, right.turned() if turned[1] else right))
+            left = left.turned() if pair[0].turned else left
+            gradients[name].append((left, right.turned() if pair[1].turned else right))
     if apart:
         one = fresh("one", (1, 1), acc)
         passes.append(Pass(rows.constant(acc), Slots(out=one)))
