@@ -99,7 +99,7 @@ def train(
     """
     generator = np.random.default_rng(seed)
     gradients = Parameters.zeros()
-    adam = network.Adam(parameters, RATE)
+    adam = network.FusedAdam(parameters, RATE)
     rows = len(digits.x_train)
     total = epochs * (rows // batch)
     for _ in range(epochs):

@@ -1,10 +1,8 @@
 """The demo's network and its training step, three times: numfuse, unfused NumPy, PyTorch.
 
-    gate   = x @ W + b               (64 -> 256)
-    up     = x @ W + b               (64 -> 256)
-    hidden = silu(gate) * up
-    mixed  = gelu(hidden @ W + b)    (256 -> 128)
-    logits = mixed @ W + b           (128 -> 10)
+    hidden = silu(x @ W + b) * (x @ W' + b')    (64 -> 256)
+    mixed  = gelu(hidden @ W + b)               (256 -> 128)
+    logits = mixed @ W + b                      (128 -> 10)
 
 The loss is the softmax cross-entropy against smoothed labels, the optimiser is Adam. A step is
 forward, loss, backward and update; the three start from the same parameters and give the same
@@ -21,6 +19,7 @@ from typing import Any
 import numpy as np
 
 import numfuse as nf
+from numfuse import expr
 from numfuse.cli.timing import Runs
 from numfuse.cli.ufuncs import Array
 
@@ -91,13 +90,13 @@ def cross_entropy(logits: Array, labels: Array) -> tuple[float, Array]:
 def forward(p: Parameters, x: Array) -> tuple[Array, ...]:
     """Return the logits of a batch, with numfuse, and what the backward needs before them."""
     w, b = p.weight, p.bias
-    gate = nf.matmul_bias_activation(x, w["gate"], b["gate"])
-    up = nf.matmul_bias_activation(x, w["up"], b["up"])
-    hidden = nf.silu_mul(gate, up)
+    hidden, gates = nf.matmul_activation_mul(
+        x, w["gate"], w["up"], b["gate"], b["up"], return_pre_activation=True
+    )
     mixed, pre = nf.matmul_bias_activation(
         hidden, w["mix"], b["mix"], "gelu", return_pre_activation=True
     )
-    return gate, up, hidden, pre, mixed, nf.matmul_bias_activation(mixed, w["head"], b["head"])
+    return gates, hidden, pre, mixed, nf.matmul_bias_activation(mixed, w["head"], b["head"])
 
 
 def predict(p: Parameters, x: Array) -> Array:
@@ -106,9 +105,9 @@ def predict(p: Parameters, x: Array) -> Array:
 
 
 def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> float:
-    """Forward and backward with numfuse: ten calls, each gradient written where Adam reads it."""
+    """Forward and backward with numfuse: six calls, each gradient written where Adam reads it."""
     w, b, d_w, d_b = p.weight, p.bias, g.weight, g.bias
-    gate, up, hidden, pre, mixed, logits = forward(p, x)
+    gates, hidden, pre, mixed, logits = forward(p, x)
 
     loss, d_logits = cross_entropy(logits, labels)
 
@@ -120,9 +119,14 @@ def fused_gradients(p: Parameters, g: Parameters, x: Array, labels: Array) -> fl
 
     d_mixed = backward("head", d_logits, mixed)
     d_hidden = backward("mix", d_mixed, hidden, "gelu", pre_activation=pre)
-    d_gate, d_up = nf.silu_mul_bwd(d_hidden, gate, up)
-    for name, grad in (("gate", d_gate), ("up", d_up)):
-        backward(name, grad, x, needs=("b", "bias"))
+    nf.matmul_activation_mul_bwd(
+        d_hidden,
+        x,
+        *(w["gate"], w["up"], b["gate"], b["up"]),
+        pre_activation=gates,
+        needs=("b_gate", "b_up", "bias_gate", "bias_up"),
+        out=(None, d_w["gate"], d_w["up"], d_b["gate"], d_b["up"]),
+    )
     return loss
 
 
@@ -179,19 +183,41 @@ class Adam:
         self.parameters.flat -= self.rate * mean / (np.sqrt(square) + EPSILON)
 
 
+@nf.epilogue(name="adam", source="Kingma and Ba 2014, arXiv:1412.6980")
+def adam(p: Any, mean: Any, square: Any, g: Any, rate: Any, scale: Any, root_scale: Any) -> Any:
+    """Return parameters, mean and square after a step; the scales undo that both began at 0."""
+    mean = mean + (1 - BETA_MEAN) * (g - mean)
+    square = square + (1 - BETA_SQUARE) * (g * g - square)
+    return p - rate * (mean * scale) / (expr.sqrt(square * root_scale) + EPSILON), mean, square
+
+
+class FusedAdam(Adam):
+    """Adam in one pass over memory, in place."""
+
+    def update(self, gradients: Parameters) -> None:
+        self.steps += 1
+        state = self.parameters.flat, self.mean, self.square
+        scales = (1 / (1 - beta**self.steps) for beta in (BETA_MEAN, BETA_SQUARE))
+        nf.elementwise(adam, *state, gradients.flat, self.rate, *scales, out=state)
+
+
 def array_step(
-    gradients_of: Gradients, start: Parameters, x: Array, labels: Array
+    gradients_of: Gradients,
+    start: Parameters,
+    x: Array,
+    labels: Array,
+    optimiser: type[Adam] = Adam,
 ) -> Callable[[], Any]:
-    """Return a training step on one batch, with NumPy's Adam; it returns loss and gradients.
+    """Return a training step on one batch; it returns loss and gradients.
 
     At a rate of 0 every step does the whole arithmetic, on the same numbers.
     """
     gradients = Parameters(np.zeros_like(start.flat))
-    adam = Adam(start.copy(), 0.0)
+    state = optimiser(start.copy(), 0.0)
 
     def step() -> Any:
-        loss = gradients_of(adam.parameters, gradients, x, labels)
-        adam.update(gradients)
+        loss = gradients_of(state.parameters, gradients, x, labels)
+        state.update(gradients)
         return loss, gradients.weight, gradients.bias
 
     return step
@@ -230,7 +256,7 @@ def torch_step(start: Parameters, x: Array, labels: Array) -> Callable[[], Any]:
 def steps(start: Parameters, x: Array, labels: Array) -> Runs:
     """Return the step by numfuse, by unfused NumPy and, if installed, by PyTorch."""
     found = {
-        "numfuse": array_step(fused_gradients, start, x, labels),
+        "numfuse": array_step(fused_gradients, start, x, labels, FusedAdam),
         "NumPy": array_step(unfused_gradients, start, x, labels),
     }
     if importlib.util.find_spec("torch") is not None:
