@@ -295,12 +295,21 @@ def gated_layer(f: Curve) -> Epilogue:
     return Epilogue("gated layer", ("z_0", "z_1"), (), (("out_0", out),))
 
 
+@_once
+def gate_tangent(f: Curve) -> Epilogue:
+    """Return a gate and its derivative along the tangents ``u`` and ``v`` of its factors."""
+    made = gate(f).tangent()
+    graphs = replace_leaves(made.graphs, {leaf("a_dot"): leaf("u"), leaf("b_dot"): leaf("v")})
+    results = tuple(zip(("out", "out_dot"), graphs, strict=True))
+    return Epilogue(made.name, (), ("a", "b", "u", "v"), results)
+
+
 #: By the kind of a problem, what gives the formulas of a gate, or of a derivative of one.
 GATES: dict[str, Callable[[Curve], Epilogue]] = {
     "gated": gate,
     "gated_backward": lambda f: gate(f).backward(),
     "gated_double_backward": gate_double_backward,
-    "gated_tangent": lambda f: gate(f).tangent(),
+    "gated_tangent": gate_tangent,
 }
 
 

@@ -74,7 +74,7 @@ class FusedOperation(Operation):
         self.results = tuple(made)
         self.fields = (*self.operands, *made)
         self.several = back or len(made) > 1
-        self.in_place = self.tells_apart = not form.factors and form.kind == "forward"
+        self.in_place = not form.factors and form.kind == "forward"
         self.problem = self._problem
         if known is not None:
             self.known = known

@@ -17,7 +17,7 @@ from numpy import empty, ndarray
 
 from numfuse.activations import Activation, get, table
 from numfuse.backends import ACTIVE, DEFAULT, LOADED, Backend, resolve
-from numfuse.problem import product, second_order
+from numfuse.problem import gates, product, second_order
 from numfuse.problem.fields import FIELD_OF
 from numfuse.problem.operands import address, apart, array_of, as_plain, required
 from numfuse.problem.results import check_needs
@@ -41,12 +41,12 @@ class _Kept:
 _PROBLEMS: dict[str, Callable[..., Any]] = {
     "forward": product.gemm,
     "backward": product.gemm_backward,
-    "gated": product.gated,
-    "gated_backward": product.gated_backward,
+    "gated": gates.gated,
+    "gated_backward": gates.gated_backward,
     "double_backward": second_order.gemm_double_backward,
     "tangent": second_order.gemm_tangent,
-    "gated_double_backward": second_order.gated_double_backward,
-    "gated_tangent": second_order.gated_tangent,
+    "gated_double_backward": gates.gated_double_backward,
+    "gated_tangent": gates.gated_tangent,
 }
 #: By kind, those of no gradients and no tangents.
 _RESULTS = {"forward": ["out", "pre"], "gated": ["out"]}
@@ -91,8 +91,6 @@ class Operation:
         #: Whether the result may be an operand itself.
         self.in_place = kind == "gated"
 
-    #: Whether a result in the place of an operand is another program.
-    tells_apart = False
     #: What makes an activation of a name.
     known: Callable[[Any], Any] = staticmethod(get)
 
@@ -132,7 +130,7 @@ class Operation:
             # As many as there are results, or what the checks of `problem` will refuse.
             outs = tuple(out) if self.several and type(out) in (tuple, list) else (out,)
             form.append(len(outs))
-            if self.tells_apart:  # which of the operands each is
+            if self.in_place:  # which of the operands each is
                 form += [next((i for i, y in enumerate(operands) if x is y), -1) for x in outs]
             for x in outs:
                 if x is None:

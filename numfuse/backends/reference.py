@@ -10,7 +10,6 @@ bit for bit what its copy gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,7 +19,6 @@ from numfuse import epilogues
 from numfuse.backends import Call, OneRun, Traits, latest
 from numfuse.language import elementary
 from numfuse.language.curves import leaf
-from numfuse.problem.fields import FIELD_OF, FIELDS
 from numfuse.problem.results import settled
 from numfuse.problem.shapes import as_one, sum_to
 
@@ -91,22 +89,6 @@ def _backward(p: Any) -> None:
         out[...] = rows.reshape(out.shape)
 
 
-def _gate(kind: str, p: Any) -> None:
-    """Compute a gate, or a derivative of one: without the operands that are not there.
-
-    `out` may be `a` or `b`, so all is computed before anything is written.
-    """
-    made = epilogues.GATES[kind](p.activation.curve)
-    arrays = {name: getattr(p, FIELD_OF.get(name, name)) for name in made.inputs}
-    made = made.without(*(name for name, x in arrays.items() if x is None))
-    there = {name: _wide(x) for name, x in arrays.items() if x is not None}
-    found = _computed(made, getattr(p, "guard", False), **there)
-    for name in FIELDS[kind][1]:
-        out = getattr(p, name)
-        if out is not None:
-            out[...] = found.get(name, 0.0)
-
-
 def _double_backward(p: Any) -> None:
     """T, Q and S, and from them the gradients of the backward's gradients."""
     if p.d_residual is not None:
@@ -175,7 +157,7 @@ _COMPUTE: dict[str, Callable[[Any], None]] = {
     "double_backward": _double_backward,
     "tangent": _tangent,
     "fused": _fused,
-    **{kind: partial(_gate, kind) for kind in epilogues.GATES},
+    **dict.fromkeys(epilogues.GATES, _fused),
 }
 
 

@@ -86,11 +86,10 @@ class FusedProblem:
     in_place: dict[str, str]
     result: Any
 
-    def __getattr__(self, name: str) -> ndarray:
-        try:
-            return self.arrays[name]
-        except KeyError:
-            raise AttributeError(f"the problem has no array {name!r}") from None
+    def __getattr__(self, name: str) -> ndarray | None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.arrays.get(name)
 
     @property
     def results(self) -> tuple[str, ...]:

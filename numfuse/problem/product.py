@@ -33,7 +33,7 @@ from numfuse.problem.operands import (
     saved_pre_activation,
     shaped,
 )
-from numfuse.problem.results import GATED_NEEDS, GEMM_NEEDS, Fields, made_gradients
+from numfuse.problem.results import GEMM_NEEDS, Fields, made_gradients
 from numfuse.problem.shapes import fold_rows, gemm_shape, residual_view
 
 _DType = np.dtype[Any]
@@ -93,38 +93,6 @@ class GemmBackwardProblem(GemmOperands):
     d_bias: ndarray | None
     #: A sum over grad alone: (..., M or 1, N or 1).
     d_residual: ndarray | None
-    result: Any
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class GateOperands:
-    """act(a) * b; both of one shape, and so is all that a problem has beside them."""
-
-    shape: tuple[int, ...]
-    dtype: _DType
-    acc_dtype: _DType
-    activation: Activation
-    a: ndarray
-    b: ndarray
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class GatedProblem(GateOperands):
-    """out = act(a) * b"""
-
-    #: Apart from the operands, or exactly one of them.
-    out: ndarray
-    result: Any
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class GatedBackwardProblem(GateOperands):
-    """d_a = grad * b * act'(a), d_b = grad * act(a)"""
-
-    grad: ndarray
-    guard: bool
-    d_a: ndarray | None
-    d_b: ndarray | None
     result: Any
 
 
@@ -256,44 +224,3 @@ def gemm_backward(
     if p.batch:
         fold_rows(p, (*p.BY_ROWS, "d_residual"))
     return p
-
-
-def gate_operands(activation: Any, **operands: Any) -> tuple[dict[str, ndarray], Fields]:
-    """Return the operands of a gate as plain arrays by name, and the fields of `GateOperands`."""
-    if type(activation) is not Activation:
-        activation = get_activation(activation)
-    x, dtype, acc_dtype = checked(operands)
-    shape = x["a"].shape
-    for name, y in x.items():
-        if y.shape != shape:
-            shaped(y, name, shape, "the shape of a")
-    head: Fields = {"shape": shape, "dtype": dtype, "acc_dtype": acc_dtype}
-    return x, head | {"activation": activation, "a": x["a"], "b": x["b"]}
-
-
-def gated(a: Any, b: Any, activation: Any, out: Any = None) -> GatedProblem:
-    """The problem of `activation_mul`; see there for what is accepted and raised."""
-    x, head = gate_operands(activation, a=a, b=b)
-    if out is None:
-        result = target = empty(head["shape"], head["dtype"])
-    else:
-        result = out
-        target = output("out", out, head["shape"], head["dtype"], x, may_be=("a", "b"))
-    return GatedProblem(**head, out=target, result=result)
-
-
-def gated_backward(
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Any,
-    needs: Any = None,
-    guard: bool = True,
-    out: Any = None,
-) -> GatedBackwardProblem:
-    """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
-    x, head = gate_operands(activation, grad=grad, a=a, b=b)
-    shapes = dict.fromkeys(GATED_NEEDS, head["shape"])
-    made, result = made_gradients(GATED_NEEDS, shapes, needs, out, head["dtype"], x)
-    given: Fields = {"grad": x["grad"], "guard": bool(guard)}
-    return GatedBackwardProblem(**head, **given, **made, result=result)

@@ -16,18 +16,14 @@ from typing import Any, ClassVar
 from numpy import empty, ndarray
 
 from numfuse.problem.product import (
-    GateOperands,
     GemmBackwardProblem,
     GemmProblem,
     Layer,
-    gate_operands,
 )
 from numfuse.problem.results import (
-    GATED_SECOND_NEEDS,
     GEMM_SECOND_NEEDS,
     Fields,
     Tangent,
-    made_gradients,
 )
 from numfuse.problem.shapes import fold_rows
 
@@ -63,36 +59,6 @@ class GemmTangentProblem(GemmProblem):
     z: ndarray | None
     guard: bool
     out_dot: ndarray
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class GatedDoubleBackwardProblem(GateOperands):
-    """The gradients of the gate's d_a and d_b, weighted with u and v.
-
-    d_grad = u * b * act'(a) + v * act(a), d_a = u * grad * b * act''(a) + v * grad * act'(a),
-    d_b = u * grad * act'(a). Where act'' is zero everywhere, so is its product.
-    """
-
-    u: ndarray | None
-    v: ndarray | None
-    grad: ndarray
-    guard: bool
-    d_grad: ndarray | None
-    d_a: ndarray | None
-    d_b: ndarray | None
-    result: Any
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class GatedTangentProblem(GateOperands):
-    """out = act(a) * b, out_dot = u * b * act'(a) + v * act(a)"""
-
-    u: ndarray | None
-    v: ndarray | None
-    guard: bool
-    out: ndarray
-    out_dot: ndarray
-    result: Tangent
 
 
 def gemm_double_backward(
@@ -154,32 +120,3 @@ def gemm_tangent(
     if p.batch:
         fold_rows(p, p.BY_ROWS)
     return p
-
-
-def gated_double_backward(
-    u: Any,
-    v: Any,
-    grad: Any,
-    a: Any,
-    b: Any,
-    activation: Any,
-    needs: Any = None,
-    guard: bool = True,
-) -> GatedDoubleBackwardProblem:
-    """The problem of `activation_mul_double_bwd`; see there for what is accepted and raised."""
-    x, head = gate_operands(activation, a=a, b=b, grad=grad, u=u, v=v)
-    shapes = dict.fromkeys(GATED_SECOND_NEEDS, head["shape"])
-    made, result = made_gradients(GATED_SECOND_NEEDS, shapes, needs, None, head["dtype"], x)
-    given: Fields = {"u": x.get("u"), "v": x.get("v"), "guard": bool(guard)}
-    return GatedDoubleBackwardProblem(**head, grad=x["grad"], **given, **made, result=result)
-
-
-def gated_tangent(
-    a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, guard: bool = True
-) -> GatedTangentProblem:
-    """The problem of `activation_mul_jvp`; see there for what is accepted and raised."""
-    x, head = gate_operands(activation, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
-    out, out_dot = made = Tangent(*[empty(head["shape"], head["dtype"]) for _ in "ab"])
-    moved: Fields = {"u": x.get("a_dot"), "v": x.get("b_dot")}
-    results: Fields = {"out": out, "out_dot": out_dot, "result": made}
-    return GatedTangentProblem(**head, **moved, guard=bool(guard), **results)

@@ -207,7 +207,17 @@ def test_formats_activations_and_options_have_kernels_of_their_own(first):
     code = """
 from numfuse.runtime import specialise
 from numfuse.activations import get
+from numfuse import epilogues
 from numfuse.backends.cpu.kernels import library, rows
+from numfuse.backends.cpu.kernels.printer import Result, Source
+def gate(f, fmt, streams=False):
+    sources = tuple(Source(x, x, fmt) for x in "ab")
+    return rows.fused(epilogues.gate(f), fmt, sources, (Result("out", "out", fmt),), (), streams)
+def gate_backward(f, fmt, guard, streams=False):
+    made = epilogues.gate(f).backward()
+    sources = tuple(Source(x, x, fmt) for x in ("a", "b", "grad"))
+    results = Result("d_a", "out", fmt), Result("d_b", "extra", fmt)
+    return rows.fused(made.guarded() if guard else made, fmt, sources, results, (), streams)
 names = []
 plain = specialise.bound
 def bound(template, bindings):
@@ -224,8 +234,8 @@ for fmt in library.FORMATS:
         for flag in (False, True):
             made += [rows.forward(f, fmt, flag, False, None if flag else fmt)]
             made += [rows.grad_pre(f, fmt, True, None, True, True, flag)]
-            made += [rows.gate_backward(f, fmt, flag, True, x) for x in (False, True)]
-        made += [rows.gate(f, fmt), rows.gate(f, fmt, True)]
+            made += [gate_backward(f, fmt, flag, x) for x in (False, True)]
+        made += [gate(f, fmt), gate(f, fmt, True)]
     made += [rows.forward(get("none").curve, fmt, x, True, None) for x in (False, True)]
     made += [rows.store(fmt), rows.column_sums(fmt)]
     acc = library.accumulator(fmt)

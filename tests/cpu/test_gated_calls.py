@@ -160,9 +160,9 @@ def test_large_results_have_the_same_bits_with_any_number_of_threads(fmt):
 
 def test_small_results_stay_in_the_caches(monkeypatch):
     made = []
-    plain = rows.gate
+    plain = rows.fused
     monkeypatch.setattr(BACKEND, "replay", Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES))
-    monkeypatch.setattr(rows, "gate", lambda *x: made.append(len(x) > 2 and x[2]) or plain(*x))
+    monkeypatch.setattr(rows, "fused", lambda *x: made.append(len(x) > 5 and x[5]) or plain(*x))
     _, a, b = operands((64, 64))
     nf.activation_mul(a, b, ACTIVATION)
     assert made == [False]

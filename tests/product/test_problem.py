@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from arrays import address
 
-from numfuse.problem import product
+from numfuse.problem import gates, product
 from numfuse.problem.shapes import as_one, runs_of_rows
 
 F32 = np.float32
@@ -212,7 +212,7 @@ def test_results_are_new_and_contiguous_whatever_the_operands_are():
     p = product.gemm_backward(np.asfortranarray(ones(4, 5)), a, b, None, "none")
     assert p.d_a.flags.c_contiguous and p.d_b.flags.c_contiguous
     assert product.gemm(a, b, None, "none").out.flags.c_contiguous
-    assert product.gated(a, a, "relu").out.flags.c_contiguous
+    assert gates.gated(a, a, "relu").out.flags.c_contiguous
 
 
 def test_a_given_out_is_used_and_returned():

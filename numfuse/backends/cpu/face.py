@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from numfuse import epilogues
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cpu import fused, gates, host, layers, tiling
+from numfuse.backends.cpu import fused, host, layers, tiling
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
 from numfuse.errors import BackendUnavailable
+from numfuse.problem import gates
 from numfuse.problem.operands import format_of
 from numfuse.problem.results import without_terms
 from numfuse.runtime import specialise
@@ -30,11 +32,7 @@ _RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
     "backward": layers.backward,
     "double_backward": layers.double_backward,
     "tangent": layers.tangent,
-    "gated": gates.gate,
-    "gated_backward": gates.backward,
-    "gated_double_backward": gates.double_backward,
-    "gated_tangent": gates.tangent,
-    "fused": fused.fused,
+    **dict.fromkeys(("fused", *epilogues.GATES), fused.fused),
 }
 
 
@@ -136,6 +134,18 @@ class CpuBackend(OneRun):
             for act in activations:
                 for call in rows.of_activation(act, fmt):
                     yield f"{act.name} {fmt}", call
+                yield f"gates {act.name} {fmt}", partial(self._gates, act, np.dtype(fmt))
+
+    def _gates(self, act: Activation, dtype: np.dtype[Any]) -> None:
+        """Compile the kernels of gates of small and of large arrays, which nobody reads."""
+        for size in (1, tiling.STREAM_BYTES):
+            x = np.empty(size, dtype)
+            problems: dict[str, Any] = {
+                "gated": gates.gated(x, x, act),
+                "gated_backward": gates.gated_backward(x, x, x, act),
+            }
+            for kind, p in problems.items():
+                self.record(kind, p, tuple(p.arrays))
 
 
 def _takes_threads(p: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from numfuse.backends.cpu import descriptors, gates, tiling
+from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, protocol, rows
 from numfuse.backends.cpu.kernels.printer import Result, Source
@@ -30,8 +30,9 @@ from numfuse.problem.operands import format_of
 if TYPE_CHECKING:
     from numfuse.problem.fused import FusedProblem
 
-#: The slots of what is read, and of what is stored behind the first.
-_FREE = [name[2:].lower() for name in protocol.SLOTS if name not in ("S_OUT", "S_SUMS", "S_GRAD")]
+#: The slots of what is read, and of what is stored behind the first; the second's is `extra`.
+_TAKEN = ("S_OUT", "S_SUMS", "S_GRAD", "S_EXTRA")
+_FREE = ["extra", *(name[2:].lower() for name in protocol.SLOTS if name not in _TAKEN)]
 
 
 class _Places:
@@ -247,7 +248,17 @@ def _elements(
     head = p.epilogue, fmt, tuple(places.sources), tuple(places.results), ()
     row = rows.fused(*head)
     # (a line that was read is in the caches)
-    streams = not p.in_place and len(written) == 1 and gates.past_the_caches(written)
+    streams = not p.in_place and len(written) <= 2 and _past_the_caches(written)
     stream = rows.fused(*head, True) if streams else None
     plan = descriptors.rows(m, n, row, places.slots(), threads, tuple(batch), stream=stream)
     return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
+
+
+def _past_the_caches(results: list[np.ndarray]) -> bool:
+    """Whether results (..., rows, columns) are large, and rows of theirs contiguous."""
+    nbytes = 0
+    for x in results:
+        nbytes += x.nbytes
+        if x.strides[-1] != x.itemsize or x.shape[-1] < tiling.STREAM_STEP:
+            return False
+    return nbytes >= tiling.STREAM_BYTES

@@ -182,7 +182,7 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     own = [] if sums is None else [sums]
     if p.activation.is_identity:
         passes = [Pass(rows.column_sums(fmt), Slots(grad=grad, sums=sums))] if own else []
-        return Work(passes, _gradients(x, grad), _joined(sums), own)
+        return Work(passes, _gradients(x, grad), {} if sums is None else {"d_bias": sums}, own)
     if not products and sums is None:
         return Work([])
     pre = x.get("pre")
@@ -211,7 +211,7 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     passes = [Pass(row, slots, factors)]
     if narrow:
         passes.append(Pass(rows.column_sums(fmt), Slots(grad=out, sums=sums)))
-    return Work(passes, _gradients(x, out), _joined(sums), own)
+    return Work(passes, _gradients(x, out), {} if sums is None else {"d_bias": sums}, own)
 
 
 def _linear(p: Any, x: Operands, batch: Batch) -> Work:
@@ -260,7 +260,7 @@ def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
     )
     slots = Slots(added, t, grad, d_grad, pre, sums, q, s)
     passes.append(Pass(row, slots, (x["a"], x["b"]) if pre is None else last))
-    return Work(passes, _gradients(x, q, s), _joined(sums), own)
+    return Work(passes, _gradients(x, q, s), {} if sums is None else {"d_bias": sums}, own)
 
 
 def _tangent(p: Any, x: Operands, batch: Batch) -> Work:
@@ -327,10 +327,6 @@ def _gradients(
         d_b.append((x["u"].turned(), s))
     found = {"d_a": d_a, "d_b": d_b}
     return {name: products for name, products in found.items() if name in x}
-
-
-def _joined(sums: Operand | None) -> dict[str, Operand]:
-    return {} if sums is None else {"d_bias": sums}
 
 
 def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:

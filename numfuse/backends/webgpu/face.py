@@ -164,7 +164,7 @@ class WebGpuBackend(OneRun):
         progress: Callable[[str], None] | None = None,
     ) -> None:
         """Compile the kernels of contiguous operands, for this process."""
-        from numfuse.problem import product
+        from numfuse.problem import gates, product
 
         device = self.device
         for dtype in dtypes:
@@ -177,8 +177,8 @@ class WebGpuBackend(OneRun):
                     x, bias = np.zeros((m, m), dtype), np.zeros(m, dtype)
                     self.forward(product.gemm(x, x, bias, act))
                     self.backward(product.gemm_backward(x, x, x, bias, act))
-                    self.gated(product.gated(x, x, act))
-                    self.gated_backward(product.gated_backward(x, x, x, act))
+                    self.gated(gates.gated(x, x, act))
+                    self.gated_backward(gates.gated_backward(x, x, x, act))
 
 
 _BACKENDS: dict[int, WebGpuBackend] = {}

@@ -232,72 +232,13 @@ def tangent(f: Curve, fmt: str, guard: bool, t: str, bias: bool) -> specialise.K
     return row(made if bias else made.without("bias"), fmt, sources, results)
 
 
-# --- gates --------------------------------------------------------------------------------------
-def _gate_sources(fmt: str, **others: str) -> tuple[Source, ...]:
-    """Return the factors, and the slots of others by their names."""
-    slots = {"a": "a", "b": "b"} | others
-    return tuple(Source(name, slot, fmt) for name, slot in slots.items())
-
-
-@library.by_formula
-def gate(f: Curve, fmt: str, streams: bool = False) -> specialise.Kernel:
-    """``out = f(a) b``"""
-    out = (Result("out", "out", fmt),)
-    return row(epilogues.gate(f), fmt, _gate_sources(fmt), out, None, streams)
-
-
-@library.by_formula
-def gate_backward(
-    f: Curve, fmt: str, guard: bool, d_b: bool = True, streams: bool = False
-) -> specialise.Kernel:
-    """``d_a = grad b f'(a)``, ``d_b = grad f(a)``"""
-    made = epilogues.gate(f).backward()
-    made = made.guarded() if guard else made
-    results = (Result("d_a", "out", fmt), *([Result("d_b", "extra", fmt)] if d_b else []))
-    return row(made, fmt, _gate_sources(fmt, grad="grad"), results, None, streams)
-
-
-@library.by_formula
-def gate_double_backward(
-    f: Curve, fmt: str, guard: bool, u: bool, v: bool, results: tuple[str, ...]
-) -> specialise.Kernel:
-    """``d_grad = u b f'(a) + v f(a)``, ``d_a = u grad b f''(a) + v grad f'(a)``,
-    ``d_b = u grad f'(a)``
-    """
-    made = epilogues.gate_double_backward(f)
-    made = made.guarded() if guard else made
-    absent = [name for name, there in (("u", u), ("v", v)) if not there]
-    slots = {"d_grad": "out", "d_a": "bias", "d_b": "sums"}
-    places = tuple(Result(name, slots[name], fmt) for name in results)
-    sources = _gate_sources(fmt, grad="grad", u="extra", v="pre")
-    return row(made.without(*absent), fmt, sources, places)
-
-
-@library.by_formula
-def gate_tangent(
-    f: Curve, fmt: str, guard: bool, u: bool, v: bool, streams: bool = False
-) -> specialise.Kernel:
-    """``out = f(a) b``, ``out_dot = u b f'(a) + v f(a)``, u and v the tangents of a and b."""
-    made = epilogues.gate(f).tangent()
-    made = made.guarded() if guard else made
-    absent = [name for name, there in (("a_dot", u), ("b_dot", v)) if not there]
-    sources = _gate_sources(fmt, a_dot="grad", b_dot="pre")
-    results = Result("out", "out", fmt), Result("out_dot", "extra", fmt)
-    return row(made.without(*absent), fmt, sources, results, None, streams)
-
-
 def of_activation(act: Activation, fmt: str) -> list[Callable[[], specialise.Kernel]]:
-    """Return calls that compile every row function that the public API can ask for with `act`.
+    """Return calls that compile every row function that a layer can ask for with `act`.
 
     Left out is what only rare arguments take: guard=False, and needs without d_bias or d_a.
     """
     f = act.curve
-    rows: list[Callable[[], specialise.Kernel]] = [
-        partial(gate, f, fmt, False),
-        partial(gate, f, fmt, True),
-        partial(gate_backward, f, fmt, True, True, False),
-        partial(gate_backward, f, fmt, True, True, True),
-    ]
+    rows: list[Callable[[], specialise.Kernel]] = []
     for bias in (True, False):
         kept = dict.fromkeys((None, library.accumulator(fmt), fmt))
         for pre in kept:

@@ -16,7 +16,7 @@ from numfuse.backends.cuda.call.arrays import dtype_of, ghost
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan import lower, second_order
 from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
-from numfuse.problem import product
+from numfuse.problem import gates, product
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.operands import format_of
 from numfuse.runtime.replay import Replay
@@ -191,8 +191,8 @@ def foresee(
         ("forward", product.gemm(a, b, bias, act)),
         ("forward", product.gemm(a, b, bias, act, True)),
         ("backward", product.gemm_backward(grad, a, b, bias, act)),
-        ("gated", product.gated(a, a, act)),
-        ("gated_backward", product.gated_backward(a, a, a, act)),
+        ("gated", gates.gated(a, a, act)),
+        ("gated_backward", gates.gated_backward(a, a, a, act)),
     )
     for kind, p in problems:
         recorded(device, precision, kind, p, bind, (*FIELDS[kind][0], *FIELDS[kind][1]))

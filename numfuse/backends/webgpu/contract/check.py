@@ -11,7 +11,7 @@ from numpy import ndarray
 from numfuse.activations import none
 from numfuse.backends import load
 from numfuse.backends.webgpu.contract.entry_points import BUILT_IN
-from numfuse.problem import product
+from numfuse.problem import gates, product
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.contract.backend import ContractBackend
@@ -122,7 +122,7 @@ def _cases(present: set[str]) -> Iterator[tuple[Any, ...]]:
         a[: length // 100] = np.linspace(-100, 100, length // 100)
         for act in BUILT_IN:
             if f"{act.name}_mul_f32" in present:
-                yield ("gate out",), "gated", product.gated, (length,), act, (a, b, act)
+                yield ("gate out",), "gated", gates.gated, (length,), act, (a, b, act)
             if f"{act.name}_mul_bwd_f32" in present:
-                outputs, back = ("gate d_a", "gate d_b"), product.gated_backward
+                outputs, back = ("gate d_a", "gate d_b"), gates.gated_backward
                 yield outputs, "gated_backward", back, (length,), act, (grad, a, b, act)

@@ -1,0 +1,104 @@
+"""Hop 2 of gates: epilogues of arrays of one shape, without a product (`numfuse.problem.fused`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse import epilogues
+from numfuse.activations import Activation
+from numfuse.activations import get as get_activation
+from numfuse.problem.fused import FusedProblem
+from numfuse.problem.operands import checked, output, shaped
+from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, Tangent, made_gradients
+
+
+class _Gate:
+    """The operands of a gate, checked: those that are there, by the names of their formula."""
+
+    def __init__(self, kind: str, activation: Any, guard: bool, **operands: Any) -> None:
+        if type(activation) is not Activation:
+            activation = get_activation(activation)
+        self.activation = activation
+        self.given, self.dtype, self.acc_dtype = checked(operands)
+        self.shape = self.given["a"].shape
+        for name, x in self.given.items():
+            if x.shape != self.shape:
+                shaped(x, name, self.shape, "the shape of a")
+        whole = epilogues.GATES[kind](activation.curve)
+        whole = whole.guarded() if guard else whole
+        self.epilogue = whole.without(*(name for name in whole.inputs if name not in self.given))
+
+    def problem(self, made: dict[str, Any], result: Any) -> FusedProblem:
+        """Return the problem that writes these results."""
+        known, names = dict(self.epilogue.results), [n for n, x in made.items() if x is not None]
+        arrays = {name: _promoted(x) for name, x in self.given.items()}
+        arrays |= {name: _promoted(made[name]) for name in names}
+        stored = tuple(name for name in names if name in known)
+        zeroed = tuple(name for name in names if name not in known)
+        in_place = {
+            name: other for name in stored for other, x in self.given.items() if x is made[name]
+        }
+        *batch, m, n = arrays["a"].shape
+        head = self.activation, m, n, 0, tuple(batch), self.dtype, self.acc_dtype, arrays
+        chosen = self.epilogue.select(*stored)
+        return FusedProblem(*head, {}, chosen, stored, (), {}, zeroed, in_place, result)
+
+    def gradients(self, names: tuple[str, ...], needs: Any, out: Any = None) -> FusedProblem:
+        """Return the problem that makes the gradients of these names."""
+        shapes = dict.fromkeys(names, self.shape)
+        return self.problem(*made_gradients(names, shapes, needs, out, self.dtype, self.given))
+
+
+def _promoted(x: ndarray) -> ndarray:
+    return x if x.ndim > 1 else x[(None,) * (2 - x.ndim)]
+
+
+def gated(a: Any, b: Any, activation: Any, out: Any = None) -> FusedProblem:
+    """The problem of `activation_mul`; see there for what is accepted and raised."""
+    gate = _Gate("gated", activation, False, a=a, b=b)
+    if out is None:
+        made = np.empty(gate.shape, gate.dtype)
+    else:
+        made = output("out", out, gate.shape, gate.dtype, gate.given, may_be=("a", "b"))
+    return gate.problem({"out": made}, made if out is None else out)
+
+
+def gated_backward(
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    needs: Any = None,
+    guard: bool = True,
+    out: Any = None,
+) -> FusedProblem:
+    """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
+    gate = _Gate("gated_backward", activation, guard, grad=grad, a=a, b=b)
+    return gate.gradients(GATED_NEEDS, needs, out)
+
+
+def gated_double_backward(
+    u: Any,
+    v: Any,
+    grad: Any,
+    a: Any,
+    b: Any,
+    activation: Any,
+    needs: Any = None,
+    guard: bool = True,
+) -> FusedProblem:
+    """The problem of `activation_mul_double_bwd`; see there for what is accepted and raised."""
+    gate = _Gate("gated_double_backward", activation, guard, a=a, b=b, grad=grad, u=u, v=v)
+    return gate.gradients(GATED_SECOND_NEEDS, needs)
+
+
+def gated_tangent(
+    a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, guard: bool = True
+) -> FusedProblem:
+    """The problem of `activation_mul_jvp`; see there for what is accepted and raised."""
+    gate = _Gate("gated_tangent", activation, guard, a=a, b=b, u=a_dot, v=b_dot)
+    made = Tangent(*[np.empty(gate.shape, gate.dtype) for _ in "ab"])
+    return gate.problem(made._asdict(), made)
