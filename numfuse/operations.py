@@ -232,8 +232,9 @@ class Operation:
         arrays: list[Any] = []
         specs: list[Any] = []
         once = redefined or made.formulas is None
+        named = getattr(p, "arrays", None)
         for name, given in zip_longest(self.fields, (*operands, *results)):
-            x = getattr(p, name, None)
+            x = getattr(p, name, None) if named is None else named.get(name)
             arrays.append(x)
             if x is not given and x is not None and given is not None and x.size:
                 # (another view of it, which may begin elsewhere)

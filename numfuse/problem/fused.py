@@ -103,8 +103,10 @@ class FusedProblem:
 
     def without_terms(self) -> list[str] | None:
         """Return the results that are zero, if nothing else is to be computed; else None."""
-        names = [name for name in self.results if self.arrays[name].size]
-        return None if names and 0 not in self.shape else names
+        names = (*self.stored, *self.summed, *self.products, *self.zeroed)
+        if names and self.m and self.n and 0 not in self.batch:
+            return None
+        return [name for name in names if self.arrays[name].size]
 
 
 class Form(NamedTuple):

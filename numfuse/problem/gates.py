@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numpy import ndarray
 
 from numfuse import epilogues
 from numfuse.activations import Activation
@@ -33,27 +32,28 @@ class _Gate:
 
     def problem(self, made: dict[str, Any], result: Any) -> FusedProblem:
         """Return the problem that writes these results."""
-        known, names = dict(self.epilogue.results), [n for n, x in made.items() if x is not None]
-        arrays = {name: _promoted(x) for name, x in self.given.items()}
-        arrays |= {name: _promoted(made[name]) for name in names}
-        stored = tuple(name for name in names if name in known)
-        zeroed = tuple(name for name in names if name not in known)
-        in_place = {
-            name: other for name in stored for other, x in self.given.items() if x is made[name]
-        }
-        *batch, m, n = arrays["a"].shape
-        head = self.activation, m, n, 0, tuple(batch), self.dtype, self.acc_dtype, arrays
+        known, stored, zeroed = dict(self.epilogue.results), list[str](), list[str]()
+        in_place: dict[str, str] = {}
+        arrays, missing = dict(self.given), max(0, 2 - len(self.shape))
+        for name, y in made.items():
+            if y is not None:
+                arrays[name] = y
+                (stored if name in known else zeroed).append(name)
+                for other, x in self.given.items():
+                    if x is y:
+                        in_place[name] = other
+        if missing:
+            arrays = {name: x[(None,) * missing] for name, x in arrays.items()}
+        *batch, m, n = (1,) * missing + self.shape
         chosen = self.epilogue.select(*stored)
-        return FusedProblem(*head, {}, chosen, stored, (), {}, zeroed, in_place, result)
+        head = self.activation, m, n, 0, tuple(batch), self.dtype, self.acc_dtype, arrays
+        ends = tuple(zeroed), in_place, result
+        return FusedProblem(*head, {}, chosen, tuple(stored), (), {}, *ends)
 
     def gradients(self, names: tuple[str, ...], needs: Any, out: Any = None) -> FusedProblem:
         """Return the problem that makes the gradients of these names."""
         shapes = dict.fromkeys(names, self.shape)
         return self.problem(*made_gradients(names, shapes, needs, out, self.dtype, self.given))
-
-
-def _promoted(x: ndarray) -> ndarray:
-    return x if x.ndim > 1 else x[(None,) * (2 - x.ndim)]
 
 
 def gated(a: Any, b: Any, activation: Any, out: Any = None) -> FusedProblem:

@@ -45,8 +45,7 @@ class Slots(NamedTuple):
     @classmethod
     def of(cls, every: Sequence[Operand | None]) -> Slots:
         """Return the slots that have these operands, in their order."""
-        *first, more = *every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])
-        return cls._make((*first, more))
+        return cls._make((*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])))
 
 
 def layout(

@@ -150,8 +150,8 @@ class CpuBackend(OneRun):
 
 def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
-    if not hasattr(p, "m"):
-        return bool(p.a.size >= tiling.PARALLEL_ELEMENTS)
+    if not p.k:
+        return math.prod(p.batch) * p.m * p.n >= tiling.PARALLEL_ELEMENTS
     r = library.registers_of(format_of(p.dtype))
     elements = math.prod(p.batch) * p.m * max(p.n, p.k)
     return elements * p.n >= tiling.parallel_fmas(r) or elements >= tiling.PARALLEL_ELEMENTS

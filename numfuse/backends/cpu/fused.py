@@ -18,7 +18,7 @@ from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, protocol, rows
 from numfuse.backends.cpu.kernels.printer import Result, Source
-from numfuse.backends.cpu.launch.sequence import Operand, Program, operand, program, temporary
+from numfuse.backends.cpu.launch.sequence import Operand, Program, program, temporary
 from numfuse.backends.cpu.launch.sequence import operands as operands_of
 from numfuse.backends.cpu.layers import column_sums
 from numfuse.backends.cpu.llvm import vectors
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from numfuse.problem.fused import FusedProblem
 
 #: The slots of what is read, and of what is stored behind the first; the second's is `extra`.
-_TAKEN = ("S_OUT", "S_SUMS", "S_GRAD", "S_EXTRA")
-_FREE = ["extra", *(name[2:].lower() for name in protocol.SLOTS if name not in _TAKEN)]
+_SLOTS = [name[2:].lower() for name in protocol.SLOTS]
+_FREE = ["extra", *(name for name in _SLOTS if name not in ("out", "sums", "grad", "extra"))]
 
 
 class _Places:
@@ -58,11 +58,9 @@ class _Places:
         """Let an input be read from an operand."""
         self.sources.append(Source(name, self._slot(x, ""), x.fmt, once))
 
-    def store(self, name: str, x: Operand, source: str | None = None) -> None:
-        """Let a result be stored; in the place of an input that is read, if one is given."""
-        at = next((s for s in self.sources if s.name == source and not s.once), None)
-        slot = self._slot(x, "out") if at is None else str(at.slot)
-        self.results.append(Result(name, slot, x.fmt, None if at is None else source))
+    def store(self, name: str, x: Operand) -> None:
+        """Let a result be stored."""
+        self.results.append(Result(name, self._slot(x, "out"), x.fmt))
 
     def add(self, name: str, x: Operand) -> None:
         """Let a result be added to column sums."""
@@ -71,15 +69,20 @@ class _Places:
     def slots(self, over: Operand | None = None) -> Slots:
         """Return the operands in their slots."""
         taken = self._taken if over is None else {**self._taken, "grad": over}
-        every = [taken.get(name[2:].lower()) for name in protocol.SLOTS]
-        while len(every) > protocol.SLOT_COUNT and every[-1] is None:
-            every.pop()
-        return Slots.of(every)
+        return _in_order(taken)
+
+
+def _in_order(taken: Mapping[str, Operand]) -> Slots:
+    """Return operands by the names of their slots."""
+    every = list(map(taken.get, _SLOTS))
+    while len(every) > protocol.SLOT_COUNT and every[-1] is None:
+        every.pop()
+    return Slots._make((*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])))
 
 
 def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
     """Return the program of an epilogue's problem."""
-    zeroed = [names.index(name) for name in p.zeroed]
+    zeroed = list(map(names.index, p.zeroed))
     if not (p.sums or p.products or p.summed):
         return _elements(p, names, threads, zeroed)
     arrays = {n: x for n, x in operands_of(p, names).items() if n not in p.zeroed}
@@ -230,27 +233,43 @@ def _elements(
     """Return the program of an epilogue without a product or a sum: one pass over elements."""
     if not p.stored:
         return program(names, [], zeroed=zeroed)
-    fmt, shape = format_of(p.dtype), p.shape
+    fmt, shape = format_of(p.dtype), (*p.batch, p.m, p.n)
     # (a result in the place of an operand comes behind it, and has its slot)
-    used = [*(n for n in p.stored if n not in p.in_place), *p.epilogue.operands]
-    used = [*used, *(n for n in p.stored if n in p.in_place)]
+    used = p.stored + p.epilogue.operands
+    if p.in_place:
+        first = [name for name in p.stored if name not in p.in_place]
+        used = *first, *p.epilogue.operands, *p.in_place
     # The last axis is the one along which the first result is densest.
-    views = merged([np.broadcast_to(p.arrays[name], shape) for name in used])
+    views = []
+    for name in used:
+        x = p.arrays[name]
+        views.append(x if x.shape == shape else np.broadcast_to(x, shape))
+    views = merged(views)
     *batch, m, n = views[0].shape
-    places, written = _Places(), []
+    slots: dict[str, Operand] = {}
+    sources: dict[str, Source] = {}
+    results, free, written = [], iter(_FREE), []
     for name, y in zip(used, views, strict=True):
         # The views number the same elements in another way: the addresses are those of the arrays.
-        if name in p.stored:
-            places.store(name, operand(name, y), p.in_place.get(name))
-            written.append(y)
-        else:
-            places.read(name, operand(name, y), n > 1 and y.strides[-1] == 0)
-    head = p.epilogue, fmt, tuple(places.sources), tuple(places.results), ()
-    row = rows.fused(*head)
+        z = Operand(name, y.shape, y.strides, format_of(y.dtype), y.itemsize)
+        if name not in p.stored:
+            slot, once = next(free), n > 1 and y.strides[-1] == 0
+            sources[name], slots[slot] = Source(name, slot, z.fmt, once), z
+            continue
+        written.append(y)
+        source = sources.get(p.in_place.get(name, ""))
+        if source is not None and not source.once:
+            results.append(Result(name, str(source.slot), z.fmt, source.name))
+            continue
+        slot = next(free) if "out" in slots else "out"
+        results.append(Result(name, slot, z.fmt))
+        slots[slot] = z
+    head = p.epilogue, fmt, tuple(sources.values()), tuple(results), ()
     # (a line that was read is in the caches)
     streams = not p.in_place and len(written) <= 2 and _past_the_caches(written)
     stream = rows.fused(*head, True) if streams else None
-    plan = descriptors.rows(m, n, row, places.slots(), threads, tuple(batch), stream=stream)
+    at = _in_order(slots)
+    plan = descriptors.rows(m, n, rows.fused(*head), at, threads, tuple(batch), stream=stream)
     return program(names, [[[(plan, {})]]] if plan is not None else [], zeroed=zeroed)
 
 
