@@ -427,6 +427,44 @@ def test_a_mapped_axis_goes_into_the_rows(monkeypatch):
     )
 
 
+def test_a_gate_and_its_gradients_are_one_call_each_at_two_orders(calls):
+    a, b, u, v = (draw(5, 6, seed=i).requires_grad_() for i in range(4))
+    first = torch.autograd.grad(
+        nf.activation_mul(a, b, "tanh"), (a, b), draw(5, 6), create_graph=True
+    )
+    torch.autograd.grad(first, (a, b), (u, v))
+    assert [(name, needs) for name, _, needs in calls] == [
+        ("activation_mul", ()),
+        ("activation_mul_bwd", ("a", "b")),
+        ("activation_mul_double_bwd", ("a", "b")),
+    ]
+
+
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("activation", ["tanh", "gelu"])
+def test_a_gate_has_derivatives_of_the_third_order(activation, which):
+    operands = [draw(3, 4, seed=i).requires_grad_(i in which) for i in range(2)]
+    asked, found = [operands[i] for i in which], []
+    act = FUNCTIONS[activation]
+    for call in (lambda a, b: nf.activation_mul(a, b, activation), lambda a, b: act(a) * b):
+        total = (call(*operands) ** 2).sum()
+        for order in range(3):
+            parts = torch.autograd.grad(total, asked, create_graph=True)
+            found.append(parts)
+            total = sum((draw(3, 4, seed=order + i) * x**2).sum() for i, x in enumerate(parts))
+    for ours, theirs in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("order", [2, 3])
+def test_a_gate_at_the_end_of_the_table_has_the_derivatives_by_what_it_multiplies(order):
+    slope = nf.activations()["tanh"].derived(order)
+    a, b, g, v = (draw(3, 4, seed=i).requires_grad_(i in (1, 2)) for i in range(4))
+    (first,) = torch.autograd.grad(nf.activation_mul(a, b, slope), b, g, create_graph=True)
+    (second,) = torch.autograd.grad(first, g, v)
+    torch.testing.assert_close(second, nf.activation_mul(a, v, slope))
+
+
 # --- torch.compile ------------------------------------------------------------------------------
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -31,6 +31,7 @@ LAYER_BACKWARD = OPERATIONS["matmul_bias_activation_bwd"]
 _RESIDUAL = OPERATIONS["matmul_bias_residual"]
 _GATE = OPERATIONS["activation_mul"]
 _GATE_BACKWARD = OPERATIONS["activation_mul_bwd"]
+_GATE_DOUBLE = OPERATIONS["activation_mul_double_bwd"]
 _NONE = get("none")
 #: The operands of a layer, and the flags of its backward: not `sum_batch`, but `guard`.
 _NAMES = "a", "b", "bias"
@@ -214,12 +215,41 @@ class _Gate(Function):
         needs = _asked(ctx, ("a", "b"), (a, b), a.numel() < _SMALL_GATE)
         if not needs:
             return None, None, None, None
-        if act.serial not in FINITE or not torch.is_grad_enabled() or not mode((g,)):
-            found = _GATE_BACKWARD((g, a, b), act, (True,), needs, None, backend)
-            return (*found, None, None)
-        d_a = _GATE((a, g * b), act.derived(1), backend=backend) if "a" in needs else None
-        d_b = _GATE((a, g), act, backend=backend) if "b" in needs else None
-        return d_a, d_b, None, None
+        if torch.is_grad_enabled() and mode((g,)) and act.serial in FINITE:
+            return (*_apply_gradients(g, a, b, act, needs, backend), None, None)
+        found = _GATE_BACKWARD((g, a, b), act, (True,), needs, None, backend)
+        return (*found, None, None)
+
+
+class _GateGradients(Function):
+    """A gate's gradients, where they are to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, g: Any, a: Any, b: Any, act: Activation, needs: Any, backend: Any) -> Any:
+        ctx.save_for_backward(g, a, b)
+        ctx.how = act, backend
+        ctx.set_materialize_grads(False)
+        return run(_GATE_BACKWARD, (g, a, b), act, (True,), needs, backend)
+
+    @staticmethod
+    def backward(ctx: Any, u: Any, v: Any) -> Any:
+        g, a, b = ctx.saved_tensors
+        act, backend = ctx.how
+        needs = _asked(ctx, ("grad", "a", "b"), (g, a, b), a.numel() < _SMALL_GATE)
+        if not needs or (u is None and v is None):
+            return (None,) * 6
+        again, slope, parts = torch.is_grad_enabled(), act.derived(1), []
+        if not mode((u, v)) or ("a" in needs and not (again and slope.serial in FINITE)):
+            found = _GATE_DOUBLE((u, v, g, a, b), act, (True,), needs, None, backend)
+            return (*found, None, None, None)
+        wanted = ("a", "b") if "a" in needs else ("b",)  # (a's are of one order more)
+        if u is not None:
+            parts.append(_apply_gradients(u * b, a, g, slope, wanted, backend))
+        if v is not None:
+            parts.append(_apply_gradients(v, a, g, act, wanted, backend))
+        d_a, d_g = (x if x is None else sum(rest, x) for x, *rest in zip(*parts, strict=True))
+        d_b = _gate(a, u * g, slope, backend) if u is not None and "b" in needs else None
+        return d_g, d_a, d_b, None, None, None
 
 
 def _layer_gradients(
@@ -261,7 +291,7 @@ def _sloped(x: Any, g: Any, act: Activation, backend: Any) -> Any:
     """Return act'(x) g in g's dtype; `x` may have the accumulator's."""
     wide = g if x.dtype == g.dtype else g.to(x.dtype)
     if act.serial in FINITE:
-        found = _GATE((x, wide), act.derived(1), backend=backend)
+        found = _gate(x, wide, act.derived(1), backend)
     else:
         ones = x.new_ones(()).expand(x.shape)
         found = _GATE_BACKWARD((wide, x, ones), act, (True,), ("a",), None, backend).d_a
@@ -290,6 +320,7 @@ def _watched_gradients(
 _apply_layer = super(Function, _Layer).apply
 _apply_residual = super(Function, _Residual).apply
 _apply_gate = super(Function, _Gate).apply
+_apply_gradients = super(Function, _GateGradients).apply
 
 
 # --- the differentiable operations --------------------------------------------------------------
@@ -301,27 +332,27 @@ def layer(
     backend: Any = None,
     flipped: bool = False,
     keep: bool | None = None,
+    with_pre: bool = False,
 ) -> Any:
     """Return a layer of tensors that :func:`mode` lets through; `b` may be given transposed."""
     gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
     if not (gradient and torch.is_grad_enabled()):
-        return run(LAYER, (a, b, bias), act, (False,), (), backend, flipped)
-    how = way(act, a, False, flipped, backend, keep)
+        return run(LAYER, (a, b, bias), act, (with_pre,), (), backend, flipped)
+    how = way(act, a, with_pre, flipped, backend, keep)
     found = _apply_layer(a, b, bias, how)
-    return found[0] if how.keeps == "pre" else found
+    return found[0] if how.keeps == "pre" and not with_pre else found
 
 
-def _recorded_layer(x: tuple[Any, ...], act: Any, flags: tuple[bool, ...], backend: Any) -> Any:
-    how = way(act, x[0], flags[0], False, backend)
-    found = _apply_layer(*x, how)
-    return found[0] if how.keeps == "pre" and not flags[0] else found
+def _gate(a: Any, b: Any, act: Any, backend: Any) -> Any:
+    """Return a gate of tensors that :func:`mode` lets through."""
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
+        return _apply_gate(a, b, act if type(act) is Activation else get(act), backend)
+    return run(_GATE, (a, b), act, backend=backend)
 
 
 #: By operation: what records it, of operands, activation, flags and backend.
 DIFFERENTIABLE = {
-    LAYER: _recorded_layer,
+    LAYER: lambda x, act, flags, backend: layer(x[0], x[1], x[2], act, backend, with_pre=flags[0]),
     _RESIDUAL: lambda x, act, flags, backend: _apply_residual(*x, backend),
-    _GATE: lambda x, act, flags, backend: _apply_gate(
-        *x, act if type(act) is Activation else get(act), backend
-    ),
+    _GATE: lambda x, act, flags, backend: _gate(x[0], x[1], act, backend),
 }

@@ -35,7 +35,6 @@ from numfuse.adapters.torch.tensors import (
     run_beside,
     to_numpy,
     to_tensor,
-    watched,
 )
 from numfuse.functional import activation_mul
 from numfuse.operations import OPERATIONS
@@ -69,8 +68,7 @@ class _Torch(Functions):
         return self.operators[name, how.needs](*operands, *saved, how=how)
 
     def refuse_out(self, out: Any) -> None:
-        if out is not None:
-            _outputs(out)
+        _outputs(out)
         super().refuse_out(out)
 
     def sum_to(self, x: Any, shape: Sequence[int]) -> Any:
@@ -96,23 +94,13 @@ FUNCTIONS = _Torch()
 # --- without operators --------------------------------------------------------------------------
 def _bare(values: Iterable[Any]) -> Tensor | None:
     """The first tensor, where all are of one device and nothing is to be derived or traced."""
-    first: Tensor | None = None
-    grad = torch.is_grad_enabled()
     flat: list[Any] = []
     for x in values:  # (of needs, or of out)
         flat.extend(x) if type(x) is tuple or type(x) is list else flat.append(x)
-    for x in flat:
-        if type(x) in TENSORS:
-            if (grad and x.requires_grad) or x.layout != torch.strided:
-                return None
-            first = x if first is None else first
-            if x.device != first.device:
-                return None
-        elif isinstance(x, (Tensor, np.ndarray)):
-            return None
-    if first is None or not (first.is_cpu or first.is_cuda):
+    found = [x for x in flat if type(x) in TENSORS or isinstance(x, (Tensor, np.ndarray))]
+    if eager.mode(found) != 1 or autocasts(first := found[0]):
         return None
-    return None if watched() or autocasts(first) else first
+    return first if first.is_cpu or all(x.device == first.device for x in found) else None
 
 
 def _outputs(out: Any) -> list[Any]:
@@ -178,8 +166,7 @@ def public(name: str) -> Any:
             first = _bare((*args, *options.values()))
         if first is None:
             return derived(*args, **options)
-        out = options.get("out")
-        outs = () if out is None else _outputs(out)
+        outs = () if options.get("out") is None else _outputs(options["out"])
         if first.is_cuda:
             operands = [_in_memory(x) for x in args]
             named = {key: _in_memory(x) for key, x in options.items()}

@@ -187,15 +187,14 @@ class Op:
     # --- batches --------------------------------------------------------------------------------
     def _vmapped(self, info: Any, dims: Any, *args: Any) -> Any:
         """One more axis, the first: every operation has batch axes of its own."""
-        count = len(self._kinds)
-        operands = self._in_rows(info.batch_size, dims, args[:count])
+        count, size = len(self._kinds), info.batch_size
+        operands = self._in_rows(size, dims, args[:count])
         as_matrices = operands is None and "a" in self._kinds
         if operands is None:
-            operands = list(args[:count])
-            for i, (x, dim) in enumerate(zip(operands, dims, strict=False)):
-                if x is not None:  # what is not batched is expanded: a view, nothing is copied
-                    own = x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-                    operands[i] = own
+            operands = [  # what is not batched is expanded: a view, nothing is copied
+                x if x is None else x.movedim(d, 0) if d is not None else x.expand(size, *x.shape)
+                for x, d in zip(args[:count], dims, strict=False)
+            ]
         at = self._by_kind(operands)
         if as_matrices:
             # Each member as matrices, with as many batch axes as the one that has the most.
@@ -203,8 +202,7 @@ class Op:
             rank = max(2, *(at[kind].ndim - 1 for kind in "abc" if at[kind] is not None))
             for i, (x, kind) in enumerate(zip(operands, self._kinds, strict=True)):
                 if x is not None:
-                    full = matrices(kind, x.shape[1:], rank, row, column)
-                    operands[i] = x.reshape(x.shape[0], *full)
+                    operands[i] = x.reshape(size, *matrices(kind, x.shape[1:], rank, row, column))
         found = self._dispatched(*operands, *args[count:])
         outs = list(found) if isinstance(found, tuple) else [found]
         if as_matrices:
@@ -224,19 +222,15 @@ class Op:
         if "a" not in self._kinds or any(kind in "bc" for kind in self._results):
             return None
         for kind, x, dim in zip(self._kinds, given, dims, strict=False):
-            if kind in "bc" and x is not None:
-                if dim is not None or x.ndim > (2 if kind == "b" else 1):
-                    return None
+            if kind in "bc" and x is not None and (dim is not None or x.ndim > 1 + (kind == "b")):
+                return None
         at = self._by_kind(given)
         rank = at["a"].ndim - (dims[self._kinds.index("a")] is not None) + 3 - at["b"].ndim
         moved = []
         for kind, x, dim in zip(self._kinds, given, dims, strict=False):
-            if x is None or kind in "bc" or (kind == "r" and dim is None):
-                moved.append(x)
-            elif dim is None:
-                moved.append(x.expand(size, *x.shape))
-            else:
-                x = x.movedim(dim, 0)
+            if not (x is None or kind in "bc" or (kind == "r" and dim is None)):
+                x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
                 ones = (1,) * (rank - x.ndim) if kind == "r" else ()
-                moved.append(x.reshape(size, *ones, *x.shape[1:]))
+                x = x.reshape(size, *ones, *x.shape[1:])
+            moved.append(x)
         return moved
