@@ -21,6 +21,7 @@ import pytest
 from tolerance import DTYPES
 
 import numfuse as nf
+from numfuse import definitions
 from numfuse.backends import Traits, resolve
 
 #: Whether CUDA kernels run in Numba's simulator, a million times slower than on a GPU.
@@ -60,9 +61,10 @@ def unavailable(name: str, reason: str) -> NoReturn:
 
 @pytest.fixture(autouse=True)
 def own_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of activations that are registered in a test vanish after it."""
+    """Names of activations and epilogues that are registered in a test vanish after it."""
     # as an attribute of the package, `activations` is the function
     monkeypatch.setattr(sys.modules["numfuse.activations.table"], "TABLE", nf.activations())
+    monkeypatch.setattr(definitions, "TABLE", dict(definitions.TABLE))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -125,6 +127,8 @@ def pytest_collection_modifyitems(
         found = traits(backend) if backend in BACKENDS else None
         without |= None not in (memory, found) and found.memory != memory.args[0]
         arrays = parameters.get("arrays", "host")
+        kind = item.get_closest_marker("kind")
+        without |= kind is not None and backend in BACKENDS and not _has(backend, kind.args[0])
         if backend in BACKENDS:
             without |= arrays != "host" and not _there(item, arrays, backend, dtype)
         (left if without else kept).append(item)
@@ -136,6 +140,11 @@ def pytest_collection_modifyitems(
     _mark_quick(items)
     yield
     items.sort(key=_turn)
+
+
+def _has(backend: str, kind: str) -> bool:
+    """Whether a backend that can run here has problems of this kind."""
+    return traits(backend) is None or hasattr(resolve(backend), kind)
 
 
 def _there(item: pytest.Item, arrays: str, backend: str, dtype: str | None) -> bool:

@@ -117,3 +117,42 @@ def pre_activation(a: ndarray, b: ndarray, bias: ndarray | None) -> ndarray:
     if bias is not None:
         pre = pre + wide(bias)
     return pre
+
+
+# --- formulas of a user's own ---------------------------------------------------------------------
+# Written with arithmetic and the functions below, of real or of complex arguments.
+#: Half of the digits of every product of two such steps are lost below the smallest number.
+STEP = LONG(2) ** -300
+
+
+def slopes(f: Any, *inputs: Any) -> tuple[list[ndarray], list[list[ndarray]]]:
+    """The results of a formula, and the partial derivatives of each, in long double.
+
+    By the complex step: Im f(x + ih) / h has no cancellation, and h may be as small as one likes
+    (Squire and Trapp 1998, doi:10.1137/S003614459631241X). Where `f` has pieces, it chooses among
+    them by the real part.
+    """
+
+    def results(arguments: list[ndarray]) -> list[ndarray]:
+        made = f(*arguments)
+        return list(np.broadcast_arrays(*(made if isinstance(made, tuple) else (made,))))
+
+    real = list(np.broadcast_arrays(*(wide(x) for x in inputs)))
+    partials: list[list[ndarray]] = []
+    for i in range(len(real)):
+        moved = [x.astype(np.clongdouble) for x in real]
+        moved[i] += STEP * np.clongdouble(1j)
+        partials.append([y.imag / STEP for y in results(moved)])
+    return results(real), [list(by_input) for by_input in zip(*partials, strict=True)]
+
+
+def logistic(x: ndarray) -> ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def gelu(x: ndarray) -> ndarray:
+    return x * logistic(2 * np.sqrt(2 / LONG(np.pi)) * (x + LONG("0.044715") * x**3))
+
+
+def larger(x: Any, y: Any) -> ndarray:
+    return np.where(np.real(x) > np.real(y), x, y)

@@ -35,6 +35,13 @@ Algorithms, chapter 3):
    double backward is a sum of two products: the terms of both count in gamma. The gates' second
    derivatives are sums of two such products.
 
+9. An epilogue of a user's own, and what is derived of it, is one formula after another: each number
+   carries its error from node to node of the recorded graph (:func:`running`). A sum, a difference
+   and a product err by u of their value beside what their operands hand on, whether or not they
+   are one fused multiply-add; a quotient by the division's own error and a rounding more; the
+   functions as point 2 says, and a comparison that an error may turn hands on either branch. Sums
+   over rows, columns and K add gamma_n as in 4.
+
 `EVALUATION` is 16: exp and tanh are polynomials that err by 1 to 2 u, and the formulas have at most
 six more operations. Underflow of an intermediate adds the smallest normal number. In WGSL it is 24:
 a division errs by up to 2.5 units in the last place (the trait `division`), 5 u where IEEE's errs
@@ -55,6 +62,8 @@ import oracle
 from numpy import ndarray
 
 from numfuse.backends import resolve
+from numfuse.language.curves import Curve
+from numfuse.language.graph import SYMBOL, Expr, bottom_up, rounded
 
 EVALUATION = 16
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -366,3 +375,150 @@ def assert_within(name: str, result: ndarray, exact: ndarray, error: ndarray) ->
             f"{name}{[int(i) for i in at]} is {result[at]!s}, exactly {exact[at]!s}: off by "
             f"{off[at]:.3e}, allowed {error[at]:.3e}; {wrong.sum()} of {wrong.size} are wrong"
         )
+
+
+# --- formulas of a user's own ---------------------------------------------------------------------
+@dataclass
+class Running:
+    """Exact values, and how far what a backend has in their place may be off."""
+
+    value: ndarray
+    error: ndarray
+
+    @classmethod
+    def of(cls, x: Any) -> Running:
+        """Return numbers that have no error."""
+        return cls(oracle.wide(x), np.zeros(np.shape(x), oracle.LONG))
+
+    def far(self, other: Running) -> ndarray:
+        """How far another number, with its error, may be from this one."""
+        return np.abs(self.value - other.value) + other.error
+
+
+@dataclass
+class Truth:
+    """A condition, and whether errors leave it as it is."""
+
+    value: ndarray
+    sure: ndarray
+
+
+_FUNCTIONS: dict[str, Callable[[ndarray], ndarray]] = {
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "tanh": np.tanh,
+    "sigmoid": oracle.VALUE["sigmoid"],
+    "sqrt": lambda x: np.sqrt(np.maximum(x, 0)),
+}
+_SCALED = {"scaled_sigmoid": oracle.VALUE["sigmoid"], "scaled_bell": oracle.SLOPE["sigmoid"]}
+_ORDERS = (oracle.VALUE, oracle.SLOPE, oracle.SECOND)
+
+
+def running(
+    graphs: tuple[Expr, ...], leaves: dict[str, Running], dtype: np.dtype, backend: str
+) -> list[Running]:
+    """The values of recorded formulas, and their running errors (point 9)."""
+    acc = accumulator(dtype)
+    u = roundoff(acc)
+    divided = (2 * resolve(backend).traits.division + 1) * u
+    least = max(float(ml_dtypes.finfo(acc).smallest_subnormal), vanishing(backend, acc))
+
+    def made(value: ndarray, error: ndarray, unit: float = u) -> Running:
+        return Running(value, error + unit * (np.abs(value) + error) + (least if unit else 0))
+
+    def product(x: Running, y: Running) -> Running:
+        error = np.abs(x.value) * y.error + np.abs(y.value) * x.error + x.error * y.error
+        return made(x.value * y.value, error)
+
+    def function(f: Callable[[ndarray], ndarray], x: Running) -> Running:
+        return Running(f(x.value), evaluated(f, x.value, x.error, dtype, backend))
+
+    def chosen(test: Truth, x: Running, y: Running) -> Running:
+        value = np.where(test.value, x.value, y.value)
+        here = Running(value, np.where(test.value, x.error, y.error))
+        either = np.maximum(here.far(x), here.far(y))
+        return Running(value, np.where(test.sure, here.error, either))
+
+    def compared(op: str, x: Running, y: Running) -> Truth:
+        value = {"lt": np.less, "le": np.less_equal, "eq": np.equal, "ne": np.not_equal}[op]
+        sure = np.abs(x.value - y.value) > x.error + y.error
+        return Truth(value(x.value, y.value), sure | (x.error + y.error == 0))
+
+    def rule(e: Expr, args: list[Any], at: Running | None = None) -> Any:
+        match e.op:
+            case "const":
+                exact = oracle.LONG(e.payload.numerator) / oracle.LONG(e.payload.denominator)
+                return Running(exact, np.abs(oracle.LONG(rounded(e, acc.name)) - exact))
+            case "x":
+                return at
+            case "input":
+                return leaves[str(e.payload)]
+            case "call":
+                return curve(e.payload, args[0])
+            case "neg":
+                return Running(-args[0].value, args[0].error)
+            case "abs":
+                return Running(np.abs(args[0].value), args[0].error)
+            case "finite":
+                return args[0]
+            case "add" | "sub":
+                x, y = args
+                value = x.value + y.value if e.op == "add" else x.value - y.value
+                return made(value, x.error + y.error)
+            case "mul":
+                return product(*args)
+            case "fma":
+                x = product(*args[:2])
+                return made(x.value + args[2].value, x.error + args[2].error)
+            case "div":
+                x, y = args
+                value = x.value / y.value
+                room = np.abs(y.value) - y.error
+                assert (room > 0).all(), "a divisor's error reaches 0: no bound holds"
+                return made(value, (x.error + np.abs(value) * y.error) / room, divided)
+            case "lt" | "le" | "eq" | "ne":
+                return compared(e.op, *args)
+            case "both" | "either":
+                x, y = args
+                join = np.logical_and if e.op == "both" else np.logical_or
+                return Truth(join(x.value, y.value), x.sure & y.sure)
+            case "negation":
+                return Truth(~args[0].value, args[0].sure)
+            case "where":
+                return chosen(*args)
+            case "maximum" | "minimum":
+                x, y = args
+                larger = np.maximum if e.op == "maximum" else np.minimum
+                return Running(larger(x.value, y.value), np.maximum(x.error, y.error))
+            case "scaled_sigmoid" | "scaled_bell":
+                factor, high, low = args
+                x = Running(high.value + low.value, high.error + low.error)
+                return product(factor, function(_SCALED[e.op], x))
+        return function(_FUNCTIONS[e.op], args[0])
+
+    def curve(f: Curve, x: Running) -> Running:
+        orders = _ORDERS[f.order] if f.order < len(_ORDERS) else {}
+        if f.name in orders:
+            return function(orders[f.name], x)
+        return bottom_up((f.trace,), lambda e, args: rule(e, args, x))[0]  # the user's own
+
+    return list(bottom_up(graphs, rule))
+
+
+def product_of(
+    x: Running, y: Running, dtype: np.dtype, backend: str = "cpu"
+) -> tuple[ndarray, ndarray, ndarray]:
+    """x @ y, the sum of its terms' magnitudes, and what the errors of the factors make of it."""
+    size = np.abs(x.value) @ np.abs(y.value)
+    off = np.abs(x.value) @ y.error + x.error @ np.abs(y.value) + x.error @ y.error
+    return x.value @ y.value, size, off + flushed(x.value, y.value, dtype, backend)
+
+
+def summed(x: Running, shape: tuple[int, ...], dtype: np.dtype) -> Running:
+    """The sum of all that is broadcast from this shape."""
+    exact = oracle.sum_to(x.value, shape)
+    terms = max(1, x.value.size // max(1, exact.size))
+    size = oracle.sum_to(np.abs(x.value) + x.error, shape)
+    chain = gamma(terms, dtype) * size if terms > 1 else 0
+    return Running(exact, chain + oracle.sum_to(x.error, shape))
