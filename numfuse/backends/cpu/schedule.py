@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -136,6 +136,9 @@ class Part(NamedTuple):
     #: The operands that have a row for each of M, and what is summed over blocks.
     by_rows: frozenset[str] = BY_ROWS
     gradients: tuple[str, ...] = GRADIENTS
+    #: Contiguous arrays that parts hand on, and the sizes of a part that has others.
+    own: Iterable[Operand] = ()
+    problem: Any = None
 
 
 def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -166,7 +169,8 @@ def record(
     own: list[Operand] = []
     totals: dict[str, Operand] = {}
     for part in parts:
-        made = _Schedule(p, part, threads)
+        made = _Schedule(part.problem or p, part, threads)
+        own += part.own
         blocks += made.blocks()
         own += made.own
         totals |= made.totals
@@ -343,7 +347,7 @@ class _Schedule:
             return x._replace(shape=(*sizes, *x.shape[-2:]), strides=(*steps, *x.strides[-2:]))
 
         return descriptors.join(
-            library.join_cell(self.fmt),
+            library.join_cell(d_bias.fmt),
             temporary(partials.name, (*sizes, count, n), partials.fmt),
             self.threads,
             kept(d_bias) if turn.last else None,
