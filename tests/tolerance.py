@@ -63,7 +63,7 @@ from numpy import ndarray
 
 from numfuse.backends import resolve
 from numfuse.language.curves import Curve
-from numfuse.language.graph import SYMBOL, Expr, bottom_up, rounded
+from numfuse.language.graph import Expr, bottom_up, rounded
 
 EVALUATION = 16
 BF16 = np.dtype(ml_dtypes.bfloat16)

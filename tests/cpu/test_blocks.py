@@ -11,6 +11,7 @@ import tracemalloc
 import numba
 import numpy as np
 import pytest
+import test_fusion
 import tolerance
 from arrays import Fenced, bits, in_layout, normal, unwritten
 from tolerance import DTYPES, assert_within
@@ -420,3 +421,28 @@ def test_kept_workspaces_are_bounded(monkeypatch):
     for x in borrowed:
         workspace.give_back(x)
     assert len(workspace.pool) == workspace.KEPT_WORKSPACES
+
+
+@pytest.mark.parametrize("batch, shared", [((), "b"), ((3,), "a"), ((3,), "b"), ((2, 2), "none")])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_blocks_of_an_epilogue_are_exact_within_the_bound(fmt, batch, shared, tiny):
+    """Two right factors, and operands whose gradients are summed over each set of axes."""
+    rng, dtype = np.random.default_rng(4), DTYPES[fmt]
+    m, n, k = 2 * CHUNK + 5, 21, 13
+    a = normal(rng, (m, k) if shared == "a" else (*batch, m, k), dtype, k**-0.5)
+    own = () if shared == "b" else batch
+    factors = tuple(normal(rng, (*own, k, n), dtype) for _ in range(2))
+    grad = normal(rng, (*batch, m, n), dtype)
+    formula = test_fusion.PRODUCTS[1]
+    for form in ((), (n,), (m, 1), (m, n), (*batch, 1, 1), (*batch, m, 1), (*batch, m, n)):
+        x = normal(rng, form, dtype)
+        got = nf.matmul_epilogue_bwd(grad, a, factors, formula.ours, x)
+        sums = test_fusion.sums_of(a, factors, "cpu")
+        how = formula, (grad,), sums, test_fusion.widened([x], dtype), dtype, "cpu"
+        *slopes, d_x = (test_fusion.whole(y, grad.shape) for y in test_fusion.gradients(*how))
+        d_a, d_b = test_fusion.gradient_of_factors([(a, factors, slopes)], dtype, "cpu")
+        test_fusion.check_array("d_a", got.d_a, d_a, dtype)
+        for y, wanted in zip(got.d_b, d_b, strict=True):
+            test_fusion.check_array("d_b", y, wanted, dtype)
+        test_fusion.check_operands(got.d_operands, [x], [d_x], dtype, "cpu")
+    assert max(steps(tiny)) > 1
