@@ -423,7 +423,8 @@ def test_kept_workspaces_are_bounded(monkeypatch):
     assert len(workspace.pool) == workspace.KEPT_WORKSPACES
 
 
-@pytest.mark.parametrize("batch, shared", [((), "b"), ((3,), "a"), ((3,), "b"), ((2, 2), "none")])
+@pytest.mark.long
+@pytest.mark.parametrize("batch, shared", [((), "b"), ((3,), "a"), ((3,), "b")])
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_blocks_of_an_epilogue_are_exact_within_the_bound(fmt, batch, shared, tiny):
     """Two right factors, and operands whose gradients are summed over each set of axes."""
@@ -434,7 +435,7 @@ def test_blocks_of_an_epilogue_are_exact_within_the_bound(fmt, batch, shared, ti
     factors = tuple(normal(rng, (*own, k, n), dtype) for _ in range(2))
     grad = normal(rng, (*batch, m, n), dtype)
     formula = test_fusion.PRODUCTS[1]
-    for form in ((), (n,), (m, 1), (m, n), (*batch, 1, 1), (*batch, m, 1), (*batch, m, n)):
+    for form in ((), (n,), (m, 1), (m, n)):
         x = normal(rng, form, dtype)
         got = nf.matmul_epilogue_bwd(grad, a, factors, formula.ours, x)
         sums = test_fusion.sums_of(a, factors, "cpu")
