@@ -10,6 +10,7 @@ import copyreg
 import inspect
 import itertools
 import re
+import reprlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -144,7 +145,14 @@ def recorded(formula: Callable[..., Any], name: str, source: str) -> UserEpilogu
         If it has more than 1000 operations.
     """
     parameters = []
-    for p in inspect.signature(formula).parameters.values():
+    try:
+        signature = inspect.signature(formula)
+    except ValueError:
+        raise TypeError(
+            f"an epilogue must be a function whose parameters are known, got {formula!r}: write it "
+            f"with the functions of numfuse.expr"
+        ) from None
+    for p in signature.parameters.values():
         if p.kind not in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) or p.default is not p.empty:
             raise TypeError(
                 f"the epilogue {name!r} must have positional parameters without defaults, one for "
@@ -154,7 +162,13 @@ def recorded(formula: Callable[..., Any], name: str, source: str) -> UserEpilogu
     with recording():
         made = formula(*(leaf(f"p_{i}") for i in range(len(parameters))))
     several = isinstance(made, tuple)
-    graphs = tuple(constant(x) for x in (made if several else (made,)))
+    try:
+        graphs = tuple(constant(x) for x in (made if several else (made,)))
+    except TypeError as error:
+        raise TypeError(
+            f"the epilogue {name!r} must return a value, or a tuple of values for "
+            f"numfuse.elementwise: {error}"
+        ) from None
     if not graphs:
         raise TypeError(f"the epilogue {name!r} must return a value, got an empty tuple")
     for graph in graphs:
@@ -226,8 +240,11 @@ def get(which: Any) -> UserEpilogue:
     """Return the epilogue of a name, of a plain function, or the object itself."""
     if isinstance(which, str):
         if which not in TABLE:
-            known = ", ".join(TABLE) or "a function: none is defined by name"
-            raise ValueError(f"epilogue must be one of {known}, got {which!r}")
+            known = ", ".join(TABLE) or "none so far"
+            raise ValueError(
+                f"epilogue must be a function, or the name of one that numfuse.epilogue defined "
+                f"({known}), got {reprlib.repr(which)}"
+            )
         which = TABLE[which]
     if type(which) is UserEpilogue:
         if which.formula is not None and which._numbers:
@@ -238,22 +255,24 @@ def get(which: Any) -> UserEpilogue:
             f"epilogue must be a function, a name (str) or what numfuse.epilogue returned, got "
             f"{type(which).__name__}"
         )
-    made = _RECORDED.get(which)
+    code = getattr(which, "__code__", None)
+    made = None if code is None else _RECORDED.get(which)
     if made is not None and made.reads(which):
         made.check(which)
         return made
     # A function that is made anew for each call (a lambda) is known by its text.
-    texts = _BY_TEXT.setdefault(getattr(which, "__code__", which), [])
-    for made in texts:
+    key = which if code is None else code
+    for made in tuple(_BY_TEXT.get(key, ())):
         if made.reads(which):
             made.check(which)
             break
     else:
         made = recorded(which, getattr(which, "__name__", type(which).__name__), "user-defined")
-        texts.append(made)
+        _BY_TEXT.setdefault(key, []).append(made)
         while len(_BY_TEXT) > _MOST_TEXTS:
             _BY_TEXT.pop(next(iter(_BY_TEXT)), None)
-    _RECORDED[which] = made
+    if code is not None:
+        _RECORDED[which] = made
     return made
 
 

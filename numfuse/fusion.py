@@ -7,6 +7,7 @@ a number is a 0-d array in the accumulator's dtype.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ from numfuse.operations import Operation
 from numfuse.problem import fused
 from numfuse.problem.fused import Form
 from numfuse.problem.operands import array_of, as_plain
-from numfuse.problem.results import EpilogueGradients, Tangent
+from numfuse.problem.results import EpilogueGradients, Tangent, check_needs
 from numfuse.runtime.dispatch import adapter_for
 
 __all__ = [
@@ -83,7 +84,7 @@ class FusedOperation(Operation):
         self, activation: Any, needs: Any = (), out: Any = None, guard: bool = True,
         sum_batch: bool = False, **given: Any,
     ) -> fused.FusedProblem:  # fmt: skip
-        outs = out if self.several or out is None else (out,)
+        outs = entries("out", out, len(self.results)) if self.several else (out,)
         how = needs, outs, guard, self.keep, sum_batch
         return fused.make(self.form, self.whole(activation), activation, given, *how)
 
@@ -107,7 +108,7 @@ class FusedOperation(Operation):
         dtype = next((given[name].dtype for name, x in arrays.items() if x is not None), None)
         for name, x in given.items():
             if name not in arrays:
-                given[name] = np.array(x, np.float64 if dtype is None else dtype)
+                given[name] = _number(x, np.dtype(np.float64) if dtype is None else dtype)
         return self(tuple(given.values()), activation, flags, needs, out, backend)
 
 
@@ -122,6 +123,11 @@ def operation(
     found: FusedOperation | None = made.made.get(key)
     if found is None:
         count = len(made.parameters)
+        if count < factors:
+            raise TypeError(
+                f"the epilogue {made.name!r} must have a parameter for each of {factors} products, "
+                f"got {count} ({', '.join(made.parameters)})"
+            )
         if count != factors + len(operands):
             sums, rest = made.parameters[:factors], made.parameters[factors:]
             took = f"{factors} for products ({', '.join(sums)}), then {len(rest)} operands "
@@ -146,7 +152,30 @@ def _arrays(given: Sequence[Any]) -> tuple[Any, ...]:
     if type(first) is not ndarray:
         return tuple(given)
     dtype = first.dtype
-    return tuple([np.array(x, dtype) if type(x) in NUMBERS else x for x in given])
+    return tuple([_number(x, dtype) if type(x) in NUMBERS else x for x in given])
+
+
+def _number(x: float, dtype: np.dtype[Any]) -> ndarray:
+    """Return a Python number as an array, rounded as IEEE rounds it: silently."""
+    if x == 0 or 1e-4 < abs(x) < 65504:  # (no dtype is left, whose narrowest is float16)
+        return np.array(x, dtype)
+    try:
+        wide = float(x)
+    except OverflowError:
+        wide = math.inf if x > 0 else -math.inf
+    with np.errstate(all="ignore"):
+        return np.array(wide, dtype)
+
+
+def entries(name: str, given: Any, count: int) -> tuple[Any, ...]:
+    """Return what a call gives as a tuple of so many; None is so many of None."""
+    if given is None:
+        return (None,) * count
+    if not isinstance(given, (tuple, list)):
+        raise TypeError(f"{name} must be a tuple of {count}, got {type(given).__name__}")
+    if len(given) != count:
+        raise ValueError(f"{name} must have {count} entries, got {len(given)}")
+    return tuple(given)
 
 
 def _right(b: Any) -> tuple[tuple[Any, ...], bool]:
@@ -269,13 +298,10 @@ def matmul_epilogue_bwd(
     wanted = _needs(needs, op.form)
     outs = None
     if out is not None:
-        d_a, d_b, d_operands = out
-        d_b = d_b if several else (d_b,)
-        none = (None,) * len(operands)
-        outs = d_a, *((None,) * count if d_b is None else d_b), *(d_operands or none)
-    saved = (None,) * count if pre_activation is None else tuple(pre_activation)
-    if len(saved) != count:
-        raise ValueError(f"pre_activation must be a tuple of {count} arrays, got {len(saved)}")
+        d_a, d_b, d_operands = entries("out", out, 3)
+        d_b = entries("d_b in out", d_b, count) if several else (d_b,)
+        outs = d_a, *d_b, *entries("d_operands in out", d_operands, len(operands))
+    saved = entries("pre_activation", pre_activation, count)
     given = _arrays((grad, a, *factors, *operands))
     d_a, *rest = op((*given, *saved), f, (bool(guard), False), wanted, outs, backend)
     d_b = tuple(rest[:count])
@@ -289,12 +315,7 @@ def _needs(needs: Iterable[str | int] | None, form: Form) -> tuple[str, ...]:
     names: dict[Any, tuple[str, ...]] = {i: (x,) for i, x in enumerate(form.others)}
     if form.factors:
         names |= {"a": ("a",), "b": form.right}
-    wanted: list[str] = []
-    for need in needs:
-        if need not in names:
-            raise ValueError(f"needs must hold names out of {tuple(names)}, got {need!r}")
-        wanted += names[need]
-    return tuple(wanted)
+    return tuple(x for need in check_needs(needs, tuple(names)) for x in names[need])
 
 
 def matmul_epilogue_jvp(
@@ -339,14 +360,15 @@ def matmul_epilogue_jvp(
         As :func:`matmul_epilogue`.
     """
     factors, several = _right(b)
-    operands, count = tuple(operands), len(factors)
+    if not isinstance(operands, (tuple, list)):
+        raise TypeError(
+            f"operands must be a tuple, one for each operand of the formula, got "
+            f"{type(operands).__name__}"
+        )
+    count = len(factors)
     op, f = operation(epilogue, "matmul_epilogue_jvp", "tangent", count, several, operands)
-    dots = (None,) * len(operands) if operand_dots is None else tuple(operand_dots)
-    if len(dots) != len(operands):
-        raise ValueError(f"operand_dots must have {len(operands)} entries, got {len(dots)}")
-    b_dots = (None,) * count if b_dot is None else _right(b_dot)[0]
-    if len(b_dots) != count:
-        raise ValueError(f"b_dot must have as many arrays as b, {count}, got {len(b_dots)}")
+    dots = entries("operand_dots", operand_dots, len(operands))
+    b_dots = entries("b_dot", b_dot, count) if several else (b_dot,)
     given = _arrays((a, *factors, *operands, a_dot, *b_dots, *dots))
     return Tangent(*op(given, f, (bool(guard),), (), None, backend))
 
@@ -387,6 +409,8 @@ def elementwise(
     (array([11., 22.]), array([1., 4.]))
     """
     op, f = operation(epilogue, "elementwise", "forward", 0, False, operands)
+    if f.several and not op.several:
+        (out,) = entries("out", out, 1)
     found = op(_arrays(operands), f, (), (), out, backend)
     return (found,) if f.several and not op.several else found
 
@@ -427,9 +451,7 @@ def elementwise_bwd(
         As :func:`matmul_epilogue`.
     """
     op, f = operation(epilogue, "elementwise_bwd", "backward", 0, False, operands)
-    given = tuple(grads) if f.several else (grads,)
-    if len(given) != len(f.graphs):
-        raise ValueError(f"grads must be a tuple of {len(f.graphs)}, got {len(given)}")
+    given = entries("grads", grads, len(f.graphs)) if f.several else (grads,)
     wanted = _needs(needs, op.form)
     found = op(_arrays((*given, *operands)), f, (bool(guard), False), wanted, out, backend)
     return tuple(found)

@@ -13,7 +13,7 @@ from typing import Any
 from numfuse import epilogues
 from numfuse.activations import get
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.fusion import FusedOperation
+from numfuse.fusion import FusedOperation, entries
 from numfuse.problem.fused import Form
 from numfuse.problem.product import STORED
 from numfuse.problem.results import (
@@ -160,7 +160,7 @@ def matmul_activation_mul_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation_bwd`.
     """
-    saved = (None, None) if pre_activation is None else tuple(pre_activation)
+    saved = entries("pre_activation", pre_activation, 2)
     operands = grad, a, b_gate, b_up, bias_gate, bias_up, *saved
     flags = bool(guard), bool(sum_batch)
     wanted = _wanted(needs, NEEDS)
@@ -224,7 +224,7 @@ def matmul_activation_mul_double_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_bias_activation_double_bwd`.
     """
-    saved = (None, None) if pre_activation is None else tuple(pre_activation)
+    saved = entries("pre_activation", pre_activation, 2)
     cotangents = c_a, c_b_gate, c_b_up, c_bias_gate, c_bias_up
     operands = *cotangents, grad, a, b_gate, b_up, bias_gate, bias_up, *saved
     flags = bool(guard), False

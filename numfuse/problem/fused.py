@@ -258,8 +258,9 @@ class _Operands:
 
     def __init__(self, form: Form, given: Mapping[str, Any]) -> None:
         self.form, self.given = form, {}
+        needed = *form.factor_names, *(() if form.biases else form.others)
         for name, x in given.items():
-            if x is not None or name in form.factor_names:
+            if x is not None or name in needed or (name == "g_0" and form.results == 1):
                 self.given[name] = as_plain(form.label(name), array_of(x))
         first = {name: x for name, x in self.given.items() if not name.startswith("z_")}
         if not first:
