@@ -130,10 +130,10 @@ def operation(
             )
         if count != factors + len(operands):
             sums, rest = made.parameters[:factors], made.parameters[factors:]
-            took = f"{factors} for products ({', '.join(sums)}), then {len(rest)} operands "
+            took = f", {factors} for products ({', '.join(sums)}), then {len(rest)} operands"
             raise TypeError(
-                f"the epilogue {made.name!r} takes {count} arguments, "
-                f"{took if factors else ''}({', '.join(rest)}), got {len(operands)} operands"
+                f"the epilogue {made.name!r} takes {count} arguments{took if factors else ''} "
+                f"({', '.join(rest)}), got {len(operands)} operands"
             )
         if factors and made.several:
             raise TypeError(
