@@ -20,10 +20,12 @@ import numpy as np
 from numfuse import expr as ex
 from numfuse.activations.table import checked_name
 from numfuse.epilogues import Epilogue
+from numfuse.language import elementary
 from numfuse.language.curves import leaf, recording, replace_leaves
 from numfuse.language.graph import Expr, constant, topological
 from numfuse.language.operations import TRUTH
 from numfuse.language.text import dumps, loads
+from numfuse.runtime.dispatch import adapter_for
 
 #: By name, in the order of definition.
 TABLE: dict[str, UserEpilogue] = {}
@@ -100,7 +102,10 @@ class UserEpilogue:
         return list(self.graphs)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Return the results at symbols (so formulas may be made of epilogues) or at arrays."""
+        """Return the results at symbols (so formulas may be made of epilogues) or at arrays.
+
+        NumPy's are evaluated in float64 and rounded once, as the reference.
+        """
         if len(arguments) != len(self.parameters):
             raise TypeError(
                 f"the epilogue {self.name!r} takes {len(self.parameters)} arguments "
@@ -110,9 +115,13 @@ class UserEpilogue:
             places = {leaf(f"p_{i}"): constant(x) for i, x in enumerate(arguments)}
             found: Any = replace_leaves(self.graphs, places)
             return found if self.several else found[0]
-        from numfuse.fusion import elementwise
-
-        return elementwise(self, *arguments)
+        named = dict(zip(self.parameters, arguments, strict=True))
+        adapter = adapter_for(**{name: x for name, x in named.items() if hasattr(x, "dtype")})
+        if adapter is not None:
+            return adapter.elementwise(self, *arguments)
+        leaves = {leaf(f"p_{i}"): x for i, x in enumerate(arguments)}
+        made = elementary.evaluate_all(self.graphs, leaves)
+        return made if self.several else made[0]
 
     def __repr__(self) -> str:
         return f"<epilogue {self.name!r}: {self.source}>"

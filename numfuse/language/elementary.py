@@ -46,15 +46,23 @@ def evaluate(expr: Expr, x: Any) -> Any:
     TypeError
         For complex, object or non-numeric arrays.
     """
-    array = np.asarray(x)
-    dtype = array.dtype
+    return evaluate_all((expr,), {SYMBOL: np.asarray(x)})[0]
+
+
+def evaluate_all(exprs: Iterable[Expr], leaves: Mapping[Expr, Any]) -> tuple[Any, ...]:
+    """The graphs over arrays, one per leaf, that broadcast: as :func:`evaluate`, for several.
+
+    Python numbers do not take part in the promotion, as in NumPy.
+    """
+    kinds = [x.dtype for x in leaves.values() if isinstance(x, (np.ndarray, np.generic))]
+    dtype = np.result_type(*kinds) if kinds else np.dtype(np.float64)
     if dtype.kind in "biu":
         dtype = np.dtype(np.float64)
     elif dtype.kind != "f" and dtype.name != "bfloat16":  # ml_dtypes' bfloat16 has kind "V"
-        raise TypeError(f"expected an array of real numbers, got dtype {array.dtype}")
-    wide = array.astype(np.float64)
-    (out,) = values((expr,), {SYMBOL: wide})
-    return np.broadcast_to(out, wide.shape).astype(dtype)[()]
+        raise TypeError(f"expected an array of real numbers, got dtype {dtype}")
+    wide = {e: np.asarray(x).astype(np.float64) for e, x in leaves.items()}
+    shape = np.broadcast_shapes(*(x.shape for x in wide.values()))
+    return tuple(np.broadcast_to(v, shape).astype(dtype)[()] for v in values(exprs, wide))
 
 
 def values(exprs: Iterable[Expr], leaves: Mapping[Expr, Any]) -> tuple[Any, ...]:

@@ -4,6 +4,8 @@
 - `shapes`: what shapes mean, how batches broadcast, and how axes merge
 - `fields`: the names of the arrays of each kind of problem
 - `results`: the named results, `needs=` and `out=`
-- `product`: the products and the gates, forward and backward
+- `product`: the products, forward and backward
+- `fused`: epilogues of products and operands, and all of their derivatives
+- `gates`: the gates and their derivatives, as epilogues of arrays
 - `second_order`: the double backward and forward mode
 """

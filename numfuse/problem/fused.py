@@ -110,7 +110,7 @@ class FusedProblem:
 
 
 class Form(NamedTuple):
-    """What a call asks of an epilogue, beside its arrays.
+    """The form of a call of an epilogue: all that it asks for but its arrays.
 
     `kind` is "forward", "backward", "double_backward" or "tangent". With `several` the right
     factors came as a tuple. `labels` are the operands' names in messages, and `numbers` says which

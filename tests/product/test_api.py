@@ -15,7 +15,7 @@ import pytest
 
 import numfuse as nf
 from numfuse import backends as _backends_function
-from numfuse import devices, functional
+from numfuse import definitions, devices, differentials, functional, fusion, gated
 from numfuse.backends import resolve
 
 X = np.ones((3, 3), np.float32)
@@ -39,6 +39,9 @@ class Recorder:
     def gated_backward(self, p):
         self.calls.append("gated_backward")
 
+    def fused(self, p):
+        self.calls.append("fused")
+
     def configure(self, device, precision):
         if precision not in (None, "ieee"):
             raise ValueError(f"precision must be 'ieee', got {precision!r}")
@@ -60,7 +63,12 @@ def test_every_public_name_is_there():
         nf.no_such_name  # noqa: B018
 
 
-@pytest.mark.parametrize("name", sorted({*functional.__all__, *devices.__all__, "use_backend"}))
+FUNCTIONS = {
+    name for x in (functional, differentials, fusion, gated, devices) for name in x.__all__
+}
+
+
+@pytest.mark.parametrize("name", sorted({*FUNCTIONS, "epilogue", "use_backend"}))
 def test_every_public_function_is_documented_and_typed(name):
     function = getattr(nf, name)
     assert inspect.getdoc(function)
@@ -72,7 +80,7 @@ def test_every_public_function_is_documented_and_typed(name):
 
 def test_the_examples_in_the_docstrings_are_true():
     with nf.use_backend("reference"):
-        for module in (functional, devices):
+        for module in (functional, fusion, gated, definitions, devices):
             assert doctest.testmod(module).failed == 0
         finder = doctest.DocTestFinder()
         runner = doctest.DocTestRunner()
@@ -97,6 +105,8 @@ def test_names_shared_with_a_module_are_the_functions():
         (lambda b: nf.matmul_bias_residual_bwd(X, X, X, None, X, backend=b), "backward"),
         (lambda b: nf.gelu_mul(X, X, backend=b), "gated"),
         (lambda b: nf.gelu_mul_bwd(X, X, X, backend=b), "gated_backward"),
+        (lambda b: nf.matmul_activation_mul(X, X, X, backend=b), "fused"),
+        (lambda b: nf.elementwise(lambda x: x + x, X, backend=b), "fused"),
     ],
 )
 def test_a_backend_object_runs_the_call(call, kind):

@@ -198,7 +198,7 @@ ARROWS: dict[str, set[str]] = {
     "epilogues": {"language"},
     "runtime": {"expr", "language"},
     "activations": {"errors", "expr", "language", "runtime"},
-    "problem": {"activations"},
+    "problem": {"activations", "epilogues", "language"},
     "backends": {"errors", "runtime"},
     "backends.reference": {"backends", "epilogues", "language", "problem"},
     "backends.cpu": {
@@ -215,6 +215,11 @@ ARROWS: dict[str, set[str]] = {
     "operations": {"activations", "backends", "problem", "runtime"},
     "functional": {"activations", "backends", "operations", "problem"},
     "differentials": {"functional", "operations", "problem"},
+    "definitions": {"activations", "epilogues", "expr", "language", "runtime"},
+    "fusion": {
+        "backends", "definitions", "epilogues", "functional", "operations", "problem", "runtime",
+    },
+    "gated": {"activations", "epilogues", "functional", "fusion", "problem"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "devices",
@@ -227,12 +232,12 @@ ARROWS: dict[str, set[str]] = {
         "backends.reference", "backends.webgpu", "runtime",
     },
     "numfuse": {
-        "activations", "backends", "devices", "differentials", "errors", "functional", "registry",
-        "runtime", "webgpu",
+        "activations", "backends", "definitions", "devices", "differentials", "errors",
+        "functional", "fusion", "gated", "registry", "runtime", "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
     # tells of JAX.
-    "cli": {"adapters", "numfuse", "backends", "backends.cpu"},
+    "cli": {"adapters", "numfuse", "backends", "backends.cpu", "expr"},
     "__main__": {"cli", "numfuse"},
 }  # fmt: skip
 
