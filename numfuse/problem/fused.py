@@ -85,6 +85,8 @@ class FusedProblem:
     #: By result, the operand that it is written in the place of.
     in_place: dict[str, str]
     result: Any
+    #: The sums that the form of the call has, those that this call does without included.
+    width: int = 0
 
     def __getattr__(self, name: str) -> ndarray | None:
         if name.startswith("__"):
@@ -379,6 +381,7 @@ def make(
         if y is z and y is not None
     }
     p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), in_place, result)
+    p.width = form.factors * (1 + (form.kind in ("double_backward", "tangent")))
     if p.batch and form.factors:
         _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")})
     return p

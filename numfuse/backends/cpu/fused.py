@@ -89,10 +89,11 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
         return _elements(p, names, threads, zeroed)
     arrays = {n: x for n, x in operands_of(p, names).items() if n not in p.zeroed}
     fmt, acc = format_of(p.dtype), format_of(p.acc_dtype)
-    of_products = {f.name for terms in p.products.values() for pair in terms for f in pair}
-    held = len(of_products & {name for name, _ in p.epilogue.results})
-    wide = max(0, len(p.sums) - 1) + sum(_is_apart(p, name) for name in p.summed)
+    # Sums over rows follow the blocks, which so depend on nothing that a call may leave out.
+    summing = bool(p.summed or p.products)
+    wide, held = (max(p.width, 1) - 1, p.width) if summing else (max(0, len(p.sums) - 1), 0)
     itemsize = wide * vectors.itemsize(acc) + held * vectors.itemsize(library.grad_pre_format(fmt))
+    itemsize = max(itemsize, summing * vectors.itemsize(acc))
     blocks = max(1, p.m), max(1, math.prod(p.batch))
     if itemsize:
         kept = p.k if p.dtype != p.acc_dtype else 0
