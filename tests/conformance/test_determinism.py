@@ -20,6 +20,7 @@ from arrays import LAYOUTS, bits, in_layout, normal
 from tolerance import DTYPES
 
 import numfuse as nf
+from numfuse import expr as ex
 from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.kernels import library
 from numfuse.backends.cpu.launch import workspace
@@ -62,9 +63,13 @@ PROGRAM = """
 import hashlib, sys
 import ml_dtypes, numba, numpy as np
 import numfuse as nf
+from numfuse import expr as ex
 
 def normal(rng, shape):
     return rng.standard_normal(shape, np.float32).astype(sys.argv[1])
+
+def every(x):
+    return [y for part in x for y in every(part)] if isinstance(x, tuple) else [x]
 
 def everything():
     digest = hashlib.sha256()
@@ -84,8 +89,14 @@ def everything():
         results += nf.matmul_bias_activation_bwd(grad, a, b, bias, "none")
         gate = grad[..., ::-1]
         results += [nf.silu_mul(grad, gate), *nf.gelu_mul_bwd(grad, gate, grad)]
+        fused = a, (b, b[..., ::-1]), lambda z, w, x, y: ex.tanh(z + x) * w * y, bias
+        for operand in (grad[..., :1], 0.5):
+            results += every(tuple(nf.matmul_epilogue_bwd(grad, *fused, operand)))
+        results += nf.matmul_activation_mul_bwd(grad, a, b, b[..., ::-1], bias, None)
+        results += every(nf.elementwise_bwd(grad, lambda x, y, z: x * y * z, grad, bias, 0.5))
         for x in results:
-            digest.update(x.tobytes())
+            if x is not None:
+                digest.update(x.tobytes())
     # d_bias of many rows: more chunks than one thread takes
     grad = normal(rng, (300_011, 3))
     one = grad[:, :1], normal(rng, (1, 3)), normal(rng, (3,))
@@ -302,3 +313,69 @@ def test_a_slice_of_columns_has_the_bits_that_it_has_in_the_whole(dtype):
             got = nf.matmul_bias_activation_bwd(grad[:, columns], *part)
             assert_same(got.d_b, gradients.d_b[:, columns], columns)
             assert_same(got.d_bias, gradients.d_bias[columns], columns)
+
+
+# --- epilogues, elementwise formulas and gated layers -------------------------------------------
+
+
+def formula(z, w, row, column):
+    return ex.tanh(z + row) * w * column
+
+
+def every(x):
+    """Return the arrays of a nest of tuples."""
+    return [y for part in x for y in every(part)] if isinstance(x, tuple) else [x]
+
+
+def fused(grad, a, b, row, column):
+    """Return what a formula of two products and a gated layer give, forward and backward."""
+    both = b, b[..., ::-1]
+    given, layer = (a, both, formula, row, column), (a, *both, row, None, ACTIVATION)
+    return (
+        nf.matmul_epilogue(*given),
+        nf.matmul_activation_mul(*layer),
+        nf.matmul_epilogue_bwd(grad, *given),
+        nf.matmul_activation_mul_bwd(grad, *layer),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", [(1, 7), (17, 37), (33, 512), (257, 70)], ids=str)
+def test_a_slice_of_rows_has_its_bits_in_an_epilogue_too(form, dtype):
+    n, k = form
+    grad, a, b, row = operands(ROWS, n, k, dtype)
+    column = a[:, :1]
+    out, layer, d, d_layer = fused(grad, a, b, row, column)
+    for rows in SLICES[::3]:
+        got = fused(grad[rows], a[rows], b, row, column[rows])
+        assert_same(got[0], out[rows], rows)
+        assert_same(got[1], layer[rows], rows)
+        assert_same(got[2].d_a, d.d_a[rows], rows)
+        if len(a[rows]) > 1:  # (of one row, (1, 1) is summed over both axes)
+            assert_same(got[2].d_operands[1], d.d_operands[1][rows], rows)
+        assert_same(got[3].d_a, d_layer.d_a[rows], rows)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+def test_a_gradient_of_an_epilogue_has_its_bits_alone_and_in_company(dtype):
+    """M is more than a block, so that the sums over rows are sums over blocks."""
+    m, n, k = 2600, 1408, 3
+    grad, a, b, row = operands(m, n, k, dtype)
+    column, both = a[:, :1], (b, b[:, ::-1])
+    given = a, both, formula, row, column
+    whole = nf.matmul_epilogue_bwd(grad, *given)
+    _, pre = nf.matmul_epilogue(*given, return_pre_activation=True)
+    for how in ({"needs": ("b",)}, {"needs": (0,)}, {"needs": (0, 1)}, {"pre_activation": pre}):
+        got = nf.matmul_epilogue_bwd(grad, *given, **how)
+        for x, y in zip(every(tuple(got)), every(tuple(whole)), strict=True):
+            assert x is None or (bits(x) == bits(y)).all(), list(how)
+    layer = a, *both, row, row, ACTIVATION
+    whole = nf.matmul_activation_mul_bwd(grad, *layer)
+    for needs in (("b_gate",), ("b_up", "bias_up"), ("bias_gate",), ("a",)):
+        got = nf.matmul_activation_mul_bwd(grad, *layer, needs=needs)
+        for name, x, y in zip(got._fields, got, whole, strict=True):
+            assert x is None or (bits(x) == bits(y)).all(), (name, needs)
+    _, d_row = nf.elementwise_bwd(grad, lambda x, y: x * y, grad, row, needs=(1,))
+    assert_same(d_row, nf.elementwise_bwd(grad, lambda x, y: x * y, grad, row)[1], "elementwise")
