@@ -9,6 +9,7 @@ not an array's, or leaves a part of a result unwritten, gives NaN and not what c
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 from zlib import crc32
@@ -22,10 +23,13 @@ from numpy.lib.stride_tricks import as_strided
 
 import numfuse as nf
 from numfuse.adapters.surface import NAMES
+from numfuse.runtime.dispatch import adapter_for
 
 #: Layouts of what a test gives in C order: as it is, a slice at an offset, every third column,
 #: reversed.
 LAYOUTS = ("c", "offset", "inner_sliced", "reversed")
+#: How the names of functions of epilogues begin.
+FUSED = ("matmul_epilogue", "matmul_activation_mul", "elementwise")
 
 
 def moved(x: ndarray, kind: str, backend: str) -> Any:
@@ -94,21 +98,27 @@ class OnDevice:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(nf, name)
-        if name not in NAMES:
+        if name not in NAMES and not (name.startswith(FUSED) and self._has_epilogues()):
             return found
 
         def call(*args: Any, backend: str, **options: Any) -> Any:
             assert backend == self._backend
-            return self._call(found, inspect.signature(found).bind(*args, **options).arguments)
+            return self._call(found, inspect.signature(found).bind(*args, **options))
 
         return call
+
+    def _has_epilogues(self) -> bool:
+        """Whether the adapter of these arrays takes epilogues."""
+        one = moved(np.ones(1, np.float32), self._kind, self._backend)
+        return hasattr(adapter_for(one=one), "fused")
 
     def _layout(self, a: Any) -> str:
         return LAYOUTS[crc32(repr((self._test, np.shape(a)[-2:])).encode()) % len(LAYOUTS)]
 
-    def _call(self, function: Any, named: dict[str, Any]) -> Any:
+    def _call(self, function: Any, bound: inspect.BoundArguments) -> Any:
+        named = {name: _as_arrays(x) for name, x in bound.arguments.items()}
         out = named.pop("out", None)
-        layout = self._layout(named["a"])
+        layout = self._layout(named.get("a", _arrays((*named.values(),))[0]))
         written: dict[int, Memory] = {}
         for x in _arrays(out):
             written.setdefault(id(root(x)), Memory(x, self._kind, self._backend))
@@ -124,11 +134,18 @@ class OnDevice:
                 there[id(x)] = memory.view(x)
 
         def placed(x: Any) -> Any:
+            if isinstance(x, tuple | list):
+                return type(x)(map(placed, x))
             return there[id(x)] if isinstance(x, ndarray) else x
 
-        given = {name: placed(x) for name, x in named.items()}
-        targets = tuple(map(placed, out)) if isinstance(out, tuple) else placed(out)
-        result = function(**given, out=targets) if out is not None else function(**given)
+        def called() -> Any:
+            given = inspect.BoundArguments(bound.signature, OrderedDict())
+            for name in bound.signature.parameters:
+                if name in named or (name == "out" and out is not None):
+                    given.arguments[name] = placed(out if name == "out" else named[name])
+            return function(*given.args, **given.kwargs)
+
+        result = called()
         back = {id(there[id(x)]): x for x in _arrays(out)}
         found = self._back(result, back, there.values())
         for memory in read:
@@ -137,7 +154,7 @@ class OnDevice:
             memory.bring_back()
         if out is None and not traits(self._backend).simulator:
             # once more, by what the first call has left
-            again = self._back(function(**given), back, there.values())
+            again = self._back(called(), back, there.values())
             for x, y in zip(_arrays((found,)), _arrays((again,)), strict=True):
                 assert (bits(x) == bits(y)).all(), "the second call differs"
         return found
@@ -157,6 +174,13 @@ class OnDevice:
             assert length <= 1 or not host.size or stride == run, "a new result is in C order"
             run *= length
         return host
+
+
+def _as_arrays(x: Any) -> Any:
+    """The same nest of tuples with 0-d arrays for NumPy's scalars."""
+    if type(x) in (tuple, list):
+        return type(x)(map(_as_arrays, x))
+    return np.asarray(x) if isinstance(x, np.generic) else x
 
 
 def _arrays(x: Any) -> list[ndarray]:
