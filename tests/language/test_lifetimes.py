@@ -126,6 +126,32 @@ def test_a_formula_that_is_part_of_another_keeps_its_kernels_no_longer_than_that
     assert not own & living()
 
 
+@pytest.mark.long
+def test_kernels_and_plans_of_an_epilogue_that_is_gone_are_let_go(before):
+    kept = set(programs())
+    for step in range(3):
+        factor = 2.0 + step
+        defined(factor)
+        out = nf.matmul_epilogue(A, EYE, "mine", A)
+        np.testing.assert_allclose(out, factor * A + A, 1e-5)
+        d = nf.matmul_epilogue_bwd(EYE, A, EYE, "mine", A)
+        np.testing.assert_allclose(d.d_a, factor * EYE, 1e-5)
+        np.testing.assert_allclose(nf.elementwise("mine", A, A), factor * A + A, 1e-5)
+        if step == 0:
+            once, plans = len(living() - before), len(set(programs()) - kept)
+            assert once >= 3 and plans >= 3
+        assert len(living() - before) == once
+        assert len(set(programs()) - kept) == plans
+    defined(0.0)
+    assert not living() - before
+    assert not set(programs()) - kept
+
+
+def defined(factor):
+    """Return an epilogue whose formula nothing else holds."""
+    return nf.epilogue(lambda z, x: factor * z + x, name="mine")
+
+
 def test_what_runs_a_kernel_holds_it(before):
     """A definition that goes between the look-up of a call and its launch."""
     define(29.0)
