@@ -768,7 +768,7 @@ def flat(x):
 
 def laid(draw, x):
     """The same values in another layout; what is no array, or has no axis, as it is."""
-    return in_layout(np.array(x), draw(views)) if np.ndim(x) else x
+    return in_layout(np.array(x, order="C"), draw(views)) if np.ndim(x) else x
 
 
 def contiguous(x):
