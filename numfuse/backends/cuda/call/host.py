@@ -75,10 +75,15 @@ class _Arrays:
 
 def run(device: Device, precision: str, kind: str, p: Any) -> None:
     """Run a problem of NumPy arrays."""
-    inputs, outputs = FIELDS[kind]
-    names = (*inputs, *outputs)
+    form: list[Any] = [getattr(p, name, None) for name in ("guard", "dtype", "batch", "k")]
+    if kind == "fused":
+        names, outputs = tuple(p.arrays), p.results
+        form += p.epilogue.named(), p.stored, p.summed, p.zeroed
+        form += *p.sums.items(), *p.products.items()
+    else:
+        inputs, outputs = FIELDS[kind]
+        names = (*inputs, *outputs)
     arrays = {name: x for name in names if (x := getattr(p, name, None)) is not None}
-    form = [getattr(p, name, None) for name in ("guard", "dtype", "batch", "k")]
     form += ((name, x.shape, x.strides, x.dtype) for name, x in arrays.items())
     key = device.ordinal, kind, precision, p.activation.serial, *form
     there = _Arrays(device, outputs)

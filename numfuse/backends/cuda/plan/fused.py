@@ -1,0 +1,319 @@
+"""An epilogue of sums and operands as launches, and the products that follow it.
+
+Every sum but the last is made in memory, in the accumulator's dtype. The last one's product ends in
+the epilogue where a product's kernel can give it all that it reads (`_ending`); else its sum is
+made in memory too, and one pass over elements does the rest. Sums of columns are made on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from numfuse import epilogues
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.kernels import pointwise, rows
+from numfuse.backends.cuda.kernels.elementwise import is_short
+from numfuse.backends.cuda.kernels.pointwise import Result, Source
+from numfuse.backends.cuda.plan import batches, lower, places
+from numfuse.backends.cuda.plan.lower import Bind
+from numfuse.backends.cuda.plan.product import NUMBER
+from numfuse.backends.cuda.plan.program import Recorder, View
+from numfuse.backends.cuda.plan.second_order import zero
+from numfuse.epilogues import Epilogue
+from numfuse.language.curves import inputs as leaves_of
+from numfuse.language.curves import leaf, rebuilt, replace_leaves
+from numfuse.language.graph import Expr, bottom_up, topological
+
+if TYPE_CHECKING:
+    from numfuse.problem.fused import FusedProblem
+
+
+def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
+    """Record the results of an epilogue, and the products that they are factors of."""
+    nothing = p.without_terms()
+    for name in p.zeroed if nothing is None else nothing:
+        zero(rec, bind(name))
+    if nothing is not None:
+        return
+    results = {name: bind(name) for name in p.stored}
+    for factor in (f for terms in p.products.values() for pair in terms for f in pair):
+        if factor.name not in p.arrays and factor.name not in results:
+            # rows as the fast loads want them
+            whole = rec.fresh((*p.batch, p.m, tiling.pitch(p.n, p.dtype.itemsize)), p.dtype.name)
+            results[factor.name] = replace(whole, shape=p.shape)
+    summed = {name: bind(name) for name in p.summed}
+    _Elements(rec, p, bind, dict(results), summed).record()
+    for name, terms in p.products.items():
+        pairs = []
+        for pair in terms:
+            views = [results[f.name] if f.name in results else bind(f.name) for f in pair]
+            left, right = (x.turned if f.turned else x for f, x in zip(pair, views, strict=True))
+            pairs.append((left, right))
+        _sum_of_products(rec, p, pairs, bind(name), terms[0][0].turned)
+
+
+def _sum_of_products(
+    rec: Recorder, p: FusedProblem, pairs: list[tuple[View, View]], out: View, free: bool
+) -> None:
+    """Record out = the sum of products, rounded once.
+
+    Where sums are in the dtype of factors, each product adds what those before it have made. With
+    `free`, those over the rows, and where they are summed over a batch, they are added behind.
+    """
+    acc, (*first, last) = p.acc_dtype.name, pairs
+    if not first:
+        batches.product(rec, *last, p.batch, out, acc, free=free)
+    elif free or out.dtype != acc or places.split(p.batch, out.shape[:-2])[1]:
+        parts = [rec.fresh(out.shape, acc) for _ in pairs]
+        for pair, part in zip(pairs, parts, strict=True):
+            batches.product(rec, *pair, p.batch, part, acc, free=free)
+        made = epilogues.sum_of_terms(len(first))
+        sources = dict(zip(made.inputs, parts, strict=True))
+        lower.pointwise(rec, made, acc, p.dtype.name, sources, {"out": out})
+    else:
+        before: dict[str, Any] = {}
+        for pair in pairs:
+            target = out if pair is last else rec.fresh(out.shape, acc)
+            batches.product(rec, *pair, p.batch, target, acc, **before)
+            before = {"epilogue": epilogues.sum_of_terms(1), "extra": target}
+
+
+# --- the epilogue ---------------------------------------------------------------------------------
+#: A result: its graph, and where it is stored.
+_Made = tuple[Expr, View]
+
+
+class _Elements:
+    """What is left to do of an epilogue, while sums are made one after the other."""
+
+    def __init__(
+        self, rec: Recorder, p: FusedProblem, bind: Bind, results: dict[str, View],
+        summed: dict[str, View],
+    ) -> None:  # fmt: skip
+        self.rec, self.p, self.bind = rec, p, bind
+        #: The arrays of results that are not made yet, and those to which results are summed.
+        self.results, self.summed = results, summed
+        self.graphs = {name: e for name, e in p.epilogue.results if name in results | summed}
+        #: The arrays that are there, by the names of inputs.
+        self.sources: dict[str, View] = {name: bind(name) for name in p.epilogue.operands}
+        self.acc = p.acc_dtype.name
+
+    def record(self) -> None:
+        """Record everything."""
+        products: list[tuple[str, tuple[str, str]]] = []
+        for name in self.p.epilogue.accumulators:
+            *first, last = self.p.sums[name]
+            for i, pair in enumerate(first):
+                before = f"{name}_before{i}"
+                self._replace(leaf(name), leaf(name) + leaf(before))
+                products.append((before, pair))
+            products.append((name, last))
+        for name, pair in products:
+            self._product(name, pair)
+        if self.graphs:
+            self._pass()
+
+    def _replace(self, old: Expr, new: Expr) -> None:
+        """Put a graph in the place of another one."""
+
+        def made(e: Expr, args: Sequence[Expr]) -> Expr:
+            return new if e is old else rebuilt(e, args) if args else e
+
+        graphs = bottom_up(self.graphs.values(), made)
+        self.graphs = dict(zip(self.graphs, graphs, strict=True))
+
+    def _epilogue(
+        self, results: Iterable[tuple[str, Expr]], accumulators: tuple[str, ...] = ()
+    ) -> Epilogue:
+        results, whole = tuple(results), self.p.epilogue
+        names = leaves_of(e for _, e in results)
+        operands = tuple(x for x in names if x not in accumulators)
+        return Epilogue(whole.name, accumulators, operands, results, whole.ties)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        """Leave out results that are made."""
+        for name in names:
+            del self.graphs[name]
+            self.results.pop(name, None)
+            self.summed.pop(name, None)
+
+    # --- products ---------------------------------------------------------------------------
+    def _product(self, name: str, pair: tuple[str, str]) -> None:
+        """Record the product whose sum is an input, and at its end what can be made of it there."""
+        whole = self._with_bias(name)
+        mine = [n for n, e in self.graphs.items() if name in leaves_of((e,))]
+        ready = [n for n, e in self.graphs.items() if self._is_ready(name, e)]
+        stored = [n for n in ready if n in self.results]
+        summed = [n for n in ready if n in self.summed]
+        if set(mine) <= set(ready):
+            # a result whose columns are summed comes first
+            graph = self.graphs[summed[0]] if summed else None
+            stored.sort(key=lambda n: self.graphs[n] is not graph)
+            made = [(self.graphs[n], self.results[n]) for n in stored]
+            if (
+                1 <= len(stored) <= 2
+                and len(summed) <= 1
+                and all(made[0][0] is graph and self._is_column(n) for n in summed)
+                and self._end(name, pair, made, *(self.summed[n] for n in summed))
+            ):
+                self._drop([*stored, *summed])
+                return
+        kept = name if whole is leaf(name) else f"{name}_whole"
+        same = [n for n in stored if self.graphs[n] is whole and self.results[n].dtype == self.acc]
+        target = self.results[same[0]] if same else self.rec.fresh(self.p.shape, self.acc)
+        for n in [] if same else [n for n in stored if n in mine]:
+            if self._end(name, pair, [(self.graphs[n], self.results[n]), (whole, target)]):
+                self._drop([n])
+                break
+        else:
+            self._drop(same[:1])
+            self._end(name, pair, [(whole, target)], must=True)
+        self._replace(whole, leaf(kept))
+        self.sources[kept] = target
+
+    def _with_bias(self, name: str) -> Expr:
+        """Return a sum with a bias, where it is never without that; else the sum alone."""
+        z = leaf(name)
+        uses = [e for e in topological(self.graphs.values()) if any(a is z for a in e.args)]
+        alone = any(e is z for e in self.graphs.values())
+        if len(uses) == 1 and not alone and uses[0].op == "add":
+            others = [e for e in uses[0].args if e is not z]
+            if len(others) == 1 and others[0].op == "input":
+                bias = self.sources.get(str(others[0].payload))
+                if bias is not None and bias.shape[-2] == 1 and bias.dtype == self.p.dtype.name:
+                    return uses[0]
+        return z
+
+    def _is_ready(self, name: str, graph: Expr) -> bool:
+        """Whether all inputs of a result are there with this sum."""
+        return all(x == name or x in self.sources for x in leaves_of((graph,)))
+
+    def _end(
+        self, name: str, pair: tuple[str, str], made: list[_Made], *sums: View, must: bool = False
+    ) -> bool:
+        """Record a product that ends in one or two results, if a product's kernel can do that.
+
+        It takes one array that is the same for all rows, as a bias, and another one of any shape,
+        in the dtype of the factors. The columns of the first result may be summed to `sums`.
+        """
+        p, storage = self.p, self.p.dtype.name
+        names = [x for x in leaves_of(e for e, _ in made) if x != name]
+        lines = [x for x in names if self.sources[x].shape[-2] == 1]
+        lines.sort(key=lambda x: self.sources[x].shape[-1] == 1)
+        slots = dict(zip(lines[:1], ["bias"], strict=False))
+        slots |= {x: f"extra{i or ''}" for i, x in enumerate(x for x in names if x not in slots)}
+        if "extra1" in slots.values() or any(
+            self.sources[x].dtype not in (storage, NUMBER) for x in names
+        ):
+            assert not must, "a sum has one bias"
+            return False
+        leaves = {leaf(name): leaf("z")} | {leaf(x): leaf(slot) for x, slot in slots.items()}
+        graphs = replace_leaves([e for e, _ in made], leaves)
+        results = list(zip(("out", "pre"), graphs, strict=False))
+        views = dict(zip(("out", "pre"), [view for _, view in made], strict=False))
+        views |= {slot: self._array(x) for x, slot in slots.items()}
+        views |= zip("xy", map(self.bind, pair), strict=True)
+        k = views["x"].shape[-1]
+        outer, inner = places.split(p.batch, sums[0].shape[:-2] if sums else ())
+        how = (p.m, p.n, k), p.batch, outer + inner, views, self.acc
+        epilogue = self._epilogue(results, ("z",))
+        table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
+        for target in sums:
+            assert table is not None
+            self._join(table, chunks, target)
+        return True
+
+    def _array(self, name: str) -> View:
+        """Return an input as an array: a number is stored before."""
+        x = self.sources[name]
+        if x.dtype != NUMBER:
+            return x
+        made = self.rec.fresh((1, 1), self.p.dtype.name)
+        epilogue = Epilogue("number", (), ("x",), (("out", leaf("x")),))
+        read, written = Source("x", "x", NUMBER, True), Result("out", "out", made.dtype)
+        info = self.rec.device.info
+        launch = pointwise.launch(info, epilogue, self.acc, [read], [written], 1, 1, False)
+        self.rec.launches((launch,), {"x": x.at(), "out": made.at()})
+        self.sources[name] = made
+        return made
+
+    # --- sums -------------------------------------------------------------------------------
+    def _is_column(self, name: str) -> bool:
+        """Whether a result is summed over the rows."""
+        return self.summed[name].shape[-2] == 1
+
+    def _join(self, table: View, chunks: int, target: View) -> None:
+        """Record target = the sum of a table of (places, chunks, N)."""
+        _, inner = places.split(self.p.batch, target.shape[:-2])
+        depth = prod(self.p.batch[i] for i in inner) * chunks
+        out = target
+        if target.shape[-1] != self.p.n:
+            out = self.rec.fresh((*target.shape[:-1], self.p.n), self.acc)
+        batches.join(self.rec, table, depth, out, self.acc)
+        if out is not target:
+            batches.sum_to(self.rec, out, target, self.acc)
+
+    # --- the pass ---------------------------------------------------------------------------
+    def _pass(self) -> None:
+        """Record one pass over elements for all that is left."""
+        p, rec = self.p, self.rec
+        splits = {n: places.split(p.batch, x.shape[:-2]) for n, x in self.summed.items()}
+        orders = {n: outer + inner for n, (outer, inner) in splits.items()}
+        columns = [n for n in self.summed if self._is_column(n)]
+        columns = [n for n in columns if orders[n] == orders[columns[0]]]
+        order = orders[columns[0]] if columns else list(range(len(p.batch)))
+        wholes = {n: rec.fresh(p.shape, self.acc) for n in self.summed if n not in columns}
+        results = self.results | wholes
+        epilogue = self._epilogue(self.graphs.items())
+        sources = {name: self.sources[name] for name in epilogue.operands}
+        short = is_short(self.acc, p.dtype.name) and not wholes
+        arrays = {n: x for n, x in sources.items() if x.dtype != NUMBER} | results
+        tables: dict[str, View] = {}
+        if columns or not self._flat(epilogue, sources, results, arrays, short):
+            m, n = p.m, p.n
+            if not columns and all(_is_turned(x) for x in results.values()):
+                m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
+            spots = places.Places(p.batch, arrays, order)
+            operands = {n: spots.operand(n, *places.matrix(x)) for n, x in arrays.items()}
+            read = [Source(n, n, x.dtype, x.dtype == NUMBER) for n, x in sources.items()]
+            written = [Result(n, n, x.dtype) for n, x in results.items()]
+            how = read, written, operands, columns, (m, n, spots.count), short
+            launch, chunks = rows.launch(rec.device.info, epilogue, self.acc, *how)
+            count = prod(p.batch)
+            tables = {n: rec.fresh((count, chunks, p.n), self.acc) for n in columns}
+            for first, at in spots:
+                at |= {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
+                for name, table in tables.items():
+                    at[f"sums {name}"] = table.at(first * chunks * p.n)
+                rec.launches((launch,), at)
+        for name, table in tables.items():
+            self._join(table, chunks, self.summed[name])
+        for name, view in wholes.items():
+            batches.sum_to(rec, view, self.summed[name], self.acc)
+
+    def _flat(
+        self, epilogue: Epilogue, sources: dict[str, View], results: dict[str, View],
+        arrays: dict[str, View], short: bool,
+    ) -> bool:  # fmt: skip
+        """Record the pass over arrays that are runs of memory in one order, if they are."""
+        full = {n: x for n, x in arrays.items() if n in results or prod(x.shape) > 1}
+        orders = {x.order for x in full.values()}
+        if len(orders) > 1 or None in orders or len({x.dtype for x in arrays.values()}) > 1:
+            return False
+        if any(x.shape[-2:] != (self.p.m, self.p.n) for x in full.values()):
+            return False
+        read = [Source(n, n, x.dtype, n not in full) for n, x in sources.items()]
+        written = [Result(n, n, x.dtype) for n, x in results.items()]
+        how = prod(self.p.shape), min(x.aligned(()) for x in full.values()), short
+        info = self.rec.device.info
+        launch = pointwise.launch(info, epilogue, self.acc, read, written, *how)
+        self.rec.launches((launch,), {n: x.at() for n, x in (sources | results).items()})
+        return True
+
+
+def _is_turned(x: View) -> bool:
+    """Whether the columns of a matrix lie closer than its rows."""
+    return abs(x.strides[-2]) < abs(x.strides[-1]) and 1 not in x.shape[-2:]
