@@ -35,7 +35,7 @@ def run(
     operation: Any,
     operands: tuple[Any, ...],
     activation: Any,
-    flags: tuple[bool, ...],
+    flags: tuple[bool | str, ...],
     needs: Any,
     out: Any,
     backend: Any,
