@@ -15,6 +15,7 @@ from numfuse.backends.cuda.call.record import REPLAY, recorded
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.fused import FusedProblem
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import address
 
@@ -76,7 +77,7 @@ class _Arrays:
 def run(device: Device, precision: str, kind: str, p: Any) -> None:
     """Run a problem of NumPy arrays."""
     form: list[Any] = [getattr(p, name, None) for name in ("guard", "dtype", "batch", "k")]
-    if kind == "fused":
+    if isinstance(p, FusedProblem):
         names, outputs = tuple(p.arrays), p.results
         form += p.epilogue.named(), p.stored, p.summed, p.zeroed
         form += *p.sums.items(), *p.products.items()

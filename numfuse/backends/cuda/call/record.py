@@ -36,8 +36,7 @@ _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "backward": lower.backward,
     "double_backward": second_order.double_backward,
     "tangent": second_order.tangent,
-    "fused": fused.fused,
-    **{kind: functools.partial(lower.gate, kind) for kind in epilogues.GATES},
+    **dict.fromkeys(("fused", *epilogues.GATES), fused.fused),
 }
 
 

@@ -57,13 +57,14 @@ def names_of(results: Sequence[Result]) -> tuple[str, ...]:
 def once(sources: Sequence[Source], load: str = "") -> list[str]:
     """Return the lines that read what is one element for all."""
     how = {True: "REAL(from_{0})", False: load}
-    return [f"    in_{x.name} = {how[x.dtype == NUMBER]}".format(x.name) for x in sources if x.once]
+    return [f"    in_{x.name} = {how[x.dtype == NUMBER]}".format(x.name) for x in sources]
 
 
 def text(sources: Sequence[Source], results: Sequence[Result]) -> str:
     """Return the kernel that a thread goes through element by element."""
+    ones = [x for x in sources if x.once]
     lines = [
-        *once(sources, "LOAD_{0}(from_{0}, 0)"),
+        *(once(ones, "LOAD_{0}(from_{0}, 0)") if ones else ()),
         "    for i in range(cuda.grid(1), size, cuda.gridsize(1)):",
         f"        {call_of(sources, results, 'LOAD_{0}(from_{0}, i)')}",
     ]
@@ -80,9 +81,9 @@ def wide_text(
     stored last stays there for whoever reads it next.
     """
     threads, every = tiling.PASS_THREADS, sources
-    sources = [x for x in every if not x.once]
+    sources, ones = [x for x in every if not x.once], [x for x in every if x.once]
     lines = [
-        *once(every, "LOAD(from_{0})"),
+        *(once(ones, "LOAD(from_{0})") if ones else ()),
         f"    first = cuda.blockIdx.x * {threads * vectors} + cuda.threadIdx.x",
         f"    vectors = size // {values}",
     ]

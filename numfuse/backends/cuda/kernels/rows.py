@@ -140,7 +140,7 @@ def text(
             body.append(f"STORE_SUM(sums_{name}, number * n + column + {v}, value_{x})")
     else:
         body += turn
-    head = once(sources)
+    head = once([x for x in sources if x.once])
     for _, slot, _ in results if values > 1 else ():
         held = accesses_of[slot].held
         for part in range(values // held):

@@ -43,9 +43,12 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
         if factor.name not in p.arrays and factor.name not in results:
             # rows as the fast loads want them
             whole = rec.fresh((*p.batch, p.m, tiling.pitch(p.n, p.dtype.itemsize)), p.dtype.name)
-            results[factor.name] = replace(whole, shape=p.shape)
+            results[factor.name] = replace(whole, shape=(*p.batch, p.m, p.n))
     summed = {name: bind(name) for name in p.summed}
-    _Elements(rec, p, bind, dict(results), summed).record()
+    if p.sums:
+        _Elements(rec, p, bind, dict(results), summed).record()
+    else:
+        _pass(rec, p, p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results, summed)
     for name, terms in p.products.items():
         pairs = []
         for pair in terms:
@@ -87,7 +90,7 @@ _Made = tuple[Expr, View]
 
 
 class _Elements:
-    """What is left to do of an epilogue, while sums are made one after the other."""
+    """An epilogue of which less is left to do with every product that is recorded."""
 
     def __init__(
         self, rec: Recorder, p: FusedProblem, bind: Bind, results: dict[str, View],
@@ -114,7 +117,9 @@ class _Elements:
         for name, pair in products:
             self._product(name, pair)
         if self.graphs:
-            self._pass()
+            epilogue = self._epilogue(self.graphs.items())
+            sources = {name: self.sources[name] for name in epilogue.operands}
+            _pass(self.rec, self.p, epilogue, sources, self.results, self.summed)
 
     def _replace(self, old: Expr, new: Expr) -> None:
         """Put a graph in the place of another one."""
@@ -129,8 +134,9 @@ class _Elements:
         self, results: Iterable[tuple[str, Expr]], accumulators: tuple[str, ...] = ()
     ) -> Epilogue:
         results, whole = tuple(results), self.p.epilogue
-        names = leaves_of(e for _, e in results)
-        operands = tuple(x for x in names if x not in accumulators)
+        used = leaves_of(e for _, e in results)
+        names = dict.fromkeys([*whole.operands, *used])  # in the order of the whole
+        operands = tuple(x for x in names if x in used and x not in accumulators)
         return Epilogue(whole.name, accumulators, operands, results, whole.ties)
 
     def _drop(self, names: Iterable[str]) -> None:
@@ -156,7 +162,7 @@ class _Elements:
             if (
                 1 <= len(stored) <= 2
                 and len(summed) <= 1
-                and all(made[0][0] is graph and self._is_column(n) for n in summed)
+                and all(made[0][0] is graph and _is_column(self.summed[n]) for n in summed)
                 and self._end(name, pair, made, *(self.summed[n] for n in summed))
             ):
                 self._drop([*stored, *summed])
@@ -217,13 +223,13 @@ class _Elements:
         views |= {slot: self._array(x) for x, slot in slots.items()}
         views |= zip("xy", map(self.bind, pair), strict=True)
         k = views["x"].shape[-1]
-        outer, inner = places.split(p.batch, sums[0].shape[:-2] if sums else ())
-        how = (p.m, p.n, k), p.batch, outer + inner, views, self.acc
+        order = _places_of(p, sums[0]) if sums else range(len(p.batch))
+        how = (p.m, p.n, k), p.batch, order, views, self.acc
         epilogue = self._epilogue(results, ("z",))
         table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
         for target in sums:
             assert table is not None
-            self._join(table, chunks, target)
+            _join(self.rec, p, table, chunks, target)
         return True
 
     def _array(self, name: str) -> View:
@@ -240,78 +246,107 @@ class _Elements:
         self.sources[name] = made
         return made
 
-    # --- sums -------------------------------------------------------------------------------
-    def _is_column(self, name: str) -> bool:
-        """Whether a result is summed over the rows."""
-        return self.summed[name].shape[-2] == 1
 
-    def _join(self, table: View, chunks: int, target: View) -> None:
-        """Record target = the sum of a table of (places, chunks, N)."""
-        _, inner = places.split(self.p.batch, target.shape[:-2])
-        depth = prod(self.p.batch[i] for i in inner) * chunks
-        out = target
-        if target.shape[-1] != self.p.n:
-            out = self.rec.fresh((*target.shape[:-1], self.p.n), self.acc)
-        batches.join(self.rec, table, depth, out, self.acc)
-        if out is not target:
-            batches.sum_to(self.rec, out, target, self.acc)
+# --- the pass -------------------------------------------------------------------------------------
+def _pass(
+    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
+    results: dict[str, View], summed: dict[str, View],
+) -> None:  # fmt: skip
+    """Record one pass over elements: an epilogue's results, stored or summed to arrays."""
+    acc, short = p.acc_dtype.name, is_short(p.acc_dtype.name, p.dtype.name)
+    if not summed:
+        if results and not _flat(rec, p, epilogue, sources, results, short):
+            _by_rows(rec, p, epilogue, sources, results, [], range(len(p.batch)), short)
+        return
+    orders = {name: _places_of(p, target) for name, target in summed.items()}
+    columns = [name for name, target in summed.items() if _is_column(target)]
+    columns = [name for name in columns if orders[name] == orders[columns[0]]]
+    wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in columns}
+    order = orders[columns[0]] if columns else list(range(len(p.batch)))
+    how = results | wholes, columns, order, short and not wholes
+    tables, chunks = _by_rows(rec, p, epilogue, sources, *how)
+    for name, table in tables.items():
+        _join(rec, p, table, chunks, summed[name])
+    for name, view in wholes.items():
+        batches.sum_to(rec, view, summed[name], acc)
 
-    # --- the pass ---------------------------------------------------------------------------
-    def _pass(self) -> None:
-        """Record one pass over elements for all that is left."""
-        p, rec = self.p, self.rec
-        splits = {n: places.split(p.batch, x.shape[:-2]) for n, x in self.summed.items()}
-        orders = {n: outer + inner for n, (outer, inner) in splits.items()}
-        columns = [n for n in self.summed if self._is_column(n)]
-        columns = [n for n in columns if orders[n] == orders[columns[0]]]
-        order = orders[columns[0]] if columns else list(range(len(p.batch)))
-        wholes = {n: rec.fresh(p.shape, self.acc) for n in self.summed if n not in columns}
-        results = self.results | wholes
-        epilogue = self._epilogue(self.graphs.items())
-        sources = {name: self.sources[name] for name in epilogue.operands}
-        short = is_short(self.acc, p.dtype.name) and not wholes
-        arrays = {n: x for n, x in sources.items() if x.dtype != NUMBER} | results
-        tables: dict[str, View] = {}
-        if columns or not self._flat(epilogue, sources, results, arrays, short):
-            m, n = p.m, p.n
-            if not columns and all(_is_turned(x) for x in results.values()):
-                m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
-            spots = places.Places(p.batch, arrays, order)
-            operands = {n: spots.operand(n, *places.matrix(x)) for n, x in arrays.items()}
-            read = [Source(n, n, x.dtype, x.dtype == NUMBER) for n, x in sources.items()]
-            written = [Result(n, n, x.dtype) for n, x in results.items()]
-            how = read, written, operands, columns, (m, n, spots.count), short
-            launch, chunks = rows.launch(rec.device.info, epilogue, self.acc, *how)
-            count = prod(p.batch)
-            tables = {n: rec.fresh((count, chunks, p.n), self.acc) for n in columns}
-            for first, at in spots:
-                at |= {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
-                for name, table in tables.items():
-                    at[f"sums {name}"] = table.at(first * chunks * p.n)
-                rec.launches((launch,), at)
+
+def _flat(
+    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
+    results: dict[str, View], short: bool,
+) -> bool:  # fmt: skip
+    """Record a pass over arrays that are runs of memory in one order, and over single elements.
+
+    Return False, and record nothing, for others.
+    """
+    views = sources | results
+    first = next(iter(results.values()))
+    order, size, alignment = first.order, prod(first.shape), 16
+    read = []
+    for name, x in views.items():
+        own = prod(x.shape)
+        once = name in sources and (x.dtype == NUMBER or own == 1 < size)
+        if order is None or x.dtype not in (first.dtype, NUMBER):
+            return False
+        if not once:
+            if own != size or x.order != order:
+                return False
+            alignment = min(alignment, x.aligned(()))
+        read.append(Source(name, name, x.dtype, once))
+    written = [Result(*x[:3]) for x in read[len(sources) :]]
+    how = read[: len(sources)], written, size, alignment, short
+    launch = pointwise.launch(rec.device.info, epilogue, p.acc_dtype.name, *how)
+    rec.launches((launch,), {name: x.at() for name, x in views.items()})
+    return True
+
+
+def _by_rows(
+    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
+    results: dict[str, View], columns: list[str], order: Sequence[int], short: bool,
+) -> tuple[dict[str, View], int]:  # fmt: skip
+    """Record a pass over rows; return tables of (places in `order`, chunks, N), and the chunks.
+
+    They hold the sums of the columns of those results, by name.
+    """
+    acc, m, n = p.acc_dtype.name, p.m, p.n
+    numbers = {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
+    arrays = {name: x for name, x in sources.items() if name not in numbers} | results
+    if not columns and all(_is_turned(x) for x in results.values()):
+        m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
+    spots = places.Places(p.batch, arrays, order)
+    operands = {name: spots.operand(name, *places.matrix(x)) for name, x in arrays.items()}
+    read = [Source(name, name, x.dtype, name in numbers) for name, x in sources.items()]
+    written = [Result(name, name, x.dtype) for name, x in results.items()]
+    how = read, written, operands, columns, (m, n, spots.count), short
+    launch, chunks = rows.launch(rec.device.info, epilogue, acc, *how)
+    tables = {name: rec.fresh((prod(p.batch), chunks, n), acc) for name in columns}
+    for first, at in spots:
         for name, table in tables.items():
-            self._join(table, chunks, self.summed[name])
-        for name, view in wholes.items():
-            batches.sum_to(rec, view, self.summed[name], self.acc)
+            at[f"sums {name}"] = table.at(first * chunks * n)
+        rec.launches((launch,), at | numbers)
+    return tables, chunks
 
-    def _flat(
-        self, epilogue: Epilogue, sources: dict[str, View], results: dict[str, View],
-        arrays: dict[str, View], short: bool,
-    ) -> bool:  # fmt: skip
-        """Record the pass over arrays that are runs of memory in one order, if they are."""
-        full = {n: x for n, x in arrays.items() if n in results or prod(x.shape) > 1}
-        orders = {x.order for x in full.values()}
-        if len(orders) > 1 or None in orders or len({x.dtype for x in arrays.values()}) > 1:
-            return False
-        if any(x.shape[-2:] != (self.p.m, self.p.n) for x in full.values()):
-            return False
-        read = [Source(n, n, x.dtype, n not in full) for n, x in sources.items()]
-        written = [Result(n, n, x.dtype) for n, x in results.items()]
-        how = prod(self.p.shape), min(x.aligned(()) for x in full.values()), short
-        info = self.rec.device.info
-        launch = pointwise.launch(info, epilogue, self.acc, read, written, *how)
-        self.rec.launches((launch,), {n: x.at() for n, x in (sources | results).items()})
-        return True
+
+def _places_of(p: FusedProblem, target: View) -> list[int]:
+    """Return the axes of a batch in the order in which places of one sum are neighbours."""
+    outer, inner = places.split(p.batch, target.shape[:-2])
+    return outer + inner
+
+
+def _is_column(target: View) -> bool:
+    """Whether what is summed to an array is summed over the rows."""
+    return target.shape[-2] == 1
+
+
+def _join(rec: Recorder, p: FusedProblem, table: View, chunks: int, target: View) -> None:
+    """Record target = the sum of a table of (places, chunks, N)."""
+    acc, (_, inner) = p.acc_dtype.name, places.split(p.batch, target.shape[:-2])
+    out = target
+    if target.shape[-1] != p.n:
+        out = rec.fresh((*target.shape[:-1], p.n), acc)
+    batches.join(rec, table, prod(p.batch[i] for i in inner) * chunks, out, acc)
+    if out is not target:
+        batches.sum_to(rec, out, target, acc)
 
 
 def _is_turned(x: View) -> bool:
