@@ -148,6 +148,15 @@ def test_a_formula_of_elements_has_results_and_gradients(dtype):
         check(nf.elementwise_bwd, (None, g), mixed, x, y, 2.0, needs=(1,))
 
 
+def test_a_gradient_of_what_is_not_used_is_zero():
+    a, b, c, x = draw((5, 7), (7, 4), (7, 4), (5, 4))
+    check(nf.elementwise_bwd, x, lambda x, y: ex.tanh(x), x, x[0], needs=(1,))
+    check(nf.elementwise_bwd, x, lambda x, y: ex.tanh(x), x, x[0])
+    check(nf.matmul_epilogue_bwd, x, a, (b, c), lambda z, w, x: z * x, x)
+    check(nf.matmul_epilogue_bwd, x, a, (b, c), lambda z, w, x: w * x, x, needs=("b",))
+    check(nf.matmul_epilogue, a, b, lambda z, x: x + 1, x)
+
+
 def test_a_result_may_be_an_operand_and_nothing_else_of_one():
     x, y = draw((6, 5), (5,))
     on_device, scale = there(x), there(y)

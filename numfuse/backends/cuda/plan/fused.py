@@ -45,10 +45,14 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
             whole = rec.fresh((*p.batch, p.m, tiling.pitch(p.n, p.dtype.itemsize)), p.dtype.name)
             results[factor.name] = replace(whole, shape=(*p.batch, p.m, p.n))
     summed = {name: bind(name) for name in p.summed}
+    if not (results or summed):
+        return
     if p.sums:
         _Elements(rec, p, bind, dict(results), summed).record()
     else:
-        _pass(rec, p, p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results, summed)
+        how = p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results
+        if summed or not _flat(rec, p, *how):
+            _pass(rec, p, *how, summed)
     for name, terms in p.products.items():
         pairs = []
         for pair in terms:
@@ -119,7 +123,9 @@ class _Elements:
         if self.graphs:
             epilogue = self._epilogue(self.graphs.items())
             sources = {name: self.sources[name] for name in epilogue.operands}
-            _pass(self.rec, self.p, epilogue, sources, self.results, self.summed)
+            how = epilogue, sources, self.results
+            if self.summed or not _flat(self.rec, self.p, *how):
+                _pass(self.rec, self.p, *how, self.summed)
 
     def _replace(self, old: Expr, new: Expr) -> None:
         """Put a graph in the place of another one."""
@@ -253,17 +259,13 @@ def _pass(
     results: dict[str, View], summed: dict[str, View],
 ) -> None:  # fmt: skip
     """Record one pass over elements: an epilogue's results, stored or summed to arrays."""
-    acc, short = p.acc_dtype.name, is_short(p.acc_dtype.name, p.dtype.name)
-    if not summed:
-        if results and not _flat(rec, p, epilogue, sources, results, short):
-            _by_rows(rec, p, epilogue, sources, results, [], range(len(p.batch)), short)
-        return
+    acc = p.acc_dtype.name
     orders = {name: _places_of(p, target) for name, target in summed.items()}
     columns = [name for name, target in summed.items() if _is_column(target)]
     columns = [name for name in columns if orders[name] == orders[columns[0]]]
     wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in columns}
     order = orders[columns[0]] if columns else list(range(len(p.batch)))
-    how = results | wholes, columns, order, short and not wholes
+    how = results | wholes, columns, order, is_short(acc, p.dtype.name) and not wholes
     tables, chunks = _by_rows(rec, p, epilogue, sources, *how)
     for name, table in tables.items():
         _join(rec, p, table, chunks, summed[name])
@@ -273,7 +275,7 @@ def _pass(
 
 def _flat(
     rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
-    results: dict[str, View], short: bool,
+    results: dict[str, View],
 ) -> bool:  # fmt: skip
     """Record a pass over arrays that are runs of memory in one order, and over single elements.
 
@@ -294,8 +296,9 @@ def _flat(
             alignment = min(alignment, x.aligned(()))
         read.append(Source(name, name, x.dtype, once))
     written = [Result(*x[:3]) for x in read[len(sources) :]]
-    how = read[: len(sources)], written, size, alignment, short
-    launch = pointwise.launch(rec.device.info, epilogue, p.acc_dtype.name, *how)
+    acc = p.acc_dtype.name
+    how = read[: len(sources)], written, size, alignment, is_short(acc, p.dtype.name)
+    launch = pointwise.launch(rec.device.info, epilogue, acc, *how)
     rec.launches((launch,), {name: x.at() for name, x in views.items()})
     return True
 
