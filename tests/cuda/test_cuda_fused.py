@@ -298,6 +298,23 @@ def test_lengths_of_zero_and_one(m, k, n):
     np.testing.assert_allclose(nf.to_numpy(out), wanted, rtol=1e-12)
 
 
+def test_a_gradient_has_its_bits_whichever_others_are_asked_for():
+    """Guards: where columns are summed hangs on the result alone (docs/cuda.md, "Numbers")."""
+    formulas = (
+        lambda z, x, y: GELU(z + x) + y,
+        lambda z, x, y: GELU(z + x) * y,
+        lambda z, x, y: ex.tanh(z * y + x),
+    )
+    for dtype in (np.float32, np.float16):
+        a, b, x, y, grad = map(there, draw((40, 7), (7, 5), (5,), (5,), (40, 5), dtype=dtype))
+        for f in formulas:
+            every = parts(nf.matmul_epilogue_bwd(grad, a, b, f, x, y))
+            for needs in (("a",), ("b", 0), (0,), (1,), (0, 1)):
+                found = parts(nf.matmul_epilogue_bwd(grad, a, b, f, x, y, needs=needs))
+                for u, v in zip(found, every, strict=True):
+                    assert u is None or (nf.to_numpy(u) == nf.to_numpy(v)).all()
+
+
 def test_what_cannot_be_run_is_refused():
     a, b, bias = draw((5, 7), (7, 4), (4,))
     on_device = there(a), there(b)

@@ -148,56 +148,66 @@ class _Elements:
     def _drop(self, names: Iterable[str]) -> None:
         """Leave out results that are made."""
         for name in names:
-            del self.graphs[name]
+            self.graphs.pop(name, None)
             self.results.pop(name, None)
             self.summed.pop(name, None)
 
     # --- products ---------------------------------------------------------------------------
     def _product(self, name: str, pair: tuple[str, str]) -> None:
-        """Record the product whose sum is an input, and at its end what can be made of it there."""
-        whole = self._with_bias(name)
+        """Record the product whose sum is an input, and at its end what can be made of it there.
+
+        A result comes out the same whichever others are asked for. So columns are summed here by a
+        rule that asks nothing of these: where the sum is read with the bias alone whose gradient
+        they are. All others are summed in the pass.
+        """
+        whole = self._with_bias(name, list(self.graphs.values()))
         mine = [n for n, e in self.graphs.items() if name in leaves_of((e,))]
-        ready = [n for n, e in self.graphs.items() if self._is_ready(name, e)]
-        stored = [n for n in ready if n in self.results]
-        summed = [n for n in ready if n in self.summed]
-        if set(mine) <= set(ready):
-            # a result whose columns are summed comes first
-            graph = self.graphs[summed[0]] if summed else None
-            stored.sort(key=lambda n: self.graphs[n] is not graph)
-            made = [(self.graphs[n], self.results[n]) for n in stored]
-            if (
-                1 <= len(stored) <= 2
-                and len(summed) <= 1
-                and all(made[0][0] is graph and _is_column(self.summed[n]) for n in summed)
-                and self._end(name, pair, made, *(self.summed[n] for n in summed))
-            ):
-                self._drop([*stored, *summed])
+        ready = [n for n in mine if n in self.results and self._is_ready(name, self.graphs[n])]
+        made = [(n, self.graphs[n], self.results[n]) for n in ready]
+        summed = [n for n in mine if n in self.summed and self._is_of_bias(name, n)]
+        sums = [self.summed[n] for n in summed]
+        if summed:
+            graph = self.graphs[summed[0]]
+            made.sort(key=lambda x: x[1] is not graph)
+            if not made or made[0][1] is not graph:
+                made.insert(0, ("", graph, self.rec.fresh(self.p.shape, self.p.dtype.name)))
+        names = {*summed, *(n for n, _, _ in made)}
+        if 1 <= len(made) <= 2 and names >= set(mine):
+            if self._end(name, pair, [x[1:] for x in made], *sums):
+                self._drop(names)
                 return
         kept = name if whole is leaf(name) else f"{name}_whole"
-        same = [n for n in stored if self.graphs[n] is whole and self.results[n].dtype == self.acc]
-        target = self.results[same[0]] if same else self.rec.fresh(self.p.shape, self.acc)
-        for n in [] if same else [n for n in stored if n in mine]:
-            if self._end(name, pair, [(self.graphs[n], self.results[n]), (whole, target)]):
-                self._drop([n])
+        same = [x for x in made if x[1] is whole and x[2].dtype == self.acc]
+        target = same[0][2] if same else self.rec.fresh(self.p.shape, self.acc)
+        for n, e, view in made[:1] if summed else [] if same else made:
+            if self._end(name, pair, [(e, view), (whole, target)], *sums):
+                self._drop({n, *summed})
                 break
         else:
-            self._drop(same[:1])
+            self._drop({n for n, _, _ in same[:1]})
             self._end(name, pair, [(whole, target)], must=True)
         self._replace(whole, leaf(kept))
         self.sources[kept] = target
 
-    def _with_bias(self, name: str) -> Expr:
-        """Return a sum with a bias, where it is never without that; else the sum alone."""
+    def _with_bias(self, name: str, graphs: Sequence[Expr]) -> Expr:
+        """Return a sum with a bias, where graphs never read it without that; else the sum alone."""
         z = leaf(name)
-        uses = [e for e in topological(self.graphs.values()) if any(a is z for a in e.args)]
-        alone = any(e is z for e in self.graphs.values())
-        if len(uses) == 1 and not alone and uses[0].op == "add":
+        uses = [e for e in topological(graphs) if any(a is z for a in e.args)]
+        if len(uses) == 1 and uses[0].op == "add" and not any(e is z for e in graphs):
             others = [e for e in uses[0].args if e is not z]
             if len(others) == 1 and others[0].op == "input":
                 bias = self.sources.get(str(others[0].payload))
                 if bias is not None and bias.shape[-2] == 1 and bias.dtype == self.p.dtype.name:
                     return uses[0]
         return z
+
+    def _is_of_bias(self, name: str, result: str) -> bool:
+        """Whether a result is the gradient of the bias with which alone it reads a sum."""
+        graph = self.graphs[result]
+        bias = leaf(result.removeprefix("d_"))
+        whole = self._with_bias(name, [graph])
+        there = any(a is bias for a in whole.args)
+        return there and _is_column(self.summed[result]) and self._is_ready(name, graph)
 
     def _is_ready(self, name: str, graph: Expr) -> bool:
         """Whether all inputs of a result are there with this sum."""
@@ -229,8 +239,7 @@ class _Elements:
         views |= {slot: self._array(x) for x, slot in slots.items()}
         views |= zip("xy", map(self.bind, pair), strict=True)
         k = views["x"].shape[-1]
-        order = _places_of(p, sums[0]) if sums else range(len(p.batch))
-        how = (p.m, p.n, k), p.batch, order, views, self.acc
+        how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z",))
         table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
         for target in sums:
@@ -258,15 +267,27 @@ def _pass(
     rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
     results: dict[str, View], summed: dict[str, View],
 ) -> None:  # fmt: skip
-    """Record one pass over elements: an epilogue's results, stored or summed to arrays."""
-    acc = p.acc_dtype.name
-    orders = {name: _places_of(p, target) for name, target in summed.items()}
+    """Record one pass over rows: an epilogue's results, stored or summed to arrays."""
+    acc, m, n = p.acc_dtype.name, p.m, p.n
     columns = [name for name, target in summed.items() if _is_column(target)]
-    columns = [name for name in columns if orders[name] == orders[columns[0]]]
     wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in columns}
-    order = orders[columns[0]] if columns else list(range(len(p.batch)))
-    how = results | wholes, columns, order, is_short(acc, p.dtype.name) and not wholes
-    tables, chunks = _by_rows(rec, p, epilogue, sources, *how)
+    results = results | wholes
+    numbers = {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
+    arrays = {name: x for name, x in sources.items() if name not in numbers} | results
+    if not columns and all(_is_turned(x) for x in results.values()):
+        m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
+    spots = places.Places(p.batch, arrays, range(len(p.batch)))
+    operands = {name: spots.operand(name, *places.matrix(x)) for name, x in arrays.items()}
+    read = [Source(name, name, x.dtype, name in numbers) for name, x in sources.items()]
+    written = [Result(name, name, x.dtype) for name, x in results.items()]
+    sizes, short = (m, n, spots.count), is_short(acc, p.dtype.name)
+    how = read, written, operands, columns, sizes, short
+    launch, chunks = rows.launch(rec.device.info, epilogue, acc, *how)
+    tables = {name: rec.fresh((prod(p.batch), chunks, n), acc) for name in columns}
+    for first, at in spots:
+        for name, table in tables.items():
+            at[f"sums {name}"] = table.at(first * chunks * n)
+        rec.launches((launch,), at | numbers)
     for name, table in tables.items():
         _join(rec, p, table, chunks, summed[name])
     for name, view in wholes.items():
@@ -303,51 +324,20 @@ def _flat(
     return True
 
 
-def _by_rows(
-    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
-    results: dict[str, View], columns: list[str], order: Sequence[int], short: bool,
-) -> tuple[dict[str, View], int]:  # fmt: skip
-    """Record a pass over rows; return tables of (places in `order`, chunks, N), and the chunks.
-
-    They hold the sums of the columns of those results, by name.
-    """
-    acc, m, n = p.acc_dtype.name, p.m, p.n
-    numbers = {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
-    arrays = {name: x for name, x in sources.items() if name not in numbers} | results
-    if not columns and all(_is_turned(x) for x in results.values()):
-        m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
-    spots = places.Places(p.batch, arrays, order)
-    operands = {name: spots.operand(name, *places.matrix(x)) for name, x in arrays.items()}
-    read = [Source(name, name, x.dtype, name in numbers) for name, x in sources.items()]
-    written = [Result(name, name, x.dtype) for name, x in results.items()]
-    how = read, written, operands, columns, (m, n, spots.count), short
-    launch, chunks = rows.launch(rec.device.info, epilogue, acc, *how)
-    tables = {name: rec.fresh((prod(p.batch), chunks, n), acc) for name in columns}
-    for first, at in spots:
-        for name, table in tables.items():
-            at[f"sums {name}"] = table.at(first * chunks * n)
-        rec.launches((launch,), at | numbers)
-    return tables, chunks
-
-
-def _places_of(p: FusedProblem, target: View) -> list[int]:
-    """Return the axes of a batch in the order in which places of one sum are neighbours."""
-    outer, inner = places.split(p.batch, target.shape[:-2])
-    return outer + inner
-
-
 def _is_column(target: View) -> bool:
     """Whether what is summed to an array is summed over the rows."""
     return target.shape[-2] == 1
 
 
 def _join(rec: Recorder, p: FusedProblem, table: View, chunks: int, target: View) -> None:
-    """Record target = the sum of a table of (places, chunks, N)."""
-    acc, (_, inner) = p.acc_dtype.name, places.split(p.batch, target.shape[:-2])
-    out = target
-    if target.shape[-1] != p.n:
+    """Record target = the sum of a table of (places, chunks, N), the places in their order."""
+    acc, (outer, inner) = p.acc_dtype.name, places.split(p.batch, target.shape[:-2])
+    out, depth = target, prod(p.batch[i] for i in inner) * chunks
+    if [*outer, *inner] != sorted([*outer, *inner]):
+        out, depth = rec.fresh((*p.batch, 1, p.n), acc), chunks
+    elif target.shape[-1] != p.n:
         out = rec.fresh((*target.shape[:-1], p.n), acc)
-    batches.join(rec, table, prod(p.batch[i] for i in inner) * chunks, out, acc)
+    batches.join(rec, table, depth, out, acc)
     if out is not target:
         batches.sum_to(rec, out, target, acc)
 
