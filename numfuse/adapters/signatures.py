@@ -50,7 +50,8 @@ class Signature:
         self.options = [x for x in operation.options if x != "out"]
         #: The names of the operands in the problem.
         self.fields = dict(zip(self.arrays, operation.fields, strict=False))
-        returned = inspect.get_annotations(getattr(CORE, self.name, Signature)).get("return", "Any")
+        known = getattr(CORE, self.name, None)
+        returned = "Any" if known is None else known.__annotations__["return"]
         self.result: Any = tuple if returned in ("Any", "Array") else getattr(results, returned)
 
     #: What a message calls an operand.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from conftest import unavailable
+from conftest import SIMULATED, unavailable
 from on_device import poisoned
 
 import numfuse as nf
@@ -313,6 +313,25 @@ def test_a_gradient_has_its_bits_whichever_others_are_asked_for():
                 found = parts(nf.matmul_epilogue_bwd(grad, a, b, f, x, y, needs=needs))
                 for u, v in zip(found, every, strict=True):
                     assert u is None or (nf.to_numpy(u) == nf.to_numpy(v)).all()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(SIMULATED, reason="the simulator has one tier, and wants small shapes")
+@pytest.mark.parametrize("m, n, k", [(256, 256, 256), (133, 258, 129), (40, 1024, 512), (8, 8, 8)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_tier_and_access_gives_what_the_reference_gives(dtype, m, n, k):
+    a, b, c, bias, grad = draw((m, k), (k, n), (k, n), (n,), (m, n), dtype=dtype)
+    a /= dtype(np.sqrt(k))
+    for scale in (*draw((m, 1), (n,), (m, n), (1, 1), dtype=dtype), -0.75):
+        check(nf.matmul_epilogue, a, b, scaled, bias, scale)
+        check(nf.matmul_epilogue_bwd, grad, a, b, scaled, bias, scale)
+        check(nf.elementwise, mixed, grad, grad if np.ndim(scale) == 0 else scale, 2.0)
+        check(nf.elementwise_bwd, (grad, grad), mixed, grad, scale, 2.0)
+    check(nf.matmul_epilogue_bwd, grad, a, b, lambda z, x: GELU(z + x), bias)
+    layer = a, b, c, bias, bias
+    check(nf.matmul_activation_mul, *layer, return_pre_activation=True)
+    check(nf.matmul_activation_mul_bwd, grad, *layer)
+    check(nf.matmul_activation_mul_jvp, *layer, a, b, None, bias, None)
 
 
 def test_what_cannot_be_run_is_refused():
