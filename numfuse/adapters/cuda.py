@@ -11,7 +11,7 @@ a capture may forbid.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
@@ -33,9 +33,11 @@ from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, g
 from numfuse.backends.cuda.call.entry import run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
-from numfuse.fusion import FusedOperation  # noqa: E402
 from numfuse.operations import OPERATIONS, Operation  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
+
+if TYPE_CHECKING:
+    from numfuse.fusion import FusedOperation
 
 __all__ = [*NAMES, "checked", "fused", "run", "synchronize", "to_numpy"]
 

@@ -90,7 +90,7 @@ def alignment_of(at: int) -> int:
 
 def word(number: float, dtype: np.dtype[Any]) -> int:
     """Return a number, rounded to a dtype, as the bits of a float64: what a kernel is given."""
-    (bits,) = struct.unpack("q", struct.pack("d", np.array(number, dtype)))
+    (bits,) = struct.unpack("q", struct.pack("d", dtype.type(number)))
     return int(bits)
 
 
