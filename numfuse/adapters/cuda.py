@@ -11,12 +11,18 @@ a capture may forbid.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy import ndarray
 
-from numfuse.adapters.signatures import NAMES, SIGNATURES, PublicFunctions, Signature
+from numfuse.adapters.signatures import (
+    NAMES,
+    SIGNATURES,
+    FusedSignature,
+    PublicFunctions,
+    Signature,
+)
 from numfuse.backends import load
 
 # numba-cuda may be missing, or have no GPU: the reason is a BackendUnavailable, not this import's.
@@ -30,7 +36,10 @@ from numfuse.backends.cuda.driver.devices import device  # noqa: E402
 from numfuse.operations import OPERATIONS, Operation  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
-__all__ = [*NAMES, "checked", "run", "synchronize", "to_numpy"]
+if TYPE_CHECKING:
+    from numfuse.fusion import FusedOperation
+
+__all__ = [*NAMES, "checked", "fused", "run", "synchronize", "to_numpy"]
 
 
 class _Cuda(PublicFunctions):
@@ -48,6 +57,7 @@ def checked(
     activation: Any,
     flags: tuple[bool | str, ...],
     needs: tuple[str, ...],
+    out: None,
     backend: Any,
     flipped: int,
 ) -> tuple[Signature, dict[str, Any]]:
@@ -55,10 +65,28 @@ def checked(
     x: dict[str, Any] = dict(zip(operation.operands, operands, strict=True))
     x["b"] = operands[flipped].T
     x |= zip(operation.flags, flags, strict=True)
-    x |= {"activation": activation, "backend": backend, "out": None}
+    x |= {"activation": activation, "backend": backend, "out": out}
     if operation.needs:
         x["needs"] = needs
     return (signature := SIGNATURES[operation.name]), signature.checked(x)
+
+
+def _arguments(operation: FusedOperation, *call: Any) -> tuple[FusedSignature, dict[str, Any]]:
+    signature = FusedSignature(operation)
+    return signature, signature.arguments(*call[:-1])
+
+
+def fused(
+    operation: FusedOperation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool | str, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Return the result of a fused operation, called as :meth:`Operation.other` is."""
+    return run(operation, operands, activation, flags, needs, out, backend, _arguments)
 
 
 AGAIN[DeviceArray] = run

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import linecache
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,9 @@ from numfuse.operations import OPERATIONS, Operation
 from numfuse.problem import results
 from numfuse.problem.operands import required
 from numfuse.problem.product import STORED
+
+if TYPE_CHECKING:
+    from numfuse.fusion import FusedOperation
 
 #: The functions that an adapter's module offers; silu_mul is activation_mul with "silu".
 NAMES = (
@@ -44,8 +48,14 @@ class Signature:
         self.name, self.kind, self._operation = operation.name, operation.kind, operation
         self.arrays, self.needs = operation.operands, operation.needs
         self.options = [x for x in operation.options if x != "out"]
-        returned = getattr(CORE, self.name).__annotations__["return"]
+        #: The names of the operands in the problem.
+        self.fields = dict(zip(self.arrays, operation.fields, strict=False))
+        known = getattr(CORE, self.name, None)
+        returned = "Any" if known is None else known.__annotations__["return"]
         self.result: Any = tuple if returned in ("Any", "Array") else getattr(results, returned)
+
+    #: What a message calls an operand.
+    label: Callable[[str], str] = str
 
     def checked(self, x: dict[str, Any]) -> dict[str, Any]:
         """Return a call's arguments by name, in one form, after the checks that need no arrays.
@@ -86,8 +96,41 @@ class Signature:
         taken |= {name: x[name] for name in self.options}
         if "out" in x:
             outs = tuple(map(arrays.get, self.result_names(x)))
-            taken["out"] = outs if self.needs else outs[0]
+            taken["out"] = outs if self._operation.several else outs[0]
         return self._operation.problem(**taken)
+
+
+class FusedSignature(Signature):
+    """The arguments of a fused operation, whose problem is made of ghosts: no array is copied."""
+
+    def __init__(self, operation: FusedOperation) -> None:
+        super().__init__(operation)
+        self.options.append("ghosts")
+        self.results, self.label = operation.results, operation.form.label
+
+    def arguments(self, operands: Sequence[Any], *call: Any) -> dict[str, Any]:
+        """Return the arguments by name, in one form, of a call as `Operation.other` gets it."""
+        activation, flags, needs, out, backend = call
+        x = dict(zip(self.arrays, operands, strict=True))
+        x |= zip(self._operation.flags, map(bool, flags), strict=True)
+        x |= {"activation": self._operation.known(activation), "out": out, "backend": backend}
+        return x | {"needs": results.check_needs(needs, self.needs), "ghosts": True}
+
+    def result_names(self, x: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of all results."""
+        return self.results
+
+    def outs(self, x: dict[str, Any]) -> dict[str, Any]:
+        """Return the outputs that a call's `out` gives, by the names of its results."""
+        out = x["out"]
+        if out is None:
+            return {}
+        outs = out if self._operation.several else (out,)
+        if not isinstance(outs, tuple | list) or len(outs) != len(self.results):
+            wanted, got = ", ".join(map(self.label, self.results)), type(out).__name__
+            got = f"{len(out)} entries" if isinstance(out, tuple | list) else got
+            raise ValueError(f"out must be ({wanted}) with None where to allocate, got {got}")
+        return {name: y for name, y in zip(self.results, outs, strict=True) if y is not None}
 
 
 SIGNATURES = {name: Signature(operation) for name, operation in OPERATIONS.items()}

@@ -333,13 +333,14 @@ def make(
     guard: bool = True,
     keep: bool | str = False,
     sum_batch: bool = False,
+    ghosts: bool = False,
 ) -> FusedProblem:
     """Return the problem of a call.
 
     `given` has its arrays by the names that they have here (:class:`Form`), None where one is not
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
-    dtype if it is "stored".
+    dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made.
     """
     x = _Operands(form, given)
     epilogue = _derived(form, whole, frozenset(x.arrays), guard)
@@ -383,7 +384,7 @@ def make(
     p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), in_place, result)
     p.width = form.factors * (1 + (form.kind in ("double_backward", "tangent")))
     if p.batch and form.factors:
-        _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")})
+        _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")}, ghosts)
     return p
 
 
@@ -445,12 +446,12 @@ def _outputs(
     return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]
 
 
-def _fold(p: FusedProblem, right: set[str]) -> None:
+def _fold(p: FusedProblem, right: set[str], ghosts: bool) -> None:
     """Fold the batch into M where every right factor serves all of it: one product, not many.
 
     What does not merge without a copy is copied, so that the sums over rows have one order whatever
-    the strides are; a result that does not, or an operand that repeats over the batch, but not over
-    M, keeps the batch as it is.
+    the strides are; a ghost or a result that does not, or an operand that repeats over the batch,
+    but not over M, keeps the batch as it is.
     """
     views: dict[str, ndarray] = {}
     rows, count = (*p.batch, p.m), prod(p.batch) * p.m
@@ -466,7 +467,7 @@ def _fold(p: FusedProblem, right: set[str]) -> None:
         else:
             lengths = x.shape[:-1]
             apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
-            if apart and name in p.results:
+            if apart and (ghosts or name in p.results):
                 return
             views[name] = x.reshape(count, x.shape[-1])  # (a copy where there is no other way)
     p.arrays.update(views)

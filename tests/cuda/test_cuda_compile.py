@@ -28,7 +28,7 @@ from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
-    from numfuse.backends.cuda.kernels import joins, passes, pointwise
+    from numfuse.backends.cuda.kernels import joins, passes, pointwise, rows
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
     from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -37,7 +37,14 @@ try:
     from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, plan_with
     from numfuse.backends.cuda.kernels.mirror import MIRROR
     from numfuse.backends.cuda.kernels.pointwise import Result, Source
-    from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Product, Slot
+    from numfuse.backends.cuda.plan.product import (
+        NUMBER,
+        DeviceInfo,
+        Launch,
+        Operand,
+        Product,
+        Slot,
+    )
 except ImportError as error:
     unavailable("cuda-compiler", f"numba-cuda cannot be imported: {error}")
 
@@ -104,6 +111,50 @@ def gate(info, dtype, activation, *, backward=False):
     return pointwise.launch(
         info, made, acc, [Source(name, name, dtype) for name in made.inputs],
         [Result(name, name, dtype) for name in names], 1000, 16, is_short(acc, dtype),
+    )  # fmt: skip
+
+
+def elements_of(dtype):
+    """A formula of arrays and numbers, with two results."""
+    made = epilogues.record(
+        lambda x, y, z, p, q: (x + p * (y - x), z * q + y), 0, "elements"
+    )  # fmt: skip
+    read = [Source(x, x, dtype) for x in "xyz"] + [Source(x, x, NUMBER, True) for x in "pq"]
+    results = [Result(f"out_{i}", f"out_{i}", dtype) for i in range(2)]
+    return pointwise.launch(HOPPER, made, dtype, read, results, 1000, 16, False)
+
+
+def by_rows(info, dtype, sums, n=1024):
+    """A formula of a wide sum and of operands by rows and columns, and a number; with its sums."""
+    acc = "float64" if dtype == "float64" else "float32"
+    gelu = ACT["gelu"]
+    whole = epilogues.record(
+        lambda z, bias, scale, factor, g: (gelu(z + bias) * scale * factor, g * scale), 0, "rows"
+    )
+    steps = {"z": (512 * n, n, 1), "bias": (0, 0, 1), "scale": (512, 1, 0), "g": (512 * n, n, 1)}
+    steps |= {f"out_{i}": (512 * n, n, 1) for i in range(2)}
+    dtypes = {"z": acc}
+    operands = {x: Operand(dtypes.get(x, dtype), step, 16) for x, step in steps.items()}
+    read = [Source(x, x, operands[x].dtype) for x in ("z", "bias", "scale", "g")]
+    read.append(Source("factor", "factor", NUMBER, True))
+    results = [Result(f"out_{i}", f"out_{i}", dtype) for i in range(2)]
+    added = ["out_0", "out_1"] if sums else []
+    how = read, results, operands, added, (512, n, 3), is_short(acc, dtype)
+    return rows.launch(info, whole, acc, *how)[0]
+
+
+def scaled(m, n, k, dtype, strides, pre=None):
+    """A layer whose value is scaled by another operand."""
+    acc = "float64" if dtype == "float64" else "float32"
+    gelu = ACT["gelu"]
+    made = epilogues.record(lambda z, bias, extra: (gelu(z + bias) * extra, z + bias), 1, "scaled")
+    names = ("out", "pre") if pre else ("out",)
+    results = tuple((name, e) for name, (_, e) in zip(names, made.results, strict=False))
+    return Product(
+        m, n, k, 1, operand(dtype, m, k), operand(dtype, k, n), operand(dtype, m, n), acc,
+        epilogue=epilogues.Epilogue("scaled", ("z",), ("bias", "extra"), results),
+        bias=Operand(dtype, (0, 0, 1), 16), extra=Operand(dtype, strides, 16),
+        pre=operand(pre, m, n) if pre else None,
     )  # fmt: skip
 
 
@@ -248,6 +299,26 @@ CASES = [
     Case("gate", (gate(HOPPER, "bfloat16", "silu"),), HOPPER, ("ex2.approx.ftz.f32",)),
     Case("gate backward", (gate(HOPPER, "float64", "gelu", backward=True),), HOPPER,
          ("fma.rn.f64",)),
+    # formulas of a user's own
+    Case("elements f32, numbers", (elements_of("float32"),), HOPPER,
+         ("ld.global.nc.v4.b32", "cvt.rn.f32.f64"), 64),
+    *[
+        Case(f"rows {dtype}{', sums' if sums else ''}", (by_rows(HOPPER, dtype, sums),), HOPPER,
+             ("ld.global.nc.v4.b32", "st.global.v4.b32"), 168)
+        for dtype in ("float32", "float64", "bfloat16", "float16") for sums in (False, True)
+    ],
+    Case("rows, value by value", (by_rows(TURING, "float16", True, 1001),), TURING),
+    taken("cores, an operand by rows", CORES, scaled(2048, 2048, 512, "float32", (0, 1, 0)), AMPERE,
+          ("st.global.v4.f32",)),
+    taken("tensor cores bf16, a number", TENSOR_CORES, scaled(512, 512, 512, "bfloat16", (0, 0, 0)),
+          AMPERE),
+    taken("mirror f64, an operand by rows", MIRROR, scaled(100, 90, 80, "float64", (0, 1, 0)),
+          HOPPER),
+    taken("wgmma bf16, an operand by rows", WGMMA,
+          scaled(4096, 4096, 512, "bfloat16", (0, 1, 0)), HOPPER,
+          ("cp.async.bulk.tensor.3d.global",)),
+    taken("wgmma f16, saved, with an operand", WGMMA,
+          scaled(4096, 4096, 512, "float16", (0, 4096, 1), pre="float32"), HOPPER),
 ]  # fmt: skip
 
 

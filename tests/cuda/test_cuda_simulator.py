@@ -51,7 +51,8 @@ RUNS = {
     file: suite(file, "-k", " and ".join(filter(None, ("cuda", chosen))))
     for file, chosen in FILES.items()
 }
-ARRAYS = suite("cuda/test_cuda_arrays.py", "tests/cuda/test_cuda_frames.py")
+ARRAYS = suite("cuda/test_cuda_arrays.py", "tests/cuda/test_cuda_frames.py",
+               "tests/cuda/test_cuda_fused.py")  # fmt: skip
 
 
 def test_the_simulator_is_that_of_numba_cuda_and_runs_the_kernels():

@@ -12,23 +12,30 @@ from __future__ import annotations
 
 import functools
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from numfuse.activations import table
 from numfuse.backends import Backend, active, latest
-from numfuse.backends.cuda.call.foreign import KINDS, PLAIN, Kind, kind_of
-from numfuse.backends.cuda.call.record import REPLAY, Argument, Recorded, alignment_of, record
+from numfuse.backends.cuda.call.foreign import KINDS, NUMBERS, PLAIN, Kind, kind_of
+from numfuse.backends.cuda.call.record import (
+    REPLAY,
+    Argument,
+    Recorded,
+    alignment_of,
+    record,
+    word,
+)
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.devices import device
 from numfuse.backends.cuda.face import CudaBackend
-from numfuse.problem.fields import FIELD_OF
 
 
 def run(
     operation: Any,
     operands: tuple[Any, ...],
     activation: Any,
-    flags: tuple[bool, ...],
+    flags: tuple[bool | str, ...],
     needs: Any,
     out: Any,
     backend: Any,
@@ -37,18 +44,23 @@ def run(
 ) -> Any:
     """Return the result of a call; see :class:`numfuse.operations.Operation`.
 
-    `checked` is the call's signature, and its arguments as that has checked them. Without it, one
-    that was not recorded goes the operation's other way. With `flipped`, the place of b, that is
-    given transposed and so is its gradient; `checked` is then what makes the signature and the
-    arguments, b as it is meant.
+    `checked` is the call's signature, and its arguments as that has checked them, or what makes
+    both. Without it, a call that was not recorded goes the operation's other way. With `flipped`,
+    the place of b, that is given transposed and so is its gradient; `checked` then makes the
+    arguments with b as it is meant.
     """
+    numbers: list[float] = []
+    given = operands
+    if operation.kind == "fused":
+        numbers = [x for x in operands if type(x) in NUMBERS]
+        given = tuple(["number" if type(x) in NUMBERS else x for x in operands])
     kept: Recorded | None = None
     fingerprint: Any = None
     addresses: list[int] = []
     held: list[Any] = []
     ordinal = -1
     kind: Any = None
-    for x in operands:
+    for x in given:
         kind = KINDS.get(type(x)) or (None if type(x) in PLAIN else kind_of(x))
         if kind is not None:
             break
@@ -57,7 +69,7 @@ def run(
         chosen = active()
         precision = chosen.precision if isinstance(chosen, CudaBackend) else "ieee"
         seen = [operation.mark, kind, getattr(which, "serial", None), precision, flipped]
-        ordinal = kind.glance([*operands, *flags, backend, needs, out], seen, addresses)
+        ordinal = kind.glance([*given, *flags, backend, needs, out], seen, addresses)
         if ordinal >= 0:
             seen.append(ordinal)
             fingerprint = tuple(seen)
@@ -67,11 +79,11 @@ def run(
     if kept is None:
         if checked is None:
             return operation.other(operands, activation, flags, needs, out, backend)
-        if flipped:
-            checked = checked(operation, operands, activation, flags, needs, backend, flipped)
-        signature, given = checked
+        if callable(checked):
+            checked = checked(operation, operands, activation, flags, needs, out, backend, flipped)
+        signature, x = checked
         kept, kind, ordinal, addresses, held = _closely(
-            operation, signature, given, fingerprint, flipped
+            operation, signature, x, fingerprint, flipped
         )
     results: list[Any] = []
     for make in kept.results:
@@ -83,6 +95,8 @@ def run(
             made = make()
             addresses.append(kind.address(made))
             results.append(made)
+    if numbers:
+        addresses += [word(x, kept.dtype) for x in numbers]
     program = kept.program
     stream = 0
     capture: int | None = 0
@@ -106,8 +120,10 @@ def _closely(
 
     Without a `fingerprint` it gets one of the arguments as they were checked and read.
     """
-    fields = {name: FIELD_OF.get(name, name) for name in signature.arrays}
-    read = _Arrays({field: x[name] for name, field in fields.items()})
+    fields = signature.fields
+    numbers = {fields[name]: x[name] for name in fields if type(x[name]) in NUMBERS}
+    operands = {field: x[name] for name, field in fields.items() if field not in numbers}
+    read = _Arrays(operands, signature.label)
     precision = _precision(x["backend"], read.ordinal)
     outs = signature.outs(x)
     for name, out in outs.items():
@@ -121,7 +137,9 @@ def _closely(
         chosen = tuple(x[name] for name in signature.options if name != "activation")
         seen = tuple((n, *a[1:], alignment_of(a.address)) for n, a in arrays.items())
         serial = x["activation"].serial
-        fingerprint = signature.name, kind, serial, precision, ordinal, chosen, seen, flipped, *outs
+        names = *numbers, *outs
+        how = serial, precision, ordinal, chosen, flipped
+        fingerprint = operation.mark, kind, *how, seen, names
         kept = REPLAY.find(fingerprint)
         if kept is not None and kept.outs and kept.overlaps(addresses):
             kept = None
@@ -140,6 +158,7 @@ def _closely(
             signature.result_names(x),
             functools.partial(kind.maker, ordinal),
             ("d_b",) if flipped and "b" in x.get("needs", ()) else (),
+            numbers,
         )
         REPLAY.keep(fingerprint, kept, formulas)
     return kept, kind, ordinal, addresses, read.held
@@ -151,8 +170,9 @@ class _Arrays:
     kind: Kind
     ordinal: int
 
-    def __init__(self, operands: dict[str, Any]) -> None:
+    def __init__(self, operands: dict[str, Any], label: Callable[[str], str]) -> None:
         self.arrays: dict[str, Argument] = {}
+        self._label = label
         self.held: list[Any] = []
         self._first = ""
         late = []
@@ -166,7 +186,7 @@ class _Arrays:
 
     def add(self, name: str, x: Any) -> None:
         """Read another one; raise TypeError if it is no array, of another kind or elsewhere."""
-        kind = kind_of(x)
+        kind, key, name = kind_of(x), name, self._label(name)
         text = f"{type(x).__module__}.{type(x).__qualname__}".removeprefix("builtins.")
         if kind is None:
             where = f"cuda:{self.ordinal}" if self._first else "a CUDA device"
@@ -189,7 +209,7 @@ class _Arrays:
             )
         if kind.holds:
             self.held.append(x if held is None else held)
-        self.arrays[name] = argument
+        self.arrays[key] = argument
 
 
 def forget(owner: Device) -> None:

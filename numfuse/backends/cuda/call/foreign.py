@@ -21,6 +21,8 @@ from numfuse.backends.cuda.driver.libcuda import ordinal_of
 from numfuse.backends.cuda.face import CudaBackend
 from numfuse.runtime.strided import contiguous
 
+#: Python's numbers, the operands whose values a program is given with its addresses.
+NUMBERS = frozenset({int, float})
 #: Classes of arguments that stand for themselves in a fingerprint.
 PLAIN = frozenset({type(None), bool, int, str, CudaBackend})
 

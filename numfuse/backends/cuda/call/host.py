@@ -15,6 +15,7 @@ from numfuse.backends.cuda.call.record import REPLAY, recorded
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.fused import FusedProblem
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import address
 
@@ -75,10 +76,15 @@ class _Arrays:
 
 def run(device: Device, precision: str, kind: str, p: Any) -> None:
     """Run a problem of NumPy arrays."""
-    inputs, outputs = FIELDS[kind]
-    names = (*inputs, *outputs)
+    form: list[Any] = [getattr(p, name, None) for name in ("guard", "dtype", "batch", "k")]
+    if isinstance(p, FusedProblem):
+        names, outputs = tuple(p.arrays), p.results
+        form += p.epilogue.named(), p.stored, p.summed, p.zeroed
+        form += *p.sums.items(), *p.products.items()
+    else:
+        inputs, outputs = FIELDS[kind]
+        names = (*inputs, *outputs)
     arrays = {name: x for name in names if (x := getattr(p, name, None)) is not None}
-    form = [getattr(p, name, None) for name in ("guard", "dtype", "batch", "k")]
     form += ((name, x.shape, x.strides, x.dtype) for name, x in arrays.items())
     key = device.ordinal, kind, precision, p.activation.serial, *form
     there = _Arrays(device, outputs)

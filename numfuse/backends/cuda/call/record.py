@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,8 @@ from numfuse.backends import Call
 from numfuse.backends.cuda import tiling
 from numfuse.backends.cuda.call.arrays import dtype_of, ghost
 from numfuse.backends.cuda.driver.device import Device
-from numfuse.backends.cuda.plan import lower, second_order
+from numfuse.backends.cuda.plan import fused, lower, second_order
+from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Program, Recorder, View, strides_of
 from numfuse.problem import gates, product
 from numfuse.problem.fields import FIELDS
@@ -34,7 +36,7 @@ _OPERATIONS: dict[str, Callable[[Recorder, Any, lower.Bind], None]] = {
     "backward": lower.backward,
     "double_backward": second_order.double_backward,
     "tangent": second_order.tangent,
-    **{kind: functools.partial(lower.gate, kind) for kind in epilogues.GATES},
+    **dict.fromkeys(("fused", *epilogues.GATES), fused.fused),
 }
 
 
@@ -64,6 +66,8 @@ class Recorded(NamedTuple):
     outs: tuple[int, ...]
     #: Outputs and the arrays that they may be: these were one when the call was recorded.
     same: frozenset[tuple[int, int]]
+    #: That of the arrays, in which numbers are given.
+    dtype: np.dtype[Any]
 
     def overlaps(self, addresses: Sequence[int]) -> bool:
         """Return whether an output may share memory with anything that it may not be."""
@@ -82,6 +86,12 @@ class Recorded(NamedTuple):
 def alignment_of(at: int) -> int:
     """Return the power of two, at most 16, that divides an address."""
     return at & -at & 15 or 16
+
+
+def word(number: float, dtype: np.dtype[Any]) -> int:
+    """Return a number, rounded to a dtype, as the bits of a float64: what a kernel is given."""
+    (bits,) = struct.unpack("q", struct.pack("d", dtype.type(number)))
+    return int(bits)
 
 
 def recorded(
@@ -117,14 +127,18 @@ def record(
     result_names: tuple[str, ...],
     maker: Callable[[tuple[int, ...], str], Callable[[], Any]],
     turned: tuple[str, ...] = (),
+    numbers: Mapping[str, float] | None = None,
 ) -> tuple[Recorded, list[Expr]]:
     """Return a call that is recorded, and the formulas with which it goes.
 
     `arrays` are the operands and outputs by their names in the problem, in the order of the
     addresses; `outs` names the caller's outputs, `turned` the gradients of matrices that are
     returned transposed. `make_problem` makes the problem from ghosts by name, whose results are
-    `result_names`; `maker` takes a shape and a dtype and returns what makes a new array.
+    `result_names`; `maker` takes a shape and a dtype and returns what makes a new array. `numbers`
+    are operands whose bits (`word`) come as addresses, behind those of the results.
     """
+    first = dtype_of(next(iter(arrays.values())).dtype)
+    words = {name: np.array(x, first) for name, x in (numbers or {}).items()}
     ghosts: dict[str, ndarray] = {}
     spans = []
     for name, a in arrays.items():
@@ -136,7 +150,7 @@ def record(
     for name in turned:
         like = ghosts[name.removeprefix("d_")]
         ghosts[name] = np.empty(like.shape, like.dtype, "F")
-    p = make_problem(ghosts)
+    p = make_problem(ghosts | words)
     for name in turned:  # it takes its place among the results
         del ghosts[name]
     same = frozenset(
@@ -157,8 +171,11 @@ def record(
             ghosts[name], alignments[name] = x, 16
             shape = x.shape[::-1] if name in turned else x.shape
             results.append(maker(shape, format_of(x.dtype)))
+    ghosts |= words
 
     def bind(rec: Recorder, name: str, x: ndarray) -> View:
+        if name in words:
+            return View(rec.number(name), 0, x.shape, (0,) * x.ndim, NUMBER, 8, 8)
         offset = (address(x) - address(ghosts[name])) // x.itemsize if x.size else 0
         return View(
             rec.number(name),
@@ -173,7 +190,7 @@ def record(
     program, told = recorded(device, precision, kind, p, bind, tuple(ghosts))
     pack = getattr(type(p.result), "_make", tuple) if isinstance(p.result, tuple) else None
     written = tuple(map(order.index, outs))
-    made = Recorded(program, tuple(results), pack, told, tuple(spans), written, same)
+    made = Recorded(program, tuple(results), pack, told, tuple(spans), written, same, first)
     return made, p.activation.formulas()
 
 

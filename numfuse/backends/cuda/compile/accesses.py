@@ -116,6 +116,19 @@ def load(dtype: str, count: int, accumulator: str, space: int = GLOBAL) -> Any:
     return intrinsic_of("load", _key(dtype, count, accumulator, space), "l", body, letter * count)
 
 
+@functools.cache
+def load_repeated(dtype: str, count: int, accumulator: str) -> Any:
+    """``load(address)``: one element, widened, as a tuple of `count` equal values."""
+    letter = ACCUMULATORS[accumulator]
+
+    def body(builder: Any, address: Any) -> list[Any]:
+        (part,) = read_vector(builder, address, 0, FORMATS[dtype][0], 1, GLOBAL)
+        return [widened(builder, part, dtype, LETTERS[letter][0])] * count
+
+    key = _key(dtype, count, accumulator)
+    return intrinsic_of("load_repeated", key, "l", body, letter * count)
+
+
 def _stored(builder: Any, address: Any, values: list[Any], dtype: str, space: int) -> None:
     parts = [narrowed(builder, value, dtype) for value in values]
     write_vector(builder, address, 0, parts, space)

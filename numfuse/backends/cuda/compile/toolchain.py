@@ -256,7 +256,8 @@ class Kernel:
 
 
 _KERNELS: dict[str, Kernel] = {}
-_TIES = Ties(lambda material: _KERNELS.pop(material, None))
+#: (what it needs is bound: when a process ends, formulas go after the names of this module)
+_TIES = Ties(functools.partial(lambda known, material: known.pop(material, None), _KERNELS))
 
 
 def kernel(

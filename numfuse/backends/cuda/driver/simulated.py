@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from contextlib import nullcontext
 from typing import Any
 
@@ -70,9 +71,13 @@ class _SimulatedLaunch:
 
     def start(self, bases: tuple[int, ...], refs: tuple[tuple[int, int], ...]) -> None:
         """Run it to its end, with (number of the base, offset) of each address."""
+        kernel = self._launch.kernel
         pairs = zip(self.table, refs, strict=True)
         known = {name: bases[number] + offset for name, (number, offset) in pairs}
-        values = [
-            known[a.name] + a.offset if isinstance(a, Slot) else a for a in self._launch.arguments
-        ]
-        self._launch.kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)
+        values: list[Any] = []
+        for kind, a in zip(kernel.signature, self._launch.arguments, strict=True):
+            value = known[a.name] + a.offset if isinstance(a, Slot) else a
+            if kind == "f64" and isinstance(a, Slot):  # the bits of a number
+                (value,) = struct.unpack("d", struct.pack("q", value))
+            values.append(value)
+        kernel.simulate(self._launch.grid, self._launch.shared_bytes, values)

@@ -3,6 +3,6 @@
 - `mirror`: the product that runs on every device
 - `ampere`, `hopper`: the products of newer devices, by cp.async and by TMA with wgmma
 - `elementwise`, `epilogue`: an epilogue as a device function, and what a product does with its sums
-- `pointwise`: passes over elements, printed from an epilogue
+- `pointwise`, `rows`: passes over elements, printed from an epilogue
 - `joins`, `passes`, `layouts`: sums of partial results, passes over memory, copies
 """

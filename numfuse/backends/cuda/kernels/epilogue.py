@@ -52,7 +52,9 @@ def finish_of(product: Product, out: str, count: int = 1) -> dict[str, Any]:
     if product.bias is not None:
         found["LOAD_BIAS"] = accesses.load(product.bias.dtype, 1, acc)
     if product.extra is not None:
-        found["LOAD_EXTRA"] = accesses.load(product.extra.dtype, count, acc)
+        repeats = count > 1 and not product.extra.strides[2]
+        load = accesses.load_repeated if repeats else accesses.load
+        found["LOAD_EXTRA"] = load(product.extra.dtype, count, acc)
     return found
 
 

@@ -43,6 +43,17 @@ def grid_of(total: int, info: DeviceInfo) -> tuple[int, int, int]:
     return max(1, min(-(-total // tiling.PASS_THREADS), 2**31 - 1)), 1, 1
 
 
+def chunk_of(m: int, n: int) -> int:
+    """Return the rows of a chunk whose columns a thread adds up: enough chunks for a device.
+
+    The sizes of one place alone decide, and with that the order of the sums.
+    """
+    length = tiling.PASS_ROWS
+    while length > tiling.RUN and m * n < tiling.PASS_BUSY * length:
+        length //= 2
+    return length
+
+
 # --- slopes -------------------------------------------------------------------------------------
 def one_value(at):
     """Return an element, as the loads of several return theirs."""
@@ -151,12 +162,9 @@ def slopes(
     """out = the epilogue's first result, of the accumulator `pre` and the operand `extra`.
 
     Its slots are pre, extra, out and sums. The second result is the rows of the sums, which are of
-    columns in chunks of rows: as many as keep a device busy. The sizes of one place alone decide,
-    and with that the order of the sums.
+    columns in chunks of rows (`chunk_of`).
     """
-    length = tiling.PASS_ROWS
-    while length > tiling.RUN and m * n < tiling.PASS_BUSY * length:
-        length //= 2
+    length = chunk_of(m, n)
     chosen = epilogue.select(epilogue.results[0][0])
     short = out is not None and is_short(accumulator, out.dtype)
     values = 16 // extra.itemsize

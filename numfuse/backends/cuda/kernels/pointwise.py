@@ -1,8 +1,9 @@
-"""Passes over elements, printed from an epilogue without accumulators: gates, and what is beside
-products in second order.
+"""Passes over elements, printed from an epilogue without accumulators: gates, what is beside
+products in second order, and formulas of a user's own.
 
-Arrays are runs of memory in one order. `text` reads and writes one element at a time, of any dtypes
-and alignments; `wide_text` 16 bytes, where all arrays have one dtype and begin at 16 bytes.
+Arrays are runs of memory in one order (`rows` has passes over others). `text` reads and writes one
+element at a time, of any dtypes and alignments; `wide_text` 16 bytes, where all arrays have one
+dtype and begin at 16 bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from numfuse.backends.cuda.compile.toolchain import cuda, kernel, types
 from numfuse.backends.cuda.kernels.ampere import registers
 from numfuse.backends.cuda.kernels.elementwise import formula
 from numfuse.backends.cuda.kernels.passes import grid_of, threads_of
-from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Slot
+from numfuse.backends.cuda.plan.product import NUMBER, DeviceInfo, Launch, Slot
 from numfuse.epilogues import Epilogue
 
 
@@ -28,7 +29,10 @@ class Source(NamedTuple):
     name: str
     #: The slot of the launch.
     slot: str
+    #: That of an array, or `NUMBER`.
     dtype: str
+    #: Whether it is one element for all.
+    once: bool = False
 
 
 class Result(NamedTuple):
@@ -39,22 +43,30 @@ class Result(NamedTuple):
     dtype: str
 
 
-def _call(sources: Sequence[Source], results: Sequence[Result], argument: str) -> str:
+def call_of(sources: Sequence[Source], results: Sequence[Result], argument: str) -> str:
     """Return the line that computes an element; `argument`: a value, by its source's name."""
-    values = ", ".join(argument.format(name) for name, _, _ in sources)
-    return f"{', '.join(f'new_{name}' for name in _names(results))} = FORMULA({values})"
+    values = ", ".join(f"in_{x.name}" if x.once else argument.format(x.name) for x in sources)
+    return f"{', '.join(f'new_{name}' for name in names_of(results))} = FORMULA({values})"
 
 
-def _names(results: Sequence[Result]) -> tuple[str, ...]:
+def names_of(results: Sequence[Result]) -> tuple[str, ...]:
     """Return the names of the formula's results, of which one may be written twice."""
     return tuple(dict.fromkeys(result.name for result in results))
 
 
+def once(sources: Sequence[Source], load: str = "") -> list[str]:
+    """Return the lines that read what is one element for all."""
+    how = {True: "REAL(from_{0})", False: load}
+    return [f"    in_{x.name} = {how[x.dtype == NUMBER]}".format(x.name) for x in sources]
+
+
 def text(sources: Sequence[Source], results: Sequence[Result]) -> str:
     """Return the kernel that a thread goes through element by element."""
+    ones = [x for x in sources if x.once]
     lines = [
+        *(once(ones, "LOAD_{0}(from_{0}, 0)") if ones else ()),
         "    for i in range(cuda.grid(1), size, cuda.gridsize(1)):",
-        f"        {_call(sources, results, 'LOAD_{0}(from_{0}, i)')}",
+        f"        {call_of(sources, results, 'LOAD_{0}(from_{0}, i)')}",
     ]
     lines += [f"        STORE_{slot}(to_{slot}, i, new_{name})" for name, slot, _ in results]
     return _function(sources, results, lines)
@@ -68,28 +80,30 @@ def wide_text(
     Nothing is read twice, yet the caches are asked for nothing (``.cs`` cost 5 to 7%): what was
     stored last stays there for whoever reads it next.
     """
-    threads = tiling.PASS_THREADS
+    threads, every = tiling.PASS_THREADS, sources
+    sources, ones = [x for x in every if not x.once], [x for x in every if x.once]
     lines = [
+        *(once(ones, "LOAD(from_{0})") if ones else ()),
         f"    first = cuda.blockIdx.x * {threads * vectors} + cuda.threadIdx.x",
         f"    vectors = size // {values}",
     ]
-    for name, _, _ in sources:
+    for name, *_ in sources:
         lines.append(f"    words_{name} = cuda.local.array({4 * vectors}, types.int32)")
     for _, slot, _ in results:
         lines.append(f"    made_{slot} = cuda.local.array({values}, REAL)")
     for u in range(vectors if sources else 0):
         lines.append(f"    if first + {u * threads} < vectors:")
-        for name, _, _ in sources:
+        for name, *_ in sources:
             word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
             at = f"from_{name} + (first + {u * threads}) * 16"
             lines.append(f"        {word} = LOAD_WORDS({at})")
     for u in range(vectors):
         lines.append(f"    if first + {u * threads} < vectors:")
-        for name, _, _ in sources:
+        for name, *_ in sources:
             word = ", ".join(f"words_{name}[{4 * u + w}]" for w in range(4))
             lines.append(f"        in_{name} = AS_VALUES({word})")
         for v in range(values):
-            lines.append(f"        {_call(sources, results, f'in_{{0}}[{v}]')}")
+            lines.append(f"        {call_of(every, results, f'in_{{0}}[{v}]')}")
             lines += [f"        made_{slot}[{v}] = new_{name}" for name, slot, _ in results]
         for _, slot, _ in results:
             at = f"to_{slot} + (first + {u * threads}) * 16"
@@ -99,20 +113,18 @@ def wide_text(
         "    # what is left of a vector",
         f"    at = (vectors * {values} + cuda.threadIdx.x) * {16 // values}",
         f"    if cuda.blockIdx.x == 0 and at < size * {16 // values}:",
-        f"        {_call(sources, results, 'LOAD(from_{0} + at)')}",
+        f"        {call_of(every, results, 'LOAD(from_{0} + at)')}",
         *(f"        STORE(to_{slot} + at, new_{name})" for name, slot, _ in results),
     ]
-    return _function(sources, results, lines)
+    return _function(every, results, lines)
 
 
 def _function(sources: Sequence[Source], results: Sequence[Result], lines: list[str]) -> str:
-    arguments = [f"from_{name}" for name, _, _ in sources] + [
-        f"to_{slot}" for _, slot, _ in results
-    ]
+    arguments = [f"from_{name}" for name, *_ in sources] + [f"to_{slot}" for _, slot, _ in results]
     return "\n".join([f"def pointwise({', '.join([*arguments, 'size'])}):", *lines, ""])
 
 
-def _template(printed: str) -> Callable[..., Any]:
+def template_of(printed: str) -> Callable[..., Any]:
     scope: dict[str, Any] = {"cuda": cuda, "types": types, "__name__": __name__}
     exec(compile(printed, "<numfuse pointwise>", "exec"), scope)
     template: Any = scope["pointwise"]
@@ -136,18 +148,21 @@ def launch(
     are those that are stored. `alignment` is the power of two that divides all addresses; `short`:
     the short form is good enough.
     """
-    chosen = epilogue.select(*_names(results))
+    chosen = epilogue.select(*names_of(results))
     sources = [source for source in sources if source.name in chosen.inputs]
     names = tuple(source.name for source in sources)
     bindings: dict[str, Any] = {"FORMULA": formula(chosen, names, accumulator, short=short)}
     dtypes = {x.dtype for x in sources} | {x.dtype for x in results}
+    bindings |= {"REAL": getattr(types, accumulator)} if any(x.once for x in sources) else {}
+    dtypes.discard(NUMBER)
+    words = " ".join(f"from_{x.name}" for x in sources if x.dtype == NUMBER)
     threads, grid = threads_of(info), grid_of(size, info)
     if info.capability[0] and alignment >= 16 and len(dtypes) == 1:
         (dtype,) = dtypes
         itemsize = intrinsics.itemsize(dtype)
         vectors = tiling.GATE_VECTORS[itemsize][len(sources) + len(results) > 3]
-        template = _template(wide_text(sources, results, vectors, 16 // itemsize))
-        schema = Schema(template)
+        template = template_of(wide_text(sources, results, vectors, 16 // itemsize))
+        schema = Schema(template, f64=words)
         grid = -(-size * itemsize // (threads * vectors * 16)), 1, 1
         bindings |= {
             "REAL": getattr(types, accumulator),
@@ -159,9 +174,10 @@ def launch(
             "STORE": accesses.store(dtype, 1, accumulator),
         }
     else:
-        template = _template(text(sources, results))
-        schema = Schema(template, "u64", i64="size")
-        bindings |= {f"LOAD_{x.name}": elements.loads(x.dtype) for x in sources}
+        template = template_of(text(sources, results))
+        schema = Schema(template, "u64", i64="size", f64=words)
+        arrays = [x for x in sources if x.dtype != NUMBER]
+        bindings |= {f"LOAD_{x.name}": elements.loads(x.dtype) for x in arrays}
         bindings |= {f"STORE_{x.slot}": elements.stores(x.dtype) for x in results}
     made = kernel(template, schema.signature, threads=threads, name=epilogue.name, **bindings)
     places = {f"from_{x.name}": Slot(x.slot) for x in sources}

@@ -249,7 +249,8 @@ def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
     if source.shape == target.shape:
         copy(rec, source, target)
         return
-    planes = _copied(rec, planes, accumulator)
+    if not planes.contiguous or planes.dtype != accumulator:
+        planes = _copied(rec, planes, accumulator)
     # the target has the rest in the same order: as one row, or in a contiguous copy
     whole = target if target.contiguous else rec.fresh(target.shape, target.dtype)
     row = replace(whole, shape=(1, prod(target.shape)), strides=(0, 1))

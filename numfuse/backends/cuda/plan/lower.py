@@ -15,7 +15,6 @@ from numfuse.backends.cuda.kernels.pointwise import launch as pass_over_elements
 from numfuse.backends.cuda.plan import batches, places
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.language.curves import leaf
-from numfuse.problem.fields import FIELD_OF, FIELDS
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal, shares_weights
 
@@ -100,7 +99,8 @@ def _gradients(rec: Recorder, p: GemmBackwardProblem, bind: Bind) -> None:
         pitch = tiling.pitch(p.n, p.dtype.itemsize)
         whole = rec.fresh((*batch, m, pitch), format_of(p.dtype))
         grad_pre = replace(whole, shape=(*batch, m, p.n))
-        slopes(rec, views, (m, p.n, p.k), batch, acc, guarded(p, made), grad_pre)
+        made = made.guarded() if p.guard else made
+        slopes(rec, views, (m, p.n, p.k), batch, acc, made, grad_pre)
     elif p.d_bias is not None:
         slopes(rec, views, (m, p.n, p.k), batch, acc, made, None)
     if d_a is not None:
@@ -141,28 +141,6 @@ def slopes(
     if d_bias is not None:
         depth = prod(batch[i] for i in inner) * rows
         batches.join(rec, table or rec.fresh((0,), acc), depth, d_bias, acc)
-
-
-def gate(kind: str, rec: Recorder, p: Any, bind: Bind) -> None:
-    """Record a gate, or its derivative, as one pass over the arrays of its problem.
-
-    An input that is not there is left out of the epilogue.
-    """
-    there = [name for name in FIELDS[kind][1] if getattr(p, name) is not None]
-    if not there or not prod(p.shape):
-        return
-    whole = epilogues.GATES[kind](p.activation.curve)
-    field = {name: FIELD_OF.get(name, name) for name in whole.inputs}
-    absent = [name for name in whole.inputs if getattr(p, field[name]) is None]
-    made = (guarded(p, whole) if hasattr(p, "guard") else whole).without(*absent).select(*there)
-    sources = {name: bind(field[name]) for name in made.inputs}
-    results = {name: bind(name) for name in there}
-    pointwise(rec, made, format_of(p.acc_dtype), format_of(p.dtype), sources, results)
-
-
-def guarded(p: Any, epilogue: Epilogue) -> Epilogue:
-    """Return the epilogue as a problem wants it."""
-    return epilogue.guarded() if p.guard else epilogue
 
 
 def pointwise(

@@ -67,6 +67,8 @@ class Operand:
         return n % values == 0 and self.runs_wide(2, values)
 
 
+#: What takes the place of a dtype where the word that a launch is given as an address is a number.
+NUMBER = "number"
 #: {storage dtype: bytes}
 ITEMSIZES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 

@@ -92,7 +92,7 @@ def _pass(
     if "grad" in made.inputs:
         sources = sources | {"grad": bind("grad")}
     if not whole:
-        made = lower.guarded(p, epilogue)
+        made = epilogue.guarded() if p.guard else epilogue
         lower.pointwise(rec, made, p.acc_dtype.name, p.dtype.name, sources, results, twice)
 
 

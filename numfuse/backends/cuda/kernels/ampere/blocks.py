@@ -205,7 +205,9 @@ def _block(
     """Return what is bound for a product; `long`: of a sum of several chains."""
     p, tile = product, engine.tile
     values = 16 // intrinsics.itemsize(p.accumulator)
-    wide = all(o is None or o.in_wholes(p.n, values) for o in (out, p.extra, p.pre))
+    # (an extra operand that repeats along a row is read once for all of them)
+    extra = p.extra if p.extra is None or p.extra.strides[2] or p.n % values else None
+    wide = all(o is None or o.in_wholes(p.n, values) for o in (out, extra, p.pre))
     kept = tile.kept if long else ""
     block = Block(engine, out.dtype, wide, cluster, kept, tile.resident)
     taken = block.shared_bytes(p.accumulator) + RESERVED_BYTES

@@ -1,0 +1,233 @@
+"""Passes over rows, printed from an epilogue: arrays of any strides, that may repeat along an axis.
+
+A thread has neighbours of a row, 16 bytes of them where all rows allow it. Results are stored, or
+added up by column in chunks of rows, in the order of `passes.slopes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.compile import accesses, elements
+from numfuse.backends.cuda.compile.schema import Schema
+from numfuse.backends.cuda.compile.toolchain import kernel, types
+from numfuse.backends.cuda.kernels.ampere import registers
+from numfuse.backends.cuda.kernels.elementwise import formula
+from numfuse.backends.cuda.kernels.passes import chunk_of, grid_of, threads_of
+from numfuse.backends.cuda.kernels.pointwise import Result, Source, names_of, once, template_of
+from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
+from numfuse.epilogues import Epilogue
+from numfuse.language.graph import topological
+
+#: Operations of a formula, times its calls in the body of a loop: more would be slow to compile.
+_MOST_OPERATIONS = 2048
+
+
+class _Access(NamedTuple):
+    """How a thread reads or writes an array: `values` neighbours of a row, or one."""
+
+    slot: str
+    operand: Operand
+    values: int
+
+    @property
+    def has_rows(self) -> bool:
+        return self.operand.strides[1] != 0
+
+    @property
+    def is_wide(self) -> bool:
+        return self.values > 1 and self.operand.strides[2] != 0
+
+    @property
+    def start(self) -> str:
+        """Return where it begins for a thread."""
+        step = str(self.operand.itemsize) if self.is_wide else f"column_{self.slot}"
+        column = f" + column * {step}" if self.operand.strides[2] else ""
+        return f"from_{self.slot} + place * place_{self.slot}{column}"
+
+    @property
+    def held(self) -> int:
+        """Return the values of 16 bytes."""
+        return 16 // self.operand.itemsize
+
+    def load(self, to: str, at: str) -> list[str]:
+        """Return the lines that read what a thread has of a row."""
+        if not self.is_wide:
+            return [f"{to} = LOAD_{self.slot}({at}, 0)"]
+        lines = []
+        for part in range(self.values // self.held):
+            lines.append(f"w0, w1, w2, w3 = LOAD_WORDS({at} + {16 * part})")
+            lines.append(f"{to}_part{part} = AS_VALUES_{self.slot}(w0, w1, w2, w3)")
+        return lines
+
+    def value(self, of: str, v: int) -> str:
+        """Return neighbour v of what was read."""
+        return f"{of}_part{v // self.held}[{v % self.held}]" if self.is_wide else of
+
+    def put(self, v: int, value: str) -> list[str]:
+        """Return the lines that keep neighbour v for `store`."""
+        return [f"made_{self.slot}_{v // self.held}[{v % self.held}] = {value}"]
+
+    def store(self, at: str, value: str) -> list[str]:
+        """Return the lines that write a thread's part of a row, or the one value."""
+        if self.values == 1:
+            return [f"STORE_{self.slot}({at}, 0, {value})"]
+        lines = []
+        for part in range(self.values // self.held):
+            lines.append(f"w0, w1, w2, w3 = AS_WORDS_{self.slot}(made_{self.slot}_{part})")
+            lines.append(f"STORE_WORDS({at} + {16 * part}, w0, w1, w2, w3)")
+        return lines
+
+
+def _row(
+    u: int, sources: Sequence[Source], results: Sequence[Result], sums: Sequence[str],
+    accesses_of: Mapping[str, _Access], values: int,
+) -> list[str]:  # fmt: skip
+    """Return the lines that compute the row which is read as number u."""
+    lines = []
+    made = ", ".join(f"new_{name}" for name in dict.fromkeys([*names_of(results), *sums]))
+    for v in range(values):
+        given = []
+        for x in sources:
+            access = accesses_of.get(x.name)
+            if access is None:
+                given.append(f"in_{x.name}")
+            else:
+                given.append(access.value(f"in_{x.name}{f'_row{u}' * access.has_rows}", v))
+        lines.append(f"{made} = FORMULA({', '.join(given)})")
+        lines += [f"run_{name}_{v} = run_{name}_{v} + new_{name}" for name in sums]
+        for name, slot, _ in results if values > 1 else ():
+            lines += accesses_of[slot].put(v, f"new_{name}")
+    for name, slot, _ in results:
+        lines += accesses_of[slot].store(f"at_{slot} + row_{u} * row_{slot}", f"new_{name}")
+    return lines
+
+
+def text(
+    sources: Sequence[Source], results: Sequence[Result], sums: Sequence[str],
+    accesses_of: Mapping[str, _Access], values: int, ahead: int,
+) -> str:  # fmt: skip
+    """Return the kernel of which a thread has `values` neighbours of the rows of a chunk.
+
+    `ahead` rows are read before the first of them is computed. `sums` are the results that are
+    added up by column; without them a chunk is one row.
+    """
+    body = [f"at_{slot} = {access.start}" for slot, access in accesses_of.items()]
+    arrays = [(x.name, accesses_of[x.name]) for x in sources if not x.once]
+    for name, access in arrays:
+        body += [] if access.has_rows else access.load(f"in_{name}", f"at_{name}")
+    turn: list[str] = []
+    for u in range(ahead):
+        turn.append(f"row_{u} = " + (f"min(row + {u}, last - 1)" if ahead > 1 else "row"))
+        for name, access in arrays:
+            at = f"at_{name} + row_{u} * row_{name}"
+            turn += access.load(f"in_{name}_row{u}", at) if access.has_rows else []
+    for u in range(ahead):
+        each = _row(u, sources, results, sums, accesses_of, values)
+        turn += [f"if row + {u} < end:", *(f"    {x}" for x in each)] if ahead > 1 else each
+    columns = [(f"{name}_{v}", name, v) for name in sums for v in range(values)]
+    if sums:
+        body += [f"value_{x} = ZERO" for x, *_ in columns]
+        body += ["while row < last:", "    end = min(row + RUN, last)"]
+        body += [f"    run_{x} = ZERO" for x, *_ in columns]
+        body += ["    while row < end:", *(f"        {x}" for x in turn), f"        row += {ahead}"]
+        body += [f"    value_{x} = value_{x} + run_{x}" for x, *_ in columns]
+        for x, name, v in columns:
+            body.append(f"STORE_SUM(sums_{name}, number * n + column + {v}, value_{x})")
+    else:
+        body += turn
+    head = once([x for x in sources if x.once])
+    for _, slot, _ in results if values > 1 else ():
+        held = accesses_of[slot].held
+        for part in range(values // held):
+            head.append(f"    made_{slot}_{part} = cuda.local.array({held}, REAL)")
+    arguments = [f"from_{x.name}" for x in sources if x.once]
+    for slot in accesses_of:
+        arguments += [f"{part}_{slot}" for part in ("from", "place", "row", "column")]
+    arguments += [*(f"sums_{name}" for name in sums), *"m n per_row chunks length total".split()]
+    lines = [
+        f"def pointwise({', '.join(arguments)}):",
+        *head,
+        "    for i in range(cuda.grid(1), total, cuda.gridsize(1)):",
+        "        number = i // per_row",
+        f"        column = (i - number * per_row) * {values}",
+        "        place = number // chunks",
+        "        row = (number - place * chunks) * length",
+        "        last = min(row + length, m)",
+        *(f"        {x}" for x in body),
+    ]
+    return "\n".join([*lines, ""])
+
+
+def _bindings(accesses_of: Mapping[str, _Access], accumulator: str) -> dict[str, Any]:
+    """Return how arrays are read and written."""
+    found: dict[str, Any] = {}
+    for slot, access in accesses_of.items():
+        dtype = access.operand.dtype
+        found[f"LOAD_{slot}"] = elements.loads(dtype)
+        found[f"STORE_{slot}"] = elements.stores(dtype)
+        if access.is_wide:
+            found[f"AS_VALUES_{slot}"] = registers.words_as(dtype, accumulator)
+            found[f"AS_WORDS_{slot}"] = registers.as_words(dtype, accumulator)
+            found |= {"LOAD_WORDS": accesses.load_words, "STORE_WORDS": accesses.store_words}
+    return found
+
+
+def launch(
+    info: DeviceInfo,
+    epilogue: Epilogue,
+    accumulator: str,
+    sources: Sequence[Source],
+    results: Sequence[Result],
+    operands: Mapping[str, Operand],
+    sums: Sequence[str],
+    sizes: tuple[int, int, int],
+    short: bool,
+) -> tuple[Launch, int]:
+    """Return the launch of an epilogue over rows, and the chunks of rows of its column sums.
+
+    `operands` has the arrays by their slots; along an axis where a stride is 0 an array repeats.
+    `sizes` are M, N and the places. `sums` are results whose sums go to the slots "sums " and
+    their names: (places, chunks, N) in the accumulator's dtype, which are joined afterwards.
+    """
+    m, n, places = sizes
+    chosen = epilogue.select(*dict.fromkeys([*names_of(results), *sums]))
+    sources = [x for x in sources if x.name in chosen.inputs]
+    slots = [x.slot for x in sources if not x.once] + [x.slot for x in results]
+    arrays = {slot: operands[slot] for slot in slots}
+    values = 16 // min((x.itemsize for x in arrays.values()), default=16)
+    if not info.capability[0] or n % values or not all(
+        x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2]
+    ):  # fmt: skip
+        values = 1
+    length, ahead = (chunk_of(m, n), tiling.PASS_AHEAD) if sums else (1, 1)
+    while ahead > 1 and len(topological(chosen.graphs)) * values * ahead > _MOST_OPERATIONS:
+        ahead //= 2
+    accesses_of = {slot: _Access(slot, x, values) for slot, x in arrays.items()}
+    template = template_of(text(sources, results, sums, accesses_of, values, ahead))
+    bindings = _bindings(accesses_of, accumulator) | {
+        "FORMULA": formula(chosen, tuple(x.name for x in sources), accumulator, short=short),
+        "REAL": getattr(types, accumulator),
+        "ZERO": np.dtype(accumulator).type(0),
+        "RUN": tiling.RUN,
+        "STORE_SUM": elements.stores(accumulator),
+    }
+    numbers = [x for x in sources if x.once]
+    words = " ".join(f"from_{x.name}" for x in numbers)
+    schema = Schema(template, f64=words, u64=" ".join(f"sums_{name}" for name in sums))
+    made = kernel(
+        template, schema.signature, threads=threads_of(info), name=epilogue.name, **bindings
+    )
+    given: dict[str, Any] = {f"from_{x.name}": Slot(x.slot) for x in numbers}
+    for slot, x in arrays.items():
+        given |= {f"from_{slot}": Slot(slot)}
+        given |= zip((f"place_{slot}", f"row_{slot}", f"column_{slot}"), x.steps, strict=True)
+    given |= {f"sums_{name}": Slot(f"sums {name}") for name in sums}
+    chunks, per_row = -(-m // length), n // values
+    total = places * chunks * per_row
+    given |= {"m": m, "n": n, "per_row": per_row, "chunks": chunks, "length": length}
+    return Launch(made, grid_of(total, info), schema(**given, total=total)), chunks

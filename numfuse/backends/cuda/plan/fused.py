@@ -1,0 +1,347 @@
+"""An epilogue of sums and operands as launches, and the products that follow it.
+
+Every sum but the last is made in memory, in the accumulator's dtype. The last one's product ends in
+the epilogue where a product's kernel can give it all that it reads (`_ending`); else its sum is
+made in memory too, and one pass over elements does the rest. Sums of columns are made on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from numfuse import epilogues
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.kernels import pointwise, rows
+from numfuse.backends.cuda.kernels.elementwise import is_short
+from numfuse.backends.cuda.kernels.pointwise import Result, Source
+from numfuse.backends.cuda.plan import batches, lower, places
+from numfuse.backends.cuda.plan.lower import Bind
+from numfuse.backends.cuda.plan.product import NUMBER
+from numfuse.backends.cuda.plan.program import Recorder, View
+from numfuse.backends.cuda.plan.second_order import zero
+from numfuse.epilogues import Epilogue
+from numfuse.language.curves import inputs as leaves_of
+from numfuse.language.curves import leaf, rebuilt, replace_leaves
+from numfuse.language.graph import Expr, bottom_up, topological
+
+if TYPE_CHECKING:
+    from numfuse.problem.fused import FusedProblem
+
+
+def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
+    """Record the results of an epilogue, and the products that they are factors of."""
+    nothing = p.without_terms()
+    for name in p.zeroed if nothing is None else nothing:
+        zero(rec, bind(name))
+    if nothing is not None:
+        return
+    results = {name: bind(name) for name in p.stored}
+    for factor in (f for terms in p.products.values() for pair in terms for f in pair):
+        if factor.name not in p.arrays and factor.name not in results:
+            # rows as the fast loads want them
+            whole = rec.fresh((*p.batch, p.m, tiling.pitch(p.n, p.dtype.itemsize)), p.dtype.name)
+            results[factor.name] = replace(whole, shape=(*p.batch, p.m, p.n))
+    summed = {name: bind(name) for name in p.summed}
+    if not (results or summed):
+        return
+    if p.sums:
+        _Elements(rec, p, bind, dict(results), summed).record()
+    else:
+        how = p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results
+        if summed or not _flat(rec, p, *how):
+            _pass(rec, p, *how, summed)
+    for name, terms in p.products.items():
+        pairs = []
+        for pair in terms:
+            views = [results[f.name] if f.name in results else bind(f.name) for f in pair]
+            left, right = (x.turned if f.turned else x for f, x in zip(pair, views, strict=True))
+            pairs.append((left, right))
+        _sum_of_products(rec, p, pairs, bind(name), terms[0][0].turned)
+
+
+def _sum_of_products(
+    rec: Recorder, p: FusedProblem, pairs: list[tuple[View, View]], out: View, free: bool
+) -> None:
+    """Record out = the sum of products, rounded once.
+
+    Where sums are in the dtype of factors, each product adds what those before it have made. With
+    `free`, those over the rows, and where they are summed over a batch, they are added behind.
+    """
+    acc, (*first, last) = p.acc_dtype.name, pairs
+    if not first:
+        batches.product(rec, *last, p.batch, out, acc, free=free)
+    elif free or out.dtype != acc or places.split(p.batch, out.shape[:-2])[1]:
+        parts = [rec.fresh(out.shape, acc) for _ in pairs]
+        for pair, part in zip(pairs, parts, strict=True):
+            batches.product(rec, *pair, p.batch, part, acc, free=free)
+        made = epilogues.sum_of_terms(len(first))
+        sources = dict(zip(made.inputs, parts, strict=True))
+        lower.pointwise(rec, made, acc, p.dtype.name, sources, {"out": out})
+    else:
+        before: dict[str, Any] = {}
+        for pair in pairs:
+            target = out if pair is last else rec.fresh(out.shape, acc)
+            batches.product(rec, *pair, p.batch, target, acc, **before)
+            before = {"epilogue": epilogues.sum_of_terms(1), "extra": target}
+
+
+# --- the epilogue ---------------------------------------------------------------------------------
+#: A result: its graph, and where it is stored.
+_Made = tuple[Expr, View]
+
+
+class _Elements:
+    """An epilogue of which less is left to do with every product that is recorded."""
+
+    def __init__(
+        self, rec: Recorder, p: FusedProblem, bind: Bind, results: dict[str, View],
+        summed: dict[str, View],
+    ) -> None:  # fmt: skip
+        self.rec, self.p, self.bind = rec, p, bind
+        #: The arrays of results that are not made yet, and those to which results are summed.
+        self.results, self.summed = results, summed
+        self.graphs = {name: e for name, e in p.epilogue.results if name in results | summed}
+        #: The arrays that are there, by the names of inputs.
+        self.sources: dict[str, View] = {name: bind(name) for name in p.epilogue.operands}
+        self.acc = p.acc_dtype.name
+
+    def record(self) -> None:
+        """Record everything."""
+        products: list[tuple[str, tuple[str, str]]] = []
+        for name in self.p.epilogue.accumulators:
+            *first, last = self.p.sums[name]
+            for i, pair in enumerate(first):
+                before = f"{name}_before{i}"
+                self._replace(leaf(name), leaf(name) + leaf(before))
+                products.append((before, pair))
+            products.append((name, last))
+        for name, pair in products:
+            self._product(name, pair)
+        if self.graphs:
+            epilogue = self._epilogue(self.graphs.items())
+            sources = {name: self.sources[name] for name in epilogue.operands}
+            how = epilogue, sources, self.results
+            if self.summed or not _flat(self.rec, self.p, *how):
+                _pass(self.rec, self.p, *how, self.summed)
+
+    def _replace(self, old: Expr, new: Expr) -> None:
+        """Put a graph in the place of another one."""
+
+        def made(e: Expr, args: Sequence[Expr]) -> Expr:
+            return new if e is old else rebuilt(e, args) if args else e
+
+        graphs = bottom_up(self.graphs.values(), made)
+        self.graphs = dict(zip(self.graphs, graphs, strict=True))
+
+    def _epilogue(
+        self, results: Iterable[tuple[str, Expr]], accumulators: tuple[str, ...] = ()
+    ) -> Epilogue:
+        results, whole = tuple(results), self.p.epilogue
+        used = leaves_of(e for _, e in results)
+        names = dict.fromkeys([*whole.operands, *used])  # in the order of the whole
+        operands = tuple(x for x in names if x in used and x not in accumulators)
+        return Epilogue(whole.name, accumulators, operands, results, whole.ties)
+
+    def _drop(self, names: Iterable[str]) -> None:
+        """Leave out results that are made."""
+        for name in names:
+            self.graphs.pop(name, None)
+            self.results.pop(name, None)
+            self.summed.pop(name, None)
+
+    # --- products ---------------------------------------------------------------------------
+    def _product(self, name: str, pair: tuple[str, str]) -> None:
+        """Record the product whose sum is an input, and at its end what can be made of it there.
+
+        A result comes out the same whichever others are asked for. So columns are summed here by a
+        rule that asks nothing of these: where the sum is read with the bias alone whose gradient
+        they are. All others are summed in the pass.
+        """
+        whole = self._with_bias(name, list(self.graphs.values()))
+        mine = [n for n, e in self.graphs.items() if name in leaves_of((e,))]
+        ready = [n for n in mine if n in self.results and self._is_ready(name, self.graphs[n])]
+        made = [(n, self.graphs[n], self.results[n]) for n in ready]
+        summed = [n for n in mine if n in self.summed and self._is_of_bias(name, n)]
+        sums = [self.summed[n] for n in summed]
+        if summed:
+            graph = self.graphs[summed[0]]
+            made.sort(key=lambda x: x[1] is not graph)
+            if not made or made[0][1] is not graph:
+                made.insert(0, ("", graph, self.rec.fresh(self.p.shape, self.p.dtype.name)))
+        names = {*summed, *(n for n, _, _ in made)}
+        if 1 <= len(made) <= 2 and names >= set(mine):
+            if self._end(name, pair, [x[1:] for x in made], *sums):
+                self._drop(names)
+                return
+        kept = name if whole is leaf(name) else f"{name}_whole"
+        same = [x for x in made if x[1] is whole and x[2].dtype == self.acc]
+        target = same[0][2] if same else self.rec.fresh(self.p.shape, self.acc)
+        for n, e, view in made[:1] if summed else [] if same else made:
+            if self._end(name, pair, [(e, view), (whole, target)], *sums):
+                self._drop({n, *summed})
+                break
+        else:
+            self._drop({n for n, _, _ in same[:1]})
+            self._end(name, pair, [(whole, target)], must=True)
+        self._replace(whole, leaf(kept))
+        self.sources[kept] = target
+
+    def _with_bias(self, name: str, graphs: Sequence[Expr]) -> Expr:
+        """Return a sum with a bias, where graphs never read it without that; else the sum alone."""
+        z = leaf(name)
+        uses = [e for e in topological(graphs) if any(a is z for a in e.args)]
+        if len(uses) == 1 and uses[0].op == "add" and not any(e is z for e in graphs):
+            others = [e for e in uses[0].args if e is not z]
+            if len(others) == 1 and others[0].op == "input":
+                bias = self.sources.get(str(others[0].payload))
+                if bias is not None and bias.shape[-2] == 1 and bias.dtype == self.p.dtype.name:
+                    return uses[0]
+        return z
+
+    def _is_of_bias(self, name: str, result: str) -> bool:
+        """Whether a result is the gradient of the bias with which alone it reads a sum."""
+        graph = self.graphs[result]
+        bias = leaf(result.removeprefix("d_"))
+        whole = self._with_bias(name, [graph])
+        there = any(a is bias for a in whole.args)
+        return there and _is_column(self.summed[result]) and self._is_ready(name, graph)
+
+    def _is_ready(self, name: str, graph: Expr) -> bool:
+        """Whether all inputs of a result are there with this sum."""
+        return all(x == name or x in self.sources for x in leaves_of((graph,)))
+
+    def _end(
+        self, name: str, pair: tuple[str, str], made: list[_Made], *sums: View, must: bool = False
+    ) -> bool:
+        """Record a product that ends in one or two results, if a product's kernel can do that.
+
+        It takes one array that is the same for all rows, as a bias, and another one of any shape,
+        in the dtype of the factors. The columns of the first result may be summed to `sums`.
+        """
+        p, storage = self.p, self.p.dtype.name
+        names = [x for x in leaves_of(e for e, _ in made) if x != name]
+        lines = [x for x in names if self.sources[x].shape[-2] == 1]
+        lines.sort(key=lambda x: self.sources[x].shape[-1] == 1)
+        slots = dict(zip(lines[:1], ["bias"], strict=False))
+        slots |= {x: f"extra{i or ''}" for i, x in enumerate(x for x in names if x not in slots)}
+        if "extra1" in slots.values() or any(
+            self.sources[x].dtype not in (storage, NUMBER) for x in names
+        ):
+            assert not must, "a sum has one bias"
+            return False
+        leaves = {leaf(name): leaf("z")} | {leaf(x): leaf(slot) for x, slot in slots.items()}
+        graphs = replace_leaves([e for e, _ in made], leaves)
+        results = list(zip(("out", "pre"), graphs, strict=False))
+        views = dict(zip(("out", "pre"), [view for _, view in made], strict=False))
+        views |= {slot: self._array(x) for x, slot in slots.items()}
+        views |= zip("xy", map(self.bind, pair), strict=True)
+        k = views["x"].shape[-1]
+        how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
+        epilogue = self._epilogue(results, ("z",))
+        table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
+        for target in sums:
+            assert table is not None
+            _join(self.rec, p, table, chunks, target)
+        return True
+
+    def _array(self, name: str) -> View:
+        """Return an input as an array: a number is stored before."""
+        x = self.sources[name]
+        if x.dtype != NUMBER:
+            return x
+        made = self.rec.fresh((1, 1), self.p.dtype.name)
+        epilogue = Epilogue("number", (), ("x",), (("out", leaf("x")),))
+        read, written = Source("x", "x", NUMBER, True), Result("out", "out", made.dtype)
+        info = self.rec.device.info
+        launch = pointwise.launch(info, epilogue, self.acc, [read], [written], 1, 1, False)
+        self.rec.launches((launch,), {"x": x.at(), "out": made.at()})
+        self.sources[name] = made
+        return made
+
+
+# --- the pass -------------------------------------------------------------------------------------
+def _pass(
+    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
+    results: dict[str, View], summed: dict[str, View],
+) -> None:  # fmt: skip
+    """Record one pass over rows: an epilogue's results, stored or summed to arrays."""
+    acc, m, n = p.acc_dtype.name, p.m, p.n
+    columns = [name for name, target in summed.items() if _is_column(target)]
+    wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in columns}
+    results = results | wholes
+    numbers = {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
+    arrays = {name: x for name, x in sources.items() if name not in numbers} | results
+    if not columns and all(_is_turned(x) for x in results.values()):
+        m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
+    spots = places.Places(p.batch, arrays, range(len(p.batch)))
+    operands = {name: spots.operand(name, *places.matrix(x)) for name, x in arrays.items()}
+    read = [Source(name, name, x.dtype, name in numbers) for name, x in sources.items()]
+    written = [Result(name, name, x.dtype) for name, x in results.items()]
+    sizes, short = (m, n, spots.count), is_short(acc, p.dtype.name)
+    how = read, written, operands, columns, sizes, short
+    launch, chunks = rows.launch(rec.device.info, epilogue, acc, *how)
+    tables = {name: rec.fresh((prod(p.batch), chunks, n), acc) for name in columns}
+    for first, at in spots:
+        for name, table in tables.items():
+            at[f"sums {name}"] = table.at(first * chunks * n)
+        rec.launches((launch,), at | numbers)
+    for name, table in tables.items():
+        _join(rec, p, table, chunks, summed[name])
+    for name, view in wholes.items():
+        batches.sum_to(rec, view, summed[name], acc)
+
+
+def _flat(
+    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
+    results: dict[str, View],
+) -> bool:  # fmt: skip
+    """Record a pass over arrays that are runs of memory in one order, and over single elements.
+
+    Return False, and record nothing, for others.
+    """
+    views = sources | results
+    first = next(iter(results.values()))
+    order, size, alignment = first.order, prod(first.shape), 16
+    read = []
+    for name, x in views.items():
+        own = prod(x.shape)
+        once = name in sources and (x.dtype == NUMBER or own == 1 < size)
+        if order is None or x.dtype not in (first.dtype, NUMBER):
+            return False
+        if not once:
+            if own != size or x.order != order:
+                return False
+            alignment = min(alignment, x.aligned(()))
+        read.append(Source(name, name, x.dtype, once))
+    written = [Result(*x[:3]) for x in read[len(sources) :]]
+    acc = p.acc_dtype.name
+    how = read[: len(sources)], written, size, alignment, is_short(acc, p.dtype.name)
+    launch = pointwise.launch(rec.device.info, epilogue, acc, *how)
+    rec.launches((launch,), {name: x.at() for name, x in views.items()})
+    return True
+
+
+def _is_column(target: View) -> bool:
+    """Whether what is summed to an array is summed over the rows."""
+    return target.shape[-2] == 1
+
+
+def _join(rec: Recorder, p: FusedProblem, table: View, chunks: int, target: View) -> None:
+    """Record target = the sum of a table of (places, chunks, N), the places in their order."""
+    acc, (outer, inner) = p.acc_dtype.name, places.split(p.batch, target.shape[:-2])
+    out, depth = target, prod(p.batch[i] for i in inner) * chunks
+    if [*outer, *inner] != sorted([*outer, *inner]):
+        out, depth = rec.fresh((*p.batch, 1, p.n), acc), chunks
+    elif target.shape[-1] != p.n:
+        out = rec.fresh((*target.shape[:-1], p.n), acc)
+    batches.join(rec, table, depth, out, acc)
+    if out is not target:
+        batches.sum_to(rec, out, target, acc)
+
+
+def _is_turned(x: View) -> bool:
+    """Whether the columns of a matrix lie closer than its rows."""
+    return abs(x.strides[-2]) < abs(x.strides[-1]) and 1 not in x.shape[-2:]
