@@ -81,10 +81,10 @@ class FusedOperation(Operation):
 
     def _problem(
         self, activation: Any, needs: Any = (), out: Any = None, guard: bool = True,
-        sum_batch: bool = False, **given: Any,
+        sum_batch: bool = False, gathered: Callable[[ndarray], ndarray] | None = None, **given: Any,
     ) -> fused.FusedProblem:  # fmt: skip
         outs = out if self.several or out is None else (out,)
-        how = needs, outs, guard, self.keep, sum_batch
+        how = needs, outs, guard, self.keep, sum_batch, gathered
         return fused.make(self.form, self.whole(activation), activation, given, *how)
 
     def other(

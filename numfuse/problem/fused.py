@@ -22,7 +22,7 @@ Where a layer has biases, ``x_i`` is that of z_i, and a saved z_i has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -330,13 +330,15 @@ def make(
     guard: bool = True,
     keep: bool | str = False,
     sum_batch: bool = False,
+    gathered: Callable[[ndarray], ndarray] | None = None,
 ) -> FusedProblem:
     """Return the problem of a call.
 
     `given` has its arrays by the names that they have here (:class:`Form`), None where one is not
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
-    dtype if it is "stored".
+    dtype if it is "stored". `gathered` copies an operand (..., M, K) to one of (rows, K): default
+    NumPy's way.
     """
     x = _Operands(form, given)
     epilogue = _derived(form, whole, frozenset(x.arrays), guard)
@@ -379,7 +381,8 @@ def make(
     }
     p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), in_place, result)
     if p.batch and form.factors:
-        _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")})
+        right = {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")}
+        _fold(p, right, gathered or (lambda x: x.reshape(-1, x.shape[-1])))
     return p
 
 
@@ -441,7 +444,7 @@ def _outputs(
     return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]
 
 
-def _fold(p: FusedProblem, right: set[str]) -> None:
+def _fold(p: FusedProblem, right: set[str], gathered: Callable[[ndarray], ndarray]) -> None:
     """Fold the batch into M where every right factor serves all of it: one product, not many.
 
     What does not merge without a copy is copied, so that the sums over rows have one order whatever
@@ -464,6 +467,7 @@ def _fold(p: FusedProblem, right: set[str]) -> None:
             apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
             if apart and name in p.results:
                 return
-            views[name] = x.reshape(count, x.shape[-1])  # (a copy where there is no other way)
-    p.arrays.update(views)
+            views[name] = x if apart else x.reshape(count, x.shape[-1])
+    for name, x in views.items():
+        p.arrays[name] = x if x.ndim == 2 else gathered(x)
     p.m, p.batch = count, ()

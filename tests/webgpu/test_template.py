@@ -139,7 +139,7 @@ def shaders():
                     bias, out = Array("bias", row, by_column=True), Array("out", row, stored=True)
                     yield Gemm(acc, layer.choose("out"), (bias, out), tile, factors)
                     yield Gemm(
-                        acc, layer.choose("out", "pre", summed="out"),
+                        acc, layer.choose("out", "pre", summed=("out",)),
                         (bias, out, Array("pre", Access(acc), stored=True)), tile, factors,
                         places=True, segments=True, planes=True,
                     )  # fmt: skip

@@ -74,7 +74,7 @@ def backward(store: Store, p: GemmBackwardProblem, outs: _Outs) -> None:
         if "d_a" in outs or "d_b" in outs:
             grad_pre = fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, "grad_pre")
             made["d_z"] = grad_pre
-        summed = "d_z" if "d_bias" in outs else None
+        summed = ("d_z",) if "d_bias" in outs else ()
         chosen = formula.choose(*made, summed=summed)
         factors = None
         if p.pre is not None:
@@ -102,7 +102,7 @@ def _gradients(store: Store, p: GemmBackwardProblem, terms: Sequence[_Term], out
 def _column_sums(store: Store, p: GemmBackwardProblem, x: Region, out: Region, add: bool) -> None:
     """Record the sums of the columns of x, of which each batch axis that `out` lacks is summed."""
     absent = ("z", "bias", "residual")
-    formula = Formula.of(residual_backward, None, absent).choose(summed="d_bias")
+    formula = Formula.of(residual_backward, None, absent).choose(summed=("d_bias",))
     _rows(store, p, formula, {"grad": x}, {}, None, out, add)
 
 
