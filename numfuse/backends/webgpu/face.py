@@ -88,7 +88,7 @@ class WebGpuBackend(OneRun):
         program = None if without_terms(p) is not None else HostProgram.of(device, kind, p, names)
         if program is None:
             return Recording(partial(self.run, kind, p), None, 0)
-        formulas = formulas_of(p.activation.curve)
+        formulas = formulas_of(getattr(p.activation, "curve", p.activation))
         return Recording(program.run, formulas, program.program.nbytes)
 
     def launch(self, program: Any, arrays: tuple[Any, ...]) -> None:
@@ -113,7 +113,8 @@ class WebGpuBackend(OneRun):
         """Set what `last_call` tells."""
         tiling = None
         if hasattr(p, "m"):
-            tiling = tile_of(device, p.m, p.n, p.acc_dtype)
+            factors = max(1, len(getattr(p, "sums", ())))
+            tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=min(factors, 3))
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
         )

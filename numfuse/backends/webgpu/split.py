@@ -11,7 +11,7 @@ over its rows: by copies on the device, or of the caller's arrays on their way t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import repeat
 from math import prod
@@ -21,11 +21,16 @@ from numpy import ndarray
 
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.lower.elementwise import GATES, zero
+from numfuse.backends.webgpu.lower.fused import fused
 from numfuse.backends.webgpu.lower.layers import LAYERS
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.fused import FusedProblem
 from numfuse.problem.shapes import as_one
+
+#: By the method of a backend, what records its problem.
+OPERATIONS: dict[str, Callable[[Store, Any, Any], None]] = {**GATES, **LAYERS, "fused": fused}
 
 #: First and last of each axis of the batch, of M and of N; of a gate, of each axis.
 _Piece: TypeAlias = tuple[tuple[int, int], ...]
@@ -46,7 +51,13 @@ def run(store: Store, kind: str, p: Any) -> None:
     An operation gets the results that are wanted by name: where to write each, and whether it is
     added to what is there.
     """
-    outputs = FIELDS[kind][1]
+    if kind == "fused":
+        for name in p.zeroed:
+            zero(store, store.target(p.arrays[name]), p.acc_dtype)
+        arrays = {name: x for name, x in p.arrays.items() if name not in p.zeroed}
+        outputs = p.results
+    else:
+        outputs = FIELDS[kind][1]
     if "d_bias" in outputs:
         if p.d_residual is not None:
             _residual(store, p, p.d_residual)
@@ -56,15 +67,19 @@ def run(store: Store, kind: str, p: Any) -> None:
                 x = getattr(p, name)
                 if x is not None and x.ndim > 2:
                     setattr(p, name, store.result_rows(x) if name in outputs else store.rows(x))
-    operation = GATES[kind] if kind in GATES else LAYERS[kind]
-    every = {name: getattr(p, name) for names in FIELDS[kind] for name in names}
-    arrays = {name: x for name, x in every.items() if x is not None}
+    if kind != "fused":
+        every = {name: getattr(p, name) for names in FIELDS[kind] for name in names}
+        arrays = {name: x for name, x in every.items() if x is not None}
     results = [name for name in outputs if name in arrays]
     if not results:
         return
+    operation = OPERATIONS[kind]
     pieces = list(_pieces(store.device, p, arrays))
     if len(pieces) == 1:
-        operation(store, p, {name: (store.target(arrays[name]), False) for name in results})
+        # An elementwise result may be an operand.
+        over = [] if kind != "fused" or p.sums or p.products or p.summed else p.epilogue.operands
+        read = [arrays[name] for name in over]
+        operation(store, p, {name: (store.target(arrays[name], read), False) for name in results})
         return
     for name in results:
         store.reserve(arrays[name])
@@ -106,11 +121,16 @@ def _residual(store: Store, p: Any, out: ndarray) -> None:
 
 def _axes(p: Any, name: str, shape: tuple[int, ...]) -> list[int | None]:
     """Return the axis of a piece that each axis of an array is; None of K, and where it repeats."""
-    if hasattr(p, "shape"):
+    if not hasattr(p, "m"):
         return list(range(len(shape)))
     m = len(p.batch)
-    axes: list[int | None] = [*range(m), m if name in _ROWS else None]
-    axes.append(m + 1 if name in _COLUMNS else None)
+    if isinstance(p, FusedProblem):
+        left, right = _factors(p)
+        by_rows, by_columns = name not in right, name not in left
+    else:
+        by_rows, by_columns = name in _ROWS, name in _COLUMNS
+    axes: list[int | None] = [*range(m), m if by_rows else None]
+    axes.append(m + 1 if by_columns else None)
     lead = len(axes) - len(shape)
     return [None if n == 1 else axis for n, axis in zip(shape, axes[lead:], strict=True)]
 
@@ -122,22 +142,41 @@ def _index(p: Any, piece: _Piece, name: str, shape: tuple[int, ...]) -> _Index:
     )
 
 
+def _factors(p: FusedProblem) -> tuple[set[str], set[str]]:
+    """Return the names of what has K as its last axis, and of what has it as its last but one."""
+    left = {a for pairs in p.sums.values() for a, _ in pairs}
+    right = {b for pairs in p.sums.values() for _, b in pairs}
+    for name, terms in p.products.items():
+        (right if terms[0][0].turned else left).add(name)
+        for x, y in terms:
+            left |= {x.name} if x.turned else set()
+            right |= {y.name} if y.turned else set()
+    return left, right
+
+
+def _has_temporaries(p: Any) -> bool:
+    """Whether an epilogue's problem may keep what has its shape, in the accumulator's dtype."""
+    return isinstance(p, FusedProblem) and bool(p.products or p.summed or len(p.sums) > 1)
+
+
 def _part(p: Any, piece: _Piece, arrays: Mapping[str, ndarray]) -> Any:
     """Return the problem of a piece."""
     views = {name: x[_index(p, piece, name, x.shape)] for name, x in arrays.items()}
     lengths = tuple(last - first for first, last in piece)
-    if hasattr(p, "shape"):
+    if not hasattr(p, "m"):
         return replace(p, shape=lengths, **views)
     *batch, m, n = lengths
-    return replace(p, m=m, n=n, batch=tuple(batch), **views)
+    fields: dict[str, Any] = {"arrays": views} if isinstance(p, FusedProblem) else views
+    return replace(p, m=m, n=n, batch=tuple(batch), **fields)
 
 
 def _pieces(device: Device, p: Any, arrays: Mapping[str, ndarray]) -> Iterator[_Piece]:
     """Return the pieces in order; ValueError where an axis that has to be cut is K."""
-    gate = hasattr(p, "shape")
+    gate = not hasattr(p, "m")
     axes = p.shape if gate else (*p.batch, p.m, p.n)
     shapes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
-    if not gate and shapes.keys() & {"grad", "out_dot"}:  # or T, Q, S and the pre-activation
+    # or T, Q, S and the pre-activation
+    if not gate and (shapes.keys() & {"grad", "out_dot"} or _has_temporaries(p)):
         shapes["grad_pre"] = axes, p.acc_dtype.itemsize
     whole = tuple(zip(repeat(0), axes, strict=False))
     for shape, itemsize in shapes.values():

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from numfuse.backends.webgpu.shaders.formula import Formula
+from numfuse.backends.webgpu.shaders.plain import COPY_AXES
 from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storage, Uniform
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.backends.webgpu.tiling import WebGpuTile
@@ -225,7 +226,12 @@ class Gemm(_Epilogue):
 
 @dataclass(frozen=True)
 class Elementwise(_Epilogue):
-    """An epilogue without a product, element by element; all arrays go by fours, or none."""
+    """An epilogue without a product, element by element; all arrays go by fours, or none.
+
+    Where it is `strided`, each has strides of its own.
+    """
+
+    strided: bool = False
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]
@@ -233,12 +239,16 @@ class Elementwise(_Epilogue):
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        return tuple(a.storage for a in self.arrays)
+        return tuple(self._storages)
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
-        return Uniform(("first", "last", *self._names))
+        fields = ["first", "last", *self._names]
+        for name in ("shape", *self._names) if self.strided else ():
+            fields += [f"{name}_{axis}" for axis in range(COPY_AXES)]
+        return Uniform(tuple(fields))
 
     def text(self) -> str:
         lanes = 4 if self.arrays[-1].access.wide else 1
-        return expand("elementwise.wgsl", {**self._bindings(lanes), "HEADER": self.header()})
+        words = {"HEADER": self.header(), "STRIDED": self.strided}
+        return expand("elementwise.wgsl", {**self._bindings(lanes), **words})
