@@ -106,7 +106,7 @@ def tile(
     return fitting[-1]
 
 
-def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int, right: int) -> int:
+def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int, right: int = 1) -> int:
     """All factors, each row padded by four, and the sums of columns."""
     factors = (tile.block_m + 4 + right * (tile.block_n + 4)) * depth
     return (factors + 4 * tile.invocations) * itemsize

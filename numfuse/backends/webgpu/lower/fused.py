@@ -21,6 +21,10 @@ from numfuse.backends.webgpu.lower.sums import add_up, join, planes_of
 from numfuse.backends.webgpu.shaders.epilogues import FACTORS
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+from numfuse.epilogues import Epilogue
+from numfuse.language.curves import inputs, leaf, rebuilt
+from numfuse.language.graph import bottom_up, topological
+from numfuse.language.operations import TRUTH
 
 if TYPE_CHECKING:
     from numfuse.problem.fused import Factor, FusedProblem
@@ -95,7 +99,7 @@ class _Pass:
         outs: _Outs,
     ) -> None:
         self.store, self.p, self.made, self.outs = store, p, made, outs
-        self.results = [*made, *columns]
+        self.results, self.epilogue = [*made, *columns], p.epilogue
         self.arrays = {x: store.source(p.arrays[x]) for x in p.epilogue.operands if x in p.arrays}
         #: The sums that the shader makes: the most that have one left factor.
         self.own: tuple[str, ...] = ()
@@ -121,19 +125,43 @@ class _Pass:
         if self._results(results):
             return
         if len(results) == 1:
-            device = self.store.device
-            raise ValueError(
-                f"the epilogue {self.p.epilogue.name!r} must have at most as many arrays as "
-                f"{device.name} binds, {BINDINGS} = {device.limits[BINDINGS]}, for each result"
-            )
+            self._shorten(results[0])
+            self._in_parts(results)
+            return
         for half in results[: len(results) // 2], results[len(results) // 2 :]:
             self._in_parts(half)
+
+    def _shorten(self, result: str) -> None:
+        """Record a part of a result as a temporary, which takes the place of its operands."""
+        store, p, made = self.store, self.p, self.epilogue
+        limit, part = store.device.limits[BINDINGS], None
+        most = 1
+        for e in topological([made[result]]):
+            count = len(inputs([e]))
+            if e.args and e.op not in TRUTH and most < count < limit:
+                most, part = count, e
+        if part is None:
+            raise ValueError(
+                f"the epilogue {made.name!r} must have at most as many arrays as "
+                f"{store.device.name} binds, {BINDINGS} = {limit}"
+            )
+        name = f"part_{len(self.arrays)}"
+        out = fresh(store.device, p.shape, p.acc_dtype, "a part of an epilogue")
+        alone = Epilogue(made.name, (), inputs([part]), ((name, part),))
+        formula = Formula.whole(alone).choose(name)
+        elementwise(store, formula, self.arrays, {name: out}, p.acc_dtype)
+        self.arrays[name] = out
+        graphs = bottom_up(made.graphs, lambda e, x: leaf(name) if e is part else rebuilt(e, x))
+        names = [name for name, _ in made.results]
+        results = tuple(zip(names, graphs, strict=True))
+        self.epilogue = Epilogue(made.name, (), inputs(graphs), results, made.ties)
 
     def _sums(self, names: Any) -> None:
         """Record sums as temporaries, which are operands then."""
         store, p = self.store, self.p
         for name in names:
-            factors = [tuple(store.source(p.arrays[x]) for x in pair) for pair in p.sums[name]]
+            pairs = [(p.arrays[a], p.arrays[b]) for a, b in p.sums[name]]
+            factors = [(store.source(a), store.source(b)) for a, b in pairs]
             out = self.arrays[name] = fresh(store.device, p.shape, p.acc_dtype, f"the sum {name}")
             sum_of_products(store, p.batch, p.acc_dtype, factors, out)
 
@@ -158,7 +186,7 @@ class _Pass:
         store, p = self.store, self.p
         made = {name: self.made[name] for name in results if name in self.made}
         columns = tuple(name for name in results if name not in self.made)
-        formula = Formula.whole(p.epilogue).choose(*made, summed=columns)
+        formula = Formula.whole(self.epilogue).choose(*made, summed=columns)
         own = tuple(name for name in self.own if name in formula.inputs)
         if not (own or columns):
             return elementwise(store, formula, self.arrays, made, p.acc_dtype)
