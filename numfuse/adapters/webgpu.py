@@ -175,8 +175,10 @@ def again(operation: Operation, *call: Any) -> Any:
         plain = False
     anew: Callable[..., Any] = type(operation).other
     if type(operation) is FusedOperation:
-        anew, operands = _fused, _with_numbers(operands)
-        call = operands, *call[1:]
+        anew = _fused
+        if True in operation.form.numbers:
+            operands = _with_numbers(operands)
+            call = operands, *call[1:]
     given: list[DeviceArray] = []
     owners: list[Any] = []
     numbers: dict[int, int] = {}  # which arrays share a buffer

@@ -21,6 +21,8 @@ from numfuse import expr as ex
 if not nf.backends()["webgpu"]:
     unavailable("webgpu", str(nf.backends()["webgpu"]))
 
+from numfuse.backends.webgpu import tiling
+
 M, N, K = 37, 20, 24
 #: Largest difference to the reference, in the largest value of a result.
 CLOSE = {"float32": 2e-6, "float64": 2e-15, "float16": 2e-3}
@@ -41,6 +43,13 @@ def mixed(z, w, y, bias, x):
 def adam(p, m, v, g, rate, b1, b2):
     m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
     return p - rate * m / (ex.sqrt(v) + 1e-3), m, v
+
+
+#: By the number of right factors.
+sum_of_squares = {
+    2: nf.epilogue(lambda z, w: z * z + w, name="two squares"),
+    3: nf.epilogue(lambda z, w, y: z * z + w - y * w, name="three squares"),
+}
 
 
 class Arrays:
@@ -316,14 +325,14 @@ def test_a_gated_forward_is_one_dispatch_and_its_pre_gradients_are_another(dispa
     assert len(dispatched) == 1 and "f32x4t.f32x4+f32x4" in dispatched[0]
     dispatched.clear()
     nf.matmul_activation_mul_bwd(grad, *x[:3], needs=("a", "b_gate", "b_up"))
-    # both pre-gradients, d_a over both (two separate weights are put side by side), two products
-    assert Counter(label.split()[0] for label in dispatched) == {"gemm": 4, "copy": 2}
+    # both pre-gradients, d_a over both (two separate weights are put side by side), both weights'
+    assert Counter(label.split()[0] for label in dispatched) == {"gemm": 3, "copy": 2}
     dispatched.clear()
     whole = moved(r(K, 2 * N))
     for gate, up in ((whole[:, :N], whole[:, N:]), (whole[:, ::2], whole[:, 1::2])):
         nf.matmul_activation_mul(x[0], gate, up)
         nf.matmul_activation_mul_bwd(grad, x[0], gate, up)
-    assert Counter(label.split()[0] for label in dispatched) == {"gemm": 10}
+    assert Counter(label.split()[0] for label in dispatched) == {"gemm": 8}
 
 
 def test_outputs_of_the_caller_are_written_and_returned():
@@ -354,6 +363,23 @@ def test_a_repeated_call_is_replayed(device):
         nf.matmul_activation_mul(*map(nf.to_numpy, x), backend="webgpu")
     assert device.programs.statistics().hits == before.hits + 3
     assert device.hosted.statistics().hits == hosted.hits + 1
+
+
+@pytest.mark.parametrize("tile", tiling.TILES, ids=lambda tile: tile.block_m * tile.block_n)
+@pytest.mark.parametrize("factors", [2, 3])
+def test_every_tile_serves_a_group_of_products(device, monkeypatch, tile, factors):
+    """The tiles of a GPU on whatever device is there, a CPU's driver included."""
+    made = tiling.divided(tile, factors)
+    storage = device.limits["max-compute-workgroup-storage-size"]
+    if tiling._workgroup_bytes(made, made.block_k, 4, factors) > storage:
+        pytest.skip(f"{device.name} has {storage} bytes of workgroup memory")
+    monkeypatch.setattr(tiling, "tile", lambda *how: tiling.divided(tile, how[-1]))
+    r = Arrays()
+    m, n = made.block_m + 4, made.block_n + 8
+    for sizes in ((m, n, 300), (m - 1, n - 1, 35)):
+        a, b = r(sizes[0], sizes[2], scale=0.1), tuple(r(*sizes[:0:-1]) for _ in range(factors))
+        out = nf.matmul_epilogue(*moved((a, b)), sum_of_squares[factors])
+        assert_close(out, nf.matmul_epilogue(a, b, sum_of_squares[factors], backend="reference"))
 
 
 # --- limits -------------------------------------------------------------------------------------

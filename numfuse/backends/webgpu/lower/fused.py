@@ -16,7 +16,7 @@ import numpy as np
 
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
 from numfuse.backends.webgpu.lower.places import BINDINGS, Cut, Places, tile_of
-from numfuse.backends.webgpu.lower.products import launch, sum_of_products
+from numfuse.backends.webgpu.lower.products import group, launch, sum_of_products
 from numfuse.backends.webgpu.lower.sums import add_up, join, planes_of
 from numfuse.backends.webgpu.shaders.epilogues import FACTORS
 from numfuse.backends.webgpu.shaders.formula import Formula
@@ -57,8 +57,8 @@ def fused(store: Store, p: FusedProblem, outs: _Outs) -> None:
     for name, x in planes.items():
         target, add = outs[name]
         join(store, x, 1, prod(x.shape) // prod(target.shape), target, add)
-    for name, terms in p.products.items():
-        _gradient(store, p, terms, {n: x for n, (x, _) in found.items()}, *outs[name])
+    if p.products:
+        _gradients(store, p, {name: x for name, (x, _) in found.items()}, outs)
 
 
 def _factors(store: Store, p: FusedProblem) -> dict[str, tuple[Region, bool]]:
@@ -77,11 +77,11 @@ def _factors(store: Store, p: FusedProblem) -> dict[str, tuple[Region, bool]]:
             else:
                 new.append(name)
     size = prod(p.shape) * p.acc_dtype.itemsize
-    groups = [new] if size * len(new) <= store.device.room else [[name] for name in new]
-    for group in groups:
-        if group:
-            every = fresh(store.device, (len(group), *p.shape), p.acc_dtype, "gradients of sums")
-            for i, name in enumerate(group):
+    stacks = [new] if size * len(new) <= store.device.room else [[name] for name in new]
+    for names in stacks:
+        if names:
+            every = fresh(store.device, (len(names), *p.shape), p.acc_dtype, "gradients of sums")
+            for i, name in enumerate(names):
                 part = replace(every.part(0, i, i + 1), shape=p.shape, strides=every.strides[1:])
                 found[name] = part, True
     return found
@@ -215,29 +215,30 @@ class _Pass:
         return True
 
 
-def _gradient(
-    store: Store,
-    p: FusedProblem,
-    terms: Sequence[tuple[Factor, Factor]],
-    made: Mapping[str, Region],
-    out: Region,
-    add: bool,
-) -> None:
-    """Record a gradient, the sum of products of results and arrays."""
+def _gradients(store: Store, p: FusedProblem, made: Mapping[str, Region], outs: _Outs) -> None:
+    """Record the gradients of factors, sums of products of results and arrays."""
 
     def factor(f: Factor) -> Region:
         x = made[f.name] if f.name in made else store.source(p.arrays[f.name])
         return x.turned if f.turned else x
 
-    factors = [(factor(x), factor(y)) for x, y in terms]
-    batch, free = p.batch, terms[0][0].turned
-    if len(factors) > 1 and not free and p.n <= p.m:
-        # One product over both: the columns of all left factors, and the rows of all right ones.
-        x = _stacked(store, [x for x, _ in factors], len(batch), False)
-        y = x and _stacked(store, [y for _, y in factors], len(batch), True)
-        if x is not None and y is not None:
-            batch, factors = (len(terms), *batch), [(x, y)]
-    sum_of_products(store, batch, p.acc_dtype, factors, out, add, free=free)
+    terms = {name: [(factor(x), factor(y)) for x, y in of] for name, of in p.products.items()}
+    # Those of right factors, over one read of the left one.
+    right = [name for name, of in p.products.items() if len(of) == 1 and of[0][0].turned]
+    shapes = {outs[name][0].shape for name in right}
+    if len(right) > 1 and len(shapes) == 1 and all(map(prod, shapes)):
+        (x, _), factors = terms[right[0]][0], [terms[name][0][1] for name in right]
+        if group(store, x, factors, p.batch, [outs[name] for name in right], p.acc_dtype):
+            terms = {name: of for name, of in terms.items() if name not in right}
+    for name, pairs in terms.items():
+        batch, free = p.batch, p.products[name][0][0].turned
+        if len(pairs) > 1 and not free and p.n <= p.m:
+            # One product over all: the columns of the left factors, the rows of the right ones.
+            whole = _stacked(store, [x for x, _ in pairs], len(batch), False)
+            other = whole and _stacked(store, [y for _, y in pairs], len(batch), True)
+            if whole is not None and other is not None:
+                batch, pairs = (len(pairs), *batch), [(whole, other)]
+        sum_of_products(store, batch, p.acc_dtype, pairs, *outs[name], free=free)
 
 
 def _stacked(store: Store, regions: Sequence[Region], axes: int, copied: bool) -> Region | None:

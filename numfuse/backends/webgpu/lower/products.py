@@ -25,6 +25,7 @@ from numfuse.backends.webgpu.lower.sums import join
 from numfuse.backends.webgpu.shaders.epilogues import FACTORS, Array, Gemm
 from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+from numfuse.language.curves import leaf
 from numfuse.problem.operands import format_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 def bare_product() -> epilogues.Epilogue:
     """Return the epilogue that stores a product's sum as it is."""
     return epilogues.sum_of_terms(0)
+
+
+@cache
+def bare_products(count: int) -> epilogues.Epilogue:
+    """Return the epilogue that stores the sums of several products as they are."""
+    names = tuple(f"z_{i}" for i in range(count))
+    results = tuple((f"out_{name}", leaf(name)) for name in names)
+    return epilogues.Epilogue("bare products", names, (), results)
 
 
 def launch(
@@ -113,6 +122,40 @@ def launch(
 
 
 BARE = Formula.of(bare_product, None).choose("out")
+
+
+def group(
+    store: Store,
+    x: Region,
+    right: Sequence[Region],
+    batch: tuple[int, ...],
+    outs: Sequence[tuple[Region, bool]],
+    accumulator: np.dtype[Any],
+) -> bool:
+    """Record the products of X with several right factors over one read of X; as `product`, free.
+
+    Nothing is recorded, and False returned, where the device binds fewer arrays.
+    """
+    device, (m, k), n = store.device, x.shape[-2:], right[0].shape[-1]
+    places = Places.of(batch, outs[0][0].shape[:-2])
+    # The sum is cut as that of one product alone, so that it has the bits of that.
+    alone = tile_of(device, m, n, accumulator, k)
+    cut = cut_of(device, m, n, k, places, alone, accumulator)
+    tile = tile_of(device, m, n, accumulator, k, len(right))
+    names = tuple(f"z_{i}" for i in range(len(right)))
+    made = Formula.whole(bare_products(len(right))).choose(*(f"out_{name}" for name in names))
+    arrays: dict[str, Region] = {}
+    how = (m, n, k), places, cut, tile, accumulator, made, arrays
+    if cut.planes == 1 and not any(add for _, add in outs):
+        targets = dict(zip(made.results, (out for out, _ in outs), strict=True))
+        return launch(store, *how, targets, (x, *right), accumulators=names)
+    shape = places.count, cut.planes, m, n
+    planes = {name: fresh(device, shape, accumulator, "planes") for name in made.results}
+    if not launch(store, *how, planes, (x, *right), stacked=True, accumulators=names):
+        return False
+    for one, (out, add) in zip(planes.values(), outs, strict=True):
+        join(store, one, places.count, cut.planes, out, add)
+    return True
 
 
 def sum_of_products(
