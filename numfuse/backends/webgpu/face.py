@@ -22,6 +22,7 @@ from numfuse.backends.webgpu.device.adapters import adapters, again, choose
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.host import HostProgram
 from numfuse.backends.webgpu.lower.places import tile_of
+from numfuse.problem.fused import FusedProblem
 from numfuse.problem.results import settled, without_terms
 from numfuse.runtime.lifetimes import formulas_of
 from numfuse.runtime.replay import Recording, Replay
@@ -112,9 +113,9 @@ class WebGpuBackend(OneRun):
     def tell(self, device: Device, kind: str, p: Any) -> None:
         """Set what `last_call` tells."""
         tiling = None
-        if hasattr(p, "m"):
-            factors = max(1, len(getattr(p, "sums", ())))
-            tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=min(factors, 3))
+        if not isinstance(p, FusedProblem) or p.sums or p.products:
+            factors = min(3, max(1, len(getattr(p, "sums", ()))))
+            tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=factors)
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
         )

@@ -18,6 +18,7 @@ from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Region, Store, fresh
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.fused import FusedProblem
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.strided import contiguous
 
@@ -136,10 +137,9 @@ class HostProgram(NamedTuple):
         Return None where it takes several submits, or copies on the host.
         """
         # A view of each operand: two may be one array this time.
-        if kind == "fused":
-            results = p.results
-            views = {name: x if name in results else x.view() for name, x in p.arrays.items()}
-            p = replace(p, arrays=views)
+        if isinstance(p, FusedProblem):
+            given = {n: x if n in p.results else x.view() for n, x in p.arrays.items()}
+            p = replace(p, arrays=given)
         else:
             given = {name: getattr(p, name) for name in FIELDS[kind][0]}
             p = replace(p, **{name: x.view() for name, x in given.items() if x is not None})

@@ -1,16 +1,15 @@
-"""An epilogue of arrays alone, element by element; the gates, which are nothing else."""
+"""An epilogue of arrays alone, element by element, with operands that broadcast."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from numfuse import epilogues
 from numfuse.backends.webgpu.lower.places import BINDINGS, repeated, within
 from numfuse.backends.webgpu.shaders import plain
 from numfuse.backends.webgpu.shaders.epilogues import Array, Elementwise
@@ -18,7 +17,6 @@ from numfuse.backends.webgpu.shaders.formula import Formula
 from numfuse.backends.webgpu.shaders.shader import Access
 from numfuse.backends.webgpu.stores import Region, Store
 from numfuse.epilogues import Epilogue
-from numfuse.problem.fields import FIELDS
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import equal, merge_axes
 from numfuse.runtime.strided import walk
@@ -146,30 +144,3 @@ def _dispatch(
     grid = (*device.grid(-(-(values["last"] - values["first"]) // 256)), 1)
     store.commands.dispatch(shader, bindings, values, grid)
     return True
-
-
-def _gate(
-    kind: str,
-    store: Store,
-    p: Any,
-    outs: Mapping[str, tuple[Region, bool]],
-    **inputs: str,
-) -> None:
-    """Record an operation's formulas; an array that is None is zero.
-
-    `inputs` are the formula's names of arrays where the problem has others.
-    """
-    if not outs:
-        return
-    arrays = {inputs.get(name, name): getattr(p, name) for name in FIELDS[kind][0]}
-    absent = tuple(name for name, x in arrays.items() if x is None)
-    guard = getattr(p, "guard", False)
-    formula = Formula.of(epilogues.GATES[kind], p.activation.curve, absent, guard).choose(*outs)
-    used = {name: store.source(arrays[name]) for name in formula.inputs}
-    regions = {name: region for name, (region, _) in outs.items()}
-    elementwise(store, formula, used, regions, p.acc_dtype)
-
-
-#: By the method of a backend, what records its problem.
-GATES = {kind: partial(_gate, kind) for kind in epilogues.GATES}
-GATES["gated_tangent"] = partial(_gate, "gated_tangent", u="a_dot", v="b_dot")
