@@ -31,9 +31,9 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.epilogues import Epilogue
+from numfuse.language.curves import Curve, leaf, replace_leaves
 from numfuse.language.curves import inputs as leaves_of
-from numfuse.language.curves import leaf, replace_leaves
-from numfuse.language.graph import Expr
+from numfuse.language.graph import Expr, topological
 from numfuse.problem.operands import (
     array_of,
     as_plain,
@@ -95,6 +95,13 @@ class FusedProblem:
     def results(self) -> tuple[str, ...]:
         """Return the names of all arrays that are written."""
         return (*self.stored, *self.summed, *self.products, *self.zeroed)
+
+    @property
+    def guard(self) -> bool:
+        """Whether every derivative of an activation counts as 0 where it is not finite."""
+        nodes = topological(self.epilogue.graphs)
+        slopes = any(isinstance(e.payload, Curve) and e.payload.order for e in nodes)
+        return not slopes or any(e.op == "finite" for e in nodes)
 
     @property
     def shape(self) -> Shape:
