@@ -48,7 +48,7 @@ def fused(store: Store, p: FusedProblem, outs: _Outs) -> None:
     columns = []
     for name in p.summed:
         target = outs[name][0]
-        if target.shape[-2] == 1:
+        if target.shape[-2] == 1 != p.m:
             columns.append(name)
         else:
             planes[name], made[name] = planes_of(store, p.shape, target, p.acc_dtype)
@@ -107,9 +107,9 @@ class _Pass:
         for name, pairs in p.sums.items():
             if len(pairs) == 1:
                 left = pairs[0][0]
-                group = by_left[left] = (*by_left.get(left, ()), name)
-                if len(self.own) < len(group) < len(FACTORS):
-                    self.own = group
+                same = by_left[left] = (*by_left.get(left, ()), name)
+                if len(self.own) < len(same) < len(FACTORS):
+                    self.own = same
         self._sums(name for name in p.sums if name not in self.own)
 
     def record(self) -> None:
