@@ -206,7 +206,7 @@ class _Pass:
             assert sums is not None
             x = replace(sums.part(0, i, i + 1), shape=sums.shape[1:], strides=sums.strides[1:])
             target, add = self.outs[name]
-            if target.shape[-1:] != (p.n,):  # along the rows too: what is left is small
+            if target.shape[-1] != p.n:  # along the rows too: what is left is small
                 _, over, _ = x.summed_to(target)
                 line = fresh(store.device, (*over.shape[:-1], p.n), p.acc_dtype, "sums of columns")
                 add_up(store, x, line, p.acc_dtype, False)
@@ -233,7 +233,8 @@ def _gradients(store: Store, p: FusedProblem, made: Mapping[str, Region], outs: 
     for name, pairs in terms.items():
         batch, free = p.batch, p.products[name][0][0].turned
         if len(pairs) > 1 and not free and p.n <= p.m:
-            # One product over all: the columns of the left factors, the rows of the right ones.
+            # One product over all: the columns of the left factors, the rows of the right ones. (Of
+            # few rows the sums cost less than putting the right factors side by side.)
             whole = _stacked(store, [x for x, _ in pairs], len(batch), False)
             other = whole and _stacked(store, [y for _, y in pairs], len(batch), True)
             if whole is not None and other is not None:
