@@ -88,7 +88,7 @@ def _factors(store: Store, p: FusedProblem) -> dict[str, tuple[Region, bool]]:
 
 
 class _Pass:
-    """What makes results of the epilogue, and sums of their columns."""
+    """Records results of the epilogue, and sums of their columns."""
 
     def __init__(
         self,
@@ -147,7 +147,7 @@ class _Pass:
             )
         name = f"part_{len(self.arrays)}"
         out = fresh(store.device, p.shape, p.acc_dtype, "a part of an epilogue")
-        alone = Epilogue(made.name, (), inputs([part]), ((name, part),))
+        alone = Epilogue(made.name, (), inputs([part]), ((name, part),), made.ties)
         formula = Formula.whole(alone).choose(name)
         elementwise(store, formula, self.arrays, {name: out}, p.acc_dtype)
         self.arrays[name] = out

@@ -72,7 +72,7 @@ class Formula:
 
     @property
     def name(self) -> str:
-        """What a label calls it."""
+        """The name of its operation, for labels."""
         name = self.operation.__name__ if self.operation is not _itself else str(self.curve[0])
         return name.replace("_", " ")
 
