@@ -383,6 +383,7 @@ def test_every_tile_serves_a_group_of_products(device, monkeypatch, tile, factor
 
 
 # --- limits -------------------------------------------------------------------------------------
+@pytest.mark.long
 def test_a_device_with_few_bindings_takes_more_passes():
     """8 arrays are what every device of WebGPU binds."""
     r = Arrays()
@@ -419,6 +420,7 @@ def test_an_update_in_place_in_several_passes_reads_what_was_there():
     assert_close(found, wanted)
 
 
+@pytest.mark.long
 def test_problems_beyond_a_binding_are_cut():
     small, r = smaller(max_storage_buffer_binding_size=1 << 14), Arrays()
     x, grad = gated(r, 300, 70, 30), r(300, 70)
