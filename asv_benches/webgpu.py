@@ -2,6 +2,8 @@
 
     python asv_benches/webgpu.py --tiles              which tile is the fastest here
     python asv_benches/webgpu.py                      the tables of docs/webgpu.md
+    python asv_benches/webgpu.py --gated 8192,2048,5632 333,1000,777
+                                                      gated layers, beside two products and a gate
     python asv_benches/webgpu.py --sizes 4096 --chain 0 256 512 1024 --tile 128x128x16:8x16
                                                       chains of sums of these lengths, and tiles
 
@@ -29,6 +31,8 @@ from numfuse.backends import load
 from numfuse.backends.webgpu import split, tiling
 from numfuse.backends.webgpu.stores import Store
 from numfuse.backends.webgpu.tiling import WebGpuTile
+from numfuse.gated import layer
+from numfuse.problem import gates as gate_problems
 from numfuse.problem import product as problem
 
 
@@ -301,9 +305,11 @@ def gates(device, count, dtype):
     out, d_a, d_b = (nf.to_device(np.zeros(shape, dtype), "webgpu") for _ in range(3))
     work = {}
     for act in ("none", "relu", "silu", "gelu"):
-        work[f"{act}"] = (problem.gated(a.ghost, b.ghost, act, out.ghost), "gated", 3)
+        work[f"{act}"] = (gate_problems.gated(a.ghost, b.ghost, act, out.ghost), "gated", 3)
         work[f"{act} backward"] = (
-            problem.gated_backward(grad.ghost, a.ghost, b.ghost, act, out=(d_a.ghost, d_b.ghost)),
+            gate_problems.gated_backward(
+                grad.ghost, a.ghost, b.ghost, act, out=(d_a.ghost, d_b.ghost)
+            ),
             "gated_backward", 4 if act == "none" else 5,
         )  # fmt: skip
     del work["none backward"]
@@ -426,6 +432,54 @@ def chains(device, sizes, lengths, tiles):
     tiling.tile = chosen
 
 
+def gated_layers(device, shapes):
+    """The gated layer in one operation, beside our own two products and their gate."""
+    watch, rng = Stopwatch(device), np.random.default_rng()
+    silu = nf.activations()["silu"]
+
+    def random(*shape):
+        host = rng.standard_normal(shape, dtype=np.float32) / np.float32(shape[-2]) ** 0.5
+        return nf.to_device(host, "webgpu")
+
+    for m, k, n in shapes:
+        a, b, c, z, w, grad = (random(*x) for x in ((m, k), (k, n), (k, n), *[(m, n)] * 3))
+        out, g, h, d_a, d_b, d_c = (random(*x) for x in (*[(m, n)] * 3, (m, k), (k, n), (k, n)))
+        named = {"a": a.ghost, "b_0": b.ghost, "b_1": c.ghost}
+        forward = layer("forward").problem(silu, **named, out=out.ghost)
+        named |= {"g_0": grad.ghost, "needs": ("a", "b_0", "b_1")}
+        named["out"] = d_a.ghost, d_b.ghost, d_c.ghost, None, None
+        gate = gate_problems.gated(z.ghost, w.ghost, silu, out.ghost)
+        saved = grad.ghost, z.ghost, w.ghost
+        slopes = gate_problems.gated_backward(*saved, silu, out=(g.ghost, h.ghost))
+        parts = [("gated", gate, (z, w), (out,))]
+        back = [("gated_backward", slopes, (grad, z, w), (g, h))]
+        for x, y, slope, d in ((b, z, g, d_b), (c, w, h, d_c)):
+            p = problem.gemm(a.ghost, x.ghost, None, "none", False, y.ghost)
+            parts.insert(0, ("forward", p, (a, x), (y,)))
+            made = d_a.ghost, d.ghost, None
+            p = problem.gemm_backward(slope.ghost, a.ghost, x.ghost, None, "none", out=made)
+            back.append(("backward", p, (slope, a, x), (d_a, d)))
+        read, written = (a, b, c, grad, z, w), (d_a, d_b, d_c)
+        again = layer("backward").problem(silu, **named)
+        kept = layer("backward").problem(silu, **named, z_0=z.ghost, z_1=w.ghost)
+        calls = {
+            "forward": [("fused", forward, (a, b, c), (out,))],
+            "two products and a gate": parts,
+            "backward": [("fused", again, read, written)],
+            "backward, saved": [("fused", kept, read, written)],
+            "a gate's and two products', without the sum of both d_a": back,
+        }
+        found = {}
+        for name, of in calls.items():
+            steps = [step for kind, p, *how in of for step in recorded(p, kind, *how)]
+            found[name] = steps, []
+        for _ in range(7):
+            for steps, turns in found.values():
+                turns.append(watch.seconds(steps * 3) / 3)
+        for name, (_, turns) in found.items():
+            print(f"{m} x {k} -> {n}, {name}: {statistics.median(turns) * 1e3:.4g} ms", flush=True)
+
+
 def tile_of(text):
     """The tile that ``BMxBNxBK:MRxNR`` says."""
     block, _, sums = text.partition(":")
@@ -438,6 +492,7 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--operations", nargs="+", default=["product", "forward", "backward"])
     parser.add_argument("--elements", type=int, default=1 << 27)
+    parser.add_argument("--gated", nargs="+", help="shapes M,K,N of gated layers")
     parser.add_argument("--chain", type=int, nargs="+", help="0 is one chain")
     parser.add_argument("--tile", type=tile_of, nargs="+", help="as 128x128x16:8x16")
     arguments = parser.parse_args()
@@ -445,6 +500,9 @@ def main() -> None:
     print(json.dumps(device.describe(), indent=1), flush=True)
     if arguments.tiles:
         tiles(device, arguments.sizes, arguments.operations)
+        return
+    if arguments.gated:
+        gated_layers(device, [tuple(map(int, x.split(","))) for x in arguments.gated])
         return
     if arguments.chain or arguments.tile:
         chains(device, arguments.sizes, arguments.chain or [tiling.CHAIN], arguments.tile)

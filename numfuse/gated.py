@@ -35,6 +35,9 @@ SECOND_NEEDS = ("grad", *NEEDS)
 #: The names of operands in a problem.
 _NAMES = dict(zip(SECOND_NEEDS, ("g_0", "a", "b_0", "b_1", "x_0", "x_1"), strict=True))
 
+#: In a problem, those that are wanted by default.
+_EVERY = tuple(map(_NAMES.__getitem__, NEEDS))
+
 
 @cache
 def layer(kind: str, keep: bool | str = False) -> FusedOperation:
@@ -47,6 +50,7 @@ def layer(kind: str, keep: bool | str = False) -> FusedOperation:
 
 
 def _wanted(needs: Iterable[str], names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names in a problem of the gradients that are wanted."""
     return tuple([_NAMES[name] for name in check_needs(needs, names)])
 
 
@@ -163,7 +167,7 @@ def matmul_activation_mul_bwd(
     saved = entries("pre_activation", pre_activation, 2)
     operands = grad, a, b_gate, b_up, bias_gate, bias_up, *saved
     flags = bool(guard), bool(sum_batch)
-    wanted = _wanted(needs, NEEDS)
+    wanted = _EVERY if needs is NEEDS else _wanted(needs, NEEDS)
     found = layer("backward")(operands, activation, flags, wanted, out, backend)
     return GatedLayerGradients(*found)
 

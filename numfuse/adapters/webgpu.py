@@ -8,17 +8,22 @@ the problem is made, and every check applied, with the arrays' ghosts (see
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from numfuse.activations import Activation, table
 from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
-from numfuse.backends.webgpu.arrays import DeviceArray
+from numfuse.backends.webgpu.arrays import DeviceArray, to_device
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.face import WebGpuBackend
 from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Store
+from numfuse.definitions import UserEpilogue
+from numfuse.fusion import NUMBERS, FusedOperation
 from numfuse.language.graph import Expr
 from numfuse.runtime.dispatch import AGAIN
 from numfuse.runtime.lifetimes import formulas_of
@@ -53,25 +58,77 @@ class _WebGpu(PublicFunctions):
         for name, array in (*operands.items(), *outs.items()):
             _check_place(name, array, device)
         ghosts = {name: array.ghost for name, array in (operands | outs).items()}
-        known = {id(None): None, **{id(ghosts[name]): out for name, out in outs.items()}}
-        p = signature.problem(x, **ghosts)
-        backend.check(device, p.dtype, signature.kind)
         store = Store(device, list(operands.values()), list(outs.values()))
-        split.run(store, signature.kind, p)
-        store.finish()
-        backend.tell(device, signature.kind, p)
+        known = {id(ghosts[name]): out for name, out in outs.items()}
+        p = signature.problem(x, **ghosts)
+        return _run(backend, store, signature.kind, p, known)
 
-        def found(ghost: Any) -> Any:
-            return known[id(ghost)] if id(ghost) in known else store.result(ghost)
 
-        result = p.result
-        if isinstance(result, tuple):
-            result = tuple.__new__(type(result), map(found, result))
-        else:
-            result = found(result)
-        if _RECORDING.made is not None and store.steps is not None:
-            _RECORDING.made.append((store.steps, formulas_of(p.activation.curve)))
-        return result
+def _run(
+    backend: WebGpuBackend, store: Store, kind: str, p: Any, known: dict[int, DeviceArray]
+) -> Any:
+    """Run a problem of ghosts, and return its results; `known` has the caller's own by ghost."""
+    device = store.device
+    backend.check(device, p.dtype, kind)
+    split.run(store, kind, p)
+    store.finish()
+    backend.tell(device, kind, p)
+
+    def found(ghost: Any) -> Any:
+        own = known.get(id(ghost))
+        return store.result(ghost) if own is None and ghost is not None else own
+
+    result = p.result
+    if isinstance(result, tuple):
+        result = tuple.__new__(type(result), map(found, result))
+    else:
+        result = found(result)
+    if _RECORDING.made is not None and store.steps is not None:
+        formulas = formulas_of(getattr(p.activation, "curve", p.activation))
+        _RECORDING.made.append((store.steps, formulas))
+    return result
+
+
+def _with_numbers(operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return operands with Python numbers as arrays, the elements of a new one."""
+    values = [x for x in operands if type(x) in NUMBERS]
+    if not values:
+        return operands
+    first = next(x for x in operands if isinstance(x, DeviceArray))
+    made = iter(to_device(np.array(values, first.dtype), first.device))
+    return tuple(next(made) if type(x) in NUMBERS else x for x in operands)
+
+
+def _fused(
+    operation: FusedOperation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool | str, ...],
+    needs: Any,
+    out: Any,
+    backend: str | Backend | None,
+) -> Any:
+    """Run a call of an epilogue the long way."""
+    pairs = zip(operation.operands, _with_numbers(operands), strict=True)
+    given = {name: x for name, x in pairs if x is not None}
+    device = next(x.device for x in given.values() if isinstance(x, DeviceArray))
+    own = _backend(backend, device)
+    made: dict[str, DeviceArray] = {}
+    if out is not None:
+        outs = tuple(out) if operation.several else (out,)
+        pairs = zip(operation.results, outs, strict=True)
+        made = {name: x for name, x in pairs if x is not None}
+    for name, x in (*given.items(), *made.items()):
+        _check_place(operation.form.label(name), x, device)
+    ghosts = {name: x.ghost for name, x in (given | made).items()}
+    store = Store(device, list(given.values()), list(made.values()))
+    how = {name: ghosts.get(name) for name in operation.operands}
+    how |= dict(zip(operation.flags, flags, strict=True), needs=needs, gathered=store.rows)
+    if made:
+        found = tuple(map(ghosts.get, operation.results))
+        how["out"] = found if operation.several else found[0]
+    p = operation.problem(operation.known(activation), **how)
+    return _run(own, store, "fused", p, {id(ghosts[name]): x for name, x in made.items()})
 
 
 def _check_place(name: str, x: Any, device: Device) -> None:
@@ -112,10 +169,16 @@ def again(operation: Operation, *call: Any) -> Any:
         seen.append(tuple(needs))
     if type(activation) is str:
         activation = table.TABLE.get(activation, activation)
-    if isinstance(activation, Activation):
+    if isinstance(activation, (Activation, UserEpilogue)):
         seen += activation.name, activation.serial
     else:
         plain = False
+    anew: Callable[..., Any] = type(operation).other
+    if type(operation) is FusedOperation:
+        anew = _fused
+        if True in operation.form.numbers:
+            operands = _with_numbers(operands)
+            call = operands, *call[1:]
     given: list[DeviceArray] = []
     owners: list[Any] = []
     numbers: dict[int, int] = {}  # which arrays share a buffer
@@ -133,19 +196,19 @@ def again(operation: Operation, *call: Any) -> Any:
         else:
             plain = False
     if not plain or given[0].device.lost:
-        return operation.other(*call)
+        return anew(operation, *call)
     device = given[0].device
     fingerprint = tuple(seen)
     try:
         program = device.programs.find(fingerprint)
     except TypeError:  # a name in `needs` that has no hash
-        return operation.other(*call)
+        return anew(operation, *call)
     if program is not None:
         return program.run(device, owners, given)
     made: list[Any] = []
     _RECORDING.made = made
     try:
-        result = operation.other(*call)
+        result = anew(operation, *call)
     finally:
         _RECORDING.made = None
     for steps, formulas in made:
@@ -155,7 +218,8 @@ def again(operation: Operation, *call: Any) -> Any:
     return result
 
 
-AGAIN[DeviceArray] = again
+#: What runs a call of an epilogue (`numfuse.fusion`).
+fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())
 
 

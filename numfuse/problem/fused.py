@@ -22,7 +22,7 @@ Where a layer has biases, ``x_i`` is that of z_i, and a saved z_i has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -31,9 +31,9 @@ import numpy as np
 from numpy import ndarray
 
 from numfuse.epilogues import Epilogue
+from numfuse.language.curves import Curve, leaf, replace_leaves
 from numfuse.language.curves import inputs as leaves_of
-from numfuse.language.curves import leaf, replace_leaves
-from numfuse.language.graph import Expr
+from numfuse.language.graph import Expr, topological
 from numfuse.problem.operands import (
     array_of,
     as_plain,
@@ -97,6 +97,13 @@ class FusedProblem:
     def results(self) -> tuple[str, ...]:
         """Return the names of all arrays that are written."""
         return (*self.stored, *self.summed, *self.products, *self.zeroed)
+
+    @property
+    def guard(self) -> bool:
+        """Whether every derivative of an activation counts as 0 where it is not finite."""
+        nodes = topological(self.epilogue.graphs)
+        slopes = any(isinstance(e.payload, Curve) and e.payload.order for e in nodes)
+        return not slopes or any(e.op == "finite" for e in nodes)
 
     @property
     def shape(self) -> Shape:
@@ -334,13 +341,15 @@ def make(
     keep: bool | str = False,
     sum_batch: bool = False,
     ghosts: bool = False,
+    gathered: Callable[[ndarray], ndarray] | None = None,
 ) -> FusedProblem:
     """Return the problem of a call.
 
     `given` has its arrays by the names that they have here (:class:`Form`), None where one is not
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
-    dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made.
+    dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made; else `gathered` copies
+    an operand (..., M, K) to one of (rows, K): default NumPy's way.
     """
     x = _Operands(form, given)
     epilogue = _derived(form, whole, frozenset(x.arrays), guard)
@@ -384,7 +393,8 @@ def make(
     p = FusedProblem(*head, tuple(stored), tuple(summed), kept, tuple(zeroed), in_place, result)
     p.width = form.factors * (1 + (form.kind in ("double_backward", "tangent")))
     if p.batch and form.factors:
-        _fold(p, {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")}, ghosts)
+        right = {x for b in form.right for x in (b, f"{b}_dot", f"c_{b}", f"d_{b}")}
+        _fold(p, right, ghosts, gathered or (lambda x: x.reshape(-1, x.shape[-1])))
     return p
 
 
@@ -446,7 +456,9 @@ def _outputs(
     return made, tuple(found) if len(specs) > 1 or "backward" in form.kind else found[0]
 
 
-def _fold(p: FusedProblem, right: set[str], ghosts: bool) -> None:
+def _fold(
+    p: FusedProblem, right: set[str], ghosts: bool, gathered: Callable[[ndarray], ndarray]
+) -> None:
     """Fold the batch into M where every right factor serves all of it: one product, not many.
 
     What does not merge without a copy is copied, so that the sums over rows have one order whatever
@@ -469,6 +481,7 @@ def _fold(p: FusedProblem, right: set[str], ghosts: bool) -> None:
             apart = x.size and len(merge_axes(lengths, x.strides[:-1])[0]) > 1
             if apart and (ghosts or name in p.results):
                 return
-            views[name] = x.reshape(count, x.shape[-1])  # (a copy where there is no other way)
-    p.arrays.update(views)
+            views[name] = x if apart else x.reshape(count, x.shape[-1])
+    for name, x in views.items():
+        p.arrays[name] = x if x.ndim == 2 else gathered(x)
     p.m, p.batch = count, ()

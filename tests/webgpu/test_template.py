@@ -14,7 +14,7 @@ from conftest import unavailable
 
 import numfuse as nf
 from numfuse import epilogues
-from numfuse.backends.webgpu.tiling import TILES
+from numfuse.backends.webgpu.tiling import TILES, divided
 
 if not nf.backends()["webgpu"]:  # the package cannot be imported without an adapter
     unavailable("webgpu", str(nf.backends()["webgpu"]))
@@ -121,6 +121,12 @@ def test_a_loop_that_is_no_loop_is_an_error(expanded):
         expanded("first\n//$ for i:\n//$ end")
 
 
+#: The gradients of a gated layer by its sums.
+PULLED = epilogues.gated_layer(nf.activations()["silu"].curve).pulled_back(
+    {"out_0": "grad"}, {"z_0": "d_0", "z_1": "d_1"}
+)
+
+
 def gate_arrays(access):
     return Array("a", access), Array("b", access), Array("out", access, stored=True)
 
@@ -139,18 +145,26 @@ def shaders():
                     bias, out = Array("bias", row, by_column=True), Array("out", row, stored=True)
                     yield Gemm(acc, layer.choose("out"), (bias, out), tile, factors)
                     yield Gemm(
-                        acc, layer.choose("out", "pre", summed="out"),
+                        acc, layer.choose("out", "pre", summed=("out",)),
                         (bias, out, Array("pre", Access(acc), stored=True)), tile, factors,
                         places=True, segments=True, planes=True,
                     )  # fmt: skip
                     reads = [Array(name, row) for name in ("z", "t", "grad")]
                     arrays = (*reads, Array("q", row, stored=True))
                     yield Gemm(acc, slope.choose("q"), arrays, tile, None)
+        gated = Formula.whole(PULLED).choose("d_0", "d_1", summed=("d_0", "d_1"))
+        stored = [Array(f"d_{i}", Access("float32"), stored=True) for i in range(2)]
+        arrays = Array("grad", Access("float32")), stored[0], replace(stored[1], within="to_d_0")
+        yield Gemm(
+            "float32", gated, arrays, divided(tile, 2), (Access("float32", turned=True),) * 3,
+            places=True, accumulators=("z_0", "z_1"),
+        )  # fmt: skip
     gate = Formula.of(epilogues.gate, nf.activations()["none"].curve).choose("out")
     for wide in (False, True):
         access = Access("float64", wide)
         yield plain.join("float64", access, access, add=wide)
         yield Elementwise("float64", gate, gate_arrays(access))
+    yield Elementwise("float64", gate, gate_arrays(Access("float64")), strided=True)
     yield plain.copy(Access("float32"), Access("float16"))
     yield plain.probe("a probe", Access("float16"), "float32", "f[0]")
 

@@ -62,6 +62,8 @@ CALLS = {
     ),
     "layer_jvp": (nf.matmul_bias_activation_jvp, (A, B, BIAS, A, B, BIAS), {"activation": "gelu"}),
     "residual_jvp": (nf.matmul_bias_residual_jvp, (A, B, BIAS, OUT, A, B, BIAS, OUT), {}),
+    "gated_layer": (nf.matmul_activation_mul, (A, B, B, BIAS, BIAS), {}),
+    "gated_layer_bwd": (nf.matmul_activation_mul_bwd, (OUT, A, B, B, BIAS, BIAS), {}),
     "gate": (nf.activation_mul, (A, A), {"activation": "tanh"}),
     "gate_bwd": (nf.activation_mul_bwd, (A, A, A), {"activation": gelu_of}),
     "gate_double_bwd": (nf.activation_mul_double_bwd, (A, A, A, A, A), {"activation": "silu"}),

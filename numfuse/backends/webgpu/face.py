@@ -22,6 +22,7 @@ from numfuse.backends.webgpu.device.adapters import adapters, again, choose
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.host import HostProgram
 from numfuse.backends.webgpu.lower.places import tile_of
+from numfuse.problem.fused import FusedProblem
 from numfuse.problem.results import settled, without_terms
 from numfuse.runtime.lifetimes import formulas_of
 from numfuse.runtime.replay import Recording, Replay
@@ -88,7 +89,7 @@ class WebGpuBackend(OneRun):
         program = None if without_terms(p) is not None else HostProgram.of(device, kind, p, names)
         if program is None:
             return Recording(partial(self.run, kind, p), None, 0)
-        formulas = formulas_of(p.activation.curve)
+        formulas = formulas_of(getattr(p.activation, "curve", p.activation))
         return Recording(program.run, formulas, program.program.nbytes)
 
     def launch(self, program: Any, arrays: tuple[Any, ...]) -> None:
@@ -112,8 +113,9 @@ class WebGpuBackend(OneRun):
     def tell(self, device: Device, kind: str, p: Any) -> None:
         """Set what `last_call` tells."""
         tiling = None
-        if hasattr(p, "m"):
-            tiling = tile_of(device, p.m, p.n, p.acc_dtype)
+        if not isinstance(p, FusedProblem) or p.sums or p.products:
+            factors = min(3, max(1, len(getattr(p, "sums", ()))))
+            tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=factors)
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
         )

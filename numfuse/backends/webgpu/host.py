@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Region, Store, fresh
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.fused import FusedProblem
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.strided import contiguous
 
@@ -72,7 +74,7 @@ class _HostStore(Store):
         self.sources[id(x)] = x, packed, view
         return view
 
-    def target(self, x: ndarray) -> Region:
+    def target(self, x: ndarray, over: Sequence[ndarray] = ()) -> Region:
         view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
         if x.size:
             self.targets.append((x, view))
@@ -135,8 +137,12 @@ class HostProgram(NamedTuple):
         Return None where it takes several submits, or copies on the host.
         """
         # A view of each operand: two may be one array this time.
-        views = {name: x.view() for name in FIELDS[kind][0] if (x := getattr(p, name)) is not None}
-        p = replace(p, **views)
+        if isinstance(p, FusedProblem):
+            given = {n: x if n in p.results else x.view() for n, x in p.arrays.items()}
+            p = replace(p, arrays=given)
+        else:
+            given = {name: getattr(p, name) for name in FIELDS[kind][0]}
+            p = replace(p, **{name: x.view() for name, x in given.items() if x is not None})
         numbers = {id(getattr(p, name, None)): i for i, name in enumerate(names)}
         store = _HostStore(device, recording=True)
         try:

@@ -1,6 +1,6 @@
 """Problems that are larger than what a device binds at once, in pieces that are not.
 
-A piece is a range of the batch, of M and of N; of a gate, of every axis. A result that several
+A piece is a range of the batch, of M and of N. A result that several
 pieces add to (d_b where M is cut, d_a where N is, whatever a cut axis of the batch is summed over)
 is kept on the device in the accumulator's dtype until the last of them, and rounded once.
 
@@ -11,7 +11,7 @@ over its rows: by copies on the device, or of the caller's arrays on their way t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import repeat
 from math import prod
@@ -20,14 +20,23 @@ from typing import Any, TypeAlias
 from numpy import ndarray
 
 from numfuse.backends.webgpu.device.device import Device
-from numfuse.backends.webgpu.lower.elementwise import GATES, zero
+from numfuse.backends.webgpu.lower.elementwise import zero
+from numfuse.backends.webgpu.lower.fused import fused
 from numfuse.backends.webgpu.lower.layers import LAYERS
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+from numfuse.epilogues import GATES
 from numfuse.problem.fields import FIELDS
+from numfuse.problem.fused import FusedProblem
 from numfuse.problem.shapes import as_one
 
-#: First and last of each axis of the batch, of M and of N; of a gate, of each axis.
+#: By the method of a backend, what records its problem.
+OPERATIONS: dict[str, Callable[[Store, Any, Any], None]] = {
+    **LAYERS,
+    **dict.fromkeys((*GATES, "fused"), fused),
+}
+
+#: First and last of each axis of the batch, of M and of N.
 _Piece: TypeAlias = tuple[tuple[int, int], ...]
 _Index: TypeAlias = tuple[slice, ...]
 
@@ -46,25 +55,27 @@ def run(store: Store, kind: str, p: Any) -> None:
     An operation gets the results that are wanted by name: where to write each, and whether it is
     added to what is there.
     """
-    outputs = FIELDS[kind][1]
-    if "d_bias" in outputs:
-        if p.d_residual is not None:
-            _residual(store, p, p.d_residual)
-        p = as_one(p)
-        if not p.batch:
-            for name in p.BY_ROWS:
-                x = getattr(p, name)
-                if x is not None and x.ndim > 2:
-                    setattr(p, name, store.result_rows(x) if name in outputs else store.rows(x))
-    operation = GATES[kind] if kind in GATES else LAYERS[kind]
-    every = {name: getattr(p, name) for names in FIELDS[kind] for name in names}
-    arrays = {name: x for name, x in every.items() if x is not None}
+    read: list[ndarray] = []
+    if isinstance(p, FusedProblem):
+        for name in p.zeroed:
+            zero(store, store.target(p.arrays[name]), p.acc_dtype)
+        outputs = p.results
+        arrays = {name: x for name, x in p.arrays.items() if name not in p.zeroed}
+        if not (p.sums or p.products or p.summed):  # (a result may be an operand)
+            read = [arrays[name] for name in p.epilogue.operands]
+    else:
+        outputs = FIELDS[kind][1]
+        if "d_bias" in outputs:
+            p = _as_one(store, p, outputs)
+        every = {name: getattr(p, name) for names in FIELDS[kind] for name in names}
+        arrays = {name: x for name, x in every.items() if x is not None}
     results = [name for name in outputs if name in arrays]
     if not results:
         return
+    operation = OPERATIONS[kind]
     pieces = list(_pieces(store.device, p, arrays))
     if len(pieces) == 1:
-        operation(store, p, {name: (store.target(arrays[name]), False) for name in results})
+        operation(store, p, {name: (store.target(arrays[name], read), False) for name in results})
         return
     for name in results:
         store.reserve(arrays[name])
@@ -96,6 +107,18 @@ def run(store: Store, kind: str, p: Any) -> None:
         store.flush()
 
 
+def _as_one(store: Store, p: Any, outputs: Sequence[str]) -> Any:
+    """Return a backward over one b as one product, after the gradient of its residual."""
+    if p.d_residual is not None:
+        _residual(store, p, p.d_residual)
+    p = as_one(p)
+    for name in () if p.batch else p.BY_ROWS:
+        x = getattr(p, name)
+        if x is not None and x.ndim > 2:
+            setattr(p, name, store.result_rows(x) if name in outputs else store.rows(x))
+    return p
+
+
 def _residual(store: Store, p: Any, out: ndarray) -> None:
     """Record the gradient of a residual; to second order it is zero."""
     if hasattr(p, "d_grad"):
@@ -106,11 +129,14 @@ def _residual(store: Store, p: Any, out: ndarray) -> None:
 
 def _axes(p: Any, name: str, shape: tuple[int, ...]) -> list[int | None]:
     """Return the axis of a piece that each axis of an array is; None of K, and where it repeats."""
-    if hasattr(p, "shape"):
-        return list(range(len(shape)))
     m = len(p.batch)
-    axes: list[int | None] = [*range(m), m if name in _ROWS else None]
-    axes.append(m + 1 if name in _COLUMNS else None)
+    if isinstance(p, FusedProblem):
+        left, right = _factors(p)
+        by_rows, by_columns = name not in right, name not in left
+    else:
+        by_rows, by_columns = name in _ROWS, name in _COLUMNS
+    axes: list[int | None] = [*range(m), m if by_rows else None]
+    axes.append(m + 1 if by_columns else None)
     lead = len(axes) - len(shape)
     return [None if n == 1 else axis for n, axis in zip(shape, axes[lead:], strict=True)]
 
@@ -122,22 +148,40 @@ def _index(p: Any, piece: _Piece, name: str, shape: tuple[int, ...]) -> _Index:
     )
 
 
+def _factors(p: FusedProblem) -> tuple[set[str], set[str]]:
+    """Return the names of what has K as its last axis, and of what has it as its last but one."""
+    left = {a for pairs in p.sums.values() for a, _ in pairs}
+    right = {b for pairs in p.sums.values() for _, b in pairs}
+    for name, terms in p.products.items():
+        (right if terms[0][0].turned else left).add(name)
+        for x, y in terms:
+            left |= {x.name} if x.turned else set()
+            right |= {y.name} if y.turned else set()
+    return left, right
+
+
+def _has_temporaries(p: Any, names: Container[str]) -> bool:
+    """Whether a problem may keep what has its shape, in the accumulator's dtype."""
+    if isinstance(p, FusedProblem):
+        return bool(p.products or p.summed or len(p.sums) > 1)
+    return "grad" in names or "out_dot" in names
+
+
 def _part(p: Any, piece: _Piece, arrays: Mapping[str, ndarray]) -> Any:
     """Return the problem of a piece."""
     views = {name: x[_index(p, piece, name, x.shape)] for name, x in arrays.items()}
     lengths = tuple(last - first for first, last in piece)
-    if hasattr(p, "shape"):
-        return replace(p, shape=lengths, **views)
     *batch, m, n = lengths
-    return replace(p, m=m, n=n, batch=tuple(batch), **views)
+    fields: dict[str, Any] = {"arrays": views} if isinstance(p, FusedProblem) else views
+    return replace(p, m=m, n=n, batch=tuple(batch), **fields)
 
 
 def _pieces(device: Device, p: Any, arrays: Mapping[str, ndarray]) -> Iterator[_Piece]:
     """Return the pieces in order; ValueError where an axis that has to be cut is K."""
-    gate = hasattr(p, "shape")
-    axes = p.shape if gate else (*p.batch, p.m, p.n)
+    axes = (*p.batch, p.m, p.n)
     shapes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
-    if not gate and shapes.keys() & {"grad", "out_dot"}:  # or T, Q, S and the pre-activation
+    # or T, Q, S and the pre-activation
+    if _has_temporaries(p, shapes):
         shapes["grad_pre"] = axes, p.acc_dtype.itemsize
     whole = tuple(zip(repeat(0), axes, strict=False))
     for shape, itemsize in shapes.values():
@@ -162,7 +206,7 @@ def _pieces(device: Device, p: Any, arrays: Mapping[str, ndarray]) -> Iterator[_
         # The longest axis of the batch that the array has, else M, else N.
         own = shapes[name][0]
         lengths = {i: piece[i][1] - piece[i][0] for i in _axes(p, name, own) if i is not None}
-        batch = [i for i in lengths if gate or i < len(p.batch)]
+        batch = [i for i in lengths if i < len(p.batch)]
         axis = max(batch, key=lambda i: lengths[i], default=None)
         if axis is None or lengths[axis] == 1:
             axis = next((i for i in lengths if lengths[i] > 1), None)

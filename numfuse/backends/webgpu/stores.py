@@ -72,7 +72,7 @@ class Store:
         for x in (*operands, *outputs):
             base = address(x.buffer.ghost)
             self._known.append((base, base + x.buffer.size, base, x.buffer))
-        owners = [id(x.buffer) for x in outputs]
+        owners = self._owners = [id(x.buffer) for x in outputs]
         read = {id(x.buffer) for x in operands}
         # One dispatch may not both read and write a buffer, nor write it twice, whatever the parts.
         self._shared = {owner for owner in owners if owner in read or owners.count(owner) > 1}
@@ -106,12 +106,16 @@ class Store:
         copy(self.commands, view, packed)
         return packed
 
-    def target(self, x: ndarray) -> Region:
-        """Return a result, to be written in full."""
+    def target(self, x: ndarray, over: Sequence[ndarray] = ()) -> Region:
+        """Return a result, to be written in full; it may be an operand out of those in `over`."""
         view = self.reserve(x)
         room = self.device.room
-        if view is not None and id(view.buffer) not in self._shared and view.span <= room:
-            return view
+        if view is not None and view.span <= room:
+            owner = id(view.buffer)
+            read = [y for y in map(self._find, over) if y is not None and id(y.buffer) == owner]
+            alone = self._owners.count(owner) == 1 and read and all(y == view for y in read)
+            if owner not in self._shared or alone:
+                return view
         apart = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
         if view is not None:
             self._copies.append((apart, view))

@@ -75,34 +75,48 @@ JOINED = 64
 
 
 def tile(
-    m: int, n: int, itemsize: int, storage: int, invocations: int, cpu: bool, depth: int = 0
-) -> WebGpuTile:
+    m: int, n: int, itemsize: int, storage: int, invocations: int, cpu: bool, depth: int = 0,
+    factors: int = 1,
+) -> WebGpuTile:  # fmt: skip
     """The largest tile that the device holds and of which the result has enough.
 
-    Where its sums over `depth` may be cut, each part of one counts.
+    Where its sums over `depth` may be cut, each part of one counts. It is that of each product of a
+    group with so many right `factors`, where it is the part of the tile of one: sums over rows have
+    the same order.
     """
     if cpu:
         return CPU_TILE
-    fitting = []
-    for tile in TILES:
+    fitting: list[tuple[WebGpuTile, WebGpuTile]] = []
+    for whole in TILES:
+        tile = divided(whole, factors)
         # an invocation's sums are registers: 128 of 4 bytes
-        if tile.mr * tile.nr * itemsize > 512 or tile.invocations > invocations:
+        sums = tile.mr * tile.nr * factors
+        if sums * itemsize > 512 or tile.invocations > invocations:
             continue
         block_k = tile.block_k
-        while block_k >= 8 and storage < _workgroup_bytes(tile, block_k, itemsize):
+        while block_k >= 8 and storage < _workgroup_bytes(tile, block_k, itemsize, factors):
             block_k //= 2
         if block_k >= 4:
-            fitting.append(replace(tile, block_k=block_k))
+            fitting.append((whole, replace(tile, block_k=block_k)))
     parts = max(1, depth // PART)
-    for tile in fitting:
-        if -(-m // tile.block_m) * -(-n // tile.block_n) * parts >= BLOCKS // 2:
+    for whole, tile in fitting:
+        if -(-m // whole.block_m) * -(-n // whole.block_n) * parts >= BLOCKS // 2:
             return tile
-    return fitting[-1]
+    return fitting[-1][1]
 
 
-def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int) -> int:
-    """Both factors, each row padded by four, and the sums of columns."""
-    factors = (tile.block_m + tile.block_n + 8) * depth
+def divided(tile: WebGpuTile, factors: int) -> WebGpuTile:
+    """Return the tile of each product of a group over one left factor, for as many invocations.
+
+    Two blocks of 64 columns take the registers, and the reads from workgroup memory, of one of 128.
+    """
+    nr = max(4, tile.nr // factors // 4 * 4)
+    return replace(tile, block_n=tile.block_n // tile.nr * nr, nr=nr)
+
+
+def _workgroup_bytes(tile: WebGpuTile, depth: int, itemsize: int, right: int = 1) -> int:
+    """All factors, each row padded by four, and the sums of columns."""
+    factors = (tile.block_m + 4 + right * (tile.block_n + 4)) * depth
     return (factors + 4 * tile.invocations) * itemsize
 
 

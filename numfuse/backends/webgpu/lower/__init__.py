@@ -3,6 +3,7 @@
 - `places`: the batch of a product, and how its sums are cut
 - `products`: a product with an epilogue over all places
 - `sums`: planes, rows and broadcast axes that are added up
-- `elementwise`: an epilogue of arrays alone, as the gates are
-- `layers`: the operations with products
+- `elementwise`: an epilogue of arrays alone
+- `layers`: a layer and its derivatives
+- `fused`: any epilogue of sums and operands: gates, the gated layer, a user's own
 """

@@ -16,10 +16,10 @@ from numpy import ndarray
 from numfuse import epilogues
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
 from numfuse.backends.webgpu.lower.places import Cut, Places, tile_of
-from numfuse.backends.webgpu.lower.products import BARE, launch, product
+from numfuse.backends.webgpu.lower.products import launch, product, sum_of_products
 from numfuse.backends.webgpu.lower.sums import join
 from numfuse.backends.webgpu.shaders.formula import Formula
-from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
+from numfuse.backends.webgpu.stores import Region, Store, fresh
 
 if TYPE_CHECKING:
     from numfuse.epilogues import Epilogue
@@ -74,7 +74,7 @@ def backward(store: Store, p: GemmBackwardProblem, outs: _Outs) -> None:
         if "d_a" in outs or "d_b" in outs:
             grad_pre = fresh(store.device, (*p.batch, p.m, p.n), p.acc_dtype, "grad_pre")
             made["d_z"] = grad_pre
-        summed = "d_z" if "d_bias" in outs else None
+        summed = ("d_z",) if "d_bias" in outs else ()
         chosen = formula.choose(*made, summed=summed)
         factors = None
         if p.pre is not None:
@@ -93,16 +93,16 @@ def _gradients(store: Store, p: GemmBackwardProblem, terms: Sequence[_Term], out
     """Record d_a and d_b: the sums of g @ b^T and of a^T @ g over the terms (g, b, a)."""
     if "d_a" in outs:
         factors = [(g, store.source(b).turned) for g, b, _ in terms if b is not None]
-        _sum_of_products(store, p, factors, *outs["d_a"])
+        sum_of_products(store, p.batch, p.acc_dtype, factors, *outs["d_a"])
     if "d_b" in outs:
         factors = [(store.source(a).turned, g) for g, _, a in terms if a is not None]
-        _sum_of_products(store, p, factors, *outs["d_b"], free=True)
+        sum_of_products(store, p.batch, p.acc_dtype, factors, *outs["d_b"], free=True)
 
 
 def _column_sums(store: Store, p: GemmBackwardProblem, x: Region, out: Region, add: bool) -> None:
     """Record the sums of the columns of x, of which each batch axis that `out` lacks is summed."""
     absent = ("z", "bias", "residual")
-    formula = Formula.of(residual_backward, None, absent).choose(summed="d_bias")
+    formula = Formula.of(residual_backward, None, absent).choose(summed=("d_bias",))
     _rows(store, p, formula, {"grad": x}, {}, None, out, add)
 
 
@@ -129,7 +129,7 @@ def _rows(
     if p.m and p.n and places.count:
         k = 0 if factors is None else p.k
         how = (p.m, p.n, k), places, Cut(k), tile, acc
-        launch(store, *how, formula, arrays, outs, factors, sums)
+        launch(store, *how, formula, arrays, outs, factors or (), sums)
     if d_bias is not None and sums is not None:
         join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
 
@@ -150,38 +150,22 @@ def _moved(store: Store, p: _Moving, out: Region) -> None:
     if not factors:  # sums of no products
         none = replace(b, shape=(*b.shape[:-2], 0, b.shape[-1]))
         factors.append((replace(a, shape=(*a.shape[:-1], 0)), none))
-    _sum_of_products(store, p, factors, out, added={"bias": p.w, "residual": p.z})
+    _sums(store, p, factors, out, bias=p.w, residual=p.z)
 
 
-def _sum_of_products(
+def _sums(
     store: Store,
-    p: _Moving | GemmBackwardProblem,
+    p: _Moving,
     factors: Sequence[tuple[Region, Region]],
     out: Region,
-    add: bool = False,
-    *,
-    free: bool = False,
-    added: Mapping[str, ndarray | None] | None = None,
+    **added: ndarray | None,
 ) -> None:
-    """Record out = the sum of products, and of a bias and a residual, rounded once.
-
-    With `add` it is out += the sum of products.
-    """
-    acc = p.acc_dtype
-    target = out
-    if len(factors) > 1 and out.dtype != acc.name:
-        target = fresh(store.device, out.shape, acc, "a sum of products")
-    formula, arrays = BARE, {}
-    if added:
-        arrays = {name: store.source(x) for name, x in added.items() if x is not None}
-        absent = tuple(name for name in added if name not in arrays)
-        formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
-    for x, y in factors:
-        outs = {"out": target}
-        product(store, x, y, p.batch, outs, acc, formula, arrays, free=free, add=add)
-        formula, add = BARE, True
-    if target is not out:
-        copy(store.commands, target, out)
+    """Record out = the sum of products, and of a bias and a residual."""
+    arrays = {name: store.source(x) for name, x in added.items() if x is not None}
+    absent = tuple(name for name in added if name not in arrays)
+    formula = Formula.of(epilogues.residual_layer, None, absent).choose("out")
+    how = store, p.batch, p.acc_dtype, factors, out
+    sum_of_products(*how, formula=formula, arrays=arrays)
 
 
 def _wide(store: Store, p: _Moving, what: str) -> Region:
@@ -196,8 +180,7 @@ def _operands(store: Store, p: _Moving, moved: str, needed: tuple[str, ...]) -> 
     elif "z" in needed:
         arrays["z"] = _wide(store, p, "the pre-activation")
         factors = store.source(p.a), store.source(p.b)
-        added = {"bias": p.bias, "residual": None}
-        _sum_of_products(store, p, [factors], arrays["z"], added=added)
+        _sums(store, p, [factors], arrays["z"], bias=p.bias, residual=None)
     if moved in needed:
         arrays[moved] = _wide(store, p, "T")
         _moved(store, p, arrays[moved])

@@ -8,8 +8,8 @@ their order. Which parts and groups there are depends on the problem alone, and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
@@ -21,20 +21,25 @@ from numfuse.backends.webgpu.shaders.shader import Access
 
 if TYPE_CHECKING:
     from numfuse.backends.webgpu.device.device import Device
+    from numfuse.backends.webgpu.device.memory import Binding
+    from numfuse.backends.webgpu.shaders.epilogues import Array
     from numfuse.backends.webgpu.stores import Region
     from numfuse.backends.webgpu.tiling import WebGpuTile
 
 
 def tile_of(
-    device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0
+    device: Device, m: int, n: int, accumulator: np.dtype[Any], depth: int = 0, factors: int = 1
 ) -> WebGpuTile:
-    """Return the tile of an M x N result on this device, of which sums over `depth` may be cut."""
+    """Return the tile of an M x N result on this device, of which sums over `depth` may be cut.
+
+    It is that of each product of a group with so many right `factors`.
+    """
     limits, cpu = device.limits, device.adapter.kind == "CPU"
     storage = limits["max-compute-workgroup-storage-size"]
     invocations = min(
         limits["max-compute-invocations-per-workgroup"], limits["max-compute-workgroup-size-x"]
     )
-    return tiling.tile(m, n, accumulator.itemsize, storage, invocations, cpu, depth)
+    return tiling.tile(m, n, accumulator.itemsize, storage, invocations, cpu, depth, factors)
 
 
 def factor_access(region: Region, outputs: int, depth: int) -> Access:
@@ -64,6 +69,30 @@ def _by_fours(region: Region, axis: int, steps: Sequence[int]) -> bool:
 def repeated(lengths: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides with 0 for axes of length 1: those are read again and again."""
     return tuple([0 if n == 1 else s for n, s in zip(lengths, strides, strict=True)])
+
+
+#: The limit of WebGPU on the arrays of a shader.
+BINDINGS = "max-storage-buffers-per-shader-stage"
+
+
+def within(
+    arrays: Sequence[Array], regions: Mapping[str, Region], bindings: Mapping[str, Binding]
+) -> tuple[Array, ...]:
+    """Return the arrays of a shader, those that lie in one binding with that of the first.
+
+    They are inputs of one element, as numbers are, results (a device binds what it writes once),
+    and an input that is a result.
+    """
+    first: dict[Any, str] = {}
+    found = []
+    for array in sorted(arrays, key=lambda x: not x.stored):
+        binding = bindings[array.array]
+        key = id(binding.buffer), binding.offset, binding.size, array.access
+        owner = first.get(key, "")
+        if array.stored or prod(regions[array.array].shape) == 1:
+            owner = first.setdefault(key, array.array)
+        found.append(replace(array, within=owner if owner != array.array else ""))
+    return tuple(sorted(found, key=lambda x: x.stored))
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def sum_to(store: Store, x: ndarray, out: ndarray, accumulator: np.dtype[Any]) -
     total = target
     if target.dtype != accumulator.name and _beyond(store.device, source.shape, accumulator):
         total = fresh(store.device, target.shape, accumulator, "the sum of a residual")
-    _sum_to(store, source, total, accumulator, False)
+    add_up(store, source, total, accumulator, False)
     if total is not target:
         copy(store.commands, total, target)
 
@@ -92,7 +92,18 @@ def _beyond(device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> boo
     return prod(shape) * dtype.itemsize > device.room
 
 
-def _sum_to(
+def planes_of(
+    store: Store, shape: tuple[int, ...], target: Region, accumulator: np.dtype[Any]
+) -> tuple[Region, Region]:
+    """Return new planes that are to be joined to a target, and these as an array of `shape`."""
+    own = (1,) * (len(shape) - len(target.shape)) + target.shape
+    summed = [i for i, length in enumerate(shape) if length != own[i]]
+    order = [*summed, *(i for i in range(len(shape)) if i not in summed)]
+    planes = fresh(store.device, tuple(shape[i] for i in order), accumulator, "planes of a sum")
+    return planes, planes.axes([order.index(i) for i in range(len(shape))])
+
+
+def add_up(
     store: Store, source: Region, target: Region, accumulator: np.dtype[Any], add: bool
 ) -> None:
     """Record target = source, or target += source, summed over the axes of which target has 1.
@@ -107,9 +118,16 @@ def _sum_to(
             apart = target.shape[axis] == source.shape[axis]
             goal = target.part(axis, first, last) if apart else target
             more = add or (first > 0 and not apart)
-            _sum_to(store, source.part(axis, first, last), goal, accumulator, more)
+            add_up(store, source.part(axis, first, last), goal, accumulator, more)
         return
-    turned, _, depth = source.summed_to(target)
+    turned, over, depth = source.summed_to(target)
+    axes = [i for i, n in enumerate(source.shape) if n != 1]
+    summed = [over.shape[i] == 1 for i in axes]
+    lead = summed.index(True) if depth != 1 else 0
+    apart = any(summed[lead + sum(summed) :])
+    if source.dtype == accumulator.name and source.contiguous and not apart:
+        join(store, source, prod(source.shape[i] for i in axes[:lead]), depth, target, add)
+        return
     planes = fresh(store.device, turned.shape, accumulator, "the summands of a residual")
     copy(store.commands, turned, planes)
     join(store, planes, 1, depth, target, add)

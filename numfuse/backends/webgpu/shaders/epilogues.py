@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from numfuse.backends.webgpu.shaders.formula import Formula
+from numfuse.backends.webgpu.shaders.plain import COPY_AXES
 from numfuse.backends.webgpu.shaders.shader import TYPES, Access, Shader, Storage, Uniform
 from numfuse.backends.webgpu.shaders.template import expand
 from numfuse.backends.webgpu.tiling import WebGpuTile
@@ -20,34 +21,57 @@ class Array:
     name: str
     access: Access
     stored: bool = False
-    #: Whether one row is read for all rows.
+    #: Whether one row is read for all rows; of an elementwise pass, whether it is one element.
     by_column: bool = False
+    #: The array in whose binding it lies; "": its own.
+    within: str = ""
 
     @property
     def array(self) -> str:
-        """The name of the buffer, and of its offset and strides."""
+        """The name of its offset and strides."""
         return f"{'to' if self.stored else 'from'}_{self.name}"
+
+    @property
+    def buffer(self) -> str:
+        """The name of its binding."""
+        return self.within or self.array
 
     @property
     def storage(self) -> Storage:
         return Storage(self.array, self.access.element, "read_write" if self.stored else "read")
 
 
+#: The names of the factors of a group of products over one X, and of the sums of each.
+FACTORS = "x", "y", "u", "v"
+_SUMS = "c", "d", "e"
+
+
+class _Sum(NamedTuple):
+    """A product of a group as the template sees it: its right factor, its name in the formula, its
+    sums in registers, and those of the chains that have ended."""
+
+    Y: str
+    Z: str
+    C: str
+    KEPT: str
+
+
 class _Factor:
     """A factor of a product as the template sees it."""
 
     def __init__(self, name: str, access: Access, block: int, tile: WebGpuTile) -> None:
-        row = name == "x"
+        row = name == FACTORS[0]
         self.NAME, self.WIDE, self.TURNED, self.BLOCK = name, access.wide, access.turned, block
         self.ORIGIN, length = ("row0", "m") if row else ("column0", "n")
-        self.STRIDE_O = "x_row" if row else "y_column"
-        self.STRIDE_K = "x_column" if row else "y_row"
+        self.STRIDE_O = f"{name}_{'row' if row else 'column'}"
+        self.STRIDE_K = f"{name}_{'column' if row else 'row'}"
         # (index, end, stride): along the four neighbours, and from a line of them to the next
         output, depth = ("o", f"p.{length}", self.STRIDE_O), ("k", "k_end", self.STRIDE_K)
         along, line = (depth, output) if access.turned else (output, depth)
         self.ALONG, self.ALONG_END, self.ALONG_STRIDE = along
         self.LINE, self.LINE_END, self.LINE_STRIDE = line
         self.LINES = 4 if access.turned else 1
+        self.PITCH = block // 4 + access.turned
         # pieces to fetch: squares of 4 x 4 where turned, else runs of four outputs
         pieces = block // 4 * (tile.block_k // self.LINES)
         self.LOADS = -(-pieces // tile.invocations)
@@ -77,14 +101,14 @@ class _Epilogue(Shader):
         return tuple(array.array for array in self.arrays)
 
     @property
-    def _operation(self) -> str:
-        return self.formula.operation.__name__.replace("_", " ")
+    def _storages(self) -> list[Storage]:
+        return [array.storage for array in self.arrays if not array.within]
 
     def _bindings(self, lanes: int) -> dict[str, Any]:
         """Return what the templates know of the epilogue, which is called once for each lane."""
         acc = TYPES[self.accumulator]
         names = [f"{name}_here" for name in self.formula.inputs]
-        names += ["sum"] if self.formula.summed else []
+        names += self.formula.totals
         lane = "" if lanes == 1 else "[{}]"
         arguments = [", ".join(name + lane.format(d) for name in names) for d in range(lanes)]
         read = acc if lanes == 1 else f"vec4<{acc}>"
@@ -108,25 +132,25 @@ class Gemm(_Epilogue):
     """An epilogue of a product, or of operands in its place."""
 
     tile: WebGpuTile
-    #: X and Y; None where the formula has no accumulator.
-    factors: tuple[Access, Access] | None
+    #: X, and a Y for each accumulator; None where the formula has none.
+    factors: tuple[Access, ...] | None
     places: bool = False
     segments: bool = False
     #: Whether the result is a stack of planes to be joined.
     planes: bool = False
+    #: The accumulators, in the order of their factors.
+    accumulators: tuple[str, ...] = ("z",)
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]
-        x, y = self.factors or ("-", "-")
-        t = self.tile
-        return f"gemm {self._operation} {x}.{y} {t.block_m}x{t.block_n}x{t.block_k}"
+        x, *right = self.factors or ("-", "-")
+        t, factors = self.tile, f"{x}.{'+'.join(map(str, right))}"
+        return f"gemm {self.formula.name} {factors} {t.block_m}x{t.block_n}x{t.block_k}"
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        found = [
-            Storage(n, a.element, "read") for n, a in zip("xy", self.factors or (), strict=False)
-        ]
-        found += [a.storage for a in self.arrays]
+        factors = zip(FACTORS, self.factors or (), strict=False)
+        found = [Storage(name, a.element, "read") for name, a in factors] + self._storages
         if self.formula.summed:
             found.append(Storage("column_sums", TYPES[self.accumulator], "read_write"))
         if self.places:
@@ -136,18 +160,21 @@ class Gemm(_Epilogue):
     @cached_property
     def place(self) -> Uniform:
         """Where the arrays of a place begin."""
-        factors = ("x", "y") if self.factors else ()
-        return Uniform((*factors, *self._names))
+        return Uniform((*self._factors, *self._names))
+
+    @property
+    def _factors(self) -> tuple[str, ...]:
+        return FACTORS[: len(self.factors or ())]
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
         fields = ["m", "n", "k"]
-        fields += ["x_row", "x_column", "y_row", "y_column"] if self.factors else []
-        for name in self._names:
+        for name in (*self._factors, *self._names):
             fields += [f"{name}_row", f"{name}_column"]
         # Planes: number z is part z % parts of K, of the segments of place z / parts. A place adds
         # up `summed` segments in all, in `groups` of `segments` each.
         fields += ["first_plane", "part", "parts", "segments", "summed", "groups"]
+        fields += ["planes"] if len(self.formula.summed) > 1 else []
         return Uniform((*fields, *self.place.names))
 
     def text(self) -> str:
@@ -159,11 +186,18 @@ class Gemm(_Epilogue):
             ty = f"(t >> 5u) / {columns // 8}u * 4u + ((t >> 3u) & 3u)"
         else:
             tx, ty = f"t % {columns}u", f"t / {columns}u"
-        x, y = self.factors or (None, None)
         factors = [
-            _Factor(name, access, block, t)
-            for name, access, block in (("x", x, t.block_m), ("y", y, t.block_n))
-            if access is not None
+            _Factor(name, access, t.block_n if i else t.block_m, t)
+            for i, (name, access) in enumerate(zip(self._factors, self.factors or (), strict=True))
+        ]
+        right = [
+            _Sum(y, z, c, "kept" if c == _SUMS[0] else f"kept_{c}")
+            for y, z, c in zip(self._factors[1:], self.accumulators, _SUMS, strict=False)
+        ]
+        runs = t.nr // 4
+        taken = [
+            " ".join(f"{s.Z}_here = {s.C}{e % t.mr}_{e // t.mr};" for s in right)
+            for e in range(t.mr * runs)
         ]
         return expand(
             "gemm.wgsl",
@@ -172,15 +206,16 @@ class Gemm(_Epilogue):
                 "HEADER": self.header(self.place.struct("Place")),
                 "PRODUCT": bool(factors),
                 "LOADS": [(factor, i) for factor in factors for i in range(factor.LOADS)],
-                "SUMS": [(i, j) for i in range(t.mr) for j in range(t.nr // 4)],
-                "X_PITCH": t.block_m // 4 + (x is not None and x.turned),
-                "Y_PITCH": t.block_n // 4 + (y is not None and y.turned),
+                "FACTORS": factors,
+                "RIGHT": right,
+                "SUMS": [(s, i, j) for s in right for i in range(t.mr) for j in range(runs)],
+                "TAKEN": taken,
                 **{name.upper(): value for name, value in vars(t).items()},
                 "SLICES": t.chain // t.block_k,
                 "INVOCATIONS": t.invocations,
                 "TX": tx,
                 "TY": ty,
-                "COLUMN_SUMS": self.formula.summed is not None,
+                "COLUMN_SUMS": list(enumerate(self.formula.totals)),
                 "PLACES": self.places,
                 "SEGMENTS": self.segments,
                 "PLACE": ", ".join(f"p.{name}" for name in self.place.names),
@@ -191,20 +226,29 @@ class Gemm(_Epilogue):
 
 @dataclass(frozen=True)
 class Elementwise(_Epilogue):
-    """An epilogue without a product, element by element; all arrays go by fours, or none."""
+    """An epilogue without a product, element by element; all arrays go by fours, or none.
+
+    Where it is `strided`, each has strides of its own.
+    """
+
+    strided: bool = False
 
     @cached_property
     def label(self) -> str:  # type: ignore[override]
-        return f"elementwise {self._operation} {self.arrays[-1].access}"
+        return f"elementwise {self.formula.name} {self.arrays[-1].access}"
 
     @cached_property
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
-        return tuple(a.storage for a in self.arrays)
+        return tuple(self._storages)
 
     @cached_property
     def uniform(self) -> Uniform:  # type: ignore[override]
-        return Uniform(("first", "last", *self._names))
+        fields = ["first", "last", *self._names]
+        for name in ("shape", *self._names) if self.strided else ():
+            fields += [f"{name}_{axis}" for axis in range(COPY_AXES)]
+        return Uniform(tuple(fields))
 
     def text(self) -> str:
         lanes = 4 if self.arrays[-1].access.wide else 1
-        return expand("elementwise.wgsl", {**self._bindings(lanes), "HEADER": self.header()})
+        words = {"HEADER": self.header(), "STRIDED": self.strided}
+        return expand("elementwise.wgsl", {**self._bindings(lanes), **words})

@@ -1,7 +1,7 @@
 """An epilogue's formulas in a shader: the one printer, and what a lowering asks of an operation.
 
-A :class:`Formula` names an operation of `numfuse.epilogues` and holds none of its graphs: what is
-kept by one (a pipeline) must not keep an activation alive.
+A :class:`Formula` names an operation of `numfuse.epilogues`, or the text of an epilogue, and holds
+none of its graphs: what is kept by one (a pipeline) must not keep an activation alive.
 """
 
 from __future__ import annotations
@@ -26,9 +26,14 @@ def _identity(curve: Curve | None) -> tuple[Any, ...]:
     return ("value", curve.trace.serial) if folded else ("curve", curve.serial)
 
 
+def _itself(epilogue: Epilogue) -> Epilogue:
+    """Return an epilogue that is given whole, and not by an operation with a curve."""
+    return epilogue
+
+
 @dataclass(frozen=True)
 class Formula:
-    """Chosen results of an operation's epilogue; made by :meth:`of`."""
+    """Chosen results of an operation's epilogue; made by :meth:`of` or :meth:`whole`."""
 
     #: From a curve, if there is one, to an epilogue.
     operation: Callable[..., Epilogue]
@@ -40,8 +45,8 @@ class Formula:
     guard: bool
     #: The results that are stored. One that is zero everywhere may be among them.
     results: tuple[str, ...] = ()
-    #: The result of which sums over rows are made.
-    summed: str | None = None
+    #: The results of which sums over rows are made.
+    summed: tuple[str, ...] = ()
     _curve: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -56,9 +61,25 @@ class Formula:
         held = None if curve is None else weakref.ref(curve)
         return cls(operation, _identity(curve), absent, guard, _curve=held)
 
-    def choose(self, *results: str, summed: str | None = None) -> Formula:
+    @classmethod
+    def whole(cls, epilogue: Epilogue) -> Formula:
+        """Return the formula of an epilogue; who has it made keeps the epilogue meanwhile."""
+        return cls(_itself, epilogue.named(), (), False, _curve=weakref.ref(epilogue))
+
+    def choose(self, *results: str, summed: tuple[str, ...] = ()) -> Formula:
         """Return the formula of these results."""
         return replace(self, results=results, summed=summed)
+
+    @property
+    def name(self) -> str:
+        """The name of its operation, for labels."""
+        name = self.operation.__name__ if self.operation is not _itself else str(self.curve[0])
+        return name.replace("_", " ")
+
+    @property
+    def totals(self) -> tuple[str, ...]:
+        """The names of the sums over rows."""
+        return tuple([f"sum_{i}" if i else "sum" for i in range(len(self.summed))])
 
     def formulas(self) -> list[Expr]:
         """Return the graphs with which goes what is kept of this formula."""
@@ -82,18 +103,16 @@ class Formula:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that the chosen results depend on, accumulators first."""
-        chosen = self.results if self.summed is None else (*self.results, self.summed)
-        return self._epilogue.select(*chosen).inputs
+        return self._epilogue.select(*self.results, *self.summed).inputs
 
     def text(self, dtype: str, one_rounding: bool) -> str:
-        """Return ``fn epilogue`` of the inputs, and of the sum so far where there is one.
+        """Return ``fn epilogue`` of the inputs, and of the sums so far where there are such.
 
-        Its ``Results`` has a member for each chosen result, and the next ``sum``.
+        Its ``Results`` has a member for each chosen result, and the next of each sum.
         """
         made = self._epilogue
-        results, arguments = list(made.select(*self.results).results), self.inputs
-        if self.summed is not None:
-            results.append(("sum", leaf("sum") + made.select(self.summed)[self.summed]))
-            arguments = (*arguments, "sum")
-        functions = wgsl.epilogue(results, arguments, dtype)
+        results = list(made.select(*self.results).results)
+        for total, name in zip(self.totals, self.summed, strict=True):
+            results.append((total, leaf(total) + made.select(name)[name]))
+        functions = wgsl.epilogue(results, (*self.inputs, *self.totals), dtype)
         return f"{wgsl.prelude(functions, dtype, one_rounding)}\n\n{functions}\n"

@@ -2,6 +2,9 @@
 // makes one BLOCK_M x BLOCK_N block of C, an invocation MR x NR values of it in registers, K in slices
 // of BLOCK_K through workgroup memory.  The next slice is on its way to registers while this one is
 // multiplied.
+//$ if RIGHT[1:]:
+// A group of products over one X: for each Y a tile, and sums of its own.
+//$ end
 //
 //$ if SLICES:
 // A chain of sums over K ends after so many SLICES, and is added to those before: the errors of a
@@ -21,12 +24,12 @@ $EPILOGUE
 // Four neighbours of a row; what lies past the last column is 0.
 fn load_${b.name}(at: u32, column: u32) -> vec4<$ACC> {
     //$ if b.access.wide:
-    return vec4<$ACC>(${b.array}[at / 4u]);
+    return vec4<$ACC>(${b.buffer}[at / 4u]);
     //$ else:
     var value = vec4<$ACC>();
     //$ for d in range(4):
     if (column + ${d}u < p.n) {
-        value[$d] = $ACC(${b.array}[at + ${d}u * p.${b.array}_column]);
+        value[$d] = $ACC(${b.buffer}[at + ${d}u * p.${b.array}_column]);
     }
     //$ end
     return value;
@@ -37,11 +40,11 @@ fn load_${b.name}(at: u32, column: u32) -> vec4<$ACC> {
 //$ for b in OUTPUTS:
 fn store_${b.name}(at: u32, column: u32, value: vec4<$ACC>) {
     //$ if b.access.wide:
-    ${b.array}[at / 4u] = vec4<${b.access.scalar}>(value);
+    ${b.buffer}[at / 4u] = vec4<${b.access.scalar}>(value);
     //$ else:
     //$ for d in range(4):
     if (column + ${d}u < p.n) {
-        ${b.array}[at + ${d}u * p.${b.array}_column] = ${b.access.scalar}(value[$d]);
+        ${b.buffer}[at + ${d}u * p.${b.array}_column] = ${b.access.scalar}(value[$d]);
     }
     //$ end
     //$ end
@@ -49,8 +52,9 @@ fn store_${b.name}(at: u32, column: u32, value: vec4<$ACC>) {
 //$ end
 
 //$ if PRODUCT:
-var<workgroup> x_tile: array<array<vec4<$ACC>, $X_PITCH>, $BLOCK_K>;
-var<workgroup> y_tile: array<array<vec4<$ACC>, $Y_PITCH>, $BLOCK_K>;
+//$ for o in FACTORS:
+var<workgroup> ${o.NAME}_tile: array<array<vec4<$ACC>, ${o.PITCH}>, $BLOCK_K>;
+//$ end
 //$ end
 //$ if COLUMN_SUMS:
 var<workgroup> sums: array<array<vec4<$ACC>, ${BLOCK_N // NR}>, ${BLOCK_M // MR}>;
@@ -93,21 +97,22 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     //$ end
 
     //$ if PRODUCT:
-    //$ for i, j in SUMS:
-    var c${i}_$j = vec4<$ACC>();
+    //$ for s, i, j in SUMS:
+    var ${s.C}${i}_$j = vec4<$ACC>();
     //$ end
     //$ if SLICES:
     // The sums of chains that have ended.
-    //$ for i, j in SUMS:
-    var kept${i}_$j = vec4<$ACC>();
+    //$ for s, i, j in SUMS:
+    var ${s.KEPT}${i}_$j = vec4<$ACC>();
     //$ end
     var chains = 0u;
     //$ end
     let k_first = plane % p.parts * p.part;
     let k_end = min(k_first + p.part, p.k);
     var k0 = k_first;
-    var x_at = place.x;
-    var y_at = place.y;
+    //$ for o in FACTORS:
+    var ${o.NAME}_at = place.${o.NAME};
+    //$ end
     //$ for o, i in LOADS:
     // a run of four outputs, or, where K is contiguous, a square of four runs along k
     //$ if o.TURNED and K_FIRST:
@@ -184,8 +189,9 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 running = segment < last_segment;
                 k0 = k_first;
                 if (running) {
-                    x_at = places[segment].x;
-                    y_at = places[segment].y;
+                    //$ for o in FACTORS:
+                    ${o.NAME}_at = places[segment].${o.NAME};
+                    //$ end
                 }
             }
             //$ end
@@ -196,11 +202,13 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 //$ for i in range(MR // 4):
                 let x$i = x_tile[$k][ty + ${i * (BLOCK_M // MR)}u];
                 //$ end
+                //$ for s in RIGHT:
                 //$ for j in range(NR // 4):
-                let y$j = y_tile[$k][tx + ${j * (BLOCK_N // NR)}u];
+                let ${s.Y}$j = ${s.Y}_tile[$k][tx + ${j * (BLOCK_N // NR)}u];
                 //$ end
-                //$ for i, j in SUMS:
-                c${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), y$j, c${i}_$j);
+                //$ end
+                //$ for s, i, j in SUMS:
+                ${s.C}${i}_$j = fma(vec4<$ACC>(x${i // 4}[${i % 4}]), ${s.Y}$j, ${s.C}${i}_$j);
                 //$ end
             }
             //$ end
@@ -222,14 +230,14 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         break;
     }
     chains += 1u;
-    //$ for i, j in SUMS:
-    kept${i}_$j += c${i}_$j;
-    c${i}_$j = vec4<$ACC>();
+    //$ for s, i, j in SUMS:
+    ${s.KEPT}${i}_$j += ${s.C}${i}_$j;
+    ${s.C}${i}_$j = vec4<$ACC>();
     //$ end
     }
     if (chains != 0u) {
-        //$ for i, j in SUMS:
-        c${i}_$j += kept${i}_$j;
+        //$ for s, i, j in SUMS:
+        ${s.C}${i}_$j += ${s.KEPT}${i}_$j;
         //$ end
     }
     //$ end
@@ -238,8 +246,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     // One copy of the epilogue for all MR x NR / 4 runs: unrolled, it would be most of the code.
     for (var j = 0u; j < ${NR // 4}u; j++) {
         let column = column0 + j * ${BLOCK_N // (NR // 4)}u + tx * 4u;
-        //$ if COLUMN_SUMS:
-        var sum = vec4<$ACC>();
+        //$ for n, sum in COLUMN_SUMS:
+        var $sum = vec4<$ACC>();
         //$ end
         if (column < p.n) {
             //$ for r in [r for r in INPUTS if r.by_column]:
@@ -249,12 +257,14 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 let row = row0 + i / 4u * ${BLOCK_M // (MR // 4)}u + ty * 4u + i % 4u;
                 if (row < p.m) {
                     //$ if PRODUCT:
-                    var z_here = vec4<$ACC>();
+                    //$ for s in RIGHT:
+                    var ${s.Z}_here = vec4<$ACC>();
+                    //$ end
                     switch (j * ${MR}u + i) {
                         //$ for e in range(MR * NR // 4 - 1):
-                        case ${e}u: { z_here = c${e % MR}_${e // MR}; }
+                        case ${e}u: { ${TAKEN[e]} }
                         //$ end
-                        default: { z_here = c${MR - 1}_${NR // 4 - 1}; }
+                        default: { ${TAKEN[-1]} }
                     }
                     //$ end
                     //$ for r in [r for r in INPUTS if not r.by_column]:
@@ -263,8 +273,8 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     //$ for a in ARGUMENTS:
                     let made_${a[0]} = epilogue(${a[1]});
                     //$ end
-                    //$ if COLUMN_SUMS:
-                    sum = vec4<$ACC>(made_0.sum, made_1.sum, made_2.sum, made_3.sum);
+                    //$ for n, sum in COLUMN_SUMS:
+                    $sum = vec4<$ACC>(made_0.$sum, made_1.$sum, made_2.$sum, made_3.$sum);
                     //$ end
                     //$ for w in OUTPUTS:
                     store_${w.name}(place.${w.array} + $ROW * p.${w.array}_row + column * p.${w.array}_column, column, ${MADE[w.name]});
@@ -272,19 +282,23 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                 }
             }
         }
-        //$ if COLUMN_SUMS:
+        //$ for n, sum in COLUMN_SUMS:
         // Down the rows of the block in a fixed order: in registers, then over the invocations.
         workgroupBarrier();
-        sums[ty][tx] = sum;
+        sums[ty][tx] = $sum;
         workgroupBarrier();
         if (ty == 0u) {
             for (var i = 1u; i < ${BLOCK_M // MR}u; i++) {
-                sum += sums[i][tx];
+                $sum += sums[i][tx];
             }
+            //$ if n:
+            let at = ((p.planes * ${n}u + p.first_plane + workgroup.z) * block_rows + row_block) * p.n + column;
+            //$ else:
             let at = ((p.first_plane + workgroup.z) * block_rows + row_block) * p.n + column;
+            //$ end
             //$ for d in range(4):
             if (column + ${d}u < p.n) {
-                column_sums[at + ${d}u] = sum[$d];
+                column_sums[at + ${d}u] = $sum[$d];
             }
             //$ end
         }
