@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from numfuse.adapters.jax import table
-from numfuse.adapters.jax.operations import Call
+from numfuse.adapters.jax.epilogues import EpilogueCall
+from numfuse.adapters.jax.operations import Call, ghosts
 from numfuse.backends import LOADED, resolve
 from numfuse.problem.operands import address
-from numfuse.runtime.strided import contiguous
 from numfuse.runtime.threads import at_most
 
 #: The name of the custom call.
@@ -142,11 +141,7 @@ def traced(call: Any) -> Traced | None:
     """Return the problem of a call, or None where an operand would have to be copied."""
     from numfuse.adapters.jax.frame import SOURCE
 
-    # Never read: there is one element behind each.
-    operands = []
-    for shape, dtype in zip(call.shapes, call.dtypes, strict=True):
-        one = np.empty(1, dtype)
-        operands.append(as_strided(one, shape, contiguous(shape, one.itemsize)))
+    operands = ghosts(call.shapes, call.dtypes)
     kind, p, names, made, results = call.taken(operands)
     known: dict[int, int] = {}
     for what, those in (("OPERAND", operands), ("RESULT", results)):
@@ -195,7 +190,7 @@ def _record(threads: str, key: int, call: Any, held: Any = None, where: int = -1
 #: By platform, what records a call; the way is what else the record depends on.
 RECORDERS: dict[str, Callable[..., Any]] = {"cpu": _record}
 #: What reads the description of a call, by the name of its class.
-KINDS: dict[str, Any] = {"Call": Call}
+KINDS: dict[str, Any] = {"Call": Call, "EpilogueCall": EpilogueCall}
 
 
 def described(way: tuple[str, str], call: Any) -> tuple[int, str]:
