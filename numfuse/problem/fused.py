@@ -400,7 +400,7 @@ def _results(
         return found
     names = (*form.factor_names, *form.others)
     if form.kind == "double_backward":
-        names = (*(name for name in x.given if name.startswith("g_")), *names)
+        names = (*(f"g_{i}" for i in range(form.results)), *names)
     for name in names:
         y = x.given.get(name)
         found[f"d_{name}"] = None
