@@ -10,7 +10,7 @@ A forward that is differentiated keeps its sums, from which all derivatives are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from typing import Any
 
@@ -20,14 +20,15 @@ import numpy as np
 from jax.interpreters import ad
 from numpy import ndarray
 
+from numfuse.adapters import composites
 from numfuse.adapters.jax.calls import agreed, fitted, in_front, placed, primitive
 from numfuse.adapters.jax.epilogues import EpilogueCall, Form, base, leads
 from numfuse.adapters.jax.formulas import Graphs, values
-from numfuse.adapters.jax.operations import Shape, ghosts
+from numfuse.adapters.jax.operations import ghosts
 from numfuse.adapters.jax.primitives import FUNCTIONS
 from numfuse.adapters.primitives import How
+from numfuse.epilogues import Epilogue
 from numfuse.fusion import NUMBERS, FusedOperation
-from numfuse.problem.fused import Factor
 from numfuse.problem.product import STORED
 
 Arrays = dict[str, Any]
@@ -189,44 +190,19 @@ def composite(form: Form, x: Mapping[str, Any]) -> Arrays:
     given = [x[name] for name in form.present]
     call = EpilogueCall(form, tuple(y.shape for y in given), tuple(y.dtype.name for y in given))
     taken = call.taken(ghosts(call.shapes, call.dtypes))
-    p, layout = taken.problem, call.layout() if form.lead else {}
-    arrays = {}
-    for name, y in zip(form.present, given, strict=True):
-        if name in p.arrays:
-            y = jnp.broadcast_to(y, layout[name][0]) if layout else y
-            arrays[name] = y.reshape(p.arrays[name].shape).astype(p.acc_dtype)
+    layout = call.layout() if form.lead else {}
+    arrays = dict(zip(form.present, given, strict=True))
+    for name, (shape, _) in layout.items():
+        arrays[name] = jnp.broadcast_to(arrays[name], shape)
 
-    leaves = {name: arrays[name] for name in p.epilogue.operands}
-    for name in p.epilogue.accumulators:
-        leaves[name] = reduce(add, [_product(arrays[a], arrays[b]) for a, b in p.sums[name]])
-    leaves = leaves or {"": jnp.zeros((), p.acc_dtype)}
-    graphs = Graphs(p.epilogue.graphs, tuple(leaves), guard)
-    made = values(graphs, *leaves.values())
-    for (name, _), y in zip(p.epilogue.results, made, strict=True):
-        arrays[name] = jnp.broadcast_to(y, p.shape)
+    def over(epilogue: Epilogue, inputs: Sequence[Any]) -> Sequence[Any]:
+        names, inputs = epilogue.inputs or ("",), inputs or [jnp.zeros(())]
+        return values(Graphs(epilogue.graphs, names, guard), *inputs)
 
-    def factor(f: Factor) -> Any:
-        return jnp.swapaxes(arrays[f.name], -1, -2) if f.turned else arrays[f.name]
-
-    found = {}
-    for name, y in zip(taken.made, taken.results, strict=True):
-        shape, terms = p.arrays[name].shape, [arrays.get(name)]
-        if name in p.products:
-            terms = [_product(factor(f), factor(g)) for f, g in p.products[name]]
-        elif name in p.zeroed:
-            terms = [jnp.zeros(shape, y.dtype)]
-        total = reduce(add, [_summed(term, shape) for term in terms])
-        found[name] = total.astype(y.dtype).reshape(y.shape)
-    return found
-
-
-def _product(a: Any, b: Any) -> Any:
-    return jnp.matmul(a, b, precision="highest")
-
-
-def _summed(x: Any, shape: Shape) -> Any:
-    """`x` summed over the axes that `shape` lacks, or has with length 1."""
-    return fitted(jnp.sum(x, axis=tuple(range(x.ndim - len(shape)))), shape)
+    product = partial(jnp.matmul, precision="highest")
+    made = composites.results(jnp, taken.problem, taken.made, arrays, over, product)
+    triples = zip(taken.made, made, taken.results, strict=True)
+    return {name: y.reshape(like.shape) for name, y, like in triples}
 
 
 FUSED = primitive("fused", EpilogueCall, _batched, _derived, _transposed)
@@ -274,5 +250,5 @@ def fused(
     if options["sum_batch"]:
         for name in form.kind.right:
             if found.get(f"d_{name}") is not None:
-                found[f"d_{name}"] = _summed(found[f"d_{name}"], x[name].shape[-2:])
+                found[f"d_{name}"] = composites.summed(jnp, found[f"d_{name}"], x[name].shape[-2:])
     return tuple([found.get(f"d_{name}") for name in operation.needs])

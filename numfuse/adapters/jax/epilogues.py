@@ -178,9 +178,9 @@ class EpilogueCall(NamedTuple):
             return [f"out_{i}{dot}" for i in range(of.results) for dot in ("", "_dot")]
         if of.kind == "forward":
             return list(form.made)
-        there = form.present if of.kind == "double_backward" else ()
-        grads = [name for name in there if name.startswith("g_")]
-        return [f"d_{x}" for x in (*grads, *of.factor_names, *of.others)]
+        grads = range(of.results if of.kind == "double_backward" else 0)
+        every = *(f"g_{i}" for i in grads), *of.factor_names, *of.others
+        return [f"d_{x}" for x in every]
 
     def layout(self) -> dict[str, tuple[Shape, Shape]]:
         """Return the shape that each operand is broadcast to, and that of its matrices."""
