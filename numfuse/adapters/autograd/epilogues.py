@@ -15,7 +15,6 @@ import autograd.numpy as anp
 import numpy as np
 from autograd.extend import defjvp_argnums, defvjp_argnums
 from numpy import ndarray
-from numpy.lib.stride_tricks import as_strided
 
 from numfuse.adapters import composites
 from numfuse.adapters.autograd.boxes import items, like, primitive, through
@@ -25,7 +24,7 @@ from numfuse.functional import matmul_bias_activation
 from numfuse.fusion import NUMBERS, FusedOperation, elementwise
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.problem.product import STORED
-from numfuse.runtime.strided import contiguous
+from numfuse.runtime.strided import ghost
 
 
 class How(NamedTuple):
@@ -191,10 +190,7 @@ def _composite(kind: str) -> Callable[..., Any]:
         op = how.operation.of(kind)
         names = op.operands[: len(operands)]
         given = {name: x for name, x in zip(names, operands, strict=True) if x is not None}
-        ghosts = {}
-        for name, x in given.items():
-            one = np.empty(1, x.dtype)  # (never read)
-            ghosts[name] = as_strided(one, x.shape, contiguous(x.shape, one.itemsize))
+        ghosts = {name: ghost(x.shape, x.dtype) for name, x in given.items()}
         p = op.problem(how.given, how.needs, None, guard=False, **ghosts)
         wanted = [f"d_{x}" for x in how.needs]
         if kind == "tangent":

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
-from numpy.lib.stride_tricks import as_strided
 
 from numfuse.activations import Activation, activations
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, backward_tangents, matrices
@@ -32,7 +31,7 @@ from numfuse.backends import OneRun
 from numfuse.language.text import dumps, loads
 from numfuse.operations import OPERATIONS
 from numfuse.problem.shapes import gemm_shape, residual_view
-from numfuse.runtime.strided import contiguous
+from numfuse.runtime.strided import ghost
 
 Shape = tuple[int, ...]
 Operands = Sequence[Any]
@@ -141,12 +140,8 @@ class _Recorder(OneRun):
 
 
 def ghosts(shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[ndarray]:
-    """Return arrays that are never read: there is one element behind each."""
-    found = []
-    for shape, dtype in zip(shapes, dtypes, strict=True):
-        one = np.empty(1, dtype)
-        found.append(as_strided(one, shape, contiguous(shape, one.itemsize)))
-    return found
+    """Return arrays of these shapes and dtypes, without their memory."""
+    return list(map(ghost, shapes, dtypes))
 
 
 class Taken(NamedTuple):
