@@ -119,10 +119,10 @@ class Gate:
                 wanted = self.chunks.setdefault(letter, x.chunks[axis])
                 if x.chunks[axis] != wanted:
                     what = _NAMES.get(letter, f"axis {axis}")
-                    own, other = self.label(name), self.label(owner[letter])
+                    mine, other = self.label(name), self.label(owner[letter])
                     raise ValueError(
-                        f"{own} must be chunked along {what} as {other} is, "
-                        f"{_told(wanted)}, got {_told(x.chunks[axis])}; {own}.rechunk(...) "
+                        f"{mine} must be chunked along {what} as {other} is, "
+                        f"{_told(wanted)}, got {_told(x.chunks[axis])}; {mine}.rechunk(...) "
                         f"or {other}.rechunk(...) makes them equal"
                     )
                 owner.setdefault(letter, name)
