@@ -89,7 +89,7 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
     fmt, acc = format_of(p.dtype), format_of(p.acc_dtype)
     of_products = {f.name for terms in p.products.values() for pair in terms for f in pair}
     held = len(of_products & {name for name, _ in p.epilogue.results})
-    wide = max(0, len(p.sums) - 1) + sum(_is_apart(p, name) for name in p.summed)
+    wide = max(0, len(p.sums) - 1) + sum(_is_apart(p, n) or _is_whole(p, n) for n in p.summed)
     itemsize = wide * vectors.itemsize(acc) + held * vectors.itemsize(library.grad_pre_format(fmt))
     blocks = max(1, p.m), max(1, math.prod(p.batch))
     if itemsize:
@@ -120,6 +120,11 @@ def _is_right_gradient(p: FusedProblem, name: str) -> bool:
 def _is_apart(p: FusedProblem, name: str) -> bool:
     """Whether a summed result is summed over its columns too."""
     return p.arrays[name].shape[-1] == 1 != p.n
+
+
+def _is_whole(p: FusedProblem, name: str) -> bool:
+    """Whether a summed result is summed over the batch alone."""
+    return p.arrays[name].shape[-2:] == (p.m, p.n) and p.m != 1
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -167,7 +172,7 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
     partials: dict[str, Operand] = {}
     apart: list[str] = []
     for name in p.summed:
-        if _is_apart(p, name):
+        if _is_apart(p, name) or _is_whole(p, name):
             apart.append(name)
             made[name] = fresh(f"whole {name}", (*batch, m, n), acc)
             places.store(name, made[name])
@@ -203,6 +208,9 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
             return one._replace(shape=(length, 1), strides=(0, 0))
 
         for name in apart:
+            if _is_whole(p, name):  # every row for itself
+                gradients[name] = [(one, made[name])]
+                continue
             across = made[name], ones(n)
             if x[name].shape[-2] == 1 != m:
                 line = fresh(f"rows of {name}", (*batch, m, 1), acc)

@@ -292,9 +292,12 @@ class _Schedule:
                     turns[name].first and i == 0, turns[name].last and i == len(products) - 1
                 )
                 row, slots = growing(self.acc, x, total, turn)
-                summed = summed_axes(x, batch)
+                summed, members = summed_axes(x, batch), batch
+                if left.shape[-2] == 1 != x.shape[-2]:
+                    slots = slots.each(_rows_apart)
+                    right, members = _rows_apart(right), (*batch, x.shape[-2])
                 after[i].append(
-                    descriptors.product(left, right, row, slots, self.threads, batch, summed)
+                    descriptors.product(left, right, row, slots, self.threads, members, summed)
                 )
         return [[plan for plan in phase if plan is not None] for phase in (*phases, *after)]
 
@@ -376,6 +379,13 @@ class _Schedule:
                     offsets = {name: address(part) - address(x), held.name: at}
                     (after if back else before).append((plan, offsets))
         return before, after
+
+
+def _rows_apart(x: Operand) -> Operand:
+    """Return matrices as a batch of their rows."""
+    *lead, m, n = x.shape
+    *steps, row, column = x.strides
+    return x._replace(shape=(*lead, m, 1, n), strides=(*steps, row, row, column))
 
 
 def growing(acc: str, out: Operand, total: Operand | None, turn: Turn) -> tuple[Kernel, Slots]:
