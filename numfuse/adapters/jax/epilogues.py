@@ -126,10 +126,13 @@ def leads(form: Form, given: Mapping[str, Shape]) -> dict[str, Shape]:
             own[name] = batch
         elif name in form.how.needs:
             own[name] = batch[: n - form.pooled] + own[name][n - form.pooled :]
-    # Operands broadcast to what the factors make, or to each other.
-    factors = form.kind.factor_names or form.kind.others
-    if np.broadcast_shapes(*(own[x] for x in factors if x in own)) != batch:
-        own[next(x for x in factors if x in own)] = batch
+    # Operands broadcast to what the factors make, all right factors alike, or to each other.
+    factors = form.kind.factor_names or tuple([x for x in form.kind.others if x in own])
+    if np.broadcast_shapes(*(own[x] for x in factors)) != batch:
+        own[factors[0]] = batch
+    for name in form.kind.right:
+        if np.broadcast_shapes(own["a"], own[name]) != batch:
+            own[name] = batch
     return {"": batch, **own}
 
 
