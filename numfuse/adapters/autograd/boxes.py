@@ -1,4 +1,4 @@
-"""What autograd is told of numfuse's primitives: tuples of gradients, and rules through pieces."""
+"""Tuples of gradients that autograd traces, and rules through what a primitive is made of."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from numfuse.runtime.specialise import Kernel
 
 #: Operands that have a row for each of M, and are cut where an operation is cut by rows.
 BY_ROWS = frozenset(
-    ("a", "grad", "pre", "d_a", "total d_a", "u", "z", "d_grad", "residual", "out", "out_dot")
+    ("a", "grad", "pre", "d_a", "u", "z", "d_grad", "residual", "out", "out_dot")
 )
 #: What may be summed over blocks, or over several products.
 GRADIENTS = ("d_a", "d_b", "d_bias")
@@ -69,12 +69,13 @@ class Block(NamedTuple):
         """
         *own, length, columns = x.shape
         parts = [*self.batch[len(self.batch) - len(own) :]]
-        if x.name in self.by_rows:
+        by_rows = x.name.removeprefix("total ") in self.by_rows
+        if by_rows:
             own, parts = [*own, length], [*parts, self.rows]
         cut = [slice(0, 1) if size == 1 else s for size, s in zip(own, parts, strict=True)]
         sizes = [s.stop - s.start for s in cut]
         before = sum(s.start * step for s, step in zip(cut, x.strides, strict=False))
-        lengths = (*sizes, columns) if x.name in self.by_rows else (*sizes, length, columns)
+        lengths = (*sizes, columns) if by_rows else (*sizes, length, columns)
         return x._replace(shape=lengths), before
 
 
