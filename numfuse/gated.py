@@ -41,7 +41,11 @@ def layer(kind: str, keep: bool | str = False) -> FusedOperation:
     """Return the operation of a kind of call; `keep` asks a forward for its pre-activations."""
     form = Form(kind, 2, True, ("bias_gate", "bias_up"), (False, False), biases=True)
     return FusedOperation(
-        f"matmul_activation_mul{SUFFIXES[kind]}", form, lambda f: epilogues.gated_layer(f.curve), keep, get
+        f"matmul_activation_mul{SUFFIXES[kind]}",
+        form,
+        lambda f: epilogues.gated_layer(f.curve),
+        keep,
+        get,
     )
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from numfuse import differentials, functional
 from numfuse.activations import get as get_activation
 from numfuse.adapters.signatures import SIGNATURES
-from numfuse.fusion import operation
+from numfuse.fusion import FusedOperation
 from numfuse.gated import layer
 from numfuse.problem.fused import Form
 from numfuse.problem.operands import accumulator
@@ -171,6 +171,13 @@ def _pre_of_sum(x: dict[str, Any]) -> Any:
     return pre + x["bias"].astype(pre.dtype) if "bias" in x else pre
 
 
+@lru_cache(maxsize=4096)
+def _operation(name: str, form: Form, keep: Any) -> FusedOperation:
+    if form.biases:
+        return layer(form.kind, keep)
+    return FusedOperation(name, form, lambda f: f.over(form.factors), keep, lambda f: f)
+
+
 @task
 def fused(
     x: dict[str, Any], task: Task, form: Form, keep: Any, needs: Any = (), exact: Any = ()
@@ -179,12 +186,7 @@ def fused(
 
     Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
     """
-    f: Any = _unpickled(task.activation)
-    if form.biases:
-        op = layer(form.kind, keep)
-    else:
-        places = [0.0 if number else None for number in form.numbers]
-        op = operation(f, task.operation, form.kind, form.factors, form.several, places, keep)[0]
+    f, op = _unpickled(task.activation), _operation(task.operation, form, keep)
     dtype = next(block.dtype for name, block in x.items() if not name.startswith("z_"))
     acc_dtype = accumulator("a", dtype)
     if exact and dtype != acc_dtype:

@@ -33,9 +33,7 @@ from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
 
 #: Operands that have a row for each of M, and are cut where an operation is cut by rows.
-BY_ROWS = frozenset(
-    ("a", "grad", "pre", "d_a", "u", "z", "d_grad", "residual", "out", "out_dot")
-)
+BY_ROWS = frozenset(("a", "grad", "pre", "d_a", "u", "z", "d_grad", "residual", "out", "out_dot"))
 #: What may be summed over blocks, or over several products.
 GRADIENTS = ("d_a", "d_b", "d_bias")
 #: Which of them are results: a block's rows are brought to them, not from them.
