@@ -40,13 +40,8 @@ _NAMES = dict(zip(SECOND_NEEDS, ("g_0", "a", "b_0", "b_1", "x_0", "x_1"), strict
 def layer(kind: str, keep: bool | str = False) -> FusedOperation:
     """Return the operation of a kind of call; `keep` asks a forward for its pre-activations."""
     form = Form(kind, 2, True, ("bias_gate", "bias_up"), (False, False), biases=True)
-    return FusedOperation(
-        f"matmul_activation_mul{SUFFIXES[kind]}",
-        form,
-        lambda f: epilogues.gated_layer(f.curve),
-        keep,
-        get,
-    )
+    name = f"matmul_activation_mul{SUFFIXES[kind]}"
+    return FusedOperation(name, form, lambda f: epilogues.gated_layer(f.curve), keep, get)
 
 
 def _wanted(needs: Iterable[str], names: tuple[str, ...]) -> tuple[str, ...]:

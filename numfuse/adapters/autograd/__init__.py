@@ -140,7 +140,7 @@ def _double_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
         wanted = [primitive.operands[i] for i in argnums]
         found = pieces.third(FUNCTIONS, how, cotangents, operands, wanted)
         return tuple(
-            anp.zeroslike(operands[i]) if part is None else part
+            anp.zeros_like(operands[i]) if part is None else part
             for i, part in zip(argnums, found, strict=True)
         )
 
