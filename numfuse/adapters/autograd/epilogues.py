@@ -237,7 +237,7 @@ def fused(
     if out is not None:
         raise ValueError("out must be None under automatic differentiation, got an array")
     x = list(operands)
-    dtype = next(y.dtype for y in x if y is not None and type(y) not in NUMBERS)
+    dtype = next(y.dtype for y in x if hasattr(y, "dtype"))
     for i, y in enumerate(x):
         if type(y) in NUMBERS:
             x[i] = np.array(y, dtype)

@@ -93,14 +93,17 @@ def fused(
     act, form = operation.known(activation), operation.form
     pairs = zip(operation.operands, operands, strict=True)
     given = {name: x for name, x in pairs if x is not None}
-    dtype = next(x.dtype for x in given.values() if type(x) not in NUMBERS)
+    dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     for name, x in given.items():
         if type(x) in NUMBERS:
             given[name] = np.array(x, dtype)
+        elif not isinstance(x, (da.Array, np.ndarray, np.generic)):
+            label, kind = form.label(name), type(x).__qualname__
+            raise TypeError(f"{label} must be a Dask array or NumPy's, got {kind}")
         elif name in form.factor_names and x.ndim < 2:
             label = form.label(name)
             raise ValueError(f"{label} must have 2 or more axes as a Dask array, got {x.shape}")
-    ghosts = {name: ghost(x.shape, x.dtype) for name, x in given.items() if hasattr(x, "dtype")}
+    ghosts = {name: ghost(x.shape, x.dtype) for name, x in given.items()}
     p = operation.problem(act, needs, None, **options, **ghosts)
     described = task(operation.name, {"activation": act, "backend": backend, "out": out, **options})
     found = Fused(described, operation, given, p).made(needs)

@@ -97,7 +97,7 @@ def _forward_derived(form: Form, x: Arrays, moved: Arrays) -> Any:
     outs = [found[name] for name in form.made]
     dots = _tangents(form, x, moved, found)
     if form.keep and not form.inner:
-        dots |= _through(form, x, moved)
+        dots = _through(form, x, moved) | dots
     made = []
     for name, out in zip(form.made, outs, strict=True):
         dot = dots.get(name)
@@ -217,7 +217,7 @@ def fused(
     FUNCTIONS.refuse_out(out)
     pairs = zip(operation.operands, operands, strict=True)
     given = {name: x for name, x in pairs if x is not None}
-    dtype = next(x.dtype for x in given.values() if type(x) not in NUMBERS)
+    dtype = next(x.dtype for x in given.values() if hasattr(x, "dtype"))
     for name, x in given.items():
         if type(x) in NUMBERS:
             given[name] = np.asarray(x, dtype)
