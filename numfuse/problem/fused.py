@@ -22,7 +22,7 @@ Where a layer has biases, ``x_i`` is that of z_i, and a saved z_i has it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple
@@ -330,17 +330,18 @@ def make(
     guard: bool = True,
     keep: bool | str = False,
     sum_batch: bool = False,
+    empty: Callable[..., ndarray] = np.empty,
 ) -> FusedProblem:
     """Return the problem of a call.
 
     `given` has its arrays by the names that they have here (:class:`Form`), None where one is not
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
-    dtype if it is "stored".
+    dtype if it is "stored". `empty` makes a result of a shape and a dtype.
     """
     x = _Operands(form, given)
     epilogue = _derived(form, whole, frozenset(x.arrays), guard)
-    made, result = _outputs(x, _results(x, whole, needs, keep, sum_batch), out)
+    made, result = _outputs(x, _results(x, whole, needs, keep, sum_batch), out, empty)
     known, products = dict(epilogue.results), _products(form)
     stored, summed, zeroed, kept = [], [], [], {}
     arrays = dict(x.arrays)
@@ -413,7 +414,10 @@ def _results(
 
 
 def _outputs(
-    x: _Operands, specs: Mapping[str, Any], out: Sequence[Any] | None
+    x: _Operands,
+    specs: Mapping[str, Any],
+    out: Sequence[Any] | None,
+    empty: Callable[..., ndarray],
 ) -> tuple[dict[str, ndarray], Any]:
     """Return the results by name, new or the caller's, and what the caller gets."""
     form, others = x.form, {x.form.label(name): y for name, y in x.given.items()}
@@ -431,7 +435,7 @@ def _outputs(
             found.append(None)
             continue
         if given is None:
-            made[name] = np.empty(*spec)
+            made[name] = empty(*spec)
         else:
             label = form.label(name)
             shape, dtype = spec

@@ -16,6 +16,7 @@ from numfuse.adapters.dask.blocks import Task
 from numfuse.adapters.dask.graph import Product, factor
 from numfuse.adapters.dask.operands import base, checked
 from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.problem.fused import make
 from numfuse.runtime.strided import ghost
 
 
@@ -104,7 +105,9 @@ def fused(
             label = form.label(name)
             raise ValueError(f"{label} must have 2 or more axes as a Dask array, got {x.shape}")
     ghosts = {name: ghost(x.shape, x.dtype) for name, x in given.items()}
-    p = operation.problem(act, needs, None, **options, **ghosts)
+    guard, sum_batch = options.get("guard", True), options.get("sum_batch", False)
+    how = needs, None, guard, operation.keep, sum_batch, ghost
+    p = make(form, operation.whole(act), act, ghosts, *how)  # (every check, and no memory)
     described = task(operation.name, {"activation": act, "backend": backend, "out": out, **options})
     found = Fused(described, operation, given, p).made(needs)
     return found if operation.several else found[0]

@@ -30,6 +30,7 @@ from numfuse.adapters.primitives import How
 from numfuse.epilogues import Epilogue
 from numfuse.fusion import NUMBERS, FusedOperation
 from numfuse.problem.product import STORED
+from numfuse.runtime.strided import ghost
 
 Arrays = dict[str, Any]
 
@@ -189,7 +190,7 @@ def composite(form: Form, x: Mapping[str, Any]) -> Arrays:
     guard, form = form.how.guard, form._replace(how=form.how._replace(guard=False))
     given = [x[name] for name in form.present]
     call = EpilogueCall(form, tuple(y.shape for y in given), tuple(y.dtype.name for y in given))
-    taken = call.taken(ghosts(call.shapes, call.dtypes))
+    taken = call.taken(ghosts(call.shapes, call.dtypes), ghost)
     layout = call.layout() if form.lead else {}
     arrays = dict(zip(form.present, given, strict=True))
     for name, (shape, _) in layout.items():

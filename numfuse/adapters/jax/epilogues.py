@@ -14,7 +14,7 @@ Sums are the products that a forward has kept: they save making them again, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +29,7 @@ from numfuse.language.curves import inputs
 from numfuse.language.text import dumps, loads
 from numfuse.problem import fused
 from numfuse.problem.shapes import gemm_shape
+from numfuse.runtime.strided import ghost
 
 
 class Form(NamedTuple):
@@ -147,14 +148,14 @@ class EpilogueCall(NamedTuple):
         """Return the shape and dtype of each result, after every check of shapes and dtypes."""
         return _results(self)
 
-    def taken(self, given: Sequence[Any]) -> Taken:
-        """Return the problem on these arrays."""
+    def taken(self, given: Sequence[Any], empty: Callable[..., ndarray] = np.empty) -> Taken:
+        """Return the problem on these arrays; `empty` makes its results."""
         form, of = self.form, self.form.kind
         x = dict(zip(form.present, given, strict=True))
         mapped = self.layout() if form.lead else {}
         for name, (shape, matrix) in mapped.items():
             x[name] = np.broadcast_to(x[name], shape).reshape(matrix)
-        how = form.how.needs, None, form.how.guard, form.keep
+        how = form.how.needs, None, form.how.guard, form.keep, False, empty
         p = fused.make(of, form.whole, form.how.activation, x, *how)
         results = dict(zip(self._every(), _tuple(p.result), strict=True))
         if of.kind == "tangent":
@@ -255,7 +256,7 @@ class EpilogueCall(NamedTuple):
 # As many as the core keeps forms of calls.
 @functools.lru_cache(maxsize=4096)
 def _results(call: EpilogueCall) -> list[tuple[Shape, Any]]:
-    return [(x.shape, x.dtype) for x in call.taken(ghosts(call.shapes, call.dtypes)).results]
+    return [(x.shape, x.dtype) for x in call.taken(ghosts(call.shapes, call.dtypes), ghost).results]
 
 
 def _tuple(result: Any) -> tuple[Any, ...]:
