@@ -37,6 +37,10 @@ EpilogueLike = str | UserEpilogue | Callable[..., Any]
 #: Python's numbers: each is an operand of the arrays' dtype.
 NUMBERS = frozenset((int, float))
 _FLAGS = {"forward": (), "tangent": ("guard",)}
+#: By kind, the end of a function's name.
+SUFFIXES = {
+    "forward": "", "backward": "_bwd", "tangent": "_jvp", "double_backward": "_double_bwd"
+}  # fmt: skip
 
 
 class FusedOperation(Operation):
@@ -77,8 +81,20 @@ class FusedOperation(Operation):
         self.several = back or len(made) > 1
         self.in_place = not form.factors and form.kind == "forward"
         self.problem = self._problem
+        self._kin = {(form.kind, keep): self}
         if known is not None:
             self.known = known
+
+    def of(self, kind: str, keep: bool | str = False) -> FusedOperation:
+        """Return the operation of another kind of call of the same formula."""
+        found = self._kin.get((kind, keep))
+        if found is None:
+            name = self.name.removesuffix(SUFFIXES[self.form.kind]) + SUFFIXES[kind]
+            form = self.form._replace(kind=kind)
+            found = FusedOperation(name, form, self.whole, keep, self.known)
+            found._kin = self._kin
+            self._kin[kind, keep] = found
+        return found
 
     def _problem(
         self, activation: Any, needs: Any = (), out: Any = None, guard: bool = True,

@@ -13,7 +13,7 @@ from typing import Any
 from numfuse import epilogues
 from numfuse.activations import get
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.fusion import FusedOperation, entries
+from numfuse.fusion import SUFFIXES, FusedOperation, entries
 from numfuse.problem.fused import Form
 from numfuse.problem.product import STORED
 from numfuse.problem.results import (
@@ -42,11 +42,9 @@ _EVERY = tuple(map(_NAMES.__getitem__, NEEDS))
 @cache
 def layer(kind: str, keep: bool | str = False) -> FusedOperation:
     """Return the operation of a kind of call; `keep` asks a forward for its pre-activations."""
-    name = {"forward": "", "backward": "_bwd", "tangent": "_jvp"}.get(kind, "_double_bwd")
     form = Form(kind, 2, True, ("bias_gate", "bias_up"), (False, False), biases=True)
-    return FusedOperation(
-        f"matmul_activation_mul{name}", form, lambda f: epilogues.gated_layer(f.curve), keep, get
-    )
+    name = f"matmul_activation_mul{SUFFIXES[kind]}"
+    return FusedOperation(name, form, lambda f: epilogues.gated_layer(f.curve), keep, get)
 
 
 def _wanted(needs: Iterable[str], names: tuple[str, ...]) -> tuple[str, ...]:

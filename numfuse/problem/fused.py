@@ -342,6 +342,7 @@ def make(
     sum_batch: bool = False,
     ghosts: bool = False,
     gathered: Callable[[ndarray], ndarray] | None = None,
+    empty: Callable[..., ndarray] = np.empty,
 ) -> FusedProblem:
     """Return the problem of a call.
 
@@ -349,11 +350,12 @@ def make(
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
     dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made; else `gathered` copies
-    an operand (..., M, K) to one of (rows, K): default NumPy's way.
+    an operand (..., M, K) to one of (rows, K): default NumPy's way. `empty` makes a result
+    of a shape and a dtype.
     """
     x = _Operands(form, given)
     epilogue = _derived(form, whole, frozenset(x.arrays), guard)
-    made, result = _outputs(x, _results(x, whole, needs, keep, sum_batch), out)
+    made, result = _outputs(x, _results(x, whole, needs, keep, sum_batch), out, empty)
     known, products = dict(epilogue.results), _products(form)
     stored, summed, zeroed, kept = [], [], [], {}
     arrays = dict(x.arrays)
@@ -415,7 +417,7 @@ def _results(
         return found
     names = (*form.factor_names, *form.others)
     if form.kind == "double_backward":
-        names = (*(name for name in x.given if name.startswith("g_")), *names)
+        names = (*(f"g_{i}" for i in range(form.results)), *names)
     for name in names:
         y = x.given.get(name)
         found[f"d_{name}"] = None
@@ -428,7 +430,10 @@ def _results(
 
 
 def _outputs(
-    x: _Operands, specs: Mapping[str, Any], out: Sequence[Any] | None
+    x: _Operands,
+    specs: Mapping[str, Any],
+    out: Sequence[Any] | None,
+    empty: Callable[..., ndarray],
 ) -> tuple[dict[str, ndarray], Any]:
     """Return the results by name, new or the caller's, and what the caller gets."""
     form, others = x.form, {x.form.label(name): y for name, y in x.given.items()}
@@ -446,7 +451,7 @@ def _outputs(
             found.append(None)
             continue
         if given is None:
-            made[name] = np.empty(*spec)
+            made[name] = empty(*spec)
         else:
             label = form.label(name)
             shape, dtype = spec

@@ -8,6 +8,7 @@ from math import prod
 from typing import Any, Self
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
 
 def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
@@ -17,6 +18,12 @@ def contiguous(shape: Sequence[int], itemsize: int = 1) -> tuple[int, ...]:
         strides.append(run)
         run *= max(1, length)
     return tuple(strides[::-1])
+
+
+def ghost(shape: Sequence[int], dtype: Any) -> np.ndarray:
+    """Return an array that is never read: there is one element behind it, in C order."""
+    one = np.empty(1, dtype)
+    return as_strided(one, shape, contiguous(shape, one.itemsize))
 
 
 def walk(shape: Sequence[int], *strides: Sequence[int]) -> Iterator[tuple[int, ...]]:

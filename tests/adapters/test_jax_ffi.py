@@ -18,7 +18,7 @@ import jax.numpy as jnp  # noqa: E402
 
 import numfuse as nf  # noqa: E402
 from numfuse.adapters import jax as adapter  # noqa: E402
-from numfuse.adapters.jax import ffi, table  # noqa: E402
+from numfuse.adapters.jax import ffi, operations, table  # noqa: E402
 from numfuse.adapters.jax.operations import Form  # noqa: E402
 from numfuse.adapters.primitives import PRIMITIVES, How  # noqa: E402
 
@@ -73,7 +73,7 @@ def test_every_operation_is_one_custom_call_with_the_bits_of_numpy(name, dtype):
 
     text = lowered(call, *x)
     assert text.count(ffi.TARGET) == 1 and "callback" not in text
-    wanted = adapter.primitives.on_host(operation, form, [np.asarray(one) for one in x])
+    wanted = operations.on_host(operation, form, [np.asarray(one) for one in x])
     for left, right in zip(jax.jit(call)(*x), wanted, strict=True):
         np.testing.assert_array_equal(left, right)
 
@@ -144,10 +144,9 @@ def test_arrays_that_are_there_are_compiled_for_when_they_come_again(monkeypatch
     """Guards: an eager call costs what one of JAX's own does, and a single one no compilation."""
     x, w, c = draw((3, 11), (11, 5), (5,), seed=3)
     calls = []
-    host = adapter.primitives.on_host
-    monkeypatch.setattr(
-        adapter.primitives, "on_host", lambda *z: calls.append(z) or host(*z)
-    )  # fmt: skip
+    call = operations.Call
+    host = call.on_host
+    monkeypatch.setattr(call, "on_host", lambda *z: calls.append(z) or host(*z))
     first, second, third = (layer(x, w, c) for _ in range(3))
     assert len(calls) == 1
     np.testing.assert_array_equal(first, second)

@@ -447,3 +447,23 @@ def test_blocks_of_an_epilogue_are_exact_within_the_bound(fmt, batch, shared, ti
             test_fusion.check_array("d_b", y, wanted, dtype)
         test_fusion.check_operands(got.d_operands, [x], [d_x], dtype, "cpu")
     assert max(steps(tiny)) > 1
+
+
+@pytest.mark.parametrize("fmt", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("shared", [(), (3,)], ids=["one b", "a b for each"])
+def test_an_operand_that_a_batch_shares_has_the_sum_of_its_gradients(fmt, shared, tiny):
+    """Guards: a result that is summed over the batch alone, by blocks of rows and of members."""
+    rng, dtype, m = np.random.default_rng(3), DTYPES[fmt], 2 * CHUNK + 1
+    shapes = (3, m, 6), (3, m, 4), (*shared, 4, 6), (m, 6), (6,)
+    grad, a, b, x, y = (normal(rng, shape, dtype) for shape in shapes)
+
+    def f(z, x, y):
+        return z * x + y * z
+
+    found = nf.matmul_epilogue_bwd(grad, a, b, f, x, y)
+    wide = [v.astype(np.float64) for v in (grad, a, b, x, y)]
+    wanted = nf.matmul_epilogue_bwd(*wide[:3], f, *wide[3:], backend="reference")
+    tol = {"float64": 1e-12, "float32": 1e-4, "bfloat16": 0.05}[fmt]
+    for left, right in zip(found.d_operands, wanted.d_operands, strict=True):
+        assert left.shape == right.shape and left.dtype == dtype
+        np.testing.assert_allclose(left.astype(np.float64), right, tol, tol * np.abs(right).max())

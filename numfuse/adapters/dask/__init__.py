@@ -6,6 +6,7 @@ over them are made, is said in docs/distributed.md.
 
 - `operands`: what operands must be, which axes they share; a gate's graph
 - `graph`: the graphs of a product and of its gradients
+- `epilogues`: those of epilogues and of the gated layer
 - `blocks`: the work of one task
 """
 
@@ -13,14 +14,16 @@ from __future__ import annotations
 
 import pickle
 import sys
+from functools import partial
 from typing import Any
 
 import dask
 from numpy import ndarray
 
-from numfuse import devices
+from numfuse import devices, fusion, gated
 from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
+from numfuse.adapters.dask import epilogues
 from numfuse.adapters.dask.blocks import NONE, Task
 from numfuse.adapters.dask.graph import Product
 from numfuse.adapters.dask.operands import Gate, base
@@ -28,7 +31,8 @@ from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
 from numfuse.backends import Backend, active, load
 from numfuse.errors import BackendUnavailable
 
-__all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
+_FUSED = *fusion.__all__, *gated.__all__
+__all__ = [*NAMES, *_FUSED, "activation", "fused", "synchronize", "to_numpy"]
 
 
 def _task(operation: str, x: dict[str, Any]) -> Task:
@@ -109,6 +113,8 @@ def _gate(signature: Signature, gate: Gate, x: dict[str, Any]) -> Any:
 
 
 globals().update(_Dask().functions())
+globals().update({x: getattr(fusion, x, None) or getattr(gated, x) for x in _FUSED})
+fused = partial(epilogues.fused, _task)
 
 
 def activation(x: Any, activation: Activation) -> Any:

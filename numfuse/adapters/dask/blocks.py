@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from numfuse import differentials, functional
-from numfuse.activations import Activation
 from numfuse.activations import get as get_activation
 from numfuse.adapters.signatures import SIGNATURES
+from numfuse.fusion import FusedOperation
+from numfuse.gated import layer
+from numfuse.problem.fused import Form
 from numfuse.problem.operands import accumulator
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.dispatch import adapter_of
@@ -53,10 +55,9 @@ NONE = pickle.dumps(get_activation("none"))
 
 
 @lru_cache(maxsize=64)
-def _unpickled(activation: bytes) -> Activation:
-    # Once in a process: reading a formula takes a millisecond.
-    found: Activation = pickle.loads(activation)
-    return found
+def _unpickled(activation: bytes) -> Any:
+    """Return an activation or an epilogue, once in a process: reading one takes a millisecond."""
+    return pickle.loads(activation)
 
 
 def _public(operation: str, x: dict[str, Any], task: Task, **options: Any) -> Any:
@@ -168,6 +169,34 @@ def epilogue(x: dict[str, Any], task: Task, to: Any, save_pre: bool = False) -> 
 def _pre_of_sum(x: dict[str, Any]) -> Any:
     pre = x["sum"][0]
     return pre + x["bias"].astype(pre.dtype) if "bias" in x else pre
+
+
+@lru_cache(maxsize=4096)
+def _operation(name: str, form: Form, keep: Any) -> FusedOperation:
+    if form.biases:
+        return layer(form.kind, keep)
+    return FusedOperation(name, form, lambda f: f.over(form.factors), keep, lambda f: f)
+
+
+@task
+def fused(
+    x: dict[str, Any], task: Task, form: Form, keep: Any, needs: Any = (), exact: Any = ()
+) -> tuple[Any, ...]:
+    """Return a block of the results of an epilogue, or its part of the gradients `needs`.
+
+    Those in `exact` are in the accumulator's dtype, because they are summed with other blocks'.
+    """
+    f, op = _unpickled(task.activation), _operation(task.operation, form, keep)
+    dtype = next(block.dtype for name, block in x.items() if not name.startswith("z_"))
+    acc_dtype = accumulator("a", dtype)
+    if exact and dtype != acc_dtype:
+        x = {name: block.astype(acc_dtype) for name, block in x.items()}
+    flags = tuple([getattr(task, name) for name in op.flags])
+    found = op(tuple(map(x.get, op.operands)), f, flags, needs, None, task.backend)
+    if "backward" not in form.kind:
+        return found if op.several else (found,)
+    made = dict(zip(op.needs, found, strict=True))
+    return tuple([made[n].astype(acc_dtype if n in exact else dtype, copy=False) for n in needs])
 
 
 # --- gradients: a block's part of each -----------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import dask.array as da
@@ -32,13 +32,18 @@ MOVED_BYTES = 1 << 30
 _LENT = {"a": "n", "b": "m"}
 
 
+def factor(name: str) -> str:
+    """Return "a" or "b" where a name is that of such a factor, or of one of several."""
+    return base(name).partition("_")[0]
+
+
 def _in_one_block(name: str, letters: Letters) -> Letters:
     """The axes of an operand whose K is one block: without one that the result lacks.
 
     Such an axis would be a sum to Dask, which hands over lists of blocks and does not fuse tasks
     that make operands with those that use them. One block serves all blocks of any axis.
     """
-    place = _LENT.get(base(name))
+    place = _LENT.get(factor(name))
     return letters if place is None else tuple(place if x == "k" else x for x in letters)
 
 
@@ -140,6 +145,8 @@ class Product(Gate):
                 stacklevel=8,  # the caller of the public function
             )
 
+    #: The dtypes of gradients that have another than their operands.
+    dtypes: Mapping[str, Any] = {}
     #: The chunks of K that the operands came with, where they have been joined.
     own_k: Chunks | None = None
 
@@ -261,7 +268,10 @@ class Product(Gate):
         every = [name for name in ("a", "b", "bias") if name in self.given]
         exact = tuple(name for name in every if self._summed(name))
         options |= {"needs": tuple(needs), "exact": exact}
-        made = self.tasks(function, names, letters=letters, **options)
+        return self._added(self.tasks(function, names, letters=letters, **options), letters, needs)
+
+    def _added(self, made: Any, letters: Letters, needs: Sequence[str]) -> dict[str, Any]:
+        """Return the gradients `needs`, of blocks that are tuples of every block's part."""
         # Those that are summed along the same axes share the tasks of one sum.
         groups: dict[tuple[str, ...], dict[str, int]] = {}
         for number, name in enumerate(needs):
@@ -275,7 +285,8 @@ class Product(Gate):
 
     def _own(self, name: str) -> Letters:
         """The axes of a gradient."""
-        return ("k", "n") if name == "b" and self.task.sum_batch else self.axes[name]
+        summed = self.task.sum_batch and factor(name) == "b"
+        return ("k", "n") if summed else self.axes[name]
 
     def _kept(self, name: str) -> set[str]:
         """Return the axes of a gradient along which the gradient is not summed."""
@@ -311,10 +322,11 @@ class Product(Gate):
             adjust: dict[str, Any] = {letter: 1 for letter in own if letter not in kept}
             if "k" not in letters:
                 own = _in_one_block(name, own)
-                if name in _LENT:
-                    adjust[_LENT[name]] = self.chunks["k"]
+                if factor(name) in _LENT:
+                    adjust[_LENT[factor(name)]] = self.chunks["k"]
+            to = self.dtypes.get(name, self.dtype)
             whole = self.map(
-                blocks.item, own, (made, letters), number=number, to=self.dtype, adjust=adjust
+                blocks.item, own, (made, letters), dtype=to, number=number, to=to, adjust=adjust
             )
             found[name] = self._as_given(name, whole)
         return found

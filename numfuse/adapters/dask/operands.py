@@ -65,7 +65,8 @@ def checked(operands: dict[str, Any], may_be_numpy: tuple[str, ...]) -> tuple[di
 
 def base(name: str) -> str:
     """The operand whose axes an operand has."""
-    return _MOVED.get(FIELD_OF.get(name, name), name)
+    known = _MOVED.get(FIELD_OF.get(name, name))
+    return name.removeprefix("c_").removesuffix("_dot") if known is None else known
 
 
 def ghost(x: Any) -> np.ndarray:
@@ -97,6 +98,10 @@ class Gate:
         self.axes = dict.fromkeys(self.given, self.letters)
         self._agree()
 
+    def label(self, name: str) -> str:
+        """Return what a message calls an operand."""
+        return name
+
     def _agree(self) -> None:
         """The chunks of every axis, which all Dask operands that have it must share."""
         self.chunks: dict[str, Chunks] = {}
@@ -114,10 +119,11 @@ class Gate:
                 wanted = self.chunks.setdefault(letter, x.chunks[axis])
                 if x.chunks[axis] != wanted:
                     what = _NAMES.get(letter, f"axis {axis}")
+                    mine, other = self.label(name), self.label(owner[letter])
                     raise ValueError(
-                        f"{name} must be chunked along {what} as {owner[letter]} is, "
-                        f"{_told(wanted)}, got {_told(x.chunks[axis])}; {name}.rechunk(...) "
-                        f"or {owner[letter]}.rechunk(...) makes them equal"
+                        f"{mine} must be chunked along {what} as {other} is, "
+                        f"{_told(wanted)}, got {_told(x.chunks[axis])}; {mine}.rechunk(...) "
+                        f"or {other}.rechunk(...) makes them equal"
                     )
                 owner.setdefault(letter, name)
         for letter, size in self.sizes.items():

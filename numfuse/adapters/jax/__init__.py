@@ -4,6 +4,9 @@ Here are the public functions.
 
 - `primitives`: the operations as JAX primitives, and their rules
 - `operations`: what these rules say, without JAX; an operation on NumPy arrays
+- `epilogue_rules`, `epilogues`: likewise for epilogues and the gated layer
+- `formulas`: formulas over JAX's arrays
+- `calls`: how JAX runs a call
 - `ffi`: operations as custom calls of XLA, recorded when they are lowered
 - `stream`: the same on CUDA
 - `table`: what a call's key leads to
@@ -20,11 +23,14 @@ import jax
 import numpy as np
 from numpy import ndarray
 
+from numfuse import fusion, gated
+from numfuse.adapters.jax.epilogue_rules import fused as _fused
 from numfuse.adapters.jax.ffi import describe
 from numfuse.adapters.jax.primitives import FUNCTIONS
 from numfuse.adapters.signatures import NAMES, of_module
 
-__all__ = [*NAMES, "activation", "describe", "synchronize", "to_numpy"]
+_FUSED = *fusion.__all__, *gated.__all__
+__all__ = [*NAMES, *_FUSED, "activation", "describe", "fused", "synchronize", "to_numpy"]
 
 
 def to_numpy(x: Any) -> ndarray:
@@ -48,19 +54,35 @@ def _on_cuda(x: Any) -> bool:
     )
 
 
-def _public(name: str) -> Any:
-    derived = getattr(FUNCTIONS, name)
+def _where(name: str, derived: Any) -> Any:
+    """Return the function that serves arrays of a GPU where they are, outside transformations."""
 
     @functools.wraps(derived)
     def serve(*args: Any, **options: Any) -> Any:
-        # Outside of transformations, arrays of a GPU are served where they are.
-        every = (*args, *options.values())
-        if jax.default_backend() != "cpu" and any(map(_on_cuda, every)):
-            if not any(isinstance(x, jax.core.Tracer) for x in every):
+        if jax.default_backend() != "cpu":
+            every = jax.tree.leaves((args, options))
+            if any(map(_on_cuda, every)) and not any(isinstance(x, jax.core.Tracer) for x in every):
                 return getattr(import_module("numfuse.adapters.cuda"), name)(*args, **options)
         return derived(*args, **options)
 
     return of_module(serve, __name__)
 
 
-globals().update({name: _public(name) for name in NAMES})
+def _over_arrays(function: Any) -> Any:
+    """Return a public function that takes NumPy's arrays as JAX's."""
+
+    @functools.wraps(function)
+    def serve(*args: Any, **options: Any) -> Any:
+        args, options = jax.tree.map(
+            lambda x: jax.numpy.asarray(x) if isinstance(x, ndarray) else x, (args, options)
+        )
+        return function(*args, **options)
+
+    return of_module(serve, __name__)
+
+
+fused = _where("fused", _fused)
+globals().update({name: _where(name, getattr(FUNCTIONS, name)) for name in NAMES})
+globals().update(
+    {name: _over_arrays(getattr(fusion, name, None) or getattr(gated, name)) for name in _FUSED}
+)

@@ -5,7 +5,7 @@ and the call names it by a key, which is the digest of a text that says all of i
 may find the call in JAX's compilation cache, and this one may have dropped the program: what a key
 does not lead to is recorded again from the text, which the call has beside it.
 Where this version of XLA is not known, or the C library lacks a function, `refusal` says so, and
-`numfuse.adapters.jax.primitives` calls back to Python.
+`numfuse.adapters.jax.calls` calls back to Python.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 import threading
 from array import array
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from importlib import import_module
 from itertools import zip_longest
 from pathlib import Path
@@ -26,17 +25,12 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
-from numfuse.activations import Activation, activations
 from numfuse.adapters.jax import table
-from numfuse.adapters.jax.operations import Call, Form, on_host
-from numfuse.adapters.primitives import PRIMITIVES, How
-from numfuse.backends import LOADED, OneRun, resolve
-from numfuse.language.text import dumps, loads
-from numfuse.operations import OPERATIONS
+from numfuse.adapters.jax.epilogues import EpilogueCall
+from numfuse.adapters.jax.operations import Call, ghosts
+from numfuse.backends import LOADED, resolve
 from numfuse.problem.operands import address
-from numfuse.runtime.strided import contiguous
 from numfuse.runtime.threads import at_most
 
 #: The name of the custom call.
@@ -64,7 +58,7 @@ def refusal() -> str | None:
     return _started[0]
 
 
-def serves(form: Form) -> bool:
+def serves(form: Any) -> bool:
     """Return whether XLA may call machine code: such calls are the CPU backend's."""
     return resolve(form.how.backend) is LOADED.get("cpu") and refusal() is None
 
@@ -113,18 +107,6 @@ def _start() -> str | None:
 
 
 # --- problems of buffers --------------------------------------------------------------------------
-class _Recorder(OneRun):
-    """A backend that takes a problem and does not run it."""
-
-    name = "recorder"
-    kind = ""
-    problem: Any = None
-
-    def run(self, kind: str, p: Any) -> None:
-        """Take a problem."""
-        self.kind, self.problem = kind, p
-
-
 class Traced(NamedTuple):
     """The problem of an operation on buffers of XLA, none of which is there yet."""
 
@@ -155,33 +137,27 @@ class Traced(NamedTuple):
         return made
 
 
-def traced(call: Call) -> Traced | None:
+def traced(call: Any) -> Traced | None:
     """Return the problem of a call, or None where an operand would have to be copied."""
     from numfuse.adapters.jax.frame import SOURCE
 
-    operation, form, shapes, dtype = call
-    recorder = _Recorder()
-    form = form._replace(how=form.how._replace(backend=recorder))
-    item = np.dtype(dtype).itemsize
-    # Never read: there is one element behind each.
-    operands = [as_strided(np.empty(1, dtype), x, contiguous(x, item)) for x in shapes]
-    results = on_host(operation, form, operands)
+    operands = ghosts(call.shapes, call.dtypes)
+    kind, p, names, made, results = call.taken(operands)
     known: dict[int, int] = {}
-    for kind, those in (("OPERAND", operands), ("RESULT", results)):
-        known |= {address(x): i << 2 | SOURCE[kind] for i, x in enumerate(those) if x.size}
-    public, p = OPERATIONS[operation.function], recorder.problem
-    found = Traced(recorder.kind, p, {}, [])
-    for number, name in enumerate(public.fields):
+    for what, those in (("OPERAND", operands), ("RESULT", results)):
+        known |= {address(x): i << 2 | SOURCE[what] for i, x in enumerate(those) if x.size}
+    found = Traced(kind, p, {}, [])
+    for number, name in enumerate((*names, *made)):
         x = getattr(p, name, None)
         x = found.arrays[name] = x if isinstance(x, np.ndarray) else None
         source = SOURCE["NOWHERE"] if x is None or not x.size else known.get(address(x))
-        if source is None and number < len(public.operands):
+        if source is None and number < len(names):
             return None
         found.sources.append(source)
     return found
 
 
-def _record(threads: str, key: int, call: Call, held: Any = None, where: int = -1) -> Any:
+def _record(threads: str, key: int, call: Any, held: Any = None, where: int = -1) -> Any:
     """Record a program and let the key lead to it; return None where that needs Python."""
     from numfuse.adapters.jax import frame
     from numfuse.backends.cpu import BACKEND
@@ -189,9 +165,6 @@ def _record(threads: str, key: int, call: Call, held: Any = None, where: int = -
     found = traced(call)
     if found is None:
         return None
-    if found.kind == "tangent" and call.form.how.activation.is_identity:
-        found.sources.pop(list(found.arrays).index("out"))
-        found.arrays.pop("out")  # a value that nobody asked for
     with at_most(int(threads)):
         made = BACKEND.record(found.kind, found.problem, tuple(found.arrays))
     program = made.program
@@ -216,18 +189,14 @@ def _record(threads: str, key: int, call: Call, held: Any = None, where: int = -
 # --- keys and descriptions ------------------------------------------------------------------------
 #: By platform, what records a call; the way is what else the record depends on.
 RECORDERS: dict[str, Callable[..., Any]] = {"cpu": _record}
+#: What reads the description of a call, by the name of its class.
+KINDS: dict[str, Any] = {"Call": Call, "EpilogueCall": EpilogueCall}
 
 
-def described(way: tuple[str, str], call: Call) -> tuple[int, str]:
+def described(way: tuple[str, str], call: Any) -> tuple[int, str]:
     """Return a key, and all that its record depends on as text, which another process can read."""
     table.sweep()
-    operation, form, shapes, dtype = call
-    act, traces = form.how.activation, []
-    with suppress(ValueError):  # (where the table ends)
-        for order in range(4):
-            traces.append(act.trace(order))
-    how = act.name, dumps(traces), form.how.needs, form.how.guard
-    what = json.dumps([way, operation.name, how, form[1:], shapes, dtype])
+    what = json.dumps([way, type(call).__name__, call.described()])
     return _key(what), what
 
 
@@ -235,25 +204,13 @@ def _key(what: str) -> int:
     return int.from_bytes(hashlib.sha256(what.encode()).digest()[:8], "little") >> 1 | 1
 
 
-def _read(what: str) -> tuple[tuple[str, str], Call]:
-    """Return what `described` was given, but with an activation that may be another object."""
-    way, name, (act_name, text, needs, guard), (there, *leads), shapes, dtype = json.loads(what)
-    act = activations().get(act_name)
-    if act is None or dumps(act.formulas()) != text:
-        act = Activation(act_name, "of a compiled computation")
-        act.restore(loads(text))
-    form = Form(How(act, tuple(needs), guard), tuple(there), *leads)
-    return way, Call(PRIMITIVES[name], form, list(map(tuple, shapes)), dtype)
-
-
 def _resolve(key: int, at: int, length: int, where: int) -> None:
     """Record what a call says beside its key; XLA's thread is here, and an error is a text."""
     try:
         what = ctypes.string_at(at, length).decode()
-        (platform, how), call = _read(what)
-        act = call.form.how.activation
-        held = None if activations().get(act.name) is act else act  # (else nobody has it)
-        if _key(what) != key or not RECORDERS[platform](how, key, call, held, where):
+        (platform, how), kind, described = json.loads(what)
+        call = KINDS[kind].read(described)
+        if _key(what) != key or not RECORDERS[platform](how, key, call, call.held, where):
             raise ValueError("it needs Python")
     except BaseException as error:
         text = f"numfuse: a call cannot be made again from its description: {error!r}"
@@ -264,7 +221,7 @@ _RESOLVE = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(_resolve)
 
 
 # --- lowering -------------------------------------------------------------------------------------
-def prepared(call: Call) -> tuple[int, str] | None:
+def prepared(call: Any) -> tuple[int, str] | None:
     """Return key and description of a call that XLA makes, or None where it has to call back."""
     if not serves(call.form) or not all(type(n) is int for shape in call.shapes for n in shape):
         return None  # (sizes that are known when it runs)

@@ -18,14 +18,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
 
+from numfuse.activations import Activation, activations
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, backward_tangents, matrices
 from numfuse.adapters.primitives import Primitive as Operation
+from numfuse.backends import OneRun
+from numfuse.language.text import dumps, loads
+from numfuse.operations import OPERATIONS
 from numfuse.problem.shapes import gemm_shape, residual_view
+from numfuse.runtime.strided import ghost
 
 Shape = tuple[int, ...]
 Operands = Sequence[Any]
@@ -42,15 +48,6 @@ class Form(NamedTuple):
     there: tuple[bool, ...]
     lead: int = 0
     pooled: int = 0
-
-
-class Call(NamedTuple):
-    """A call of an operation without its arrays."""
-
-    operation: Operation
-    form: Form
-    shapes: Sequence[Shape]
-    dtype: str
 
 
 # --- shapes ---------------------------------------------------------------------------------------
@@ -128,6 +125,103 @@ def on_host(operation: Operation, form: Form, given: Sequence[Any]) -> list[ndar
         np.reshape(x, shapes.full(kind))
         for x, kind in zip(results, operation.wanted(form.how.needs), strict=True)
     ]
+
+
+class _Recorder(OneRun):
+    """A backend that takes a problem and does not run it."""
+
+    name = "recorder"
+    kind = ""
+    problem: Any = None
+
+    def run(self, kind: str, p: Any) -> None:
+        """Take a problem."""
+        self.kind, self.problem = kind, p
+
+
+def ghosts(shapes: Sequence[Shape], dtypes: Sequence[str]) -> list[ndarray]:
+    """Return arrays of these shapes and dtypes, without their memory."""
+    return list(map(ghost, shapes, dtypes))
+
+
+class Taken(NamedTuple):
+    """A problem on arrays, before it is run, and its results."""
+
+    kind: str
+    problem: Any
+    #: The fields of the problem that have the operands, and those that have the results.
+    operands: Sequence[str]
+    made: Sequence[str]
+    results: list[ndarray]
+
+
+class Call(NamedTuple):
+    """A call of an operation without its arrays (`numfuse.adapters.jax.calls`)."""
+
+    operation: Operation
+    form: Form
+    shapes: tuple[Shape, ...]
+    dtypes: tuple[str, ...]
+
+    def results(self) -> list[tuple[Shape, Any]]:
+        """Return the shape and dtype of each result."""
+        shapes = shapes_of(self.operation, self.form, self.shapes)
+        dtype = np.dtype(self.dtypes[0])
+        kinds = self.operation.wanted(self.form.how.needs)
+        return [(shapes.full(kind), dtype) for kind in kinds]
+
+    def on_host(self, given: Sequence[Any]) -> list[ndarray]:
+        """Return the results, of NumPy arrays."""
+        return on_host(self.operation, self.form, given)
+
+    def taken(self, given: Sequence[Any]) -> Taken:
+        """Return the problem on these arrays."""
+        recorder, form = _Recorder(), self.form
+        form = form._replace(how=form.how._replace(backend=recorder))
+        results = on_host(self.operation, form, given)
+        public = OPERATIONS[self.operation.function]
+        count = len(public.operands)
+        operands, made = public.fields[:count], public.fields[count:]
+        if recorder.kind == "tangent" and form.how.activation.is_identity:
+            made = made[1:]  # (without a value that nobody asked for)
+        return Taken(recorder.kind, recorder.problem, operands, made, results)
+
+    def described(self) -> list[Any]:
+        """Return what JSON holds, and `read` reads."""
+        how = self.form.how
+        told = *text_of(how.activation), how.needs, how.guard
+        return [self.operation.name, told, self.form[1:], self.shapes, self.dtypes]
+
+    @classmethod
+    def read(cls, what: Sequence[Any]) -> Call:
+        """Return what was described, but with an activation that may be another object."""
+        name, (act, text, needs, guard), (there, *leads), shapes, dtypes = what
+        form = Form(How(activation_of(act, text), tuple(needs), guard), tuple(there), *leads)
+        return cls(PRIMITIVES[name], form, tuple(map(tuple, shapes)), tuple(dtypes))
+
+    @property
+    def held(self) -> Any:
+        """Return the activation where nobody else has it."""
+        act = self.form.how.activation
+        return None if activations().get(act.name) is act else act
+
+
+def text_of(act: Activation) -> tuple[str, str]:
+    """Return the name of an activation, and its formulas as text."""
+    traces = []
+    with suppress(ValueError):  # (where the table ends)
+        for order in range(4):
+            traces.append(act.trace(order))
+    return act.name, dumps(traces)
+
+
+def activation_of(name: str, text: str) -> Activation:
+    """Return the activation of this name if it has these formulas, else one that has."""
+    act = activations().get(name)
+    if act is None or dumps(act.formulas()) != text:
+        act = Activation(name, "of a compiled computation")
+        act.restore(loads(text))
+    return act
 
 
 def transpose(

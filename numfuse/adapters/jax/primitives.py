@@ -5,36 +5,27 @@ primitive, forward mode is a primitive that is linear in tangents, and reverse m
 transpose (`numfuse.adapters.jax.operations`). What is kept moves too: the derivative of a backward
 is its tangent, and that of the others goes through what they are made of
 (`numfuse.adapters.pieces`).
-
-Arrays that are there are read where they are, but from the second call of a form on by what is
-compiled for it. Where XLA cannot call machine code of numfuse, what is compiled calls back to
-Python. A callback reads the buffers that XLA hands over: nothing in it waits for XLA's threads, of
-which it holds one, and on one core that is all there are.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from itertools import count
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
+from jax.interpreters import ad
 from numpy import ndarray
 
 from numfuse.activations import get
-from numfuse.adapters.jax import ffi, stream
+from numfuse.adapters.jax.calls import agreed, fitted, in_front, placed, primitive
 from numfuse.adapters.jax.operations import (
     Call,
     Form,
-    Shape,
     highest_order,
-    on_host,
     own_shapes,
     shapes_of,
     transpose,
@@ -45,7 +36,6 @@ from numfuse.adapters.surface import Functions
 from numfuse.problem.operands import accumulator
 
 Operands = Sequence[Any]
-config: Any = jax.config
 _TANH = get("tanh").serial
 
 
@@ -60,109 +50,11 @@ def _bind(operation: Operation, form: Form, operands: Operands) -> list[Any]:
     return list(operation.cotangents(found, form.how))
 
 
-def _refused(platform: str) -> TypeError:
-    return TypeError(
-        f"JAX must run on the CPU for numfuse, got the platform {platform!r}: nothing moves "
-        f"between devices unasked"
-    )
-
-
-@functools.partial(jax.jit, static_argnames=("name", "form"))
-def _compiled(*given: Any, name: str, form: Form) -> Any:
-    return _JAX_PRIMITIVES[name].bind(*given, form=form)
-
-
-@functools.lru_cache(maxsize=4096)
-def _calls(*form: Any) -> Iterator[int]:
-    return count()
-
-
-def _pays(operation: Operation, form: Form, given: Operands) -> bool:
-    """Whether a call of arrays that are there is worth a compilation: it has come before."""
-    if config.jax_disable_jit or not ffi.serves(form):
-        return False
-    return next(_calls(operation.name, form, *[(x.shape, x.dtype) for x in given])) > 0
-
-
-def _now(operation: Operation, *given: Any, form: Form) -> Any:
-    """The results of arrays that are there: on the host the first time, then compiled; on several
-    devices compiled at once, which JAX brings together (or refuses to)."""
-    arrays = [x for x in given if isinstance(x, jax.Array)]
-    devices = {device for x in arrays for device in x.devices()}
-    platforms = {device.platform for device in devices}
-    for platform in platforms - {"cpu", "gpu", "cuda"}:
-        raise _refused(platform)
-    if platforms - {"cpu"} or len(devices) > 1 or _pays(operation, form, given):
-        return _compiled(*given, name=operation.name, form=form)
-    found = on_host(operation, form, [np.asarray(x) for x in given])
-    where = next((x.sharding for x in arrays if getattr(x, "committed", True)), None)
-    return jax.device_put(found, where)
-
-
-def _results(operation: Operation, *avals: Any, form: Form) -> list[Any]:
-    """The abstract results: of one shard's kind where JAX maps over a mesh."""
-    shapes = shapes_of(operation, form, tuple(x.shape for x in avals))
-    found = []
-    for kind in operation.wanted(form.how.needs):
-        shape, like = shapes.full(kind), avals[0]
-        sharding: Any = getattr(like, "sharding", None)
-        if sharding is None or sharding.mesh.empty:
-            found.append(jax.core.ShapedArray(shape, like.dtype))
-        else:
-            spec = PartitionSpec(*[None] * len(shape))
-            at = type(sharding)(sharding.mesh, spec)
-            found.append(like.update(shape=shape, weak_type=False, sharding=at))
-    return found
-
-
-def _call_of(operation: Operation, ctx: Any, form: Form) -> Call:
-    return Call(operation, form, [x.shape for x in ctx.avals_in], ctx.avals_in[0].dtype.name)
-
-
-def _lowered(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
-    """Machine code, or a host callback on the buffers themselves: jax.pure_callback would copy its
-    operands on XLA's threads and wait for them in one of these."""
-    made = ffi.prepared(_call_of(operation, ctx, form))
-    if made is not None:
-        return ffi.lowered(ffi.TARGET, ctx, operands, *made)
-
-    avals = ctx.avals_in, ctx.avals_out
-    found, *_ = mlir.emit_python_callback(
-        ctx, lambda *x: on_host(operation, form, x), None, operands, *avals, has_side_effect=False
-    )
-    return found
-
-
-def _lowered_on_cuda(operation: Operation, ctx: Any, *operands: Any, form: Form) -> Any:
-    """Launches on XLA's stream."""
-    made = stream.prepared(_call_of(operation, ctx, form))
-    return ffi.lowered(stream.TARGET, ctx, operands, *made)
-
-
-def _lowered_elsewhere(ctx: Any, *operands: Any, form: Form) -> Any:
-    raise _refused(ctx.module_context.platforms[0])
-
-
 # --- their rules ----------------------------------------------------------------------------------
-def _fitted(x: Any, shape: Shape) -> Any:
-    """`x` summed over the axes that `shape` has with length 1, and broadcast along those of `x`."""
-    over = tuple(i for i, n in enumerate(shape) if n == 1 and x.shape[i] != 1)
-    x = jnp.sum(x, axis=over, keepdims=True) if over else x
-    return x if x.shape == shape else jnp.broadcast_to(x, shape)
-
-
 def _batched(operation: Operation, given: Operands, axes: Operands, *, form: Form) -> Any:
-    moved = [
-        jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
-        for x, axis in zip(given, axes, strict=True)
-    ]
+    moved = in_front(given, axes)
     found = _JAX_PRIMITIVES[operation.name].bind(*moved, form=form._replace(lead=form.lead + 1))
     return found, [0] * len(found)
-
-
-def _placed(form: Form, given: Operands) -> list[Any]:
-    rest = iter(given)
-    return [next(rest) if there else None for there in form.there]
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -191,8 +83,8 @@ def _derived(operation: Operation, primals: Operands, tangents: Operands, *, for
         (z,), (dot,) = _derived(operation, primals, tangents, form=plain)
         return [_curve(z, form.how, 0)], [_curve(z, form.how, 1) * dot]
     outs = _JAX_PRIMITIVES[operation.name].bind(*primals, form=form)
-    x = _placed(form, primals)
-    dots = _placed(form, [None if type(t) is ad.Zero else t for t in tangents])
+    x = placed(form, primals)
+    dots = placed(form, [None if type(t) is ad.Zero else t for t in tangents])
     n = operation.kept
     if operation.moved and all(dot is None for dot in dots[:n]):
         found: Sequence[Any] = _bind(operation, form, [*x[:n], *dots[n:]])
@@ -201,13 +93,13 @@ def _derived(operation: Operation, primals: Operands, tangents: Operands, *, for
     if operation.names is not None:
         found = made(found, operation.names, form.how.needs)
     return outs, [
-        jnp.zeros_like(out) if dot is None else _fitted(dot, out.shape)
+        jnp.zeros_like(out) if dot is None else fitted(dot, out.shape)
         for dot, out in zip(found, outs, strict=True)
     ]
 
 
 def _transposed(operation: Operation, cotangents: Operands, *given: Any, form: Form) -> Any:
-    x = _placed(form, given)
+    x = placed(form, given)
     n = operation.kept
     asked = [ad.is_undefined_primal(one) for one in x]
     if not operation.moved or any(asked[:n]):
@@ -231,7 +123,7 @@ def _transposed(operation: Operation, cotangents: Operands, *given: Any, form: F
         own = _pooling(partner, form._replace(how=how), operands, [None] * first + x[n:])
         for i, dot in enumerate(_bind(partner, own, operands)[first:], n):
             if dot is not None:
-                dot = _fitted(dot, x[i].aval.shape)
+                dot = fitted(dot, x[i].aval.shape)
                 found[i] = dot if type(found[i]) is ad.Zero else found[i] + dot
     return [one for one, there in zip(found, form.there, strict=True) if there]
 
@@ -290,7 +182,7 @@ def _through(operation: Operation, form: Form, x: list[Any], dots: list[Any]) ->
     at = [i for i, dot in enumerate(dots) if dot is not None]
 
     def one(*members: Any) -> Any:
-        every = operation.in_place(_placed(form, members))
+        every = operation.in_place(placed(form, members))
         found = FUNCTIONS.composite(operation.name, form.how, *every)
         return found if isinstance(found, tuple) else (found,)
 
@@ -302,7 +194,7 @@ def _through(operation: Operation, form: Form, x: list[Any], dots: list[Any]) ->
         for i, value in zip(at, values, strict=True):
             every[i] = value
         found = _mapped(one, form.lead, [v for v in every if v is not None])
-        return [_fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
+        return [fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
 
     _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
     return operation.cotangents(found, form.how)
@@ -321,41 +213,14 @@ def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
 
 
 def _primitive(operation: Operation) -> Primitive:
-    p = Primitive(f"numfuse_{operation.name}")
-    p.multiple_results = True
-    p.def_impl(functools.partial(_now, operation))
-    p.def_abstract_eval(functools.partial(_results, operation))
-    mlir.register_lowering(p, functools.partial(_lowered, operation), platform="cpu")
-    mlir.register_lowering(p, functools.partial(_lowered_on_cuda, operation), platform="cuda")
-    mlir.register_lowering(p, _lowered_elsewhere)
-    batching.primitive_batchers[p] = functools.partial(_batched, operation)
-    ad.primitive_jvps[p] = functools.partial(_derived, operation)
-    ad.primitive_transposes[p] = functools.partial(_transposed, operation)
-    return p
+    rules = [functools.partial(rule, operation) for rule in (_batched, _derived, _transposed)]
+    return primitive(operation.name, functools.partial(Call, operation), *rules)
 
 
 _JAX_PRIMITIVES = {name: _primitive(operation) for name, operation in PRIMITIVES.items()}
 
 
 # --- calls ----------------------------------------------------------------------------------------
-def _varying(x: Any) -> frozenset[Any]:
-    """The axes of a mesh along which a value differs, in `jax.shard_map`."""
-    aval = jax.typeof(x)
-    return getattr(getattr(aval, "manual_axis_type", aval), "varying", frozenset())
-
-
-def _agreed(given: list[Any]) -> list[Any]:
-    """Operands of one kind to `jax.shard_map`: each differs along the axes that any does."""
-    if not hasattr(jax.lax, "pcast") or not any(isinstance(x, jax.core.Tracer) for x in given):
-        return given
-    axes = [_varying(x) for x in given]
-    every = frozenset().union(*axes)
-    return [
-        x if own == every else jax.lax.pcast(x, tuple(sorted(every - own)), to="varying")
-        for x, own in zip(given, axes, strict=True)
-    ]
-
-
 def call(name: str, how: How, operands: Operands) -> list[Any]:
     """Return the results of an operation in their places, after the checks that need no values.
 
@@ -374,7 +239,7 @@ def call(name: str, how: How, operands: Operands) -> list[Any]:
         raise TypeError(f"all operands must have the same dtype, got {', '.join(dtypes)}")
     own_shapes(operation, [(kind, x.shape) for kind, x in given])
     form = Form(how, tuple(x is not None for x in operands))
-    return _bind(operation, form, _placed(form, _agreed([x for _, x in given])))
+    return _bind(operation, form, placed(form, agreed([x for _, x in given])))
 
 
 class _Jax(Functions):

@@ -14,7 +14,6 @@ from typing import Any
 from numpy import ndarray
 
 from numfuse.adapters.jax import ffi, table
-from numfuse.adapters.jax.operations import Call
 from numfuse.backends import load, resolve
 
 TARGET = "numfuse_cuda"
@@ -44,7 +43,7 @@ def refusal() -> str | None:
     return None
 
 
-def _record(precision: str, key: int, call: Call, held: Any, ordinal: int) -> Any:
+def _record(precision: str, key: int, call: Any, held: Any, ordinal: int) -> Any:
     """Record the launches of a call on a device; return None where an operand has to be copied."""
     from numfuse.adapters.jax import frame
     from numfuse.backends.cuda.call.record import recorded
@@ -76,7 +75,7 @@ def _record(precision: str, key: int, call: Call, held: Any, ordinal: int) -> An
     return table.keep(own, words, formulas, 0, program, held)
 
 
-def prepared(call: Call) -> tuple[int, str]:
+def prepared(call: Any) -> tuple[int, str]:
     """Return key and description of a call that XLA makes on a device.
 
     Raise TypeError if XLA cannot, or another backend is asked for: nothing moves unasked.

@@ -167,6 +167,11 @@ def _is_apart(p: FusedProblem, name: str) -> bool:
     return p.arrays[name].shape[-1] == 1 != p.n
 
 
+def _is_whole(p: FusedProblem, name: str) -> bool:
+    """Whether a summed result is summed over the batch alone."""
+    return p.arrays[name].shape[-2:] == (p.m, p.n) and p.m != 1
+
+
 # --- products -------------------------------------------------------------------------------------
 def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> Work:
     """Return what is done for a block."""
@@ -212,7 +217,7 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
     partials: dict[str, Operand] = {}
     apart: list[str] = []
     for name in p.summed:
-        if _is_apart(p, name):
+        if _is_apart(p, name) or _is_whole(p, name):
             apart.append(name)
             made[name] = fresh(f"whole {name}", (*batch, m, n), acc)
             places.store(name, made[name])
@@ -250,6 +255,9 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
             return one._replace(shape=(length, 1), strides=(0, 0))
 
         for name in apart:
+            if _is_whole(p, name):  # every row for itself
+                gradients[name] = [(one, made[name])]
+                continue
             across = made[name], ones(n)
             if x[name].shape[-2] == 1 != m:
                 line = fresh(f"rows of {name}", (*batch, m, 1), acc)

@@ -33,9 +33,7 @@ from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
 
 #: Operands that have a row for each of M, and are cut where an operation is cut by rows.
-BY_ROWS = frozenset(
-    ("a", "grad", "pre", "d_a", "total d_a", "u", "z", "d_grad", "residual", "out", "out_dot")
-)
+BY_ROWS = frozenset(("a", "grad", "pre", "d_a", "u", "z", "d_grad", "residual", "out", "out_dot"))
 #: What may be summed over blocks, or over several products.
 GRADIENTS = ("d_a", "d_b", "d_bias")
 #: Which of them are results: a block's rows are brought to them, not from them.
@@ -69,12 +67,13 @@ class Block(NamedTuple):
         """
         *own, length, columns = x.shape
         parts = [*self.batch[len(self.batch) - len(own) :]]
-        if x.name in self.by_rows:
+        by_rows = x.name.removeprefix("total ") in self.by_rows
+        if by_rows:
             own, parts = [*own, length], [*parts, self.rows]
         cut = [slice(0, 1) if size == 1 else s for size, s in zip(own, parts, strict=True)]
         sizes = [s.stop - s.start for s in cut]
         before = sum(s.start * step for s, step in zip(cut, x.strides, strict=False))
-        lengths = (*sizes, columns) if x.name in self.by_rows else (*sizes, length, columns)
+        lengths = (*sizes, columns) if by_rows else (*sizes, length, columns)
         return x._replace(shape=lengths), before
 
 
@@ -296,9 +295,12 @@ class _Schedule:
                     turns[name].first and i == 0, turns[name].last and i == len(products) - 1
                 )
                 row, slots = growing(self.acc, x, total, turn)
-                summed = summed_axes(x, batch)
+                summed, members = summed_axes(x, batch), batch
+                if left.shape[-2] == 1 != x.shape[-2]:
+                    slots = slots.each(_rows_apart)
+                    right, members = _rows_apart(right), (*batch, x.shape[-2])
                 after[i].append(
-                    descriptors.product(left, right, row, slots, self.threads, batch, summed)
+                    descriptors.product(left, right, row, slots, self.threads, members, summed)
                 )
         return [[plan for plan in phase if plan is not None] for phase in (*phases, *after)]
 
@@ -380,6 +382,13 @@ class _Schedule:
                     offsets = {name: address(part) - address(x), held.name: at}
                     (after if back else before).append((plan, offsets))
         return before, after
+
+
+def _rows_apart(x: Operand) -> Operand:
+    """Return matrices as a batch of their rows."""
+    *lead, m, n = x.shape
+    *steps, row, column = x.strides
+    return x._replace(shape=(*lead, m, 1, n), strides=(*steps, row, row, column))
 
 
 def growing(acc: str, out: Operand, total: Operand | None, turn: Turn) -> tuple[Kernel, Slots]:

@@ -7,47 +7,30 @@ plain tuples: autograd cannot differentiate through a named one.
 
 from __future__ import annotations
 
-import functools
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import autograd.numpy as anp
 import numpy as np
-from autograd.builtins import tuple as traced_tuple
-from autograd.core import VSpace, make_jvp, make_vjp
 from autograd.extend import defjvp_argnums, defvjp_argnums
-from autograd.extend import primitive as autograd_primitive
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, isbox
 
+from numfuse import fusion, gated
 from numfuse.activations import get
 from numfuse.adapters import pieces
+from numfuse.adapters.autograd.boxes import items, like, primitive, through
+from numfuse.adapters.autograd.epilogues import fused
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive
 from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
 from numfuse.runtime.dispatch import AGAIN
 
-__all__ = [*NAMES, "activation", "synchronize", "to_numpy"]
-
-
-def _like(g: Any, x: Any) -> Any:
-    """A cotangent in the operands' dtype: autograd makes float64 of what it meets."""
-    return g if g.dtype == x.dtype else g.astype(x.dtype)
+_FUSED = *fusion.__all__, *gated.__all__
+__all__ = [*NAMES, *_FUSED, "activation", "fused", "synchronize", "to_numpy"]
 
 
 # --- primitives ---------------------------------------------------------------------------------
-def primitive(function: Callable[..., Any]) -> Any:
-    """autograd's, of a function of arrays: NumPy's arithmetic makes scalars of 0-d arrays."""
-
-    @functools.wraps(function)
-    def call(*operands: Any) -> Any:
-        return function(*[np.asarray(x) if isinstance(x, np.generic) else x for x in operands])
-
-    return autograd_primitive(call)
-
-
 def _runner(name: str) -> Callable[..., Any]:
     primitive = PRIMITIVES[name]
     run, takes_saved, several = primitive.run, primitive.takes_saved, primitive.names is not None
@@ -75,42 +58,6 @@ def _product(a: Any, b: Any, bias: Any, how: How) -> Any:
     return out
 
 
-class _Parts(list[Any]):
-    """The cotangents of a tuple of gradients; None where nobody has asked for one.
-
-    autograd's own of a tuple are arrays of zeros to which each item's is added.
-    """
-
-
-class _PartsSpace(VSpace):
-    def _add(self, x: _Parts, y: _Parts) -> _Parts:
-        pairs = zip(x, y, strict=True)
-        return _Parts(b if a is None else a if b is None else a + b for a, b in pairs)
-
-    _mut_add = _add
-
-
-_PartsSpace.register(_Parts)
-_item = autograd_primitive(lambda found, i: found[i])
-
-
-def _item_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-    found, place = args
-    count = len(found)
-    return lambda g: (_Parts(g if i == place else None for i in range(count)),)
-
-
-defvjp_argnums(_item, _item_reverse)
-defjvp_argnums(_item, lambda argnums, gs, ans, args, kwargs: gs[0][args[1]])
-
-
-def _items(found: Any, count: int) -> Any:
-    """Return the gradients that a primitive gives, as a sequence."""
-    if count == 1:
-        return (found,)
-    return tuple(_item(found, i) for i in range(count)) if isbox(found) else found
-
-
 #: Functions of a primitive's operands and, last, its How.
 _RUN = {name: primitive(_runner(name)) for name in PRIMITIVES}
 _RUN["product"] = primitive(_product)
@@ -131,7 +78,7 @@ class _Autograd(Functions):
             # the array is their product's value on each of them.
             how = how._replace(saved=[])
         found = _RUN[name](*operands, how)
-        return found if PRIMITIVES[name].names is None else _items(found, len(how.needs))
+        return found if PRIMITIVES[name].names is None else items(found, len(how.needs))
 
     def pre_activation(self, how: How, a: Any, b: Any, bias: Any) -> Any:
         if how.saved is None:
@@ -142,15 +89,16 @@ class _Autograd(Functions):
 _NONE = get("none")
 FUNCTIONS = _Autograd()
 globals().update(FUNCTIONS.functions())
+globals().update({x: getattr(fusion, x, None) or getattr(gated, x) for x in _FUSED})
 activation = FUNCTIONS.activation
 
 
 # --- their derivatives --------------------------------------------------------------------------
-def _cotangents(primitive: Primitive, how: How, g: Any, like: Any) -> list[Any]:
+def _cotangents(primitive: Primitive, how: How, g: Any, x: Any) -> list[Any]:
     """Return the cotangent of each result, None where there is none."""
     given = (g,) if primitive.names is None or len(how.needs) == 1 else g
     parts = primitive.cotangents(given, how)
-    return [None if part is None else _like(part, like) for part in parts]
+    return [None if part is None else like(part, x) for part in parts]
 
 
 def _fused(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -172,46 +120,15 @@ def _fused(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
         *operands, how = args
         dots: list[Any] = [None] * len(operands)
         for i, g in zip(argnums, gs, strict=True):
-            dots[i] = _like(g, args[i])
+            dots[i] = like(g, args[i])
         found = FUNCTIONS.pushed(name, how, operands, dots, ans)
         return found[0] if len(found) == 1 else found
 
     return reverse, forward
 
 
-def _through(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the reverse and the forward rule of a primitive, through what it is made of."""
-
-    def replaced(argnums: Any, args: Any) -> Callable[[Any], Any]:
-        def call(values: Any) -> Any:
-            *operands, how = args
-            for place, i in enumerate(argnums):
-                operands[i] = values[place]
-            found = FUNCTIONS.composite(name, how, *operands)
-            if not isinstance(found, tuple):
-                return found
-            return found[0] if len(found) == 1 else traced_tuple(found)
-
-        return call
-
-    def reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-        def pull(g: Any) -> Any:
-            values = traced_tuple(args[i] for i in argnums)
-            if isinstance(g, _Parts):
-                pairs = zip(g, ans, strict=True)
-                g = traced_tuple(anp.zeros_like(x) if part is None else part for part, x in pairs)
-            with _quiet():
-                found = make_vjp(replaced(argnums, args), values)[0](g)
-            return tuple(found[i] for i in range(len(argnums)))
-
-        return pull
-
-    def forward(argnums: Any, gs: Any, ans: Any, args: Any, kwargs: Any) -> Any:
-        values = traced_tuple(args[i] for i in argnums)
-        with _quiet():
-            return make_jvp(replaced(argnums, args), values)(traced_tuple(gs))[1]
-
-    return reverse, forward
+def _composite(name: str) -> Callable[..., Any]:
+    return lambda *args: FUNCTIONS.composite(name, args[-1], *args[:-1])
 
 
 def _double_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
@@ -230,16 +147,8 @@ def _double_reverse(argnums: Any, ans: Any, args: Any, kwargs: Any) -> Any:
     return pull
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """A result that does not depend on an operand has the gradient 0, and nobody need be warned."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Output seems independent of input")
-        yield
-
-
 for _name, _run in _RUN.items():
-    _pull, _push = (_fused if PRIMITIVES[_name].is_fused else _through)(_name)
+    _pull, _push = _fused(_name) if PRIMITIVES[_name].is_fused else through(_composite(_name))
     defvjp_argnums(_run, _double_reverse if _name == "product_double" else _pull)
     defjvp_argnums(_run, _push)
 
@@ -251,6 +160,8 @@ _KINDS = {ArrayBox, np.ndarray, type(None)}
 def _again(operation: Any, *call: Any) -> Any:
     """Run a layer's forward at once, which is most calls, and any other operation as it is run."""
     operands, activation, flags, _, out, backend = call
+    if operation.kind == "fused" and _KINDS.issuperset(map(type, operands)):
+        return fused(operation, *call)
     layer = operation is _LAYER and out is None and not flags[0]
     if layer and operands[0] is not None and operands[1] is not None:
         if _KINDS.issuperset(map(type, operands)):
