@@ -112,22 +112,24 @@ class FusedOperation(Operation):
 
 
 def operation(
-    f: EpilogueLike, name: str, kind: str, factors: int, several: bool, operands: Sequence[Any],
-    keep: bool = False,
+    f: EpilogueLike, name: str, kind: str, factors: int, several: bool,
+    numbers: tuple[bool, ...], keep: bool | str = False,
 ) -> tuple[FusedOperation, UserEpilogue]:  # fmt: skip
-    """Return the operation of a call, and its epilogue; TypeError for another count of operands."""
+    """Return the operation of a call, and its epilogue; TypeError for another count of operands.
+
+    `numbers` says which operands are Python numbers.
+    """
     made = get(f)
-    numbers = tuple([type(x) in NUMBERS for x in operands])
     key = name, kind, factors, several, numbers, keep
     found: FusedOperation | None = made.made.get(key)
     if found is None:
         count = len(made.parameters)
-        if count != factors + len(operands):
+        if count != factors + len(numbers):
             sums, rest = made.parameters[:factors], made.parameters[factors:]
             took = f"{factors} for products ({', '.join(sums)}), then {len(rest)} operands "
             raise TypeError(
                 f"the epilogue {made.name!r} takes {count} arguments, "
-                f"{took if factors else ''}({', '.join(rest)}), got {len(operands)} operands"
+                f"{took if factors else ''}({', '.join(rest)}), got {len(numbers)} operands"
             )
         if factors and made.several:
             raise TypeError(
@@ -138,6 +140,11 @@ def operation(
         found = FusedOperation(name, form, lambda f: f.over(factors), keep, known=lambda f: f)
         made.made[key] = found
     return found, made
+
+
+def _numbers(operands: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which operands are Python numbers."""
+    return tuple([type(x) in NUMBERS for x in operands])
 
 
 def _arrays(given: Sequence[Any]) -> tuple[Any, ...]:
@@ -211,7 +218,7 @@ def matmul_epilogue(
     """
     factors, several = _right(b)
     name, keep = "matmul_epilogue", bool(return_pre_activation)
-    op, f = operation(epilogue, name, "forward", len(factors), several, operands, keep)
+    op, f = operation(epilogue, name, "forward", len(factors), several, _numbers(operands), keep)
     outs = (out, *[None] * len(factors)) if keep and out is not None else out
     found = op(_arrays((a, *factors, *operands)), f, (), (), outs, backend)
     return (found[0], tuple(found[1:])) if keep else found
@@ -265,7 +272,7 @@ def matmul_epilogue_bwd(
     """
     factors, several = _right(b)
     count, name = len(factors), "matmul_epilogue_bwd"
-    op, f = operation(epilogue, name, "backward", count, several, operands)
+    op, f = operation(epilogue, name, "backward", count, several, _numbers(operands))
     wanted = _needs(needs, op.form)
     outs = None
     if out is not None:
@@ -340,7 +347,8 @@ def matmul_epilogue_jvp(
     """
     factors, several = _right(b)
     operands, count = tuple(operands), len(factors)
-    op, f = operation(epilogue, "matmul_epilogue_jvp", "tangent", count, several, operands)
+    numbers, name = _numbers(operands), "matmul_epilogue_jvp"
+    op, f = operation(epilogue, name, "tangent", count, several, numbers)
     dots = (None,) * len(operands) if operand_dots is None else tuple(operand_dots)
     if len(dots) != len(operands):
         raise ValueError(f"operand_dots must have {len(operands)} entries, got {len(dots)}")
@@ -386,7 +394,7 @@ def elementwise(
     >>> nf.elementwise(lambda x, y, c: (x + c * y, x * y), x, x, 10.0)
     (array([11., 22.]), array([1., 4.]))
     """
-    op, f = operation(epilogue, "elementwise", "forward", 0, False, operands)
+    op, f = operation(epilogue, "elementwise", "forward", 0, False, _numbers(operands))
     found = op(_arrays(operands), f, (), (), out, backend)
     return (found,) if f.several and not op.several else found
 
@@ -426,7 +434,7 @@ def elementwise_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_epilogue`.
     """
-    op, f = operation(epilogue, "elementwise_bwd", "backward", 0, False, operands)
+    op, f = operation(epilogue, "elementwise_bwd", "backward", 0, False, _numbers(operands))
     given = tuple(grads) if f.several else (grads,)
     if len(given) != len(f.graphs):
         raise ValueError(f"grads must be a tuple of {len(f.graphs)}, got {len(given)}")
