@@ -130,12 +130,14 @@ class FusedOperation(Operation):
 
 
 def operation(
-    f: EpilogueLike, name: str, kind: str, factors: int, several: bool, operands: Sequence[Any],
-    keep: bool = False,
+    f: EpilogueLike, name: str, kind: str, factors: int, several: bool,
+    numbers: tuple[bool, ...], keep: bool | str = False,
 ) -> tuple[FusedOperation, UserEpilogue]:  # fmt: skip
-    """Return the operation of a call, and its epilogue; TypeError for another count of operands."""
+    """Return the operation of a call, and its epilogue; TypeError for another count of operands.
+
+    `numbers` says which operands are Python numbers.
+    """
     made = get(f)
-    numbers = tuple([type(x) in NUMBERS for x in operands])
     key = name, kind, factors, several, numbers, keep
     found: FusedOperation | None = made.made.get(key)
     if found is None:
@@ -145,12 +147,12 @@ def operation(
                 f"the epilogue {made.name!r} must have a parameter for each of {factors} products, "
                 f"got {count} ({', '.join(made.parameters)})"
             )
-        if count != factors + len(operands):
+        if count != factors + len(numbers):
             sums, rest = made.parameters[:factors], made.parameters[factors:]
             took = f", {factors} for products ({', '.join(sums)}), then {len(rest)} operands"
             raise TypeError(
                 f"the epilogue {made.name!r} takes {count} arguments{took if factors else ''} "
-                f"({', '.join(rest)}), got {len(operands)} operands"
+                f"({', '.join(rest)}), got {len(numbers)} operands"
             )
         if factors and made.several:
             raise TypeError(
@@ -161,6 +163,11 @@ def operation(
         found = FusedOperation(name, form, lambda f: f.over(factors), keep, known=lambda f: f)
         made.made[key] = found
     return found, made
+
+
+def _numbers(operands: Sequence[Any]) -> tuple[bool, ...]:
+    """Return which operands are Python numbers."""
+    return tuple([type(x) in NUMBERS for x in operands])
 
 
 def _arrays(given: Sequence[Any]) -> tuple[Any, ...]:
@@ -257,7 +264,7 @@ def matmul_epilogue(
     """
     factors, several = _right(b)
     name, keep = "matmul_epilogue", bool(return_pre_activation)
-    op, f = operation(epilogue, name, "forward", len(factors), several, operands, keep)
+    op, f = operation(epilogue, name, "forward", len(factors), several, _numbers(operands), keep)
     outs = (out, *[None] * len(factors)) if keep and out is not None else out
     found = op(_arrays((a, *factors, *operands)), f, (), (), outs, backend)
     return (found[0], tuple(found[1:])) if keep else found
@@ -311,7 +318,7 @@ def matmul_epilogue_bwd(
     """
     factors, several = _right(b)
     count, name = len(factors), "matmul_epilogue_bwd"
-    op, f = operation(epilogue, name, "backward", count, several, operands)
+    op, f = operation(epilogue, name, "backward", count, several, _numbers(operands))
     wanted = _needs(needs, op.form)
     outs = None
     if out is not None:
@@ -383,7 +390,8 @@ def matmul_epilogue_jvp(
             f"{type(operands).__name__}"
         )
     count = len(factors)
-    op, f = operation(epilogue, "matmul_epilogue_jvp", "tangent", count, several, operands)
+    name = "matmul_epilogue_jvp"
+    op, f = operation(epilogue, name, "tangent", count, several, _numbers(operands))
     dots = entries("operand_dots", operand_dots, len(operands))
     b_dots = entries("b_dot", b_dot, count) if several else (b_dot,)
     given = _arrays((a, *factors, *operands, a_dot, *b_dots, *dots))
@@ -425,7 +433,7 @@ def elementwise(
     >>> nf.elementwise(lambda x, y, c: (x + c * y, x * y), x, x, 10.0)
     (array([11., 22.]), array([1., 4.]))
     """
-    op, f = operation(epilogue, "elementwise", "forward", 0, False, operands)
+    op, f = operation(epilogue, "elementwise", "forward", 0, False, _numbers(operands))
     if f.several and not op.several:
         (out,) = entries("out", out, 1)
     found = op(_arrays(operands), f, (), (), out, backend)
@@ -467,7 +475,7 @@ def elementwise_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`matmul_epilogue`.
     """
-    op, f = operation(epilogue, "elementwise_bwd", "backward", 0, False, operands)
+    op, f = operation(epilogue, "elementwise_bwd", "backward", 0, False, _numbers(operands))
     given = entries("grads", grads, len(f.graphs)) if f.several else (grads,)
     wanted = _needs(needs, op.form)
     found = op(_arrays((*given, *operands)), f, (bool(guard), False), wanted, out, backend)

@@ -2,6 +2,8 @@
 often differentiable, and as modules.
 
 - `functions`: the public functions, at once or over operators
+- `epilogues`: nodes of epilogues and gated layers, and what their derivatives are made of;
+  `formulas`: derived formulas; `pieces`: calls that are no nodes
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
 - `replayed`: calls on the CPU that come again
 - `compiled`: a layer that is trained in a program of torch.compile
@@ -15,18 +17,33 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from numfuse import fusion, gated
 from numfuse.adapters.surface import NAMES
 from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.functions import activation, again, public
+from numfuse.adapters.torch.functions import fused as fused
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
-__all__ = [*NAMES, "GatedLinear", "Linear", "activation", "recompute", "synchronize", "to_numpy"]
+#: The functions of epilogues, which come here by their tensors.
+FUSED = *fusion.__all__, *gated.__all__
+
+__all__ = [
+    *NAMES,
+    *FUSED,
+    "GatedLinear",
+    "Linear",
+    "activation",
+    "recompute",
+    "synchronize",
+    "to_numpy",
+]
 
 globals().update({name: public(name) for name in NAMES})
+globals().update({x: getattr(home, x) for home in (fusion, gated) for x in home.__all__})
 
 
 def synchronize(x: Any) -> None:

@@ -17,13 +17,24 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_dynamo_compiling, is_exporting
 
-from numfuse.adapters.torch import eager
+from numfuse import fusion, gated
+from numfuse.adapters.torch import eager, epilogues
 from numfuse.adapters.torch.kept import recomputes, way
-from numfuse.adapters.torch.keys import activation_of, backend_key, backend_of, key_of
-from numfuse.adapters.torch.tensors import autocast, checked, in_functorch
+from numfuse.adapters.torch.keys import (
+    activation_of,
+    backend_key,
+    backend_of,
+    formula_key,
+    formula_of,
+    key_of,
+)
+from numfuse.adapters.torch.operators import in_graph
+from numfuse.adapters.torch.tensors import autocast, checked, in_functorch, with_tensors
+from numfuse.functional import activation_mul, matmul_bias_activation
+from numfuse.fusion import NUMBERS, FusedOperation, operation
 from numfuse.operations import OPERATIONS
 from numfuse.problem.product import STORED
-from numfuse.problem.shapes import gemm_shape
+from numfuse.problem.shapes import gemm_shape, residual_view
 
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")
 _OPERATORS = torch.ops.numfuse
@@ -96,7 +107,7 @@ def _run(
     if place == 2:
         flags, needs = (True,) if gated else eager.FLAGS, tuple(how.split())
     act, where = activation_of(activation), backend_of(backend)
-    found = eager.run(_ROWS[name][place], x, act, flags, needs, where, place * flipped)
+    found = eager.run(_ROWS[name][place], x, act, flags, needs, where, (place,) * flipped)
     several = found if isinstance(found, tuple) else (found,)
     return [y.contiguous() for y in several if y is not None]
 
@@ -129,3 +140,184 @@ for _name in _ROWS:
         if _fake:
             _shapes = partial(_fake, _name)
             torch.library.register_fake(f"numfuse::{_name}{_suffix}", _shapes, lib=_LIBRARY)
+
+
+# --- epilogues ----------------------------------------------------------------------------------
+def call_fused(
+    key: str, factors: int, x: Any, backend: Any = None, flipped: bool = False, keep: bool = True
+) -> Any:
+    """Return the results of the operator of epilogues: of a formula with so many products, or with
+    -1 of a gated layer with an activation, whose weights may be given transposed.
+    """
+    where = None if backend is None else backend_key(backend)
+    keeps = keep and not recomputes()
+    return tuple(_OPERATORS.fused(x, key, factors, flipped, keeps, _FORM, where))
+
+
+def _forward(key: str, factors: int, keep: bool = False) -> tuple[FusedOperation, Any]:
+    """Return the forward of a key, and what it takes as an activation."""
+    stored = keep and STORED
+    if factors < 0:
+        return gated.layer("forward", stored), activation_of(key)
+    f = formula_of(key)
+    numbers = (False,) * (len(f.parameters) - factors)
+    name = "matmul_epilogue" if factors else "elementwise"
+    return operation(f, name, "forward", factors, factors > 1, numbers, stored and factors > 0)
+
+
+class _FusedNode(Function):
+    @staticmethod
+    def forward(
+        ctx: Any, key: str, factors: int, flipped: bool, keep: bool, backend: Any, *x: Any
+    ) -> Any:
+        form = _forward(key, factors)[0].form
+        found = _OPERATORS.fused_fwd(x, key, factors, flipped, keep, backend)
+        kept = found[form.results :] or [None] * form.factors
+        ctx.save_for_backward(*x, *kept)
+        ctx.set_materialize_grads(False)
+        ctx.rest = key, factors, flipped, backend
+        return tuple(found[: form.results])
+
+    @staticmethod
+    def backward(ctx: Any, *gs: Any) -> Any:
+        key, factors, flipped, backend = ctx.rest
+        names, flags = _forward(key, factors)[0].operands, ctx.needs_input_grad[5:]
+        needs = " ".join([name for name, flag in zip(names, flags, strict=True) if flag])
+        x = [*gs, *ctx.saved_tensors]
+        found = iter(_OPERATORS.fused_bwd(x, key, factors, flipped, needs, backend))
+        return *[None] * 5, *[next(found) if flag else None for flag in flags]
+
+
+def _fused_apart(
+    x: list[Any], key: str, factors: int, flipped: bool, keep: bool, form: int, backend: Any
+) -> Any:
+    op = _forward(key, factors)[0]
+    cast = autocast(*x) if factors else x
+    checked(**dict(zip(map(op.form.label, op.operands), cast, strict=True)))
+    if torch.is_grad_enabled() and any(y is not None and y.requires_grad for y in cast):
+        return list(_FusedNode.apply(key, factors, flipped, keep and factors != 0, backend, *cast))
+    return _OPERATORS.fused_fwd(cast, key, factors, flipped, False, backend)
+
+
+def _places(factors: int, flipped: bool, first: int) -> tuple[int, ...]:
+    return tuple(range(first, first + abs(factors) + (factors < 0))) if flipped else ()
+
+
+def _run_fused(
+    x: list[Any], key: str, factors: int, flipped: bool, keep: bool, backend: Any
+) -> list[Tensor]:
+    op, f = _forward(key, factors, keep)
+    places = _places(factors, flipped, 1)
+    found = eager.run(op, x, f, (), (), backend_of(backend), places)
+    return list(found) if isinstance(found, tuple) else [found]
+
+
+def _run_fused_backward(
+    x: list[Any], key: str, factors: int, flipped: bool, needs: str, backend: Any
+) -> list[Tensor]:
+    op, f = _forward(key, factors)
+    count, places = op.form.results, _places(factors, flipped, 1)
+    end = count + len(op.operands)
+    rest = x[end:], tuple(needs.split()), backend_of(backend), places
+    found = epilogues.run_backward(op, f, x[:count], x[count:end], *rest)
+    return [y.contiguous() for y in found if y is not None]
+
+
+def _fused_results(
+    x: list[Any], key: str, factors: int, flipped: bool, keep: bool, backend: Any
+) -> list[Any]:
+    form = _forward(key, factors)[0].form
+    first = next(y for y in x if y is not None)
+    if not form.factors:
+        shape: Any = torch.broadcast_shapes(*[y.shape for y in x])
+        return [first.new_empty(shape) for _ in range(form.results)]
+    for b in x[1 : 1 + form.factors]:
+        sizes = gemm_shape(first, b.t() if flipped else b, None)[0]
+    for label, y in zip(form.labels, x[1 + form.factors :], strict=True):
+        if y is not None:
+            residual_view(sizes, y, label)
+    return [first.new_empty(sizes.visible) for _ in range(1 + keep * form.factors)]
+
+
+def _fused_gradients(
+    x: list[Any], key: str, factors: int, flipped: bool, needs: str, backend: Any
+) -> list[Any]:
+    op = _forward(key, factors)[0]
+    made = dict(zip(op.operands, x[op.form.results :], strict=False))
+    return [made[need].new_empty(made[need].shape) for need in needs.split()]
+
+
+_GIVEN = "Tensor?[] operands, str key, int factors, bool flipped"
+_EXPLICIT, _IMPLICIT = "CompositeExplicitAutograd", "CompositeImplicitAutograd"
+for _name, _how, _kernel, _on in (
+    ("fused", "bool keep, int form", _IMPLICIT, _fused_apart),
+    ("fused_fwd", "bool keep", _EXPLICIT, _run_fused),
+    ("fused_bwd", "str needs", _EXPLICIT, _run_fused_backward),
+):
+    _LIBRARY.define(f"{_name}({_GIVEN}, {_how}, str? backend) -> Tensor[]")
+    _LIBRARY.impl(_name, _on, _kernel)
+torch.library.register_fake("numfuse::fused_fwd", _fused_results, lib=_LIBRARY)
+torch.library.register_fake("numfuse::fused_bwd", _fused_gradients, lib=_LIBRARY)
+
+
+# --- the public functions as torch.compile follows them -----------------------------------------
+@torch.compiler.assume_constant_result
+def _formula(f: Any, factors: int, numbers: tuple[bool, ...]) -> tuple[str, bool]:
+    """Return the key of a formula that is called so, and whether it returns a tuple."""
+    name = "matmul_epilogue" if factors else "elementwise"
+    made = operation(f, name, "forward", factors, factors > 1, numbers)[1]
+    return formula_key(made), made.several
+
+
+def _elements(key: str, backend: Any, x: Any) -> Any:
+    return in_graph("elements", key, None if backend is None else backend_key(backend), *x)
+
+
+@torch.compiler.substitute_in_graph(fusion.elementwise)
+def _elementwise(epilogue: Any, *operands: Any, out: Any = None, backend: Any = None) -> Any:
+    _refuse_out(out)
+    key, several = _formula(epilogue, 0, tuple([type(x) in NUMBERS for x in operands]))
+    x = with_tensors(operands)
+    found = call_fused(key, 0, x, backend) if follows() else _elements(key, backend, x)
+    return tuple(found) if several else found[0]
+
+
+@torch.compiler.substitute_in_graph(fusion.matmul_epilogue)
+def _matmul_epilogue(
+    a: Any, b: Any, epilogue: Any, *operands: Any, return_pre_activation: bool = False,
+    out: Any = None, backend: Any = None,
+) -> Any:  # fmt: skip
+    _refuse_out(out)
+    right = b if isinstance(b, (tuple, list)) else (b,)
+    key, _ = _formula(epilogue, len(right), tuple([type(x) in NUMBERS for x in operands]))
+    x = with_tensors((a, *right, *operands))
+    if follows() and not return_pre_activation:
+        return call_fused(key, len(right), x, backend)[0]
+    a, *rest = autocast(*x)
+    z = [matmul_bias_activation(a, y, None, "none", backend=backend) for y in rest[: len(right)]]
+    (found,) = _elements(key, backend, [*z, *rest[len(right) :]])
+    if not return_pre_activation:
+        return found
+    return found, tuple([y if y.dtype == torch.float64 else y.float() for y in z])
+
+
+@torch.compiler.substitute_in_graph(gated.matmul_activation_mul)
+def _matmul_activation_mul(
+    a: Any, b_gate: Any, b_up: Any, bias_gate: Any = None, bias_up: Any = None,
+    activation: Any = "silu", *, return_pre_activation: bool = False, out: Any = None,
+    backend: Any = None,
+) -> Any:  # fmt: skip
+    _refuse_out(out)
+    x = a, b_gate, b_up, bias_gate, bias_up
+    if follows() and not return_pre_activation:
+        return call_fused(key_of(activation), -1, x, backend)[0]
+    a, b_gate, b_up, bias_gate, bias_up = autocast(*x)
+    gate = epilogues.product(a, b_gate, bias_gate, backend)
+    up = epilogues.product(a, b_up, bias_up, backend)
+    found = activation_mul(gate, up, activation, backend=backend)
+    return (found, (gate, up)) if return_pre_activation else found
+
+
+def _refuse_out(out: Any) -> None:
+    if out is not None:
+        raise ValueError("out must be None in a program of torch.compile, got a tensor")

@@ -8,18 +8,20 @@ what flows to one pre-activation from several places is added before it is multi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from numpy import empty, ndarray
-from torch import Tensor, nn
+from numpy import empty_like as empty_array_like
+from numpy import ndarray
+from torch import Tensor, empty_like, nn
 from torch.autograd import Function
 
 from numfuse.activations import Activation, get
 from numfuse.adapters.torch import replayed
 from numfuse.adapters.torch.kept import FINITE, Way, way
 from numfuse.adapters.torch.operators import on_cuda
-from numfuse.adapters.torch.tensors import TEAM, array_over, to_tensor, watched
+from numfuse.adapters.torch.tensors import TEAM, array_over, to_tensor, watched, with_tensors
 from numfuse.operations import OPERATIONS, Operation
 from numfuse.runtime.threads import share
 
@@ -75,41 +77,67 @@ def run(
     flags: tuple[bool | str, ...] = (),
     needs: Any = (),
     backend: Any = None,
-    flipped: int = 0,
+    flipped: tuple[int, ...] = (),
 ) -> Any:
     """Run an operation on tensors without derivatives.
 
-    `flipped` is the place of b, where b is given transposed and its gradient returned so; else 0.
+    `flipped` are the places of right factors that are given transposed, as their gradients are
+    returned then; a backward has its cotangent in front.
     """
     first = operands[0]
-    if first is None:
-        first = next(x for x in operands if x is not None)
+    if not isinstance(first, Tensor):
+        first = next(x for x in operands if isinstance(x, Tensor))
     if first.is_cuda:
         cuda = on_cuda()
+        if operation.kind == "fused":
+            x, own, out = _turned(operation, operands, needs, flipped, empty_like)
+            found = cuda.fused(operation, x, activation, flags, needs, out, backend)
+            return _back(found, own)
         x = operation, operands, activation, flags, needs, None, backend
-        return cuda.run(*x, cuda.checked, flipped) if flipped else cuda.run(*x)
+        return cuda.run(*x, cuda.checked, flipped[0]) if flipped else cuda.run(*x)
+    if operation.kind == "fused":
+        operands = with_tensors(operands)
     share.team = TEAM  # which the operations before have kept awake
     try:
         found = replayed.run(operation, operands, activation, flags, needs, backend, flipped)
         if found is not None:
             return found
         arrays: list[Any] = [None if x is None else array_over(x) for x in operands]
-        out: Any = None
-        if flipped:
-            b = arrays[flipped]
-            arrays[flipped] = b.T
-            if "b" in needs:  # PyTorch copies a gradient that has not its weight's layout
-                own = empty(b.shape, b.dtype)
-                out = None, own.T, None
-        found = operation(tuple(arrays), activation, flags, needs, out, backend)
+        new = partial(empty_array_like, order="C")
+        x, own, out = _turned(operation, arrays, needs, flipped, new)
+        found = operation(x, activation, flags, needs, out, backend)
     finally:
         share.team = None
     if type(found) is ndarray:
         return to_tensor(found)
-    made: list[Any] = [None if x is None else to_tensor(x) for x in found]
-    if out is not None:
-        made[1] = to_tensor(own)
-    return tuple.__new__(type(found), made)
+    found = _back(found, own)
+    return tuple.__new__(type(found), [None if x is None else to_tensor(x) for x in found])
+
+
+def _turned(
+    operation: Operation, operands: Sequence[Any], needs: Any, flipped: tuple[int, ...], new: Any
+) -> tuple[tuple[Any, ...], dict[int, Any], Any]:
+    """Return the operands as the core takes them, and gradients by their places, and as `out`.
+
+    PyTorch copies a gradient that has not its weight's layout.
+    """
+    given, own = list(operands), {}
+    for place in flipped:
+        b = given[place]
+        given[place] = b.T
+        if operation.operands[place] in needs:
+            own[place - 1] = new(b)
+    out: Any = None
+    if own:
+        out = tuple([own[i].T if i in own else None for i in range(len(operation.needs))])
+    return tuple(given), own, out
+
+
+def _back(found: Any, own: dict[int, Any]) -> Any:
+    """Return the results with these in their places."""
+    if not own:
+        return found
+    return tuple.__new__(type(found), [own.get(i, x) for i, x in enumerate(found)])
 
 
 # --- nodes --------------------------------------------------------------------------------------
@@ -124,7 +152,7 @@ _given: set[int] = set()
 _all = False
 
 
-def _asked(ctx: Any, names: Sequence[str], operands: Sequence[Any], small: bool) -> tuple[str, ...]:
+def asked(ctx: Any, names: Sequence[str], operands: Sequence[Any], small: bool) -> tuple[str, ...]:
     """Return the operands whose gradients this backward is to make.
 
     `ctx.needs_input_grad` says who requires grad, PyTorch's engine who is asked for it. Where it
@@ -155,7 +183,7 @@ def _asked(ctx: Any, names: Sequence[str], operands: Sequence[Any], small: bool)
     return tuple(found)
 
 
-def _is_small(a: Any, b: Any) -> bool:
+def is_small(a: Any, b: Any) -> bool:
     """Whether a product and what it multiplies are small."""
     return bool(a.numel() * b.numel() < _SMALL_PRODUCT * max(a.shape[-1], 1))
 
@@ -164,7 +192,8 @@ class _Layer(Function):
     @staticmethod
     def forward(ctx: Any, a: Any, b: Any, bias: Any, way: Way) -> Any:
         keeps, flags = way.keeps, (way.with_pre,)
-        found = run(LAYER, (a, b, bias), way.activation, flags, (), way.backend, way.flipped)
+        flipped = (1,) * way.flipped
+        found = run(LAYER, (a, b, bias), way.activation, flags, (), way.backend, flipped)
         ctx.way = way
         if keeps == "pre":
             ctx.set_materialize_grads(False)
@@ -177,11 +206,11 @@ class _Layer(Function):
     def backward(ctx: Any, g: Any, g_pre: Any = None) -> Any:
         a, b, bias, kept = ctx.saved_tensors
         operands, way = (a, b, bias), ctx.way
-        needs = _asked(ctx, _NAMES, operands, _is_small(a, b))
+        needs = asked(ctx, _NAMES, operands, is_small(a, b))
         if g_pre is not None or not needs or torch.is_grad_enabled() or not mode((g,)):
-            return (*_layer_gradients(way, needs, operands, kept, g, g_pre), None)
+            return (*layer_gradients(way, needs, operands, kept, g, g_pre), None)
         x, slope = (g, a, b, bias, kept), _NONE if way.slope is None else way.slope
-        found = run(LAYER_BACKWARD, x, slope, FLAGS, needs, way.backend, 2 * way.flipped)
+        found = run(LAYER_BACKWARD, x, slope, FLAGS, needs, way.backend, (2,) * way.flipped)
         return (*found, None)
 
 
@@ -195,10 +224,10 @@ class _Residual(Function):
     @staticmethod
     def backward(ctx: Any, g: Any) -> Any:
         operands = ctx.saved_tensors
-        needs = _asked(ctx, (*_NAMES, "residual"), (*operands, g), _is_small(*operands[:2]))
+        needs = asked(ctx, (*_NAMES, "residual"), (*operands, g), is_small(*operands[:2]))
         d_residual = g.sum_to_size(ctx.shape) if "residual" in needs else None
         needs = tuple([name for name in needs if name != "residual"])
-        return (*_layer_gradients(ctx.way, needs, operands, None, g, None), d_residual, None)
+        return (*layer_gradients(ctx.way, needs, operands, None, g, None), d_residual, None)
 
 
 class _Gate(Function):
@@ -212,13 +241,19 @@ class _Gate(Function):
     def backward(ctx: Any, g: Any) -> Any:
         a, b = ctx.saved_tensors
         act, backend = ctx.how
-        needs = _asked(ctx, ("a", "b"), (a, b), a.numel() < _SMALL_GATE)
-        if not needs:
-            return None, None, None, None
-        if torch.is_grad_enabled() and mode((g,)) and act.serial in FINITE:
-            return (*_apply_gradients(g, a, b, act, needs, backend), None, None)
-        found = _GATE_BACKWARD((g, a, b), act, (True,), needs, None, backend)
-        return (*found, None, None)
+        needs = asked(ctx, ("a", "b"), (a, b), a.numel() < _SMALL_GATE)
+        return (*gate_gradients(act, g, a, b, needs, True, backend), None, None)
+
+
+def gate_gradients(
+    act: Activation, g: Any, a: Any, b: Any, needs: tuple[str, ...], guard: bool, backend: Any
+) -> Any:
+    """Return the gradients of a gate's operands."""
+    if not needs:
+        return None, None
+    if torch.is_grad_enabled() and mode((g,)) and act.serial in FINITE:
+        return _apply_gradients(g, a, b, act, needs, backend)
+    return _GATE_BACKWARD((g, a, b), act, (guard,), needs, None, backend)
 
 
 class _GateGradients(Function):
@@ -235,7 +270,7 @@ class _GateGradients(Function):
     def backward(ctx: Any, u: Any, v: Any) -> Any:
         g, a, b = ctx.saved_tensors
         act, backend = ctx.how
-        needs = _asked(ctx, ("grad", "a", "b"), (g, a, b), a.numel() < _SMALL_GATE)
+        needs = asked(ctx, ("grad", "a", "b"), (g, a, b), a.numel() < _SMALL_GATE)
         if not needs or (u is None and v is None):
             return (None,) * 6
         again, slope, parts = torch.is_grad_enabled(), act.derived(1), []
@@ -252,7 +287,7 @@ class _GateGradients(Function):
         return d_g, d_a, d_b, None, None, None
 
 
-def _layer_gradients(
+def layer_gradients(
     way: Way, needs: tuple[str, ...], operands: Sequence[Any], kept: Any, g: Any, g_pre: Any
 ) -> tuple[Any, Any, Any]:
     """Return the gradients of a layer's operands, from those of its value and pre-activation."""
@@ -271,7 +306,7 @@ def _layer_gradients(
         g = g_pre if g is None else g + g_pre
     if not torch.is_grad_enabled():
         x = (g, a, b, bias, None)
-        return run(LAYER_BACKWARD, x, _NONE, FLAGS, needs, way.backend, 2 * way.flipped)
+        return run(LAYER_BACKWARD, x, _NONE, FLAGS, needs, way.backend, (2,) * way.flipped)
     if b.ndim != 2 or a.ndim < 2 or (bias is not None and bias.ndim != 1):
         plain = way._replace(activation=_NONE)
         return _watched_gradients(plain, needs, operands, g, None)
@@ -337,7 +372,7 @@ def layer(
     """Return a layer of tensors that :func:`mode` lets through; `b` may be given transposed."""
     gradient = a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
     if not (gradient and torch.is_grad_enabled()):
-        return run(LAYER, (a, b, bias), act, (with_pre,), (), backend, flipped)
+        return run(LAYER, (a, b, bias), act, (with_pre,), (), backend, (1,) * flipped)
     how = way(act, a, with_pre, flipped, backend, keep)
     found = _apply_layer(a, b, bias, how)
     return found[0] if how.keeps == "pre" and not with_pre else found

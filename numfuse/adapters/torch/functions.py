@@ -22,7 +22,11 @@ from numfuse.adapters.surface import Functions
 from numfuse.adapters.torch import compiled, eager
 from numfuse.adapters.torch.compiled import call, follows
 from numfuse.adapters.torch.eager import TENSORS
+from numfuse.adapters.torch.epilogues import record
+from numfuse.adapters.torch.kept import recomputes
+from numfuse.adapters.torch.keys import key_of
 from numfuse.adapters.torch.operators import on_cuda
+from numfuse.adapters.torch.pieces import composite, dual
 from numfuse.adapters.torch.rules import operators
 from numfuse.adapters.torch.tensors import (
     autocast,
@@ -35,9 +39,15 @@ from numfuse.adapters.torch.tensors import (
     run_beside,
     to_numpy,
     to_tensor,
+    with_tensors,
 )
 from numfuse.functional import activation_mul
+from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.gated import layer
 from numfuse.operations import OPERATIONS
+from numfuse.problem.product import STORED
+
+NONE = get("none")
 
 
 class _Torch(Functions):
@@ -199,6 +209,8 @@ def again(
         known = compiled.OPERATORS.get(operation.name)
         if known and out is None and not any(flags) and eager.complete(operands):
             return call(known, operands, get(activation), backend)
+    if operation.kind == "fused":
+        return fused(operation, operands, activation, flags, needs, out, backend)
     # (`public` tells an `out` that it was written)
     if not torch.compiler.is_compiling() and out is None:
         how = eager.mode(operands)
@@ -211,6 +223,51 @@ def again(
             if record is not None and eager.complete(operands):
                 return record(operands, activation, flags, backend)
     return operation.other(operands, activation, flags, needs, out, backend)
+
+
+def fused(
+    operation: FusedOperation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[bool, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Run an operation of epilogues: at once, as a node, in forward mode, or by its pieces."""
+    act, form = operation.known(activation), operation.form
+    plain = form.kind == "forward" and not operation.keep
+    tensors = [x for x in operands if type(x) not in NUMBERS]
+    outs = _outputs(out)
+    compiling = torch.compiler.is_compiling()
+    how = 0 if compiling else eager.mode((*tensors, *outs))
+    if form.factors and form.kind == "forward" and isinstance(operands[0], Tensor):
+        cast = iter(autocast(*tensors))
+        operands = tuple([x if type(x) in NUMBERS else next(cast) for x in operands])
+    if how == 1:
+        if not outs:
+            return eager.run(operation, operands, act, flags, needs, backend)
+        if outs[0].is_cuda:
+            found = on_cuda().fused(operation, operands, act, flags, needs, out, backend)
+        else:
+            known: dict[int, Tensor] = {}
+            arrays = tuple([_array(x, known) for x in with_tensors(operands)])
+            rest = act, flags, needs, _array(out, known), backend
+            found = _result(run_beside(operation, arrays, *rest), known)
+        for x in outs:
+            if not x.is_inference():
+                increment_version(x)
+        return found
+    FUNCTIONS.refuse_out(out)
+    if how == 2 and plain:
+        return record(operation, act, operands, not recomputes() and STORED, backend)
+    pairs = zip(operation.operands, operands, strict=True)
+    checked(**{form.label(name): x for name, x in pairs if type(x) not in NUMBERS})
+    if plain and not compiling and in_dual_level():
+        found = dual(operation, act, operands, backend)
+        if found is not None:
+            return found
+    return composite(operation, act, operands, flags, needs, backend)
 
 
 _GATED = public("activation_mul")
@@ -226,6 +283,25 @@ def gated(a: Tensor, b: Tensor, activation: Any) -> Tensor:
     if follows():
         return call("gated", (a, b), activation)
     return activation_mul(a, b, activation)
+
+
+def gated_linear(x: Tensor, gate: Any, up: Any, activation: Any, recompute: bool) -> Tensor:
+    """Return activation(gate(x)) * up(x) of two linear layers, by their parameters."""
+    operands = x, gate.weight, up.weight, gate.bias, up.bias
+    if follows():
+        key = activation.key or key_of(activation)
+        return compiled.call_fused(key, -1, operands, None, True, not recompute)[0]
+    how = 0 if torch.compiler.is_compiling() else eager.mode(operands)
+    if how:
+        operation, turned = layer("forward"), (1, 2)
+        if autocasts(x):
+            operands = autocast(*operands)
+        if how == 1:
+            return eager.run(operation, operands, activation, flipped=turned)
+        keep = not (recompute or recomputes()) and STORED
+        return record(operation, activation, operands, keep, None, turned)
+    first, second = (linear(x, y.weight, y.bias, NONE, recompute) for y in (gate, up))
+    return gated(first, second, activation)
 
 
 def linear(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from numfuse.activations import activations, get
+from numfuse.language.text import digest
 
 #: Activations that are held for the strings that stand for them.
 _HELD = 64
@@ -64,6 +65,30 @@ def key_of(activation: Any) -> str:
 # torch.compile follows a call only as far as to read this string, not into the making of it.
 for _act in activations().values():
     key_of(_act)
+
+
+@torch.compiler.assume_constant_result
+def formula_key(f: Any) -> str:
+    """Return a string that stands for a formula of several variables, as :func:`key_of` does."""
+    if isinstance(f, str):
+        return f
+    key: str | None = f.made.get("key")
+    if key is None:
+        form = f.several, len(f.parameters), digest(f.graphs)
+        key = f.made["key"] = f"{f.name} {form}"
+    if key not in _ACTIVATIONS:
+        _ACTIVATIONS.hold(key, (f, f.made.get("plain")))
+    return key
+
+
+def formula_of(key: Any) -> Any:
+    """Return the formula that a string stands for; a formula as it is."""
+    if not isinstance(key, str):
+        return key
+    f, plain = _ACTIVATIONS[key]
+    if plain is not None:  # (a text has the formula without what was made of it)
+        f.made["plain"] = plain
+    return f
 
 
 def activation_of(key: str) -> Any:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from numfuse.activations import Activation, get
-from numfuse.adapters.torch.functions import gated, linear
+from numfuse.adapters.torch.functions import NONE, gated, gated_linear, linear
 
 
 class Linear(nn.Linear):
@@ -54,6 +55,17 @@ class Linear(nn.Linear):
         return f"{super().extra_repr()}, activation={self.activation.name!r}"
 
 
+def _is_plain(layer: Any) -> bool:
+    """Whether a call of a layer is a product and no more: no hook has a say, and no subclass."""
+    return (
+        type(layer) is Linear
+        and layer.activation is NONE
+        and not (layer._forward_hooks or layer._forward_pre_hooks)
+        and not (layer._backward_hooks or layer._backward_pre_hooks or _has_any_global_hook())
+        and "forward" not in layer.__dict__
+    )
+
+
 class GatedLinear(nn.Module):
     """A gated layer: activation(gate(x)) * up(x), `gate` and `up` linear.
 
@@ -64,6 +76,8 @@ class GatedLinear(nn.Module):
     activation : str or numfuse.Activation, default "silu"
         SwiGLU's; "gelu" and "sigmoid" are those of GeGLU and GLU.
     device, dtype : optional
+    recompute : bool, default False
+        Make the two pre-activations again in the backward: see :func:`recompute`.
     """
 
     def __init__(
@@ -74,11 +88,13 @@ class GatedLinear(nn.Module):
         activation: Any = "silu",
         device: Any = None,
         dtype: Any = None,
+        recompute: bool = False,
     ) -> None:
         super().__init__()
         self.gate = Linear(in_features, out_features, bias, "none", device, dtype)
         self.up = Linear(in_features, out_features, bias, "none", device, dtype)
         self.activation: Activation = get(activation)
+        self.recompute = recompute
 
     @classmethod
     def from_torch(cls, gate: nn.Linear, up: nn.Linear, activation: Any = "silu") -> GatedLinear:
@@ -88,7 +104,10 @@ class GatedLinear(nn.Module):
         return made
 
     def forward(self, x: Tensor) -> Tensor:
-        return gated(self.gate(x), self.up(x), self.activation)
+        gate, up = self.gate, self.up
+        if _is_plain(gate) and _is_plain(up):
+            return gated_linear(x, gate, up, self.activation, self.recompute)
+        return gated(gate(x), up(x), self.activation)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation.name!r}"

@@ -34,12 +34,14 @@ from numfuse.problem.shapes import gemm_shape, residual_view
 on_cuda: Callable[[], Any] = cache(partial(import_module, "numfuse.adapters.cuda"))
 
 
-_BY_NAME: dict[str, Op] = {}
+#: What has an `apply` with all of torch.func's rules, by name.
+BY_NAME: dict[str, Any] = {}
 
 
 # torch.compile does not follow it: torch.func makes of an operator what it makes of it eagerly.
 @torch.compiler.allow_in_graph
-def _in_graph(name: str, *args: Any) -> Any:
+def in_graph(name: str, *args: Any) -> Any:
+    """Return what `BY_NAME` has of this name at arguments, in a program of torch.compile."""
     # A graph of torch.compile enters levels of forward mode without PyTorch's own count of them.
     entered = torch._C._functorch.get_interpreter_stack() or ()
     count = sum(level.key() == torch._C._functorch.TransformType.Jvp for level in entered)
@@ -47,7 +49,7 @@ def _in_graph(name: str, *args: Any) -> Any:
     eager_transforms.JVP_NESTING = max(kept[0], count)
     forward_ad._current_level = max(kept[1], min(count, 1) - 1)
     try:
-        return _BY_NAME[name].apply(*args)
+        return BY_NAME[name].apply(*args)
     finally:
         eager_transforms.JVP_NESTING, forward_ad._current_level = kept
 
@@ -92,7 +94,7 @@ class Op:
         self.op.register_autograd(self._pull, setup_context=self._keep)
         self.op.register_vmap(self._vmapped)
         self._name, self.apply = name, self._as_function(name).apply
-        _BY_NAME[name] = self
+        BY_NAME[name] = self
 
     def __call__(self, *operands: Any, how: How) -> tuple[Any, ...]:
         key = how.activation.key or key_of(how.activation)
@@ -102,7 +104,7 @@ class Op:
 
     def _dispatched(self, *args: Any) -> Any:
         if torch.compiler.is_compiling():
-            return _in_graph(self._name, *args) if in_functorch() else self.op(*args)
+            return in_graph(self._name, *args) if in_functorch() else self.op(*args)
         return self.apply(*args) if transformed() else self.op(*args)
 
     def _read(self, args: Sequence[Any]) -> tuple[list[Any], How]:

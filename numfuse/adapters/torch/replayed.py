@@ -58,11 +58,11 @@ def run(
     flags: tuple[bool | str, ...],
     needs: Any,
     backend: Any,
-    flipped: int,
+    flipped: tuple[int, ...],
 ) -> Any:
     """Return the result of a call that was recorded, or None.
 
-    `flipped` is the place of a matrix b that is given transposed, as its gradient is returned.
+    `flipped` are the places of matrices that are given transposed, as their gradients are returned.
     """
     act: Any = table.TABLE.get(activation) if type(activation) is str else activation
     chosen: Any = ACTIVE.get() if backend is None else backend
@@ -114,14 +114,14 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
     if type(replay) is not Replay or chosen.name != "cpu" or not _reads_places():
         return None
     kinds = dtypes()
-    key: list[Hashable] = [serial, operation.name, flags, needs]
+    key: list[Hashable] = [serial, operation.mark, flags, needs]
     dtype: Any = None
     for i, x in enumerate(operands):
         if x is None:
             key.append(None)
             continue
         dtype = kinds.get(x.dtype)
-        turned = i == flipped and i > 0
+        turned = i in flipped
         if not x.numel() or dtype is None or (turned and 1 in x.shape):
             return None
         steps = tuple([step * dtype.itemsize for step in x.stride()])
@@ -131,12 +131,15 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
             key += x.shape, dtype
         else:
             key += x.shape, dtype, steps
-    flips = -1
-    if flipped and "b" in needs:
-        flips, b = 1, operands[flipped]
-        outs: list[Any] = [None] * len(operation.needs)
-        steps = tuple([step * dtype.itemsize for step in (1, b.shape[1])])
-        key += len(outs), None, b.shape[::-1], dtype, steps, *outs[2:]
+    flips = {place - 1: operands[place] for place in flipped if operation.operands[place] in needs}
+    if flips:
+        key.append(len(operation.needs))
+        for i in range(len(operation.needs)):
+            if i in flips:
+                steps = tuple([step * dtype.itemsize for step in (1, flips[i].shape[1])])
+                key += flips[i].shape[::-1], dtype, steps
+            else:
+                key.append(None)
     fingerprint = tuple(key)
     found = replay.find(fingerprint)
     if found is not None and found.varies is not None:
@@ -151,7 +154,7 @@ def _read(operation: Operation, operands: Sequence[Any], asked: tuple[Any, ...])
             several = prod(shape) > 1  # (else it would keep strides of 0)
             own = next(theirs for theirs, ours in kinds.items() if ours == dtype)
             one = torch.empty(() if several else shape, dtype=own, device="cpu")
-            one = one.expand(shape[::-1] if i == flips else shape)
+            one = one.expand(shape[::-1] if i in flips else shape)
         results.append(one)
     known = _Known(fingerprint, dtype.itemsize - 1, tuple(results))
     return _KNOWN.keep(asked, known)

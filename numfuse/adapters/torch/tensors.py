@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from numfuse.fusion import NUMBERS
 from numfuse.runtime.threads import Team, share
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -72,6 +73,20 @@ def to_tensor(x: ndarray) -> Tensor:
     if x.dtype.kind == "f":
         return torch.from_numpy(x)
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
+
+
+def with_tensors(operands: Sequence[Any]) -> list[Any]:
+    """Return the operands with Python numbers as tensors of the others' dtype and device."""
+    for x in operands:
+        if type(x) in NUMBERS:
+            break
+    else:
+        return list(operands)
+    like = next(x for x in operands if isinstance(x, Tensor))
+    if torch.compiler.is_dynamo_compiling():
+        # (of a product alone, a program has the number as an input)
+        return [like.new_ones(()) * x if type(x) in NUMBERS else x for x in operands]
+    return [like.new_full((), x) if type(x) in NUMBERS else x for x in operands]
 
 
 def checked(**operands: Any) -> None:
