@@ -349,8 +349,8 @@ def make(
     `given` has its arrays by the names that they have here (:class:`Form`), None where one is not
     there, and `whole` is the forward. `needs` names the operands whose gradients are wanted, `out`
     has an array, or None, for each result. `keep` asks a forward for its sums, in the operands'
-    dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made; else `gathered` copies
-    an operand (..., M, K) to one of (rows, K): default NumPy's way. `empty` makes a result
+    dtype if it is "stored". Of `ghosts`, arrays of a device, no copy is made; else `gathered`
+    copies an operand (..., M, K) to one of (rows, K): default NumPy's way. `empty` makes a result
     of a shape and a dtype.
     """
     x = _Operands(form, given)

@@ -106,8 +106,10 @@ def fused(
             raise ValueError(f"{label} must have 2 or more axes as a Dask array, got {x.shape}")
     ghosts = {name: ghost(x.shape, x.dtype) for name, x in given.items()}
     guard, sum_batch = options.get("guard", True), options.get("sum_batch", False)
-    how = needs, None, guard, operation.keep, sum_batch, ghost
-    p = make(form, operation.whole(act), act, ghosts, *how)  # (every check, and no memory)
+    how = needs, None, guard, operation.keep, sum_batch
+    p = make(
+        form, operation.whole(act), act, ghosts, *how, empty=ghost
+    )  # (every check, and no memory)
     described = task(operation.name, {"activation": act, "backend": backend, "out": out, **options})
     found = Fused(described, operation, given, p).made(needs)
     return found if operation.several else found[0]

@@ -155,8 +155,8 @@ class EpilogueCall(NamedTuple):
         mapped = self.layout() if form.lead else {}
         for name, (shape, matrix) in mapped.items():
             x[name] = np.broadcast_to(x[name], shape).reshape(matrix)
-        how = form.how.needs, None, form.how.guard, form.keep, False, empty
-        p = fused.make(of, form.whole, form.how.activation, x, *how)
+        how = form.how.needs, None, form.how.guard, form.keep, False
+        p = fused.make(of, form.whole, form.how.activation, x, *how, empty=empty)
         results = dict(zip(self._every(), _tuple(p.result), strict=True))
         if of.kind == "tangent":
             _moved_alone(p, form.made)
