@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,7 @@ from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, protocol, rows
 from numfuse.backends.cpu.kernels.printer import Result, Source
-from numfuse.backends.cpu.launch.sequence import Operand, Program, operand, program, temporary
+from numfuse.backends.cpu.launch.sequence import Operand, Program, program, temporary
 from numfuse.backends.cpu.launch.sequence import operands as operands_of
 from numfuse.backends.cpu.layers import column_sums
 from numfuse.backends.cpu.llvm import vectors
@@ -27,7 +26,6 @@ from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, merged, rec
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.problem.operands import format_of
-from numfuse.runtime.strided import contiguous
 
 if TYPE_CHECKING:
     from numfuse.problem.fused import FusedProblem
@@ -98,50 +96,8 @@ def fused(p: FusedProblem, names: Sequence[str], threads: int) -> Program:
     if itemsize:
         kept = p.k if p.dtype != p.acc_dtype else 0
         blocks = tiling.backward_block(p.m, p.n, kept, itemsize, library.chunk(fmt))
-    wholes = {name: temporary(f"members of {name}", p.shape, acc) for name in _of_members(p)}
-    grown = [name for name in (*p.summed, *p.products) if name not in wholes]
-    held_whole = {x.name: x for x in wholes.values()}
-    work, by_rows = partial(_work, p), _by_rows(p) | held_whole.keys()
-    parts = [Part(arrays | held_whole, *blocks, work, by_rows, tuple(grown), own=wholes.values())]
-    parts += [_sum_of_members(p, name, x) for name, x in wholes.items()]
-    return record(p, names, parts, threads, zeroed)
-
-
-def _of_members(p: FusedProblem) -> list[str]:
-    """Return the names of what is summed over batch axes, and over nothing else."""
-    whole = p.shape[-2:]
-    return [name for name in p.summed if p.arrays[name].shape[-2:] == whole and p.m > 1]
-
-
-def _sum_of_members(p: FusedProblem, name: str, members: Operand) -> Part:
-    """Return the part that makes such a sum of what is held of it: a product with ones.
-
-    K is the last axis that is summed over; the rows are one axis with the columns where they can.
-    """
-    x = operand(name, p.arrays[name])
-    missing = len(p.shape) - len(x.shape)
-    own, steps = (1,) * missing + x.shape, (0,) * missing + x.strides
-    m, n = p.shape[-2:] if steps[-2] != p.n * steps[-1] else (1, p.m * p.n)
-    shape, own = (*p.batch, m, n), (*own[:-2], m, n)
-    k = max(axis for axis, size in enumerate(p.batch) if own[axis] != size)
-    order = [*(axis for axis in range(len(p.batch) + 1) if axis != k), k, len(p.batch) + 1]
-
-    def of(x: Operand, shape: tuple[int, ...], steps: tuple[int, ...]) -> Operand:
-        moved, along = (tuple(y[axis] for axis in order) for y in (shape, steps))
-        return x._replace(shape=moved, strides=along)
-
-    members = of(members, shape, contiguous(shape, members.itemsize))
-    arrays = {members.name: members, name: of(x, own, steps)}
-    *batch, k, _ = members.shape
-    one = temporary(f"one of {name}", (1, 1), members.fmt)
-
-    def work(x: Mapping[str, Operand], batch: tuple[int, ...]) -> Work:
-        ones = one._replace(shape=(1, k), strides=(0, 0))
-        filled = Pass(rows.constant(one.fmt), Slots(out=one))
-        return Work([filled], {name: [(ones, members)]}, own=[one])
-
-    q = SimpleNamespace(m=k, batch=tuple(batch), dtype=p.dtype, acc_dtype=p.acc_dtype)
-    return Part(arrays, k, math.prod(batch), work, frozenset(), (name,), problem=q)
+    part = Part(arrays, *blocks, partial(_work, p), _by_rows(p), (*p.summed, *p.products))
+    return record(p, names, [part], threads, zeroed)
 
 
 def _by_rows(p: FusedProblem) -> frozenset[str]:
@@ -154,7 +110,7 @@ def _by_rows(p: FusedProblem) -> frozenset[str]:
         left = any(x.turned and x.name == name for terms in p.products.values() for x, _ in terms)
         one_row = name in p.summed and x.shape[-2] == 1 != p.m
         if left or (name not in right and not one_row and not _is_right_gradient(p, name)):
-            found += name, f"total {name}"
+            found.append(name)
     return frozenset(found)
 
 
@@ -221,8 +177,6 @@ def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> 
             apart.append(name)
             made[name] = fresh(f"whole {name}", (*batch, m, n), acc)
             places.store(name, made[name])
-        elif f"members of {name}" in x:
-            places.store(name, x[f"members of {name}"])
         else:
             partials[name] = column_sums(p, f"sums {name}", x[name], (m, n), batch)
             own.append(partials[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -135,9 +135,6 @@ class Part(NamedTuple):
     #: The operands that have a row for each of M, and what is summed over blocks.
     by_rows: frozenset[str] = BY_ROWS
     gradients: tuple[str, ...] = GRADIENTS
-    #: Contiguous arrays that parts hand on, and the sizes of a part that has others.
-    own: Iterable[Operand] = ()
-    problem: Any = None
 
 
 def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
@@ -168,8 +165,7 @@ def record(
     own: list[Operand] = []
     totals: dict[str, Operand] = {}
     for part in parts:
-        made = _Schedule(part.problem or p, part, threads)
-        own += part.own
+        made = _Schedule(p, part, threads)
         blocks += made.blocks()
         own += made.own
         totals |= made.totals
