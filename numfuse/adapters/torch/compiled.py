@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.compiler import is_dynamo_compiling, is_exporting
+from torch.compiler import assume_constant_result, is_dynamo_compiling, is_exporting
 
 from numfuse import fusion, gated
 from numfuse.adapters.torch import eager, epilogues
@@ -50,9 +50,14 @@ _ROWS: dict[str, Any] = {
 OPERATORS = {row[1].name: name for name, row in _ROWS.items()}
 
 
+@assume_constant_result  # (PyTorch 2.11 follows a call of it wrongly)
+def _alone() -> bool:
+    return not (in_functorch() or is_exporting())
+
+
 def follows() -> bool:
     """Whether torch.compile follows a call, and neither torch.func nor an export does."""
-    return is_dynamo_compiling() and not in_functorch() and not is_exporting()
+    return is_dynamo_compiling() and _alone()
 
 
 def call(
