@@ -222,9 +222,9 @@ ARROWS: dict[str, set[str]] = {
     "gated": {"activations", "epilogues", "functional", "fusion", "problem"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
-        "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu", "devices",
-        "differentials", "epilogues", "errors", "expr", "functional", "language", "operations",
-        "problem", "runtime",
+        "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
+        "definitions", "devices", "differentials", "epilogues", "errors", "expr", "functional",
+        "fusion", "gated", "language", "operations", "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {
