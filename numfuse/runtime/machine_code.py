@@ -112,9 +112,9 @@ def inlined(function: Callable[..., Any], **options: Any) -> Any:
     """A function for other compiled functions, as `numba.njit` makes it; Python cannot call it."""
     # (what Python and C would call it by takes an eighth of a compilation)
     unused = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+    options = {"nopython": True, **unused, **options}
     # A process's first makes what Numba shares of a target, under a lock of its own, and takes that
     # of the compiler for it; a thread that compiles takes the two the other way round.
-    options = {"nopython": True, **unused, **options}
     return compiled(lambda: _Inlined(function, targetoptions=options))
 
 

@@ -50,7 +50,8 @@ _ROWS: dict[str, Any] = {
 OPERATORS = {row[1].name: name for name, row in _ROWS.items()}
 
 
-@assume_constant_result  # (PyTorch 2.11 follows a call of it wrongly)
+# Asked once, while a call is followed: PyTorch 2.11 answers wrongly where it follows the questions.
+@assume_constant_result
 def _alone() -> bool:
     return not (in_functorch() or is_exporting())
 
