@@ -6,6 +6,7 @@ their protocols ask for.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -15,9 +16,12 @@ from typing import Any
 
 from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of
 from numfuse.backends.cuda.call.entry import run
-from numfuse.backends.cuda.call.foreign import LIBRARIES, PLAIN, DLPack, Interface, Kind
+from numfuse.backends.cuda.call.foreign import LIBRARIES, DLPack, Interface, Kind
 from numfuse.backends.cuda.call.record import Argument
 from numfuse.runtime.dispatch import AGAIN
+
+#: Calls on tensors that are recalled, and the forms of their operands to each.
+_CALLS, _FORMS = 512, 8
 
 
 class Torch(Kind):
@@ -40,37 +44,67 @@ class Torch(Kind):
         self.device = partial(torch.device, "cuda")
         self._tensors = {torch.Tensor, torch.nn.Parameter}
         self._grad = torch.is_grad_enabled
+        self._size, self._stride = torch.Tensor.size, torch.Tensor.stride
+        #: Calls on tensors of known forms, the latest first, by what was asked.
+        self._known: dict[Any, tuple[Any, ...]] = {}
+        try:  # no public part of PyTorch
+            self._guards: Any = import_module("torch._C._dynamo.guards").TensorGuards
+        except (ImportError, AttributeError):
+            self._guards = None
         #: A tensor of one element, by its device and dtype.
         self._ones: dict[tuple[int, str], Any] = {}
 
-    def glance(self, values: list[Any], seen: list[Any], addresses: list[int]) -> int:
-        # as `Kind.glance`, in one loop: a training step spends its time here
-        tensors, ordinal = self._tensors, -1
+    def parts(self, x: Any) -> Any:
+        if type(x) not in self._tensors or x.layout is not self._torch.strided or x.is_neg():
+            return None
+        at = x.data_ptr()  # 0: empty, or of zeros without memory
+        if not at or (x.requires_grad and self._grad()):
+            return None
+        return x.shape, x.stride(), x.dtype, at, x.get_device()
+
+    def recall(self, asked: Any, operands: Any, addresses: list[int]) -> tuple[Any, Any, int]:
+        # Forms of tensors one by one in Python take a quarter of a call. PyTorch's check of a
+        # compiled graph's inputs compares classes, dtypes, devices, shapes, strides and dispatch
+        # keys (negative bits, zeros without memory, transformations) of all in one call.
+        tensors, key = self._asked(asked, operands)
         try:
-            for x in values:  # (which grows)
-                kind = type(x)
-                if kind in tensors:
-                    place = x.get_device()
-                    if (place != ordinal and ordinal >= 0) or x.is_neg():
-                        return -1
-                    if x.requires_grad and self._grad():
-                        return -1
-                    ordinal = place
-                    at = x.data_ptr()
-                    if not at:  # empty, or of zeros without memory
-                        return -1
-                    seen.append((x.shape, x.stride(), x.dtype, at & 15))
-                    addresses.append(at)
-                elif kind in PLAIN:
-                    seen.append(x)
-                elif isinstance(x, (tuple, list)):  # needs, or out
-                    seen.append(len(x))
-                    values += x
-                else:
-                    return -1
-        except RuntimeError:  # it has no strides
-            return -1
-        return ordinal
+            for fits, kept, program, ordinal in self._known.get(key, ()):
+                if fits(*tensors):
+                    found = [x.data_ptr() for x in tensors]
+                    alive = program()
+                    if 0 in found or any([at & 15 for at in found]) or alive is None:
+                        break
+                    addresses += found
+                    return kept, alive, ordinal
+        except TypeError:  # lists, and what is no tensor, have to be read with care
+            pass
+        return None, None, -1
+
+    def _asked(self, asked: Any, operands: Any) -> tuple[list[Any], Any]:
+        """Return the tensors of a call, and what else it depends on; a number is a str here."""
+        given = [x if x is None or type(x) is str else 0 for x in operands]
+        tensors = [x for x, found in zip(operands, given, strict=True) if found == 0]
+        return tensors, (asked, self._grad(), *given)
+
+    def keep(self, asked: Any, operands: Any, kept: Any, ordinal: int) -> None:
+        """Let `recall` find a call on operands that have been looked at."""
+        tensors, key = self._asked(asked, operands)
+        if self._guards is None or any([x.data_ptr() & 15 for x in tensors]):
+            return
+        sizes, steps = ([list(f(x)) for x in tensors] for f in (self._size, self._stride))
+        try:
+            before = self._known.get(key, ())
+            how = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": steps}
+            fits = self._guards(*tensors, **how).check
+            # (arrays that are given twice never fit; another version might look at less)
+            if not fits(*tensors) or fits(tensors[0][None], *tensors[1:]):
+                return
+        except (TypeError, SystemError):  # lists, or another version
+            return
+        if len(self._known) > _CALLS:
+            self._known.clear()
+        made = fits, kept._replace(program=None), weakref.ref(kept.program), ordinal
+        self._known[key] = (made, *before)[:_FORMS]
 
     def maker(self, ordinal: int, shape: tuple[int, ...], dtype: str) -> Callable[[], Any]:
         empty, where = self._torch.empty, self.device(ordinal)

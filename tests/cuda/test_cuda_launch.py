@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import math
 import os
 import sys
 from types import SimpleNamespace
@@ -121,6 +123,64 @@ def test_a_result_of_pytorch_that_comes_again_is_one_in_c_order(shape):
     assert first.is_inference() and not x.is_inference()
     assert (at, there) == (x.data_ptr(), y.data_ptr())
     assert at != there or not x.numel()
+
+
+def test_a_call_of_pytorch_is_recalled_for_operands_of_the_same_forms_alone():
+    """Guards: a repeated call on tensors is told by all that its program depends on."""
+    torch = pytest.importorskip("torch")
+    from numfuse.adapters.cuda_arrays import Torch
+    from numfuse.backends.cuda.call.foreign import KINDS
+    from numfuse.backends.cuda.call.record import Recorded
+
+    class Program:
+        pass
+
+    def ones(*shape, offset=0):
+        memory = torch.ones(math.prod(shape) + 16)
+        start = -(memory.data_ptr() // 4) % 4 + offset
+        return memory[start : start + math.prod(shape)].view(shape)
+
+    kind, program, asked = Torch(), Program(), ("forward", "gelu")
+    assert kind not in KINDS.values()  # (a test has kinds of its own)
+    kept = Recorded(program, (), None, None, (), (), frozenset())
+    x, w = ones(8, 16), torch.nn.Parameter(ones(16, 8))
+    with torch.no_grad():
+        kind.keep(asked, (x, w, None), kept, 0)
+
+        def known(*operands, asked=asked):
+            addresses = []
+            found, *_ = kind.recall(asked, operands, addresses)
+            assert addresses == ([z.data_ptr() for z in operands if z is not None] if found else [])
+            return found is not None
+
+        assert known(x, w, None) and known(ones(8, 16), torch.nn.Parameter(ones(16, 8)), None)
+        negative = torch.complex(x, x).conj().imag
+        assert negative.is_neg()
+        for other in (
+            x[:4], x.t().contiguous().t(), x.double(), ones(8, 16, offset=1), x.to("meta"),
+            negative, torch._efficientzerotensor(8, 16),
+            x.as_subclass(type("Own", (torch.Tensor,), {})), [x], x.numpy(), w.detach().t(),
+        ):  # fmt: skip
+            assert not known(other, w, None)
+        assert not known(x, w.detach(), None)
+        assert not known(x, w, ones(8)) and not known(x, None, w)
+        assert not known(x, w, None, asked=("forward", "silu"))
+        assert not known(x, w, None, asked=("forward", ["silu"]))
+        seen = []
+        torch.vmap(lambda z: seen.append(known(z, w, None)) or z)(torch.ones(2, 8, 16))
+        assert seen == [False]
+        for other in (["a"],), (("forward", {}),):
+            kind.keep(other, (x, w, None), kept, 0)
+            assert not known(x, w, None, asked=other)
+        kind.keep(("twice",), (x, x, None), kept, 0)
+        assert not known(x, x, None, asked=("twice",))
+        kind.keep(asked, (ones(4, 16), w, None), kept, 0)
+        assert known(x, w, None) and known(ones(4, 16), w, None)
+    assert not known(x, w, None)  # a gradient would be lost
+    with torch.no_grad():
+        del program, kept  # as the replay does with a definition
+        gc.collect()
+        assert not known(x, w, None)
 
 
 def test_the_stream_is_where_the_driver_looks_for_it():

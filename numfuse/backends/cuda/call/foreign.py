@@ -36,8 +36,12 @@ class Kind:
     #: Whether operands must be held until the work is done; then each is read with care.
     holds = True
     #: From an array to what a call depends on, and at last its address and the number of its
-    #: device; of kinds that hold none.
+    #: device, or None where it has to be read with care; of kinds that hold none.
     parts: Any = None
+    #: From what is asked of a call, its operands and an empty list, which takes their addresses:
+    #: (call, its program, number of the device) where `keep` was given such operands before, or
+    #: Nones; None: this kind has no shorter way than a glance.
+    recall: Any = None
     #: From a device's number to the caller's current stream; None: it is the default one.
     stream: Any = None
     #: Whether a graph may be being captured; None: the driver has to be asked.
@@ -59,8 +63,13 @@ class Kind:
             kind = type(x)
             if kind in PLAIN:
                 seen.append(x)
-            elif KINDS.get(kind) is self:
+            elif isinstance(x, (tuple, list)):  # needs, or out
+                seen.append(len(x))
+                values += x
+            elif (KINDS.get(kind) or kind_of(x)) is self:
                 parts = self.parts(x)
+                if parts is None:
+                    return -1
                 at, place = parts[-2:]
                 if place != ordinal:
                     if ordinal >= 0:
@@ -69,9 +78,6 @@ class Kind:
                 seen += parts[:-2]
                 seen.append(at & 15)
                 addresses.append(at)
-            elif isinstance(x, (tuple, list)):  # needs, or out
-                seen.append(len(x))
-                values += x
             else:
                 return -1
         return ordinal
