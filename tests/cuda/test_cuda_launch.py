@@ -142,7 +142,7 @@ def test_a_call_of_pytorch_is_recalled_for_operands_of_the_same_forms_alone():
 
     kind, program, asked = Torch(), Program(), ("forward", "gelu")
     assert kind not in KINDS.values()  # (a test has kinds of its own)
-    kept = Recorded(program, (), None, None, (), (), frozenset())
+    kept = Recorded(program, (), None, None, (), (), frozenset(), "float32")
     x, w = ones(8, 16), torch.nn.Parameter(ones(16, 8))
     with torch.no_grad():
         kind.keep(asked, (x, w, None), kept, 0)
@@ -176,6 +176,9 @@ def test_a_call_of_pytorch_is_recalled_for_operands_of_the_same_forms_alone():
         assert not known(x, x, None, asked=("twice",))
         kind.keep(asked, (ones(4, 16), w, None), kept, 0)
         assert known(x, w, None) and known(ones(4, 16), w, None)
+        kind.keep(asked, (x, "number", w), kept, 0)  # an epilogue's number is an argument
+        found, *_ = kind.recall(asked, (x, "number", w), [])
+        assert found is not None and not known(x, w) and not known(x, x, w)
     assert not known(x, w, None)  # a gradient would be lost
     with torch.no_grad():
         del program, kept  # as the replay does with a definition
