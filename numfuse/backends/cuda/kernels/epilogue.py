@@ -17,7 +17,8 @@ def formula_of(product: Product, short: bool) -> Formula:
 
     It gives the result and, where that is stored too, the pre-activation.
     """
-    arguments = ("z", "bias", product.extra_name)
+    sums = ("z", "z1", "bias", "bias1") if product.has_two_sums else ("z", "bias")
+    arguments = (*sums, product.extra_name)
     return formula(product.epilogue, arguments, product.accumulator, short=short)
 
 

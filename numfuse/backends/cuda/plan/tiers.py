@@ -14,10 +14,15 @@ from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
 TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
-def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:
-    """The first tier that takes it, and how it runs it."""
-    for tier in TIERS if product.k else (MIRROR,):
+def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
+    """The first tier that takes it, and how it runs it; None of one that no tier takes.
+
+    Only the first of all takes products with a second term or sum, and not all of them.
+    """
+    twofold = (WGMMA,) if product.k else ()
+    for tier in twofold if product.y1 is not None else TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
         if plan is not None:
             return tier, plan
-    raise AssertionError("the last tier takes every product")
+    assert product.y1 is not None, "the last tier takes every product"
+    return None

@@ -75,9 +75,9 @@ def fitted(
 
 
 def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | None:
-    """How the kernel gets X ("x") or Y ("y")."""
-    operand, axis = (product.x, 1) if name == "x" else (product.y, 2)
-    long = product.m if name == "x" else product.n
+    """How the kernel gets X ("x", "x1") or Y ("y", "y1")."""
+    operand, axis = getattr(product, name), 1 if name[0] == "x" else 2
+    long = product.m if axis == 1 else product.n
     # strides along the operand's own axis, and along K
     own, deep = operand.strides[axis], operand.strides[3 - axis]
     places = product.places if operand.strides[0] else 1
@@ -100,7 +100,7 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     outer, inner = (product.k, long) if turned else (long, product.k)
     parts, dtype = planes_of(kind), {"tf32": "float32", "bf16x6": "bfloat16"}.get(kind, kind)
     if kind == "tf32":
-        shape = (long, product.k) if name == "x" else (product.k, long)
+        shape = (long, product.k) if axis == 1 else (product.k, long)
         if not layouts.fits(shape, places, 3 - axis):
             return None
         launch, laid, _ = layouts.laid_out(

@@ -96,15 +96,19 @@ def hopper_splits(
 @functools.lru_cache(maxsize=4096)
 def hopper_tile(
     m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: bool = False,
-    heavy: bool = False, rows: bool = False, free: bool = False,
+    heavy: bool = False, rows: bool = False, free: bool = False, sums: int = 1,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
     `split`: of operands in three parts.  `heavy`: an epilogue that computes an activation.
-    `rows`: a result of unaligned rows.  `free`: K may be cut.
+    `rows`: a result of unaligned rows.  `free`: K may be cut.  Of two `sums` a block has half its
+    columns each.
     """
+    n *= sums
     best: tuple[float, HopperTile, int] | None = None
     for tile, cycles in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
+        if tile.block_n < 32 * sums:
+            continue  # rows of shared memory have 64 bytes at the least
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
         elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
         finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
