@@ -59,21 +59,13 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None  # exact float32 is faster
     _, row, column = product.out.strides
     whole = fitted(product.out, m, n, row, column, places) is not None
-    sums = 1 + product.has_two_sums
-    tile, parts = hopper_tile(
-        m,
-        n,
-        slices,
-        places,
-        device.multiprocessors,
-        split=split,
-        heavy=product.is_curved,
-        free=product.free,
-        sums=sums,
-        rows=kind in HALF and not whole,
-    )
-    if sums > 1 and parts > 1:
-        return None
+    how = {"split": split, "heavy": product.is_curved, "rows": kind in HALF and not whole}
+    sizes = m, n, slices, places, device.multiprocessors
+    tile, parts = hopper_tile(*sizes, **how, free=product.free)
+    if product.has_two_sums:
+        if parts > 1:
+            return None
+        tile, _ = hopper_tile(*sizes, **how, sums=2)
     return plan_with(product, kind, device, tile, parts)
 
 
