@@ -158,6 +158,7 @@ class Block:
     def __init__(self, kernel, number, count, sizes):
         self.kernel, self.number, self.count, self.sizes = kernel, number, count, sizes
         self.barriers, self.stored, self.loaded, self.errors = {}, [], [], []
+        self.left = {}
         self.here = threading.local()
         t = kernel.tile
         y_box = min(64, kernel.columns)
@@ -175,6 +176,14 @@ class Block:
         assert 0 <= at - 1024 and at + self.boxes[name] <= 1024 + self.kernel.shared_bytes
         self.loaded.append((name, inner, outer, place))
         self.barriers[barrier]._turn(0, -self.boxes[name])
+
+    def store(self, name, column, row, place, at):
+        self.stored.append((name, place, row, column))
+        consumer = self.here.thread // 128 - 1
+        rows = 64 if self.kernel.extra == "map" else 16
+        self.left.setdefault(consumer, set()).update(
+            range(at, at + rows * 2 * self.kernel.width, 16)
+        )
 
     def names(self):
         def nothing(*arguments):
@@ -211,9 +220,7 @@ class Block:
             "barrier_expect": lambda address, count: self.barriers[address]._turn(1, count),
             "barrier_arrive": lambda address, here: here and self.barriers[address]._turn(1, 0),
             "tensor_load": self.load,
-            "tensor_store": lambda name, column, row, place, at: self.stored.append(
-                (name, place, row, column)
-            ),
+            "tensor_store": self.store,
             "fresh": lambda x: x,
             "same": lambda x: x,
             "select": lambda a, b, condition: a if condition else b,
@@ -267,6 +274,11 @@ class Block:
             thread.join()
         if self.errors:
             raise self.errors[0]
+        # no consumer's pieces on their way out are another's, or a slice of K
+        first = 1024 + self.kernel.staging_at
+        assert len(set().union(*self.left.values())) == sum(map(len, self.left.values()))
+        assert all(first <= at < first + self.kernel.staging_bytes
+                   for own in self.left.values() for at in own)  # fmt: skip
 
 
 def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):

@@ -258,7 +258,7 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
     if PLANES > 1:
         total = cuda.local.array(VALUES, types.float32)
         low = cuda.local.array(VALUES, types.float32)
-    staging = shared + STAGING_AT + consumer * BUFFERS * BUFFER_BYTES
+    staging = shared + STAGING_AT + consumer * OWN_STAGING
     biases = shared + BIAS_AT
     if PING_PONG:
         biases += 2 * BIAS_BYTES * consumer

@@ -182,6 +182,7 @@ class Gemm:
             "Y_BOX": min(64, self.columns),
             "PROMOTE": PROMOTE,
             "BIASES": max(1, t.block_n // 128),
+            "OWN_STAGING": self.staging_bytes // t.consumers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
             "ROW_CHUNKS": self.columns // self.width,
             "OUT_SIZE": 2 if self.staged else 4,
