@@ -485,7 +485,7 @@ class Group:
             "tensor_store": tensor_store, "store_commit": nothing,
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
-            "EPILOGUE": self.epilogue,
+            "EPILOGUE": self.epilogue, "ZERO": 0.0,
             "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
@@ -498,8 +498,8 @@ class Group:
             z, z1, bias, bias1, extra = given
             made = z + bias - 3 * (z1 + bias1) + extra, z + bias, z1 + bias1
         else:
-            z, bias, extra = given
-            made = z + bias + extra + 0.125 * (self.kernel.pre != ""), z + bias
+            z, bias, *other, extra = given
+            made = z + bias + extra + 0.125 * (self.kernel.pre != "") + sum(other), z + bias
         count = 1 + (self.kernel.pre != "") + (self.kernel.pre1 != "")
         return made[:count] if count > 1 else made[0]
 
@@ -609,6 +609,20 @@ def test_two_sums_meet_in_their_row_and_column(tile, out, extra, pre, pre1):
             expected |= {PRE + at: z} if pre else {}
             expected |= {2 * PRE + at: z1} if pre1 else {}
     assert group.stored == expected
+
+
+@pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
+def test_a_second_bias_meets_its_column(tile):
+    """Guards: docs/cuda.md, a product ends in a formula of two operands by columns."""
+    kernel = hopper.Gemm("bfloat16", False, False, tile, "map", bias="half", bias1=True)
+    m, n = tile.block_m - 13, tile.block_n - 5
+    group = Group(kernel, {})
+    for c in range(tile.block_n):
+        group.biases |= {4 * c: 0.5 * c, 4 * (tile.block_n + c): 0.25 * c}
+    group.run(0, 0, m, n, n)
+    assert group.stored == {
+        2 * (r * n + c): 1000.0 * r + 1.75 * c for r in range(m) for c in range(n)
+    }
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "bf16x6"])

@@ -303,14 +303,14 @@ class _Elements:
     ) -> bool:
         """Record a product that ends in one or two results, if a product's kernel can do that.
 
-        It takes one array that is the same for all rows, as a bias, and another one of any shape,
-        in the dtype of the factors. The columns of the first result may be summed to `sums`.
+        It takes one or two arrays that are the same for all rows, as biases, and another one of any
+        shape, in the dtype of the factors. The columns of the first result may be summed to `sums`.
         """
         p, storage = self.p, self.p.dtype.name
         names = [x for x in leaves_of(e for e, _ in made) if x != name]
         lines = [x for x in names if self.sources[x].shape[-2] == 1]
         lines.sort(key=lambda x: self.sources[x].shape[-1] == 1)
-        slots = dict(zip(lines[:1], ["bias"], strict=False))
+        slots = dict(zip(lines[: 1 if must else 2], ["bias", "bias1"], strict=False))
         slots |= {x: f"extra{i or ''}" for i, x in enumerate(x for x in names if x not in slots)}
         if "extra1" in slots.values() or any(
             self.sources[x].dtype not in (storage, NUMBER) for x in names
@@ -327,6 +327,8 @@ class _Elements:
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z",))
         table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
+        if chunks < 0:
+            return False
         for target in sums:
             assert table is not None
             _join(self.rec, p, table, chunks, target)

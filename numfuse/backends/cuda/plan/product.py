@@ -99,7 +99,7 @@ class Product(Keyed):
     #: The pre-activation, in the accumulator's dtype or that of 16-bit operands.
     pre: Operand | None = None
     #: With `x1` the sum has a second term, X1 Y1; with `y1` alone there is a second sum, X Y1, the
-    #: epilogue's "z1", which has `bias1` and may have the result "pre1".
+    #: epilogue's "z1". `bias1` is another operand like `bias`, "pre1" a third result.
     x1: Operand | None = None
     y1: Operand | None = None
     bias1: Operand | None = None
@@ -121,6 +121,11 @@ class Product(Keyed):
     def has_two_sums(self) -> bool:
         """Return whether the epilogue is one of two sums."""
         return self.y1 is not None and self.x1 is None
+
+    @property
+    def is_rich(self) -> bool:
+        """Return whether it has more than one sum of one term, a bias and two results."""
+        return any(x is not None for x in (self.y1, self.bias1, self.pre1))
 
     @property
     def is_curved(self) -> bool:

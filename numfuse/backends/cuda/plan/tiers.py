@@ -20,10 +20,10 @@ TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
     """The first tier that takes it, and how it runs it; None of one that no tier takes.
 
-    One tier takes products with a second term or sum, and those alone of which it also takes the
-    first: a sum has the same bits whether it is made with another one or not.
+    One tier takes rich products, and those alone of which it also takes the bare one: a sum has the
+    same bits whatever is made of it, and whether it is made with another one or not.
     """
-    if product.y1 is not None:
+    if product.is_rich:
         nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
         single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
         twofold = choose(single, info) if product.k else None

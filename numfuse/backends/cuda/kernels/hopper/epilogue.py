@@ -86,7 +86,7 @@ def finish(
     biases = biases + (lane & 3) * 8
     b = cuda.local.array(WIDTH // 4, types.float32)
     b1 = b
-    if TWO_SUMS:
+    if TWO_BIASES:
         b1 = cuda.local.array(WIDTH // 4, types.float32)
     ends.extra.address += place * ends.extra.place * EXTRA_SIZE
     ends.pre.address += place * ends.pre.place * PRE_SIZE
@@ -122,7 +122,7 @@ def finish(
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
                 b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
-                if TWO_SUMS:
+                if TWO_BIASES:
                     b1_at = biases + (4 * COLUMNS + 4 * COLUMN + 32 * j)
                     b1[2 * j], b1[2 * j + 1] = shared_load2_f32(b1_at)
         for q in unrolled(WIDTH // 16):
@@ -212,18 +212,7 @@ def piece(
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
         for i in unrolled(4):
             own, bias = index + 4 * p + i, b_index + 2 * p + i % 2
-            if PRE1 != "":
-                v[i], kept[i], kept1[i] = EPILOGUE(
-                    acc[own], acc[own + BLOCK_N // 4], b[bias], b1[bias], g[i]
-                )
-            elif TWO_SUMS and PRE != "":
-                v[i], kept[i] = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], b[bias], b1[bias], g[i])
-            elif TWO_SUMS:
-                v[i] = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], b[bias], b1[bias], g[i])
-            elif PRE != "":
-                v[i], kept[i] = EPILOGUE(acc[own], b[bias], g[i])
-            else:
-                v[i] = EPILOGUE(acc[own], b[bias], g[i])
+            v[i], kept[i], kept1[i] = element(acc, own, b[bias], b1[bias], g[i])
         if PRE == "map":
             other[2 * p] = PACK(kept[0], kept[1])
             other[2 * p + 1] = PACK(kept[2], kept[3])
@@ -253,6 +242,30 @@ def piece(
         matrix_store(pre_at, other[0], other[1], other[2], other[3])
     if PRE1 == "map":
         matrix_store(pre_at + BUFFER_BYTES, other1[0], other1[1], other1[2], other1[3])
+
+
+def element(acc, own, bias, bias1, extra):
+    """The results of an element; 0 in the place of those that are not there."""
+    value, first, second = ZERO, ZERO, ZERO
+    if TWO_SUMS and PRE1 != "":
+        value, first, second = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
+    elif TWO_SUMS and PRE != "":
+        value, first = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
+    elif TWO_SUMS:
+        value = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
+    elif TWO_BIASES and PRE1 != "":
+        value, first, second = EPILOGUE(acc[own], bias, bias1, extra)
+    elif TWO_BIASES and PRE != "":
+        value, first = EPILOGUE(acc[own], bias, bias1, extra)
+    elif TWO_BIASES:
+        value = EPILOGUE(acc[own], bias, bias1, extra)
+    elif PRE1 != "":
+        value, first, second = EPILOGUE(acc[own], bias, extra)
+    elif PRE != "":
+        value, first = EPILOGUE(acc[own], bias, extra)
+    else:
+        value = EPILOGUE(acc[own], bias, extra)
+    return value, first, second
 
 
 def fetch_rows(extra: Array, buffer, row, in_buffer, column, lane, m, n):

@@ -238,7 +238,7 @@ def first_boxes(extra_map, staging, arrived, here: Unit):
 
 
 def second_bias(bias: Array, here: Unit, column, n):
-    """The bias of a column of the second sum; 0 behind the last, and where there is none."""
+    """The other bias of a column; 0 behind the last, and where there is none."""
     if BIAS1:
         at = bias.address + here.place * bias.place * BIAS_SIZE
         return load_bias(at, column, n, bias.column)
@@ -285,9 +285,9 @@ def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
             biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
             for i in unrolled(BIASES):
                 column = here.column0 + thread + 128 * i
-                if TWO_SUMS and 128 * i >= COLUMNS:
+                if 128 * i >= COLUMNS and TWO_BIASES:
                     ahead[i] = second_bias(second.bias, here, column - COLUMNS, work.n)
-                elif TWO_SUMS and 128 * i + 128 > COLUMNS:
+                elif 128 * i + 128 > COLUMNS and TWO_BIASES:
                     if thread + 128 * i >= COLUMNS:
                         ahead[i] = second_bias(second.bias, here, column - COLUMNS, work.n)
                     else:

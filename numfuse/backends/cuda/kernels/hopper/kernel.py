@@ -57,7 +57,7 @@ class Gemm:
     #: Whether the sum has a second term, and whether there are two sums.
     two_terms: bool = False
     two_sums: bool = False
-    #: Of two sums, whether the second has a bias, and how its pre-activation is stored.
+    #: Whether there is another bias, and how a third result is stored.
     bias1: bool = False
     pre1: str = ""
     formula: Formula = SUM
@@ -126,9 +126,19 @@ class Gemm:
         return self.out == "map" and self.extra != "map"
 
     @property
+    def two_biases(self) -> bool:
+        """Whether the formula has two."""
+        return self.two_sums or self.bias1
+
+    @property
+    def _lines(self) -> int:
+        """Values of a block's biases."""
+        return self.columns * (1 + self.two_biases)
+
+    @property
     def bias_bytes(self) -> int:
-        """Bytes of a block's bias as float32; of each block at work two are kept by turns."""
-        return 4 * max(128, self.tile.block_n) if self.bias else 0
+        """Bytes of a block's biases as float32; of each block at work two are kept by turns."""
+        return 4 * max(128, self._lines) if self.bias else 0
 
     @property
     def staging_bytes(self) -> int:
@@ -171,7 +181,7 @@ class Gemm:
             self,
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
             " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums"
-            " columns two_terms two_sums bias1 pre pre1",
+            " columns two_terms two_sums two_biases bias1 pre pre1",
         )
         b |= {
             "DEPTH": 32 if self.operands == "tf32" else 64,
@@ -181,7 +191,7 @@ class Gemm:
             "X_BYTES": t.block_m * 128,
             "Y_BOX": min(64, self.columns),
             "PROMOTE": PROMOTE,
-            "BIASES": max(1, t.block_n // 128),
+            "BIASES": max(1, self._lines // 128),
             "OWN_STAGING": self.staging_bytes // t.consumers,
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
             "ROW_CHUNKS": self.columns // self.width,
