@@ -551,6 +551,7 @@ TALL = [t for t in TILES if t.ping_pong]
     [
         ("rows", "", ""), ("rows", "rows", ""), ("map", "", ""), ("map", "rows", ""),
         ("map", "", "map"), ("map", "", "single"), ("rows", "", "pairs"),
+        ("map", "line", ""), ("rows", "line", "single"), ("map", "line", "map"),
     ],
 )  # fmt: skip
 def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra, pre):
@@ -560,6 +561,8 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
     residual = {
         2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
     }
+    if extra == "line":  # an operand by rows has its values in the first column
+        residual = {at: residual[at // (2 * stride) * 2 * stride] for at in residual}
     kernel = hopper.Gemm("bfloat16", False, False, tile, out, extra=extra, bias="half")
     if pre:
         kernel = replace(kernel, pre=pre, pre_half=True)
@@ -572,7 +575,9 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
         for r in range(row0, m) for c in range(column0, n)
     }  # fmt: skip
     if pre:
-        before = {PRE + at: value for at, value in expected.items()}
+        before = {
+            PRE + at: value - (residual[at] if extra else 0) for at, value in expected.items()
+        }
         expected = before | {at: value + 0.125 for at, value in expected.items()}
     assert group.stored == expected
 

@@ -4,9 +4,10 @@ A result of 16-bit values goes through `staging` in shared memory, where stmatri
 with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts). It
 leaves by the copy engine ("map"), which keeps such pieces waiting behind the slices that it
 fetches, or where rows are not aligned to 16 bytes by single values ("rows"). The residual and grad
-come the same two ways, and pre-activations in 16 bits leave by "map" beside the result, from
-buffers of their own. A warp deals with its own 16 rows and waits for no other, but where the
-residual or grad comes by "map". The bias waits in shared memory, as float32.
+come the same two ways, or, of an operand by rows, as the two values of a thread's rows ("line").
+Pre-activations in 16 bits leave by "map" beside the result, from buffers of their own. A warp deals
+with its own 16 rows and waits for no other, but where the residual or grad comes by "map". The bias
+waits in shared memory, as float32.
 
 Of two sums a thread has the same elements, the second's half a block of accumulators further.
 """
@@ -117,6 +118,10 @@ def finish(
             group_barrier(1 + consumer, 128)
         if EXTRA == "map":
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
+        line, below = ZERO, ZERO
+        if EXTRA == "line":
+            line = line_of(ends.extra, row, m)
+            below = line_of(ends.extra, row + 8, m)
         if EXTRA == "rows":
             fetch_rows(ends.extra, buffer, top + warp * 16, warp * 16, left, lane, m, n)
         if BIAS != "":
@@ -131,7 +136,9 @@ def finish(
             column = left + 16 * q + 2 * (lane & 3)
             # an index that is no literal: `piece` is compiled once, and inlined with the constant
             index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
-            piece(acc, index, b, b1, b_index, at, pre_at, row, column, m, n, ends, second)
+            piece(
+                acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends, second
+            )  # fmt: skip
         if ALONE:
             copy_fence()
             warp_barrier()
@@ -184,12 +191,23 @@ def stores_read(thread):
             store_wait_read0()
 
 
+def line_of(extra: Array, row, m):
+    """An operand by rows; 0 behind the last."""
+    at = extra.address + row * extra.row * EXTRA_SIZE
+    if EXTRA_SIZE == 4:
+        return global_load_f32(at, row < m)
+    else:
+        return LOW(global_load16(at, row < m))
+
+
 def piece(
-    acc, index, b, b1, b_index, at, pre_at, row, column, m, n, ends: Ends, second: Second
+    acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends: Ends,
+    second: Second,
 ):  # fmt: skip
     """The epilogue of 16 columns of a warp's rows.
 
-    `at` and `pre_at`: where in `staging` they are, or go, and the pre-activations go.
+    `at` and `pre_at`: where in `staging` they are, or go, and the pre-activations go. `line` and
+    `below`: an operand by rows, of a thread's two.
     """
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
@@ -201,12 +219,14 @@ def piece(
     other1 = cuda.local.array(4, types.int32)
     row_in = row < m
     below_in = row + 8 < m
-    if STAGED and EXTRA != "":
+    if EXTRA == "rows" or EXTRA == "map":
         words[0], words[1], words[2], words[3] = matrix_load(at)
     for p in unrolled(2):
         if EXTRA == "float32":
             g[0], g[1] = LOAD_EXTRA(ends.extra, row, column, m, n)
             g[2], g[3] = LOAD_EXTRA(ends.extra, row + 8, column, m, n)
+        elif EXTRA == "line":
+            g[0], g[1], g[2], g[3] = line, line, below, below
         elif EXTRA != "":
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])

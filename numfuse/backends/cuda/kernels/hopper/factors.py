@@ -37,7 +37,7 @@ from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
@@ -92,7 +92,8 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
             made = TensorMap(kind, (inner, outer, places), fit, box)
             if made.possible():
                 return Factor(turned, Slot(name), made, int(places > 1), 0)
-        if product.m * product.n * product.k * product.places < HOPPER_COPY:
+        work = product.m * product.n * product.k * product.places
+        if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
             return None
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")

@@ -42,7 +42,7 @@ class Gemm:
     tile: HopperTile
     #: "rows" or "map" (16-bit values), "float32".
     out: str
-    #: The residual or grad: "", "rows", "map" or "float32".
+    #: The residual or grad: "", "rows", "map", "float32" or, if it repeats in a row, "line".
     extra: str = ""
     #: "", "half" (16-bit values) or "float32".
     bias: str = ""
@@ -196,7 +196,7 @@ class Gemm:
             "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
             "ROW_CHUNKS": self.columns // self.width,
             "OUT_SIZE": 2 if self.staged else 4,
-            "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
+            "EXTRA_SIZE": 2 if self.operands in HALVES else 4,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),

@@ -175,15 +175,16 @@ class _Ways(NamedTuple):
 
 def _ways(product: Product, out: Operand, width: int) -> _Ways:
     extra = product.extra
+    line = extra is not None and not extra.strides[2]
     if out.dtype == "float32":
-        return _Ways("float32", "" if extra is None else "float32")
-    extra_map = None if extra is None else _boxed(extra, product, width, 64)
+        return _Ways("float32", "" if extra is None else "line" if line else "float32")
+    extra_map = None if extra is None or line else _boxed(extra, product, width, 64)
     # by warps, or by groups where the residual or grad takes the same way
     rows = 16 if extra_map is None else 64
     out_map = _boxed(out, product, width, rows)
     if out_map is None:
-        return _Ways("rows", "" if extra is None else "rows")
-    way = "" if extra is None else "rows" if extra_map is None else "map"
+        return _Ways("rows", "" if extra is None else "line" if line else "rows")
+    way = "" if extra is None else "line" if line else "rows" if extra_map is None else "map"
     pres = [x for x in (product.pre, product.pre1) if x is not None and x.dtype in HALF]
     # (pieces of three results as wide as those of two would take a stage of the ring)
     narrow = width if len(pres) < 2 else 32
