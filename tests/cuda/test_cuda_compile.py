@@ -139,7 +139,7 @@ def by_rows(info, dtype, sums, n=1024):
     read = [Source(x, x, operands[x].dtype) for x in ("z", "bias", "scale", "g")]
     read.append(Source("factor", "factor", NUMBER, True))
     results = [Result(f"out_{i}", f"out_{i}", dtype) for i in range(2)]
-    added = ["out_0", "out_1"] if sums else []
+    added = rows.Sums(["out_0"], ["out_0", "out_1"]) if sums else rows.Sums()
     how = read, results, operands, added, (512, n, 3), is_short(acc, dtype)
     return rows.launch(info, whole, acc, *how)[0]
 

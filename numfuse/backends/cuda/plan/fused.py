@@ -357,26 +357,30 @@ def _pass(
     """Record one pass over rows: an epilogue's results, stored or summed to arrays."""
     acc, m, n = p.acc_dtype.name, p.m, p.n
     columns = [name for name, target in summed.items() if _is_column(target)]
-    wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in columns}
+    lines = [name for name, x in summed.items() if name not in columns and x.shape[-1] == 1]
+    wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in [*columns, *lines]}
     results = results | wholes
     numbers = {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
     arrays = {name: x for name, x in sources.items() if name not in numbers} | results
-    if not columns and all(_is_turned(x) for x in results.values()):
+    if not (columns or lines) and all(_is_turned(x) for x in results.values()):
         m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
     spots = places.Places(p.batch, arrays, range(len(p.batch)))
     operands = {name: spots.operand(name, *places.matrix(x)) for name, x in arrays.items()}
     read = [Source(name, name, x.dtype, name in numbers) for name, x in sources.items()]
     written = [Result(name, name, x.dtype) for name, x in results.items()]
     sizes, short = (m, n, spots.count), is_short(acc, p.dtype.name)
-    how = read, written, operands, columns, sizes, short
-    launch, chunks = rows.launch(rec.device.info, epilogue, acc, *how)
-    tables = {name: rec.fresh((prod(p.batch), chunks, n), acc) for name in columns}
+    how = read, written, operands, rows.Sums(columns, lines), sizes, short
+    launch, chunks, parts = rows.launch(rec.device.info, epilogue, acc, *how)
+    tables = {f"sums_{x}": rec.fresh((prod(p.batch), chunks, n), acc) for x in columns}
+    tables |= {f"rows_{x}": rec.fresh((*p.batch, m, parts), acc) for x in lines}
     for first, at in spots:
-        for name, table in tables.items():
-            at[f"sums {name}"] = table.at(first * chunks * n)
+        for slot, table in tables.items():
+            at[slot] = table.at(first * (chunks * n if slot.startswith("sums_") else m * parts))
         rec.launches((launch,), at | numbers)
-    for name, table in tables.items():
-        _join(rec, p, table, chunks, summed[name])
+    for name in columns:
+        _join(rec, p, tables[f"sums_{name}"], chunks, summed[name])
+    for name in lines:
+        batches.sum_to(rec, tables[f"rows_{name}"], summed[name], acc)
     for name, view in wholes.items():
         batches.sum_to(rec, view, summed[name], acc)
 
