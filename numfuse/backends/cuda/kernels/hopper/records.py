@@ -30,7 +30,7 @@ class Maps:
 
 @dataclass
 class Second:
-    """What a second term of the sum is made of, or a second sum and what belongs to that."""
+    """The factors of a second term of the sum, or those of a second sum and its other arrays."""
 
     x: Fetched
     y: Fetched
