@@ -204,14 +204,15 @@ def product(
     threads: int,
     batch: tuple[int, ...] = (),
     summed: tuple[int, ...] = (),
+    turns: bool = True,
 ) -> Plan | None:
     """``row(sum over summed axes of a @ b)`` for every batch element, on so many threads at most.
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
-    None where there is nothing to compute.
+    `turns` lets the transpose be made. None where there is nothing to compute.
     """
-    if is_turned(a, b, slots):
+    if turns and is_turned(a, b, slots):
         a, b = b.turned(), a.turned()
         slots = slots.each(Operand.turned)
     operands = (a, b, *slots.all())
@@ -275,8 +276,11 @@ def rows(
     chunk: int = 1,
     stream: Kernel | None = None,
     cell: Kernel | None = None,
+    group: int = 1,
 ) -> Plan | None:
-    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
+    """``row`` over every row of (*batch, m, n), in cells of whole chunks of `chunk` rows.
+
+    Blocks of columns have whole groups of `group`.
 
     `stream` is the same row function storing past the caches, for results (`slots.out`, and
     `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`.
@@ -299,7 +303,7 @@ def rows(
         }
         t = tiling.streamed(m, n, written.itemsize)
     else:
-        t = tiling.elementwise(m, n, chunk)
+        t = tiling.elementwise(m, n, chunk, group)
     r = library.registers("float64")
     cell = cell or library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
@@ -329,6 +333,6 @@ def join(
     count = 1 if rows * elements < tiling.PARALLEL_ELEMENTS else threads
     # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
     head = {"D_M": 1, "D_N": n, "D_K": rows}
-    t = tiling.elementwise(1, n, 1)
+    t = tiling.elementwise(1, max(n, tiling.TOTAL_LANES), 1)
     r = library.registers("float64")
     return _plan(cell, head, operands, axes, t, r, count)
