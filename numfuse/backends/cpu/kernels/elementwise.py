@@ -147,7 +147,7 @@ def total_cell(descriptor: int, cell: int, workspace: int) -> None:
 
 
 def lost_in(x: float, y: float) -> float:
-    """What ``x + y`` loses: Knuth's exact sum of two numbers, in any order of size."""
+    """Return what ``x + y`` loses: Knuth's exact sum of two numbers, in any order of size."""
     after = x + y
     added = after - x
     return (x - (after - added)) + (y - added)
