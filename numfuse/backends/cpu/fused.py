@@ -22,7 +22,7 @@ from numfuse.backends.cpu.launch.sequence import Operand, Program, program, temp
 from numfuse.backends.cpu.launch.sequence import operands as operands_of
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, merged, record
-from numfuse.backends.cpu.sums import Partials, column_sums, row_sums
+from numfuse.backends.cpu.sums import Partials, partial_sums
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.problem.operands import format_of
@@ -207,8 +207,8 @@ class _Block:
             of = _direction(p, name)
             # (Of short rows, sums of columns are fewer.)
             across = of == "rows" or (of == "all" and p.n >= group)
-            sums = row_sums if across else column_sums
-            made = sums(p, f"sums {name}", self.x[name], self.sizes, self.batch)
+            called = f"sums {name}"
+            made = partial_sums(p, called, self.x[name], self.sizes, self.batch, across)
             self.own.append(made)
             self.partials[name] = Partials(made, of)
             self.places.add(name, made.turned() if across else made, across)

@@ -40,7 +40,7 @@ from numfuse.backends.cpu.schedule import (
     record,
     scattered,
 )
-from numfuse.backends.cpu.sums import Partials, column_sums
+from numfuse.backends.cpu.sums import Partials, partial_sums
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import as_one
 
@@ -182,7 +182,9 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     own = [] if sums is None else [sums]
     if p.activation.is_identity:
         passes = [Pass(rows.column_sums(fmt), Slots(grad=grad, sums=sums))] if own else []
-        return Work(passes, _gradients(x, grad), _joined(sums), own)
+        return Work(
+            passes, _gradients(x, grad), {} if sums is None else {"d_bias": Partials(sums)}, own
+        )
     if not products and sums is None:
         return Work([])
     pre = x.get("pre")
@@ -211,7 +213,7 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     passes = [Pass(row, slots, factors)]
     if narrow:
         passes.append(Pass(rows.column_sums(fmt), Slots(grad=out, sums=sums)))
-    return Work(passes, _gradients(x, out), _joined(sums), own)
+    return Work(passes, _gradients(x, out), {} if sums is None else {"d_bias": Partials(sums)}, own)
 
 
 def _linear(p: Any, x: Operands, batch: Batch) -> Work:
@@ -260,7 +262,9 @@ def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
     )
     slots = Slots(added, t, grad, d_grad, pre, sums, q, s)
     passes.append(Pass(row, slots, (x["a"], x["b"]) if pre is None else last))
-    return Work(passes, _gradients(x, q, s), _joined(sums), own)
+    return Work(
+        passes, _gradients(x, q, s), {} if sums is None else {"d_bias": Partials(sums)}, own
+    )
 
 
 def _tangent(p: Any, x: Operands, batch: Batch) -> Work:
@@ -329,13 +333,8 @@ def _gradients(
     return {name: products for name, products in found.items() if name in x}
 
 
-def _joined(sums: Operand | None) -> dict[str, Partials]:
-    """Return what is joined to d_bias, if it is there."""
-    return {} if sums is None else {"d_bias": Partials(sums)}
-
-
 def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
     """Return the partial column sums of d_bias, if it is there."""
     if "d_bias" not in x:
         return None
-    return column_sums(p, "sums", x["d_bias"], x["grad"].shape[-2:], batch)
+    return partial_sums(p, "sums", x["d_bias"], x["grad"].shape[-2:], batch)

@@ -46,31 +46,25 @@ def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
 
 
-def column_sums(
-    p: Any, name: str, out: Operand, sizes: tuple[int, ...], batch: tuple[int, ...]
+def partial_sums(
+    p: Any,
+    name: str,
+    out: Operand,
+    sizes: tuple[int, ...],
+    batch: tuple[int, ...],
+    across: bool = False,
 ) -> Operand:
-    """Return the partial column sums of a gradient, two rows for every chunk of rows."""
-    m, n = sizes
-    return _partials(p, name, out, (2 * -(-m // library.chunk(format_of(p.dtype))), n), batch)
+    """Return the partial sums of what has these sizes.
 
-
-def row_sums(
-    p: Any, name: str, out: Operand, sizes: tuple[int, ...], batch: tuple[int, ...]
-) -> Operand:
-    """Return the partial row sums of a gradient, a row for every group of columns."""
-    m, n = sizes
-    return _partials(p, name, out, (-(-n // library.group(format_of(p.dtype))), m), batch)
-
-
-def _partials(
-    p: Any, name: str, out: Operand, sizes: tuple[int, int], batch: tuple[int, ...]
-) -> Operand:
-    """Return partials of these sizes for each of a batch.
-
-    Batch axes that the gradient has come first in memory: for each of its members, what is joined
-    is contiguous rows.
+    They are those of columns, two rows for every chunk of rows; or, `across`, those of rows, a row
+    for every group of columns. Batch axes that the gradient has come first in memory: for each of
+    its members, what is joined is contiguous rows.
     """
-    shape, fmt = (*batch, *sizes), format_of(p.acc_dtype)
+    (m, n), fmt = sizes, format_of(p.acc_dtype)
+    if across:
+        shape = *batch, -(-n // library.group(format_of(p.dtype))), m
+    else:
+        shape = *batch, 2 * -(-m // library.chunk(format_of(p.dtype))), n
     if not batch:
         return temporary(name, shape, fmt)
     summed = summed_axes(out, batch)
