@@ -29,7 +29,8 @@ from numfuse.language.graph import bottom_up, topological
 from numfuse.language.operations import TRUTH
 
 if TYPE_CHECKING:
-    from numfuse.problem.fused import Factor, FusedProblem
+    from numfuse.problem.forms import Factor
+    from numfuse.problem.fused import FusedProblem
 
 #: Where to write each of the results, and whether it is added to what is there.
 _Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
