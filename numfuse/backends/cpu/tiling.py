@@ -144,10 +144,8 @@ CHUNK_TILES = 4
 #: The same with AMX: 64 rows.
 CHUNK_TILES_AMX = 2
 
-#: Sums to which the partials of a total are added by turns: vectors enough to hide the latency of
-#: an addition (4 of 512 bits).
+#: Sums to which a total's partials are added by turns: 4 vectors hide an addition's latency.
 TOTAL_LANES = 32
-
 #: Bytes of a block of grad_pre, which bound what a backward holds beside its operands and results.
 #: Measured against grad_pre in one piece of fresh memory (Granite Rapids, 1 and 2 threads): 2-8%
 #: faster at 8192 x 2048 x 512, 12-18% at 4096 x 4096 x 64, 3-10% at 100000 x 64 x 64, even at
@@ -358,11 +356,9 @@ def thin(n: int, k: int, batch: int, threads: int, r: Registers, unit: int) -> T
     """Tiling of a product of up to `THIN_ROWS` rows."""
     cells = -(-CELLS * threads // batch) if threads > 1 else 1
     wide = math.lcm(8 * r.vl, r.nr)
-    cell_n = round_up(max(1, -(-n // cells)), wide)
+    cell_n, nc = round_up(max(1, -(-n // cells)), wide), THIN_COLUMNS // wide * wide
     kc = k_block(k, r.itemsize, r.kind)
-    return Tiling(
-        kc, THIN_COLUMNS // wide * wide, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0
-    )
+    return Tiling(kc, nc, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0)
 
 
 def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tuple[int, int]:
@@ -381,10 +377,7 @@ def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tupl
 
 @functools.lru_cache(maxsize=4096)
 def elementwise(m: int, n: int, chunk: int, group: int = 1) -> Tiling:
-    """Tiling of a pass over (m, n): cells of whole chunks of rows and of `ROW_BLOCK` columns.
-
-    Blocks of columns have whole groups.
-    """
+    """Tiling of a pass over (m, n): cells of whole chunks of rows, blocks of whole groups."""
     cell = max(SMALLEST_ELEMENTWISE_CELL, min(m * n // ELEMENTWISE_CELLS, ELEMENTWISE_CELL))
     # A chunk of few columns, which are whole lines.
     unit = math.lcm(16, group)
