@@ -143,7 +143,6 @@ IN_PLACE = 0.12
 CHUNK_TILES = 4
 #: The same with AMX: 64 rows.
 CHUNK_TILES_AMX = 2
-
 #: Sums to which a total's partials are added by turns: 4 vectors hide an addition's latency.
 TOTAL_LANES = 32
 #: Bytes of a block of grad_pre, which bound what a backward holds beside its operands and results.
