@@ -13,6 +13,9 @@ from numfuse.problem.fused import FusedProblem
 from numfuse.problem.operands import checked, output, shaped
 from numfuse.problem.results import GATED_NEEDS, GATED_SECOND_NEEDS, Tangent, made_gradients
 
+#: What forward mode calls its tangents, by the names of their formula.
+_LABELS = {"a_dot": "u", "b_dot": "v"}
+
 
 class _Gate:
     """The operands of a gate, checked: those that are there, by the names of their formula."""
@@ -21,11 +24,12 @@ class _Gate:
         if type(activation) is not Activation:
             activation = get_activation(activation)
         self.activation = activation
-        self.given, self.dtype, self.acc_dtype = checked(operands)
-        self.shape = self.given["a"].shape
-        for name, x in self.given.items():
+        given, self.dtype, self.acc_dtype = checked(operands)
+        self.shape = given["a"].shape
+        for name, x in given.items():
             if x.shape != self.shape:
                 shaped(x, name, self.shape, "the shape of a")
+        self.given = {_LABELS.get(name, name): x for name, x in given.items()}
         whole = epilogues.GATES[kind](activation.curve)
         whole = whole.guarded() if guard else whole
         self.epilogue = whole.without(*(name for name in whole.inputs if name not in self.given))
@@ -99,6 +103,6 @@ def gated_tangent(
     a: Any, b: Any, a_dot: Any, b_dot: Any, activation: Any, guard: bool = True
 ) -> FusedProblem:
     """The problem of `activation_mul_jvp`; see there for what is accepted and raised."""
-    gate = _Gate("gated_tangent", activation, guard, a=a, b=b, u=a_dot, v=b_dot)
+    gate = _Gate("gated_tangent", activation, guard, a=a, b=b, a_dot=a_dot, b_dot=b_dot)
     made = Tangent(*[np.empty(gate.shape, gate.dtype) for _ in "ab"])
     return gate.problem(made._asdict(), made)
