@@ -304,10 +304,16 @@ def gate_tangent(f: Curve) -> Epilogue:
     return Epilogue(made.name, (), ("a", "b", "u", "v"), results)
 
 
+@_once
+def gate_backward(f: Curve, names: str = "ab") -> Epilogue:
+    """Return the gradients of a gate by these of its factors, weighted with ``grad``."""
+    return gate(f).pulled_back({"out": "grad"}, {name: f"d_{name}" for name in names})
+
+
 #: By the kind of a problem, what gives the formulas of a gate, or of a derivative of one.
-GATES: dict[str, Callable[[Curve], Epilogue]] = {
+GATES: dict[str, Callable[..., Epilogue]] = {
     "gated": gate,
-    "gated_backward": lambda f: gate(f).backward(),
+    "gated_backward": gate_backward,
     "gated_double_backward": gate_double_backward,
     "gated_tangent": gate_tangent,
 }

@@ -110,13 +110,18 @@ def reverse(
     weight: dict[Expr, Expr | None] = {}
     for e, cotangent in zip(exprs, cotangents, strict=True):
         weight[e] = _sum(weight.get(e), cotangent)
-    for e in reversed(topological(exprs)):
+    order = topological(exprs)
+    moved = set(leaves)
+    for e in order:
+        if not moved.isdisjoint(e.args):
+            moved.add(e)
+    for e in reversed(order):
         here = weight.get(e)
         if here is None or not e.args:
             continue
         for at, operand in enumerate(e.args):
-            if operand.op in TRUTH or operand.op == "const":
-                continue
+            if operand.op in TRUTH or operand not in moved:
+                continue  # (an activation may lack a derivative that nobody asks for)
             alone: list[Expr | None] = [None] * len(e.args)
             alone[at] = here
             weight[operand] = _sum(weight.get(operand), _rule(e, alone))

@@ -18,9 +18,14 @@ _LABELS = {"a_dot": "u", "b_dot": "v"}
 
 
 class _Gate:
-    """The operands of a gate, checked: those that are there, by the names of their formula."""
+    """The operands of a gate, checked: those that are there, by the names of their formula.
 
-    def __init__(self, kind: str, activation: Any, guard: bool, **operands: Any) -> None:
+    `names` are those of what is derived, if that is not everything.
+    """
+
+    def __init__(
+        self, kind: str, activation: Any, guard: bool, *names: str, **operands: Any
+    ) -> None:
         if type(activation) is not Activation:
             activation = get_activation(activation)
         self.activation = activation
@@ -30,7 +35,7 @@ class _Gate:
             if x.shape != self.shape:
                 shaped(x, name, self.shape, "the shape of a")
         self.given = {_LABELS.get(name, name): x for name, x in given.items()}
-        whole = epilogues.GATES[kind](activation.curve)
+        whole = epilogues.GATES[kind](activation.curve, *names)
         whole = whole.guarded() if guard else whole
         self.epilogue = whole.without(*(name for name in whole.inputs if name not in self.given))
 
@@ -80,7 +85,9 @@ def gated_backward(
     out: Any = None,
 ) -> FusedProblem:
     """The problem of `activation_mul_bwd`; see there for what is accepted and raised."""
-    gate = _Gate("gated_backward", activation, guard, grad=grad, a=a, b=b)
+    # (the derivative by a is one higher, which the table may lack)
+    names = ("b",) if needs is not None and tuple(needs) == ("b",) else ()
+    gate = _Gate("gated_backward", activation, guard, *names, grad=grad, a=a, b=b)
     return gate.gradients(GATED_NEEDS, needs, out)
 
 

@@ -98,14 +98,14 @@ def test_a_repeated_call_on_threads_opens_few_more():
 @pytest.mark.parametrize(
     "name, functions, most",
     [
-        ("forward", 40, 64),
-        ("residual", 44, 75),
-        ("backward", 60, 165),
-        ("backward, residual", 70, 208),
-        ("gate, named", 34, 50),
-        ("gate backward", 36, 69),
-        ("double backward", 65, 240),
-        ("tangent", 47, 104),
+        ("forward", 42, 66),
+        ("residual", 46, 77),
+        ("backward", 62, 167),
+        ("backward, residual", 72, 210),
+        ("gate, named", 36, 53),
+        ("gate backward", 38, 72),
+        ("double backward", 67, 242),
+        ("tangent", 49, 106),
     ],
 )
 def test_a_first_call_passes_few_functions(name, functions, most):
