@@ -24,7 +24,7 @@ from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.problem import fused, product, second_order
+    from numfuse.problem import fused, jets, product, second_order
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Backend(Protocol):
     def gated_double_backward(self, p: fused.FusedProblem) -> None: ...
     def gated_tangent(self, p: fused.FusedProblem) -> None: ...
     def fused(self, p: fused.FusedProblem) -> None: ...
+    def jet(self, p: jets.JetProblem) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
     def warmup(
@@ -118,6 +119,7 @@ class OneRun:
     gated_double_backward = partialmethod(_run, "gated_double_backward")
     gated_tangent = partialmethod(_run, "gated_tangent")
     fused = partialmethod(_run, "fused")
+    jet = partialmethod(_run, "jet")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """A new array for results."""

@@ -110,6 +110,24 @@ class Tangent(NamedTuple):
     out_dot: Any
 
 
+class LayerJet(NamedTuple):
+    """The value of a layer, its tangents and its weighted second derivatives."""
+
+    out: Any
+    out_dot: Any
+    out_ddot: Any
+
+
+class LayerJetGradients(NamedTuple):
+    """The gradients of a layer's jet; None where not needed."""
+
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+    d_a_dot: Any
+    d_a_ddot: Any
+
+
 #: {the names of gradients: the named tuple of these}
 _GRADIENTS: dict[tuple[str, ...], Any] = {
     made._fields: made
