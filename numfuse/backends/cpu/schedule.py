@@ -108,6 +108,10 @@ class Pass(NamedTuple):
     row: Kernel
     slots: Slots
     factors: Factors | None = None
+    #: Where the row function takes groups of rows.
+    group: descriptors.Group | None = None
+    #: Batch axes that are summed over inside the product.
+    summed: tuple[int, ...] = ()
 
 
 class Work(NamedTuple):
@@ -302,10 +306,17 @@ class _Schedule:
 
     def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
         if x.factors is not None:
-            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch)
+            how = x.summed, x.group
+            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch, *how)
         over = x.slots.grad or x.slots.out
+        if x.group is not None:
+            over = x.slots.out
         assert over is not None
         m, n = over.shape[-2:]
+        if x.group is not None:
+            chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
+            how = self.threads, batch, chunk
+            return descriptors.rows(m, n, x.row, x.slots, *how, held=x.group.held)
         if x.slots.sums is None:
             for y in x.slots.all():
                 if y is not None and y.shape != (m, n):

@@ -1,0 +1,216 @@
+"""A layer's jet, and its backward, as passes over groups of rows.
+
+The members of a point are rows one behind the other of a *stack*: the caller's own where its arrays
+lie so, else gathered for a block of points. Forward: the tall product of the stack and B, whose row
+function has the sums of a point in scratch rows and writes the results. Backward: the same (or a
+pass over saved sums) writes a stack of gradients by the sums, Q, for a block of points; d_a and its
+likes are the rows of the tall product of Q and B', d_b is one of the two stacks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from numfuse.backends.cpu import tiling
+from numfuse.backends.cpu.descriptors import Group, Slots
+from numfuse.backends.cpu.kernels import groups, library, rows
+from numfuse.backends.cpu.launch.sequence import Operand, Program, temporary
+from numfuse.backends.cpu.layers import column_sums
+from numfuse.backends.cpu.llvm import vectors
+from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, record, summed_axes
+from numfuse.problem.jets import MEMBERS, SHARED
+from numfuse.problem.operands import format_of
+
+if TYPE_CHECKING:
+    from numfuse.problem.jets import JetProblem
+
+Operands = Mapping[str, Operand]
+
+
+def jet(p: JetProblem, names: Sequence[str], threads: int) -> Program:
+    """Return the program of a jet's problem."""
+    arrays: dict[str, Operand] = {}
+    for name in names:
+        x = p.arrays.get(name)
+        if x is None or (not x.size and name in MEMBERS):
+            continue
+        lead = name in MEMBERS
+        form = x.shape[lead:], x.strides[lead:], format_of(x.dtype), x.itemsize
+        arrays[name] = Operand(name, *form)
+    used = _used(p, arrays)
+    fmt = format_of(p.dtype)
+    rows_, members = max(1, p.m), max(1, math.prod(p.batch))
+    if p.backward or not _in_place(p):
+        # A block's stacks stay in the caches that the threads share.
+        size = vectors.itemsize(library.grad_pre_format(fmt)) * p.members
+        width = p.n * p.backward + p.k * (not _in_place(p))
+        rows_, together = tiling.backward_block(p.m, width, 0, size, library.chunk(fmt))
+        members = members if _sums_left(p) else together
+    work = partial(_backward if p.backward else _forward, p)
+    by_rows = frozenset(name for name in used if name not in SHARED)
+    part = Part(used, rows_, members, work, by_rows, ("d_b", "d_bias"))
+    return record(p, names, [part], threads)
+
+
+def _used(p: JetProblem, arrays: Operands) -> dict[str, Operand]:
+    """Return the operands that the passes of a call read or write."""
+    left = not p.backward or "pre" not in arrays or "d_b" in arrays
+    unused = set() if left else {"a", "a_dot", "a_ddot"}
+    return {name: x for name, x in arrays.items() if name not in unused}
+
+
+def _in_place(p: JetProblem) -> bool:
+    """Whether the caller's operands are a stack."""
+    if p.members == 1 or (p.backward and p.d_b is None and p.pre is not None):
+        return True
+    return p.stacked[0] and _is_stack(p, "a")
+
+
+def _is_stack(p: JetProblem, name: str) -> bool:
+    """Whether rows of (..., M, K) leave room for a point's members, as steps through these do."""
+    x, dot = p.arrays[name], p.arrays.get(f"{name}_dot")
+    return dot is not None and x.strides[-2] == p.members * dot.strides[0]
+
+
+def _sums_left(p: JetProblem) -> bool:
+    """Whether a gradient of the left operand is summed over batch axes."""
+    return any(
+        name in p.arrays and p.arrays[name].shape[lead:-2] != p.batch
+        for name, lead in (("d_a", 0), ("d_a_dot", 1), ("d_a_ddot", 1))
+    )
+
+
+def _tall(x: Operand, members: int) -> Operand:
+    """Return a stack as a matrix with a row for each member of each point."""
+    *batch, m, n = x.shape
+    *steps, row, column = x.strides
+    return x._replace(shape=(*batch, m * members, n), strides=(*steps, row // members, column))
+
+
+def _first(x: Operand, members: int) -> Operand:
+    """Return the first member's matrix of a tall one."""
+    *batch, m, n = x.shape
+    *steps, row, column = x.strides
+    return x._replace(shape=(*batch, m // members, n), strides=(*steps, row * members, column))
+
+
+def _slots(
+    p: JetProblem, given: Mapping[str, Operand | None], seconds: int, over: Operand
+) -> Slots:
+    """Return operands in the slots of a group: each member's step is behind the first one's."""
+    every: list[Operand | None] = [None] * groups.COUNT
+    for name, x in given.items():
+        if x is None:
+            continue
+        slot = groups.SLOTS[name]
+        every[slot] = x
+        if slot >= groups.SLOTS["first"]:
+            step = x.strides[-2] // p.members  # of a stack
+            if x.name in MEMBERS:
+                step = p.arrays[x.name].strides[0]
+            every[slot + 1] = x._replace(shape=(2, 2), strides=(step, 0))
+    every[groups.SLOTS["sizes"]] = over._replace(shape=(2, 2), strides=(p.directions, seconds))
+    return Slots.of(every)
+
+
+def _group(p: JetProblem) -> Group:
+    return Group(p.members, groups.scratch_rows(p.directions, p.seconds))
+
+
+def _stack(p: JetProblem, x: Operands, own: list[Operand], passes: list[Pass]) -> Operand:
+    """Return the stack of the left operands, tall; where it is gathered, that is the first pass."""
+    a = x["a"]
+    if _in_place(p):
+        return _tall(a, p.members)
+    *batch, m, k = a.shape
+    made = temporary("stack", (*batch, m * p.members, k), a.fmt)
+    own.append(made)
+    slots = {"out": made, "grad": a, "first": x.get("a_dot"), "second": x.get("a_ddot")}
+    row = groups.gather(format_of(p.dtype))
+    group = Group(p.members, 1)
+    passes.append(Pass(row, _slots(p, slots, p.seconds * p.moved, made), group=group))
+    return made
+
+
+def _forward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
+    own: list[Operand] = []
+    passes: list[Pass] = []
+    stack = _stack(p, x, own, passes)
+    fmt = format_of(p.dtype)
+    kept = "pre" in x
+    g = groups.group(
+        p.jet, fmt, fmt, (p.directions, p.seconds), p.pattern, backward=False, product=True,
+        moved=p.moved, kept=kept, weights="weights" in x,
+    )  # fmt: skip
+    given = {"bias": x.get("bias"), "weights": x.get("weights"), "out": x["out"]}
+    given |= {"first": x.get("out_dot"), "second": x.get("out_ddot")}
+    given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
+    slots = _slots(p, given, p.seconds, x["out"])
+    passes.append(Pass(groups.row(g), slots, (stack, x["b"]), _group(p)))
+    return Work(passes, own=own)
+
+
+def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
+    fmt, saved = format_of(p.dtype), "pre" in x
+    held = library.grad_pre_format(fmt)
+    own: list[Operand] = []
+    passes: list[Pass] = []
+    m, n = _points(x), p.n
+    stack = None
+    if not saved or "d_b" in x:
+        stack = _stack(p, x, own, passes)
+    q = temporary("stack of q", (*batch, m * p.members, n), held)
+    own.append(q)
+    sums = None
+    if "d_bias" in x:
+        sums = column_sums(p, "sums", x["d_bias"], (m, n), batch)
+        own.append(sums)
+    g = groups.group(
+        p.jet, fmt, held, (p.directions, p.seconds), p.pattern, backward=True, product=not saved,
+        moved=p.moved, sums=sums is not None, weights="weights" in x,
+    )  # fmt: skip
+    first = _first(q, p.members)
+    names = ("weights", "grad", "grad_dot", "grad_ddot")
+    given: dict[str, Operand | None] = {name: x.get(name) for name in names}
+    given |= {"out": first, "first": first, "sums": sums}
+    if saved:
+        given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
+    else:
+        given["bias"] = x.get("bias")
+    slots = _slots(p, given, p.seconds, q)
+    factors = None if saved or stack is None else (stack, x["b"])
+    passes.append(Pass(groups.row(g), slots, factors, _group(p)))
+    passes += _left(p, x, q, batch)
+    gradients: dict[str, list[Factors]] = {}
+    if "d_b" in x and stack is not None:
+        gradients["d_b"] = [(stack.turned(), q)]
+    return Work(passes, gradients, {} if sums is None else {"d_bias": sums}, own)
+
+
+def _left(p: JetProblem, x: Operands, q: Operand, batch: tuple[int, ...]) -> list[Pass]:
+    """Return the product for the gradients of the left operands, of those that are wanted."""
+    names = "d_a", "d_a_dot", "d_a_ddot"
+    there = [x.get(name) for name in names]
+    some = next((y for y in there if y is not None), None)
+    if some is None:
+        return []
+    factors = q, x["b"].turned()
+    summed = summed_axes(some, batch)
+    fmt = format_of(p.dtype)
+    every = 1 + bool(p.directions) + (p.moved and p.seconds > 0)
+    whole = len([y for y in there if y is not None]) == every
+    d_a = x.get("d_a")
+    if d_a is not None and whole and (p.members == 1 or (p.stacked[1] and _is_stack(p, "d_a"))):
+        return [Pass(rows.store(fmt), Slots(out=_tall(d_a, p.members)), factors, summed=summed)]
+    row = groups.scatter(fmt, tuple([y is not None for y in there]))  # type: ignore[arg-type]
+    slots = {"out": there[0], "first": there[1], "second": there[2]}
+    made = _slots(p, slots, p.seconds * p.moved, some)
+    return [Pass(row, made, factors, Group(p.members, 1), summed)]
+
+
+def _points(x: Operands) -> int:
+    """Return the points of a block."""
+    return max(y.shape[-2] for name, y in x.items() if name not in SHARED)
