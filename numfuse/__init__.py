@@ -57,6 +57,7 @@ if TYPE_CHECKING:
         matmul_activation_mul_jvp,
     )
     from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd
+    from numfuse.networks import mlp_jet, mlp_jet_bwd
 
 compose()
 
@@ -97,6 +98,8 @@ __all__ = [
     "matmul_epilogue",
     "matmul_epilogue_bwd",
     "matmul_epilogue_jvp",
+    "mlp_jet",
+    "mlp_jet_bwd",
     "relu_mul",
     "relu_mul_bwd",
     "sigmoid_mul",

@@ -17,7 +17,7 @@ from numfuse.backends import Backend, resolve
 from numfuse.functional import ActivationLike, BackendLike
 from numfuse.operations import Operation
 from numfuse.problem import jets
-from numfuse.problem.operands import ACCUMULATORS, address
+from numfuse.problem.operands import ACCUMULATORS
 from numfuse.problem.results import LayerJet, LayerJetGradients
 from numfuse.runtime.dispatch import adapter_for
 
@@ -25,7 +25,7 @@ __all__ = ["matmul_bias_activation_jet", "matmul_bias_activation_jet_bwd"]
 
 _POINTS = ["a", "b", "bias", "a_dot", "a_ddot", "weights"]
 _KEPT = ["pre", "pre_dot", "pre_ddot"]
-_FLAGS = ["guard", "keep", "pattern", "stacked"]
+_FLAGS = ["guard", "keep", "pattern", "stack"]
 
 
 class JetOperation(Operation):
@@ -48,9 +48,9 @@ class JetOperation(Operation):
 
     def _problem(
         self, activation: Any, needs: Any, out: Any, guard: bool, keep: bool, pattern: bytes,
-        stacked: tuple[bool, bool], **given: Any,
+        stack: jets.Stack | None, **given: Any,
     ) -> jets.JetProblem:  # fmt: skip
-        how = activation, needs, out, guard, keep, pattern, stacked
+        how = activation, needs, out, guard, keep, pattern, stack
         return jets.make(self.backward, given, *how)
 
     def other(
@@ -60,8 +60,7 @@ class JetOperation(Operation):
         """Run a call on arrays that an adapter serves, or that NumPy has to copy or view first."""
         given = dict(zip(self.operands, operands, strict=True))
         adapter = adapter_for(**{name: x for name, x in given.items() if name != "weights"})
-        if adapter is None:  # (of which some may be copied)
-            flags = *flags[:-1], (False, flags[-1][1])
+        if adapter is None:
             return self._first(operands, self.known(activation), flags, needs, out, backend, None)
         run = getattr(adapter, "jet", None)
         if run is None:
@@ -111,22 +110,6 @@ def weights_of(
 @functools.cache
 def _identity(count: int) -> bytes:
     return np.eye(count, dtype=bool).tobytes()
-
-
-def is_stacked(x: Any, dot: Any, ddot: Any) -> bool:
-    """Whether (..., M, N), (D, ..., M, N) and (S, ..., M, N) are rows one behind the other."""
-    if type(x) is not ndarray or type(dot) is not ndarray or x.ndim < 2 or not dot.size:
-        return False
-    step, count = dot.strides[0], len(dot)
-    members = 1 + count + (0 if ddot is None else len(ddot))
-    if x.strides[-2] != members * step or dot.strides[1:] != x.strides:
-        return False
-    start = address(x) + step
-    if address(dot) != start:
-        return False
-    if type(ddot) is not ndarray or not len(ddot):
-        return ddot is None or type(ddot) is ndarray
-    return ddot.strides == dot.strides and address(ddot) == start + count * step
 
 
 def matmul_bias_activation_jet(
@@ -196,8 +179,8 @@ def matmul_bias_activation_jet(
 
     Notes
     -----
-    The second derivative of relu counts as 0. Arrays whose rows lie one behind the other, (M, 1 +
-    D + S, K), are read in place on the CPU; others are copied so, block by block.
+    The second derivative of relu counts as 0. On the CPU the rows of `a`, `a_dot` and `a_ddot` are
+    brought together, block by block.
 
     Examples
     --------
@@ -208,7 +191,7 @@ def matmul_bias_activation_jet(
     LayerJet(out=array([[0.5]]), out_dot=array([[[0.25]]]), out_ddot=array([[[0.]]]))
     """
     made, pattern = weights_of(weights, a, a_dot, a_ddot)
-    flags = bool(guard), bool(keep), pattern, (is_stacked(a, a_dot, a_ddot), False)
+    flags = bool(guard), bool(keep), pattern, None
     found = FORWARD((a, b, bias, a_dot, a_ddot, made), activation, flags, (), out, backend)
     return (LayerJet(*found[:3]), tuple(found[3:])) if keep else found
 
@@ -279,10 +262,7 @@ def matmul_bias_activation_jet_bwd(
         As :func:`matmul_bias_activation_jet`.
     """
     made, pattern = weights_of(weights, a, a_dot, a_ddot)
-    stacked, turned = is_stacked(a, a_dot, a_ddot), False
-    if type(out) is tuple and len(out) == 5 and out[0] is not None and out[3] is not None:
-        turned = is_stacked(out[0], out[3], out[4])
-    flags = bool(guard), False, pattern, (stacked, turned)
+    flags = bool(guard), False, pattern, None
     saved = (None,) * 3 if kept is None else kept
     operands = grad, grad_dot, grad_ddot, a, b, bias, a_dot, a_ddot, made, *saved
     gradients: LayerJetGradients = BACKWARD(operands, activation, flags, needs, out, backend)

@@ -10,6 +10,7 @@ bit for bit what its copy gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -152,6 +153,8 @@ def _fused(p: Any) -> None:
 
 def _jet(p: Any) -> None:
     """A layer's jet or its gradients, a direction and a second derivative at a time."""
+    if p.stacked:
+        p = replace(p, arrays=_apart(p))
     x, jet = p.arrays, p.jet.each(lambda part: part.without("bias"))
     weights = np.eye(p.directions) if p.weights is None else _wide(p.weights)
     z: dict[str, Any] = {"z": _wide(x["pre"]) if p.backward and "pre" in x else _pre_activation(p)}
@@ -205,6 +208,20 @@ def _jet(p: Any) -> None:
         p.d_b[...] = _sum(p.d_b, *products)
     if p.d_bias is not None:
         p.d_bias[...] = sum_to(q[0], p.d_bias.shape, _LONG)
+
+
+def _apart(p: Any) -> dict[str, ndarray]:
+    """Return the arrays of a problem of stacks as those of one without."""
+    found = dict(p.arrays)
+    for name in ("a", "out", "pre", "grad", "d_a"):
+        if name in found:
+            members = p.members if name in ("a", "pre", "d_a") else 1 + p.directions + p.seconds
+            x = found[name].reshape(*found[name].shape[:-1], members, -1)
+            rest = np.moveaxis(x, -2, 0)
+            found[name], found[f"{name}_dot"] = rest[0], rest[1 : 1 + p.directions]
+            if members > 1 + p.directions or name not in ("a", "pre", "d_a"):
+                found[f"{name}_ddot"] = rest[1 + p.directions :]
+    return found
 
 
 def _store_jet(

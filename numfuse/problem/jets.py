@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy import ndarray
@@ -60,6 +60,19 @@ SHARED = frozenset(("b", "bias", "weights", "d_b", "d_bias"))
 _LEFT, _RIGHT = ("a", "a_dot", "a_ddot"), ("b", "bias")
 
 
+class Stack(NamedTuple):
+    """The form of a call whose arrays are stacks: contiguous (..., M, members, columns).
+
+    `a` stands for a, a_dot and (where it is `moved`) a_ddot, and so do d_a and pre; `out` and
+    `grad` for the three results and their cotangents. A problem has them as matrices (..., M,
+    members * columns).
+    """
+
+    directions: int
+    seconds: int
+    moved: bool
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class JetProblem:
     """A layer's jet, or its backward.
@@ -83,8 +96,8 @@ class JetProblem:
     #: Whether a_ddot is there.
     moved: bool
     backward: bool
-    #: Whether members are rows one behind the other in a, a_dot, a_ddot, and in their gradients.
-    stacked: tuple[bool, bool]
+    #: Whether a point's members are rows one behind the other of one array: see `Stack`.
+    stacked: bool
     arrays: dict[str, ndarray]
     #: The formulas, without what is absent, and guarded.
     jet: Jet
@@ -121,24 +134,25 @@ class JetProblem:
 
 def make(
     backward: bool, given: Mapping[str, Any], activation: Any, needs: Any, out: Any, guard: bool,
-    keep: bool, pattern: bytes, stacked: tuple[bool, bool],
+    keep: bool, pattern: bytes, stack: Stack | None,
 ) -> JetProblem:  # fmt: skip
     """Return the problem of a jet; see the public functions for what is accepted and raised."""
     if type(activation) is not Activation:
         activation = get_activation(activation)
-    kept = {
-        name: given[name] for name in ("pre", "pre_dot", "pre_ddot") if given.get(name) is not None
-    }
-    weights = given.get("weights")
-    rest = {
-        name: array_of(x) for name, x in given.items() if name not in kept and name != "weights"
-    }
-    if rest["a_dot"] is None:
+    kept = {name: x for name, x in given.items() if name.startswith("pre") and x is not None}
+    weights, apart = given.get("weights"), ("weights", "pre", "pre_dot", "pre_ddot")
+    rest = {name: array_of(x) for name, x in given.items() if name not in apart}
+    if stack is None and rest["a_dot"] is None:
         raise TypeError("a_dot must be an array, got None")
     x, dtype, acc = _checked(rest)
-    sizes, a, b, bias = gemm_shape(x["a"], x["b"], x.get("bias"))
-    counts = {"directions": len(x["a_dot"]) if x["a_dot"].ndim else 0}
-    counts["seconds"] = counts["directions"] if weights is None else len(weights)
+    first = x["a"] if stack is None else x["a"][..., 0, :]
+    sizes, a, b, bias = gemm_shape(first, x["b"], x.get("bias"))
+    if stack is None:
+        counts = {"directions": len(x["a_dot"]) if x["a_dot"].ndim else 0}
+        counts["seconds"] = counts["directions"] if weights is None else len(weights)
+    else:
+        counts = {"directions": stack.directions, "seconds": stack.seconds}
+        a = _as_rows(x["a"])
     arrays: dict[str, ndarray] = {"a": a, "b": b}
     if bias is not None:
         arrays["bias"] = bias
@@ -146,21 +160,29 @@ def make(
         arrays["weights"] = weights
     for name, y in (*x.items(), *kept.items()):
         if name not in ("a", "b", "bias"):
-            arrays[name] = _promoted(name, y, x["a"].shape, sizes, counts)
-    specs = _results(backward, x, sizes, dtype, acc, counts, needs, keep)
+            arrays[name] = _promoted(name, y, x["a"].shape, sizes, counts, stack)
+    specs = _results(backward, x, sizes, (dtype, acc), counts, needs, keep, stack)
     made, result = _outputs(specs, out, {**x, **kept}, backward)
     for name, y in made.items():
         like = "a" if name.startswith("d_a") else name.removeprefix("d_")
-        if y.ndim - (name in MEMBERS) < 2 or name not in ("d_b", "d_bias"):
-            y = _as_matrix(like, y, sizes)
-        arrays[name] = y
-    jet = _formulas(activation, backward, arrays, pattern, guard)
-    moved = "a_ddot" in x
+        if stack is not None and name not in SHARED:
+            arrays[name] = _as_rows(y)
+        else:
+            arrays[name] = _as_matrix(like, y, sizes)
+    moved = "a_ddot" in x if stack is None else stack.moved
+    jet = _formulas(activation, backward, arrays, pattern, guard, moved, stack is not None)
     head = activation, *sizes[:4], dtype, acc, *counts.values(), pattern, moved, backward
-    p = JetProblem(*head, stacked, arrays, jet, result)
+    p = JetProblem(*head, stack is not None, arrays, jet, result)
     if p.batch:
         _fold(p)
     return p
+
+
+def _as_rows(x: ndarray) -> ndarray:
+    """Return a stack with the members of a point in one row."""
+    if not x.flags.c_contiguous:
+        raise ValueError(f"a stack must be contiguous, got strides {x.strides}")
+    return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
 def _checked(given: Mapping[str, Any]) -> tuple[dict[str, ndarray], Any, Any]:
@@ -183,9 +205,14 @@ def _as_matrix(like: str, x: ndarray, sizes: GemmShape) -> ndarray:
 
 
 def _promoted(
-    name: str, x: ndarray, a: Shape, sizes: GemmShape, counts: Mapping[str, int]
-) -> ndarray:
+    name: str, x: ndarray, a: Shape, sizes: GemmShape, counts: Mapping[str, int],
+    stack: Stack | None,
+) -> ndarray:  # fmt: skip
     """Return a checked operand as matrices."""
+    if stack is not None:
+        members = _members(stack, name == "grad")
+        shape = (*sizes.visible[:-1], members, sizes.n)
+        return _as_rows(shaped(x, name, shape, "the shape"))
     own = (counts[MEMBERS[name]],) if name in MEMBERS else ()
     if name in _LEFT:
         what = f"the shape ({'D' if name == 'a_dot' else 'S'}, *a.shape) ="
@@ -196,17 +223,31 @@ def _promoted(
     return _as_matrix("out", shaped(x, name, own + sizes.visible, what), sizes)
 
 
+def _members(stack: Stack, whole: bool) -> int:
+    """Return the members of a point: of results, all are there."""
+    return 1 + stack.directions + stack.seconds * (whole or stack.moved)
+
+
 def _results(
-    backward: bool, x: Mapping[str, ndarray], sizes: GemmShape, dtype: Any, acc: Any,
-    counts: Mapping[str, int], needs: Any, keep: bool,
+    backward: bool, x: Mapping[str, ndarray], sizes: GemmShape, dtypes: tuple[Any, Any],
+    counts: Mapping[str, int], needs: Any, keep: bool, stack: Stack | None,
 ) -> dict[str, tuple[Shape, Any] | None]:  # fmt: skip
     """Return the shape and dtype of each result, in their order; None where it is not wanted."""
+    dtype, acc = dtypes
     if backward:
         wanted = NEEDS if needs is None else check_needs(needs, NEEDS)
         return {f"d_{y}": (x[y].shape, dtype) if y in wanted and y in x else None for y in NEEDS}
     d, s, visible = counts["directions"], counts["seconds"], sizes.visible
     shapes = {"": visible, "_dot": (d, *visible), "_ddot": (s, *visible)}
-    found: dict[str, Any] = {f"out{end}": (shape, dtype) for end, shape in shapes.items()}
+    if stack is not None:
+        *rows, n = visible
+        found: dict[str, Any] = {"out": ((*rows, _members(stack, True), n), dtype)}
+        found |= {"out_dot": None, "out_ddot": None}
+        if keep:
+            found |= {"pre": ((*rows, _members(stack, False), n), acc)}
+            found |= {"pre_dot": None, "pre_ddot": None}
+        return found
+    found = {f"out{end}": (shape, dtype) for end, shape in shapes.items()}
     if keep:
         found |= {f"pre{end}": (shape, acc) for end, shape in shapes.items()}
         if "a_ddot" not in x:
@@ -253,16 +294,17 @@ def _forward_outputs(out: Any, count: int) -> tuple[Any, ...]:
 
 
 def _formulas(
-    f: Activation, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool
-) -> Jet:
+    f: Activation, backward: bool, arrays: Mapping[str, ndarray], pattern: bytes, guard: bool,
+    moved: bool, stacked: bool,
+) -> Jet:  # fmt: skip
     """Return the formulas of a call, without what is absent."""
     jet = layer_jet_backward(f.curve) if backward else layer_jet(f.curve)
-    absent = [x for x in ("grad", "grad_dot", "grad_ddot") if x not in arrays]
+    absent = [x for x in ("grad", "grad_dot", "grad_ddot") if x not in arrays and not stacked]
     if "bias" not in arrays or (backward and "pre" in arrays):
         absent.append("bias")
-    if "a_ddot" not in arrays:
+    if not moved:
         absent.append("z_ddot")
-    if "grad_ddot" not in arrays or not any(pattern):
+    if "grad_ddot" in absent or not any(pattern):
         absent.append("grad_bent")
     jet = jet.each(lambda part: part.without(*absent))
     return jet.each(lambda part: part.guarded()) if guard else jet
@@ -291,7 +333,5 @@ def _fold(p: JetProblem) -> None:
             if apart and name in p.results:
                 return
             views[name] = x.reshape(*x.shape[:lead], count, x.shape[-1])
-            if apart and name in _LEFT:
-                p.stacked = False, p.stacked[1]
     p.arrays.update(views)
     p.m, p.batch = count, ()

@@ -128,6 +128,23 @@ class LayerJetGradients(NamedTuple):
     d_a_ddot: Any
 
 
+class NetworkJet(NamedTuple):
+    """The value of a network, its tangents and its weighted second derivatives."""
+
+    u: Any
+    u_dot: Any
+    u_ddot: Any
+
+
+class NetworkGradients(NamedTuple):
+    """The gradients of a network; None where not needed."""
+
+    d_x: Any
+    #: Tuples, layer by layer.
+    d_weights: Any
+    d_biases: Any
+
+
 #: {the names of gradients: the named tuple of these}
 _GRADIENTS: dict[tuple[str, ...], Any] = {
     made._fields: made

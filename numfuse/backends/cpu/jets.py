@@ -64,15 +64,8 @@ def _used(p: JetProblem, arrays: Operands) -> dict[str, Operand]:
 
 def _in_place(p: JetProblem) -> bool:
     """Whether the caller's operands are a stack."""
-    if p.members == 1 or (p.backward and p.d_b is None and p.pre is not None):
-        return True
-    return p.stacked[0] and _is_stack(p, "a")
-
-
-def _is_stack(p: JetProblem, name: str) -> bool:
-    """Whether rows of (..., M, K) leave room for a point's members, as steps through these do."""
-    x, dot = p.arrays[name], p.arrays.get(f"{name}_dot")
-    return dot is not None and x.strides[-2] == p.members * dot.strides[0]
+    unused = p.backward and p.d_b is None and p.pre is not None
+    return p.members == 1 or unused or p.stacked
 
 
 def _sums_left(p: JetProblem) -> bool:
@@ -83,18 +76,19 @@ def _sums_left(p: JetProblem) -> bool:
     )
 
 
-def _tall(x: Operand, members: int) -> Operand:
+def _tall(p: JetProblem, x: Operand) -> Operand:
     """Return a stack as a matrix with a row for each member of each point."""
+    if not p.stacked:
+        return x
     *batch, m, n = x.shape
     *steps, row, column = x.strides
-    return x._replace(shape=(*batch, m * members, n), strides=(*steps, row // members, column))
+    shape = *batch, m * p.members, n // p.members
+    return x._replace(shape=shape, strides=(*steps, row // p.members, column))
 
 
-def _first(x: Operand, members: int) -> Operand:
-    """Return the first member's matrix of a tall one."""
-    *batch, m, n = x.shape
-    *steps, row, column = x.strides
-    return x._replace(shape=(*batch, m // members, n), strides=(*steps, row * members, column))
+def _value(p: JetProblem, x: Operand) -> Operand:
+    """Return the first member's matrix of a stack."""
+    return x._replace(shape=(*x.shape[:-1], p.n))
 
 
 def _slots(
@@ -108,7 +102,7 @@ def _slots(
         slot = groups.SLOTS[name]
         every[slot] = x
         if slot >= groups.SLOTS["first"]:
-            step = x.strides[-2] // p.members  # of a stack
+            step = x.shape[-1] * x.itemsize  # in a stack
             if x.name in MEMBERS:
                 step = p.arrays[x.name].strides[0]
             every[slot + 1] = x._replace(shape=(2, 2), strides=(step, 0))
@@ -124,7 +118,7 @@ def _stack(p: JetProblem, x: Operands, own: list[Operand], passes: list[Pass]) -
     """Return the stack of the left operands, tall; where it is gathered, that is the first pass."""
     a = x["a"]
     if _in_place(p):
-        return _tall(a, p.members)
+        return _tall(p, a)
     *batch, m, k = a.shape
     made = temporary("stack", (*batch, m * p.members, k), a.fmt)
     own.append(made)
@@ -143,11 +137,15 @@ def _forward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     kept = "pre" in x
     g = groups.group(
         p.jet, fmt, fmt, (p.directions, p.seconds), p.pattern, backward=False, product=True,
-        moved=p.moved, kept=kept, weights="weights" in x,
+        moved=p.moved, stacked=p.stacked, kept=kept, weights="weights" in x,
     )  # fmt: skip
     given = {"bias": x.get("bias"), "weights": x.get("weights"), "out": x["out"]}
-    given |= {"first": x.get("out_dot"), "second": x.get("out_ddot")}
-    given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
+    if p.stacked:
+        given |= {"first": _value(p, x["out"])}
+        given |= {"pre_dot": _value(p, x["pre"])} if kept else {}
+    else:
+        given |= {"first": x.get("out_dot"), "second": x.get("out_ddot")}
+        given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
     slots = _slots(p, given, p.seconds, x["out"])
     passes.append(Pass(groups.row(g), slots, (stack, x["b"]), _group(p)))
     return Work(passes, own=own)
@@ -170,15 +168,20 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         own.append(sums)
     g = groups.group(
         p.jet, fmt, held, (p.directions, p.seconds), p.pattern, backward=True, product=not saved,
-        moved=p.moved, sums=sums is not None, weights="weights" in x,
+        moved=p.moved, stacked=p.stacked, sums=sums is not None, weights="weights" in x,
     )  # fmt: skip
-    first = _first(q, p.members)
-    names = ("weights", "grad", "grad_dot", "grad_ddot")
-    given: dict[str, Operand | None] = {name: x.get(name) for name in names}
-    given |= {"out": first, "first": first, "sums": sums}
-    if saved:
-        given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
+    first = q._replace(
+        shape=(*batch, m, n), strides=(*q.strides[:-2], q.strides[-2] * p.members, q.strides[-1])
+    )
+    given: dict[str, Operand | None] = {"out": first, "first": first, "sums": sums}
+    given["weights"] = x.get("weights")
+    if p.stacked:
+        given |= {"grad_dot": _value(p, x["grad"])}
+        given |= {"pre_dot": _value(p, x["pre"])} if saved else {}
     else:
+        given |= {name: x.get(name) for name in ("grad", "grad_dot", "grad_ddot")}
+        given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
+    if not saved:
         given["bias"] = x.get("bias")
     slots = _slots(p, given, p.seconds, q)
     factors = None if saved or stack is None else (stack, x["b"])
@@ -200,11 +203,9 @@ def _left(p: JetProblem, x: Operands, q: Operand, batch: tuple[int, ...]) -> lis
     factors = q, x["b"].turned()
     summed = summed_axes(some, batch)
     fmt = format_of(p.dtype)
-    every = 1 + bool(p.directions) + (p.moved and p.seconds > 0)
-    whole = len([y for y in there if y is not None]) == every
     d_a = x.get("d_a")
-    if d_a is not None and whole and (p.members == 1 or (p.stacked[1] and _is_stack(p, "d_a"))):
-        return [Pass(rows.store(fmt), Slots(out=_tall(d_a, p.members)), factors, summed=summed)]
+    if d_a is not None and (p.stacked or p.members == 1):
+        return [Pass(rows.store(fmt), Slots(out=_tall(p, d_a)), factors, summed=summed)]
     row = groups.scatter(fmt, tuple([y is not None for y in there]))  # type: ignore[arg-type]
     slots = {"out": there[0], "first": there[1], "second": there[2]}
     made = _slots(p, slots, p.seconds * p.moved, some)

@@ -48,6 +48,8 @@ class Group(NamedTuple):
     product: bool
     #: Whether second derivatives have rows of their own.
     moved: bool
+    #: Whether results, cotangents and saved sums are stacks, each in one array.
+    stacked: bool
     #: Whether a forward stores the sums, and whether a backward adds up columns.
     kept: bool = False
     sums: bool = False
@@ -145,6 +147,20 @@ def _head(name: str) -> list[str]:
     return [head, "    WIDE_VECTORS()", "    c = WORDS(context)"]
 
 
+#: The slots of an array's value, directions and second derivatives, and of a stack of them.
+_PLACES = {
+    "out": ("out", "first", "second", "first"),
+    "pre": ("pre", "pre_dot", "pre_ddot", "pre_dot"),
+    "grad": ("grad", "grad_dot", "grad_ddot", "grad_dot"),
+}
+_VALUE, _DIRECTION, _SECOND = range(3)
+
+
+def _member(order: int, index: Any) -> str:
+    """Return the number of a member of a stack."""
+    return ("0", f"1 + {index}", f"1 + directions + {index}")[order]
+
+
 class _Text:
     """The lines of a row function; operands are opened where they are first needed."""
 
@@ -162,18 +178,30 @@ class _Text:
         self.row += 1
         return f"free + {self.row - 1}"
 
-    def read(self, name: str, slot: str, member: Any, fmt: str, depth: int = 1) -> str:
-        """Open a member of an operand; return what reads an element."""
-        place = f"{SLOTS[slot]}, {member}, point, j, n, {vectors.itemsize(fmt)}, {self.scratch()}"
-        self.add(f"from_{name} = AT_{fmt}(MEMBER_SOURCE(context, {place}))", depth)
+    def _place(self, of: str, order: int, index: Any) -> str:
+        """Return the slot of a member of an array, and its number there."""
+        if of == "q" or self.g.stacked:
+            slot = "first" if of == "q" else _PLACES[of][3]
+            return f"{SLOTS[slot]}, {_member(order, index)}"
+        return f"{SLOTS[_PLACES[of][order]]}, {index}"
+
+    def read(self, name: str, place: str, fmt: str, depth: int = 1) -> str:
+        """Open a row of an operand; return what reads an element."""
+        how = f"{place}, point, j, n, {vectors.itemsize(fmt)}, {self.scratch()}"
+        self.add(f"from_{name} = AT_{fmt}(MEMBER_SOURCE(context, {how}))", depth)
         return f"WIDEN_{fmt}(from_{name}[q])"
 
-    def write(self, name: str, slot: str, member: Any, fmt: str, depth: int = 1) -> str:
+    def grad(self, name: str, order: int, index: Any = 0, depth: int = 1) -> str:
+        """Open a cotangent."""
+        return self.read(name, self._place("grad", order, index), self.g.fmt, depth)
+
+    def write(self, name: str, of: str, order: int, index: Any = 0, depth: int = 1) -> str:
         """Open a member of a result; return what stores an element, less its value."""
-        row, item = self.scratch(), vectors.itemsize(fmt)
-        place = f"{SLOTS[slot]}, {member}, point, j"
-        self.add(f"to_{name} = AT_{fmt}(MEMBER_TARGET(context, {place}, {item}, {row}))", depth)
-        self.ends.append(f"FINISH_MEMBER(context, {place}, n, {item}, {row})")
+        fmt = self.acc if of == "pre" else self.g.held
+        row, item, place = self.scratch(), vectors.itemsize(fmt), self._place(of, order, index)
+        how = f"{place}, point, j, {item}, {row}"
+        self.add(f"to_{name} = AT_{fmt}(MEMBER_TARGET(context, {how}))", depth)
+        self.ends.append(f"FINISH_MEMBER(context, {place}, point, j, n, {item}, {row})")
         return f"to_{name}[q] = NARROW_{fmt}"
 
     def finish(self, depth: int = 1) -> None:
@@ -182,13 +210,13 @@ class _Text:
             self.add(line, depth)
         self.ends = []
 
-    def sum_of(self, name: str, member: str, end: str, depth: int = 1) -> str:
+    def sum_of(self, name: str, order: int, index: Any = 0, depth: int = 1) -> str:
         """Open a row of sums, held or saved; return what reads an element."""
         if self.g.product:
-            self.add(f"from_{name} = AT_{self.acc}(SCRATCH_ROW(context, COUNT + {member}))", depth)
+            row = f"COUNT + {_member(order, index)}"
+            self.add(f"from_{name} = AT_{self.acc}(SCRATCH_ROW(context, {row}))", depth)
             return f"from_{name}[q]"
-        at = {"": "0", "_dot": f"{member} - 1"}.get(end, f"{member} - 1 - directions")
-        return self.read(name, f"pre{end}", at, self.acc, depth)
+        return self.read(name, self._place("pre", order, index), self.acc, depth)
 
     def opened(self) -> None:
         """Begin: say which point and member the row is, and hold it until its point is complete."""
@@ -232,11 +260,11 @@ def unrolled(g: Group, name: str) -> str:
     t = _Text(g, name)
     t.opened()
     directions, seconds = g.counts
-    inputs = {"z": t.sum_of("z", "0", "")}
+    inputs = {"z": t.sum_of("z", _VALUE)}
     if "bias" in g.value.inputs:
-        inputs["bias"] = t.read("bias", "bias", 0, g.fmt)
+        inputs["bias"] = t.read("bias", f"{SLOTS['bias']}, 0", g.fmt)
     if "grad" in g.value.inputs:
-        inputs["grad"] = t.read("grad", "grad", 0, g.fmt)
+        inputs["grad"] = t.grad("grad", _VALUE)
     inputs |= {x: f"new_{x}" for x in _names(g.value) if x.startswith("shared_")}
     body = [_called("VALUE", g.value, inputs)] if g.value.results else []
     bent = "bent" in _names(g.direction) or "grad_bent" in g.direction.inputs
@@ -249,33 +277,33 @@ def unrolled(g: Group, name: str) -> str:
     grads = "grad_ddot" in g.second.inputs or "grad_bent" in g.direction.inputs
     ddots = []
     for s in range(seconds if grads else 0):
-        ddots.append(t.read(f"grad_ddot_{s}", "grad_ddot", s, g.fmt))
+        ddots.append(t.grad(f"grad_ddot_{s}", _SECOND, s))
     if not g.backward:
-        body.append(f"{t.write('out', 'out', 0, g.held)}(new_out)")
+        body.append(f"{t.write('out', 'out', _VALUE)}(new_out)")
         if g.kept:
-            body.append(f"{t.write('pre', 'pre', 0, t.acc)}(new_pre)")
+            body.append(f"{t.write('pre', 'pre', _VALUE)}(new_pre)")
     for d in range(directions):
         terms = [(f"w_{s}_{d} * " if g.weights else "", s) for s in g.terms(d)] if bent else []
         part, of = ("BENT", g.direction) if terms else ("FLAT", _without_bent(g.direction))
-        own = {"z_dot": t.sum_of(f"z_dot_{d}", str(1 + d), "_dot")}
+        own = {"z_dot": t.sum_of(f"z_dot_{d}", _DIRECTION, d)}
         if "grad_dot" in of.inputs:
-            own["grad_dot"] = t.read(f"grad_dot_{d}", "grad_dot", d, g.fmt)
+            own["grad_dot"] = t.grad(f"grad_dot_{d}", _DIRECTION, d)
         if g.backward and terms:
             own["grad_bent"] = " + ".join(f"{w}{ddots[s]}" for w, s in terms)
         if of.results:
             body.append(_called(part, of, inputs | own, f"_{d}"))
-        result, member = ("d_z_dot", 1 + d) if g.backward else ("out_dot", d)
+        result, of_result = ("d_z_dot", "q") if g.backward else ("out_dot", "out")
         made = f"new_{result}_{d}" if result in _names(of) else "ZERO"
-        body.append(f"{t.write(f'{result}_{d}', 'first', member, g.held)}({made})")
+        body.append(f"{t.write(f'{result}_{d}', of_result, _DIRECTION, d)}({made})")
         total += [f"new_d_z_{d}"] * ("d_z" in _names(of))
         for w, s in terms if not g.backward else ():
             sums[s].append(f"{w}new_bent_{d}")
         if g.kept:
-            body.append(f"{t.write(f'pre_dot_{d}', 'pre_dot', d, t.acc)}({own['z_dot']})")
+            body.append(f"{t.write(f'pre_dot_{d}', 'pre', _DIRECTION, d)}({own['z_dot']})")
     for s in range(seconds):
         own, at = {}, f"_{directions + 1 + s}"
         if g.moved:
-            own["z_ddot"] = t.sum_of(f"z_ddot_{s}", str(1 + directions + s), "_ddot")
+            own["z_ddot"] = t.sum_of(f"z_ddot_{s}", _SECOND, s)
         if "grad_ddot" in g.second.inputs:
             own["grad_ddot"] = ddots[s]
         if g.second.results:
@@ -284,16 +312,15 @@ def unrolled(g: Group, name: str) -> str:
         if not g.backward:
             every = [f"new_straight{at}"] * ("straight" in _names(g.second)) + sums[s]
             made = " + ".join(every) or "ZERO"
-            body.append(f"{t.write(f'out_ddot_{s}', 'second', s, g.held)}({made})")
+            body.append(f"{t.write(f'out_ddot_{s}', 'out', _SECOND, s)}({made})")
             if g.kept and g.moved:
-                body.append(f"{t.write(f'pre_ddot_{s}', 'pre_ddot', s, t.acc)}({own['z_ddot']})")
+                body.append(f"{t.write(f'pre_ddot_{s}', 'pre', _SECOND, s)}({own['z_ddot']})")
         elif g.moved:
             made = f"new_d_z_ddot{at}" if "d_z_ddot" in _names(g.second) else "ZERO"
-            member = 1 + directions + s
-            body.append(f"{t.write(f'd_z_ddot_{s}', 'first', member, g.held)}({made})")
+            body.append(f"{t.write(f'd_z_ddot_{s}', 'q', _SECOND, s)}({made})")
     if g.backward:
         body.append(f"total = {' + '.join(total) or 'ZERO'}")
-        body.append(f"{t.write('d_z', 'first', 0, g.held)}(total)")
+        body.append(f"{t.write('d_z', 'q', _VALUE)}(total)")
     if g.sums:
         t.add(f"sums = AT_{t.acc}(OPEN_SUMS(context, {SLOTS['sums']}, point, j, n))")
         body.append("sums[q] = sums[q] + total")
@@ -308,15 +335,16 @@ def looped(g: Group, name: str) -> str:
     """Return the row function of a large group: loops over directions and second derivatives."""
     t = _Text(g, name)
     t.opened()
-    inputs = {"z": t.sum_of("z", "0", "")}
+    inputs = {"z": t.sum_of("z", _VALUE)}
     for x in ("bias", "grad"):
         if x in g.value.inputs:
-            inputs[x] = t.read(x, x, 0, g.fmt)
+            place = f"{SLOTS['bias']}, 0"
+            inputs[x] = t.grad(x, _VALUE) if x == "grad" else t.read(x, place, g.fmt)
     body = [_called("VALUE", g.value, inputs)] if g.value.results else []
     if not g.backward:
-        body.append(f"{t.write('out', 'out', 0, g.held)}(new_out)")
+        body.append(f"{t.write('out', 'out', _VALUE)}(new_out)")
         if g.kept:
-            body.append(f"{t.write('pre', 'pre', 0, t.acc)}(new_pre)")
+            body.append(f"{t.write('pre', 'pre', _VALUE)}(new_pre)")
     rows = [x for x in _names(g.value) if x.startswith("shared_")]
     for x in (*rows, "total", "term"):
         t.add(f"{x} = AT_{t.acc}(SCRATCH_ROW(context, {t.scratch()}))")
@@ -353,24 +381,24 @@ def looped(g: Group, name: str) -> str:
     _second_sums(g, t, inputs, loop)
     # --- directions
     t.add("for d in range(directions):")
-    own = {"z_dot": t.sum_of("z_dot", "1 + d", "_dot", 2)}
+    own = {"z_dot": t.sum_of("z_dot", _DIRECTION, "d", 2)}
     if "grad_dot" in g.direction.inputs:
-        own["grad_dot"] = t.read("grad_dot", "grad_dot", "d", g.fmt, 2)
+        own["grad_dot"] = t.grad("grad_dot", _DIRECTION, "d", 2)
     if "grad_bent" in g.direction.inputs:
         loop(["term[q] = ZERO"], 2)
         reads: list[str] = []
 
         def opened() -> None:
-            reads.append(t.read("one", "grad_ddot", "s", g.fmt, before_depth[-1]))
+            reads.append(t.grad("one", _SECOND, "s", before_depth[-1]))
 
         weighted(lambda w: [f"term[q] = term[q] + {w.replace('one[q]', reads[0])}"], opened)
         own["grad_bent"] = "term[q]"
     body = [_called("BENT", g.direction, inputs | own)] if g.direction.results else []
-    result, member = ("d_z_dot", "1 + d") if g.backward else ("out_dot", "d")
+    result, of_result = ("d_z_dot", "q") if g.backward else ("out_dot", "out")
     made = f"new_{result}" if result in _names(g.direction) else "ZERO"
-    body.append(f"{t.write(result, 'first', member, g.held, 2)}({made})")
+    body.append(f"{t.write(result, of_result, _DIRECTION, 'd', 2)}({made})")
     if g.kept:
-        body.append(f"{t.write('pre_dot', 'pre_dot', 'd', t.acc, 2)}({own['z_dot']})")
+        body.append(f"{t.write('pre_dot', 'pre', _DIRECTION, 'd', 2)}({own['z_dot']})")
     if "d_z" in _names(g.direction):
         body.append("total[q] = total[q] + new_d_z")
     if "bent" in _names(g.direction):
@@ -387,7 +415,7 @@ def looped(g: Group, name: str) -> str:
     if not g.backward or g.moved or "d_z" in _names(g.second):
         _second_results(g, t, inputs, loop)
     if g.backward:
-        body = [f"{t.write('d_z', 'first', 0, g.held)}(total[q])"]
+        body = [f"{t.write('d_z', 'q', _VALUE)}(total[q])"]
         if g.sums:
             t.add(f"sums = AT_{t.acc}(OPEN_SUMS(context, {SLOTS['sums']}, point, j, n))")
             body.append("sums[q] = sums[q] + total[q]")
@@ -410,7 +438,7 @@ def _second_sums(g: Group, t: _Text, inputs: dict[str, str], loop: Any) -> None:
     if not g.second.results:
         loop(["sum_s[q] = ZERO"], 2)
         return
-    own = {"z_ddot": t.sum_of("z_ddot", "1 + directions + s", "_ddot", 2)}
+    own = {"z_ddot": t.sum_of("z_ddot", _SECOND, "s", 2)}
     loop([_called("SECOND", g.second, inputs | own), "sum_s[q] = new_straight"], 2)
 
 
@@ -420,24 +448,23 @@ def _second_results(g: Group, t: _Text, inputs: dict[str, str], loop: Any) -> No
     body = []
     if not g.backward:
         t.add(f"sum_s = AT_{t.acc}(SCRATCH_ROW(context, free + {ROOM} + s))", 2)
-        body.append(f"{t.write('out_ddot', 'second', 's', g.held, 2)}(sum_s[q])")
+        body.append(f"{t.write('out_ddot', 'out', _SECOND, 's', 2)}(sum_s[q])")
         if g.kept and g.moved:
-            z = t.sum_of("z_ddot", "1 + directions + s", "_ddot", 2)
-            body.append(f"{t.write('pre_ddot', 'pre_ddot', 's', t.acc, 2)}({z})")
+            z = t.sum_of("z_ddot", _SECOND, "s", 2)
+            body.append(f"{t.write('pre_ddot', 'pre', _SECOND, 's', 2)}({z})")
     else:
         own = {}
         if g.moved:
-            own["z_ddot"] = t.sum_of("z_ddot", "1 + directions + s", "_ddot", 2)
+            own["z_ddot"] = t.sum_of("z_ddot", _SECOND, "s", 2)
         if "grad_ddot" in g.second.inputs:
-            own["grad_ddot"] = t.read("grad_ddot", "grad_ddot", "s", g.fmt, 2)
+            own["grad_ddot"] = t.grad("grad_ddot", _SECOND, "s", 2)
         if g.second.results:
             body.append(_called("SECOND", g.second, inputs | own))
         if "d_z" in _names(g.second):
             body.append("total[q] = total[q] + new_d_z")
         if g.moved:
             made = "new_d_z_ddot" if "d_z_ddot" in _names(g.second) else "ZERO"
-            member = "1 + directions + s"
-            body.append(f"{t.write('d_z_ddot', 'first', member, g.held, 2)}({made})")
+            body.append(f"{t.write('d_z_ddot', 'q', _SECOND, 's', 2)}({made})")
     loop(body, 2)
     t.finish(2)
 
