@@ -114,6 +114,12 @@ def _group(p: JetProblem) -> Group:
     return Group(p.members, groups.scratch_rows(p.directions, p.seconds))
 
 
+def _contiguous(x: Operands) -> bool:
+    """Whether what a row function of a group reads and writes lies by rows."""
+    others = ("a", "b", "d_a", "d_b", "a_dot", "a_ddot", "d_a_dot", "d_a_ddot", "weights")
+    return all(y.strides[-1] == y.itemsize for name, y in x.items() if name not in others)
+
+
 def _stack(p: JetProblem, x: Operands, own: list[Operand], passes: list[Pass]) -> Operand:
     """Return the stack of the left operands, tall; where it is gathered, that is the first pass."""
     a = x["a"]
@@ -137,7 +143,8 @@ def _forward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     kept = "pre" in x
     g = groups.group(
         p.jet, fmt, fmt, (p.directions, p.seconds), p.pattern, backward=False, product=True,
-        moved=p.moved, stacked=p.stacked, kept=kept, weights="weights" in x,
+        moved=p.moved, stacked=p.stacked, contiguous=_contiguous(x), kept=kept,
+        weights="weights" in x,
     )  # fmt: skip
     given = {"bias": x.get("bias"), "weights": x.get("weights"), "out": x["out"]}
     if p.stacked:
@@ -168,7 +175,8 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         own.append(sums)
     g = groups.group(
         p.jet, fmt, held, (p.directions, p.seconds), p.pattern, backward=True, product=not saved,
-        moved=p.moved, stacked=p.stacked, sums=sums is not None, weights="weights" in x,
+        moved=p.moved, stacked=p.stacked, contiguous=_contiguous(x), sums=sums is not None,
+        weights="weights" in x,
     )  # fmt: skip
     first = q._replace(
         shape=(*batch, m, n), strides=(*q.strides[:-2], q.strides[-2] * p.members, q.strides[-1])

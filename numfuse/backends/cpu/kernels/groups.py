@@ -50,6 +50,8 @@ class Group(NamedTuple):
     moved: bool
     #: Whether results, cotangents and saved sums are stacks, each in one array.
     stacked: bool
+    #: Whether the elements of every row lie one behind the other.
+    contiguous: bool
     #: Whether a forward stores the sums, and whether a backward adds up columns.
     kept: bool = False
     sums: bool = False
@@ -114,6 +116,12 @@ def member_source(
     scratch = SCRATCH_ROW(context, row)
     MOVE(at, step, scratch, item, n, item)
     return scratch
+
+
+def member_row(context: int, slot: int, member: int, i: int, j: int, item: int) -> int:
+    """Address of ``operand[member, i, j:]``, whose elements lie one behind the other."""
+    c = WORDS(context)
+    return c[3 * slot] + member * c[3 * slot + 4] + i * c[3 * slot + 1] + j * item
 
 
 def member_target(context: int, slot: int, member: int, i: int, j: int, item: int, row: int) -> int:
@@ -187,8 +195,12 @@ class _Text:
 
     def read(self, name: str, place: str, fmt: str, depth: int = 1) -> str:
         """Open a row of an operand; return what reads an element."""
-        how = f"{place}, point, j, n, {vectors.itemsize(fmt)}, {self.scratch()}"
-        self.add(f"from_{name} = AT_{fmt}(MEMBER_SOURCE(context, {how}))", depth)
+        item = vectors.itemsize(fmt)
+        at = f"MEMBER_ROW(context, {place}, point, j, {item})"
+        if not self.g.contiguous:
+            how = f"{place}, point, j, n, {item}, {self.scratch()}"
+            at = f"MEMBER_SOURCE(context, {how})"
+        self.add(f"from_{name} = AT_{fmt}({at})", depth)
         return f"WIDEN_{fmt}(from_{name}[q])"
 
     def grad(self, name: str, order: int, index: Any = 0, depth: int = 1) -> str:
@@ -198,7 +210,12 @@ class _Text:
     def write(self, name: str, of: str, order: int, index: Any = 0, depth: int = 1) -> str:
         """Open a member of a result; return what stores an element, less its value."""
         fmt = self.acc if of == "pre" else self.g.held
-        row, item, place = self.scratch(), vectors.itemsize(fmt), self._place(of, order, index)
+        item, place = vectors.itemsize(fmt), self._place(of, order, index)
+        if self.g.contiguous:
+            at = f"MEMBER_ROW(context, {place}, point, j, {item})"
+            self.add(f"to_{name} = AT_{fmt}({at})", depth)
+            return f"to_{name}[q] = NARROW_{fmt}"
+        row = self.scratch()
         how = f"{place}, point, j, {item}, {row}"
         self.add(f"to_{name} = AT_{fmt}(MEMBER_TARGET(context, {how}))", depth)
         self.ends.append(f"FINISH_MEMBER(context, {place}, point, j, n, {item}, {row})")
@@ -480,7 +497,7 @@ def _bound(fmt: str) -> dict[str, Any]:
     context["SCRATCH_ROW"] = specialise.device(scratch_row, **context)
     context |= {"COUNT": COUNT, "SUMS": names["SUMS"]}
     names |= context
-    for template in (hold, member_source, member_target, finish_member):
+    for template in (hold, member_row, member_source, member_target, finish_member):
         names[template.__name__.upper()] = specialise.device(template, **context)
     for stored in dict.fromkeys((fmt, acc, library.grad_pre_format(fmt))):
         names[f"AT_{stored}"] = intrinsics.make_elements(stored)
