@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class CpuBackend(OneRun):
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
+    jet = partialmethod(OneRun._run, "jet")
 
     def __init__(self) -> None:
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)

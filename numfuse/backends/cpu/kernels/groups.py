@@ -69,7 +69,7 @@ class Group(NamedTuple):
 
 
 def group(
-    jet: Jet, fmt: str, held: str, counts: tuple[int, int], pattern: bytes, **how: bool
+    jet: Jet, fmt: str, held: str, counts: tuple[int, int], pattern: bytes, **how: Any
 ) -> Group:
     """Return a group, unrolled where it is small."""
     parts = jet.hoisted()
