@@ -171,8 +171,10 @@ def make(
             arrays[name] = _as_matrix(like, y, sizes)
     moved = "a_ddot" in x if stack is None else stack.moved
     jet = _formulas(activation, backward, arrays, pattern, guard, moved, stack is not None)
-    head: Any = (activation, *sizes[:4], dtype, acc, *counts.values())
-    p = JetProblem(*head, pattern, moved, backward, stack is not None, arrays, jet, result)
+    sized: Fields = dict(zip(("m", "n", "k", "batch"), sizes, strict=False)) | counts
+    sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
+    form: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
+    p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **form)
     if p.batch:
         _fold(p)
     return p
