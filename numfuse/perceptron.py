@@ -32,7 +32,7 @@ BLOCK_BYTES = 8 << 20
 
 
 class Kept:
-    """What the forward of a network keeps: the stacks of each layer's inputs and of its sums."""
+    """The stacks of each layer's inputs and of its sums, as a forward keeps them."""
 
     def __init__(self, memory: Memory, inputs: list[ndarray], sums: list[ndarray]) -> None:
         self.inputs, self.sums = inputs, sums

@@ -177,6 +177,7 @@ def there(given):
 
 
 # --- layers -------------------------------------------------------------------------------------
+@pytest.mark.long
 @sampled(90, call=layers)
 def test_a_jet_is_exact_within_the_bound(backend, call):
     given, weights, f, _ = call
@@ -196,6 +197,7 @@ def test_a_jet_is_exact_within_the_bound(backend, call):
     assert len(kept) == 3
 
 
+@pytest.mark.long
 @sampled(90, call=layers, data=st.data())
 def test_gradients_of_a_jet_are_exact_within_the_bound(backend, call, data):
     given, weights, f, rng = call
@@ -466,9 +468,7 @@ def test_points_by_blocks_give_what_they_give_at_once(backend, monkeypatch):
 
 def test_a_call_that_comes_again_gives_the_same_bits(backend):
     rng = np.random.default_rng(9)
-    weights, biases = network(
-        rng, (2, 33, 33, 1), np.float32 if backend != "reference" else np.float64
-    )
+    weights, biases = network(rng, (2, 33, 33, 1), np.float32)
     x = rng.standard_normal((501, 2)).astype(weights[0].dtype)
     found = []
     for _ in range(3):

@@ -34,7 +34,7 @@ UNROLLED = 4
 
 
 class Group(NamedTuple):
-    """What a row function of a group is printed from, and its key."""
+    """The formulas and options that a row function of a group is printed from: its key."""
 
     #: The formulas (:class:`Jet`), with what is shared hoisted.
     value: Epilogue
