@@ -56,6 +56,8 @@ if TYPE_CHECKING:
         matmul_activation_mul_double_bwd,
         matmul_activation_mul_jvp,
     )
+    from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd
+    from numfuse.networks import mlp_jet, mlp_jet_bwd
 
 compose()
 
@@ -86,6 +88,8 @@ __all__ = [
     "matmul_bias_activation",
     "matmul_bias_activation_bwd",
     "matmul_bias_activation_double_bwd",
+    "matmul_bias_activation_jet",
+    "matmul_bias_activation_jet_bwd",
     "matmul_bias_activation_jvp",
     "matmul_bias_residual",
     "matmul_bias_residual_bwd",
@@ -94,6 +98,8 @@ __all__ = [
     "matmul_epilogue",
     "matmul_epilogue_bwd",
     "matmul_epilogue_jvp",
+    "mlp_jet",
+    "mlp_jet_bwd",
     "relu_mul",
     "relu_mul_bwd",
     "sigmoid_mul",
@@ -123,6 +129,8 @@ def __getattr__(name: str) -> Any:
         home = "numfuse.fusion"
     elif name.startswith("matmul_activation_mul"):
         home = "numfuse.gated"
+    elif name.endswith(("_jet", "_jet_bwd")):
+        home = "numfuse.networks" if name.startswith("mlp") else "numfuse.jets"
     elif name.endswith(("_double_bwd", "_jvp")):
         home = "numfuse.differentials"
     value = getattr(import_module(home), name)

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from numfuse.language.curves import (
     Curve,
@@ -236,6 +236,57 @@ def record(
     )
 
 
+class Jet(NamedTuple):
+    """How a function of z hands on Taylor coefficients: a value, a direction, a second derivative.
+
+    `value` has ``out``, `direction` (for one of several) ``out_dot`` and ``bent``, `second`
+    ``straight``: without what is zero everywhere. Along curves with the first derivatives z_dot[d],
+
+        out_ddot[s] = straight(z_ddot[s]) + sum_d weights[s, d] bent(z_dot[d])
+
+    and that sum is the kernel's: a formula has none. In a backward each of the three adds to
+    ``d_z``, ``grad_bent`` is what a direction's ``bent`` is weighted with,
+    sum_s weights[s, d] grad_ddot[s], and ``d_z_dot`` and ``d_z_ddot`` are the other gradients.
+    """
+
+    value: Epilogue
+    direction: Epilogue
+    second: Epilogue
+
+    def each(self, make: Callable[[Epilogue], Epilogue]) -> Jet:
+        """Return what a function makes of each part."""
+        return Jet(*map(make, self))
+
+    def hoisted(self, fixed: tuple[str, ...] = ("z", "bias")) -> Jet:
+        """Return parts that share what depends on no other input than these: slopes of curves.
+
+        `value` has it as further results, ``shared_0`` and so on, which are inputs of the others.
+        """
+        shared: dict[Expr, Expr] = {}
+
+        def alone(of: Epilogue) -> Epilogue:
+            whole: dict[Expr, bool] = {}
+            made: dict[Expr, Expr] = {}
+
+            def cut(e: Expr) -> Expr:
+                if not whole[e] or e.op == "const":
+                    return made[e]
+                return shared.setdefault(e, leaf(f"shared_{len(shared)}"))
+
+            for e in topological(of.graphs):
+                whole[e] = e.payload in fixed if e.op == "input" else all(whole[a] for a in e.args)
+                made[e] = e if whole[e] else rebuilt(e, [cut(a) for a in e.args])
+            results = tuple((name, cut(e)) for name, e in of.results)
+            operands = inputs(e for _, e in results)
+            return Epilogue(of.name, (), operands, results, of.ties)
+
+        direction, second = alone(self.direction), alone(self.second)
+        value = self.value
+        more = tuple((str(name.payload), e) for e, name in shared.items())
+        head = value.name, value.accumulators, value.operands
+        return Jet(Epilogue(*head, (*value.results, *more), value.ties), direction, second)
+
+
 # --- the table ----------------------------------------------------------------------------------
 # One function per operation: the formula of its forward. Everything else is derived from it.
 
@@ -267,6 +318,32 @@ def layer_double_backward(f: Curve) -> Epilogue:
 def layer_tangent(f: Curve) -> Epilogue:
     """Return a layer's value ``out`` and its derivative ``out_dot`` along a moving ``z_dot``."""
     return layer(f).select("out").tangent(("z",))
+
+
+@_once
+def layer_jet(f: Curve) -> Jet:
+    """Return how a layer hands on Taylor coefficients."""
+    found = layer(f).select("out").jet()
+    slope, bend = found["slope_z"], dict(found.results).get("bend_z_z")
+    dot, ddot = leaf("z_dot"), leaf("z_ddot")
+    moved = [("out_dot", slope * dot)]
+    if bend is not None:
+        moved.append(("bent", bend * (dot * dot)))
+    direction = Epilogue("layer direction", ("z", "z_dot"), ("bias",), tuple(moved))
+    straight = (("straight", slope * ddot),)
+    return Jet(layer(f), direction, Epilogue("layer second", ("z", "z_ddot"), ("bias",), straight))
+
+
+@_once
+def layer_jet_backward(f: Curve) -> Jet:
+    """Return the gradients of a layer's jet by the sums z, z_dot and z_ddot."""
+    made = layer_jet(f)
+    bent = {"out_dot": "grad_dot", "bent": "grad_bent"}
+    return Jet(
+        made.value.select("out").pulled_back({"out": "grad"}, {"z": "d_z"}),
+        made.direction.pulled_back(bent, {"z": "d_z", "z_dot": "d_z_dot"}),
+        made.second.pulled_back({"straight": "grad_ddot"}, {"z": "d_z", "z_ddot": "d_z_ddot"}),
+    )
 
 
 @_once

@@ -75,7 +75,8 @@ class Backend(Protocol):
 
     A run writes the problem's outputs and trusts what `numfuse.problem` promises. A backend that
     has several devices or precisions also has ``configure(device, precision)``, which checks both
-    and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``.
+    and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``, one that
+    computes jets ``jet(p)``.
     """
 
     name: str

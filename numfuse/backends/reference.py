@@ -10,6 +10,8 @@ bit for bit what its copy gives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,6 +39,8 @@ class Reference(OneRun):
 
     name = "reference"
     traits = Traits(intermediate="float64")
+
+    jet = partialmethod(OneRun._run, "jet")
 
     @_quietly
     def run(self, kind: str, p: Any) -> None:
@@ -150,6 +154,97 @@ def _fused(p: Any) -> None:
         out[...] = _sum(out, *(_product(factor(x), factor(y)) for x, y in terms))
 
 
+def _jet(p: Any) -> None:
+    """A layer's jet or its gradients, a direction and a second derivative at a time."""
+    if p.stacked:
+        p = replace(p, arrays=_apart(p))
+    x, jet = p.arrays, p.jet.each(lambda part: part.without("bias"))
+    weights = np.eye(p.directions) if p.weights is None else _wide(p.weights)
+    z: dict[str, Any] = {"z": _wide(x["pre"]) if p.backward and "pre" in x else _pre_activation(p)}
+    for end in ("_dot", "_ddot"):
+        known = x.get(f"pre{end}") if p.backward else None
+        if known is None and f"a{end}" in x:
+            known = [_wide(_product(y, p.b)) for y in x[f"a{end}"]]
+        z |= {} if known is None else {f"z{end}": [_wide(y) for y in known]}
+
+    def of(part: Epilogue, **given: Any) -> dict[str, ndarray]:
+        found = elementary.values(part.graphs, {leaf(y): given[y] for y in part.inputs})
+        pairs = zip(part.results, found, strict=True)
+        return {name: np.broadcast_to(value, p.shape) for (name, _), value in pairs}
+
+    def members(part: Epilogue, end: str, count: int, **given: Any) -> list[dict[str, ndarray]]:
+        names = [y for y in (*z, *x) if y.endswith(end) and y in part.inputs]
+        own = [{y: z[y][i] if y in z else _wide(x[y][i]) for y in names} for i in range(count)]
+        found = []
+        for i, one in enumerate(own):
+            more = {y: values[i] for y, values in given.items()}
+            found.append(of(part, z=z["z"], **one, **more))
+        return found
+
+    def weighted(terms: Any, by: ndarray) -> list[ndarray]:
+        pairs = [[(w, y) for w, y in zip(row, terms, strict=True) if w] for row in by]
+        return [sum((w * y for w, y in row), np.zeros(p.shape)) for row in pairs]
+
+    bent: list[ndarray] = []
+    if p.backward and "grad_ddot" in x:
+        bent = weighted([_wide(y) for y in x["grad_ddot"]], weights.T)
+    value = of(jet.value, z=z["z"], **{y: _wide(x[y]) for y in ("grad",) if y in x})
+    spread = {"grad_bent": bent} if "grad_bent" in jet.direction.inputs else {}
+    directions = members(jet.direction, "_dot", p.directions, **spread)
+    seconds = members(jet.second, "_ddot", p.seconds)
+    if not p.backward:
+        _store_jet(p, z, value, directions, seconds, weights, weighted)
+        return
+    zero = np.zeros(p.shape)
+    terms = [y["d_z"] for y in (value, *directions, *seconds) if "d_z" in y]
+    q = [sum(terms[1:], terms[0]) if terms else zero]
+    q += [y.get("d_z_dot", zero) for y in directions]
+    if p.moved:
+        q += [y.get("d_z_ddot", zero) for y in seconds]
+    lefts = [x["a"], *x["a_dot"], *x.get("a_ddot", ())]
+    outs = [p.d_a, *(x.get("d_a_dot", [None] * p.directions)), *(x.get("d_a_ddot", ()))]
+    for out, one in zip(outs, q, strict=False):
+        if out is not None:
+            out[...] = sum_to(_product(one, p.b.swapaxes(-1, -2)), out.shape, _LONG)
+    if p.d_b is not None:
+        products = [_product(y.swapaxes(-1, -2), one) for y, one in zip(lefts, q, strict=True)]
+        p.d_b[...] = _sum(p.d_b, *products)
+    if p.d_bias is not None:
+        p.d_bias[...] = sum_to(q[0], p.d_bias.shape, _LONG)
+
+
+def _apart(p: Any) -> dict[str, ndarray]:
+    """Return the arrays of a problem of stacks as those of one without."""
+    found = dict(p.arrays)
+    for name in ("a", "out", "pre", "grad", "d_a"):
+        if name in found:
+            members = p.members if name in ("a", "pre", "d_a") else 1 + p.directions + p.seconds
+            x = found[name].reshape(*found[name].shape[:-1], members, -1)
+            rest = np.moveaxis(x, -2, 0)
+            found[name], found[f"{name}_dot"] = rest[0], rest[1 : 1 + p.directions]
+            if members > 1 + p.directions or name not in ("a", "pre", "d_a"):
+                found[f"{name}_ddot"] = rest[1 + p.directions :]
+    return found
+
+
+def _store_jet(
+    p: Any, z: Any, value: Any, directions: Any, seconds: Any, weights: ndarray, weighted: Any
+) -> None:
+    """Store the results of a forward."""
+    bent = [y["bent"] for y in directions if "bent" in y]
+    total = weighted(bent, weights) if bent else [np.zeros(p.shape)] * p.seconds
+    p.out[...] = value["out"]
+    for d, one in enumerate(directions):
+        p.out_dot[d][...] = one.get("out_dot", 0)
+    for s, one in enumerate(total):
+        p.out_ddot[s][...] = one + (seconds[s].get("straight", 0) if p.moved else 0)
+    if p.pre is not None:
+        p.pre[...] = value["pre"]
+        p.pre_dot[...] = np.reshape(z["z_dot"], p.pre_dot.shape)
+        if p.moved:
+            p.pre_ddot[...] = np.reshape(z["z_ddot"], p.pre_ddot.shape)
+
+
 #: What computes each kind of problem.
 _COMPUTE: dict[str, Callable[[Any], None]] = {
     "forward": _forward,
@@ -157,6 +252,7 @@ _COMPUTE: dict[str, Callable[[Any], None]] = {
     "double_backward": _double_backward,
     "tangent": _tangent,
     "fused": _fused,
+    "jet": _jet,
     **dict.fromkeys(epilogues.GATES, _fused),
 }
 

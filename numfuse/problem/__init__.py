@@ -7,6 +7,7 @@
 - `product`: the products, forward and backward
 - `forms`: the form of a call of an epilogue, and the formulas and products of its derivatives
 - `fused`: the problems of epilogues of products and operands
+- `jets`: first and second derivatives through a layer, and their backward
 - `gates`: the gates and their derivatives, as epilogues of arrays
 - `second_order`: the double backward and forward mode
 """

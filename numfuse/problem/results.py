@@ -110,6 +110,41 @@ class Tangent(NamedTuple):
     out_dot: Any
 
 
+class LayerJet(NamedTuple):
+    """The value of a layer, its tangents and its weighted second derivatives."""
+
+    out: Any
+    out_dot: Any
+    out_ddot: Any
+
+
+class LayerJetGradients(NamedTuple):
+    """The gradients of a layer's jet; None where not needed."""
+
+    d_a: Any
+    d_b: Any
+    d_bias: Any
+    d_a_dot: Any
+    d_a_ddot: Any
+
+
+class NetworkJet(NamedTuple):
+    """The value of a network, its tangents and its weighted second derivatives."""
+
+    u: Any
+    u_dot: Any
+    u_ddot: Any
+
+
+class NetworkGradients(NamedTuple):
+    """The gradients of a network; None where not needed."""
+
+    d_x: Any
+    #: Tuples, layer by layer.
+    d_weights: Any
+    d_biases: Any
+
+
 #: {the names of gradients: the named tuple of these}
 _GRADIENTS: dict[tuple[str, ...], Any] = {
     made._fields: made

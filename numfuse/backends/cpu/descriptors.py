@@ -7,6 +7,7 @@ every call of its form.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -48,12 +49,24 @@ class Slots(NamedTuple):
         return cls._make((*every[: protocol.SLOT_COUNT], tuple(every[protocol.SLOT_COUNT :])))
 
 
+class Group(NamedTuple):
+    """How a row function takes its rows: so many members of a point, and its scratch rows."""
+
+    members: int
+    held: int
+
+
 def layout(
-    t: tiling.Tiling, r: tiling.Registers, group: int, slots: int = protocol.SLOT_COUNT
+    t: tiling.Tiling,
+    r: tiling.Registers,
+    group: int,
+    slots: int = protocol.SLOT_COUNT,
+    held: int = 0,
 ) -> tuple[dict[str, int], int]:
     """Return the words that lay out a thread's workspace, and its bytes.
 
-    Regions start at odd numbers of cache lines, so that they do not all begin in one cache set.
+    There is a scratch row for each slot, and behind these so many are `held`. Regions start at odd
+    numbers of cache lines, so that they do not all begin in one cache set.
     """
     line = tiling.LINE
     slack = 2 * r.vector_bytes  # vectors of packing may overhang the last panel
@@ -66,7 +79,7 @@ def layout(
     strip_stride = t.nc * r.itemsize + line
     starts, at = [], protocol.CONTEXT_BYTES
     for size, lines in (
-        (slots * scratch_stride, 0),
+        ((slots + held) * scratch_stride, 0),
         (count * panel_stride, 3),
         (2 * block_stride, 9),
         (2 * r.mr * strip_stride, 7),
@@ -146,9 +159,10 @@ def _plan(
     others: tuple[Kernel, ...] = (),
     group: int = 1,
     tier: str | None = None,
+    held: int = 0,
 ) -> Plan:
     """Return a plan; the first of the other kernels is the row function, if there is one."""
-    words, stride = layout(t, r, group, len(operands) - 2)
+    words, stride = layout(t, r, group, len(operands) - 2, held)
     slots = [0] * (3 * len(operands) - 6)
     places: list[tuple[int, str]] = []
     named = 0
@@ -205,14 +219,16 @@ def product(
     batch: tuple[int, ...] = (),
     summed: tuple[int, ...] = (),
     turns: bool = True,
+    rows: Group | None = None,
 ) -> Plan | None:
     """``row(sum over summed axes of a @ b)`` for every batch element, on so many threads at most.
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
-    `turns` lets the transpose be made. None where there is nothing to compute.
+    `turns` lets the transpose be made; `rows` says that the row function takes groups of rows. None
+    where there is nothing to compute.
     """
-    if turns and is_turned(a, b, slots):
+    if turns and rows is None and is_turned(a, b, slots):
         a, b = b.turned(), a.turned()
         slots = slots.each(Operand.turned)
     operands = (a, b, *slots.all())
@@ -241,12 +257,15 @@ def product(
         count = 1 if fmas < m * tiling.PARALLEL_THIN else threads
         t = tiling.thin(n, k, axes.elements, count, r, r.chunk if chunked else r.mr)
         cell = library.thin_cell(acc, b_column == b.itemsize)
-        return _plan(cell, head, operands, axes, t, r, count, (row,))
+        held = 0 if rows is None else rows.held
+        return _plan(cell, head, operands, axes, t, r, count, (row,), held=held)
     r, cell, pack_a, pack_b, tier = library.product(a.fmt, b.fmt)
     count = 1 if fmas < tiling.parallel_fmas(r) else threads
     steps = (b_k, b_column) if b.fmt == acc else None
-    rows = r.chunk if chunked else r.mr
-    t = tiling.gemm(m, n, k, axes.elements, axes.sums, count, r, rows, steps)
+    unit = r.chunk if chunked else r.mr
+    if rows is not None:  # chunks are of points; a cell has whole groups
+        unit = unit * rows.members if chunked else math.lcm(unit, rows.members)
+    t = tiling.gemm(m, n, k, axes.elements, axes.sums, count, r, unit, steps)
     head |= {
         "D_PACK_A": pack_a.address,
         "D_PACK_B": pack_b.address,
@@ -254,7 +273,7 @@ def product(
         "D_B_BY_ROWS": int(b_column == b.itemsize),
     }
     asked = []
-    for slot, x in enumerate(slots.all()):
+    for slot, x in enumerate(slots.all() if rows is None else ()):
         if x is not None and x.shape[-2] > 1 and x.strides[-1] == x.itemsize:
             if slot != protocol.SLOTS["S_SUMS"]:
                 asked.append(slot)
@@ -263,7 +282,8 @@ def product(
     # Columns of A in memory are packed by groups of panels.
     by_columns = a_row == a.itemsize != a_k
     group = r.column_group if by_columns else 1
-    return _plan(cell, head, operands, axes, t, r, count, (row, pack_a, pack_b), group, tier)
+    others, held = (row, pack_a, pack_b), 0 if rows is None else rows.held
+    return _plan(cell, head, operands, axes, t, r, count, others, group, tier, held)
 
 
 def rows(
@@ -277,13 +297,15 @@ def rows(
     stream: Kernel | None = None,
     cell: Kernel | None = None,
     group: int = 1,
+    held: int = 0,
 ) -> Plan | None:
     """``row`` over every row of (*batch, m, n), in cells of whole chunks of `chunk` rows.
 
     Blocks of columns have whole groups of `group`.
 
     `stream` is the same row function storing past the caches, for results (`slots.out`, and
-    `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`.
+    `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`,
+    which has so many scratch rows `held` behind those of its slots.
     None where there is nothing to compute.
     """
     operands = (None, None, *slots.all())
@@ -307,7 +329,7 @@ def rows(
     r = library.registers("float64")
     cell = cell or library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
-    return _plan(cell, head, operands, axes, t, r, count, others)
+    return _plan(cell, head, operands, axes, t, r, count, others, held=held)
 
 
 def join(

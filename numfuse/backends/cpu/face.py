@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from numfuse import epilogues
 from numfuse.backends import OneRun, Traits
-from numfuse.backends.cpu import fused, host, layers, tiling
+from numfuse.backends.cpu import fused, host, jets, layers, tiling
 from numfuse.backends.cpu.kernels import gemm, library, rows
 from numfuse.backends.cpu.launch import sequence, threads
 from numfuse.backends.cpu.launch.sequence import Program
@@ -32,6 +32,7 @@ _RECORD: dict[str, Callable[[Any, Sequence[str], int], Program]] = {
     "backward": layers.backward,
     "double_backward": layers.double_backward,
     "tangent": layers.tangent,
+    "jet": jets.jet,
     **dict.fromkeys(("fused", *epilogues.GATES), fused.fused),
 }
 
@@ -40,6 +41,7 @@ class CpuBackend(OneRun):
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
+    jet = partialmethod(OneRun._run, "jet")
 
     def __init__(self) -> None:
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
@@ -150,10 +152,11 @@ class CpuBackend(OneRun):
 
 def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
+    members = getattr(p, "members", None) or 1
     if not p.k:
-        return math.prod(p.batch) * p.m * p.n >= tiling.PARALLEL_ELEMENTS
+        return math.prod(p.batch) * members * p.m * p.n >= tiling.PARALLEL_ELEMENTS
     r = library.registers_of(format_of(p.dtype))
-    elements = math.prod(p.batch) * p.m * max(p.n, p.k)
+    elements = math.prod(p.batch) * members * p.m * max(p.n, p.k)
     return elements * p.n >= tiling.parallel_fmas(r) or elements >= tiling.PARALLEL_ELEMENTS
 
 

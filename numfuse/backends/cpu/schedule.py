@@ -104,6 +104,12 @@ class Pass(NamedTuple):
     factors: Factors | None = None
     #: Whether it makes sums of rows, which no transpose makes.
     across: bool = False
+    #: Where the row function takes groups of rows.
+    group: descriptors.Group | None = None
+    #: Batch axes that are summed over inside the product.
+    summed: tuple[int, ...] = ()
+    #: The batch axes, where they are not the block's.
+    batch: tuple[int, ...] | None = None
 
 
 class Work(NamedTuple):
@@ -289,11 +295,25 @@ class _Schedule:
 
     def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
         if x.factors is not None:
-            turns = not x.across
-            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch, turns=turns)
+            return descriptors.product(
+                *x.factors,
+                x.row,
+                x.slots,
+                self.threads,
+                batch if x.batch is None else x.batch,
+                x.summed,
+                turns=not x.across,
+                rows=x.group,
+            )
         over = x.slots.grad or x.slots.out
+        if x.group is not None:
+            over = x.slots.out
         assert over is not None
         m, n = over.shape[-2:]
+        if x.group is not None:
+            chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
+            form = self.threads, batch, chunk
+            return descriptors.rows(m, n, x.row, x.slots, *form, held=x.group.held)
         if x.slots.sums is None and not x.across:
             for y in x.slots.all():
                 if y is not None and y.shape != (m, n):

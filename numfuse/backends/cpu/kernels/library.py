@@ -32,7 +32,7 @@ def accumulator(fmt: str) -> str:
     return "float64" if fmt == "float64" else "float32"
 
 
-def _zero(acc: str) -> np.generic:
+def zero(acc: str) -> np.generic:
     """Zero in the accumulator's dtype: a bare ``0.0`` in Numba code is a float64."""
     return np.dtype(acc).type(0)
 
@@ -141,7 +141,7 @@ def _gemm_cell(acc: str, kind: str, fmt: str) -> specialise.Kernel:
         OPEN_UNIT=amx.make_open_tiles() if tiles else intrinsics.make_nothing(),
         CLOSE_UNIT=amx.make_close_tiles() if tiles else intrinsics.make_nothing(),
         SUMS=intrinsics.make_elements(acc),
-        ZERO=_zero(acc),
+        ZERO=zero(acc),
     )
 
 
@@ -183,7 +183,7 @@ def narrow_sums_cell(acc: str) -> specialise.Kernel:
         CHUNK=chunk(acc),
         RUN=tiling.RUN,
         SUMS=intrinsics.make_elements(acc),
-        ZERO=_zero(acc),
+        ZERO=zero(acc),
     )
 
 
@@ -199,7 +199,7 @@ def join_cell(fmt: str, whole: bool = False) -> specialise.Kernel:
         "TOTALS": intrinsics.make_elements("float64"),
         "SUMS": intrinsics.make_elements(acc),
         "STORED": intrinsics.make_elements(fmt),
-        "ZERO": _zero("float64"),
+        "ZERO": zero("float64"),
         "WIDEN": conversions.make_widen(acc, "float64"),
         "ROUND": conversions.make_narrow(acc, "float64"),
         "NARROW": conversions.make_narrow(fmt, acc),
@@ -308,7 +308,7 @@ def row_names(fmt: str, acc: str) -> dict[str, Any]:
     sums = {
         **context,
         "SIZE": vectors.itemsize(acc),
-        "ZERO": _zero(acc),
+        "ZERO": zero(acc),
         "SUMS": intrinsics.make_elements(acc),
         "TARGET_ROW": target_row,
         "SCRATCH_ROW": scratch_row,

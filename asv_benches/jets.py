@@ -1,0 +1,162 @@
+"""Derivatives in a loss: the gradient of Burgers' mean squared residual by all weights, on the CPU.
+
+``python asv_benches/jets.py [WORD ...]`` runs the rows whose names have all of the words, each way
+of each library in the same process by turns, with random points and weights, and prints medians.
+
+- numfuse: :func:`numfuse.mlp_jet`, the residual in NumPy, :func:`numfuse.mlp_jet_bwd`; with what
+  the forward kept, and by blocks that are made again.
+- jax.jit: forward mode of forward mode, the gradient by reverse mode.
+- torch: `autograd.grad` of `autograd.grad`, eager.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+import numfuse as nf
+
+NU = 0.01 / np.pi
+#: {name: (points, widths, dtype)}
+ROWS = {
+    f"{points} points, {depth} x {width}, {dtype}": (points, (2, *[width] * depth, 1), dtype)
+    for dtype in ("float64", "float32")
+    for points in (2000, 10000)
+    for depth, width in ((4, 32), (4, 64))
+}
+Layers = list[tuple[np.ndarray, np.ndarray]]
+
+
+def operands(rng: np.random.Generator, points: int, sizes: Sequence[int], dtype: str) -> Any:
+    """Return points (x, t), and the weights and biases of a network."""
+    x = rng.uniform((-1, 0), (1, 1), (points, 2)).astype(dtype)
+    layers = []
+    for k, n in itertools.pairwise(sizes):
+        w = rng.standard_normal((k, n)) / np.sqrt(k)
+        layers.append((w.astype(dtype), rng.standard_normal(n).astype(dtype) / 10))
+    return x, layers
+
+
+def ours(x: np.ndarray, layers: Layers, keep: bool) -> Callable[[], Any]:
+    """Return the call of numfuse."""
+    weights, biases = [w for w, _ in layers], [b for _, b in layers]
+    second = np.array([[1.0, 0.0]])
+
+    def run() -> Any:
+        kept = None
+        found = nf.mlp_jet(x, weights, biases, "tanh", second=second, keep=keep)
+        if keep:
+            found, kept = found
+        u, (u_x, u_t), (u_xx,) = found
+        r = (u_t + u * u_x - NU * u_xx) * (2 / len(x))
+        grads = r * u_x, np.stack((r * u, r)), -NU * r[None]
+        return nf.mlp_jet_bwd(*grads, x, weights, biases, "tanh", second=second, kept=kept)[1:]
+
+    return run
+
+
+def jax_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
+    """Return the call of JAX."""
+    import jax
+
+    jax.config.update("jax_enable_x64", True)
+    import jax.numpy as jnp
+
+    def network(layers: Any, z: Any) -> Any:
+        for w, b in layers[:-1]:
+            z = jnp.tanh(z @ w + b)
+        return z @ layers[-1][0] + layers[-1][1]
+
+    def loss(layers: Any, z: Any) -> Any:
+        along_x = jnp.zeros_like(z).at[:, 0].set(1)
+        along_t = jnp.zeros_like(z).at[:, 1].set(1)
+        u, u_t = jax.jvp(lambda z: network(layers, z), (z,), (along_t,))
+        u_x, u_xx = jax.jvp(
+            lambda z: jax.jvp(lambda z: network(layers, z), (z,), (along_x,))[1], (z,), (along_x,)
+        )
+        return jnp.mean((u_t + u * u_x - NU * u_xx) ** 2)
+
+    step = jax.jit(jax.grad(loss))
+    given, points = jax.device_put(layers), jax.device_put(x)
+    return lambda: jax.block_until_ready(step(given, points))
+
+
+def torch_call(x: np.ndarray, layers: Layers) -> Callable[[], Any]:
+    """Return the call of PyTorch."""
+    import torch
+
+    parameters = [torch.from_numpy(y).requires_grad_() for layer in layers for y in layer]
+    points = torch.from_numpy(x).requires_grad_()
+    one = torch.ones(len(x), 1, dtype=points.dtype)
+
+    def run() -> Any:
+        z = points
+        for i in range(0, len(parameters) - 2, 2):
+            z = torch.tanh(torch.addmm(parameters[i + 1], z, parameters[i]))
+        u = torch.addmm(parameters[-1], z, parameters[-2])
+        (du,) = torch.autograd.grad(u, points, one, create_graph=True)
+        u_x, u_t = du[:, :1], du[:, 1:]
+        (d2u,) = torch.autograd.grad(u_x, points, one, create_graph=True)
+        loss = (u_t + u * u_x - NU * d2u[:, :1]).square().mean()
+        return torch.autograd.grad(loss, parameters)
+
+    return run
+
+
+def flat(found: Any) -> np.ndarray:
+    """Return all gradients, layer by layer, as one vector."""
+    if isinstance(found, tuple) and len(found) == 2:
+        found = [y for pair in zip(*found, strict=True) for y in pair]
+    every = []
+    for y in found:
+        every += [np.asarray(z).ravel() for z in (y if isinstance(y, tuple) else (y,))]
+    return np.concatenate(every).astype(np.float64)
+
+
+def main() -> None:
+    """Run the rows that were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--peers", default="jax,torch")
+    args = parser.parse_args()
+    for name, (points, sizes, dtype) in ROWS.items():
+        if args.words and not all(word in name for word in args.words):
+            continue
+        x, layers = operands(np.random.default_rng(), points, sizes, dtype)
+        runs = {"numfuse, kept": ours(x, layers, True), "numfuse": ours(x, layers, False)}
+        if "jax" in args.peers:
+            runs["jax.jit"] = jax_call(x, layers)
+        if "torch" in args.peers:
+            runs["torch"] = torch_call(x, layers)
+        exact = flat(
+            ours(x.astype(np.float64), [tuple(map(np.float64, y)) for y in layers], True)()
+        )
+        times: dict[str, list[float]] = {way: [] for way in runs}
+        errors = {}
+        for way, run in runs.items():
+            errors[way] = np.abs(flat(run()) - exact).max() / np.abs(exact).max()
+            run()
+        end = time.perf_counter() + args.seconds
+        while time.perf_counter() < end:
+            for way, run in runs.items():
+                run()  # (the threads of the one before still spin for a while)
+                start = time.perf_counter()
+                run()
+                times[way].append(time.perf_counter() - start)
+        told = ", ".join(
+            f"{way} {1e3 * np.median(t):.2f} ms ({errors[way]:.0e})" for way, t in times.items()
+        )
+        peers = [np.median(t) for way, t in times.items() if not way.startswith("numfuse")]
+        best = min(np.median(times["numfuse"]), np.median(times["numfuse, kept"]))
+        ratio = f"; {min(peers) / best:.2f} of the best peer" if peers else ""
+        print(f"{name}: {told}{ratio}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Hop 1 of networks: a multilayer perceptron's derivatives by its inputs, and their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.functional import ActivationLike, BackendLike
+from numfuse.perceptron import Kept, Memory, Network
+from numfuse.problem.operands import array_of, output, same_dtype, shaped
+from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
+
+__all__ = ["mlp_jet", "mlp_jet_bwd"]
+
+_NEEDS = ("x", "weights", "biases")
+
+
+def mlp_jet(
+    x: Any,
+    weights: Sequence[Any],
+    biases: Sequence[Any] | None,
+    activation: ActivationLike | Sequence[ActivationLike] = "tanh",
+    *,
+    directions: Any = None,
+    second: Any = None,
+    final: ActivationLike = "none",
+    keep: bool = False,
+    guard: bool = True,
+    out: Any = None,
+    backend: BackendLike = None,
+) -> Any:
+    r"""A network's value, and its first and second derivatives by its input, in one forward pass.
+
+    .. math::
+
+        u(x), \qquad \dot u_d = \partial_t u(x + t v_d), \qquad
+        \ddot u_s = \textstyle\sum_d W_{sd} \, \partial_t^2 u(x + t v_d) \qquad (t = 0)
+
+    Parameters
+    ----------
+    x : (..., M, d_0) array
+        The points.
+    weights : sequence of (..., d_i, d_i+1) arrays
+        Layer by layer; leading axes are a batch of networks, as in :func:`numpy.matmul`.
+    biases : sequence of (d_i+1,) or (..., 1, d_i+1) arrays or None, or None
+    activation : str or Activation, or a sequence of them, default "tanh"
+        Of the hidden layers: one, or ``len(weights) - 1``.
+    directions : (D, d_0) array_like, optional
+        The v_d; default: the unit vectors. Constants.
+    second : (S, D) array_like, optional
+        W; default: the identity, all pure second derivatives. ``numpy.ones((1, D))`` is the
+        Laplacian, ``numpy.zeros((0, D))`` none. What a zero multiplies is not computed.
+    final : str or Activation, default "none"
+        The activation of the last layer.
+    keep : bool, default False
+        Return ``(result, kept)``, for ``kept=`` of the backward, which then computes nothing again:
+        two arrays (..., M, 1 + D + S, d_i) for each hidden layer, in the accumulator's dtype.
+    guard : bool, default True
+        Count a derivative of an activation that is not finite as 0.
+    out : tuple (u, u_dot, u_ddot), optional
+        Where to write; None entries are allocated.
+    backend : str or backend object, optional
+
+    Returns
+    -------
+    NetworkJet
+        A named tuple: u (..., M, d_out), u_dot (D, ..., M, d_out), u_ddot (S, ..., M, d_out).
+
+    Raises
+    ------
+    ValueError
+        For shapes or lengths that do not fit, or an overlapping `out`.
+    TypeError
+        For dtypes that differ, or arrays that are not NumPy's.
+    BackendUnavailable
+        See :func:`matmul_bias_activation`.
+
+    Notes
+    -----
+    Without `keep` the points go by blocks: 8 MiB are held between layers. Half types are widened to
+    float32, and the results rounded once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import numfuse as nf
+    >>> w = [np.ones((1, 1)), np.ones((1, 1))]
+    >>> nf.mlp_jet(np.zeros((1, 1)), w, None)
+    NetworkJet(u=array([[0.]]), u_dot=array([[[1.]]]), u_ddot=array([[[0.]]]))
+    """
+    how = activation, directions, second, final, guard, backend
+    net = Network("mlp_jet", x, weights, biases, *how)
+    made, results = _outputs(net, out)
+    blocks = [slice(0, net.x.shape[-2])] if keep else net.blocks(2)
+    memory = Memory(net, blocks[0].stop, keep, False)
+    for rows in blocks:
+        inputs, sums = net.run(rows, tuple(y[..., rows, :] for y in made), memory)
+    if keep:
+        kept = Kept(memory, inputs, sums)
+    else:
+        memory.slab.release()
+    for target, y in zip(results, made, strict=True):
+        if target is not y:
+            target[...] = y
+    found = NetworkJet(*results)
+    return (found, kept) if keep else found
+
+
+def _outputs(net: Network, out: Any) -> tuple[Any, list[ndarray]]:
+    """Return where the results are computed, and where they go."""
+    names = "u", "u_dot", "u_ddot"
+    if out is not None and (not isinstance(out, (tuple, list)) or len(out) != 3):
+        raise TypeError(f"out must be a tuple of 3 ({', '.join(names)}), got {type(out).__name__}")
+    results, others = [], dict(net.given)
+    for name, shape, given in zip(names, net.shapes, out or (None,) * 3, strict=True):
+        target = np.empty(shape, net.dtype)
+        if given is not None:
+            target = output(name, given, shape, net.dtype, others)
+        results.append(target)
+        others[name] = target
+    made = [y if net.dtype == net.acc else np.empty(y.shape, net.acc) for y in results]
+    return tuple(made), results
+
+
+def mlp_jet_bwd(
+    grad: Any,
+    grad_dot: Any,
+    grad_ddot: Any,
+    x: Any,
+    weights: Sequence[Any],
+    biases: Sequence[Any] | None,
+    activation: ActivationLike | Sequence[ActivationLike] = "tanh",
+    *,
+    directions: Any = None,
+    second: Any = None,
+    final: ActivationLike = "none",
+    needs: Iterable[str] = ("weights", "biases"),
+    kept: Any = None,
+    guard: bool = True,
+    backend: BackendLike = None,
+) -> NetworkGradients:
+    """Return the gradients of :func:`mlp_jet`: of a loss that holds derivatives, by the weights.
+
+    Parameters
+    ----------
+    grad, grad_dot, grad_ddot : arrays of the results' shapes, or None
+        The cotangents of u, u_dot and u_ddot; None is zero.
+    x, weights, biases, activation, directions, second, final
+        As they were in the forward.
+    needs : iterable of "x", "weights", "biases", default ("weights", "biases")
+        The gradients that are wanted; the others are None.
+    kept : optional
+        What the forward returned with ``keep=True``. Without it the points go by blocks, of which
+        the forward is made again: 8 MiB are held.
+    guard : bool, default True
+        Count a derivative of an activation that is not finite as 0.
+    backend : str or backend object, optional
+
+    Returns
+    -------
+    NetworkGradients
+        A named tuple (d_x, d_weights, d_biases): d_x of the shape of x, the others tuples, with
+        None for a bias that is None.
+
+    Raises
+    ------
+    ValueError, TypeError, BackendUnavailable
+        As :func:`mlp_jet`.
+    """
+    wanted = check_needs(needs, _NEEDS)
+    how = activation, directions, second, final, guard, backend
+    net = Network("mlp_jet_bwd", x, weights, biases, *how)
+    given = []
+    names = "grad", "grad_dot", "grad_ddot"
+    for name, y, shape in zip(names, (grad, grad_dot, grad_ddot), net.shapes, strict=True):
+        if y is not None:
+            y = shaped(array_of(y), name, shape)
+            same_dtype({"x": x, name: y})
+            y = y.astype(net.acc, copy=False)
+        given.append(y)
+    totals: list[list[Any]] = [[None, None] for _ in net.layers]
+    points = net.x.shape[-2]
+    d_x = np.zeros(net.x.shape, net.acc) if "x" in wanted else None
+    again = kept is None
+    blocks = net.blocks(2 * len(net.layers)) if again else [slice(0, points)]
+    memory = Memory(net, blocks[0].stop, True, True, again)
+    for rows in blocks:
+        inputs, sums = net.run(rows, None, memory) if again else (kept.inputs, kept.sums)
+        found = net.back_through(given, rows, inputs, sums, wanted, totals, memory)
+        if d_x is not None and found is not None:
+            d_x[..., rows, :] = found
+    memory.slab.release()
+    made: list[list[Any]] = [[], []]
+    for (w, bias, _), pair in zip(net.layers, totals, strict=True):
+        for i, (of, name) in enumerate(((w, "weights"), (bias, "biases"))):
+            y = pair[i]
+            if name in wanted and of is not None and y is None:
+                y = np.zeros(of.shape, net.acc)
+            made[i].append(None if y is None else y.astype(net.dtype, copy=False))
+    d_x = None if d_x is None else d_x.astype(net.dtype, copy=False)
+    groups = [tuple(y) if n in wanted else None for n, y in zip(_NEEDS[1:], made, strict=True)]
+    return NetworkGradients(d_x, *groups)
