@@ -114,7 +114,7 @@ class WebGpuBackend(OneRun):
         """Set what `last_call` tells."""
         tiling = None
         if not isinstance(p, FusedProblem) or p.sums or p.products:
-            factors = min(3, max(1, len(getattr(p, "sums", ()))))
+            factors = min(3, max(1, len(getattr(p, "sums", None) or ())))
             tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=factors)
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling
