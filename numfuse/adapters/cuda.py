@@ -20,6 +20,7 @@ from numfuse.adapters.signatures import (
     NAMES,
     SIGNATURES,
     FusedSignature,
+    JetSignature,
     PublicFunctions,
     Signature,
 )
@@ -38,8 +39,9 @@ from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
 if TYPE_CHECKING:
     from numfuse.fused_operations import FusedOperation
+    from numfuse.jets import JetOperation
 
-__all__ = [*NAMES, "checked", "fused", "run", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "checked", "fused", "jet", "run", "synchronize", "to_numpy"]
 
 
 class _Cuda(PublicFunctions):
@@ -87,6 +89,24 @@ def fused(
 ) -> Any:
     """Return the result of a fused operation, called as :meth:`Operation.other` is."""
     return run(operation, operands, activation, flags, needs, out, backend, _arguments)
+
+
+def jet(
+    operation: JetOperation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[Any, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Return the result of a layer's jet, called as :meth:`Operation.other` is."""
+
+    def arguments(operation: JetOperation, *call: Any) -> tuple[JetSignature, dict[str, Any]]:
+        signature = JetSignature(operation)
+        return signature, signature.arguments(*call[:-1])
+
+    return run(operation, operands, activation, flags, needs, out, backend, arguments)
 
 
 AGAIN[DeviceArray] = run

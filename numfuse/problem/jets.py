@@ -261,10 +261,7 @@ def _outputs(
     specs: Mapping[str, Any], out: Any, others: dict[str, ndarray], backward: bool
 ) -> tuple[Fields, Any]:
     """Return the results by name, new or the caller's, and what the caller gets."""
-    if backward:
-        outs: Sequence[Any] = check_outputs(out, NEEDS)
-    else:
-        outs = _forward_outputs(out, len(specs))
+    outs = outputs(out, NEEDS if backward else (), len(specs))
     made: dict[str, ndarray] = {}
     found: list[Any] = []
     for (name, spec), given in zip(specs.items(), outs, strict=True):
@@ -285,7 +282,11 @@ def _outputs(
     return made, LayerJet(*found) if len(found) == 3 else tuple(found)
 
 
-def _forward_outputs(out: Any, count: int) -> tuple[Any, ...]:
+def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
+    """Return the `out` of a call as so many entries: of a backward those of `needs`."""
+    if needs:
+        found: Sequence[Any] = check_outputs(out, needs)
+        return found
     if out is None:
         return (None,) * count
     wanted = "(out, out_dot, out_ddot)"
