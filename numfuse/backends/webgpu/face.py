@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class WebGpuBackend(OneRun):
     """
 
     name = "webgpu"
+    jet = partialmethod(OneRun._run, "jet")
 
     def __init__(
         self, which: str | int | None = None, limits: dict[str, int] | None = None
