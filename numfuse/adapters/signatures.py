@@ -18,8 +18,8 @@ from numfuse import differentials, functional
 from numfuse.activations import get
 from numfuse.functional import GATES
 from numfuse.operations import OPERATIONS, Operation
-from numfuse.problem.jets import outputs
 from numfuse.problem import results
+from numfuse.problem.jets import outputs
 from numfuse.problem.operands import required
 from numfuse.problem.product import STORED
 

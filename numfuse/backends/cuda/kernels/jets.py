@@ -30,6 +30,10 @@ def loop_of(name: str) -> str:
     return next((x for end, x in _LOOPS.items() if name.endswith(end)), "")
 
 
+#: Threads of a block: for 256 the assembler aims at 80 registers, and a backward spills.
+_THREADS = 128
+
+
 class Pass(NamedTuple):
     """What a pass computes; it is printed from this.
 
@@ -141,7 +145,10 @@ class _Text:
         made = self.made
         lines = [*self.call("value"), *self.store("out", self.made_by("value", "out"))]
         lines += self.store("pre", self.made_by("value", "pre"))
-        body = [*self.call("direction"), *self.store("out_dot", self.made_by("direction", "out_dot"))]
+        body = [
+            *self.call("direction"),
+            *self.store("out_dot", self.made_by("direction", "out_dot")),
+        ]
         lines += _loop("d", "directions", body) if made.directions else []
         body = ["total = ZERO"]
         if "bend" in made.parts:
@@ -182,9 +189,7 @@ def text(made: Pass, arrays: list[str]) -> str:
     for name in arrays:
         steps = ["place", "row", "column", *(["member"] if loop_of(name) else [])]
         arguments += [f"from_{name}", *(f"{step}_{name}" for step in steps)]
-        starts.append(
-            f"at_{name} = from_{name} + place * place_{name} + column * column_{name}"
-        )
+        starts.append(f"at_{name} = from_{name} + place * place_{name} + column * column_{name}")
     arguments += ["weights"] if made.weighted else []
     arguments += ["sums"] if made.sums else []
     arguments += "m n chunks length total directions seconds".split()
@@ -261,10 +266,9 @@ def launch(
     bindings = {name: value for name, value in bindings.items() if name in used}
     words = (["weights"] if made.weighted else []) + (["sums"] if made.sums else [])
     schema = Schema(template, u64=" ".join(words))
+    threads = min(threads_of(info), _THREADS)
     name = f"layer jet{' backward' if made.backward else ''}"
-    built = kernel(
-        template, schema.signature, threads=threads_of(info), name=name, **bindings
-    )
+    built = kernel(template, schema.signature, threads=threads, name=name, **bindings)
     length = chunk_of(m, n) if made.sums else 1
     given: dict[str, Any] = {}
     for name, x in operands.items():
@@ -277,4 +281,5 @@ def launch(
     total = places * chunks * n
     given |= {"m": m, "n": n, "chunks": chunks, "length": length, "total": total}
     given |= {"directions": made.directions, "seconds": made.seconds}
-    return Launch(built, grid_of(total, info), schema(**given)), chunks
+    grid = grid_of(total * tiling.PASS_THREADS // _THREADS, info)
+    return Launch(built, grid, schema(**given)), chunks

@@ -345,4 +345,3 @@ class _Pass:
                 copy(store.commands, arrays[name], parts[name])
                 arrays[name] = parts[name]
         return arrays
-
