@@ -76,11 +76,11 @@ def of(
         "second": (second, ("d_z", "d_z_ddot") if backward else ("straight",), seconds),
     }
     found, own = dict[str, Epilogue](), {"d_z", "bent", "straight"}
-    for part, (epilogue, names, count) in wanted.items():
+    for part, (epilogue, results, count) in wanted.items():
         there = dict(epilogue.results)
-        names = tuple(x for x in names if count and x in there and (x in own or x in written))
-        if names:
-            found[part] = epilogue.select(*names)
+        chosen = [x for x in results if count and x in there and (x in own or x in written)]
+        if chosen:
+            found[part] = epilogue.select(*chosen)
     shared = {name for part in found.values() for name in part.inputs}
     names = tuple(x for x, _ in value.results if x in shared or x == "d_z" or x in written)
     if names:

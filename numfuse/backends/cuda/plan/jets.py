@@ -111,7 +111,7 @@ def _sums(rec: Recorder, p: JetProblem, bind: Bind, kept: bool = False) -> dict[
     else:
         found = _members(p, _stack(rec, p, p.n, acc), _SUMS, p.n, p.members)
     for name, z in zip(_LEFT, _SUMS, strict=True):
-        if name in p.arrays and z in found and prod(found[z].shape):
+        if name in p.arrays and z in found and 0 not in found[z].shape:
             _product(rec, p, bind(name), b, found[z], name)
     return found
 
@@ -126,7 +126,7 @@ def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
     pitch = tiling.pitch(p.k, a.itemsize)
     whole = rec.fresh((*a.shape[:-1], p.members * pitch), a.dtype)
     for name, part in _members(p, whole, _LEFT, p.k, p.members).items():
-        if name in p.arrays and prod(part.shape):
+        if name in p.arrays and 0 not in part.shape:
             batches.copy(rec, bind(name), part)
     return _tall(whole, p.members, p.k)
 
@@ -171,9 +171,9 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
         out = _tall(bind("d_a"), p.members, p.k)
         batches.product(rec, _tall(q, p.members, p.n), bind("b").turned, p.batch, out, acc)
         return
-    for name, left in zip(_Q, _LEFT, strict=True):
-        if f"d_{left}" in results and name in written:
-            _product(rec, p, written[name], bind("b").turned, bind(f"d_{left}"), left)
+    for name, of in zip(_Q, _LEFT, strict=True):
+        if f"d_{of}" in results and name in written:
+            _product(rec, p, written[name], bind("b").turned, bind(f"d_{of}"), of)
 
 
 # --- the pass -------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def _pass(
 ) -> None:  # fmt: skip
     """Record a pass over points, from `arrays` to those that are written and to d_bias."""
     acc = format_of(p.acc_dtype)
-    written = {name: x for name, x in written.items() if prod(x.shape)}
+    written = {name: x for name, x in written.items() if 0 not in x.shape}
     counts, weighted = (p.directions, p.seconds), "weights" in p.arrays
     names = frozenset(written)
     made = jets.of(p.jet, names, p.backward, counts, weighted, d_bias is not None)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
 _Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
 _LEFT = ("a", "a_dot", "a_ddot")
 _SUMS = ("z", "z_dot", "z_ddot")
+_KEPT = ("pre", "pre_dot", "pre_ddot")
 
 
 def jet(store: Store, p: JetProblem, outs: _Outs) -> None:
@@ -79,51 +79,39 @@ def _spread(x: Region, axes: int) -> Region:
     return replace(x, shape=(x.shape[0], *missing, *x.shape[1:]), strides=strides)
 
 
-def _left(store: Store, p: JetProblem, whole: Region, names: Any) -> list[Any]:
-    """Return (left operand, its part of a stack, the batch over which they go) for each."""
-    found = []
-    parts = _members(p, whole, names, whole.shape[-1] // p.members)
-    for name, part in zip(_LEFT, names, strict=True):
-        if part in parts and name in p.arrays:
-            found.append(_with_batch(p, store.source(p.arrays[name]), parts[part], name))
-    return found
+def _product(
+    store: Store, p: JetProblem, x: Region, y: Region, out: Region, name: str, add: bool = False
+) -> None:
+    """Record out = X Y, or out += X Y; where `name` has members, for all of these."""
+    batch = p.batch
+    if name in MEMBERS:
+        axes, batch = len(batch), (x.shape[0], *batch)
+        x, out = _spread(x, axes), _spread(out, axes)
+    product(store, x, y, batch, {"out": out}, p.acc_dtype, add=add)
 
 
-def _with_batch(p: JetProblem, x: Region, part: Region, name: str) -> Any:
-    if name not in MEMBERS:
-        return x, part, p.batch
-    return _spread(x, len(p.batch)), part, (x.shape[0], *p.batch)
-
-
-def _sums(store: Store, p: JetProblem, into: Mapping[str, Region]) -> dict[str, Region]:
-    """Record the sums of all members; return them. `into` has those that are results."""
+def _sums(store: Store, p: JetProblem, kept: Mapping[str, Region]) -> dict[str, Region]:
+    """Record the sums of all members; return them. Those that are `kept` are results."""
     b = store.source(p.arrays["b"])
     shape = (*p.batch, p.m, p.members * p.n)
     if p.stacked:
-        whole = into.get("pre") or fresh(store.device, shape, p.acc_dtype, "sums")
+        whole = kept.get("pre") or fresh(store.device, shape, p.acc_dtype, "sums")
         x, out = _tall(store.source(p.arrays["a"]), p.members), _tall(whole, p.members)
         product(store, x, b, p.batch, {"out": out}, p.acc_dtype)
         return _members(p, whole, _SUMS, p.n)
-    if into:
-        found = {z: into[y] for z, y in zip(_SUMS, ("pre", "pre_dot", "pre_ddot")) if y in into}
-        parts = {_LEFT[_SUMS.index(z)]: x for z, x in found.items()}
-        lefts = [
-            _with_batch(p, store.source(p.arrays[name]), x, name)
-            for name, x in parts.items()
-            if prod(x.shape)
-        ]
+    if kept:
+        found = {z: kept[x] for z, x in zip(_SUMS, _KEPT, strict=True) if x in kept}
     else:
-        whole = fresh(store.device, shape, p.acc_dtype, "sums")
-        found = _members(p, whole, _SUMS, p.n)
-        lefts = _left(store, p, whole, _SUMS)
-    for x, out, batch in lefts:
-        product(store, x, b, batch, {"out": out}, p.acc_dtype)
+        found = _members(p, fresh(store.device, shape, p.acc_dtype, "sums"), _SUMS, p.n)
+    for name, z in zip(_LEFT, _SUMS, strict=True):
+        if name in p.arrays and z in found and 0 not in found[z].shape:
+            _product(store, p, store.source(p.arrays[name]), b, found[z], name)
     return found
 
 
 # --- forward ------------------------------------------------------------------------------------
 def _forward(store: Store, p: JetProblem, outs: _Outs) -> None:
-    kept = {name: outs[name][0] for name in ("pre", "pre_dot", "pre_ddot") if name in outs}
+    kept = {name: outs[name][0] for name in _KEPT if name in outs}
     arrays = _sums(store, p, kept)
     written = {name: x for name, (x, _) in outs.items() if name.startswith("out")}
     if p.stacked:
@@ -136,26 +124,22 @@ def _forward(store: Store, p: JetProblem, outs: _Outs) -> None:
 # --- backward -----------------------------------------------------------------------------------
 def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
     n, grads = p.n, ("grad", "grad_dot", "grad_ddot")
+    arrays = {x: store.source(p.arrays[x]) for x in (*grads, *_KEPT) if x in p.arrays}
     if p.stacked:
-        arrays = _members(p, store.source(p.arrays["grad"]), grads, n)
-    else:
-        arrays = {x: store.source(p.arrays[x]) for x in grads if x in p.arrays}
-    saved = {x: store.source(p.arrays[x]) for x in ("pre", "pre_dot", "pre_ddot") if x in p.arrays}
-    if saved and p.stacked:
-        saved = _members(p, saved["pre"], ("pre", "pre_dot", "pre_ddot"), n)
-    if saved:
-        sums = {z: saved[x] for z, x in zip(_SUMS, ("pre", "pre_dot", "pre_ddot")) if x in saved}
+        arrays |= _members(p, arrays["grad"], grads, n)
+    if "pre" in arrays and p.stacked:
+        arrays |= _members(p, arrays["pre"], _SUMS, n)
+    elif "pre" in arrays:
+        arrays |= {z: arrays[x] for z, x in zip(_SUMS, _KEPT, strict=True) if x in arrays}
     elif any(name in _SUMS for part in p.jet for name in part.inputs):
-        sums = _sums(store, p, {})
-    else:
-        sums = {}
+        arrays |= _sums(store, p, {})
     names = "d_z", "d_z_dot", "d_z_ddot"
-    q, written = None, {}
+    q, written = None, dict[str, Region]()
     if any(name != "d_bias" for name in outs):
         shape = (*p.batch, p.m, p.members * n)
         q = fresh(store.device, shape, p.acc_dtype, "gradients of sums")
         written = _members(p, q, names, n)
-    table = _Pass(store, p, arrays | sums, written, "d_bias" in outs).record()
+    table = _Pass(store, p, arrays, written, "d_bias" in outs).record()
     if table is not None:
         add_up(store, table, outs["d_bias"][0], p.acc_dtype, outs["d_bias"][1])
     if q is None:
@@ -173,31 +157,19 @@ def _backward(store: Store, p: JetProblem, outs: _Outs) -> None:
     for name, left in zip(names, _LEFT, strict=True):
         if f"d_{left}" in outs and name in written:
             out, add = outs[f"d_{left}"]
-            batch = p.batch
-            if left in MEMBERS:
-                batch, out = (out.shape[0], *p.batch), _spread(out, len(p.batch))
-            product(store, written[name], b.turned, batch, {"out": out}, p.acc_dtype, add=add)
+            _product(store, p, written[name], b.turned, out, left, add)
 
 
 def _stack(store: Store, p: JetProblem) -> Region:
     """Return the left operands as a stack, gathered where they are none."""
     a = store.source(p.arrays["a"])
-    if p.stacked or p.members == 1:
-        return a if p.stacked else _packed(store, a)
+    if p.stacked:
+        return a
     shape = (*a.shape[:-1], p.members * p.k)
     made = fresh(store.device, shape, np.dtype(p.dtype), "a stack of left operands")
     for name, part in _members(p, made, _LEFT, p.k).items():
-        if name in p.arrays and prod(part.shape):
+        if name in p.arrays and 0 not in part.shape:
             copy(store.commands, store.source(p.arrays[name]), part)
-    return made
-
-
-def _packed(store: Store, x: Region) -> Region:
-    """Return a matrix whose rows lie one behind the other."""
-    if x.contiguous:
-        return replace(x, strides=contiguous(x.shape))
-    made = fresh(store.device, x.shape, np.dtype(x.dtype), "a left operand")
-    copy(store.commands, x, made)
     return made
 
 
@@ -211,14 +183,14 @@ class _Pass:
     ) -> None:  # fmt: skip
         self.store, self.p, self.sums = store, p, sums
         self.jet = p.jet.hoisted()
-        self.written = {name: x for name, x in written.items() if prod(x.shape)}
+        self.written = {name: x for name, x in written.items() if 0 not in x.shape}
         self.parts = self._parts()
         used = {name for _, formula in self.parts for name in formula.inputs}
         used |= {"grad_ddot"} if "grad_bent" in used else set()
         given = dict(arrays)
         if "bias" in used and "bias" in p.arrays:
             given["bias"] = store.source(p.arrays["bias"])
-        self.read = {name: x for name, x in given.items() if name in used and prod(x.shape)}
+        self.read = {name: x for name, x in given.items() if name in used and 0 not in x.shape}
 
     def _parts(self) -> tuple[tuple[str, Formula], ...]:
         """Return the formulas, each of the results that are used."""
@@ -229,12 +201,12 @@ class _Pass:
             "bend": (direction, () if p.backward else ("bent",), p.seconds and p.directions),
             "second": (second, ("d_z", "d_z_ddot") if p.backward else ("straight",), p.seconds),
         }
-        found = {}
-        for part, (epilogue, names, count) in wanted.items():
+        found = dict[str, Formula]()
+        for part, (epilogue, results, count) in wanted.items():
             there = dict(epilogue.results)
-            names = tuple(x for x in names if x in there and self._is_wanted(x)) if count else ()
-            if names:
-                found[part] = Formula.whole(epilogue).choose(*names)
+            chosen = [x for x in results if x in there and self._is_wanted(x)] if count else []
+            if chosen:
+                found[part] = Formula.whole(epilogue).choose(*chosen)
         shared = {x for formula in found.values() for x in formula.inputs}
         names = tuple(
             x for x, _ in value.results if x in shared or (x in ("out", "d_z") or x in self.written)
@@ -293,8 +265,8 @@ class _Pass:
         values["total"] = total = count * chunks * p.n
         grid = (*device.grid(-(-total // 256)), 1)
         for at in walk(lengths[:-1], *merged):
-            *each, own = at
-            values["column_sums"] = own + (first if table is not None else 0)
+            *each, sums = at
+            values["column_sums"] = sums + (first if table is not None else 0)
             for (name, (_, start)), more in zip(places.items(), each, strict=True):
                 values[name] = start + more
             store.commands.dispatch(shader, bindings, values, grid)
@@ -327,8 +299,8 @@ class _Pass:
             if high - low <= device.binding_limit:
                 first += (binding.offset - low) // x.itemsize
                 binding = binding._replace(offset=low, size=high - low)
-            key = id(x.buffer), binding.offset, binding.size, x.dtype
-            owner = owners.setdefault(key, f"buffer_{len(owners)}")
+            part = id(x.buffer), binding.offset, binding.size, x.dtype
+            owner = owners.setdefault(part, f"buffer_{len(owners)}")
             before = found.get(owner, (None, None, False))[2]
             found[owner] = binding, x.dtype, before or name in self.written
             places[name] = owner, first
