@@ -30,7 +30,14 @@ from numfuse.backends import load
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
+from numfuse.adapters import stacks  # noqa: E402
+from numfuse.backends.cuda.call.arrays import (  # noqa: E402
+    DeviceArray,
+    download,
+    dtype_of,
+    ghost,
+    upload,
+)
 from numfuse.backends.cuda.call.entry import run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
@@ -41,7 +48,17 @@ if TYPE_CHECKING:
     from numfuse.fused_operations import FusedOperation
     from numfuse.jets import JetOperation
 
-__all__ = [*NAMES, "checked", "fused", "jet", "run", "synchronize", "to_numpy"]
+__all__ = [
+    *NAMES,
+    "checked",
+    "fused",
+    "jet",
+    "mlp_jet",
+    "mlp_jet_bwd",
+    "run",
+    "synchronize",
+    "to_numpy",
+]
 
 
 class _Cuda(PublicFunctions):
@@ -109,6 +126,11 @@ def jet(
     return run(operation, operands, activation, flags, needs, out, backend, arguments)
 
 
+def _put(x: ndarray, owner: Any) -> DeviceArray:
+    return upload(owner, x)
+
+
+mlp_jet, mlp_jet_bwd = stacks.functions(_put, DeviceArray)
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
 
