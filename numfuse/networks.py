@@ -178,8 +178,10 @@ def mlp_jet_bwd(
     adapter, grads = adapter_for(x=x), (grad, grad_dot, grad_ddot)
     if hasattr(adapter, "mlp_jet_bwd"):
         form = activation, directions, second, final, needs, kept
-        made = adapter.mlp_jet_bwd(grads, x, weights, biases, *form, guard, backend)
-        return made  # type: ignore[no-any-return]
+        gradients: NetworkGradients = adapter.mlp_jet_bwd(
+            grads, x, weights, biases, *form, guard, backend
+        )
+        return gradients
     wanted = check_needs(needs, _NEEDS)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
