@@ -1,13 +1,15 @@
 """Networks' jets on arrays of a device: the stacks stay there from layer to layer.
 
 Every step is a call on arrays of the device, which is found again by its fingerprint; nothing is
-waited for. Points go at once, in the arrays' dtype, and results are views of the last stack.
+waited for. Points go at once, and stacks are in the arrays' dtype: half types are rounded at every
+layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -17,7 +19,8 @@ from numfuse.functional import matmul_bias_activation, matmul_bias_activation_bw
 from numfuse.fusion import elementwise
 from numfuse.jets import BACKWARD, FORWARD
 from numfuse.perceptron import Network
-from numfuse.problem.operands import shaped
+from numfuse.problem.jets import outputs
+from numfuse.problem.operands import output, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
 
 #: An array of a device, with the views of NumPy's (`numfuse.runtime.views.GhostViews`).
@@ -27,7 +30,8 @@ _CONSTANTS: WeakKeyDictionary[Any, dict[Any, Array]] = WeakKeyDictionary()
 _MOST_CONSTANTS = 64
 
 
-class Kept(NamedTuple):
+@dataclass
+class Kept:
     """The stacks of each layer's inputs and of its sums, as a forward keeps them."""
 
     inputs: list[Array]
@@ -64,7 +68,9 @@ class DeviceNetwork:
         self.biases = (None,) * len(weights) if biases is None else tuple(biases)
         self.backend = self.net.backend
         named = {"x": x} | {f"weights[{i}]": y for i, y in enumerate(weights)}
-        self.check(named | {f"biases[{i}]": y for i, y in enumerate(self.biases)})
+        named |= {f"biases[{i}]": y for i, y in enumerate(self.biases)}
+        self.check(named)
+        self.ghosts = {label: y.ghost for label, y in named.items() if y is not None}
 
     def check(self, arrays: dict[str, Any]) -> None:
         """Raise TypeError for an array that is not on the device."""
@@ -114,38 +120,40 @@ class DeviceNetwork:
         self.copy(self.constant(self.net.units, directions.shape), directions)
         return stack
 
-    def run(self, keep: bool, results: bool) -> tuple[Kept, list[Array] | None]:
-        """Run all layers; return what is kept, and the results."""
+    def run(self, keep: bool, out: Sequence[Array] | None) -> Kept:
+        """Run all layers; return what is kept. Without `out` no result is made."""
         net, last = self.net, len(self.weights) - 1
-        inputs, sums = [self.first()], list[Array]()
+        kept = Kept([self.first()], [])
         for layer, (w, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
-            f = net.layers[layer][2]
-            if layer == last and (net.plain or not results):
+            stack = kept.inputs[-1]
+            if layer == last and (out is None or net.plain):
+                if out is not None:
+                    self._last(stack, *out)
                 break
             flags = net.guard, keep, net.pattern, net.stack(layer)
-            operands = inputs[-1], w, bias, None, None, net.weights
-            out, _, _, *kept = FORWARD(operands, f, flags, (), None, self.backend)
-            sums += kept[:1]
-            inputs.append(out)
-        if not results:
-            return Kept(inputs, sums), None
-        if net.plain:
-            return Kept(inputs, sums), self._last(inputs[-1])
-        return Kept(inputs, sums), self.views(inputs[-1])
+            operands = stack, w, bias, None, None, net.weights
+            how = net.layers[layer][2], flags, (), None, self.backend
+            made, _, _, *sums = FORWARD(operands, *how)
+            kept.sums += sums[:1]
+            kept.inputs.append(made)
+            if layer == last and out is not None:
+                for source, target in zip(self.views(made), out, strict=True):
+                    self.copy(source, target)
+        return kept
 
-    def _last(self, stack: Array) -> list[Array]:
-        """Return the results of a last layer that is a product alone: of all members at once."""
+    def _last(self, stack: Array, u: Array, u_dot: Array, u_ddot: Array) -> None:
+        """Run a last layer that is a product alone: of all members at once."""
         w, bias = self.weights[-1], self.biases[-1]
         made = matmul_bias_activation(_tall(stack), w, backend=self.backend)
         made = made.reshape(*made.shape[:-2], *stack.shape[-3:-1], made.shape[-1])
         value, dot, ddot = self.views(made, len(self.weights) > 1)
-        if bias is not None and value.size:
+        if bias is None or not value.size:
+            self.copy(value, u)
+        else:
             line = bias if bias.ndim > 1 else bias.reshape(1, *bias.shape)
-            elementwise(_sum, value, line, out=value, backend=self.backend)
-        if ddot is None:
-            shape = self.net.shapes[2]
-            ddot = self.constant(np.zeros((1,) * len(shape)), shape)
-        return [value, dot, ddot]
+            elementwise(_sum, value, line, out=u, backend=self.backend)
+        self.copy(dot, u_dot)
+        self.copy(ddot, u_ddot)
 
     # --- backward -----------------------------------------------------------------------------
     def grads(self, given: Sequence[Array | None]) -> Array:
@@ -214,15 +222,16 @@ def functions(put: Callable[[ndarray, Any], Array], kind: Any) -> tuple[Any, Any
     ) -> Any:  # fmt: skip
         how = activation, directions, second, final, guard, backend
         net = DeviceNetwork(put, kind, "mlp_jet", x, weights, biases, *how)
-        kept, results = net.run(keep, True)
-        assert results is not None
-        given = (None,) * 3 if out is None else out
-        net.check(dict(zip(("out[0]", "out[1]", "out[2]"), given, strict=True)))
-        for i, (y, target) in enumerate(zip(results, given, strict=True)):
-            if target is not None:
-                shaped(target.ghost, "out", y.shape)
-                net.copy(y, target)
-                results[i] = target
+        results = []
+        names = ("u", "u_dot", "u_ddot")
+        given = outputs(out, (), 3)
+        for name, y, shape in zip(names, given, net.net.shapes, strict=True):
+            net.check({name: y})
+            if y is not None:
+                output(name, y.ghost, shape, net.net.dtype, net.ghosts)
+                net.ghosts[name] = y.ghost
+            results.append(net.empty(shape) if y is None else y)
+        kept = net.run(keep, results)
         found = NetworkJet(*results)
         return (found, kept) if keep else found
 
@@ -239,10 +248,14 @@ def functions(put: Callable[[ndarray, Any], Array], kind: Any) -> tuple[Any, Any
             if y is not None:
                 shaped(y.ghost, name, shape)
         if kept is None:
-            kept, _ = net.run(True, False)
+            kept = net.run(True, None)
         d_x, d_weights, d_biases = net.back(grads, kept, wanted)
         pairs = (("weights", d_weights), ("biases", d_biases))
         groups = [tuple(made) if name in wanted else None for name, made in pairs]
-        return NetworkGradients(d_x if "x" in wanted else None, *groups)
+        if "x" not in wanted:
+            return NetworkGradients(None, *groups)
+        made = net.empty(x.shape)
+        net.copy(d_x, made)
+        return NetworkGradients(made, *groups)
 
     return mlp_jet, mlp_jet_bwd

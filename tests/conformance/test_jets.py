@@ -32,7 +32,7 @@ from tolerance import DTYPES, Running
 import numfuse as nf
 from numfuse.epilogues import layer_jet, layer_jet_backward
 
-pytestmark = [pytest.mark.kind("jet"), pytest.mark.host]
+pytestmark = [pytest.mark.kind("jet")]
 
 SIZES = st.sampled_from((0, 1, 2, 7, 13, 14, 15, 31, 32, 33, 57, 65))
 ACTIVATIONS = st.sampled_from(("tanh", "none", "relu", "silu", "sigmoid"))
@@ -423,6 +423,7 @@ def test_a_network_has_the_jets_and_gradients_of_its_layers(backend, case):
             assert abs((found * v).sum() - slope) <= 1e-10 * scale
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_network_in_less_precision_rounds_its_results_once(backend, dtype):
     rng = np.random.default_rng(6)
@@ -448,6 +449,7 @@ def test_a_network_in_less_precision_rounds_its_results_once(backend, dtype):
         assert (np.abs(a.astype(np.float64) - b) <= bound).all()
 
 
+@pytest.mark.host
 def test_points_by_blocks_give_what_they_give_at_once(backend, monkeypatch):
     """Guards: memory is bounded, and blocks change no value but the order of sums over points."""
     rng = np.random.default_rng(8)
