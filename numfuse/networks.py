@@ -75,14 +75,15 @@ def mlp_jet(
     ValueError
         For shapes or lengths that do not fit, or an overlapping `out`.
     TypeError
-        For dtypes that differ, or arrays that are not NumPy's.
+        For dtypes that differ, or arrays that are neither NumPy's nor numfuse's own of a device.
     BackendUnavailable
         See :func:`matmul_bias_activation`.
 
     Notes
     -----
     Without `keep` the points go by blocks: 8 MiB are held between layers. Half types are widened to
-    float32, and the results rounded once.
+    float32, and the results rounded once. Arrays of a device (:func:`to_device`) stay there: their
+    points go at once, and half types are rounded at every layer.
 
     Examples
     --------

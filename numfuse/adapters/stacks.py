@@ -53,6 +53,11 @@ class DeviceNetwork:
         self, put: Callable[[ndarray, Any], Array], kind: Any, name: str, x: Any,
         weights: Any, biases: Any, *how: Any,
     ) -> None:  # fmt: skip
+        if not isinstance(x, kind):
+            kinds = "NumPy arrays or numfuse's own (numfuse.to_device)"
+            raise TypeError(
+                f"{name} must have {kinds}, got {type(x).__module__}.{type(x).__qualname__}"
+            )
         self.put, self.device, self.kind = put, x.device, kind
 
         def like(y: Any) -> Any:
