@@ -69,7 +69,7 @@ class JetOperation(Operation):
         how = activation, needs, out, guard, keep, pattern, stack
         if self._own is not None:
             (given["weights"],) = self._own
-        return jets.make(self.backward, given, *how)
+        return jets.make(self.backward, given, *how, ghosts=self._own is not None)
 
     def bound(self, operands: tuple[Any, ...]) -> tuple[JetOperation, tuple[Any, ...]]:
         """Return the operation with the weights of a call as its own, and the other operands.

@@ -134,7 +134,7 @@ class JetProblem:
 
 def make(
     backward: bool, given: Mapping[str, Any], activation: Any, needs: Any, out: Any, guard: bool,
-    keep: bool, pattern: bytes, stack: Stack | None,
+    keep: bool, pattern: bytes, stack: Stack | None, ghosts: bool = False,
 ) -> JetProblem:  # fmt: skip
     """Return the problem of a jet; see the public functions for what is accepted and raised."""
     if type(activation) is not Activation:
@@ -176,7 +176,7 @@ def make(
     form: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **form)
     if p.batch:
-        _fold(p)
+        _fold(p, ghosts)
     return p
 
 
@@ -314,11 +314,11 @@ def _formulas(
     return jet.each(lambda part: part.guarded()) if guard else jet
 
 
-def _fold(p: JetProblem) -> None:
+def _fold(p: JetProblem, ghosts: bool) -> None:
     """Fold the batch into M where b and bias serve all of it: one product, not many.
 
     An operand that does not merge is copied, so that sums over rows have one order whatever the
-    strides are; with a result that does not, the batch stays.
+    strides are; with a result that does not, or a ghost, the batch stays.
     """
     views: dict[str, ndarray] = {}
     rows, count = (*p.batch, p.m), prod(p.batch) * p.m
@@ -334,7 +334,7 @@ def _fold(p: JetProblem) -> None:
             return
         else:
             apart = x.size and len(merge_axes(x.shape[lead:-1], x.strides[lead:-1])[0]) > 1
-            if apart and name in p.results:
+            if apart and (ghosts or name in p.results):
                 return
             views[name] = x.reshape(*x.shape[:lead], count, x.shape[-1])
     p.arrays.update(views)

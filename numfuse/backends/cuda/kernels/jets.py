@@ -68,24 +68,8 @@ def of(
     sums: bool,
 ) -> Pass:  # fmt: skip
     """Return the pass of a jet's formulas that writes these arrays."""
-    value, direction, second = jet.hoisted()
-    directions, seconds = counts
-    wanted = {
-        "direction": (direction, ("d_z", "d_z_dot") if backward else ("out_dot",), directions),
-        "bend": (direction, () if backward else ("bent",), directions and seconds),
-        "second": (second, ("d_z", "d_z_ddot") if backward else ("straight",), seconds),
-    }
-    found, own = dict[str, Epilogue](), {"d_z", "bent", "straight"}
-    for part, (epilogue, results, count) in wanted.items():
-        there = dict(epilogue.results)
-        chosen = [x for x in results if count and x in there and (x in own or x in written)]
-        if chosen:
-            found[part] = epilogue.select(*chosen)
-    shared = {name for part in found.values() for name in part.inputs}
-    names = tuple(x for x, _ in value.results if x in shared or x == "d_z" or x in written)
-    if names:
-        found["value"] = value.select(*names)
-    made = Pass(found, written, backward, directions, seconds, weighted, sums)
+    parts = jet.parts(written, backward, *counts)
+    made = Pass(parts, written, backward, *counts, weighted, sums)
     return made._replace(weighted=weighted and made.bends)
 
 

@@ -182,41 +182,19 @@ class _Pass:
         written: Mapping[str, Region], sums: bool = False,
     ) -> None:  # fmt: skip
         self.store, self.p, self.sums = store, p, sums
-        self.jet = p.jet.hoisted()
         self.written = {name: x for name, x in written.items() if 0 not in x.shape}
-        self.parts = self._parts()
+        made = p.jet.parts(self.written, p.backward, p.directions, p.seconds)
+        #: The formulas hold none of these, which live as long as they are asked.
+        self._made = made
+        self.parts = tuple(
+            (name, Formula.whole(x).choose(*(y for y, _ in x.results))) for name, x in made.items()
+        )
         used = {name for _, formula in self.parts for name in formula.inputs}
         used |= {"grad_ddot"} if "grad_bent" in used else set()
         given = dict(arrays)
         if "bias" in used and "bias" in p.arrays:
             given["bias"] = store.source(p.arrays["bias"])
         self.read = {name: x for name, x in given.items() if name in used and 0 not in x.shape}
-
-    def _parts(self) -> tuple[tuple[str, Formula], ...]:
-        """Return the formulas, each of the results that are used."""
-        p, (value, direction, second) = self.p, self.jet
-        moved = ("d_z", "d_z_dot") if p.backward else ("out_dot",)
-        wanted = {
-            "direction": (direction, moved, p.directions),
-            "bend": (direction, () if p.backward else ("bent",), p.seconds and p.directions),
-            "second": (second, ("d_z", "d_z_ddot") if p.backward else ("straight",), p.seconds),
-        }
-        found = dict[str, Formula]()
-        for part, (epilogue, results, count) in wanted.items():
-            there = dict(epilogue.results)
-            chosen = [x for x in results if x in there and self._is_wanted(x)] if count else []
-            if chosen:
-                found[part] = Formula.whole(epilogue).choose(*chosen)
-        shared = {x for formula in found.values() for x in formula.inputs}
-        names = tuple(
-            x for x, _ in value.results if x in shared or (x in ("out", "d_z") or x in self.written)
-        )
-        if names:
-            found = {"value": Formula.whole(value).choose(*names), **found}
-        return tuple(found.items())
-
-    def _is_wanted(self, result: str) -> bool:
-        return result in ("d_z", "bent", "straight") or result in self.written
 
     def record(self) -> Region | None:
         """Record the pass; return the column sums, (..., chunks, N), if they are asked for."""
