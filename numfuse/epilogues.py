@@ -13,7 +13,7 @@ tangent, ``x_ddot`` a second derivative along a curve, ``grad`` the cotangent of
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property, wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -256,6 +256,31 @@ class Jet(NamedTuple):
     def each(self, make: Callable[[Epilogue], Epilogue]) -> Jet:
         """Return what a function makes of each part."""
         return Jet(*map(make, self))
+
+    def parts(
+        self, written: Collection[str], backward: bool, directions: int, seconds: int
+    ) -> dict[str, Epilogue]:
+        """Return the formulas of a pass over points that writes these results, by their names.
+
+        They are those of the value, of a direction, of a second derivative and, in a forward, of
+        what a direction adds to second derivatives (bend). What they share is hoisted; one that has
+        no result which is used is left out.
+        """
+        value, direction, second = self.hoisted()
+        wanted = {
+            "direction": (direction, ("d_z", "d_z_dot") if backward else ("out_dot",), directions),
+            "bend": (direction, () if backward else ("bent",), directions and seconds),
+            "second": (second, ("d_z", "d_z_ddot") if backward else ("straight",), seconds),
+        }
+        found, used = dict[str, Epilogue](), {"d_z", "bent", "straight", *written}
+        for part, (epilogue, results, count) in wanted.items():
+            there = dict(epilogue.results)
+            chosen = [x for x in results if count and x in there and x in used]
+            if chosen:
+                found[part] = epilogue.select(*chosen)
+        used |= {x for part in found.values() for x in part.inputs}
+        names = [x for x, _ in value.results if x in used]
+        return {"value": value.select(*names), **found} if names else found
 
     def hoisted(self, fixed: tuple[str, ...] = ("z", "bias")) -> Jet:
         """Return parts that share what depends on no other input than these: slopes of curves.

@@ -7,7 +7,7 @@ leading axis; `weights` are constants on the host, which a call casts to the acc
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,17 +28,33 @@ _KEPT = ["pre", "pre_dot", "pre_ddot"]
 _FLAGS = ["guard", "keep", "pattern", "stack"]
 
 
-class JetOperation(Operation):
-    """A layer's jet, its forward or its backward; `weights` are NumPy's whatever the others are."""
+#: Operations with weights of their own that are kept; a program has one or two.
+_MOST_BOUND = 64
 
-    def __init__(self, name: str, backward: bool) -> None:
+
+def _content(x: ndarray | None) -> Hashable:
+    """Return what tells an array from others."""
+    return None if x is None else (x.shape, x.dtype, x.tobytes())
+
+
+class JetOperation(Operation):
+    """A layer's jet, its forward or its backward; `weights` are NumPy's whatever the others are.
+
+    `own` is what makes the operation with weights of its own (`bound`), which are no operand then.
+    """
+
+    def __init__(self, name: str, backward: bool, own: tuple[ndarray | None] | None = None) -> None:
         self.name, self.kind, self.backward = name, "jet", backward
-        self.mark = name
+        self.mark, self._own, self._bound = name, own, dict[Any, JetOperation]()
         grads = ["grad", "grad_dot", "grad_ddot"]
         self.operands = [*grads, *_POINTS, *_KEPT] if backward else _POINTS
+        if own is not None:
+            self.mark = name, _content(*own)
+            self.operands = [x for x in self.operands if x != "weights"]
         self.needs = jets.NEEDS if backward else ()
         self.scalars = self.operands
         self.flags = _FLAGS
+        self.options = ["activation", "needs", "out", *_FLAGS]
         self.named = ("activation", "needs", "out", *_FLAGS)
         self.taken = [True] * len(self.named)
         made = [f"d_{x}" for x in self.needs] or ["out", "out_dot", "out_ddot", *_KEPT]
@@ -51,7 +67,25 @@ class JetOperation(Operation):
         stack: jets.Stack | None, **given: Any,
     ) -> jets.JetProblem:  # fmt: skip
         how = activation, needs, out, guard, keep, pattern, stack
-        return jets.make(self.backward, given, *how)
+        if self._own is not None:
+            (given["weights"],) = self._own
+        return jets.make(self.backward, given, *how, ghosts=self._own is not None)
+
+    def bound(self, operands: tuple[Any, ...]) -> tuple[JetOperation, tuple[Any, ...]]:
+        """Return the operation with the weights of a call as its own, and the other operands.
+
+        It is for arrays of a device: where the weights are others, so is the program.
+        """
+        if self._own is not None:
+            return self, operands
+        at = self.operands.index("weights")
+        key = _content(operands[at])
+        found = self._bound.get(key)
+        if found is None:
+            if len(self._bound) >= _MOST_BOUND:
+                self._bound.clear()
+            found = self._bound[key] = JetOperation(self.name, self.backward, (operands[at],))
+        return found, operands[:at] + operands[at + 1 :]
 
     def other(
         self, operands: tuple[Any, ...], activation: Any, flags: tuple[Any, ...],

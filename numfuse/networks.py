@@ -12,6 +12,7 @@ from numfuse.functional import ActivationLike, BackendLike
 from numfuse.perceptron import Kept, Memory, Network
 from numfuse.problem.operands import array_of, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
+from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["mlp_jet", "mlp_jet_bwd"]
 
@@ -74,14 +75,15 @@ def mlp_jet(
     ValueError
         For shapes or lengths that do not fit, or an overlapping `out`.
     TypeError
-        For dtypes that differ, or arrays that are not NumPy's.
+        For dtypes that differ, or arrays that are neither NumPy's nor numfuse's own of a device.
     BackendUnavailable
         See :func:`matmul_bias_activation`.
 
     Notes
     -----
     Without `keep` the points go by blocks: 8 MiB are held between layers. Half types are widened to
-    float32, and the results rounded once.
+    float32, and the results rounded once. Arrays of a device (:func:`to_device`) stay there: their
+    points go at once, and half types are rounded at every layer.
 
     Examples
     --------
@@ -91,6 +93,10 @@ def mlp_jet(
     >>> nf.mlp_jet(np.zeros((1, 1)), w, None)
     NetworkJet(u=array([[0.]]), u_dot=array([[[1.]]]), u_ddot=array([[[0.]]]))
     """
+    adapter = adapter_for(x=x)
+    if hasattr(adapter, "mlp_jet"):
+        form = activation, directions, second, final
+        return adapter.mlp_jet(x, weights, biases, *form, keep, guard, out, backend)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
@@ -170,12 +176,19 @@ def mlp_jet_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`mlp_jet`.
     """
+    adapter, grads = adapter_for(x=x), (grad, grad_dot, grad_ddot)
+    if hasattr(adapter, "mlp_jet_bwd"):
+        form = activation, directions, second, final, needs, kept
+        gradients: NetworkGradients = adapter.mlp_jet_bwd(
+            grads, x, weights, biases, *form, guard, backend
+        )
+        return gradients
     wanted = check_needs(needs, _NEEDS)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
     given = []
     names = "grad", "grad_dot", "grad_ddot"
-    for name, y, shape in zip(names, (grad, grad_dot, grad_ddot), net.shapes, strict=True):
+    for name, y, shape in zip(names, grads, net.shapes, strict=True):
         if y is not None:
             y = shaped(array_of(y), name, shape)
             same_dtype({"x": x, name: y})

@@ -31,6 +31,13 @@ LAYOUTS = ("c", "offset", "inner_sliced", "reversed")
 #: How the names of functions of epilogues begin.
 FUSED = ("matmul_epilogue", "matmul_activation_mul", "elementwise")
 
+#: Functions of jets, and the parameters that are constants of the host.
+CONSTANTS = {
+    "matmul_bias_activation_jet": ("weights",),
+    "mlp_jet": ("directions", "second"),
+}
+JETS = (*CONSTANTS, *(f"{name}_bwd" for name in CONSTANTS))
+
 
 def moved(x: ndarray, kind: str, backend: str) -> Any:
     """An array of the device: numfuse's own, or CuPy's."""
@@ -98,7 +105,10 @@ class OnDevice:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(nf, name)
-        if name not in NAMES and not (name.startswith(FUSED) and self._has_epilogues()):
+        more = (name.startswith(FUSED) and self._has("fused")) or (
+            name in JETS and self._has("jet")
+        )
+        if name not in NAMES and not more:
             return found
 
         def call(*args: Any, backend: str, **options: Any) -> Any:
@@ -107,10 +117,10 @@ class OnDevice:
 
         return call
 
-    def _has_epilogues(self) -> bool:
-        """Whether the adapter of these arrays takes epilogues."""
+    def _has(self, way: str) -> bool:
+        """Whether the adapter of these arrays takes epilogues, or jets."""
         one = moved(np.ones(1, np.float32), self._kind, self._backend)
-        return hasattr(adapter_for(one=one), "fused")
+        return hasattr(adapter_for(one=one), way)
 
     def _layout(self, a: Any) -> str:
         return LAYOUTS[crc32(repr((self._test, np.shape(a)[-2:])).encode()) % len(LAYOUTS)]
@@ -118,6 +128,8 @@ class OnDevice:
     def _call(self, function: Any, bound: inspect.BoundArguments) -> Any:
         named = {name: _as_arrays(x) for name, x in bound.arguments.items()}
         out = named.pop("out", None)
+        constants = CONSTANTS.get(function.__name__.removesuffix("_bwd"), ())
+        fixed = {name: named.pop(name) for name in constants if name in named}
         layout = self._layout(named.get("a", _arrays((*named.values(),))[0]))
         written: dict[int, Memory] = {}
         for x in _arrays(out):
@@ -141,7 +153,9 @@ class OnDevice:
         def called() -> Any:
             given = inspect.BoundArguments(bound.signature, OrderedDict())
             for name in bound.signature.parameters:
-                if name in named or (name == "out" and out is not None):
+                if name in fixed:
+                    given.arguments[name] = fixed[name]
+                elif name in named or (name == "out" and out is not None):
                     given.arguments[name] = placed(out if name == "out" else named[name])
             return function(*given.args, **given.kwargs)
 
@@ -164,8 +178,10 @@ class OnDevice:
         if isinstance(result, tuple):
             parts = [self._back(x, back, given) for x in result]
             return result._make(parts) if hasattr(result, "_make") else tuple(parts)
-        if result is None or id(result) in back:
-            return None if result is None else back[id(result)]
+        if id(result) in back:
+            return back[id(result)]
+        if not hasattr(result, "strides"):
+            return result
         assert all(type(result) is type(x) and owner(result) is not owner(x) for x in given)
         host = nf.to_numpy(result)
         assert (result.shape, result.dtype) == (host.shape, host.dtype)

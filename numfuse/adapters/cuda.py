@@ -20,6 +20,7 @@ from numfuse.adapters.signatures import (
     NAMES,
     SIGNATURES,
     FusedSignature,
+    JetSignature,
     PublicFunctions,
     Signature,
 )
@@ -29,7 +30,14 @@ from numfuse.backends import load
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.backends.cuda.call.arrays import DeviceArray, download, dtype_of, ghost  # noqa: E402
+from numfuse.adapters import stacks  # noqa: E402
+from numfuse.backends.cuda.call.arrays import (  # noqa: E402
+    DeviceArray,
+    download,
+    dtype_of,
+    ghost,
+    upload,
+)
 from numfuse.backends.cuda.call.entry import run  # noqa: E402
 from numfuse.backends.cuda.call.foreign import Kind, kind_of  # noqa: E402
 from numfuse.backends.cuda.driver.devices import device  # noqa: E402
@@ -38,8 +46,19 @@ from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
 if TYPE_CHECKING:
     from numfuse.fused_operations import FusedOperation
+    from numfuse.jets import JetOperation
 
-__all__ = [*NAMES, "checked", "fused", "run", "synchronize", "to_numpy"]
+__all__ = [
+    *NAMES,
+    "checked",
+    "fused",
+    "jet",
+    "mlp_jet",
+    "mlp_jet_bwd",
+    "run",
+    "synchronize",
+    "to_numpy",
+]
 
 
 class _Cuda(PublicFunctions):
@@ -89,6 +108,29 @@ def fused(
     return run(operation, operands, activation, flags, needs, out, backend, _arguments)
 
 
+def jet(
+    operation: JetOperation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[Any, ...],
+    needs: Any,
+    out: Any,
+    backend: Any,
+) -> Any:
+    """Return the result of a layer's jet, called as :meth:`Operation.other` is."""
+
+    def arguments(operation: JetOperation, *call: Any) -> tuple[JetSignature, dict[str, Any]]:
+        signature = JetSignature(operation)
+        return signature, signature.arguments(*call[:-1])
+
+    return run(operation, operands, activation, flags, needs, out, backend, arguments)
+
+
+def _put(x: ndarray, owner: Any) -> DeviceArray:
+    return upload(owner, x)
+
+
+mlp_jet, mlp_jet_bwd = stacks.functions(_put, DeviceArray)
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
 

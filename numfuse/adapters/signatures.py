@@ -19,6 +19,7 @@ from numfuse.activations import get
 from numfuse.functional import GATES
 from numfuse.operations import OPERATIONS, Operation
 from numfuse.problem import results
+from numfuse.problem.jets import outputs
 from numfuse.problem.operands import required
 from numfuse.problem.product import STORED
 
@@ -131,6 +132,29 @@ class FusedSignature(Signature):
             got = f"{len(out)} entries" if isinstance(out, tuple | list) else got
             raise ValueError(f"out must be ({wanted}) with None where to allocate, got {got}")
         return {name: y for name, y in zip(self.results, outs, strict=True) if y is not None}
+
+
+class JetSignature(Signature):
+    """The arguments of a layer's jet with weights of its own (`JetOperation.bound`)."""
+
+    def arguments(self, operands: Sequence[Any], *call: Any) -> dict[str, Any]:
+        """Return the arguments by name, in one form, of a call as `Operation.other` gets it."""
+        activation, flags, needs, out, backend = call
+        x = dict(zip(self.arrays, operands, strict=True))
+        x |= zip(self._operation.flags, flags, strict=True)
+        x |= {"activation": self._operation.known(activation), "out": out, "backend": backend}
+        return x | {"needs": results.check_needs(needs, self.needs)}
+
+    def result_names(self, x: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the results of a call, in their order."""
+        names = self._operation.fields[len(self.arrays) :]
+        return names if self.needs or x["keep"] else names[:3]
+
+    def outs(self, x: dict[str, Any]) -> dict[str, Any]:
+        """Return the outputs that a call's `out` gives, by the names of its results."""
+        names = self.result_names(x)
+        given = outputs(x["out"], self.needs, len(names))
+        return {name: y for name, y in zip(names, given, strict=True) if y is not None}
 
 
 SIGNATURES = {name: Signature(operation) for name, operation in OPERATIONS.items()}

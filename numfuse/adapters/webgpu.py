@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from numfuse.activations import Activation, table
-from numfuse.adapters.signatures import NAMES, PublicFunctions, Signature
+from numfuse.adapters import stacks
+from numfuse.adapters.signatures import NAMES, JetSignature, PublicFunctions, Signature
 from numfuse.backends import Backend, load
 from numfuse.backends.webgpu import split
 from numfuse.backends.webgpu.arrays import DeviceArray, to_device
@@ -24,6 +25,7 @@ from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Store
 from numfuse.definitions import UserEpilogue
 from numfuse.fused_operations import NUMBERS, FusedOperation
+from numfuse.jets import JetOperation
 from numfuse.language.graph import Expr
 from numfuse.runtime.dispatch import AGAIN
 from numfuse.runtime.lifetimes import formulas_of
@@ -31,7 +33,7 @@ from numfuse.runtime.lifetimes import formulas_of
 if TYPE_CHECKING:
     from numfuse.operations import Operation
 
-__all__ = [*NAMES, "synchronize", "to_numpy"]
+__all__ = [*NAMES, "jet", "mlp_jet", "mlp_jet_bwd", "synchronize", "to_numpy"]
 
 #: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
 _BACKENDS = frozenset((str, type(None), WebGpuBackend))
@@ -131,6 +133,30 @@ def _fused(
     return _run(own, store, "fused", p, {id(ghosts[name]): x for name, x in made.items()})
 
 
+def jet(
+    operation: JetOperation,
+    operands: tuple[Any, ...],
+    activation: Any,
+    flags: tuple[Any, ...],
+    needs: Any,
+    out: Any,
+    backend: str | Backend | None,
+) -> Any:
+    """Run a call of a layer's jet the long way."""
+    operation, operands = operation.bound(operands)
+    signature = JetSignature(operation)
+    x = signature.arguments(operands, activation, flags, needs, out, backend)
+    given = {name: y for name, y in x.items() if name in operation.operands and y is not None}
+    device = next(y.device for y in given.values() if isinstance(y, DeviceArray))
+    own, outs = _backend(backend, device), signature.outs(x)
+    for name, y in (*given.items(), *outs.items()):
+        _check_place(name, y, device)
+    ghosts = {name: y.ghost for name, y in (given | outs).items()}
+    store = Store(device, list(given.values()), list(outs.values()))
+    known = {id(ghosts[name]): y for name, y in outs.items()}
+    return _run(own, store, "jet", signature.problem(x, **ghosts), known)
+
+
 def _check_place(name: str, x: Any, device: Device) -> None:
     """Raise TypeError for an array that is not on this device, DeviceLost where the device is."""
     if not isinstance(x, DeviceArray):
@@ -160,6 +186,9 @@ def _backend(backend: str | Backend | None, device: Device) -> WebGpuBackend:
 
 def again(operation: Operation, *call: Any) -> Any:
     """Run a call; one that was made before is found by all that it depends on but its buffers."""
+    if type(operation) is JetOperation:
+        operation, operands = operation.bound(call[0])
+        call = operands, *call[1:]
     operands, activation, flags, needs, out, backend = call
     # Every array is looked at once, and nothing is called: this is the way of nearly every call.
     outs = () if out is None else tuple(out) if type(out) in (tuple, list) else (out,)
@@ -218,6 +247,7 @@ def again(operation: Operation, *call: Any) -> Any:
     return result
 
 
+mlp_jet, mlp_jet_bwd = stacks.functions(to_device, DeviceArray)
 #: What runs a call of an epilogue (`numfuse.fused_operations`).
 fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -91,9 +91,32 @@ def epilogue(
     The text is ``struct Results``, whose members are the results, and ``fn epilogue(...)`` of the
     inputs that `arguments` names; its primitives: :func:`prelude`.
     """
-    kind = real(dtype)
-    exprs, contracted = _contracted([expr for _, expr in results])
+    return epilogues({"epilogue": (results, arguments)}, dtype)
+
+
+def epilogues(
+    parts: Mapping[str, tuple[Sequence[tuple[str, Expr]], Sequence[str]]], dtype: str = "float32"
+) -> str:
+    """Return several functions as :func:`epilogue`, by name, and the curves that they call.
+
+    The results of another one than ``epilogue`` are ``struct Results_`` and its name.
+    """
     curves: dict[Curve, str] = {}
+    made = [_epilogue(name, *part, dtype, curves) for name, part in parts.items()]
+    functions = [function(curve.trace, name, dtype) for curve, name in curves.items()]
+    return "\n\n".join([*functions, *made])
+
+
+def _epilogue(
+    name: str,
+    results: Sequence[tuple[str, Expr]],
+    arguments: Sequence[str],
+    dtype: str,
+    curves: dict[Curve, str],
+) -> str:
+    """Return the text of one function; new curves that it calls are added."""
+    kind, struct = real(dtype), "Results" if name == "epilogue" else f"Results_{name}"
+    exprs, contracted = _contracted([expr for _, expr in results])
 
     def operation(e: Expr, args: Sequence[str]) -> str:
         if isinstance(e.payload, Curve):
@@ -101,18 +124,17 @@ def epilogue(
         return f"fma({', '.join(args)})" if e in contracted else _operation(e, args)
 
     names, lines = assignments(exprs, _LINE, lambda e: literal(rounded(e, dtype), dtype), operation)
-    members = ", ".join(f"{name}: {kind}" for name, _ in results)
-    given = ", ".join(f"in_{name}: {kind}" for name in arguments)
+    members = ", ".join(f"{result}: {kind}" for result, _ in results)
+    given = ", ".join(f"in_{argument}: {kind}" for argument in arguments)
     made = ", ".join(names[e] for e in exprs)
     main = [
-        f"struct Results {{ {members} }}\n",
-        f"fn epilogue({given}) -> Results {{",
+        f"struct {struct} {{ {members} }}\n",
+        f"fn {name}({given}) -> {struct} {{",
         *lines,
-        f"    return Results({made});",
+        f"    return {struct}({made});",
         "}",
     ]
-    functions = [function(curve.trace, name, dtype) for curve, name in curves.items()]
-    return "\n\n".join([*functions, "\n".join(main)])
+    return "\n".join(main)
 
 
 def prelude(text: str, dtype: str = "float32", one_rounding: bool = False) -> str:

@@ -134,7 +134,7 @@ class JetProblem:
 
 def make(
     backward: bool, given: Mapping[str, Any], activation: Any, needs: Any, out: Any, guard: bool,
-    keep: bool, pattern: bytes, stack: Stack | None,
+    keep: bool, pattern: bytes, stack: Stack | None, ghosts: bool = False,
 ) -> JetProblem:  # fmt: skip
     """Return the problem of a jet; see the public functions for what is accepted and raised."""
     if type(activation) is not Activation:
@@ -176,7 +176,7 @@ def make(
     form: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
     p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **form)
     if p.batch:
-        _fold(p)
+        _fold(p, ghosts)
     return p
 
 
@@ -261,10 +261,7 @@ def _outputs(
     specs: Mapping[str, Any], out: Any, others: dict[str, ndarray], backward: bool
 ) -> tuple[Fields, Any]:
     """Return the results by name, new or the caller's, and what the caller gets."""
-    if backward:
-        outs: Sequence[Any] = check_outputs(out, NEEDS)
-    else:
-        outs = _forward_outputs(out, len(specs))
+    outs = outputs(out, NEEDS if backward else (), len(specs))
     made: dict[str, ndarray] = {}
     found: list[Any] = []
     for (name, spec), given in zip(specs.items(), outs, strict=True):
@@ -285,7 +282,11 @@ def _outputs(
     return made, LayerJet(*found) if len(found) == 3 else tuple(found)
 
 
-def _forward_outputs(out: Any, count: int) -> tuple[Any, ...]:
+def outputs(out: Any, needs: tuple[str, ...], count: int) -> Sequence[Any]:
+    """Return the `out` of a call as so many entries: of a backward those of `needs`."""
+    if needs:
+        found: Sequence[Any] = check_outputs(out, needs)
+        return found
     if out is None:
         return (None,) * count
     wanted = "(out, out_dot, out_ddot)"
@@ -313,11 +314,11 @@ def _formulas(
     return jet.each(lambda part: part.guarded()) if guard else jet
 
 
-def _fold(p: JetProblem) -> None:
+def _fold(p: JetProblem, ghosts: bool) -> None:
     """Fold the batch into M where b and bias serve all of it: one product, not many.
 
     An operand that does not merge is copied, so that sums over rows have one order whatever the
-    strides are; with a result that does not, the batch stays.
+    strides are; with a result that does not, or a ghost, the batch stays.
     """
     views: dict[str, ndarray] = {}
     rows, count = (*p.batch, p.m), prod(p.batch) * p.m
@@ -333,7 +334,7 @@ def _fold(p: JetProblem) -> None:
             return
         else:
             apart = x.size and len(merge_axes(x.shape[lead:-1], x.strides[lead:-1])[0]) > 1
-            if apart and name in p.results:
+            if apart and (ghosts or name in p.results):
                 return
             views[name] = x.reshape(*x.shape[:lead], count, x.shape[-1])
     p.arrays.update(views)

@@ -15,6 +15,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import bits, in_layout, normal, unwritten
+from conftest import traits
 from hypothesis import strategies as st
 from test_conformance import (
     BATCHES,
@@ -32,7 +33,7 @@ from tolerance import DTYPES, Running
 import numfuse as nf
 from numfuse.epilogues import layer_jet, layer_jet_backward
 
-pytestmark = [pytest.mark.kind("jet"), pytest.mark.host]
+pytestmark = [pytest.mark.kind("jet")]
 
 SIZES = st.sampled_from((0, 1, 2, 7, 13, 14, 15, 31, 32, 33, 57, 65))
 ACTIVATIONS = st.sampled_from(("tanh", "none", "relu", "silu", "sigmoid"))
@@ -255,6 +256,7 @@ def test_what_is_not_needed_is_none_and_changes_nothing(backend, call, data):
             assert (bits(x) == bits(y)).all()
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize("activation", ["tanh", "sigmoid"])
 def test_the_backward_is_the_derivative_of_the_textbook_forward(backend, activation):
     rng = np.random.default_rng(7)
@@ -287,6 +289,7 @@ def test_the_backward_is_the_derivative_of_the_textbook_forward(backend, activat
             assert abs((gradient * v).sum() - slope) < 1e-11 * np.abs(gradient * v).sum()
 
 
+@pytest.mark.dtype("float64")
 def test_the_second_derivative_of_relu_counts_as_zero(backend):
     x = np.array([[-1.0, 0.0, 2.0]])
     out = nf.matmul_bias_activation_jet(
@@ -310,6 +313,7 @@ def network(rng, sizes, dtype=np.float64, batch=()):
     return weights, biases
 
 
+@pytest.mark.dtype("float64")
 def test_a_small_network_has_the_derivatives_that_mpmath_finds(backend):
     rng = np.random.default_rng(3)
     weights, biases = network(rng, (2, 5, 4, 1))
@@ -383,6 +387,7 @@ def nested(x, weights, biases, directions, second, final):
     return h, dot, np.tensordot(second, ddot, 1)
 
 
+@pytest.mark.dtype("float64")
 @pytest.mark.parametrize("case", CASES)
 def test_a_network_has_the_jets_and_gradients_of_its_layers(backend, case):
     sizes, batch, x_batch, d, s, final = case
@@ -423,6 +428,7 @@ def test_a_network_has_the_jets_and_gradients_of_its_layers(backend, case):
             assert abs((found * v).sum() - slope) <= 1e-10 * scale
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_network_in_less_precision_rounds_its_results_once(backend, dtype):
     rng = np.random.default_rng(6)
@@ -448,11 +454,14 @@ def test_a_network_in_less_precision_rounds_its_results_once(backend, dtype):
         assert (np.abs(a.astype(np.float64) - b) <= bound).all()
 
 
+@pytest.mark.host
+@pytest.mark.dtype("float64")
 def test_points_by_blocks_give_what_they_give_at_once(backend, monkeypatch):
     """Guards: memory is bounded, and blocks change no value but the order of sums over points."""
     rng = np.random.default_rng(8)
-    weights, biases = network(rng, (2, 16, 16, 1))
-    x = rng.standard_normal((700, 2))
+    few = traits(backend).simulator
+    weights, biases = network(rng, (2, 2, 1) if few else (2, 16, 16, 1))
+    x = rng.standard_normal((264 if few else 700, 2))
     got = nf.mlp_jet(x, weights, biases, backend=backend)
     grads = [rng.standard_normal(y.shape) for y in got]
     whole = nf.mlp_jet_bwd(*grads, x, weights, biases, backend=backend)
@@ -468,8 +477,10 @@ def test_points_by_blocks_give_what_they_give_at_once(backend, monkeypatch):
 
 def test_a_call_that_comes_again_gives_the_same_bits(backend):
     rng = np.random.default_rng(9)
-    weights, biases = network(rng, (2, 33, 33, 1), np.float32)
-    x = rng.standard_normal((501, 2)).astype(weights[0].dtype)
+    few = traits(backend).simulator
+    width, points = (5, 9) if few else (33, 501)
+    weights, biases = network(rng, (2, width, width, 1), np.float32)
+    x = rng.standard_normal((points, 2)).astype(weights[0].dtype)
     found = []
     for _ in range(3):
         results, kept = nf.mlp_jet(x, weights, biases, keep=True, backend=backend)

@@ -29,7 +29,7 @@ from numfuse.language.curves import leaf
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
-    from numfuse.backends.cuda.kernels import joins, passes, pointwise, rows
+    from numfuse.backends.cuda.kernels import jets, joins, passes, pointwise, rows
     from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
     from numfuse.backends.cuda.kernels.ampere.simt import CORES
     from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -142,6 +142,22 @@ def by_rows(info, dtype, sums, n=1024):
     added = rows.Sums(["out_0"], ["out_0", "out_1"]) if sums else rows.Sums()
     how = read, results, operands, added, (512, n, 3), is_short(acc, dtype)
     return rows.launch(info, whole, acc, *how)[0]
+
+
+def jet(info, dtype, backward, seconds=2, n=1024):
+    """The pass of a stacked jet of two directions, as a network has it; a backward's with sums."""
+    acc = "float64" if dtype == "float64" else "float32"
+    curve = ACT["tanh"].curve
+    of = epilogues.layer_jet_backward(curve) if backward else epilogues.layer_jet(curve)
+    of = of.each(lambda part: part.guarded())
+    written = ["d_z", "d_z_dot", "d_z_ddot"] if backward else ["out", "out_dot", "out_ddot", "pre"]
+    made = jets.of(of, frozenset(written), backward, (2, seconds), seconds == 1, backward)
+    names = sorted(made.read) + written
+    width = n * (3 + seconds)
+    operands = {x: Operand(acc if x[0] in "zp" else dtype, (0, width, 1), 16) for x in names}
+    operands |= {"bias": Operand(dtype, (0, 0, 1), 16)}
+    steps, sizes = dict.fromkeys(operands, n * 4), (512, n, 1)
+    return jets.launch(info, made, acc, operands, steps, 4096, sizes, is_short(acc, dtype))[0]
 
 
 def scaled(m, n, k, dtype, strides, pre=None):
@@ -333,6 +349,14 @@ CASES = [
         Case(f"rows {dtype}{', sums' if sums else ''}", (by_rows(HOPPER, dtype, sums),), HOPPER,
              ("ld.global.nc.v4.b32", "st.global.v4.b32"), 168)
         for dtype in ("float32", "float64", "bfloat16", "float16") for sums in (False, True)
+    ],
+    *[
+        Case(f"jet {dtype}{' backward' if backward else ''}, {seconds}",
+             (jet(info, dtype, backward, seconds),), info, ("ld.global", "st.global"), 96)
+        for dtype, info in (("float32", HOPPER), ("float64", HOPPER), ("bfloat16", HOPPER),
+                            ("float16", TURING))
+        for backward in (False, True)
+        for seconds in ((1, 2) if dtype == "float32" else (1,))
     ],
     Case("rows, value by value", (by_rows(TURING, "float16", True, 1001),), TURING),
     taken("cores, an operand by rows", CORES, scaled(2048, 2048, 512, "float32", (0, 1, 0)), AMPERE,

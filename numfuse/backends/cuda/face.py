@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +35,7 @@ class CudaBackend(OneRun):
     """
 
     name = "cuda"
+    jet = partialmethod(OneRun._run, "jet")
 
     def __init__(self, ordinal: int = 0, precision: str = "ieee") -> None:
         self.ordinal, self.precision = ordinal, precision

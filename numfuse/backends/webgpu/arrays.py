@@ -6,6 +6,7 @@ of its buffer's. (Memory that is never touched takes address space only.)
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numfuse.backends.webgpu.device.commands import Commands
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.device.memory import Binding, Buffer
 from numfuse.errors import DeviceLost
+from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import GhostViews, address, bounds
 
 #: Bytes that are downloaded at once: a buffer to read from is never larger than needed.
@@ -46,6 +48,13 @@ class DeviceArray(GhostViews):
         self.shape, self.strides, self.dtype = shape, strides, dtype
         #: Bytes from the beginning of the buffer to the first element.
         self.offset = offset
+
+    @classmethod
+    def empty(cls, device: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+        """Return a new C-contiguous array of any content."""
+        nbytes = prod(shape) * dtype.itemsize
+        buffer = device.buffer(max(nbytes, 16), f"an array of shape {shape}")
+        return cls(device, buffer, shape, contiguous(shape, dtype.itemsize), dtype)
 
     @property
     def ghost(self) -> ndarray:

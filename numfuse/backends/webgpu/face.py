@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -39,6 +39,7 @@ class WebGpuBackend(OneRun):
     """
 
     name = "webgpu"
+    jet = partialmethod(OneRun._run, "jet")
 
     def __init__(
         self, which: str | int | None = None, limits: dict[str, int] | None = None
@@ -114,7 +115,7 @@ class WebGpuBackend(OneRun):
         """Set what `last_call` tells."""
         tiling = None
         if not isinstance(p, FusedProblem) or p.sums or p.products:
-            factors = min(3, max(1, len(getattr(p, "sums", ()))))
+            factors = min(3, max(1, len(getattr(p, "sums", None) or ())))
             tiling = tile_of(device, p.m, p.n, p.acc_dtype, factors=factors)
         latest.call = Call(
             "webgpu", device.name, p.dtype.name, f"{kind}/{p.activation.name}", tiling

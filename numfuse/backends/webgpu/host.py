@@ -19,6 +19,7 @@ from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Region, Store, fresh
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
+from numfuse.problem.jets import JetProblem
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.strided import contiguous
 
@@ -73,6 +74,9 @@ class _HostStore(Store):
         view = Region(buffer, 0, x.shape, tuple(strides), x.dtype.name, x.itemsize)
         self.sources[id(x)] = x, packed, view
         return view
+
+    def numbers(self, x: ndarray) -> Any:
+        return self.source(x).bound(self.device)[0]
 
     def target(self, x: ndarray, over: Sequence[ndarray] = ()) -> Region:
         view = fresh(self.device, x.shape, x.dtype, f"a result of shape {x.shape}")
@@ -137,7 +141,7 @@ class HostProgram(NamedTuple):
         Return None where it takes several submits, or copies on the host.
         """
         # A view of each operand: two may be one array this time.
-        if isinstance(p, FusedProblem):
+        if isinstance(p, (FusedProblem, JetProblem)):
             given = {n: x if n in p.results else x.view() for n, x in p.arrays.items()}
             p = replace(p, arrays=given)
         else:

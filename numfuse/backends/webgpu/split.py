@@ -22,18 +22,21 @@ from numpy import ndarray
 from numfuse.backends.webgpu.device.device import Device
 from numfuse.backends.webgpu.lower.elementwise import zero
 from numfuse.backends.webgpu.lower.fused import fused
+from numfuse.backends.webgpu.lower.jets import jet
 from numfuse.backends.webgpu.lower.layers import LAYERS
 from numfuse.backends.webgpu.lower.sums import sum_to
 from numfuse.backends.webgpu.stores import Region, Store, copy, fresh
 from numfuse.epilogues import GATES
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
+from numfuse.problem.jets import MEMBERS, JetProblem
 from numfuse.problem.shapes import as_one
 
 #: By the method of a backend, what records its problem.
 OPERATIONS: dict[str, Callable[[Store, Any, Any], None]] = {
     **LAYERS,
     **dict.fromkeys((*GATES, "fused"), fused),
+    "jet": jet,
 }
 
 #: First and last of each axis of the batch, of M and of N.
@@ -63,6 +66,9 @@ def run(store: Store, kind: str, p: Any) -> None:
         arrays = {name: x for name, x in p.arrays.items() if name not in p.zeroed}
         if not (p.sums or p.products or p.summed):  # (a result may be an operand)
             read = [arrays[name] for name in p.epilogue.operands]
+    elif isinstance(p, JetProblem):
+        outputs = p.results
+        arrays = {name: x for name, x in p.arrays.items() if name != "weights"}
     else:
         outputs = FIELDS[kind][1]
         if "d_bias" in outputs:
@@ -133,10 +139,16 @@ def _axes(p: Any, name: str, shape: tuple[int, ...]) -> list[int | None]:
     if isinstance(p, FusedProblem):
         left, right = _factors(p)
         by_rows, by_columns = name not in right, name not in left
+    elif isinstance(p, JetProblem):
+        by_rows = name not in ("b", "bias", "d_b", "d_bias")
+        # A stack has its members beside the columns: it is cut by points alone.
+        by_columns = not p.stacked and "a" not in name.split("_")
     else:
         by_rows, by_columns = name in _ROWS, name in _COLUMNS
     axes: list[int | None] = [*range(m), m if by_rows else None]
     axes.append(m + 1 if by_columns else None)
+    if isinstance(p, JetProblem) and (name in MEMBERS or name == "sums"):
+        axes = [None, *axes[len(axes) + 1 - len(shape) :]]
     lead = len(axes) - len(shape)
     return [None if n == 1 else axis for n, axis in zip(shape, axes[lead:], strict=True)]
 
@@ -170,9 +182,12 @@ def _has_temporaries(p: Any, names: Container[str]) -> bool:
 def _part(p: Any, piece: _Piece, arrays: Mapping[str, ndarray]) -> Any:
     """Return the problem of a piece."""
     views = {name: x[_index(p, piece, name, x.shape)] for name, x in arrays.items()}
+    if isinstance(p, JetProblem) and "weights" in p.arrays:
+        views["weights"] = p.arrays["weights"]
     lengths = tuple(last - first for first, last in piece)
     *batch, m, n = lengths
-    fields: dict[str, Any] = {"arrays": views} if isinstance(p, FusedProblem) else views
+    whole = isinstance(p, (FusedProblem, JetProblem))
+    fields: dict[str, Any] = {"arrays": views} if whole else views
     return replace(p, m=m, n=n, batch=tuple(batch), **fields)
 
 
@@ -181,7 +196,9 @@ def _pieces(device: Device, p: Any, arrays: Mapping[str, ndarray]) -> Iterator[_
     axes = (*p.batch, p.m, p.n)
     shapes = {name: (x.shape, x.itemsize) for name, x in arrays.items()}
     # or T, Q, S and the pre-activation
-    if _has_temporaries(p, shapes):
+    if isinstance(p, JetProblem):
+        shapes["sums"] = (p.members, *axes), p.acc_dtype.itemsize
+    elif _has_temporaries(p, shapes):
         shapes["grad_pre"] = axes, p.acc_dtype.itemsize
     whole = tuple(zip(repeat(0), axes, strict=False))
     for shape, itemsize in shapes.values():

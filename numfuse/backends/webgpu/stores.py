@@ -106,6 +106,10 @@ class Store:
         copy(self.commands, view, packed)
         return packed
 
+    def numbers(self, x: ndarray) -> Any:
+        """Return what to bind for a few numbers of the host, contiguous ones."""
+        return self.device.constant(x.tobytes(), uniform=False)
+
     def target(self, x: ndarray, over: Sequence[ndarray] = ()) -> Region:
         """Return a result, to be written in full; it may be an operand out of those in `over`."""
         view = self.reserve(x)

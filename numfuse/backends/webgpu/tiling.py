@@ -131,6 +131,14 @@ def parts(blocks: int, k: int, room: int) -> tuple[int, int]:
     return part, -(-k // part) if k else 1
 
 
+def points(m: int, n: int) -> int:
+    """Return how many points of M an invocation of a jet's pass adds up: enough of them work."""
+    count = 64
+    while count > 8 and m * n < 65536 * count:
+        count //= 2
+    return count
+
+
 def groups(blocks: int, segments: int, room: int) -> int:
     """In how many groups the segments of a sum are added up."""
     return max(1, min(BLOCKS // max(1, blocks), segments, room))

@@ -122,6 +122,11 @@ class DeviceArray(GhostViews):
 
         return make
 
+    @classmethod
+    def empty(cls, owner: Device, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+        """Return a new C-contiguous array of any content."""
+        return cls.maker(owner, shape, dtype)()
+
     @property
     def device(self) -> Device:
         return self.memory.pool.device

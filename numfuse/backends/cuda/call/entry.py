@@ -54,6 +54,9 @@ def run(
     if operation.kind == "fused":
         numbers = [x for x in operands if type(x) in NUMBERS]
         given = tuple(["number" if type(x) in NUMBERS else x for x in operands])
+    elif operation.kind == "jet":
+        operation, operands = operation.bound(operands)
+        given = operands
     kept: Recorded | None = None
     program: Any = None
     fingerprint: Any = None

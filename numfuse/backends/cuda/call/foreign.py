@@ -24,7 +24,7 @@ from numfuse.runtime.strided import contiguous
 #: Python's numbers, the operands whose values a program is given with its addresses.
 NUMBERS = frozenset({int, float})
 #: Classes of arguments that stand for themselves in a fingerprint.
-PLAIN = frozenset({type(None), bool, int, str, CudaBackend})
+PLAIN = frozenset({type(None), bool, int, str, bytes, CudaBackend})
 
 
 class Kind:

@@ -16,6 +16,7 @@ from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.problem.fields import FIELDS
 from numfuse.problem.fused import FusedProblem
+from numfuse.problem.jets import JetProblem
 from numfuse.runtime.strided import contiguous
 from numfuse.runtime.views import address
 
@@ -81,6 +82,11 @@ def run(device: Device, precision: str, kind: str, p: Any) -> None:
         names, outputs = tuple(p.arrays), p.results
         form += p.epilogue.named(), p.stored, p.summed, p.zeroed
         form += *p.sums.items(), *p.products.items()
+    elif isinstance(p, JetProblem):
+        names, outputs = tuple(x for x in p.arrays if x != "weights"), p.results
+        form += [part.named() for part in p.jet]
+        form += p.directions, p.seconds, p.moved, p.backward, p.stacked
+        form.append(None if p.weights is None else p.weights.tobytes())
     else:
         inputs, outputs = FIELDS[kind]
         names = (*inputs, *outputs)

@@ -244,6 +244,22 @@ def join(rec: Recorder, planes: View, depth: int, out: View, accumulator: str) -
         rec.launches(launches, at, workspace)
 
 
+def join_columns(
+    rec: Recorder, table: View, batch: tuple[int, ...], chunks: int, target: View, accumulator: str
+) -> None:
+    """Record target = the sum of a table of (places, chunks, N), the places in their order."""
+    outer, inner = split(batch, target.shape[:-2])
+    n = table.shape[-1]
+    out, depth = target, prod(batch[i] for i in inner) * chunks
+    if [*outer, *inner] != sorted([*outer, *inner]):
+        out, depth = rec.fresh((*batch, 1, n), accumulator), chunks
+    elif target.shape[-1] != n:
+        out = rec.fresh((*target.shape[:-1], n), accumulator)
+    join(rec, table, depth, out, accumulator)
+    if out is not target:
+        sum_to(rec, out, target, accumulator)
+
+
 def sum_to(rec: Recorder, source: View, target: View, accumulator: str) -> None:
     """Record target = source summed over the axes along which target was broadcast to it."""
     planes, target, depth = source.summed_to(target)

@@ -422,15 +422,7 @@ def _is_column(target: View) -> bool:
 
 def _join(rec: Recorder, p: FusedProblem, table: View, chunks: int, target: View) -> None:
     """Record target = the sum of a table of (places, chunks, N), the places in their order."""
-    acc, (outer, inner) = p.acc_dtype.name, places.split(p.batch, target.shape[:-2])
-    out, depth = target, prod(p.batch[i] for i in inner) * chunks
-    if [*outer, *inner] != sorted([*outer, *inner]):
-        out, depth = rec.fresh((*p.batch, 1, p.n), acc), chunks
-    elif target.shape[-1] != p.n:
-        out = rec.fresh((*target.shape[:-1], p.n), acc)
-    batches.join(rec, table, depth, out, acc)
-    if out is not target:
-        batches.sum_to(rec, out, target, acc)
+    batches.join_columns(rec, table, p.batch, chunks, target, p.acc_dtype.name)
 
 
 def _is_turned(x: View) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from numfuse.backends.cuda import tiling
-from numfuse.backends.cuda.call.arrays import pool_of
+from numfuse.backends.cuda.call.arrays import DeviceArray, pool_of, upload
 from numfuse.backends.cuda.compile.toolchain import SIMULATED
 from numfuse.backends.cuda.driver.device import Device
 from numfuse.backends.cuda.driver.launcher import PLAN, launch_all
@@ -79,6 +79,14 @@ class Recorder:
         #: Where there is a copy of a factor, by what it was made of; and their bytes.
         self._copies: dict[tuple[Any, ...], tuple[int, int]] = {}
         self._copied = 0
+        #: What the program holds on the device.
+        self._held: list[DeviceArray] = []
+
+    def constant(self, x: np.ndarray[Any, Any]) -> int:
+        """Return the address of numbers of the host, copied for as long as the program lives."""
+        self._held.append(upload(self.device, x))
+        self.device.synchronize()  # the program may run on any stream
+        return self._held[-1].address
 
     def number(self, name: str) -> int:
         """The number of the buffer of an array."""
@@ -166,7 +174,8 @@ class Recorder:
             for prepared, refs in self._steps
         )
         made = " + ".join(self._tiers) or "pass", self._chief, len(names)
-        return Program(self.device, launches, self._work, self._scratch, *made)
+        held = tuple(self._held)
+        return Program(self.device, launches, self._work, self._scratch, *made, held)
 
 
 @dataclass(eq=False, repr=False)
@@ -185,6 +194,8 @@ class Program:
     chief: tuple[int, str, Any] | None
     #: How many addresses a launch takes.
     arrays: int
+    #: Constants that the launches read.
+    held: tuple[DeviceArray, ...] = ()
 
     def __post_init__(self) -> None:
         self.nbytes = self._work + self._scratch

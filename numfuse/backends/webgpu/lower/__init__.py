@@ -6,4 +6,5 @@
 - `elementwise`: an epilogue of arrays alone
 - `layers`: a layer and its derivatives
 - `fused`: any epilogue of sums and operands: gates, the gated layer, a user's own
+- `jets`: a layer's jet
 """

@@ -119,11 +119,15 @@ class Formula:
         Its ``Results`` has a member for each chosen result, for the next of each sum over rows and
         for what each sum over columns adds up.
         """
+        functions = wgsl.epilogue(*self.part(), dtype)
+        return f"{wgsl.prelude(functions, dtype, one_rounding)}\n\n{functions}\n"
+
+    def part(self) -> tuple[list[tuple[str, Expr]], tuple[str, ...]]:
+        """Return the graph of each result, and of the next of each sum, and their inputs."""
         made = self._epilogue
         results = list(made.select(*self.results).results)
         for total, name in zip(self.totals, self.summed, strict=True):
             results.append((total, leaf(total) + made.select(name)[name]))
         for summand, name in zip(self.summands, self.across, strict=True):
             results.append((summand, made.select(name)[name]))
-        functions = wgsl.epilogue(results, (*self.inputs, *self.totals), dtype)
-        return f"{wgsl.prelude(functions, dtype, one_rounding)}\n\n{functions}\n"
+        return results, (*self.inputs, *self.totals)

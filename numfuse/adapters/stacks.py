@@ -1,0 +1,266 @@
+"""Networks' jets on arrays of a device: the stacks stay there from layer to layer.
+
+Every step is a call on arrays of the device, which is found again by its fingerprint; nothing is
+waited for. Points go at once, and stacks are in the arrays' dtype: half types are rounded at every
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.functional import matmul_bias_activation, matmul_bias_activation_bwd
+from numfuse.fusion import elementwise
+from numfuse.jets import BACKWARD, FORWARD
+from numfuse.perceptron import Network
+from numfuse.problem.jets import outputs
+from numfuse.problem.operands import output, shaped
+from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
+
+#: An array of a device, with the views of NumPy's (`numfuse.runtime.views.GhostViews`).
+Array: TypeAlias = Any
+#: Constants by device and content: directions, and zeros.
+_CONSTANTS: WeakKeyDictionary[Any, dict[Any, Array]] = WeakKeyDictionary()
+_MOST_CONSTANTS = 64
+
+
+@dataclass
+class Kept:
+    """The stacks of each layer's inputs and of its sums, as a forward keeps them."""
+
+    inputs: list[Array]
+    sums: list[Array]
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def _sum(x: Any, y: Any) -> Any:
+    return x + y
+
+
+class DeviceNetwork:
+    """A network whose arrays are on a device; `net` has the checks and the sizes of the call."""
+
+    def __init__(
+        self, put: Callable[[ndarray, Any], Array], kind: Any, name: str, x: Any,
+        weights: Any, biases: Any, *how: Any,
+    ) -> None:  # fmt: skip
+        if not isinstance(x, kind):
+            kinds = "NumPy arrays or numfuse's own (numfuse.to_device)"
+            raise TypeError(
+                f"{name} must have {kinds}, got {type(x).__module__}.{type(x).__qualname__}"
+            )
+        self.put, self.device, self.kind = put, x.device, kind
+
+        def like(y: Any) -> Any:
+            if y is None or not hasattr(y, "dtype"):
+                return y
+            return np.broadcast_to(np.zeros((), y.dtype), y.shape)
+
+        def each(y: Any) -> Any:
+            return [like(one) for one in y] if isinstance(y, Sequence) else y
+
+        self.net = Network(name, like(x), each(weights), each(biases), *how)
+        self.x, self.weights = x, weights
+        self.biases = (None,) * len(weights) if biases is None else tuple(biases)
+        self.backend = self.net.backend
+        named = {"x": x} | {f"weights[{i}]": y for i, y in enumerate(weights)}
+        named |= {f"biases[{i}]": y for i, y in enumerate(self.biases)}
+        self.check(named)
+        self.ghosts = {label: y.ghost for label, y in named.items() if y is not None}
+
+    def check(self, arrays: dict[str, Any]) -> None:
+        """Raise TypeError for an array that is not on the device."""
+        for label, y in arrays.items():
+            if y is not None and (not isinstance(y, self.kind) or y.device is not self.device):
+                raise TypeError(
+                    f"{label} must be an array on {self.device} as x, got {type(y).__name__}"
+                )
+
+    # --- arrays -------------------------------------------------------------------------------
+    def constant(self, x: ndarray, shape: tuple[int, ...]) -> Array:
+        """Return an array of the host, repeated along leading axes."""
+        known = _CONSTANTS.setdefault(self.device, {})
+        x = x.astype(self.x.dtype)
+        key = x.shape, x.dtype, x.tobytes()
+        if key not in known:
+            if len(known) >= _MOST_CONSTANTS:
+                known.clear()
+            known[key] = self.put(x, self.device)
+        made = known[key]
+        return made._view(np.broadcast_to(made.ghost, shape))
+
+    def copy(self, source: Array | None, target: Array) -> None:
+        """Write `target`; None is zero."""
+        if target.size:
+            if source is None:
+                source = self.constant(np.zeros((1,) * target.ndim), target.shape)
+            elementwise(_same, source, out=target, backend=self.backend)
+
+    def empty(self, shape: tuple[int, ...]) -> Array:
+        """Return a new array of any content."""
+        return self.kind.empty(self.device, shape, self.x.dtype)
+
+    def views(self, stack: Array, whole: bool = True) -> list[Array]:
+        """Return the value, the directions and the second derivatives of a stack."""
+        axis, d = stack.ndim - 2, self.net.directions
+        rest = stack.transpose((axis, *range(axis), axis + 1))
+        return [rest[0], rest[1 : 1 + d], rest[1 + d :] if whole else None]
+
+    # --- forward ------------------------------------------------------------------------------
+    def first(self) -> Array:
+        """Return the stack of the first layer's inputs."""
+        x = self.x
+        stack = self.empty((*x.shape[:-1], self.net.members(0), x.shape[-1]))
+        self.copy(x, stack[..., 0, :])
+        directions = stack[..., 1:, :]
+        self.copy(self.constant(self.net.units, directions.shape), directions)
+        return stack
+
+    def run(self, keep: bool, out: Sequence[Array] | None) -> Kept:
+        """Run all layers; return what is kept. Without `out` no result is made."""
+        net, last = self.net, len(self.weights) - 1
+        kept = Kept([self.first()], [])
+        for layer, (w, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
+            stack = kept.inputs[-1]
+            if layer == last and (out is None or net.plain):
+                if out is not None:
+                    self._last(stack, *out)
+                break
+            flags = net.guard, keep, net.pattern, net.stack(layer)
+            operands = stack, w, bias, None, None, net.weights
+            how = net.layers[layer][2], flags, (), None, self.backend
+            made, _, _, *sums = FORWARD(operands, *how)
+            kept.sums += sums[:1]
+            kept.inputs.append(made)
+            if layer == last and out is not None:
+                for source, target in zip(self.views(made), out, strict=True):
+                    self.copy(source, target)
+        return kept
+
+    def _last(self, stack: Array, u: Array, u_dot: Array, u_ddot: Array) -> None:
+        """Run a last layer that is a product alone: of all members at once."""
+        w, bias = self.weights[-1], self.biases[-1]
+        made = matmul_bias_activation(_tall(stack), w, backend=self.backend)
+        made = made.reshape(*made.shape[:-2], *stack.shape[-3:-1], made.shape[-1])
+        value, dot, ddot = self.views(made, len(self.weights) > 1)
+        if bias is None or not value.size:
+            self.copy(value, u)
+        else:
+            line = bias if bias.ndim > 1 else bias.reshape(1, *bias.shape)
+            elementwise(_sum, value, line, out=u, backend=self.backend)
+        self.copy(dot, u_dot)
+        self.copy(ddot, u_ddot)
+
+    # --- backward -----------------------------------------------------------------------------
+    def grads(self, given: Sequence[Array | None]) -> Array:
+        """Return the stack of the cotangents of the results."""
+        net, last = self.net, len(self.weights) - 1
+        members = net.members(last if net.plain else 1)
+        value = net.shapes[0]
+        stack = self.empty((*value[:-1], members, value[-1]))
+        for source, target in zip(given, self.views(stack, last > 0 or not net.plain), strict=True):
+            if target is not None:
+                self.copy(source, target)
+        return stack
+
+    def back(
+        self, given: Sequence[Array | None], kept: Kept, needs: Sequence[str]
+    ) -> tuple[Array | None, list[Array | None], list[Array | None]]:
+        """Return the gradients of x, and of each layer's weights and bias."""
+        net, grads, d_x = self.net, self.grads(given), None
+        d_weights: list[Array | None] = [None] * len(self.weights)
+        d_biases = list(d_weights)
+        for layer in range(len(self.weights) - 1, -1, -1):
+            w, bias, stack = self.weights[layer], self.biases[layer], kept.inputs[layer]
+            asked = ("b", "weights"), ("bias", "biases")
+            wanted = [y for y, of in asked if of in needs and (y != "bias" or bias is not None)]
+            wanted += ["a"] if layer or "x" in needs else []
+            if layer == len(self.weights) - 1 and net.plain:
+                found = self._back_last(grads, stack, wanted)
+            else:
+                sums = kept.sums[layer] if layer < len(kept.sums) else None
+                operands = grads, None, None, stack, w, bias, None, None, net.weights
+                flags = net.guard, False, net.pattern, net.stack(layer)
+                saved = sums, None, None
+                how = net.layers[layer][2], flags, tuple(wanted), None, self.backend
+                found = BACKWARD((*operands, *saved), *how)[:3]
+            grads, d_weights[layer], d_biases[layer] = found
+            d_x = None if grads is None else grads[..., 0, :]
+        return d_x, d_weights, d_biases
+
+    def _back_last(self, grads: Array, stack: Array, wanted: Sequence[str]) -> list[Array | None]:
+        """Return (d_a, d_b, d_bias) of a last layer that is a product alone."""
+        w, bias = self.weights[-1], self.biases[-1]
+        needs = tuple(y for y in wanted if y != "bias")
+        tall = _tall(grads), _tall(stack), w
+        made = matmul_bias_activation_bwd(*tall, needs=needs, backend=self.backend)
+        found: list[Array | None] = [*made]
+        if found[0] is not None:
+            found[0] = found[0].reshape(stack.shape)
+        if "bias" in wanted:
+            value = grads[..., 0, :], stack[..., 0, :], w, bias
+            made = matmul_bias_activation_bwd(*value, needs=("bias",), backend=self.backend)
+            found[2] = made.d_bias
+        return found
+
+
+def _tall(stack: Array) -> Array:
+    *batch, m, members, k = stack.shape
+    return stack.reshape(*batch, m * members, k)
+
+
+def functions(put: Callable[[ndarray, Any], Array], kind: Any) -> tuple[Any, Any]:
+    """Return ``mlp_jet`` and ``mlp_jet_bwd`` of a kind of arrays; `put` copies one to a device."""
+
+    def mlp_jet(
+        x: Any, weights: Any, biases: Any, activation: Any, directions: Any, second: Any,
+        final: Any, keep: bool, guard: bool, out: Any, backend: Any,
+    ) -> Any:  # fmt: skip
+        how = activation, directions, second, final, guard, backend
+        net = DeviceNetwork(put, kind, "mlp_jet", x, weights, biases, *how)
+        results = []
+        names = ("u", "u_dot", "u_ddot")
+        given = outputs(out, (), 3)
+        for name, y, shape in zip(names, given, net.net.shapes, strict=True):
+            net.check({name: y})
+            if y is not None:
+                output(name, y.ghost, shape, net.net.dtype, net.ghosts)
+                net.ghosts[name] = y.ghost
+            results.append(net.empty(shape) if y is None else y)
+        kept = net.run(keep, results)
+        found = NetworkJet(*results)
+        return (found, kept) if keep else found
+
+    def mlp_jet_bwd(
+        grads: Sequence[Any], x: Any, weights: Any, biases: Any, activation: Any, directions: Any,
+        second: Any, final: Any, needs: Iterable[str], kept: Any, guard: bool, backend: Any,
+    ) -> NetworkGradients:  # fmt: skip
+        wanted = check_needs(needs, ("x", "weights", "biases"))
+        how = activation, directions, second, final, guard, backend
+        net = DeviceNetwork(put, kind, "mlp_jet_bwd", x, weights, biases, *how)
+        names = ("grad", "grad_dot", "grad_ddot")
+        for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
+            net.check({name: y})
+            if y is not None:
+                shaped(y.ghost, name, shape)
+        if kept is None:
+            kept = net.run(True, None)
+        d_x, d_weights, d_biases = net.back(grads, kept, wanted)
+        pairs = (("weights", d_weights), ("biases", d_biases))
+        groups = [tuple(made) if name in wanted else None for name, made in pairs]
+        if "x" not in wanted:
+            return NetworkGradients(None, *groups)
+        made = net.empty(x.shape)
+        net.copy(d_x, made)
+        return NetworkGradients(made, *groups)
+
+    return mlp_jet, mlp_jet_bwd

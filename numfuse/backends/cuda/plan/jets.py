@@ -1,0 +1,213 @@
+"""A layer's jet as launches: a product of the rows of all members, and a pass over points.
+
+The sums of a point's members lie in one stack, (..., M, members, N) in the accumulator's dtype: of
+one tall product where the left operands are a stack too. A pass then makes all results of a point.
+A backward's makes the gradients by the sums, Q, in their place and in the operands' dtype, and the
+column sums of d_bias; d_a and its likes are products of Q and B', and d_b is one tall product of
+the stack and Q.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from math import prod
+from typing import TYPE_CHECKING
+
+from numfuse.backends.cuda import tiling
+from numfuse.backends.cuda.kernels import jets
+from numfuse.backends.cuda.kernels.elementwise import is_short
+from numfuse.backends.cuda.kernels.jets import loop_of
+from numfuse.backends.cuda.plan import batches, places
+from numfuse.backends.cuda.plan.lower import Bind
+from numfuse.backends.cuda.plan.program import Recorder, View
+from numfuse.backends.cuda.plan.second_order import zero
+from numfuse.problem.jets import MEMBERS
+from numfuse.problem.operands import format_of
+
+if TYPE_CHECKING:
+    from numfuse.problem.jets import JetProblem
+
+_LEFT = ("a", "a_dot", "a_ddot")
+_SUMS = ("z", "z_dot", "z_ddot")
+_KEPT = ("pre", "pre_dot", "pre_ddot")
+_GRADS = ("grad", "grad_dot", "grad_ddot")
+_OUTS = ("out", "out_dot", "out_ddot")
+_Q = ("d_z", "d_z_dot", "d_z_ddot")
+
+
+def jet(rec: Recorder, p: JetProblem, bind: Bind) -> None:
+    """Record a layer's jet, or its backward."""
+    empty = p.without_terms()
+    if empty is not None:
+        for name in empty:
+            zero(rec, bind(name))
+        return
+    (_backward if p.backward else _forward)(rec, p, bind)
+
+
+# --- stacks ---------------------------------------------------------------------------------------
+def _tall(x: View, members: int, n: int) -> View:
+    """Return a stack (..., M, members * pitch) as a matrix with a row of N for each member."""
+    *batch, m, width = x.shape
+    strides = *x.strides[:-2], width // members, 1
+    return replace(x, shape=(*batch, m * members, n), strides=strides)
+
+
+def _members(
+    p: JetProblem, x: View, names: tuple[str, str, str], n: int, members: int
+) -> dict[str, View]:
+    """Return the parts of a stack, by their names, each with its members as the leading axis."""
+    width = x.shape[-1]
+    pitch, steps = width // members, (*x.strides[:-2], width, 1)
+    value, *rest = names
+    found = {value: replace(x, shape=(*x.shape[:-1], n), strides=steps)}
+    first = 1
+    for name, count in zip(rest, (p.directions, p.seconds), strict=True):
+        if count and first + count <= members:
+            shape, at = (count, *x.shape[:-1], n), x.offset + first * pitch
+            found[name] = replace(x, shape=shape, strides=(pitch, *steps), offset=at)
+        first += count
+    return found
+
+
+def _stack(rec: Recorder, p: JetProblem, n: int, dtype: str) -> View:
+    """Return a new stack of N columns for each point, with rows as the fast loads want them."""
+    itemsize = rec.fresh((0,), dtype).itemsize
+    return rec.fresh((*p.batch, p.m, p.members * tiling.pitch(n, itemsize)), dtype)
+
+
+def _all_members(p: JetProblem) -> int:
+    """Return the rows of a point in stacks of results and their cotangents."""
+    return 1 + p.directions + p.seconds
+
+
+def _spread(x: View, axes: int) -> View:
+    """Return an array of members with `axes` axes between that of the members and the matrix."""
+    missing = (1,) * (axes + 3 - len(x.shape))
+    strides = x.strides[0], *(0 for _ in missing), *x.strides[1:]
+    return replace(x, shape=(x.shape[0], *missing, *x.shape[1:]), strides=strides)
+
+
+def _product(rec: Recorder, p: JetProblem, x: View, y: View, out: View, name: str) -> None:
+    """Record out = X Y, where what `name` names has members, for all of these."""
+    batch, acc = p.batch, format_of(p.acc_dtype)
+    if name in MEMBERS:
+        axes, batch = len(batch), (x.shape[0], *batch)
+        x, out = _spread(x, axes), _spread(out, axes)
+    batches.product(rec, x, y, batch, out, acc)
+
+
+def _sums(rec: Recorder, p: JetProblem, bind: Bind, kept: bool = False) -> dict[str, View]:
+    """Record the sums of all members; return them. Those that are `kept` are results."""
+    acc, b = format_of(p.acc_dtype), bind("b")
+    if p.stacked:
+        whole = bind("pre") if kept else _stack(rec, p, p.n, acc)
+        x, out = _tall(bind("a"), p.members, p.k), _tall(whole, p.members, p.n)
+        batches.product(rec, x, b, p.batch, out, acc)
+        return _members(p, whole, _SUMS, p.n, p.members)
+    if kept:
+        found = {z: bind(x) for z, x in zip(_SUMS, _KEPT, strict=True) if x in p.arrays}
+    else:
+        found = _members(p, _stack(rec, p, p.n, acc), _SUMS, p.n, p.members)
+    for name, z in zip(_LEFT, _SUMS, strict=True):
+        if name in p.arrays and z in found and 0 not in found[z].shape:
+            _product(rec, p, bind(name), b, found[z], name)
+    return found
+
+
+def _left(rec: Recorder, p: JetProblem, bind: Bind) -> View:
+    """Return the left operands as a tall matrix, gathered where they are no stack."""
+    a = bind("a")
+    if p.stacked:
+        return _tall(a, p.members, p.k)
+    if p.members == 1:
+        return a
+    pitch = tiling.pitch(p.k, a.itemsize)
+    whole = rec.fresh((*a.shape[:-1], p.members * pitch), a.dtype)
+    for name, part in _members(p, whole, _LEFT, p.k, p.members).items():
+        if name in p.arrays and 0 not in part.shape:
+            batches.copy(rec, bind(name), part)
+    return _tall(whole, p.members, p.k)
+
+
+# --- forward --------------------------------------------------------------------------------------
+def _forward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
+    kept = "pre" in p.arrays
+    arrays = _sums(rec, p, bind, kept)
+    if p.stacked:
+        written = _members(p, bind("out"), _OUTS, p.n, _all_members(p))
+    else:
+        written = {name: bind(name) for name in _OUTS}
+    if kept:
+        written["pre"] = arrays["z"]
+    _pass(rec, p, bind, arrays, written)
+
+
+# --- backward -------------------------------------------------------------------------------------
+def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
+    acc = format_of(p.acc_dtype)
+    if p.stacked:
+        arrays = _members(p, bind("grad"), _GRADS, p.n, _all_members(p))
+    else:
+        arrays = {name: bind(name) for name in _GRADS if name in p.arrays}
+    if "pre" in p.arrays and p.stacked:
+        arrays |= _members(p, bind("pre"), _SUMS, p.n, p.members)
+    elif "pre" in p.arrays:
+        arrays |= {z: bind(x) for z, x in zip(_SUMS, _KEPT, strict=True) if x in p.arrays}
+    elif any(name in _SUMS for part in p.jet for name in part.inputs):
+        arrays |= _sums(rec, p, bind)
+    results, written = p.results, dict[str, View]()
+    if any(name != "d_bias" for name in results):
+        q = _stack(rec, p, p.n, format_of(p.dtype))
+        written = _members(p, q, _Q, p.n, p.members)
+    _pass(rec, p, bind, arrays, written, bind("d_bias"))
+    if not written:
+        return
+    if "d_b" in results:
+        left, tall = _left(rec, p, bind), _tall(q, p.members, p.n)
+        batches.product(rec, left.turned, tall, p.batch, bind("d_b"), acc, free=True)
+    if p.stacked and "d_a" in results:
+        out = _tall(bind("d_a"), p.members, p.k)
+        batches.product(rec, _tall(q, p.members, p.n), bind("b").turned, p.batch, out, acc)
+        return
+    for name, of in zip(_Q, _LEFT, strict=True):
+        if f"d_{of}" in results and name in written:
+            _product(rec, p, written[name], bind("b").turned, bind(f"d_{of}"), of)
+
+
+# --- the pass -------------------------------------------------------------------------------------
+def _pass(
+    rec: Recorder, p: JetProblem, bind: Bind, arrays: Mapping[str, View],
+    written: Mapping[str, View], d_bias: View | None = None,
+) -> None:  # fmt: skip
+    """Record a pass over points, from `arrays` to those that are written and to d_bias."""
+    acc = format_of(p.acc_dtype)
+    written = {name: x for name, x in written.items() if 0 not in x.shape}
+    counts, weighted = (p.directions, p.seconds), "weights" in p.arrays
+    names = frozenset(written)
+    made = jets.of(p.jet, names, p.backward, counts, weighted, d_bias is not None)
+    if not (written or made.sums):
+        return
+    given = dict(arrays)
+    if "bias" in made.read and "bias" in p.arrays:
+        given["bias"] = bind("bias")
+    views = {name: x for name, x in given.items() if name in made.read} | written
+    steps, inner = dict[str, int](), dict[str, View]()
+    for name, x in views.items():
+        lead = int(bool(loop_of(name)))
+        steps[name] = x.strides[0] * x.itemsize if lead else 0
+        inner[name] = replace(x, shape=x.shape[lead:], strides=x.strides[lead:])
+    spots = places.Places(p.batch, inner, range(len(p.batch)))
+    operands = {name: spots.operand(name, *places.matrix(x)) for name, x in inner.items()}
+    weights = rec.constant(p.arrays["weights"].astype(p.acc_dtype)) if made.weighted else 0
+    short, sizes = is_short(acc, format_of(p.dtype)), (p.m, p.n, spots.count)
+    how = rec.device.info, made, acc, operands, steps, weights, sizes, short
+    launch, chunks = jets.launch(*how)
+    table = rec.fresh((prod(p.batch), chunks, p.n), acc) if made.sums else None
+    for first, at in spots:
+        if table is not None:
+            at["sums"] = table.at(first * chunks * p.n)
+        rec.launches((launch,), at)
+    if table is not None and d_bias is not None:
+        batches.join_columns(rec, table, p.batch, chunks, d_bias, acc)
