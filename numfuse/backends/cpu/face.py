@@ -151,7 +151,7 @@ class CpuBackend(OneRun):
 
 def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
-    members = getattr(p, "members", 1)
+    members = getattr(p, "members", None) or 1  # (a fused problem has None for any name)
     if not p.k:
         return math.prod(p.batch) * members * p.m * p.n >= tiling.PARALLEL_ELEMENTS
     r = library.registers_of(format_of(p.dtype))
