@@ -12,6 +12,7 @@ from numfuse.functional import ActivationLike, BackendLike
 from numfuse.perceptron import Kept, Memory, Network
 from numfuse.problem.operands import array_of, output, same_dtype, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
+from numfuse.runtime.dispatch import adapter_for
 
 __all__ = ["mlp_jet", "mlp_jet_bwd"]
 
@@ -91,6 +92,11 @@ def mlp_jet(
     >>> nf.mlp_jet(np.zeros((1, 1)), w, None)
     NetworkJet(u=array([[0.]]), u_dot=array([[[1.]]]), u_ddot=array([[[0.]]]))
     """
+    serve = _serving(x, weights, biases)
+    if serve is not None:
+        constants = directions, second
+        how = activation, final, guard, backend
+        return serve(None, x, weights, biases, how, constants, keep, (), out)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
@@ -107,6 +113,16 @@ def mlp_jet(
             target[...] = y
     found = NetworkJet(*results)
     return (found, kept) if keep else found
+
+
+def _serving(x: Any, weights: Any, biases: Any, grads: Sequence[Any] = ()) -> Any:
+    """Return what an adapter runs the networks of its arrays with; None for NumPy's."""
+    if not isinstance(weights, Sequence):
+        return None
+    named = {"x": x} | {f"weights[{i}]": w for i, w in enumerate(weights)}
+    named |= {f"biases[{i}]": y for i, y in enumerate(biases or ()) if y is not None}
+    named |= {name: y for name, y in zip(("grad", "grad_dot", "grad_ddot"), grads, strict=False)}
+    return getattr(adapter_for(**named), "network", None)
 
 
 def _outputs(net: Network, out: Any) -> tuple[Any, list[ndarray]]:
@@ -171,11 +187,18 @@ def mlp_jet_bwd(
         As :func:`mlp_jet`.
     """
     wanted = check_needs(needs, _NEEDS)
+    grads = grad, grad_dot, grad_ddot
+    serve = _serving(x, weights, biases, grads)
+    if serve is not None:
+        constants = directions, second
+        how = activation, final, guard, backend
+        found: NetworkGradients = serve(grads, x, weights, biases, how, constants, kept, wanted)
+        return found
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
     given = []
     names = "grad", "grad_dot", "grad_ddot"
-    for name, y, shape in zip(names, (grad, grad_dot, grad_ddot), net.shapes, strict=True):
+    for name, y, shape in zip(names, grads, net.shapes, strict=True):
         if y is not None:
             y = shaped(array_of(y), name, shape)
             same_dtype({"x": x, name: y})
@@ -189,9 +212,9 @@ def mlp_jet_bwd(
     memory = Memory(net, blocks[0].stop, True, True, again)
     for rows in blocks:
         inputs, sums = net.run(rows, None, memory) if again else (kept.inputs, kept.sums)
-        found = net.back_through(given, rows, inputs, sums, wanted, totals, memory)
-        if d_x is not None and found is not None:
-            d_x[..., rows, :] = found
+        d_rows = net.back_through(given, rows, inputs, sums, wanted, totals, memory)
+        if d_x is not None and d_rows is not None:
+            d_x[..., rows, :] = d_rows
     memory.slab.release()
     made: list[list[Any]] = [[], []]
     for (w, bias, _), pair in zip(net.layers, totals, strict=True):
