@@ -92,6 +92,7 @@ def mlp_jet(
     >>> nf.mlp_jet(np.zeros((1, 1)), w, None)
     NetworkJet(u=array([[0.]]), u_dot=array([[[1.]]]), u_ddot=array([[[0.]]]))
     """
+    weights, biases = _listed(weights), _listed(biases)
     serve = _serving(x, weights, biases)
     if serve is not None:
         constants = directions, second
@@ -113,6 +114,13 @@ def mlp_jet(
             target[...] = y
     found = NetworkJet(*results)
     return (found, kept) if keep else found
+
+
+def _listed(given: Any) -> Any:
+    """Return a sequence of arrays as one of Python's: a library's own (a ParameterList) too."""
+    if given is None or isinstance(given, (Sequence, ndarray)) or not hasattr(given, "__len__"):
+        return given
+    return list(given)
 
 
 def _serving(x: Any, weights: Any, biases: Any, grads: Sequence[Any] = ()) -> Any:
@@ -188,6 +196,7 @@ def mlp_jet_bwd(
     """
     wanted = check_needs(needs, _NEEDS)
     grads = grad, grad_dot, grad_ddot
+    weights, biases = _listed(weights), _listed(biases)
     serve = _serving(x, weights, biases, grads)
     if serve is not None:
         constants = directions, second

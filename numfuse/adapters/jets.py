@@ -18,10 +18,12 @@ import numpy as np
 
 from numfuse.activations import Activation, get
 from numfuse.definitions import UserEpilogue
-from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd
+from numfuse.jets import matmul_bias_activation_jet, matmul_bias_activation_jet_bwd, weights_of
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.language.graph import SYMBOL
 from numfuse.networks import mlp_jet, mlp_jet_bwd
+from numfuse.perceptron import Network
+from numfuse.problem.jets import make
 from numfuse.problem.results import LayerJet, LayerJetGradients, NetworkGradients, NetworkJet
 
 Constants = tuple[Any, Any]
@@ -70,6 +72,14 @@ class LayerCall:
         seconds = a_dot if constants[1] is None else constants[1]
         return value, (a_dot.shape[0], *value), (seconds.shape[0], *value)
 
+    def check(self, x: Sequence[Any], constants: Constants) -> None:
+        """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
+        a, b, bias, a_dot, a_ddot = x
+        weights, pattern = weights_of(constants[1], a, a_dot, a_ddot)
+        operands = {"a": a, "b": b, "bias": bias, "a_dot": a_dot, "a_ddot": a_ddot}
+        how = self.activation, (), None, self.guard, False, pattern, None
+        make(False, {**operands, "weights": weights}, *how)
+
     def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
         """Return the results by `ops`."""
         a, b, bias, a_dot, a_ddot = x
@@ -86,7 +96,11 @@ class LayerCall:
             found = tuple([y[..., 0] if column else y[..., 0, :] for y in found])
         return found
 
-    def gradients(self, found: Sequence[Any]) -> LayerJetGradients:
+    def wanted(self, needs: Sequence[str]) -> list[bool]:
+        """Return of which operands a public function's `needs` asks for gradients."""
+        return [name in needs for name in self.names]
+
+    def gradients(self, found: Sequence[Any], needs: Sequence[str]) -> LayerJetGradients:
         """Return gradients, one for each operand, as the public function has them."""
         return LayerJetGradients(*found)
 
@@ -151,6 +165,11 @@ class NetworkCall:
         count = points.shape[-1] if first is None else first.shape[0]
         return value, (count, *value), (count if second is None else second.shape[0], *value)
 
+    def check(self, x: Sequence[Any], constants: Constants) -> None:
+        """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
+        options = *constants, self.activations[-1], self.guard, self.backend
+        Network("mlp_jet", *self._apart(x), self.activations[:-1], *options)
+
     def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
         """Return the results by `ops`."""
         h, weights, biases = self._apart(x)
@@ -163,9 +182,15 @@ class NetworkCall:
             h, dot, ddot = _layer(ops, f, h, w, bias, dot, ddot, second)
         return h, dot, ddot
 
-    def gradients(self, found: Sequence[Any]) -> NetworkGradients:
+    def wanted(self, needs: Sequence[str]) -> list[bool]:
+        """Return of which operands a public function's `needs` asks for gradients."""
+        count = len(self.activations)
+        return ["x" in needs, *["weights" in needs] * count, *["biases" in needs] * count]
+
+    def gradients(self, found: Sequence[Any], needs: Sequence[str]) -> NetworkGradients:
         """Return gradients, one for each operand, as the public function has them."""
-        return NetworkGradients(*self._apart(found))
+        groups = zip(self._apart(found), ("x", "weights", "biases"), strict=True)
+        return NetworkGradients(*[y if name in needs else None for y, name in groups])
 
 
 JetCall = LayerCall | NetworkCall

@@ -191,15 +191,18 @@ def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> A
 
 def _run_backward(
     call: JetCall, grads: Sequence[Any], x: Sequence[Any], constants: Constants, kept: Any,
-    needs: Sequence[bool],
+    needs: Sequence[str],
 ) -> Any:  # fmt: skip
     """Return the gradients of a jet's operands, as the public function has them."""
     names = "grad", "grad_dot", "grad_ddot"
     checked(**dict(zip(call.names, x, strict=True)), **dict(zip(names, grads, strict=True)))
-    needs = [need and y is not None for need, y in zip(needs, x, strict=True)]
+    pairs = zip(call.wanted(needs), x, strict=True)
+    wanted = [need and y is not None for need, y in pairs]
     if eager.mode([*grads, *x]) == 1:
-        return call.gradients(_backward(call, grads, x, constants, needs, kept))
-    return call.gradients(_plain_backward(call, grads, x, constants, needs))
+        found = _backward(call, grads, x, constants, wanted, kept)
+    else:
+        found = _plain_backward(call, grads, x, constants, wanted)
+    return call.gradients(found, needs)
 
 
 # --- calls of the public functions ----------------------------------------------------------------
@@ -212,7 +215,7 @@ def layer(
     call, grads, x, constants, keep = layer_call(*how, _WHAT)
     if grads:
         kept = operands[-3:] if operands[-3] is not None else None
-        return _run_backward(call, grads, x, constants, kept, [n in needs for n in call.names])
+        return _run_backward(call, grads, x, constants, kept, needs)
     found = _run(call, x, constants, keep)
     return (*found[0], *found[1]) if keep else found
 
@@ -227,11 +230,7 @@ def network(
     call, operands = network_call(x, weights, biases, *how)
     if grads is None:
         return _run(call, operands, constants, keep)
-    places = "x", *("weights",) * len(weights), *("biases",) * len(weights)
-    wanted = [place in needs for place in places]
-    found = _run_backward(call, grads, operands, constants, keep, wanted)
-    groups = zip(found, ("x", "weights", "biases"), strict=True)
-    return found._make([d if name in needs else None for d, name in groups])
+    return _run_backward(call, grads, operands, constants, keep, needs)
 
 
 # --- programs of torch.compile --------------------------------------------------------------------
