@@ -95,9 +95,8 @@ def mlp_jet(
     weights, biases = _listed(weights), _listed(biases)
     serve = _serving(x, weights, biases)
     if serve is not None:
-        constants = directions, second
-        how = activation, final, guard, backend
-        return serve(None, x, weights, biases, how, constants, keep, (), out)
+        rest = (activation, final, guard, backend), (directions, second)
+        return serve(None, x, weights, biases, *rest, keep, (), out)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
@@ -199,9 +198,8 @@ def mlp_jet_bwd(
     weights, biases = _listed(weights), _listed(biases)
     serve = _serving(x, weights, biases, grads)
     if serve is not None:
-        constants = directions, second
-        how = activation, final, guard, backend
-        found: NetworkGradients = serve(grads, x, weights, biases, how, constants, kept, wanted)
+        rest = (activation, final, guard, backend), (directions, second)
+        found: NetworkGradients = serve(grads, x, weights, biases, *rest, kept, wanted)
         return found
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)

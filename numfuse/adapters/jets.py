@@ -58,9 +58,10 @@ class LayerCall:
         """Return the gradient of each operand, None where it is not needed."""
         a, b, bias, a_dot, a_ddot = x
         wanted = tuple([name for name, need in zip(self.names, needs, strict=True) if need])
+        g, g_dot, g_ddot = grads
         found = matmul_bias_activation_jet_bwd(
-            *grads, a, b, bias, self.activation, a_dot, a_ddot, weights=constants[1], kept=kept,
-            needs=wanted, guard=self.guard, backend=self.backend,
+            g, g_dot, g_ddot, a, b, bias, self.activation, a_dot, a_ddot, weights=constants[1],
+            kept=kept, needs=wanted, guard=self.guard, backend=self.backend,
         )  # fmt: skip
         return list(found)
 
@@ -149,7 +150,8 @@ class NetworkCall:
         groups = dict(zip(("x", "weights", "biases"), self._apart(needs), strict=True))
         wanted = tuple([name for name, need in groups.items() if need is True or any_of(need)])
         options = {"needs": wanted, "kept": kept, **self._options(constants)}
-        found = mlp_jet_bwd(*grads, *self._apart(x), self.activations[:-1], **options)
+        operands: Any = *grads, *self._apart(x), self.activations[:-1]
+        found = mlp_jet_bwd(*operands, **options)
         nothing = (None,) * len(self.activations)
         flat = [found.d_x, *(found.d_weights or nothing), *(found.d_biases or nothing)]
         return [d if need else None for d, need in zip(flat, needs, strict=True)]
@@ -167,8 +169,9 @@ class NetworkCall:
 
     def check(self, x: Sequence[Any], constants: Constants) -> None:
         """Raise for shapes and dtypes that do not fit; nothing of the arrays is read."""
-        options = *constants, self.activations[-1], self.guard, self.backend
-        Network("mlp_jet", *self._apart(x), self.activations[:-1], *options)
+        hidden, final = self.activations[:-1], self.activations[-1]
+        options: Any = hidden, *constants, final, self.guard, self.backend
+        Network("mlp_jet", *self._apart(x), *options)
 
     def plain(self, ops: Any, x: Sequence[Any], constants: Constants) -> tuple[Any, ...]:
         """Return the results by `ops`."""

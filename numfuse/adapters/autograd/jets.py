@@ -79,7 +79,8 @@ def _plain_backward(*args: Any) -> tuple[Any, ...]:
     *every, how = args
     grads, x = every[:RESULTS], every[RESULTS:]
     at = tuple([i for i, need in enumerate(how.needs) if need])
-    shapes = how.call.shapes(x, tuple([None if c is None else np.asarray(c) for c in how.constants]))
+    first, second = (None if c is None else np.asarray(c) for c in how.constants)
+    shapes = how.call.shapes(x, (first, second))
     pairs = zip(grads, shapes, strict=True)
     gs = tuple([np.zeros(shape, x[0].dtype) if g is None else g for g, shape in pairs])
     found: tuple[Any, ...] = through(_plain_forward)[0](at, gs, (*x, how), {})(traced_tuple(gs))

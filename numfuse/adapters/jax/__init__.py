@@ -36,8 +36,19 @@ from numfuse.adapters.signatures import NAMES, of_module
 _HOMES = fusion, gated, layers, networks
 _FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
 #: Keywords of theirs that are constants on the host.
-_CONSTANTS = {**dict.fromkeys(layers.__all__, ("weights",)), **dict.fromkeys(networks.__all__, ("directions", "second"))}
-__all__ = [*NAMES, *_FUSED, "activation", "describe", "fused", "jet", "network", "synchronize", "to_numpy"]
+_CONSTANTS: dict[str, tuple[str, ...]] = dict.fromkeys(layers.__all__, ("weights",))
+_CONSTANTS |= dict.fromkeys(networks.__all__, ("directions", "second"))
+__all__ = [
+    *NAMES,
+    *_FUSED,
+    "activation",
+    "describe",
+    "fused",
+    "jet",
+    "network",
+    "synchronize",
+    "to_numpy",
+]
 
 
 def to_numpy(x: Any) -> ndarray:

@@ -26,6 +26,7 @@ from numfuse.adapters.jax.primitives import mapped
 from numfuse.adapters.jets import RESULTS, JetCall, LayerCall, layer_call, network_call
 from numfuse.runtime.strided import ghost
 
+_GRADS = "grad", "grad_dot", "grad_ddot"
 _WHAT = "JAX, the arrays of which are never written to"
 
 
@@ -45,7 +46,7 @@ class Form(NamedTuple):
 
     The operands of a backward are three cotangents and those of the forward; those of a tangent are
     the forward's and a tangent for each. All have `lead` mapped axes in front, of length 1 where
-    one is the same for all. The last `pooled` of them are summed over in the gradient of such a one.
+    one is the same for all. The last `pooled` of them are summed over in its gradient.
     """
 
     call: JetCall
@@ -56,8 +57,10 @@ class Form(NamedTuple):
     #: Of a backward: which operands of the forward.
     needs: tuple[bool, ...] = ()
 
-    #: It has no machine code that XLA calls.
-    calls_back = True
+    @property
+    def calls_back(self) -> bool:
+        """Return True: there is no machine code that XLA calls."""
+        return True
 
     @property
     def how(self) -> Any:
@@ -127,7 +130,7 @@ class _Arrays(NamedTuple):
         """
         form, n, lead = self.form, self.form.lead, self.lead
         first = np.broadcast_to(x[0], lead + x[0].shape[n:])
-        shapes = [None if y is None else self.wanted(y.shape) for y in x]
+        shapes: list[Any] = [None if y is None else self.wanted(y.shape) for y in x]
         shared = all(
             y is None or (shape[:n] == (1,) * n == y.shape[:n] and y.ndim - n <= 2)
             for y, shape in zip(x[1:], shapes[1:], strict=True)
@@ -136,8 +139,8 @@ class _Arrays(NamedTuple):
         # (members in front, as the core has them)
         moved = [g if i == 0 or g is None else np.moveaxis(g, n, 0) for i, g in enumerate(grads)]
         if shared:
-            own = [first.reshape(-1, first.shape[-1])]
-            own += [None if y is None else y.reshape(y.shape[n:]) for y in x[1:]]
+            own: list[Any] = [first.reshape(-1, first.shape[-1])]
+            own.extend([y if y is None else y.reshape(y.shape[n:]) for y in x[1:]])
             moved = [
                 g if g is None else g.reshape((*g.shape[:1] * (i > 0), -1, g.shape[-1]))
                 for i, g in enumerate(moved)
@@ -242,11 +245,14 @@ def _made(form: Form, given: Sequence[Any]) -> _Arrays:
 
 
 # --- rules ----------------------------------------------------------------------------------------
-def _batched(plain: Any, bound: Any, given: Sequence[Any], axes: Sequence[Any], *, form: Form) -> Any:
+def _batched(
+    plain: Any, name: str, given: Sequence[Any], axes: Sequence[Any], *, form: Form
+) -> Any:
     if isinstance(form.call, LayerCall):
         found = jax.vmap(partial(plain, form), axes)(*given)
     else:
-        found = bound().bind(*in_front(given, axes), form=form._replace(lead=form.lead + 1))
+        bind = _PRIMITIVES[name].bind
+        found = bind(*in_front(given, axes), form=form._replace(lead=form.lead + 1))
     return found, [0] * len(found)
 
 
@@ -305,7 +311,8 @@ def _tangent_transposed(cotangents: Sequence[Any], *given: Any, form: Form) -> A
     return [y for y, there in zip(every, form.there, strict=True) if there]
 
 
-JET = primitive("jet", _Arrays, partial(_batched, _plain_call, lambda: JET), _derived, _not_transposed)
+_RULES: Any = partial(_batched, _plain_call, "jet"), _derived, _not_transposed
+JET: Primitive = primitive("jet", _Arrays, *_RULES)
 _in_xla: Any = mlir.lower_fun(lambda *x, form: _plain_call(form, *x), multiple_results=True)
 mlir.register_lowering(JET, _in_xla, platform="cuda")
 
@@ -315,7 +322,8 @@ TANGENT.def_impl(jax.jit(lambda *x, form: _plain_tangent(form, *x), static_argna
 TANGENT.def_abstract_eval(partial(abstract_results, _Arrays))
 _tangent_in_xla: Any = mlir.lower_fun(lambda *x, form: _plain_tangent(form, *x), True)
 mlir.register_lowering(TANGENT, _tangent_in_xla)
-batching.primitive_batchers[TANGENT] = partial(_batched, _plain_tangent, lambda: TANGENT)
+batching.primitive_batchers[TANGENT] = partial(_batched, _plain_tangent, "tangent")
+_PRIMITIVES = {"jet": JET, "tangent": TANGENT}
 ad.primitive_jvps[TANGENT] = _tangent_derived
 ad.primitive_transposes[TANGENT] = _tangent_transposed
 
@@ -326,7 +334,8 @@ def _run(
     needs: Sequence[bool] = (),
 ) -> list[Any]:  # fmt: skip
     """Return the results of a forward, or the gradients of a backward in their places."""
-    for name, y in zip(("grad", "grad_dot", "grad_ddot", *call.names)[-len(grads) - len(x) :], (*grads, *x), strict=True):
+    names = *_GRADS[: len(grads)], *call.names
+    for name, y in zip(names, (*grads, *x), strict=True):
         if y is not None and not isinstance(y, (jax.Array, ndarray)):
             kind = f"{type(y).__module__}.{type(y).__qualname__}".removeprefix("builtins.")
             raise TypeError(f"{name} must be a JAX array, got {kind}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from functools import partial
+from dataclasses import replace
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -18,22 +18,23 @@ from torch import Tensor
 from torch.autograd import Function
 
 from numfuse import jets, networks
+from numfuse.activations import get
 from numfuse.adapters.jets import (
     RESULTS,
     Constants,
     JetCall,
     LayerCall,
-    NetworkCall,
     layer_call,
     network_call,
 )
 from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.compiled import follows
-from numfuse.adapters.torch.keys import backend_key, backend_of, key_of
 from numfuse.adapters.torch.kept import recomputes
+from numfuse.adapters.torch.keys import backend_key, backend_of, key_of
 from numfuse.adapters.torch.operators import BY_NAME, in_graph
 from numfuse.adapters.torch.tensors import array_over, autocast, checked, run_beside, to_tensor
 from numfuse.fusion import elementwise
+from numfuse.problem.results import LayerJet, NetworkJet
 
 _WHAT = "PyTorch's autograd, transformations, modes and tracing"
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")
@@ -117,7 +118,7 @@ def _plain_backward(
     """Return the gradients of a forward's operands, with derivatives of their own."""
     with torch.enable_grad():
         # (an operand that comes twice has a gradient for each of its places)
-        own = [None if y is None else y.view_as(y) for y in x]
+        own: list[Any] = [None if y is None else y.view_as(y) for y in x]
         for i, need in enumerate(needs):
             if need and not own[i].requires_grad:
                 own[i].requires_grad_()
@@ -241,12 +242,8 @@ _CALLS: dict[str, JetCall] = {}
 def _layer_key(activation: Any, guard: bool) -> str:
     """Return a string that stands for a layer's call."""
     key = f"layer {key_of(activation)} {guard}"
-    _CALLS.setdefault(key, layer_of(activation, guard))
+    _CALLS.setdefault(key, LayerCall(get(activation), bool(guard), None))
     return key
-
-
-def layer_of(activation: Any, guard: bool) -> LayerCall:
-    return LayerCall(eager.get(activation), bool(guard), None)
 
 
 @torch.compiler.assume_constant_result
@@ -260,10 +257,7 @@ def _network_key(count: int, activation: Any, final: Any, guard: bool) -> str:
 
 def _call_of(key: str, backend: str | None) -> Any:
     found = _CALLS[key]
-    if backend is None:
-        return found
-    how = found.activation if isinstance(found, LayerCall) else found.activations
-    return type(found)(how, found.guard, backend_of(backend))
+    return found if backend is None else replace(found, backend=backend_of(backend))
 
 
 def _on_host(constants: Sequence[Any]) -> Any:
@@ -375,7 +369,7 @@ def _mlp_jet(
     count = len(weights)
     key = _network_key(count, activation, final, guard)
     operands = [x, *weights, *((None,) * count if biases is None else biases)]
-    return networks.NetworkJet(*_followed(key, operands, (directions, second), backend))
+    return NetworkJet(*_followed(key, operands, (directions, second), backend))
 
 
 @torch.compiler.substitute_in_graph(jets.matmul_bias_activation_jet)
@@ -387,4 +381,4 @@ def _layer_jet(
     _refuse(keep, out)
     key = _layer_key(activation, guard)
     operands = [a, b, bias, a_dot, a_ddot]
-    return jets.LayerJet(*_followed(key, operands, (None, weights), backend))
+    return LayerJet(*_followed(key, operands, (None, weights), backend))
