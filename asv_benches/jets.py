@@ -1,10 +1,10 @@
 """Derivatives in a loss: the gradient of Burgers' mean squared residual by all weights, on the CPU.
 
-``python asv_benches/jets.py [ROW ...]`` runs the rows whose names have one of the words, each way of
-each library in the same process by turns, with new random points and weights, and prints medians.
+``python asv_benches/jets.py [WORD ...]`` runs the rows whose names have all of the words, each way
+of each library in the same process by turns, with random points and weights, and prints medians.
 
-- numfuse: :func:`numfuse.mlp_jet`, the residual in NumPy, :func:`numfuse.mlp_jet_bwd`; with what the
-  forward kept, and by blocks that are made again.
+- numfuse: :func:`numfuse.mlp_jet`, the residual in NumPy, :func:`numfuse.mlp_jet_bwd`; with what
+  the forward kept, and by blocks that are made again.
 - jax.jit: forward mode of forward mode, the gradient by reverse mode.
 - torch: `autograd.grad` of `autograd.grad`, eager.
 """
@@ -12,6 +12,7 @@ each library in the same process by turns, with new random points and weights, a
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,7 +36,7 @@ def operands(rng: np.random.Generator, points: int, sizes: Sequence[int], dtype:
     """Return points (x, t), and the weights and biases of a network."""
     x = rng.uniform((-1, 0), (1, 1), (points, 2)).astype(dtype)
     layers = []
-    for k, n in zip(sizes, sizes[1:], strict=False):
+    for k, n in itertools.pairwise(sizes):
         w = rng.standard_normal((k, n)) / np.sqrt(k)
         layers.append((w.astype(dtype), rng.standard_normal(n).astype(dtype) / 10))
     return x, layers
@@ -133,7 +134,9 @@ def main() -> None:
             runs["jax.jit"] = jax_call(x, layers)
         if "torch" in args.peers:
             runs["torch"] = torch_call(x, layers)
-        exact = flat(ours(x.astype(np.float64), [tuple(map(np.float64, y)) for y in layers], True)())
+        exact = flat(
+            ours(x.astype(np.float64), [tuple(map(np.float64, y)) for y in layers], True)()
+        )
         times: dict[str, list[float]] = {way: [] for way in runs}
         errors = {}
         for way, run in runs.items():

@@ -32,7 +32,7 @@ BLOCK_BYTES = 8 << 20
 
 
 class Kept:
-    """What the forward of a network keeps: the stacks of each layer's inputs and of its sums."""
+    """The stacks of each layer's inputs and of its sums, as a forward keeps them."""
 
     def __init__(self, memory: Memory, inputs: list[ndarray], sums: list[ndarray]) -> None:
         self.inputs, self.sums = inputs, sums
@@ -157,7 +157,7 @@ class Network:
         return 1 + self.directions + (self.seconds if layer else 0)
 
     def blocks(self, layers: int) -> list[slice]:
-        """Return blocks of points, of which so many layers are held at once; the first is largest."""
+        """Return blocks of points, the largest first; so many layers are held at once."""
         widest = max(w.shape[-1] for w, _, _ in self.layers)
         batch = max(prod(shape) for shape in self.batches)
         one = batch * widest * self.members(1) * self.acc.itemsize * layers
@@ -189,13 +189,13 @@ class Network:
 
     def stack(self, layer: int) -> Stack:
         """Return the form of a layer's call."""
-        return Stack(self.directions, self.seconds, layer > 0)
+        return Stack(self.directions, self.seconds, layer > 0 and self.seconds > 0)
 
     def forward(self, layer: int, stack: ndarray, out: ndarray, sums: ndarray | None) -> None:
         """Run a layer on a stack of inputs."""
         w, bias, f = self.layers[layer]
         flags = self.guard, sums is not None, self.pattern, self.stack(layer)
-        outs = out, None, None
+        outs: tuple[Any, ...] = out, None, None
         if sums is not None:
             outs = *outs, sums, None, None
         operands = stack, w, bias, None, None, self.weights
@@ -230,7 +230,7 @@ class Network:
                     sums := memory.sums(layer, self.shape(layer, points, self.members(layer)))
                 )
             self.forward(layer, stack, target, sums)
-            if layer == last:
+            if layer == last and out is not None:
                 assign(out, self.views(target))
             inputs.append(stack := target)
         return inputs, kept

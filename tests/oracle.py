@@ -99,6 +99,14 @@ SECOND = {
     "gelu_erf": lambda x: _times(2 - np.clip(x, -1e3, 1e3) ** 2, _phi(x)),
     "softplus": _bell,
 }
+#: Third derivatives, of some.
+THIRD = {
+    "sigmoid": lambda x: _bell(x) * (1 - 6 * _bell(x)),
+    "tanh": lambda x: 4 * _bell(2 * x) * (6 * np.tanh(x) ** 2 - 2),
+    "silu": lambda x: (
+        3 * _bell(x) * (_sigmoid(-x) - _sigmoid(x)) + _times(x, _bell(x) * (1 - 6 * _bell(x)))
+    ),
+}
 ACTIVATIONS = tuple(VALUE)
 
 

@@ -412,7 +412,7 @@ _FUNCTIONS: dict[str, Callable[[ndarray], ndarray]] = {
     "sqrt": lambda x: np.sqrt(np.maximum(x, 0)),
 }
 _SCALED = {"scaled_sigmoid": oracle.VALUE["sigmoid"], "scaled_bell": oracle.SLOPE["sigmoid"]}
-_ORDERS = (oracle.VALUE, oracle.SLOPE, oracle.SECOND)
+_ORDERS = (oracle.VALUE, oracle.SLOPE, oracle.SECOND, oracle.THIRD)
 
 
 def running(

@@ -24,7 +24,7 @@ from numfuse.runtime.replay import Recording, Replay
 
 if TYPE_CHECKING:
     from numfuse.activations import Activation
-    from numfuse.problem import fused, jets, product, second_order
+    from numfuse.problem import fused, product, second_order
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,8 @@ class Backend(Protocol):
 
     A run writes the problem's outputs and trusts what `numfuse.problem` promises. A backend that
     has several devices or precisions also has ``configure(device, precision)``, which checks both
-    and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``.
+    and returns a backend object; one whose arrays live elsewhere has ``to_device(x)``, one that
+    computes jets ``jet(p)``.
     """
 
     name: str
@@ -91,7 +92,6 @@ class Backend(Protocol):
     def gated_double_backward(self, p: fused.FusedProblem) -> None: ...
     def gated_tangent(self, p: fused.FusedProblem) -> None: ...
     def fused(self, p: fused.FusedProblem) -> None: ...
-    def jet(self, p: jets.JetProblem) -> None: ...
     def describe(self) -> dict[str, Any]: ...
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any: ...
     def warmup(
@@ -119,7 +119,6 @@ class OneRun:
     gated_double_backward = partialmethod(_run, "gated_double_backward")
     gated_tangent = partialmethod(_run, "gated_tangent")
     fused = partialmethod(_run, "fused")
-    jet = partialmethod(_run, "jet")
 
     def empty(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """A new array for results."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,6 +39,8 @@ class Reference(OneRun):
 
     name = "reference"
     traits = Traits(intermediate="float64")
+
+    jet = partialmethod(OneRun._run, "jet")
 
     @_quietly
     def run(self, kind: str, p: Any) -> None:

@@ -6,6 +6,7 @@
 - `results`: the named results, `needs=` and `out=`
 - `product`: the products, forward and backward
 - `fused`: epilogues of products and operands, and all of their derivatives
+- `jets`: first and second derivatives through a layer, and their backward
 - `gates`: the gates and their derivatives, as epilogues of arrays
 - `second_order`: the double backward and forward mode
 """

@@ -171,8 +171,10 @@ def make(
             arrays[name] = _as_matrix(like, y, sizes)
     moved = "a_ddot" in x if stack is None else stack.moved
     jet = _formulas(activation, backward, arrays, pattern, guard, moved, stack is not None)
-    head = activation, *sizes[:4], dtype, acc, *counts.values(), pattern, moved, backward
-    p = JetProblem(*head, stack is not None, arrays, jet, result)
+    sized: Fields = dict(zip(("m", "n", "k", "batch"), sizes, strict=False)) | counts
+    sized |= {"dtype": dtype, "acc_dtype": acc, "pattern": pattern, "moved": moved}
+    form: Fields = {"backward": backward, "stacked": stack is not None, "result": result}
+    p = JetProblem(activation=activation, arrays=arrays, jet=jet, **sized, **form)
     if p.batch:
         _fold(p)
     return p
@@ -273,7 +275,8 @@ def _outputs(
         elif given is None:
             array = np.empty(*spec)
         else:
-            others[name] = array = output(name, given, *spec, others)
+            shape, dtype = spec
+            others[name] = array = output(name, given, shape, dtype, others)
         if array is not None:
             made[name] = array
         found.append(array if given is None else given)

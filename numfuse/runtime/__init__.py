@@ -7,6 +7,7 @@
 - `lifetimes`: keys that go with the formulas that they name
 - `interrupts`: work that an interrupt does not reach
 - `pool`: free blocks of memory, kept for the next call
+- `slabs`: the same on the host, for what a call holds between its operations
 - `views`: views of device memory, without the device
 - `strided`: strided parts of buffers of a device
 - `replay`: recorded calls by what they depend on

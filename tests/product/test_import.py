@@ -220,6 +220,9 @@ ARROWS: dict[str, set[str]] = {
         "backends", "definitions", "epilogues", "functional", "operations", "problem", "runtime",
     },
     "gated": {"activations", "epilogues", "functional", "fusion", "problem"},
+    "jets": {"backends", "functional", "operations", "problem", "runtime"},
+    "perceptron": {"activations", "functional", "jets", "problem", "runtime", "tiling"},
+    "networks": {"functional", "perceptron", "problem"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
@@ -233,7 +236,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "numfuse": {
         "activations", "backends", "definitions", "devices", "differentials", "errors",
-        "functional", "fusion", "gated", "registry", "runtime", "webgpu",
+        "functional", "fusion", "gated", "jets", "networks", "registry", "runtime", "webgpu",
     },
     # The public functions only, but for the benchmark's ceilings, PyTorch's modules and what `info`
     # tells of JAX.

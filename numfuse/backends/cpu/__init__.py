@@ -1,7 +1,7 @@
 """The CPU backend, in the order of the data.
 
 - `face`: the backend; each operation finds its recorded program by a fingerprint of its operands
-- `layers`, `fused`: each operation as products, epilogues and places
+- `layers`, `fused`, `jets`: each operation as products, epilogues and places
 - `schedule`: these in blocks of rows or of batch elements
 - `descriptors`: from operands to the words of a plan
 - `launch`: plans as a program, whose cells run on threads

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields
-from functools import partial
+from functools import partial, partialmethod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -41,6 +41,7 @@ class CpuBackend(OneRun):
     """Fused kernels on the host's vector units, parallel over cells of the output."""
 
     name = "cpu"
+    jet = partialmethod(OneRun._run, "jet")
 
     def __init__(self) -> None:
         self.replay: Replay[Any] = Replay(tiling.KEPT_PLANS, tiling.KEPT_PLAN_BYTES)
@@ -151,7 +152,7 @@ class CpuBackend(OneRun):
 
 def _takes_threads(p: Any) -> bool:
     """Whether a program of the problem may take more threads than one: small ones never ask."""
-    members = getattr(p, "members", None) or 1  # (a fused problem has None for any name)
+    members = getattr(p, "members", None) or 1
     if not p.k:
         return math.prod(p.batch) * members * p.m * p.n >= tiling.PARALLEL_ELEMENTS
     r = library.registers_of(format_of(p.dtype))

@@ -41,18 +41,33 @@ def jet(p: JetProblem, names: Sequence[str], threads: int) -> Program:
         form = x.shape[lead:], x.strides[lead:], format_of(x.dtype), x.itemsize
         arrays[name] = Operand(name, *form)
     used = _used(p, arrays)
+    if "d_b" in used and _joins(p, used["d_b"]):
+        d_b = used["d_b"]
+        size = p.k * p.n
+        used["d_b"] = d_b._replace(shape=(1, size), strides=(size * d_b.itemsize, d_b.itemsize))
     fmt = format_of(p.dtype)
     rows_, members = max(1, p.m), max(1, math.prod(p.batch))
     if p.backward or not _in_place(p):
-        # A block's stacks stay in the caches that the threads share.
         size = vectors.itemsize(library.grad_pre_format(fmt)) * p.members
         width = p.n * p.backward + p.k * (not _in_place(p))
-        rows_, together = tiling.backward_block(p.m, width, 0, size, library.chunk(fmt))
+        rows_, together = _block(p, size * max(1, width), library.chunk(fmt))
         members = members if _sums_left(p) else together
     work = partial(_backward if p.backward else _forward, p)
     by_rows = frozenset(name for name in used if name not in SHARED)
     part = Part(used, rows_, members, work, by_rows, ("d_b", "d_bias"))
     return record(p, names, [part], threads)
+
+
+#: Bytes of a block's own stacks, which its passes read again from the caches of the cores.
+BLOCK_BYTES = 4 << 20
+
+
+def _block(p: JetProblem, nbytes: int, chunk: int) -> tuple[int, int]:
+    """Return the points of a block, in whole chunks, and how many batch elements it is of."""
+    points = max(chunk, BLOCK_BYTES // nbytes)
+    if p.m <= points:
+        return max(1, p.m), max(1, points // max(1, p.m))
+    return tiling.round_up(-(-p.m // -(-p.m // points)), chunk), 1
 
 
 def _used(p: JetProblem, arrays: Operands) -> dict[str, Operand]:
@@ -196,9 +211,45 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     passes.append(Pass(groups.row(g), slots, factors, _group(p)))
     passes += _left(p, x, q, batch)
     gradients: dict[str, list[Factors]] = {}
+    partials = {} if sums is None else {"d_bias": sums}
     if "d_b" in x and stack is not None:
-        gradients["d_b"] = [(stack.turned(), q)]
-    return Work(passes, gradients, {} if sums is None else {"d_bias": sums}, own)
+        if x["d_b"].shape == (p.k, p.n) or batch:
+            gradients["d_b"] = [(stack.turned(), q)]
+        else:
+            partials["d_b"] = _pieces_of_d_b(p, stack, q, own, passes)
+    return Work(passes, gradients, partials, own)
+
+
+#: Pieces of the sum over rows in d_b, at the most, and the fewest rows of one: where K and N are a
+#: few tiles, cells of the result alone would leave threads without work.
+PIECES, PIECE = 16, 512
+
+
+def _joins(p: JetProblem, d_b: Operand) -> bool:
+    """Whether d_b, which is to be contiguous, is joined from pieces of the sum over rows."""
+    plain = d_b.strides == (p.n * d_b.itemsize, d_b.itemsize)
+    return plain and not p.batch and p.k * p.n * PIECES <= p.m * p.members * PIECE and p.k * p.n > 1
+
+
+def _pieces_of_d_b(
+    p: JetProblem, stack: Operand, q: Operand, own: list[Operand], passes: list[Pass]
+) -> Operand:
+    """Add the products of pieces of the rows to the passes; return where they are."""
+    points, rows_ = q.shape[-2] // p.members, q.shape[-2]
+    count = PIECES
+    while count > 1 and (points % count or rows_ < count * PIECE):
+        count //= 2
+    acc, length = format_of(p.acc_dtype), rows_ // count
+
+    def cut(y: Operand) -> Operand:
+        row, column = y.strides
+        return y._replace(shape=(count, length, y.shape[-1]), strides=(length * row, row, column))
+
+    made = temporary("pieces of d_b", (count, p.k, p.n), acc)
+    own.append(made)
+    factors = cut(stack).turned(), cut(q)
+    passes.append(Pass(rows.store(acc), Slots(out=made), factors, batch=(count,)))
+    return temporary(made.name, (count, p.k * p.n), acc)
 
 
 def _left(p: JetProblem, x: Operands, q: Operand, batch: tuple[int, ...]) -> list[Pass]:
@@ -214,7 +265,7 @@ def _left(p: JetProblem, x: Operands, q: Operand, batch: tuple[int, ...]) -> lis
     d_a = x.get("d_a")
     if d_a is not None and (p.stacked or p.members == 1):
         return [Pass(rows.store(fmt), Slots(out=_tall(p, d_a)), factors, summed=summed)]
-    row = groups.scatter(fmt, tuple([y is not None for y in there]))  # type: ignore[arg-type]
+    row = groups.scatter(fmt, tuple([y is not None for y in there]))
     slots = {"out": there[0], "first": there[1], "second": there[2]}
     made = _slots(p, slots, p.seconds * p.moved, some)
     return [Pass(row, made, factors, Group(p.members, 1), summed)]

@@ -112,6 +112,8 @@ class Pass(NamedTuple):
     group: descriptors.Group | None = None
     #: Batch axes that are summed over inside the product.
     summed: tuple[int, ...] = ()
+    #: The batch axes, where they are not the block's.
+    batch: tuple[int, ...] | None = None
 
 
 class Work(NamedTuple):
@@ -307,6 +309,7 @@ class _Schedule:
     def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
         if x.factors is not None:
             how = x.summed, x.group
+            batch = batch if x.batch is None else x.batch
             return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch, *how)
         over = x.slots.grad or x.slots.out
         if x.group is not None:
@@ -315,8 +318,8 @@ class _Schedule:
         m, n = over.shape[-2:]
         if x.group is not None:
             chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
-            how = self.threads, batch, chunk
-            return descriptors.rows(m, n, x.row, x.slots, *how, held=x.group.held)
+            form = self.threads, batch, chunk
+            return descriptors.rows(m, n, x.row, x.slots, *form, held=x.group.held)
         if x.slots.sums is None:
             for y in x.slots.all():
                 if y is not None and y.shape != (m, n):

@@ -7,5 +7,6 @@
 - `ahead`: packing and requests to the caches between two of its tiles
 - `elementwise`: the elementwise cell
 - `rows`, `printer`: row functions, and their text, made of an epilogue
+- `groups`: row functions that take all rows of a point, for jets
 - `library`: the templates with their names bound, compiled on demand
 """

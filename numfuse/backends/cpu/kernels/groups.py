@@ -34,7 +34,7 @@ UNROLLED = 4
 
 
 class Group(NamedTuple):
-    """What a row function of a group is printed from, and its key."""
+    """The formulas and options that a row function of a group is printed from: its key."""
 
     #: The formulas (:class:`Jet`), with what is shared hoisted.
     value: Epilogue
@@ -69,7 +69,7 @@ class Group(NamedTuple):
 
 
 def group(
-    jet: Jet, fmt: str, held: str, counts: tuple[int, int], pattern: bytes, **how: bool
+    jet: Jet, fmt: str, held: str, counts: tuple[int, int], pattern: bytes, **how: Any
 ) -> Group:
     """Return a group, unrolled where it is small."""
     parts = jet.hoisted()
