@@ -11,6 +11,7 @@ The loss is written over `autograd.numpy`, and `mlp_jet` is one operation in it:
 differentiates the rest.
 """
 
+import itertools
 import statistics
 import time
 
@@ -43,9 +44,7 @@ inside = rng.uniform((-1, 0), (2, 1), (2000, 2))
 
 SECOND = [[1.0, 0.0]]
 SIZES = (2, 32, 32, 32, 1)
-weights = [
-    rng.standard_normal((m, n)) / np.sqrt(m) for m, n in zip(SIZES[:-1], SIZES[1:], strict=True)
-]
+weights = [rng.standard_normal(pair) / np.sqrt(pair[0]) for pair in itertools.pairwise(SIZES)]
 biases = [np.zeros(n) for n in SIZES[1:]]
 begin, unflatten = flatten((weights, biases, np.array([0.0, np.log(0.5)])))
 
@@ -53,7 +52,7 @@ begin, unflatten = flatten((weights, biases, np.array([0.0, np.log(0.5)])))
 def loss(theta):
     weights, biases, coefficients = unflatten(theta)
     speed, kappa = coefficients[0], anp.exp(coefficients[1])
-    u, (u_x, u_t), (u_xx,) = nf.mlp_jet(inside, weights, biases, "tanh", second=SECOND)
+    _, (u_x, u_t), (u_xx,) = nf.mlp_jet(inside, weights, biases, "tanh", second=SECOND)
     residual = u_t + speed * u_x - kappa * u_xx
     off = network(weights, biases, measured) - values
     return anp.mean(residual**2) + 10 * anp.mean(off**2)

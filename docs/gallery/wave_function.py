@@ -118,7 +118,7 @@ right.hist(without, bins, alpha=0.4, label="without the network")
 right.hist(energies, bins, alpha=0.7, label="with it")
 right.axvline(EXACT, color="k", ls=":", label="exact")
 right.set(xlabel="local energy", ylabel="points", yscale="log")
-right.legend()
+right.legend(loc="upper left", fontsize=8)
 
 # %%
 # The same gradient as users of PyTorch and of JAX write it, by turns.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
-
-import itertools
 
 import jax.numpy as jnp  # noqa: E402
 from jax.test_util import check_grads  # noqa: E402
@@ -201,7 +201,7 @@ def test_what_xla_compiles_for_cuda_is_the_plain_way():
 def test_bad_calls_are_refused_when_they_are_traced():
     x, weights, biases = operands()
     with pytest.raises(ValueError, match=r"weights\[1\] must have shape"):
-        jax.jit(jet)(x, [weights[0], weights[2], weights[2]], biases)
+        jax.jit(jet)(x, [weights[0], weights[0], weights[2]], biases)
     with pytest.raises(TypeError, match="dtype"):
         jet(x, [y.astype(jnp.float32) for y in weights], biases)
     with pytest.raises(ValueError, match="keep must be False"):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
-
-import itertools
 
 from torch import nn  # noqa: E402
 from torch.autograd import forward_ad, grad, gradcheck, gradgradcheck  # noqa: E402
@@ -256,4 +255,4 @@ def test_bad_calls_are_refused_before_anything_is_computed():
     with pytest.raises(ValueError, match="out must be None"):
         nf.mlp_jet(x, weights, biases, out=(None, None, None))
     with pytest.raises(ValueError, match=r"weights\[1\] must have shape"):
-        nf.mlp_jet(x, weights[::-1][:1] + weights[1:], biases)
+        nf.mlp_jet(x, [weights[0], *weights[::2]], biases)
