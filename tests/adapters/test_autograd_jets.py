@@ -58,7 +58,7 @@ def test_gradients_are_the_cores(options, monkeypatch):
     forward = jets.NetworkCall.forward
     monkeypatch.setattr(jets.NetworkCall, "forward", lambda *x: made.append(x) or forward(*x))
     x, *rest = operands()
-    found = autograd.grad(loss, argnum=range(1 + 2 * COUNT))(x, *rest, **options)
+    found = autograd.grad(loss, argnum=tuple(range(1 + 2 * COUNT)))(x, *rest, **options)
     assert len(made) == 1  # (what it keeps serves the backward)
     groups = rest[:COUNT], rest[COUNT:]
     u, u_dot, u_ddot = nf.mlp_jet(x, *groups, **options)

@@ -222,12 +222,13 @@ ARROWS: dict[str, set[str]] = {
     "gated": {"activations", "epilogues", "functional", "fusion", "problem"},
     "jets": {"backends", "functional", "operations", "problem", "runtime"},
     "perceptron": {"activations", "functional", "jets", "problem", "runtime", "tiling"},
-    "networks": {"functional", "perceptron", "problem"},
+    "networks": {"functional", "perceptron", "problem", "runtime"},
     "devices": {"activations", "backends", "problem", "runtime"},
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
         "definitions", "devices", "differentials", "epilogues", "errors", "expr", "functional",
-        "fusion", "gated", "language", "operations", "problem", "runtime",
+        "fusion", "gated", "jets", "language", "networks", "operations", "perceptron", "problem",
+        "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {

@@ -53,7 +53,7 @@ _FORWARD, _BACKWARD = primitive(_forward), primitive(_backward)
 
 # --- the plain way --------------------------------------------------------------------------------
 class _Ops:
-    """What the plain way is made of, of boxes."""
+    """Operations on boxes, of which the plain way is made."""
 
     matmul = staticmethod(anp.matmul)
     broadcast_to = staticmethod(anp.broadcast_to)

@@ -181,7 +181,7 @@ class _Arrays(NamedTuple):
 
 # --- the plain way --------------------------------------------------------------------------------
 class _Ops:
-    """What the plain way is made of, of JAX's arrays."""
+    """Operations on JAX's arrays, of which the plain way is made."""
 
     matmul = staticmethod(partial(jnp.matmul, precision="highest"))
     broadcast_to = staticmethod(jnp.broadcast_to)

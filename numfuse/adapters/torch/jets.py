@@ -44,7 +44,7 @@ _FORM = 1
 
 # --- what a forward keeps -------------------------------------------------------------------------
 class _Kept:
-    """What a backward takes, for as long as its ticket lives.
+    """A value that a backward takes, for as long as its ticket lives.
 
     A ticket is a tensor of one number: PyTorch saves it, and drops it with its graph. Where it has
     become another tensor (on another device, in a file), the backward makes the forward again.
@@ -92,7 +92,7 @@ def _backward(
 
 # --- the plain way --------------------------------------------------------------------------------
 class _Ops:
-    """What the plain way is made of, of tensors."""
+    """Operations on tensors, of which the plain way is made."""
 
     matmul = staticmethod(torch.matmul)
     broadcast_to = staticmethod(torch.broadcast_to)
