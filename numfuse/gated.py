@@ -13,8 +13,8 @@ from typing import Any
 from numfuse import epilogues
 from numfuse.activations import get
 from numfuse.functional import ActivationLike, BackendLike
-from numfuse.fusion import SUFFIXES, FusedOperation, entries
-from numfuse.problem.fused import Form
+from numfuse.fused_operations import SUFFIXES, FusedOperation, entries
+from numfuse.problem.forms import Form
 from numfuse.problem.product import STORED
 from numfuse.problem.results import (
     GatedLayerGradients,

@@ -132,8 +132,7 @@ def pytest_collection_modifyitems(
         if backend in BACKENDS:
             without |= arrays != "host" and not _there(item, arrays, backend, dtype)
         (left if without else kept).append(item)
-    if SIMULATED:
-        kept = _few(kept, left)
+    kept = _few(kept, left) if SIMULATED else _covering(kept, left)
     if left:
         config.hook.pytest_deselected(items=left)
         items[:] = kept
@@ -177,6 +176,39 @@ def _mark_quick(items: list[pytest.Item]) -> None:
     for turn, sets in enumerate(tests.values()):
         found = list(sets.values())[turn % len(sets)]
         found[turn % len(found)].add_marker("quick")
+
+
+@cache
+def compiles_slowly(backend: str) -> bool:
+    """Return whether a backend's device, a processor, takes 0.3 s for the kernel of a product."""
+    found = traits(backend)
+    if found is None or found.memory != "device":
+        return False
+    return "llvmpipe" in str(resolve(backend).describe()["device"])
+
+
+def _covering(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:
+    """Where each set of parameters is compiled slowly, sets that have every value of each of them.
+
+    The rest joins `left`.
+    """
+    sets: dict[tuple[str, str], list[pytest.Item]] = {}
+    for item in items:
+        call = getattr(item, "callspec", None)
+        backend = call.params.get("backend", "") if call is not None else ""
+        if item.get_closest_marker("compiles") and backend in BACKENDS and compiles_slowly(backend):
+            sets.setdefault((item.nodeid.partition("[")[0], backend), []).append(item)
+    dropped: set[pytest.Item] = set()
+    for found in sets.values():
+        values = {item: set(enumerate(item.nodeid.split("-"))) for item in found}
+        missing: set[tuple[int, str]] = set().union(*values.values())
+        while missing:
+            best = max(found, key=lambda item: len(values[item] & missing))
+            missing -= values.pop(best)
+            found.remove(best)
+        dropped |= values.keys()
+    left += [item for item in items if item in dropped]
+    return [item for item in items if item not in dropped]
 
 
 def _few(items: list[pytest.Item], left: list[pytest.Item]) -> list[pytest.Item]:

@@ -12,7 +12,8 @@ from operator import add
 from typing import Any
 
 from numfuse.epilogues import Epilogue
-from numfuse.problem.fused import Factor, FusedProblem
+from numfuse.problem.forms import Factor
+from numfuse.problem.fused import FusedProblem
 
 #: From an epilogue and its inputs to its results, in the shape to which the inputs broadcast.
 Values = Callable[[Epilogue, Sequence[Any]], Sequence[Any]]

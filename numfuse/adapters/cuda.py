@@ -37,7 +37,7 @@ from numfuse.operations import OPERATIONS, Operation  # noqa: E402
 from numfuse.runtime.dispatch import AGAIN  # noqa: E402
 
 if TYPE_CHECKING:
-    from numfuse.fusion import FusedOperation
+    from numfuse.fused_operations import FusedOperation
 
 __all__ = [*NAMES, "checked", "fused", "run", "synchronize", "to_numpy"]
 

@@ -23,7 +23,7 @@ from numfuse.problem.operands import required
 from numfuse.problem.product import STORED
 
 if TYPE_CHECKING:
-    from numfuse.fusion import FusedOperation
+    from numfuse.fused_operations import FusedOperation
 
 #: The functions that an adapter's module offers; silu_mul is activation_mul with "silu".
 NAMES = (

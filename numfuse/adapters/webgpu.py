@@ -23,7 +23,7 @@ from numfuse.backends.webgpu.face import WebGpuBackend
 from numfuse.backends.webgpu.program import Program
 from numfuse.backends.webgpu.stores import Store
 from numfuse.definitions import UserEpilogue
-from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.fused_operations import NUMBERS, FusedOperation
 from numfuse.language.graph import Expr
 from numfuse.runtime.dispatch import AGAIN
 from numfuse.runtime.lifetimes import formulas_of
@@ -218,7 +218,7 @@ def again(operation: Operation, *call: Any) -> Any:
     return result
 
 
-#: What runs a call of an epilogue (`numfuse.fusion`).
+#: What runs a call of an epilogue (`numfuse.fused_operations`).
 fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())
 

@@ -5,7 +5,8 @@
 - `fields`: the names of the arrays of each kind of problem
 - `results`: the named results, `needs=` and `out=`
 - `product`: the products, forward and backward
-- `fused`: epilogues of products and operands, and all of their derivatives
+- `forms`: the form of a call of an epilogue, and the formulas and products of its derivatives
+- `fused`: the problems of epilogues of products and operands
 - `jets`: first and second derivatives through a layer, and their backward
 - `gates`: the gates and their derivatives, as epilogues of arrays
 - `second_order`: the double backward and forward mode

@@ -102,7 +102,12 @@ def gemms(draw, backend):
     return a, b, bias, (*shape, m, n), rng
 
 
-def sampled(examples, **strategies):
+def usual_share(backend):
+    """One of so many examples: the whole suite has to fit a quarter of an hour."""
+    return 10 if SIMULATED else 6
+
+
+def sampled(examples, /, share=usual_share, **strategies):
     """Run a test on so many examples; a strategy may be a function of the backend's name."""
 
     def decorate(test):
@@ -112,8 +117,7 @@ def sampled(examples, **strategies):
                 for name, strategy in strategies.items()
             }
             how = settings(
-                # (a sixth of them: the whole suite has to fit a quarter of an hour)
-                max_examples=examples // (10 if SIMULATED else 6),
+                max_examples=max(1, examples // share(backend)),
                 suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
             )
             how(given(**drawn)(test))(backend=backend)

@@ -93,7 +93,10 @@ def everything():
         for operand in (grad[..., :1], 0.5):
             results += every(tuple(nf.matmul_epilogue_bwd(grad, *fused, operand)))
         results += nf.matmul_activation_mul_bwd(grad, a, b, b[..., ::-1], bias, None)
-        results += every(nf.elementwise_bwd(grad, lambda x, y, z: x * y * z, grad, bias, 0.5))
+        for other in (bias, grad[..., :1], grad.reshape(-1, n)[:1, :1]):
+            results += every(nf.elementwise_bwd(grad, lambda x, y, z: x * y * z, grad, other, 0.5))
+        flat = grad.reshape(-1)
+        results += nf.elementwise_bwd(flat, lambda x, y: x * y, flat, 0.5, needs=(1,))
         for x in results:
             if x is not None:
                 digest.update(x.tobytes())

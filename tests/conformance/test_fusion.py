@@ -6,6 +6,7 @@ complex step finds (`oracle.slopes`).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import oracle
 import pytest
 import tolerance
 from arrays import LAYOUTS, Fenced, bits, in_layout, normal, unwritten
-from conftest import SIMULATED, traits
+from conftest import SIMULATED, compiles_slowly, traits
 from hypothesis import strategies as st
 from oracle import ACTIVATIONS
 from test_conformance import (
@@ -29,19 +30,28 @@ from test_conformance import (
     layouts,
     on_its_own_backend,  # noqa: F401  (a fixture that every test here uses)
     rounds_grad_pre,
-    sampled,
     seeds,
     sizes,
     tier,
     unrecorded,  # noqa: F401  (a fixture)
+    usual_share,
 )
+from test_conformance import sampled as usually_sampled
 from tolerance import DTYPES, Running, assert_within
 
 import numfuse as nf
 from numfuse import definitions, epilogues
 from numfuse import expr as ex
 
-pytestmark = pytest.mark.kind("fused")
+pytestmark = [pytest.mark.kind("fused"), pytest.mark.compiles]
+
+
+def share(backend):
+    """Fewer examples where nearly each one has kernels of its own, and these take long."""
+    return 20 if compiles_slowly(backend) else usual_share(backend)
+
+
+sampled = functools.partial(usually_sampled, share=share)
 
 GELU = nf.activations()["gelu"]
 #: An activation of a user's own; no name is left behind in the table.
@@ -697,6 +707,7 @@ def test_double_backward_of_a_gated_layer_is_exact_within_the_bound(
             assert x is None
 
 
+@pytest.mark.host
 @pytest.mark.dtype("float64")
 @pytest.mark.parametrize("activation", [x for x in ACTIVATIONS if x not in ("none", "relu")])
 def test_double_backward_of_a_gated_layer_is_the_derivative_of_backward(backend, activation):
@@ -718,6 +729,7 @@ def test_double_backward_of_a_gated_layer_is_the_derivative_of_backward(backend,
     assert slope == pytest.approx(expected, rel=1e-8, abs=1e-7)
 
 
+@pytest.mark.host
 @pytest.mark.dtype("float64")
 @pytest.mark.parametrize("formula", PRODUCTS, ids=by_name)
 def test_gradients_of_a_formula_are_what_a_small_step_says(backend, formula):
@@ -1195,6 +1207,7 @@ def test_nan_and_infinity_stay_in_their_row(backend, value, dtype):
     assert np.isnan(out[1]) if np.isnan(value) else out[1] == value
 
 
+@pytest.mark.host
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_guard_zeroes_the_derivative_of_an_activation_alone(backend, dtype):
     dtype = DTYPES[dtype]

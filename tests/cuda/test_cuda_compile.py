@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import once
@@ -25,6 +25,7 @@ from conftest import SIMULATED, unavailable
 import numfuse as nf
 from numfuse import epilogues
 from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_SPLIT_TILES
+from numfuse.language.curves import leaf
 
 try:
     from numfuse.backends.cuda.compile import assembler, elements, schema, toolchain
@@ -138,7 +139,7 @@ def by_rows(info, dtype, sums, n=1024):
     read = [Source(x, x, operands[x].dtype) for x in ("z", "bias", "scale", "g")]
     read.append(Source("factor", "factor", NUMBER, True))
     results = [Result(f"out_{i}", f"out_{i}", dtype) for i in range(2)]
-    added = ["out_0", "out_1"] if sums else []
+    added = rows.Sums(["out_0"], ["out_0", "out_1"]) if sums else rows.Sums()
     how = read, results, operands, added, (512, n, 3), is_short(acc, dtype)
     return rows.launch(info, whole, acc, *how)[0]
 
@@ -155,6 +156,32 @@ def scaled(m, n, k, dtype, strides, pre=None):
         epilogue=epilogues.Epilogue("scaled", ("z",), ("bias", "extra"), results),
         bias=Operand(dtype, (0, 0, 1), 16), extra=Operand(dtype, strides, 16),
         pre=operand(pre, m, n) if pre else None,
+    )  # fmt: skip
+
+
+def gated(m, n, k, dtype, *, results=("out",), biases=True, grad=False, alignment=16, **others):
+    """A gated layer's two sums, and its value or both gradients of these."""
+    act = ACT["silu"]
+    made: epilogues.Epilogue = epilogues.record(
+        lambda z, z1, bias, bias1: act(z + bias) * (z1 + bias1), 2, "gated"
+    )
+    (_, value), *_ = made.results
+    if grad:
+        made = made.pulled_back({made.results[0][0]: "extra"}, {"z": "out", "z1": "pre"}).guarded()
+        graphs = made.graphs
+    else:
+        graphs = value, leaf("z") + leaf("bias"), leaf("z1") + leaf("bias1")
+    operands = (*(["bias", "bias1"] if biases else []), *(["extra"] if grad else []))
+    whole = epilogues.Epilogue("gated", ("z", "z1"), ("bias", "bias1", *operands[2:]),
+                               tuple(zip(results, graphs, strict=False)))  # fmt: skip
+    by_rows = operand(dtype, m, n, alignment=alignment)
+    given = dict.fromkeys(results, by_rows) | dict.fromkeys(operands, by_rows)
+    given |= {x: Operand(dtype, (0, 0, 1), alignment) for x in operands if x != "extra"}
+    given |= {"y1": operand(dtype, k, n, alignment=alignment)}
+    return Product(
+        m, n, k, 1, operand(dtype, m, k, alignment=alignment),
+        operand(dtype, k, n, alignment=alignment), accumulator="float32",
+        epilogue=whole.without(*{"bias", "bias1"} - set(operands)), **given, **others,
     )  # fmt: skip
 
 
@@ -319,6 +346,25 @@ CASES = [
           ("cp.async.bulk.tensor.3d.global",)),
     taken("wgmma f16, saved, with an operand", WGMMA,
           scaled(4096, 4096, 512, "float16", (0, 4096, 1), pre="float32"), HOPPER),
+    *[
+        taken(f"wgmma bf16, two sums, {' '.join(results)}{n}", WGMMA,
+              gated(m, n, 2048, "bfloat16", results=results, biases=n > 2048), HOPPER,
+              ("cp.async.bulk.tensor.3d.global",))
+        for results in (("out",), ("out", "pre", "pre1")) for m, n in ((8192, 5632), (512, 512))
+    ],
+    taken("wgmma f16, two sums, gradients", WGMMA,
+          gated(8192, 5632, 2048, "float16", results=("out", "pre"), grad=True), HOPPER,
+          ("cp.async.bulk.tensor.3d.global",)),
+    taken("wgmma bf16, two sums, gradients of any alignment", WGMMA,
+          gated(1333, 1777, 1000, "bfloat16", results=("out", "pre"), grad=True, alignment=2),
+          HOPPER),
+    taken("wgmma bf16, two sums of any alignment", WGMMA,
+          gated(1333, 1777, 1000, "bfloat16", results=("out", "pre", "pre1"), alignment=2),
+          HOPPER),
+    taken("wgmma bf16, two terms", WGMMA,
+          replace(product(8192, 2048, 5632, "bfloat16", y_turned=True),
+                  x1=operand("bfloat16", 8192, 5632), y1=operand("bfloat16", 5632, 2048, True)),
+          HOPPER, ("wgmma",)),
 ]  # fmt: skip
 
 

@@ -242,6 +242,28 @@ def test_a_product_ends_in_its_epilogue_where_it_can():
     assert len(saved) == 2
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulator has warps of one thread")
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_sums_by_row_and_in_all_take_no_array_of_the_results_size(dtype):
+    """Guards: docs/guide/epilogues.md, such gradients are summed where they are made."""
+    for m, n in ((300, 1001), (1000, 64), (7, 4096)):
+        x, scale, grad = draw((m, n), (m, 1), (m, n), dtype=dtype)
+        given = there(grad), mixed_sums, there(x), there(scale), 2.5
+        REPLAY.clear()
+        found = nf.elementwise_bwd(*given, needs=(1, 2))
+        (kept,) = REPLAY.programs()
+        assert kept.program.nbytes < grad.nbytes // 4 + 2**16
+        wide = [y.astype(np.float64) for y in (grad, x, scale)]
+        wanted = nf.elementwise_bwd(wide[0], mixed_sums, wide[1], wide[2], 2.5, needs=(1, 2))
+        for mine, exact in zip(found[1:], wanted[1:], strict=True):
+            room = 4 * np.finfo(dtype).eps * np.sqrt(m * n) * np.abs(wide[0]).max() * 10
+            np.testing.assert_allclose(nf.to_numpy(mine), exact, rtol=0, atol=room)
+
+
+def mixed_sums(x, scale, number):
+    return ex.tanh(x * scale) * number
+
+
 def test_the_value_beside_a_tangent_has_the_bits_of_the_forward():
     for dtype in DTYPES:
         a, b, bias, scale = map(there, draw((9, 7), (7, 5), (5,), (9, 1), dtype=dtype))

@@ -177,7 +177,7 @@ def test_a_call_of_pytorch_is_recalled_for_operands_of_the_same_forms_alone():
         kind.keep(asked, (ones(4, 16), w, None), kept, 0)
         assert known(x, w, None) and known(ones(4, 16), w, None)
         kind.keep(asked, (x, "number", w), kept, 0)  # an epilogue's number is an argument
-        found, *_ = kind.recall(asked, (x, "number", w), [])
+        found = kind.recall(asked, (x, "number", w), [])[0]
         assert found is not None and not known(x, w) and not known(x, x, w)
     assert not known(x, w, None)  # a gradient would be lost
     with torch.no_grad():

@@ -158,14 +158,16 @@ class Block:
     def __init__(self, kernel, number, count, sizes):
         self.kernel, self.number, self.count, self.sizes = kernel, number, count, sizes
         self.barriers, self.stored, self.loaded, self.errors = {}, [], [], []
+        self.left = {}
         self.here = threading.local()
         t = kernel.tile
-        y_box = min(64, t.block_n)
+        y_box = min(64, kernel.columns)
         self.boxes = {
             "x": 8192 if kernel.x_turned else t.block_m * 128,
-            "y": 128 * y_box if kernel.y_turned else t.block_n * 128,
+            "y": 128 * y_box if kernel.y_turned else kernel.columns * 128,
             "extra": 128 * kernel.width,
         }
+        self.boxes |= {"x1": self.boxes["x"], "y1": self.boxes["y"]}
         self.groups = [threading.Barrier(4) for _ in range(t.consumers)]
         self.groups += [None] * (2 - t.consumers) + [threading.Barrier(4 * t.consumers)]
         self.together = threading.Barrier(1 + 4 * t.consumers)
@@ -174,6 +176,14 @@ class Block:
         assert 0 <= at - 1024 and at + self.boxes[name] <= 1024 + self.kernel.shared_bytes
         self.loaded.append((name, inner, outer, place))
         self.barriers[barrier]._turn(0, -self.boxes[name])
+
+    def store(self, name, column, row, place, at):
+        self.stored.append((name, place, row, column))
+        consumer = self.here.thread // 128 - 1
+        rows = 64 if self.kernel.extra == "map" else 16
+        self.left.setdefault(consumer, set()).update(
+            range(at, at + rows * 2 * self.kernel.width, 16)
+        )
 
     def names(self):
         def nothing(*arguments):
@@ -210,9 +220,7 @@ class Block:
             "barrier_expect": lambda address, count: self.barriers[address]._turn(1, count),
             "barrier_arrive": lambda address, here: here and self.barriers[address]._turn(1, 0),
             "tensor_load": self.load,
-            "tensor_store": lambda name, column, row, place, at: self.stored.append(
-                (place, row, column)
-            ),
+            "tensor_store": self.store,
             "fresh": lambda x: x,
             "same": lambda x: x,
             "select": lambda a, b, condition: a if condition else b,
@@ -224,7 +232,7 @@ class Block:
             "global_load2_f32": lambda at, inside: (0, 0),
             "shared_load2_f32": lambda at: (0, 0),
             "finite": lambda x: x,
-            "EPILOGUE": lambda z, bias, extra: z,
+            "EPILOGUE": lambda z, *others: (z, z, z) if self.kernel.pre1 else z,
             "ZERO": 0,
             "cuda": types.SimpleNamespace(
                 local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
@@ -246,11 +254,12 @@ class Block:
             self.here.thread = thread
             x, y = ("x", 1, s["planes"][0]), ("y", 0, s["planes"][1])
             row = (0, 0, s["n"], 1)
-            counts = "m n units row_blocks column_blocks places slices part_slices".split()
-            work_of = [*(s[name] for name in counts), 0]
+            counts = "m n units row_blocks column_blocks places slices part_slices term_slices"
+            work_of = [*(s[name] for name in counts.split()), 0]
+            second = ["x1", 1, 0, "y1", 0, 0, *row, *row, "pre1"]
             try:
                 kernel(
-                    *x, *y, "out", "extra", "pre", *row, *row, *row, *row, 0, *work_of,
+                    *x, *y, "out", "extra", "pre", *row, *row, *row, *row, 0, *second, *work_of,
                     self.kernel.stage_bytes,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
@@ -265,6 +274,11 @@ class Block:
             thread.join()
         if self.errors:
             raise self.errors[0]
+        # no consumer's pieces on their way out are another's, or a slice of K
+        first = 1024 + self.kernel.staging_at
+        assert len(set().union(*self.left.values())) == sum(map(len, self.left.values()))
+        assert all(first <= at < first + self.kernel.staging_bytes
+                   for own in self.left.values() for at in own)  # fmt: skip
 
 
 def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):
@@ -272,11 +286,12 @@ def run_all(kernel, m, n, slices, places=1, parts=1, blocks=3, planes=(0, 0)):
     t = kernel.tile
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
-    row_blocks, column_blocks = -(-m // t.block_m), -(-n // t.block_n)
+    row_blocks, column_blocks = -(-m // t.block_m), -(-n // kernel.columns)
     sizes = {
         "m": m, "n": n, "slices": slices, "row_blocks": row_blocks, "places": places,
         "column_blocks": column_blocks, "units": row_blocks * column_blocks * places * parts,
         "part_slices": part_slices, "planes": planes,
+        "term_slices": slices // (1 + kernel.two_terms),
     }  # fmt: skip
     stored, loaded = [], []
     blocks = min(blocks, sizes["units"])
@@ -301,7 +316,49 @@ def test_every_block_is_stored_once_and_no_role_waits_for_ever(tile, extra):
         sizes, stored, _ = run_all(kernel, m, n, slices, places)
         rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra == "map" else 16)
         columns = range(0, sizes["column_blocks"] * tile.block_n, kernel.width)
-        assert sorted(stored) == [(p, r, c) for p in range(places) for r in rows for c in columns]
+        whole = [("out", p, r, c) for p in range(places) for r in rows for c in columns]
+        assert sorted(stored) == whole
+
+
+TWO_SUMS = [t for t in TILES if t.block_n >= 64]
+
+
+@pytest.mark.parametrize("tile", TWO_SUMS, ids=str)
+@pytest.mark.parametrize("extra", ["", "map"])
+def test_two_sums_of_a_block_are_loaded_and_stored_once(tile, extra):
+    """Guards: docs/cuda.md, a gated layer is one product of its left factor with both others."""
+    kernel = hopper.Gemm(
+        "bfloat16", False, True, tile, "map", extra=extra, bias="half", bias1=True, two_sums=True,
+        pre="map", pre1="map", pre_half=True,
+    )  # fmt: skip
+    for y_turned in (False, True):
+        sizes, stored, loaded = run_all(replace(kernel, y_turned=y_turned), 200, 330, 5, 2)
+        rows = range(0, sizes["row_blocks"] * tile.block_m, 64 if extra else 16)
+        columns = range(0, sizes["column_blocks"] * kernel.columns, kernel.width)
+        whole = [(name, p, r, c) for name in ("out", "pre", "pre1")
+                 for p in range(2) for r in rows for c in columns]  # fmt: skip
+        assert sorted(stored) == whole
+        own = range(0, sizes["column_blocks"] * kernel.columns, 64 if y_turned else kernel.columns)
+        if y_turned and kernel.columns < 64:
+            own = range(0, sizes["column_blocks"] * kernel.columns, kernel.columns)
+        deep = [64 * s for s in range(5)]
+        once = [((c, d, 0) if y_turned else (d, c, 0)) for c in own for d in deep]
+        for name in ("y", "y1"):
+            seen = sorted(x[1:] for x in loaded if x[0] == name)
+            assert seen == sorted(once * sizes["row_blocks"] * 2)
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+def test_the_slices_of_a_second_term_follow_those_of_the_first(tile):
+    """Guards: docs/cuda.md, d_a of a gated layer is one product of two terms."""
+    kernel = hopper.Gemm("float16", False, False, tile, "map", two_terms=True)
+    for parts in (1, 3):
+        sizes, _, loaded = run_all(kernel, 200, 330, 18, 1, parts=parts)
+        own = [r * tile.block_m for r in range(sizes["row_blocks"])]
+        once = [(64 * s, o, 0) for o in own for s in range(9)]
+        for name in ("x", "x1"):
+            seen = sorted(x[1:] for x in loaded if x[0] == name)
+            assert seen == sorted(once * sizes["column_blocks"])
 
 
 @pytest.mark.parametrize("tile", TILES, ids=str)
@@ -404,7 +461,7 @@ class Group:
 
         def tensor_store(name, column, row, place, at):
             # 16 rows of a warp, each 16 bytes of it where the engine's swizzle has them
-            base = {"out": 0, "pre": PRE}[name]
+            base = {"out": 0, "pre": PRE, "pre1": 2 * PRE}[name]
             m, n, stride = self.sizes
             width = self.kernel.width
             for r in range(16):
@@ -428,15 +485,23 @@ class Group:
             "tensor_store": tensor_store, "store_commit": nothing,
             "store_wait_read0": nothing, "store_wait_read1": nothing, "copy_fence": nothing,
             "shared_load2_f32": lambda at: (self.biases[at], self.biases[at + 4]),
-            "EPILOGUE": lambda z, bias, extra: (
-                (z + bias + extra + 0.125, z + bias) if self.kernel.pre else z + bias + extra
-            ),
+            "EPILOGUE": self.epilogue, "ZERO": 0.0,
             "PACK": Half, "LOW": lambda w: w.low, "HIGH": lambda w: w.high,
             "types": types.SimpleNamespace(int64=int, int32=int, float32=float),
             "cuda": types.SimpleNamespace(
                 local=types.SimpleNamespace(array=lambda length, kind: [0] * length)
             ),
         }  # fmt: skip
+
+    def epilogue(self, *given):
+        if self.kernel.two_sums:
+            z, z1, bias, bias1, extra = given
+            made = z + bias - 3 * (z1 + bias1) + extra, z + bias, z1 + bias1
+        else:
+            z, bias, *other, extra = given
+            made = z + bias + extra + 0.125 * (self.kernel.pre != "") + sum(other), z + bias
+        count = 1 + (self.kernel.pre != "") + (self.kernel.pre1 != "")
+        return made[:count] if count > 1 else made[0]
 
     def run(self, row0, column0, m, n, stride):
         tile = self.kernel.tile
@@ -453,11 +518,14 @@ class Group:
                     for below in (0, 8):
                         row = 64 * half + thread // 32 * 16 + thread % 32 // 4 + below
                         at = column + 2 * (thread % 4)
+                        if at >= self.kernel.columns:  # of the second sum
+                            at += 500 - self.kernel.columns
                         acc += [1000.0 * (row0 + row) + column0 + at + e for e in (0, 1)]
             try:
                 finish(
                     acc, "out", 0, "pre", *[0] * 7, stride, 1, PRE, 0, stride, 1, 0, 0, stride, 1,
-                    1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n, *[0] * 7,
+                    *[0] * 10, 2 * PRE, 0, stride, 1, "pre1",
+                    1024, 0, 0, 0, thread, 0, 0, row0, column0, m, n, *[0] * 8,
                 )  # fmt: skip
             except BaseException as error:  # a thread's failure must fail the test
                 self.errors.append(error)
@@ -483,6 +551,7 @@ TALL = [t for t in TILES if t.ping_pong]
     [
         ("rows", "", ""), ("rows", "rows", ""), ("map", "", ""), ("map", "rows", ""),
         ("map", "", "map"), ("map", "", "single"), ("rows", "", "pairs"),
+        ("map", "line", ""), ("rows", "line", "single"), ("map", "line", "map"),
     ],
 )  # fmt: skip
 def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(tile, out, extra, pre):
@@ -492,6 +561,8 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
     residual = {
         2 * (r * stride + c): 0.25 * r + 7000000.0 * (c + 1) for r in range(m) for c in range(n)
     }
+    if extra == "line":  # an operand by rows has its values in the first column
+        residual = {at: residual[at // (2 * stride) * 2 * stride] for at in residual}
     kernel = hopper.Gemm("bfloat16", False, False, tile, out, extra=extra, bias="half")
     if pre:
         kernel = replace(kernel, pre=pre, pre_half=True)
@@ -504,9 +575,59 @@ def test_each_sum_reaches_its_row_and_column_and_meets_its_bias_and_residual(til
         for r in range(row0, m) for c in range(column0, n)
     }  # fmt: skip
     if pre:
-        before = {PRE + at: value for at, value in expected.items()}
+        before = {
+            PRE + at: value - (residual[at] if extra else 0) for at, value in expected.items()
+        }
         expected = before | {at: value + 0.125 for at, value in expected.items()}
     assert group.stored == expected
+
+
+@pytest.mark.parametrize("tile", [t for t in SMALL + TALL if t.block_n >= 64], ids=str)
+@pytest.mark.parametrize(
+    ("out", "extra", "pre", "pre1"),
+    [
+        ("rows", "", "", ""), ("map", "rows", "map", ""), ("map", "", "map", "map"),
+        ("map", "", "", ""), ("rows", "rows", "single", "single"), ("map", "", "pairs", "pairs"),
+    ],
+)  # fmt: skip
+def test_two_sums_meet_in_their_row_and_column(tile, out, extra, pre, pre1):
+    """Guards: docs/cuda.md, a gated layer is one product of its left factor with both others."""
+    kernel = hopper.Gemm(
+        "bfloat16", False, False, tile, out, extra=extra, bias="half", bias1=True, two_sums=True,
+        pre=pre, pre1=pre1, pre_half=pre != "",
+    )  # fmt: skip
+    row0, column0 = tile.block_m, kernel.columns
+    m, n = row0 + tile.block_m - 13, column0 + kernel.columns - (6 if pre == "pairs" else 5)
+    stride = n + 3
+    residual = {2 * (r * stride + c): 0.25 * r + 7000000.0 * c for r in range(m) for c in range(n)}
+    group = Group(kernel, residual)
+    for c in range(kernel.columns):
+        group.biases[4 * c] = 0.5 * (column0 + c)
+        group.biases[4 * (kernel.columns + c)] = 0.25 * (column0 + c)
+    group.run(row0, column0, m, n, stride)
+    expected = {}
+    for r in range(row0, m):
+        for c in range(column0, n):
+            at = 2 * (r * stride + c)
+            z, z1 = 1000.0 * r + 1.5 * c, 1000.0 * r + 500 + 1.25 * c
+            expected[at] = z - 3 * z1 + (residual[at] if extra else 0)
+            expected |= {PRE + at: z} if pre else {}
+            expected |= {2 * PRE + at: z1} if pre1 else {}
+    assert group.stored == expected
+
+
+@pytest.mark.parametrize("tile", SMALL + TALL, ids=str)
+def test_a_second_bias_meets_its_column(tile):
+    """Guards: docs/cuda.md, a product ends in a formula of two operands by columns."""
+    kernel = hopper.Gemm("bfloat16", False, False, tile, "map", bias="half", bias1=True)
+    m, n = tile.block_m - 13, tile.block_n - 5
+    group = Group(kernel, {})
+    for c in range(tile.block_n):
+        group.biases |= {4 * c: 0.5 * c, 4 * (tile.block_n + c): 0.25 * c}
+    group.run(0, 0, m, n, n)
+    assert group.stored == {
+        2 * (r * n + c): 1000.0 * r + 1.75 * c for r in range(m) for c in range(n)
+    }
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "bf16x6"])

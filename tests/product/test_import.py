@@ -216,10 +216,11 @@ ARROWS: dict[str, set[str]] = {
     "functional": {"activations", "backends", "operations", "problem"},
     "differentials": {"functional", "operations", "problem"},
     "definitions": {"activations", "epilogues", "expr", "language", "runtime"},
-    "fusion": {
-        "backends", "definitions", "epilogues", "functional", "operations", "problem", "runtime",
+    "fused_operations": {
+        "backends", "definitions", "epilogues", "operations", "problem", "runtime",
     },
-    "gated": {"activations", "epilogues", "functional", "fusion", "problem"},
+    "fusion": {"functional", "fused_operations", "problem"},
+    "gated": {"activations", "epilogues", "functional", "fused_operations", "problem"},
     "jets": {"backends", "functional", "operations", "problem", "runtime"},
     "perceptron": {"activations", "functional", "jets", "problem", "runtime", "tiling"},
     "networks": {"functional", "perceptron", "problem", "runtime"},
@@ -227,8 +228,8 @@ ARROWS: dict[str, set[str]] = {
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
         "definitions", "devices", "differentials", "epilogues", "errors", "expr", "functional",
-        "fusion", "gated", "jets", "language", "networks", "operations", "perceptron", "problem",
-        "runtime",
+        "fused_operations", "fusion", "gated", "jets", "language", "networks", "operations",
+        "perceptron", "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {

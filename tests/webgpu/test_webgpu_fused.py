@@ -156,6 +156,50 @@ def test_operands_broadcast_and_their_gradients_are_summed(form, dtype):
     assert_same_meaning(nf.matmul_epilogue_jvp, *args)
 
 
+@pytest.mark.parametrize("form", [(), (1, 1), (300, 1), (200,)], ids=str)
+def test_sums_of_gradients_take_no_array_of_the_shape_of_the_result(form, device, monkeypatch):
+    """Guards: sums of rows, columns and all are made in the pass that makes what they sum."""
+    r, m, n = Arrays(), 300, 200
+    forms = (m, K), (K, n), (m, n), (m, n), form, (m * n,)
+    a, b, grad, x, s, long = moved(tuple(r(*y) for y in forms))
+    sizes, buffer = [], type(device).buffer
+
+    def spied(self, nbytes, what):
+        sizes.append(nbytes)
+        return buffer(self, nbytes, what)
+
+    monkeypatch.setattr(type(device), "buffer", spied)
+    nf.matmul_epilogue_bwd(grad, a, b, lambda z, s: ex.tanh(z) * s, s, needs=(0,))
+    nf.elementwise_bwd(grad, lambda x, s: x * s, x, s, needs=(1,))
+    if form == ():
+        nf.elementwise_bwd(long, lambda x, s: x * s, long, s, needs=(1,))
+    assert sizes and max(sizes) <= 4 * m * n / 16
+
+
+@dtypes
+@pytest.mark.parametrize("n", [2047, 2048, 2049, 5000])
+@pytest.mark.parametrize("step", [1, -2])
+def test_a_long_row_is_summed_whatever_its_length(dtype, n, step):
+    r = Arrays(dtype)
+    grad, x = np.abs(r(n)), np.abs(r(2 * n))[:: abs(step)][:n][:: np.sign(step)]
+    s = r()
+    for y in (s, 0.5):
+        assert_same_meaning(nf.elementwise_bwd, grad, lambda x, y, c: ex.tanh(x) * y + c, x, y, s)
+
+
+@dtypes
+@pytest.mark.parametrize("sizes", [(1, 3, 65), (5, 70, 3), (1, 33, 1), (3, 130, 66)], ids=str)
+def test_several_sums_of_rows_columns_and_all(dtype, sizes):
+    r, (count, m, n) = Arrays(dtype), sizes
+    grad, shared = r(count, m, n), r(m, 1)
+    rest = r(count, m, 1), r(count, 1, n), r(count, 1, 1), r(1), shared
+
+    def f(x, y, z, u, v, w):
+        return x * y * z + ex.tanh(x) * u * v - w * w * x
+
+    assert_same_meaning(nf.elementwise_bwd, grad, f, r(count, m, n), *rest)
+
+
 @pytest.mark.parametrize("factors", [1, 2, 3])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 34, 41), (130, 36, 16), (4, 5, 0)])
 def test_one_to_three_right_factors(factors, sizes):

@@ -21,7 +21,8 @@ from numfuse.adapters.autograd.boxes import items, like, primitive, through
 from numfuse.definitions import UserEpilogue
 from numfuse.epilogues import Epilogue
 from numfuse.functional import matmul_bias_activation
-from numfuse.fusion import NUMBERS, FusedOperation, elementwise
+from numfuse.fused_operations import NUMBERS, FusedOperation
+from numfuse.fusion import elementwise
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.problem.product import STORED
 from numfuse.runtime.strided import ghost

@@ -18,9 +18,9 @@ import numpy as np
 from numfuse import differentials, functional
 from numfuse.activations import get as get_activation
 from numfuse.adapters.signatures import SIGNATURES
-from numfuse.fusion import FusedOperation
+from numfuse.fused_operations import FusedOperation
 from numfuse.gated import layer
-from numfuse.problem.fused import Form
+from numfuse.problem.forms import Form
 from numfuse.problem.operands import accumulator
 from numfuse.problem.shapes import sum_to
 from numfuse.runtime.dispatch import adapter_of

@@ -15,7 +15,7 @@ from numfuse.adapters.dask import blocks
 from numfuse.adapters.dask.blocks import Task
 from numfuse.adapters.dask.graph import Product, factor
 from numfuse.adapters.dask.operands import base, checked
-from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.fused_operations import NUMBERS, FusedOperation
 from numfuse.problem.fused import make
 from numfuse.runtime.strided import ghost
 

@@ -28,7 +28,7 @@ from numfuse.adapters.jax.operations import ghosts
 from numfuse.adapters.jax.primitives import FUNCTIONS
 from numfuse.adapters.primitives import How
 from numfuse.epilogues import Epilogue
-from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.fused_operations import NUMBERS, FusedOperation
 from numfuse.problem.product import STORED
 from numfuse.runtime.strided import ghost
 

@@ -27,7 +27,7 @@ from numfuse.backends import resolve
 from numfuse.definitions import UserEpilogue
 from numfuse.language.curves import inputs
 from numfuse.language.text import dumps, loads
-from numfuse.problem import fused
+from numfuse.problem import forms, fused
 from numfuse.problem.shapes import gemm_shape
 from numfuse.runtime.strided import ghost
 
@@ -44,7 +44,7 @@ class Form(NamedTuple):
     there: tuple[bool, ...]
     lead: int
     pooled: int
-    kind: fused.Form
+    kind: forms.Form
     #: Whether a forward returns its sums, as `FusedOperation` has it.
     keep: bool | str = False
     #: Whether they are for derivatives alone, which do not go through them.
@@ -243,7 +243,7 @@ class EpilogueCall(NamedTuple):
             source = "of a compiled computation"
             act = UserEpilogue(name, source, tuple(parameters), loads(text), several)
         kind[3:5] = map(tuple, kind[3:5])
-        of = fused.Form._make(kind)
+        of = forms.Form._make(kind)
         form = Form(How(act, tuple(needs), guard), tuple(there), lead, pooled, of, *more)
         return cls(form, tuple(map(tuple, shapes)), tuple(dtypes))
 

@@ -31,7 +31,7 @@ from numfuse.adapters.torch.keys import (
 from numfuse.adapters.torch.operators import in_graph
 from numfuse.adapters.torch.tensors import autocast, checked, in_functorch, with_tensors
 from numfuse.functional import activation_mul, matmul_bias_activation
-from numfuse.fusion import NUMBERS, FusedOperation, operation
+from numfuse.fused_operations import NUMBERS, FusedOperation, operation
 from numfuse.operations import OPERATIONS
 from numfuse.problem.product import STORED
 from numfuse.problem.shapes import gemm_shape, residual_view

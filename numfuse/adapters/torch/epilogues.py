@@ -32,7 +32,7 @@ from numfuse.adapters.torch.keys import backend_key, backend_of, formula_key, fo
 from numfuse.adapters.torch.operators import BY_NAME, in_graph
 from numfuse.adapters.torch.tensors import with_tensors
 from numfuse.definitions import UserEpilogue
-from numfuse.fusion import NUMBERS, FusedOperation, operation
+from numfuse.fused_operations import NUMBERS, FusedOperation, operation
 from numfuse.operations import OPERATIONS
 
 GATE = OPERATIONS["activation_mul"]

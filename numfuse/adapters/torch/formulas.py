@@ -16,7 +16,7 @@ from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.keys import backend_of, formula_of
 from numfuse.definitions import UserEpilogue
 from numfuse.epilogues import Epilogue
-from numfuse.fusion import operation
+from numfuse.fused_operations import operation
 from numfuse.language.curves import leaf, replace_leaves
 
 _LIBRARY = torch.library.Library("numfuse", "FRAGMENT")

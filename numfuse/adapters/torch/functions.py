@@ -42,7 +42,7 @@ from numfuse.adapters.torch.tensors import (
     with_tensors,
 )
 from numfuse.functional import activation_mul
-from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.fused_operations import NUMBERS, FusedOperation
 from numfuse.gated import layer
 from numfuse.operations import OPERATIONS
 from numfuse.problem.product import STORED

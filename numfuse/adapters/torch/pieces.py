@@ -24,7 +24,7 @@ from numfuse.adapters.torch.epilogues import (
     sums,
 )
 from numfuse.adapters.torch.tensors import moves, with_tensors
-from numfuse.fusion import NUMBERS, FusedOperation
+from numfuse.fused_operations import NUMBERS, FusedOperation
 from numfuse.operations import OPERATIONS
 
 _GATE_TANGENT = OPERATIONS["activation_mul_jvp"]

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from numfuse.fusion import NUMBERS
+from numfuse.fused_operations import NUMBERS
 from numfuse.runtime.threads import Team, share
 
 _DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -218,15 +218,17 @@ def product(
     threads: int,
     batch: tuple[int, ...] = (),
     summed: tuple[int, ...] = (),
+    turns: bool = True,
     rows: Group | None = None,
 ) -> Plan | None:
     """``row(sum over summed axes of a @ b)`` for every batch element, on so many threads at most.
 
     `batch` is the batch shape that factors and slots broadcast to; the axes whose numbers are in
     `summed` are summed over inside the product (the slots have no such axes, or of length 1).
-    `rows` says that the row function takes groups of rows. None where there is nothing to compute.
+    `turns` lets the transpose be made; `rows` says that the row function takes groups of rows. None
+    where there is nothing to compute.
     """
-    if rows is None and is_turned(a, b, slots):
+    if turns and rows is None and is_turned(a, b, slots):
         a, b = b.turned(), a.turned()
         slots = slots.each(Operand.turned)
     operands = (a, b, *slots.all())
@@ -294,9 +296,12 @@ def rows(
     chunk: int = 1,
     stream: Kernel | None = None,
     cell: Kernel | None = None,
+    group: int = 1,
     held: int = 0,
 ) -> Plan | None:
-    """``row`` over every row of (*batch, m, n); cells are whole chunks of `chunk` rows.
+    """``row`` over every row of (*batch, m, n), in cells of whole chunks of `chunk` rows.
+
+    Blocks of columns have whole groups of `group`.
 
     `stream` is the same row function storing past the caches, for results (`slots.out`, and
     `slots.extra` if that is there) of contiguous rows; `cell` one that does the work of `row`,
@@ -320,7 +325,7 @@ def rows(
         }
         t = tiling.streamed(m, n, written.itemsize)
     else:
-        t = tiling.elementwise(m, n, chunk)
+        t = tiling.elementwise(m, n, chunk, group)
     r = library.registers("float64")
     cell = cell or library.elementwise_cell()
     others = (row,) if stream is None else (row, stream)
@@ -350,6 +355,6 @@ def join(
     count = 1 if rows * elements < tiling.PARALLEL_ELEMENTS else threads
     # The cell gives one row; the rows that it sums are the third length, as the K of a product is.
     head = {"D_M": 1, "D_N": n, "D_K": rows}
-    t = tiling.elementwise(1, n, 1)
+    t = tiling.elementwise(1, max(n, tiling.TOTAL_LANES), 1)
     r = library.registers("float64")
     return _plan(cell, head, operands, axes, t, r, count)

@@ -1,8 +1,8 @@
 """An epilogue of products and operands, and the gradients' products that follow it.
 
 All sums but the last are made in the accumulator's format for a block of rows, which stays in the
-caches; the last product's pass reads them, does what is elementwise and adds to column sums. A
-result that is summed over its columns is a product with ones.
+caches; the last product's pass reads them, does what is elementwise and makes the partial `sums` of
+rows, columns and totals. A result that is summed over a batch alone is a product with ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import numpy as np
 from numfuse.backends.cpu import descriptors, tiling
 from numfuse.backends.cpu.descriptors import Slots
 from numfuse.backends.cpu.kernels import library, protocol, rows
-from numfuse.backends.cpu.kernels.printer import Result, Source
+from numfuse.backends.cpu.kernels.printer import Result, Source, Total
 from numfuse.backends.cpu.launch.sequence import Operand, Program, program, temporary
 from numfuse.backends.cpu.launch.sequence import operands as operands_of
-from numfuse.backends.cpu.layers import column_sums
 from numfuse.backends.cpu.llvm import vectors
 from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, merged, record
+from numfuse.backends.cpu.sums import Partials, partial_sums
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import leaf, replace_leaves
 from numfuse.problem.operands import format_of
@@ -41,7 +41,7 @@ class _Places:
     def __init__(self) -> None:
         self.sources: list[Source] = []
         self.results: list[Result] = []
-        self.sums: list[tuple[str, str]] = []
+        self.sums: list[Total] = []
         self._taken: dict[str, Operand] = {}
         self._free = iter(_FREE)
 
@@ -62,9 +62,9 @@ class _Places:
         """Let a result be stored."""
         self.results.append(Result(name, self._slot(x, "out"), x.fmt))
 
-    def add(self, name: str, x: Operand) -> None:
-        """Let a result be added to column sums."""
-        self.sums.append((name, self._slot(x, "sums")))
+    def add(self, name: str, x: Operand, across: bool) -> None:
+        """Let a result be added up, down its columns or `across` its rows."""
+        self.sums.append(Total(name, self._slot(x, "" if across else "sums"), across))
 
     def slots(self, over: Operand | None = None) -> Slots:
         """Return the operands in their slots."""
@@ -118,107 +118,135 @@ def _is_right_gradient(p: FusedProblem, name: str) -> bool:
     return name in p.products and p.products[name][0][0].turned
 
 
-def _is_apart(p: FusedProblem, name: str) -> bool:
-    """Whether a summed result is summed over its columns too."""
-    return p.arrays[name].shape[-1] == 1 != p.n
-
-
 def _is_whole(p: FusedProblem, name: str) -> bool:
     """Whether a summed result is summed over the batch alone."""
     return p.arrays[name].shape[-2:] == (p.m, p.n) and p.m != 1
 
 
+def _direction(p: FusedProblem, name: str) -> str:
+    """Return which sums a summed result is joined of, as `sums.Partials` has it.
+
+    A row that is one of several where a batch is folded is summed as each of these.
+    """
+    rows_, columns = p.arrays[name].shape[-2:]
+    if columns == p.n:
+        return "columns"
+    return "rows" if rows_ == p.m and (p.m > 1 or p.width) else "all"
+
+
 # --- products -------------------------------------------------------------------------------------
 def _work(p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> Work:
     """Return what is done for a block."""
-    fmt, acc = format_of(p.dtype), format_of(p.acc_dtype)
-    m, n = _rows_of(p, x), p.n
-    own: list[Operand] = []
-    passes: list[Pass] = []
-    places = _Places()
+    block = _Block(p, x, batch)
+    epilogue, last = block.sums()
+    block.results()
+    block.totals()
+    block.last_pass(epilogue, last)
+    return Work(block.passes, block.gradients(), block.partials, block.own)
 
-    def fresh(name: str, shape: tuple[int, ...], fmt: str) -> Operand:
-        own.append(temporary(name, shape, fmt))
-        return own[-1]
 
-    # The sums: the last product of all is the one whose pass does the rest.
-    epilogue = p.epilogue
-    last: Factors | None = None
-    for name in epilogue.accumulators:
-        products = [(x[a], x[b]) for a, b in p.sums[name]]
-        if name == epilogue.accumulators[-1]:
-            *products, last = products
-            places.sources.append(Source(name, None, acc))
+class _Block:
+    """The work for a block, put together step by step."""
+
+    def __init__(self, p: FusedProblem, x: Mapping[str, Operand], batch: tuple[int, ...]) -> None:
+        self.p, self.x, self.batch = p, x, batch
+        self.fmt, self.acc = format_of(p.dtype), format_of(p.acc_dtype)
+        self.sizes = _rows_of(p, x), p.n
+        self.places = _Places()
+        self.own: list[Operand] = []
+        self.passes: list[Pass] = []
+        self.partials: dict[str, Partials] = {}
+        #: What the last pass stores for products to read.
+        self.made: dict[str, Operand] = {}
+
+    def _fresh(self, name: str, fmt: str) -> Operand:
+        self.own.append(temporary(name, (*self.batch, *self.sizes), fmt))
+        return self.own[-1]
+
+    def sums(self) -> tuple[Epilogue, Factors | None]:
+        """Make all sums but the last product; return the epilogue of that, and its factors."""
+        p, x, acc = self.p, self.x, self.acc
+        epilogue, last = p.epilogue, None
+        for name in epilogue.accumulators:
+            products = [(x[a], x[b]) for a, b in p.sums[name]]
+            if name == epilogue.accumulators[-1]:
+                *products, last = products
+                self.places.sources.append(Source(name, None, acc))
+                if products:
+                    before = f"{name}_before"
+                    epilogue = _with(epilogue, name, before)
+                    name = before
             if products:
-                before = f"{name}_before"
-                epilogue = _with(epilogue, name, before)
-                name = before
-        if products:
-            t = fresh(f"sum {name}", (*batch, m, n), acc)
-            for i, factors in enumerate(products):
-                row = rows.terms(fmt, acc, True, False, False, i > 0)
-                passes.append(Pass(row, Slots(pre=t if i else None, out=t), factors))
-            places.read(name, t, False)
-    inputs = [name for name in epilogue.operands if name in x]
-    # The results: stored, factors of products, and summed.
-    made: dict[str, Operand] = {}
-    for name in p.stored:
-        places.store(name, x[name])
-    for terms in p.products.values():
-        for factor in (f for pair in terms for f in pair):
-            if factor.name not in x and factor.name not in made:
-                shape = (*batch, m, n)
-                made[factor.name] = fresh(factor.name, shape, library.grad_pre_format(fmt))
-                places.store(factor.name, made[factor.name])
-    partials: dict[str, Operand] = {}
-    apart: list[str] = []
-    for name in p.summed:
-        if _is_apart(p, name) or _is_whole(p, name):
-            apart.append(name)
-            made[name] = fresh(f"whole {name}", (*batch, m, n), acc)
-            places.store(name, made[name])
-        else:
-            partials[name] = column_sums(p, f"sums {name}", x[name], (m, n), batch)
-            own.append(partials[name])
-            places.add(name, partials[name])
-    turned = last is not None and descriptors.is_turned(*last, places.slots())
-    for name in inputs:  # one element serves a row, or a column where the transpose is made
-        rows_, columns = x[name].shape[-2:]
-        places.read(name, x[name], (rows_ == 1 != m) if turned else (columns == 1 != n))
-    # (a pass without a product or a stored result goes over the shape of an operand)
-    over = None
-    if last is None and not places.results:
-        over = next(y for y in places.slots().all() if y and y.shape[-2:] == (m, n))
-    row = rows.fused(
-        epilogue, fmt, tuple(places.sources), tuple(places.results), tuple(places.sums)
-    )
-    passes.append(Pass(row, places.slots(over), last))
+                t = self._fresh(f"sum {name}", acc)
+                for i, factors in enumerate(products):
+                    row = rows.terms(self.fmt, acc, True, False, False, i > 0)
+                    self.passes.append(Pass(row, Slots(pre=t if i else None, out=t), factors))
+                self.places.read(name, t, False)
+        return epilogue, last
 
-    gradients: dict[str, list[Factors]] = {}
-    for name, terms in p.products.items():
-        gradients[name] = []
-        for pair in terms:
-            left, right = (made[f.name] if f.name in made else x[f.name] for f in pair)
-            left = left.turned() if pair[0].turned else left
-            gradients[name].append((left, right.turned() if pair[1].turned else right))
-    if apart:
-        one = fresh("one", (1, 1), acc)
-        passes.append(Pass(rows.constant(acc), Slots(out=one)))
+    def results(self) -> None:
+        """Let the last pass store results, and what is a factor of products."""
+        for name in self.p.stored:
+            self.places.store(name, self.x[name])
+        for terms in self.p.products.values():
+            for factor in (f for pair in terms for f in pair):
+                if factor.name not in self.x and factor.name not in self.made:
+                    self._store(factor.name, factor.name, library.grad_pre_format(self.fmt))
 
-        def ones(length: int) -> Operand:
-            return one._replace(shape=(length, 1), strides=(0, 0))
+    def _store(self, name: str, called: str, fmt: str) -> None:
+        self.made[name] = self._fresh(called, fmt)
+        self.places.store(name, self.made[name])
 
-        for name in apart:
-            if _is_whole(p, name):  # every row for itself
-                gradients[name] = [(one, made[name])]
+    def totals(self) -> None:
+        """Let the last pass add up the results that are summed."""
+        p, group = self.p, library.group(self.fmt)
+        for name in p.summed:
+            if _is_whole(p, name):
+                self._store(name, f"whole {name}", self.acc)
                 continue
-            across = made[name], ones(n)
-            if x[name].shape[-2] == 1 != m:
-                line = fresh(f"rows of {name}", (*batch, m, 1), acc)
-                passes.append(Pass(rows.store(acc), Slots(out=line), across))
-                across = ones(m).turned(), line
-            gradients[name] = [across]
-    return Work(passes, gradients, partials, own)
+            of = _direction(p, name)
+            # (Of short rows, sums of columns are fewer.)
+            across = of == "rows" or (of == "all" and p.n >= group)
+            called = f"sums {name}"
+            made = partial_sums(p, called, self.x[name], self.sizes, self.batch, across)
+            self.own.append(made)
+            self.partials[name] = Partials(made, of)
+            self.places.add(name, made.turned() if across else made, across)
+
+    def last_pass(self, epilogue: Epilogue, last: Factors | None) -> None:
+        """Add the pass that does the rest."""
+        x, places, (m, n) = self.x, self.places, self.sizes
+        across = any(total.across for total in places.sums)
+        turned = last is not None and not across and descriptors.is_turned(*last, places.slots())
+        for name in (name for name in epilogue.operands if name in x):
+            # one element serves a row, or a column where the transpose is made
+            rows_, columns = x[name].shape[-2:]
+            places.read(name, x[name], (rows_ == 1 != m) if turned else (columns == 1 != n))
+        # (a pass without a product or a stored result goes over the shape of an operand)
+        over = None
+        if last is None and not places.results:
+            over = next(y for y in places.slots().all() if y and y.shape[-2:] == (m, n))
+        every = tuple(places.sources), tuple(places.results), tuple(places.sums)
+        row = rows.fused(epilogue, self.fmt, *every)
+        self.passes.append(Pass(row, places.slots(over), last, across))
+
+    def gradients(self) -> dict[str, list[Factors]]:
+        """Return the products that follow: those of gradients, and sums over a batch alone."""
+        p, x, made = self.p, self.x, self.made
+        found: dict[str, list[Factors]] = {}
+        for name, terms in p.products.items():
+            found[name] = []
+            for pair in terms:
+                left, right = (made[f.name] if f.name in made else x[f.name] for f in pair)
+                left = left.turned() if pair[0].turned else left
+                found[name].append((left, right.turned() if pair[1].turned else right))
+        whole = [name for name in p.summed if _is_whole(p, name)]
+        if whole:
+            one = temporary("one", (1, 1), self.acc)
+            self.own.append(one)
+            self.passes.append(Pass(rows.constant(self.acc), Slots(out=one)))
+            found |= {name: [(one, made[name])] for name in whole}  # every row for itself
+        return found
 
 
 def _rows_of(p: FusedProblem, x: Mapping[str, Operand]) -> int:

@@ -18,9 +18,9 @@ from numfuse.backends.cpu import tiling
 from numfuse.backends.cpu.descriptors import Group, Slots
 from numfuse.backends.cpu.kernels import groups, library, rows
 from numfuse.backends.cpu.launch.sequence import Operand, Program, temporary
-from numfuse.backends.cpu.layers import column_sums
 from numfuse.backends.cpu.llvm import vectors
-from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, record, summed_axes
+from numfuse.backends.cpu.schedule import Factors, Part, Pass, Work, record
+from numfuse.backends.cpu.sums import Partials, partial_sums, summed_axes
 from numfuse.problem.jets import MEMBERS, SHARED
 from numfuse.problem.operands import format_of
 
@@ -169,7 +169,7 @@ def _forward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         given |= {"first": x.get("out_dot"), "second": x.get("out_ddot")}
         given |= {name: x.get(name) for name in ("pre", "pre_dot", "pre_ddot")}
     slots = _slots(p, given, p.seconds, x["out"])
-    passes.append(Pass(groups.row(g), slots, (stack, x["b"]), _group(p)))
+    passes.append(Pass(groups.row(g), slots, (stack, x["b"]), group=_group(p)))
     return Work(passes, own=own)
 
 
@@ -186,7 +186,7 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
     own.append(q)
     sums = None
     if "d_bias" in x:
-        sums = column_sums(p, "sums", x["d_bias"], (m, n), batch)
+        sums = partial_sums(p, "sums", x["d_bias"], (m, n), batch)
         own.append(sums)
     g = groups.group(
         p.jet, fmt, held, (p.directions, p.seconds), p.pattern, backward=True, product=not saved,
@@ -208,15 +208,15 @@ def _backward(p: JetProblem, x: Operands, batch: tuple[int, ...]) -> Work:
         given["bias"] = x.get("bias")
     slots = _slots(p, given, p.seconds, q)
     factors = None if saved or stack is None else (stack, x["b"])
-    passes.append(Pass(groups.row(g), slots, factors, _group(p)))
+    passes.append(Pass(groups.row(g), slots, factors, group=_group(p)))
     passes += _left(p, x, q, batch)
     gradients: dict[str, list[Factors]] = {}
-    partials = {} if sums is None else {"d_bias": sums}
+    partials = {} if sums is None else {"d_bias": Partials(sums)}
     if "d_b" in x and stack is not None:
         if x["d_b"].shape == (p.k, p.n) or batch:
             gradients["d_b"] = [(stack.turned(), q)]
         else:
-            partials["d_b"] = _pieces_of_d_b(p, stack, q, own, passes)
+            partials["d_b"] = Partials(_pieces_of_d_b(p, stack, q, own, passes))
     return Work(passes, gradients, partials, own)
 
 
@@ -268,7 +268,7 @@ def _left(p: JetProblem, x: Operands, q: Operand, batch: tuple[int, ...]) -> lis
     row = groups.scatter(fmt, tuple([y is not None for y in there]))
     slots = {"out": there[0], "first": there[1], "second": there[2]}
     made = _slots(p, slots, p.seconds * p.moved, some)
-    return [Pass(row, made, factors, Group(p.members, 1), summed)]
+    return [Pass(row, made, factors, group=Group(p.members, 1), summed=summed)]
 
 
 def _points(x: Operands) -> int:

@@ -39,8 +39,8 @@ from numfuse.backends.cpu.schedule import (
     Work,
     record,
     scattered,
-    summed_axes,
 )
+from numfuse.backends.cpu.sums import Partials, partial_sums
 from numfuse.problem.operands import format_of
 from numfuse.problem.shapes import as_one
 
@@ -182,7 +182,9 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     own = [] if sums is None else [sums]
     if p.activation.is_identity:
         passes = [Pass(rows.column_sums(fmt), Slots(grad=grad, sums=sums))] if own else []
-        return Work(passes, _gradients(x, grad), {} if sums is None else {"d_bias": sums}, own)
+        return Work(
+            passes, _gradients(x, grad), {} if sums is None else {"d_bias": Partials(sums)}, own
+        )
     if not products and sums is None:
         return Work([])
     pre = x.get("pre")
@@ -211,7 +213,7 @@ def _backward(p: Any, x: Operands, batch: Batch) -> Work:
     passes = [Pass(row, slots, factors)]
     if narrow:
         passes.append(Pass(rows.column_sums(fmt), Slots(grad=out, sums=sums)))
-    return Work(passes, _gradients(x, out), {} if sums is None else {"d_bias": sums}, own)
+    return Work(passes, _gradients(x, out), {} if sums is None else {"d_bias": Partials(sums)}, own)
 
 
 def _linear(p: Any, x: Operands, batch: Batch) -> Work:
@@ -260,7 +262,9 @@ def _double_backward(p: Any, bent: bool, x: Operands, batch: Batch) -> Work:
     )
     slots = Slots(added, t, grad, d_grad, pre, sums, q, s)
     passes.append(Pass(row, slots, (x["a"], x["b"]) if pre is None else last))
-    return Work(passes, _gradients(x, q, s), {} if sums is None else {"d_bias": sums}, own)
+    return Work(
+        passes, _gradients(x, q, s), {} if sums is None else {"d_bias": Partials(sums)}, own
+    )
 
 
 def _tangent(p: Any, x: Operands, batch: Batch) -> Work:
@@ -333,24 +337,4 @@ def partials(p: Any, x: Operands, batch: Batch) -> Operand | None:
     """Return the partial column sums of d_bias, if it is there."""
     if "d_bias" not in x:
         return None
-    return column_sums(p, "sums", x["d_bias"], x["grad"].shape[-2:], batch)
-
-
-def column_sums(p: Any, name: str, out: Operand, sizes: tuple[int, ...], batch: Batch) -> Operand:
-    """Return the partial column sums of a gradient, two rows for every chunk of rows.
-
-    Batch axes that the gradient has come first in memory: for each of its members, what is joined
-    is contiguous rows.
-    """
-    fmt = format_of(p.dtype)
-    m, n = sizes
-    shape = *batch, 2 * -(-m // library.chunk(fmt)), n
-    summed = summed_axes(out, batch)
-    inner = [axis for axis, size in enumerate(batch) if size == 1 or axis in summed]
-    outer = [axis for axis in range(len(batch)) if axis not in inner]
-    order = [*outer, *inner, len(batch), len(batch) + 1]
-    if not batch:
-        return temporary(name, shape, format_of(p.acc_dtype))
-    made = temporary(name, tuple(shape[axis] for axis in order), format_of(p.acc_dtype))
-    steps = dict(zip(order, made.strides, strict=True))
-    return made._replace(shape=shape, strides=tuple(steps[axis] for axis in range(len(shape))))
+    return partial_sums(p, "sums", x["d_bias"], x["grad"].shape[-2:], batch)

@@ -28,6 +28,7 @@ from numfuse.backends.cpu.launch.sequence import (
     program,
     temporary,
 )
+from numfuse.backends.cpu.sums import Partials, Turn, join, summed_axes
 from numfuse.problem.operands import address, format_of
 from numfuse.problem.shapes import merge_axes, runs_of_rows
 from numfuse.runtime.specialise import Kernel
@@ -43,13 +44,6 @@ Factors = tuple[Operand, Operand]
 
 
 # --- blocks -------------------------------------------------------------------------------------
-class Turn(NamedTuple):
-    """Whether a block is the first, and the last, of those that a gradient is summed over."""
-
-    first: bool = True
-    last: bool = True
-
-
 class Block(NamedTuple):
     """Some rows of some batch elements."""
 
@@ -108,6 +102,8 @@ class Pass(NamedTuple):
     row: Kernel
     slots: Slots
     factors: Factors | None = None
+    #: Whether it makes sums of rows, which no transpose makes.
+    across: bool = False
     #: Where the row function takes groups of rows.
     group: descriptors.Group | None = None
     #: Batch axes that are summed over inside the product.
@@ -122,8 +118,8 @@ class Work(NamedTuple):
     passes: Sequence[Pass]
     #: {gradient: the products that it is the sum of}.
     gradients: Mapping[str, Sequence[Factors]] = {}
-    #: {gradient: the partial column sums that are joined to it}.
-    partials: Mapping[str, Operand] = {}
+    #: {gradient: the partial sums that are joined to it}.
+    partials: Mapping[str, Partials] = {}
     #: Contiguous arrays of the block's own.
     own: Sequence[Operand] = ()
 
@@ -141,14 +137,6 @@ class Part(NamedTuple):
     #: The operands that have a row for each of M, and what is summed over blocks.
     by_rows: frozenset[str] = BY_ROWS
     gradients: tuple[str, ...] = GRADIENTS
-
-
-def summed_axes(gradient: Operand, batch: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the axes of `batch` that a gradient lacks or has with length 1."""
-    if not batch:
-        return ()
-    own = (1,) * (len(batch) - (len(gradient.shape) - 2)) + gradient.shape[:-2]
-    return tuple(axis for axis, size in enumerate(batch) if own[axis] == 1 and size != 1)
 
 
 def scattered(p: Any, operands: Mapping[str, Operand]) -> list[str]:
@@ -244,10 +232,9 @@ class _Schedule:
 
     def _total(self, name: str, x: Operand) -> Operand | None:
         """Return where a gradient that grows is summed up, if that is not the gradient itself."""
-        if any(
-            name in work.partials for _, work in self.works.values()
-        ):  # the sum, and the rounding errors made in it
-            return temporary(f"total {name}", (*x.shape[:-2], 2, x.shape[-1]), "float64")
+        for _, work in self.works.values():
+            if name in work.partials:
+                return work.partials[name].total(name, x)
         if x.fmt == self.acc:
             return None
         shape = (self.p.m, x.shape[-1]) if name in self.apart else x.shape
@@ -289,7 +276,7 @@ class _Schedule:
         after: list[list[Plan | None]] = [[] for _ in range(max(1, most))]
         for name, partials in work.partials.items():
             total, turn = totals.get(f"total {name}"), turns[name]
-            after[0].append(self._join(partials, operands[name], total, turn, batch))
+            after[0].append(join(partials, operands[name], total, turn, batch, self.threads))
         for name, products in work.gradients.items():
             x, total = operands[name], totals.get(f"total {name}")
             for i, (left, right) in enumerate(products):
@@ -308,9 +295,16 @@ class _Schedule:
 
     def _pass(self, x: Pass, batch: tuple[int, ...]) -> Plan | None:
         if x.factors is not None:
-            how = x.summed, x.group
-            batch = batch if x.batch is None else x.batch
-            return descriptors.product(*x.factors, x.row, x.slots, self.threads, batch, *how)
+            return descriptors.product(
+                *x.factors,
+                x.row,
+                x.slots,
+                self.threads,
+                batch if x.batch is None else x.batch,
+                x.summed,
+                turns=not x.across,
+                rows=x.group,
+            )
         over = x.slots.grad or x.slots.out
         if x.group is not None:
             over = x.slots.out
@@ -320,7 +314,7 @@ class _Schedule:
             chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
             form = self.threads, batch, chunk
             return descriptors.rows(m, n, x.row, x.slots, *form, held=x.group.held)
-        if x.slots.sums is None:
+        if x.slots.sums is None and not x.across:
             for y in x.slots.all():
                 if y is not None and y.shape != (m, n):
                     break
@@ -331,40 +325,14 @@ class _Schedule:
                 slots = x.slots.each(lambda y: y._replace(shape=(1, m * n)))
                 return descriptors.rows(1, m * n, x.row, slots, self.threads)
             return descriptors.rows(m, n, x.row, x.slots, self.threads, batch)
-        chunk = library.chunk(self.fmt)
+        chunk = 1 if x.slots.sums is None else library.chunk(self.fmt)
+        group = library.group(self.fmt) if x.across else 1
         cell = None
         there = sum(y is not None for y in x.slots.all())
         if there == 2 and n <= tiling.NARROW and over.fmt == self.acc:
             cell = library.narrow_sums_cell(self.acc)
-        return descriptors.rows(m, n, x.row, x.slots, self.threads, batch, chunk, cell=cell)
-
-    def _join(
-        self,
-        partials: Operand,
-        d_bias: Operand,
-        total: Operand | None,
-        turn: Turn,
-        batch: tuple[int, ...],
-    ) -> Plan | None:
-        """Join a block's partial sums (see `layers.partials`) to those of the blocks before."""
-        summed = summed_axes(d_bias, batch)
-        outer = [axis for axis, size in enumerate(batch) if size != 1 and axis not in summed]
-        sizes = tuple(batch[axis] for axis in outer)
-        *_, n = partials.shape
-        count = math.prod(partials.shape[:-1]) // max(1, math.prod(sizes))
-        missing = len(batch) - (len(d_bias.shape) - 2)
-
-        def kept(x: Operand) -> Operand:
-            steps = tuple(x.strides[axis - missing] for axis in outer)
-            return x._replace(shape=(*sizes, *x.shape[-2:]), strides=(*steps, *x.strides[-2:]))
-
-        return descriptors.join(
-            library.join_cell(d_bias.fmt),
-            temporary(partials.name, (*sizes, count, n), partials.fmt),
-            self.threads,
-            kept(d_bias) if turn.last else None,
-            None if turn.first or total is None else kept(total),
-            None if turn.last or total is None else kept(total),
+        return descriptors.rows(
+            m, n, x.row, x.slots, self.threads, batch, chunk, cell=cell, group=group
         )
 
     def _moves(self, block: Block, phases: list[list[Plan]]) -> tuple[list[Step], list[Step]]:

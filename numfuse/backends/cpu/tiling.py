@@ -143,7 +143,8 @@ IN_PLACE = 0.12
 CHUNK_TILES = 4
 #: The same with AMX: 64 rows.
 CHUNK_TILES_AMX = 2
-
+#: Sums to which a total's partials are added by turns: 4 vectors hide an addition's latency.
+TOTAL_LANES = 32
 #: Bytes of a block of grad_pre, which bound what a backward holds beside its operands and results.
 #: Measured against grad_pre in one piece of fresh memory (Granite Rapids, 1 and 2 threads): 2-8%
 #: faster at 8192 x 2048 x 512, 12-18% at 4096 x 4096 x 64, 3-10% at 100000 x 64 x 64, even at
@@ -353,9 +354,10 @@ def gemm(
 def thin(n: int, k: int, batch: int, threads: int, r: Registers, unit: int) -> Tiling:
     """Tiling of a product of up to `THIN_ROWS` rows."""
     cells = -(-CELLS * threads // batch) if threads > 1 else 1
-    cell_n = round_up(max(1, -(-n // cells)), 8 * r.vl)
+    wide = math.lcm(8 * r.vl, r.nr)
+    cell_n, nc = round_up(max(1, -(-n // cells)), wide), THIN_COLUMNS // wide * wide
     kc = k_block(k, r.itemsize, r.kind)
-    return Tiling(kc, THIN_COLUMNS, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0)
+    return Tiling(kc, nc, unit, cell_n, 1, max(1, -(-n // cell_n)), 1, 0, 0)
 
 
 def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tuple[int, int]:
@@ -373,12 +375,13 @@ def backward_block(m: int, n: int, held: int, itemsize: int, chunk: int) -> tupl
 
 
 @functools.lru_cache(maxsize=4096)
-def elementwise(m: int, n: int, chunk: int) -> Tiling:
-    """Tiling of a pass over (m, n): cells of whole chunks of rows and of `ROW_BLOCK` columns."""
+def elementwise(m: int, n: int, chunk: int, group: int = 1) -> Tiling:
+    """Tiling of a pass over (m, n): cells of whole chunks of rows, blocks of whole groups."""
     cell = max(SMALLEST_ELEMENTWISE_CELL, min(m * n // ELEMENTWISE_CELLS, ELEMENTWISE_CELL))
     # A chunk of few columns, which are whole lines.
-    columns = max(16, round_up(cell // min(m, chunk), 16)) if m else ROW_BLOCK
-    return _elementwise(m, n, chunk, min(ROW_BLOCK, columns), cell)
+    unit = math.lcm(16, group)
+    columns = max(unit, round_up(cell // min(m, chunk), unit)) if m else ROW_BLOCK
+    return _elementwise(m, n, chunk, min(ROW_BLOCK // unit * unit, columns), cell)
 
 
 @functools.lru_cache(maxsize=4096)

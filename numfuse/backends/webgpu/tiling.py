@@ -70,6 +70,9 @@ BLOCKS = 264
 #: Rows that a part of d_b adds up at the least: a block's arithmetic then outweighs its plane's way
 #: through memory by 100 flops a byte.
 PART = 512
+#: Columns of the matrix as which one long row is summed: blocks of a row would have one row of
+#: their invocations at work.
+LONG_ROW = 1024
 #: Planes that one invocation adds up; more are joined in stages.
 JOINED = 64
 

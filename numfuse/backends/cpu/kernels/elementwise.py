@@ -114,41 +114,92 @@ def join_cell(descriptor: int, cell: int, workspace: int) -> None:
     c = WORDS(workspace)
     batch, _, _, j0, j1 = CELL(descriptor, cell)
     OPEN_CONTEXT(descriptor, batch, workspace)
-    total = TOTALS(c[C_SCRATCH])
-    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
-    sums, out, earlier, later = 3 * S_SUMS, 3 * S_OUT, 3 * S_EXTRA, 3 * S_PRE
+    sums = 3 * S_SUMS
     for jc in range(j0, j1, d[D_NC]):
         columns = min(d[D_NC], j1 - jc)
-        if c[earlier] != 0:
-            known = TOTALS(c[earlier] + jc * 8)
-            known_lost = TOTALS(c[earlier] + c[earlier + 1] + jc * 8)
-            for q in range(columns):
-                total[q] = known[q]
-                lost[q] = known_lost[q]
-        else:
-            for q in range(columns):
-                total[q] = ZERO
-                lost[q] = ZERO
+        OPEN_TOTALS(workspace, jc, columns)
         for i in range(d[D_K]):
-            partial = SUMS(c[sums] + i * c[sums + 1] + jc * SIZE)
-            for q in range(columns):
-                # Knuth's exact sum of two numbers, in any order of size
-                before, value = total[q], WIDEN(partial[q])
-                after = before + value
-                added = after - before
-                total[q] = after
-                lost[q] = lost[q] + ((before - (after - added)) + (value - added))
-        if c[later] != 0:
-            kept = TOTALS(c[later] + jc * 8)
-            kept_lost = TOTALS(c[later] + c[later + 1] + jc * 8)
-            for q in range(columns):
-                kept[q] = total[q]
-                kept_lost[q] = lost[q]
-        else:
-            for q in range(columns):
-                # Beside an infinity there is no error to speak of, and inf - inf would be NaN.
-                value = total[q] + (lost[q] if IS_FINITE(lost[q]) else ZERO)
-                STORED(c[out] + (jc + q) * c[out + 2])[0] = NARROW(ROUND(value))
+            ADD_TO_TOTALS(workspace, c[sums] + i * c[sums + 1] + jc * SIZE, columns)
+        CLOSE_TOTALS(workspace, jc, columns)
+
+
+def total_cell(descriptor: int, cell: int, workspace: int) -> None:
+    """``out = total + sums[0] + sums[1] + ...`` of one column, as `join_cell` has it.
+
+    The partials, contiguous, are added to LANES sums by turns; these are added up in their order.
+    """
+    d = WORDS(descriptor)
+    c = WORDS(workspace)
+    batch, _, _, _, _ = CELL(descriptor, cell)
+    OPEN_CONTEXT(descriptor, batch, workspace)
+    OPEN_TOTALS(workspace, 0, 1)
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    for q in range(1, LANES):
+        total[q] = ZERO
+        lost[q] = ZERO
+    for i in range(0, d[D_K], LANES):
+        ADD_TO_TOTALS(workspace, c[3 * S_SUMS] + i * SIZE, min(LANES, d[D_K] - i))
+    for q in range(1, LANES):
+        lost[0] = lost[0] + lost[q] + LOST(total[0], total[q])
+        total[0] = total[0] + total[q]
+    CLOSE_TOTALS(workspace, 0, 1)
+
+
+def lost_in(x: float, y: float) -> float:
+    """Return what ``x + y`` loses: Knuth's exact sum of two numbers, in any order of size."""
+    after = x + y
+    added = after - x
+    return (x - (after - added)) + (y - added)
+
+
+def open_totals(context: int, j: int, n: int) -> None:
+    """Begin n sums in float64 and what was lost in them: those before, or zero."""
+    c = WORDS(context)
+    earlier = 3 * S_EXTRA
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    if c[earlier] != 0:
+        known = TOTALS(c[earlier] + j * 8)
+        known_lost = TOTALS(c[earlier] + c[earlier + 1] + j * 8)
+        for q in range(n):
+            total[q] = known[q]
+            lost[q] = known_lost[q]
+    else:
+        for q in range(n):
+            total[q] = ZERO
+            lost[q] = ZERO
+
+
+def add_to_totals(context: int, row: int, n: int) -> None:
+    """Add a row to the sums, and to what was lost what that loses."""
+    c = WORDS(context)
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    partial = SUMS(row)
+    for q in range(n):
+        value = WIDEN(partial[q])
+        lost[q] = lost[q] + LOST(total[q], value)
+        total[q] = total[q] + value
+
+
+def close_totals(context: int, j: int, n: int) -> None:
+    """Write the sums: rounded, or with what was lost in them, for those that follow."""
+    c = WORDS(context)
+    out, later = 3 * S_OUT, 3 * S_PRE
+    total = TOTALS(c[C_SCRATCH])
+    lost = TOTALS(c[C_SCRATCH] + c[C_SCRATCH_STRIDE])
+    if c[later] != 0:
+        kept = TOTALS(c[later] + j * 8)
+        kept_lost = TOTALS(c[later] + c[later + 1] + j * 8)
+        for q in range(n):
+            kept[q] = total[q]
+            kept_lost[q] = lost[q]
+    else:
+        for q in range(n):
+            # Beside an infinity there is no error to speak of, and inf - inf would be NaN.
+            value = total[q] + (lost[q] if IS_FINITE(lost[q]) else ZERO)
+            STORED(c[out] + (j + q) * c[out + 2])[0] = NARROW(ROUND(value))
 
 
 def open_context(descriptor: int, batch: int, context: int) -> tuple[int, int]:
@@ -246,3 +297,25 @@ def open_sums(context: int, slot: int, i: int, j: int, n: int) -> int:
         for q in range(n):
             run[q] = ZERO
     return sums
+
+
+def scratch_row(context: int, slot: int) -> int:
+    """Address of a slot's own contiguous row."""
+    c = WORDS(context)
+    return c[C_SCRATCH] + slot * c[C_SCRATCH_STRIDE]
+
+
+def close_groups(context: int, slot: int, i: int, j: int, n: int) -> None:
+    """Add up a written scratch row by groups of GROUP columns, one partial of row i for each.
+
+    Blocks of columns begin with a group, so no sum depends on where they are cut.
+    """
+    c = WORDS(context)
+    row = SCRATCH_ROW(context, slot)
+    values = SUMS(row)
+    for q in range(n, (n + GROUP - 1) // GROUP * GROUP):
+        values[q] = ZERO
+    target = c[3 * slot] + i * c[3 * slot + 1] + j // GROUP * c[3 * slot + 2]
+    for q in range(0, n, GROUP):
+        SUMS(target)[0] = GROUP_SUM(row + q * SIZE)
+        target += c[3 * slot + 2]

@@ -62,6 +62,12 @@ def chunk(fmt: str) -> int:
 
 
 @functools.cache
+def group(fmt: str) -> int:
+    """Columns of a group of the row sums of a storage format."""
+    return registers_of(fmt).nr
+
+
+@functools.cache
 def grad_pre_format(fmt: str) -> str:
     """Return the format that grad_pre is stored in.
 
@@ -182,21 +188,27 @@ def narrow_sums_cell(acc: str) -> specialise.Kernel:
 
 
 @functools.cache
-def join_cell(fmt: str) -> specialise.Kernel:
+def join_cell(fmt: str, whole: bool = False) -> specialise.Kernel:
+    """Return the cell that joins partials to a row; or, `whole`, to one number."""
     acc = accumulator(fmt)
-    return specialise.kernel(
-        elementwise.join_cell,
-        **{**_cell_names(), **protocol.SLOTS},
-        IS_FINITE=conversions.make_is_finite(),
-        SIZE=vectors.itemsize(acc),
-        TOTALS=intrinsics.make_elements("float64"),
-        SUMS=intrinsics.make_elements(acc),
-        STORED=intrinsics.make_elements(fmt),
-        ZERO=zero("float64"),
-        WIDEN=conversions.make_widen(acc, "float64"),
-        ROUND=conversions.make_narrow(acc, "float64"),
-        NARROW=conversions.make_narrow(fmt, acc),
-    )
+    words = {
+        **_cell_names(),
+        **protocol.SLOTS,
+        "IS_FINITE": conversions.make_is_finite(),
+        "SIZE": vectors.itemsize(acc),
+        "TOTALS": intrinsics.make_elements("float64"),
+        "SUMS": intrinsics.make_elements(acc),
+        "STORED": intrinsics.make_elements(fmt),
+        "ZERO": zero("float64"),
+        "WIDEN": conversions.make_widen(acc, "float64"),
+        "ROUND": conversions.make_narrow(acc, "float64"),
+        "NARROW": conversions.make_narrow(fmt, acc),
+        "LOST": specialise.device(elementwise.lost_in),
+        "LANES": tiling.TOTAL_LANES,
+    }
+    for name in ("open_totals", "add_to_totals", "close_totals"):
+        words[name.upper()] = specialise.device(getattr(elementwise, name), **words)
+    return specialise.kernel(elementwise.total_cell if whole else elementwise.join_cell, **words)
 
 
 def _pairs_names(r: tiling.Registers, width: int, height: int) -> dict[str, Any]:
@@ -292,13 +304,18 @@ def row_names(fmt: str, acc: str) -> dict[str, Any]:
     bits = {f"BITS{n}": intrinsics.make_elements(f"uint{n}") for n in (16, 32, 64)}
     move = specialise.device(elementwise.move, **bits)
     target_row = specialise.device(elementwise.target_row, **context)
+    scratch_row = specialise.device(elementwise.scratch_row, **context)
     sums = {
+        **context,
         "SIZE": vectors.itemsize(acc),
         "ZERO": zero(acc),
         "SUMS": intrinsics.make_elements(acc),
         "TARGET_ROW": target_row,
+        "SCRATCH_ROW": scratch_row,
         "CHUNK": chunk(fmt),
         "RUN": tiling.RUN,
+        "GROUP": group(fmt),
+        "GROUP_SUM": vectors.make_group_sum(acc, host.vector_bytes(), group(fmt)),
     }
     return {
         **protocol.SLOTS,
@@ -308,6 +325,8 @@ def row_names(fmt: str, acc: str) -> dict[str, Any]:
         "TARGET_ROW": target_row,
         "PLACE_OF": specialise.device(elementwise.place_of, **context),
         "OPEN_SUMS": specialise.device(elementwise.open_sums, **sums),
+        "SCRATCH_ROW": scratch_row,
+        "CLOSE_GROUPS": specialise.device(elementwise.close_groups, **sums),
         "FINISH_ROW": specialise.device(elementwise.finish_row, **context, MOVE=move),
     }
 

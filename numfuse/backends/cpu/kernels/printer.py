@@ -18,6 +18,15 @@ class Source(NamedTuple):
     once: bool = False
 
 
+class Total(NamedTuple):
+    """Where a result is added up."""
+
+    name: str
+    slot: str
+    #: Whether its rows are, by groups of columns, not its columns by chunks of rows.
+    across: bool = False
+
+
 class Result(NamedTuple):
     """Where an epilogue's result is written."""
 
@@ -33,18 +42,18 @@ def text(
     sources: Sequence[Source],
     results: Sequence[Result],
     formulas: Sequence[str],
-    sums: Sequence[tuple[str, str]],
+    sums: Sequence[Total],
     streams: bool,
 ) -> str:
     """Return a row function as Python text.
 
     `sources` are in the order of the formula's arguments, `formulas` names what it returns, in its
-    order, and `sums` those that are added to column sums, each with its slot. `streams`: store past
-    the caches; the results begin on a line, and n is a multiple of STEP. A step goes to a few
-    registers first: LLVM makes vectors of the loop over them, and non-temporal stores need whole
-    ones. Spread between the arithmetic, the stores wait for memory while it goes on; copied from a
-    finished row they would not. A result in the place of an input has its pointer: of two that
-    could be the same, LLVM makes no vectors.
+    order, and `sums` those that are added up: to column sums, or when the row is finished.
+    `streams`: store past the caches; the results begin on a line, and n is a multiple of STEP. A
+    step goes to a few registers first: LLVM makes vectors of the loop over them, and non-temporal
+    stores need whole ones. Spread between the arithmetic, the stores wait for memory while it goes
+    on; copied from a finished row they would not. A result in the place of an input has its
+    pointer: of two that could be the same, LLVM makes no vectors.
     """
     at = "at + q" if streams else "q"
     lines = [f"def {name}(context, acc, i, j, n):", "    WIDE_VECTORS()"]
@@ -65,8 +74,9 @@ def text(
         lines.append(f"    to_{name} = {place if streams else f'TO_{name}({place})'}")
         if streams:
             lines.append(f"    room_{name} = ROOM_{name}()")
-    for name, slot in sums:
-        lines.append(f"    sums_{name} = SUMS(OPEN_SUMS(context, S_{slot.upper()}, i, j, n))")
+    for name, slot, across in sums:
+        place = "SCRATCH_ROW(context, S_{})" if across else "OPEN_SUMS(context, S_{}, i, j, n)"
+        lines.append(f"    sums_{name} = SUMS({place.format(slot.upper())})")
     arguments = ", ".join(
         f"one_{name}" if once else f"WIDEN_{name}(from_{name}[{at}])"
         for name, _, _, once in sources
@@ -75,8 +85,8 @@ def text(
     for name, *_ in results:
         target = f"room_{name}[q]" if streams else f"to_{name}[q]"
         body.append(f"{target} = NARROW_{name}(new_{name})")
-    for name, _ in sums:
-        body.append(f"sums_{name}[q] = sums_{name}[q] + new_{name}")
+    for name, _, across in sums:
+        body.append(f"sums_{name}[q] = {'' if across else f'sums_{name}[q] + '}new_{name}")
     if streams:
         lines += ["    for at in range(0, n, STEP):", "        for q in range(STEP):"]
         lines += [f"            {line}" for line in body]
@@ -90,6 +100,7 @@ def text(
             f"    FINISH_ROW(context, S_{slot.upper()}, i, j, n, SIZE_{name})"
             for name, slot, *_ in results
         ]
+    lines += [f"    CLOSE_GROUPS(context, S_{x.slot.upper()}, i, j, n)" for x in sums if x.across]
     return "\n".join([*lines, ""])
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from numfuse import epilogues, expr
 from numfuse.backends.cpu.kernels import library, printer
-from numfuse.backends.cpu.kernels.printer import Result, Source
+from numfuse.backends.cpu.kernels.printer import Result, Source, Total
 from numfuse.backends.cpu.llvm import conversions, intrinsics, primitives, vectors
 from numfuse.epilogues import Epilogue
 from numfuse.runtime import specialise
@@ -34,20 +34,20 @@ def row(
     fmt: str,
     sources: tuple[Source, ...],
     results: tuple[Result, ...],
-    sums: str | tuple[tuple[str, str], ...] | None = None,
+    sums: str | tuple[Total, ...] | None = None,
     streams: bool = False,
 ) -> specialise.Kernel:
     """Compile (or find) the row function of an epilogue.
 
     `fmt`, the operands' storage format, decides the accumulator's, in which all is computed. There
     is a source for each input that the results depend on, in any order; `results` are those that
-    are stored, `sums` the one that is added to the column sums, or several, each with its slot.
+    are stored, `sums` the one that is added to the column sums, or several that are added up.
     `streams`: see `printer.text`.
     """
     acc = library.accumulator(fmt)
     if not isinstance(sums, tuple):
-        sums = ((sums, "sums"),) if sums else ()
-    wanted = tuple(dict.fromkeys([result.name for result in results] + [name for name, _ in sums]))
+        sums = (Total(sums, "sums"),) if sums else ()
+    wanted = tuple(dict.fromkeys([x.name for x in results] + [x.name for x in sums]))
     chosen = epilogue.select(*wanted)
     at = {source.name: source for source in sources}
     read = [at[name] for name in chosen.inputs]

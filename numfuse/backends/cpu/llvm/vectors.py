@@ -160,6 +160,38 @@ def insert_part(builder: ir.IRBuilder, whole: ir.Value, part: ir.Value, at: int)
     return call(builder, name, whole, part, I64(at), result=whole.type)
 
 
+@functools.cache
+def make_group_sum(fmt: str, vector_bytes: int, count: int) -> Any:
+    """``group_sum(address)``: the sum of `count` contiguous values, in a tree.
+
+    Whole vectors are added in pairs, a last one of an odd number to the sum, then halves of lanes.
+    """
+    element, size = FORMATS[fmt]
+    lanes = vector_bytes // size
+
+    def emit(context: Any, builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+        ty = vector_of(element, lanes)
+        parts = []
+        for i in range(count // lanes):
+            pointer = pointer_to(builder, address, i * vector_bytes, ty)
+            parts.append(builder.load(pointer, align=size))
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts = [*(builder.fadd(*pair) for pair in pairs), *parts[len(parts) // 2 * 2 :]]
+        (total,) = parts
+        half = lanes // 2
+        while half:
+            low, high = (lane_numbers([*range(i, i + half)]) for i in (0, half))
+            total = builder.fadd(*(builder.shuffle_vector(total, total, x) for x in (low, high)))
+            half //= 2
+        return builder.extract_element(total, I32(0))
+
+    number = types.float64 if fmt == "float64" else types.float32
+    return typed_intrinsic(
+        f"group_sum({fmt}, {vector_bytes}, {count})", number, [types.int64], emit
+    )
+
+
 def transpose_lanes(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     """Columns of the square block in each 128-bit lane of `rows` (as many as a lane has values)."""
     e, vl = len(rows), rows[0].type.count

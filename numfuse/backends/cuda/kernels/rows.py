@@ -1,7 +1,8 @@
 """Passes over rows, printed from an epilogue: arrays of any strides, that may repeat along an axis.
 
-A thread has neighbours of a row, 16 bytes of them where all rows allow it. Results are stored, or
-added up by column in chunks of rows, in the order of `passes.slopes`.
+A thread has neighbours of a row, 16 bytes of them where all rows allow it. Results are stored,
+added up by column in chunks of rows, in the order of `passes.slopes`, or added up by row: a
+thread's neighbours, then the lanes of a warp by halves, and what warps have made afterwards.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from numfuse.backends.cuda.plan.product import DeviceInfo, Launch, Operand, Slot
 from numfuse.epilogues import Epilogue
 from numfuse.language.graph import topological
 
+#: Threads that give each other values.
+WARP = 32
 #: Operations of a formula, times its calls in the body of a loop: more would be slow to compile.
 _MOST_OPERATIONS = 2048
 
@@ -83,13 +86,26 @@ class _Access(NamedTuple):
         return lines
 
 
+class Sums(NamedTuple):
+    """The results that are added up by column, and those by row, by their names."""
+
+    columns: Sequence[str] = ()
+    rows: Sequence[str] = ()
+
+    @property
+    def slots(self) -> list[str]:
+        """Return the names of the tables that they go to, in an order."""
+        return [*(f"sums_{x}" for x in self.columns), *(f"rows_{x}" for x in self.rows)]
+
+
 def _row(
-    u: int, sources: Sequence[Source], results: Sequence[Result], sums: Sequence[str],
-    accesses_of: Mapping[str, _Access], values: int,
+    u: int, sources: Sequence[Source], results: Sequence[Result], sums: Sums,
+    accesses_of: Mapping[str, _Access], values: int, lanes: int,
 ) -> list[str]:  # fmt: skip
     """Return the lines that compute the row which is read as number u."""
-    lines = []
-    made = ", ".join(f"new_{name}" for name in dict.fromkeys([*names_of(results), *sums]))
+    lines = [f"row_sum_{name} = ZERO" for name in sums.rows]
+    added = *sums.columns, *sums.rows
+    made = ", ".join(f"new_{name}" for name in dict.fromkeys([*names_of(results), *added]))
     for v in range(values):
         given = []
         for x in sources:
@@ -99,22 +115,33 @@ def _row(
             else:
                 given.append(access.value(f"in_{x.name}{f'_row{u}' * access.has_rows}", v))
         lines.append(f"{made} = FORMULA({', '.join(given)})")
-        lines += [f"run_{name}_{v} = run_{name}_{v} + new_{name}" for name in sums]
+        lines += [f"run_{name}_{v} = run_{name}_{v} + new_{name}" for name in sums.columns]
+        lines += [f"row_sum_{name} = row_sum_{name} + new_{name}" for name in sums.rows]
         for name, slot, _ in results if values > 1 else ():
             lines += accesses_of[slot].put(v, f"new_{name}")
     for name, slot, _ in results:
         lines += accesses_of[slot].store(f"at_{slot} + row_{u} * row_{slot}", f"new_{name}")
+    for name in sums.rows:
+        lines.append(f"row_sum_{name} = row_sum_{name} if inside else ZERO")
+        distance = lanes // 2
+        while distance:
+            other = f"cuda.shfl_xor_sync(0xFFFFFFFF, row_sum_{name}, {distance})"
+            lines.append(f"row_sum_{name} = row_sum_{name} + {other}")
+            distance //= 2
+        at = f"(place * m + row_{u}) * parts + part"
+        lines += ["if first:", f"    STORE_SUM(rows_{name}, {at}, row_sum_{name})"]
     return lines
 
 
 def text(
-    sources: Sequence[Source], results: Sequence[Result], sums: Sequence[str],
-    accesses_of: Mapping[str, _Access], values: int, ahead: int,
+    sources: Sequence[Source], results: Sequence[Result], sums: Sums,
+    accesses_of: Mapping[str, _Access], values: int, ahead: int, lanes: int,
 ) -> str:  # fmt: skip
     """Return the kernel of which a thread has `values` neighbours of the rows of a chunk.
 
-    `ahead` rows are read before the first of them is computed. `sums` are the results that are
-    added up by column; without them a chunk is one row.
+    `ahead` rows are read before the first of them is computed. Without sums by column a chunk is
+    one row. With sums by row, `lanes` threads side by side have them of one row: behind the last
+    neighbours of a row they do as those do, and count for nothing.
     """
     body = [f"at_{slot} = {access.start}" for slot, access in accesses_of.items()]
     arrays = [(x.name, accesses_of[x.name]) for x in sources if not x.once]
@@ -127,10 +154,10 @@ def text(
             at = f"at_{name} + row_{u} * row_{name}"
             turn += access.load(f"in_{name}_row{u}", at) if access.has_rows else []
     for u in range(ahead):
-        each = _row(u, sources, results, sums, accesses_of, values)
+        each = _row(u, sources, results, sums, accesses_of, values, lanes)
         turn += [f"if row + {u} < end:", *(f"    {x}" for x in each)] if ahead > 1 else each
-    columns = [(f"{name}_{v}", name, v) for name in sums for v in range(values)]
-    if sums:
+    columns = [(f"{name}_{v}", name, v) for name in sums.columns for v in range(values)]
+    if columns:
         body += [f"value_{x} = ZERO" for x, *_ in columns]
         body += ["while row < last:", "    end = min(row + RUN, last)"]
         body += [f"    run_{x} = ZERO" for x, *_ in columns]
@@ -148,13 +175,18 @@ def text(
     arguments = [f"from_{x.name}" for x in sources if x.once]
     for slot in accesses_of:
         arguments += [f"{part}_{slot}" for part in ("from", "place", "row", "column")]
-    arguments += [*(f"sums_{name}" for name in sums), *"m n per_row chunks length total".split()]
+    arguments += [*sums.slots, *"m n per_row chunks length total".split()]
+    where = [f"        column = (i - number * per_row) * {values}"]
+    if sums.rows:
+        where += ["        inside = column < n", f"        part = column // {values * lanes}"]
+        where += [f"        parts = per_row // {lanes}", f"        first = i % {lanes} == 0"]
+        where += [f"        column = min(column, n - {values})"]
     lines = [
         f"def pointwise({', '.join(arguments)}):",
         *head,
         "    for i in range(cuda.grid(1), total, cuda.gridsize(1)):",
         "        number = i // per_row",
-        f"        column = (i - number * per_row) * {values}",
+        *where,
         "        place = number // chunks",
         "        row = (number - place * chunks) * length",
         "        last = min(row + length, m)",
@@ -184,18 +216,20 @@ def launch(
     sources: Sequence[Source],
     results: Sequence[Result],
     operands: Mapping[str, Operand],
-    sums: Sequence[str],
+    sums: Sums,
     sizes: tuple[int, int, int],
     short: bool,
-) -> tuple[Launch, int]:
-    """Return the launch of an epilogue over rows, and the chunks of rows of its column sums.
+) -> tuple[Launch, int, int]:
+    """Return the launch of an epilogue over rows, and the chunks and parts of its sums.
 
     `operands` has the arrays by their slots; along an axis where a stride is 0 an array repeats.
-    `sizes` are M, N and the places. `sums` are results whose sums go to the slots "sums " and
-    their names: (places, chunks, N) in the accumulator's dtype, which are joined afterwards.
+    `sizes` are M, N and the places. Sums go to the slots "sums_" and their names, of columns:
+    (places, chunks, N), and "rows_" and theirs, (places, M, parts), in the accumulator's dtype;
+    they are joined afterwards.
     """
     m, n, places = sizes
-    chosen = epilogue.select(*dict.fromkeys([*names_of(results), *sums]))
+    added = *sums.columns, *sums.rows
+    chosen = epilogue.select(*dict.fromkeys([*names_of(results), *added]))
     sources = [x for x in sources if x.name in chosen.inputs]
     slots = [x.slot for x in sources if not x.once] + [x.slot for x in results]
     arrays = {slot: operands[slot] for slot in slots}
@@ -204,11 +238,12 @@ def launch(
         x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2]
     ):  # fmt: skip
         values = 1
-    length, ahead = (chunk_of(m, n), tiling.PASS_AHEAD) if sums else (1, 1)
+    length, ahead = (chunk_of(m, n), tiling.PASS_AHEAD) if sums.columns else (1, 1)
+    lanes = WARP if sums.rows and info.capability[0] else 1
     while ahead > 1 and len(topological(chosen.graphs)) * values * ahead > _MOST_OPERATIONS:
         ahead //= 2
     accesses_of = {slot: _Access(slot, x, values) for slot, x in arrays.items()}
-    template = template_of(text(sources, results, sums, accesses_of, values, ahead))
+    template = template_of(text(sources, results, sums, accesses_of, values, ahead, lanes))
     bindings = _bindings(accesses_of, accumulator) | {
         "FORMULA": formula(chosen, tuple(x.name for x in sources), accumulator, short=short),
         "REAL": getattr(types, accumulator),
@@ -218,7 +253,7 @@ def launch(
     }
     numbers = [x for x in sources if x.once]
     words = " ".join(f"from_{x.name}" for x in numbers)
-    schema = Schema(template, f64=words, u64=" ".join(f"sums_{name}" for name in sums))
+    schema = Schema(template, f64=words, u64=" ".join(sums.slots))
     made = kernel(
         template, schema.signature, threads=threads_of(info), name=epilogue.name, **bindings
     )
@@ -226,8 +261,9 @@ def launch(
     for slot, x in arrays.items():
         given |= {f"from_{slot}": Slot(slot)}
         given |= zip((f"place_{slot}", f"row_{slot}", f"column_{slot}"), x.steps, strict=True)
-    given |= {f"sums_{name}": Slot(f"sums {name}") for name in sums}
-    chunks, per_row = -(-m // length), n // values
+    given |= {slot: Slot(slot) for slot in sums.slots}
+    chunks, per_row = -(-m // length), tiling.round_up(n // values, lanes)
     total = places * chunks * per_row
     given |= {"m": m, "n": n, "per_row": per_row, "chunks": chunks, "length": length}
-    return Launch(made, grid_of(total, info), schema(**given, total=total)), chunks
+    launch = Launch(made, grid_of(total, info), schema(**given, total=total))
+    return launch, chunks, per_row // lanes

@@ -44,31 +44,34 @@ def launch(
     """Record one product over the axes `order` of a batch; its column sums, and their rows.
 
     Without `x` and `y` among the views it is a pass over the others. `epilogue` is by default the
-    sum itself. `factors` are strides (row, column) of x and y in place of their own.
+    sum itself. `factors` are strides (row, column) of x and y in place of their own. With `y1`
+    among the views (`Product.y1`) the rows are -1, and nothing is recorded, where no tier takes it.
     """
     m, n, k = sizes
     places = Places(lengths, views, order)
     strides = {name: matrix(view) for name, view in views.items()} | (factors or {})
     operands: dict[str, Any] = {name: places.operand(name, *strides[name]) for name in views}
-    if "bias" in operands:
-        bias = operands["bias"]
-        operands["bias"] = replace(bias, strides=(bias.strides[0], 0, bias.strides[2]))
+    for name in operands.keys() & {"bias", "bias1"}:
+        bias = operands[name]
+        operands[name] = replace(bias, strides=(bias.strides[0], 0, bias.strides[2]))
     if epilogue is None:
         epilogue = sum_of_terms(0)
     elif "bias" not in views:
         epilogue = epilogue.without("bias")
     if "x" in views:
-        out, *_ = (name for name, _ in epilogue.results)
+        names = [name for name, _ in epilogue.results]
         product = Product(
             *(m, n, k, places.count),
             accumulator=accumulator,
             precision=rec.precision if views["x"].dtype == "float32" else "ieee",
-            epilogue=epilogue.select(out, *(["pre"] if "pre" in views else [])),
+            epilogue=epilogue.select(*names[:1], *(x for x in names[1:] if x in views)),
             sums=sums,
             free=free,
             **operands,
         )
         plan = rec.choose(product)
+        if plan is None:
+            return None, -1
         rows = -(-m // plan.block_m) if sums else 0
         record = partial(rec.plan, plan)
     else:

@@ -1,8 +1,10 @@
 """An epilogue of sums and operands as launches, and the products that follow it.
 
-Every sum but the last is made in memory, in the accumulator's dtype. The last one's product ends in
-the epilogue where a product's kernel can give it all that it reads (`_ending`); else its sum is
-made in memory too, and one pass over elements does the rest. Sums of columns are made on the way.
+Two sums of one left factor are made by one product that ends in the epilogue, where a tier has
+such a product (`_Elements._pair`). Else every sum but the last is made in memory, in the
+accumulator's dtype. The last one's product ends in the epilogue where a product's kernel can give
+it all that it reads (`_Elements._end`); else its sum is made in memory too, and one pass over
+elements does the rest. Sums of columns are made on the way.
 """
 
 from __future__ import annotations
@@ -53,13 +55,43 @@ def fused(rec: Recorder, p: FusedProblem, bind: Bind) -> None:
         how = p.epilogue, {x: bind(x) for x in p.epilogue.operands}, results
         if summed or not _flat(rec, p, *how):
             _pass(rec, p, *how, summed)
+    sums: dict[str, list[tuple[View, View]]] = {}
     for name, terms in p.products.items():
-        pairs = []
+        sums[name] = []
         for pair in terms:
             views = [results[f.name] if f.name in results else bind(f.name) for f in pair]
             left, right = (x.turned if f.turned else x for f, x in zip(pair, views, strict=True))
-            pairs.append((left, right))
-        _sum_of_products(rec, p, pairs, bind(name), terms[0][0].turned)
+            sums[name].append((left, right))
+    alike = [name for name in sums if name != "d_a"]
+    if len(alike) == 2 and _two_products(rec, p, *((sums[x], bind(x)) for x in alike)):
+        sums = {name: pairs for name, pairs in sums.items() if name not in alike}
+    for name, pairs in sums.items():
+        _sum_of_products(rec, p, pairs, bind(name), p.products[name][0][0].turned)
+
+
+def _two_products(
+    rec: Recorder, p: FusedProblem, *made: tuple[list[tuple[View, View]], View]
+) -> bool:
+    """Record two results that are products of one left factor, in one product if a tier can."""
+    ((left, right), *more), out = made[0]
+    ((other, right1), *more1), out1 = made[1]
+    if more or more1 or left != other or _summed_axes(p, out) or _summed_axes(p, out1):
+        return False
+    views = {"x": left, "y": right, "y1": right1, "out": out, "pre": out1}
+    if any(x.strides[-1] != 1 for x in (out, out1)) or not all(left.shape) or out.dtype != p.dtype:
+        return False
+    sizes = (*left.shape[-2:], right.shape[-1])
+    how = (sizes[0], sizes[2], sizes[1]), p.batch, range(len(p.batch)), views, p.acc_dtype.name
+    return batches.launch(rec, *how, epilogue=_TWO_SUMS, free=True)[1] >= 0
+
+
+#: Two sums as they are.
+_TWO_SUMS = Epilogue("sums", ("z", "z1"), (), (("out", leaf("z")), ("pre", leaf("z1"))))
+
+
+def _summed_axes(p: FusedProblem, out: View) -> list[int]:
+    """Return the axes of the batch that a result is summed over."""
+    return places.split(p.batch, out.shape[:-2])[1]
 
 
 def _sum_of_products(
@@ -67,12 +99,15 @@ def _sum_of_products(
 ) -> None:
     """Record out = the sum of products, rounded once.
 
-    Where sums are in the dtype of factors, each product adds what those before it have made. With
-    `free`, those over the rows, and where they are summed over a batch, they are added behind.
+    Two products are one with a sum of two terms, where a tier has such a product. Else, where sums
+    are in the dtype of factors, each product adds what those before it have made. With `free`,
+    those over the rows, and where they are summed over a batch, they are added behind.
     """
     acc, (*first, last) = p.acc_dtype.name, pairs
     if not first:
         batches.product(rec, *last, p.batch, out, acc, free=free)
+    elif len(first) == 1 and _two_terms(rec, p, first[0], last, out, free):
+        pass
     elif free or out.dtype != acc or places.split(p.batch, out.shape[:-2])[1]:
         parts = [rec.fresh(out.shape, acc) for _ in pairs]
         for pair, part in zip(pairs, parts, strict=True):
@@ -88,7 +123,25 @@ def _sum_of_products(
             before = {"epilogue": epilogues.sum_of_terms(1), "extra": target}
 
 
+def _two_terms(
+    rec: Recorder, p: FusedProblem, first: tuple[View, View], last: tuple[View, View], out: View,
+    free: bool,
+) -> bool:  # fmt: skip
+    """Record the sum of two products as one product, if a tier can."""
+    (x, y), (x1, y1) = first, last
+    if out.strides[-1] != 1:
+        (x, y), (x1, y1), out = (y.turned, x.turned), (y1.turned, x1.turned), out.turned
+    if _summed_axes(p, out) or not all(out.shape) or out.strides[-1] != 1:
+        return False
+    views = {"x": x, "y": y, "x1": x1, "y1": y1, "out": out}
+    sizes = x.shape[-2], y.shape[-1], x.shape[-1]
+    how = sizes, p.batch, range(len(p.batch)), views, p.acc_dtype.name
+    return batches.launch(rec, *how, free=free)[1] >= 0
+
+
 # --- the epilogue ---------------------------------------------------------------------------------
+#: What an epilogue of two sums reads, and what it makes, by the names of a product.
+_SLOTS, _RESULTS = ("z", "z1", "bias", "bias1"), ("out", "pre", "pre1")
 #: A result: its graph, and where it is stored.
 _Made = tuple[Expr, View]
 
@@ -110,6 +163,8 @@ class _Elements:
 
     def record(self) -> None:
         """Record everything."""
+        if self._pair():
+            return
         products: list[tuple[str, tuple[str, str]]] = []
         for name in self.p.epilogue.accumulators:
             *first, last = self.p.sums[name]
@@ -153,6 +208,36 @@ class _Elements:
             self.summed.pop(name, None)
 
     # --- products ---------------------------------------------------------------------------
+    def _pair(self) -> bool:
+        """Record two sums of one left factor and all results as one product, if a tier can."""
+        p, storage = self.p, self.p.dtype.name
+        names = p.epilogue.accumulators
+        pairs = [pair for name in names for pair in p.sums[name]]
+        if self.summed or not 1 <= len(self.results) <= 3 or not len(names) == len(pairs) == 2:
+            return False
+        if pairs[0][0] != pairs[1][0] or any(x.dtype != storage for x in self.results.values()):
+            return False
+        used = [x for x in leaves_of(self.graphs.values()) if x not in names]
+        lines = [x for x in used if self.sources[x].shape[-2] == 1]
+        wide = [x for x in used if x not in lines]
+        if len(lines) > 2 or len(wide) > 1:
+            return False
+        if any(self.sources[x].dtype not in (storage, NUMBER) for x in used):
+            return False
+        slots = dict(zip((*names, *lines, *wide), _SLOTS[: 2 + len(lines)], strict=False))
+        slots |= dict.fromkeys(wide, "extra")
+        graphs = replace_leaves(
+            list(self.graphs.values()), {leaf(x): leaf(slot) for x, slot in slots.items()}
+        )
+        views = dict(zip(_RESULTS, (self.results[x] for x in self.graphs), strict=False))
+        views |= {slots[x]: self._array(x) for x in used}
+        views |= zip(("x", "y", "y1"), map(self.bind, (*pairs[0], pairs[1][1])), strict=True)
+        how = (p.m, p.n, p.k), p.batch, range(len(p.batch)), views, self.acc
+        results = tuple(zip(_RESULTS, graphs, strict=False))
+        others = tuple(slot for x, slot in slots.items() if x in used)
+        made = Epilogue(p.epilogue.name, ("z", "z1"), others, results, p.epilogue.ties)
+        return batches.launch(self.rec, *how, epilogue=made)[1] >= 0
+
     def _product(self, name: str, pair: tuple[str, str]) -> None:
         """Record the product whose sum is an input, and at its end what can be made of it there.
 
@@ -218,14 +303,14 @@ class _Elements:
     ) -> bool:
         """Record a product that ends in one or two results, if a product's kernel can do that.
 
-        It takes one array that is the same for all rows, as a bias, and another one of any shape,
-        in the dtype of the factors. The columns of the first result may be summed to `sums`.
+        It takes one or two arrays that are the same for all rows, as biases, and another one of any
+        shape, in the dtype of the factors. The columns of the first result may be summed to `sums`.
         """
         p, storage = self.p, self.p.dtype.name
         names = [x for x in leaves_of(e for e, _ in made) if x != name]
         lines = [x for x in names if self.sources[x].shape[-2] == 1]
         lines.sort(key=lambda x: self.sources[x].shape[-1] == 1)
-        slots = dict(zip(lines[:1], ["bias"], strict=False))
+        slots = dict(zip(lines[: 1 if must else 2], ["bias", "bias1"], strict=False))
         slots |= {x: f"extra{i or ''}" for i, x in enumerate(x for x in names if x not in slots)}
         if "extra1" in slots.values() or any(
             self.sources[x].dtype not in (storage, NUMBER) for x in names
@@ -242,6 +327,8 @@ class _Elements:
         how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
         epilogue = self._epilogue(results, ("z",))
         table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
+        if chunks < 0:
+            return False
         for target in sums:
             assert table is not None
             _join(self.rec, p, table, chunks, target)
@@ -270,26 +357,30 @@ def _pass(
     """Record one pass over rows: an epilogue's results, stored or summed to arrays."""
     acc, m, n = p.acc_dtype.name, p.m, p.n
     columns = [name for name, target in summed.items() if _is_column(target)]
-    wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in columns}
+    lines = [name for name, x in summed.items() if name not in columns and x.shape[-1] == 1]
+    wholes = {name: rec.fresh(p.shape, acc) for name in summed if name not in [*columns, *lines]}
     results = results | wholes
     numbers = {name: x.at() for name, x in sources.items() if x.dtype == NUMBER}
     arrays = {name: x for name, x in sources.items() if name not in numbers} | results
-    if not columns and all(_is_turned(x) for x in results.values()):
+    if not (columns or lines) and all(_is_turned(x) for x in results.values()):
         m, n, arrays = n, m, {name: x.turned for name, x in arrays.items()}
     spots = places.Places(p.batch, arrays, range(len(p.batch)))
     operands = {name: spots.operand(name, *places.matrix(x)) for name, x in arrays.items()}
     read = [Source(name, name, x.dtype, name in numbers) for name, x in sources.items()]
     written = [Result(name, name, x.dtype) for name, x in results.items()]
     sizes, short = (m, n, spots.count), is_short(acc, p.dtype.name)
-    how = read, written, operands, columns, sizes, short
-    launch, chunks = rows.launch(rec.device.info, epilogue, acc, *how)
-    tables = {name: rec.fresh((prod(p.batch), chunks, n), acc) for name in columns}
+    how = read, written, operands, rows.Sums(columns, lines), sizes, short
+    launch, chunks, parts = rows.launch(rec.device.info, epilogue, acc, *how)
+    tables = {f"sums_{x}": rec.fresh((prod(p.batch), chunks, n), acc) for x in columns}
+    tables |= {f"rows_{x}": rec.fresh((*p.batch, m, parts), acc) for x in lines}
     for first, at in spots:
-        for name, table in tables.items():
-            at[f"sums {name}"] = table.at(first * chunks * n)
+        for slot, table in tables.items():
+            at[slot] = table.at(first * (chunks * n if slot.startswith("sums_") else m * parts))
         rec.launches((launch,), at | numbers)
-    for name, table in tables.items():
-        _join(rec, p, table, chunks, summed[name])
+    for name in columns:
+        _join(rec, p, tables[f"sums_{name}"], chunks, summed[name])
+    for name in lines:
+        batches.sum_to(rec, tables[f"rows_{name}"], summed[name], acc)
     for name, view in wholes.items():
         batches.sum_to(rec, view, summed[name], acc)
 

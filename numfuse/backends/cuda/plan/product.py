@@ -98,6 +98,12 @@ class Product(Keyed):
     extra: Operand | None = None
     #: The pre-activation, in the accumulator's dtype or that of 16-bit operands.
     pre: Operand | None = None
+    #: With `x1` the sum has a second term, X1 Y1; with `y1` alone there is a second sum, X Y1, the
+    #: epilogue's "z1". `bias1` is another operand like `bias`, "pre1" a third result.
+    x1: Operand | None = None
+    y1: Operand | None = None
+    bias1: Operand | None = None
+    pre1: Operand | None = None
     #: The unrounded results are summed by column in every row of blocks, in a fixed order, to
     #: sums[place, ceil(M / block_m), N] in the accumulator's dtype (`Plan.block_m`).
     sums: bool = False
@@ -108,7 +114,18 @@ class Product(Keyed):
     @property
     def extra_name(self) -> str:
         """Return the name by which the epilogue knows its operand beside the bias."""
-        return next((name for name in self.epilogue.operands if name != "bias"), "")
+        biases = "bias", "bias1"
+        return next((name for name in self.epilogue.operands if name not in biases), "")
+
+    @property
+    def has_two_sums(self) -> bool:
+        """Return whether the epilogue is one of two sums."""
+        return self.y1 is not None and self.x1 is None
+
+    @property
+    def is_rich(self) -> bool:
+        """Return whether it has more than one sum of one term, a bias and two results."""
+        return any(x is not None for x in (self.y1, self.bias1, self.pre1))
 
     @property
     def is_curved(self) -> bool:

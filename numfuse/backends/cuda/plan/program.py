@@ -30,7 +30,9 @@ from numfuse.runtime.strided import Strided, contiguous
 _WORK, _SCRATCH = 0, 1
 _ALIGNED = 256
 #: Slots that launches of products and passes read and never write.
-_READ = frozenset("x,y,a,b,bias,extra,grad,planes,x copy,y copy".split(","))
+_READ = frozenset(
+    "x,y,x1,y1,a,b,bias,bias1,extra,grad,planes,x copy,y copy,x1 copy,y1 copy".split(",")
+)
 _STATUS, _USE_COUNT = PLAN.index("STATUS"), PLAN.index("USE_COUNT")
 
 
@@ -93,12 +95,16 @@ class Recorder:
         self._work += tiling.round_up(nbytes, _ALIGNED)
         return offset
 
-    def choose(self, product: Product) -> Plan:
-        """How a tier runs a product; kept by the device."""
+    def choose(self, product: Product) -> Plan | None:
+        """How a tier runs a product; kept by the device. None: no tier takes it."""
         products, key = self.device.kept_products, product.named()
-        tier, plan = products.find(key) or products.keep(
-            key, tiers.choose(product, self.device.info), product.formulas()
-        )
+        found = products.find(key)
+        if found is None:
+            found = tiers.choose(product, self.device.info)
+            if found is None:
+                return None
+            products.keep(key, found, product.formulas())
+        tier, plan = found
         self._tiers.setdefault(tier.name)
         work = product.m * product.n * max(1, product.k) * product.places
         if self._chief is None or work > self._chief[0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
 from numfuse.backends.cuda.kernels.ampere.simt import CORES
 from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
@@ -9,13 +11,24 @@ from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
 from numfuse.backends.cuda.kernels.hopper.tier import WGMMA
 from numfuse.backends.cuda.kernels.mirror import MIRROR
 from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
+from numfuse.epilogues import sum_of_terms
 
 #: The last takes every product.
 TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
 
 
-def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan]:
-    """The first tier that takes it, and how it runs it."""
+def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:
+    """The first tier that takes it, and how it runs it; None of one that no tier takes.
+
+    One tier takes rich products, and those alone of which it also takes the bare one: a sum has the
+    same bits whatever is made of it, and whether it is made with another one or not.
+    """
+    if product.is_rich:
+        nothing = dict.fromkeys(("x1", "y1", "bias", "bias1", "extra", "pre", "pre1"))
+        single = replace(product, epilogue=sum_of_terms(0), **nothing)  # type: ignore[arg-type]
+        twofold = choose(single, info) if product.k else None
+        plan = WGMMA.take(product, info) if twofold and twofold[0] is WGMMA else None
+        return None if plan is None else (WGMMA, plan)
     for tier in TIERS if product.k else (MIRROR,):
         plan = tier.take(product, info)
         if plan is not None:

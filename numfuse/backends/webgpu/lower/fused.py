@@ -13,7 +13,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
+from numpy.lib.stride_tricks import as_strided
 
+from numfuse.backends.webgpu import tiling
 from numfuse.backends.webgpu.lower.elementwise import elementwise, zero
 from numfuse.backends.webgpu.lower.places import BINDINGS, Cut, Places, tile_of
 from numfuse.backends.webgpu.lower.products import group, launch, sum_of_products
@@ -27,7 +29,8 @@ from numfuse.language.graph import bottom_up, topological
 from numfuse.language.operations import TRUTH
 
 if TYPE_CHECKING:
-    from numfuse.problem.fused import Factor, FusedProblem
+    from numfuse.problem.forms import Factor
+    from numfuse.problem.fused import FusedProblem
 
 #: Where to write each of the results, and whether it is added to what is there.
 _Outs: TypeAlias = Mapping[str, tuple[Region, bool]]
@@ -41,24 +44,60 @@ def fused(store: Store, p: FusedProblem, outs: _Outs) -> None:
             if name in empty and not add:
                 zero(store, region, p.acc_dtype)
         return
+    if p.summed and prod(p.shape) == p.n >= 2 * tiling.LONG_ROW and not (p.sums or p.products):
+        _long_row(store, p, outs)
+        return
     found = _factors(store, p)
     made = {name: outs[name][0] for name in p.stored}
     made |= {name: x for name, (x, new) in found.items() if new}
     planes: dict[str, Region] = {}
-    columns = []
     for name in p.summed:
         target = outs[name][0]
-        if target.shape[-2] == 1 != p.m:
-            columns.append(name)
-        else:
+        if _is_whole(p, target):
             planes[name], made[name] = planes_of(store, p.shape, target, p.acc_dtype)
-    if made or columns:
-        _Pass(store, p, made, columns, outs).record()
+    if made or p.summed:
+        _Pass(store, p, made, outs).record()
     for name, x in planes.items():
         target, add = outs[name]
         join(store, x, 1, prod(x.shape) // prod(target.shape), target, add)
     if p.products:
         _gradients(store, p, {name: x for name, (x, _) in found.items()}, outs)
+
+
+def _long_row(store: Store, p: FusedProblem, outs: _Outs) -> None:
+    """Record an epilogue of one long row, and its totals, as that of a matrix and of the rest."""
+    length = tiling.LONG_ROW
+    whole, inner = p.n // length * length, dict(outs)
+    for name in p.summed:
+        out, add = outs[name]
+        if out.dtype != p.acc_dtype.name:
+            inner[name] = fresh(store.device, out.shape, p.acc_dtype, "a total"), add
+    for first, last, rows in ((0, whole, whole // length), (whole, p.n, 1)):
+        columns = (last - first) // rows
+
+        def form(x: Any, columns: int = columns, rows: int = rows) -> dict[str, Any]:
+            (*lead, _, _), (*steps, _, step) = x.shape, x.strides
+            return {"shape": (*lead, rows, columns), "strides": (*steps, columns * step, step)}
+
+        arrays = dict(p.arrays)
+        for name, x in p.arrays.items():
+            if x.shape[-1] != 1:
+                arrays[name] = as_strided(x[..., first:last], **form(x))
+        there = {}
+        for name, (out, add) in inner.items():
+            if out.shape[-1] != 1:
+                out = replace(out.part(len(out.shape) - 1, first, last), **form(out))
+            there[name] = out, add or (first > 0 and name in p.summed)
+        if columns:
+            fused(store, replace(p, m=rows, n=columns, arrays=arrays), there)
+    for name, (out, _) in inner.items():
+        if out is not outs[name][0]:
+            copy(store.commands, out, outs[name][0])
+
+
+def _is_whole(p: FusedProblem, target: Region) -> bool:
+    """Whether a summed result is summed over the batch alone."""
+    return target.shape[-2:] == (p.m, p.n)
 
 
 def _factors(store: Store, p: FusedProblem) -> dict[str, tuple[Region, bool]]:
@@ -88,18 +127,17 @@ def _factors(store: Store, p: FusedProblem) -> dict[str, tuple[Region, bool]]:
 
 
 class _Pass:
-    """Records results of the epilogue, and sums of their columns."""
+    """Records results of the epilogue, and sums of their columns and rows."""
 
     def __init__(
         self,
         store: Store,
         p: FusedProblem,
         made: Mapping[str, Region],
-        columns: Sequence[str],
         outs: _Outs,
     ) -> None:
         self.store, self.p, self.made, self.outs = store, p, made, outs
-        self.results, self.epilogue = [*made, *columns], p.epilogue
+        self.results, self.epilogue = list(dict.fromkeys([*made, *p.summed])), p.epilogue
         self.arrays = {x: store.source(p.arrays[x]) for x in p.epilogue.operands if x in p.arrays}
         #: The sums that the shader makes: the most that have one left factor.
         self.own: tuple[str, ...] = ()
@@ -185,34 +223,45 @@ class _Pass:
         """Record some results; False where the device binds fewer arrays."""
         store, p = self.store, self.p
         made = {name: self.made[name] for name in results if name in self.made}
-        columns = tuple(name for name in results if name not in self.made)
-        formula = Formula.whole(self.epilogue).choose(*made, summed=columns)
+        summed = [name for name in results if name not in self.made]
+        columns = tuple(name for name in summed if self.outs[name][0].shape[-2] == 1 != p.m)
+        across = tuple(name for name in summed if name not in columns)
+        formula = Formula.whole(self.epilogue).choose(*made, summed=columns, across=across)
         own = tuple(name for name in self.own if name in formula.inputs)
-        if not (own or columns):
+        if not (own or summed):
             return elementwise(store, formula, self.arrays, made, p.acc_dtype)
         lefts = [p.arrays[p.sums[name][0][0]] for name in own[:1]]
         factors = [store.source(x) for x in [*lefts, *(p.arrays[p.sums[x][0][1]] for x in own)]]
         tile = tile_of(store.device, p.m, p.n, p.acc_dtype, factors=max(1, len(own)))
-        places, rows = Places.of(p.batch, p.batch), -(-p.m // tile.block_m)
-        sums = None
-        if columns:
-            shape = (len(columns), *p.batch, rows, p.n)
-            sums = fresh(store.device, shape, p.acc_dtype, "column sums")
-        k = p.k if own else 0
+        forms = {
+            "column_sums": (len(columns), *p.batch, -(-p.m // tile.block_m), p.n),
+            "row_sums": (len(across), *p.batch, -(-p.n // tile.block_n), p.m),
+        }
+        sums = {
+            x: fresh(store.device, form, p.acc_dtype, x) for x, form in forms.items() if form[0]
+        }
+        k, places = p.k if own else 0, Places.of(p.batch, p.batch)
         how = (p.m, p.n, k), places, Cut(k), tile, p.acc_dtype, formula, self.arrays, made
         if not launch(store, *how, factors, sums, accumulators=own):
             return False
-        for i, name in enumerate(columns):
-            assert sums is not None
-            x = replace(sums.part(0, i, i + 1), shape=sums.shape[1:], strides=sums.strides[1:])
-            target, add = self.outs[name]
-            if target.shape[-1] != p.n:  # along the rows too: what is left is small
-                _, over, _ = x.summed_to(target)
-                line = fresh(store.device, (*over.shape[:-1], p.n), p.acc_dtype, "sums of columns")
-                add_up(store, x, line, p.acc_dtype, False)
-                x = line
-            add_up(store, x, target, p.acc_dtype, add)
+        for of, names in ("column_sums", columns), ("row_sums", across):
+            for i, name in enumerate(names):
+                x = sums[of].part(0, i, i + 1)
+                x = replace(x, shape=sums[of].shape[1:], strides=sums[of].strides[1:])
+                self._join(name, x, of == "row_sums")
         return True
+
+    def _join(self, name: str, x: Region, across: bool) -> None:
+        """Record a summed result: the sum of its partials, of columns or, `across`, of rows."""
+        store, p = self.store, self.p
+        target, add = self.outs[name]
+        target = target.turned if across else target
+        if target.shape[-1] != x.shape[-1]:  # along the rows too: what is left is small
+            _, over, _ = x.summed_to(target)
+            line = fresh(store.device, (*over.shape[:-1], x.shape[-1]), p.acc_dtype, "column sums")
+            add_up(store, x, line, p.acc_dtype, False)
+            x = line
+        add_up(store, x, target, p.acc_dtype, add)
 
 
 def _gradients(store: Store, p: FusedProblem, made: Mapping[str, Region], outs: _Outs) -> None:

@@ -123,15 +123,15 @@ def _rows(
     places = replace(by_bias, outer=by_bias.outer + by_bias.inner, inner=())
     tile = tile_of(device, p.m, p.n, acc)
     rows = -(-p.m // tile.block_m)
-    sums = None
+    sums = {}
     if d_bias is not None:
-        sums = fresh(device, (places.count, rows, p.n), acc, "column sums")
+        sums["column_sums"] = fresh(device, (places.count, rows, p.n), acc, "column sums")
     if p.m and p.n and places.count:
         k = 0 if factors is None else p.k
         how = (p.m, p.n, k), places, Cut(k), tile, acc
         launch(store, *how, formula, arrays, outs, factors or (), sums)
-    if d_bias is not None and sums is not None:
-        join(store, sums, by_bias.count, by_bias.segments * rows, d_bias, add)
+    if d_bias is not None:
+        join(store, sums["column_sums"], by_bias.count, by_bias.segments * rows, d_bias, add)
 
 
 # --- T, tangents and second derivatives ---------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def launch(
     arrays: Mapping[str, Region],
     outs: Mapping[str, Region],
     factors: Sequence[Region] = (),
-    column_sums: Region | None = None,
+    sums: Mapping[str, Region] = MappingProxyType({}),
     stacked: bool = False,
     accumulators: tuple[str, ...] = ("z",),
 ) -> bool:
@@ -65,9 +66,10 @@ def launch(
 
     `sizes` are M, N and K. `arrays` has the formula's inputs, and may have others; `outs` is where
     its results go, a stack of planes where `stacked`. `factors` are X and a Y for each of the
-    `accumulators` that the formula has. The sums of its `summed` go to `column_sums`, one behind
-    another, a row for each row of blocks. Nothing is recorded, and False returned, where the device
-    binds fewer arrays.
+    `accumulators` that the formula has. Of `sums`, those of its `summed` go to "column_sums", one
+    behind another, a row for each row of blocks, and those of its `across` to "row_sums", M for
+    each column of blocks. Nothing is recorded, and False returned, where the device binds fewer
+    arrays.
     """
     device, (m, n, k) = store.device, sizes
     given = dict(zip(FACTORS, factors, strict=False))
@@ -93,8 +95,7 @@ def launch(
         if plain:
             by_column = way == "from" and region.shape[-2] == 1
             described.append(Array(plain, row_access(region), way == "to", by_column))
-    if column_sums is not None:
-        bindings["column_sums"] = column_sums.bound(device)[0]
+    bindings |= {name: region.bound(device)[0] for name, region in sums.items()}
     if many:
         table = [None if stacked and name.startswith("to_") else x for name, x in given.items()]
         bindings["places"] = device.constant(places.table(table), uniform=False)

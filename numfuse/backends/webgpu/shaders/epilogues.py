@@ -151,8 +151,9 @@ class Gemm(_Epilogue):
     def buffers(self) -> tuple[Storage, ...]:  # type: ignore[override]
         factors = zip(FACTORS, self.factors or (), strict=False)
         found = [Storage(name, a.element, "read") for name, a in factors] + self._storages
-        if self.formula.summed:
-            found.append(Storage("column_sums", TYPES[self.accumulator], "read_write"))
+        for name, there in ("column_sums", self.formula.summed), ("row_sums", self.formula.across):
+            if there:
+                found.append(Storage(name, TYPES[self.accumulator], "read_write"))
         if self.places:
             found.append(Storage("places", "Place", "read"))
         return tuple(found)
@@ -174,7 +175,8 @@ class Gemm(_Epilogue):
         # Planes: number z is part z % parts of K, of the segments of place z / parts. A place adds
         # up `summed` segments in all, in `groups` of `segments` each.
         fields += ["first_plane", "part", "parts", "segments", "summed", "groups"]
-        fields += ["planes"] if len(self.formula.summed) > 1 else []
+        several = max(len(self.formula.summed), len(self.formula.across)) > 1
+        fields += ["planes"] if several else []
         return Uniform((*fields, *self.place.names))
 
     def text(self) -> str:
@@ -216,6 +218,7 @@ class Gemm(_Epilogue):
                 "TX": tx,
                 "TY": ty,
                 "COLUMN_SUMS": list(enumerate(self.formula.totals)),
+                "ROW_SUMS": list(enumerate(self.formula.summands)),
                 "PLACES": self.places,
                 "SEGMENTS": self.segments,
                 "PLACE": ", ".join(f"p.{name}" for name in self.place.names),

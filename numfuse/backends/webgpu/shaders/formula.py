@@ -45,8 +45,9 @@ class Formula:
     guard: bool
     #: The results that are stored. One that is zero everywhere may be among them.
     results: tuple[str, ...] = ()
-    #: The results of which sums over rows are made.
+    #: The results of which sums over rows are made, and those of which sums over columns are.
     summed: tuple[str, ...] = ()
+    across: tuple[str, ...] = ()
     _curve: Any = field(default=None, compare=False, repr=False)
 
     @classmethod
@@ -66,9 +67,11 @@ class Formula:
         """Return the formula of an epilogue; who has it made keeps the epilogue meanwhile."""
         return cls(_itself, epilogue.named(), (), False, _curve=weakref.ref(epilogue))
 
-    def choose(self, *results: str, summed: tuple[str, ...] = ()) -> Formula:
+    def choose(
+        self, *results: str, summed: tuple[str, ...] = (), across: tuple[str, ...] = ()
+    ) -> Formula:
         """Return the formula of these results."""
-        return replace(self, results=results, summed=summed)
+        return replace(self, results=results, summed=summed, across=across)
 
     @property
     def name(self) -> str:
@@ -80,6 +83,11 @@ class Formula:
     def totals(self) -> tuple[str, ...]:
         """The names of the sums over rows."""
         return tuple([f"sum_{i}" if i else "sum" for i in range(len(self.summed))])
+
+    @property
+    def summands(self) -> tuple[str, ...]:
+        """The names of what sums over columns add up."""
+        return tuple([f"summand_{i}" for i in range(len(self.across))])
 
     def formulas(self) -> list[Expr]:
         """Return the graphs with which goes what is kept of this formula."""
@@ -103,16 +111,19 @@ class Formula:
     @property
     def inputs(self) -> tuple[str, ...]:
         """The inputs that the chosen results depend on, accumulators first."""
-        return self._epilogue.select(*self.results, *self.summed).inputs
+        return self._epilogue.select(*self.results, *self.summed, *self.across).inputs
 
     def text(self, dtype: str, one_rounding: bool) -> str:
         """Return ``fn epilogue`` of the inputs, and of the sums so far where there are such.
 
-        Its ``Results`` has a member for each chosen result, and the next of each sum.
+        Its ``Results`` has a member for each chosen result, for the next of each sum over rows and
+        for what each sum over columns adds up.
         """
         made = self._epilogue
         results = list(made.select(*self.results).results)
         for total, name in zip(self.totals, self.summed, strict=True):
             results.append((total, leaf(total) + made.select(name)[name]))
+        for summand, name in zip(self.summands, self.across, strict=True):
+            results.append((summand, made.select(name)[name]))
         functions = wgsl.epilogue(results, (*self.inputs, *self.totals), dtype)
         return f"{wgsl.prelude(functions, dtype, one_rounding)}\n\n{functions}\n"

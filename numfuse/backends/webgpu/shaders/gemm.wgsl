@@ -56,7 +56,7 @@ fn store_${b.name}(at: u32, column: u32, value: vec4<$ACC>) {
 var<workgroup> ${o.NAME}_tile: array<array<vec4<$ACC>, ${o.PITCH}>, $BLOCK_K>;
 //$ end
 //$ end
-//$ if COLUMN_SUMS:
+//$ if COLUMN_SUMS or ROW_SUMS:
 var<workgroup> sums: array<array<vec4<$ACC>, ${BLOCK_N // NR}>, ${BLOCK_M // MR}>;
 //$ end
 
@@ -243,6 +243,11 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
     //$ end
     //$ end
 
+    //$ for n, value in ROW_SUMS:
+    //$ for i in range(MR // 4):
+    var ${value}_of_$i = vec4<$ACC>();
+    //$ end
+    //$ end
     // One copy of the epilogue for all MR x NR / 4 runs: unrolled, it would be most of the code.
     for (var j = 0u; j < ${NR // 4}u; j++) {
         let column = column0 + j * ${BLOCK_N // (NR // 4)}u + tx * 4u;
@@ -276,6 +281,19 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
                     //$ for n, sum in COLUMN_SUMS:
                     $sum = vec4<$ACC>(made_0.$sum, made_1.$sum, made_2.$sum, made_3.$sum);
                     //$ end
+                    //$ for n, value in ROW_SUMS:
+                    {
+                        var four = vec4<$ACC>(made_0.$value, made_1.$value, made_2.$value, made_3.$value);
+                        four = select(vec4<$ACC>(), four, vec4<u32>(0u, 1u, 2u, 3u) < vec4<u32>(p.n - column));
+                        let added = (four[0] + four[1]) + (four[2] + four[3]);
+                        switch (i) {
+                            //$ for i in range(MR - 1):
+                            case ${i}u: { ${value}_of_${i // 4}[${i % 4}] += added; }
+                            //$ end
+                            default: { ${value}_of_${(MR - 1) // 4}[3] += added; }
+                        }
+                    }
+                    //$ end
                     //$ for w in OUTPUTS:
                     store_${w.name}(place.${w.array} + $ROW * p.${w.array}_row + column * p.${w.array}_column, column, ${MADE[w.name]});
                     //$ end
@@ -304,4 +322,30 @@ fn main(@builtin(local_invocation_index) t: u32, @builtin(workgroup_id) workgrou
         }
         //$ end
     }
+    //$ for n, value in ROW_SUMS:
+    //$ for i in range(MR // 4):
+    // Along the columns of the block: in registers, then over the invocations.
+    workgroupBarrier();
+    sums[ty][tx] = ${value}_of_$i;
+    workgroupBarrier();
+    if (tx == 0u) {
+        var total = sums[ty][0];
+        for (var q = 1u; q < ${BLOCK_N // NR}u; q++) {
+            total += sums[ty][q];
+        }
+        let row = row0 + ${i * (BLOCK_M // (MR // 4))}u + ty * 4u;
+        //$ if n:
+        let plane_of_sums = p.planes * ${n}u + p.first_plane + workgroup.z;
+        //$ else:
+        let plane_of_sums = p.first_plane + workgroup.z;
+        //$ end
+        let at = (plane_of_sums * block_columns + within / group_rows) * p.m + row;
+        //$ for d in range(4):
+        if (row + ${d}u < p.m) {
+            row_sums[at + ${d}u] = total[$d];
+        }
+        //$ end
+    }
+    //$ end
+    //$ end
 }

@@ -4,9 +4,12 @@ A result of 16-bit values goes through `staging` in shared memory, where stmatri
 with their 16-byte pieces permuted as the copy engine's swizzle has them (no bank conflicts). It
 leaves by the copy engine ("map"), which keeps such pieces waiting behind the slices that it
 fetches, or where rows are not aligned to 16 bytes by single values ("rows"). The residual and grad
-come the same two ways, and a pre-activation in 16 bits leaves by "map" beside the result. A warp
-deals with its own 16 rows and waits for no other, but where the
-residual or grad comes by "map". The bias waits in shared memory, as float32.
+come the same two ways, or, of an operand by rows, as the two values of a thread's rows ("line").
+Pre-activations in 16 bits leave by "map" beside the result, from buffers of their own. A warp deals
+with its own 16 rows and waits for no other, but where the residual or grad comes by "map". The bias
+waits in shared memory, as float32.
+
+Of two sums a thread has the same elements, the second's half a block of accumulators further.
 """
 
 # A template has no annotations but records, and its UPPER-case names are bound by `kernel`.
@@ -50,7 +53,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
 from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
-from numfuse.backends.cuda.kernels.hopper.records import Maps, Unit, Work
+from numfuse.backends.cuda.kernels.hopper.records import Maps, Second, Unit, Work
 
 
 def finish(
@@ -58,6 +61,7 @@ def finish(
     maps: Maps,
     biases,
     ends: Ends,
+    second: Second,
     staging,
     arrived,
     extra_parity,
@@ -82,17 +86,18 @@ def finish(
     own = piece_at(staging, own_row, lane >> 4)
     biases = biases + (lane & 3) * 8
     b = cuda.local.array(WIDTH // 4, types.float32)
+    b1 = b
+    if TWO_BIASES:
+        b1 = cuda.local.array(WIDTH // 4, types.float32)
     ends.extra.address += place * ends.extra.place * EXTRA_SIZE
     ends.pre.address += place * ends.pre.place * PRE_SIZE
+    second.pre.address += place * second.pre.place * PRE_SIZE
     ends.out.address += (part * work.part_step + place * ends.out.place) * OUT_SIZE
     for c in unrolled(CHUNKS):
         ROW = c // ROW_CHUNKS * 64
         COLUMN = c % ROW_CHUNKS * WIDTH
-        BASE = c * WIDTH // 2
-        if PRE == "map":  # the pre-activation is in the other buffer
-            BUFFER = 0
-        else:
-            BUFFER = c % BUFFERS
+        BASE = c // ROW_CHUNKS * (BLOCK_N // 2) + COLUMN // 2
+        BUFFER = c % BUFFERS
         buffer = staging + BUFFER * BUFFER_BYTES
         top, left = row0 + ROW, column0 + COLUMN
         if STAGED or EXTRA != "" or PRE != "":
@@ -102,38 +107,52 @@ def finish(
         if ALONE:
             # the buffer is free once the store that was so many pieces ago has been read
             if lane == 0:
-                if BUFFERS == 2 and PRE != "map":
+                if BUFFERS == 2:
                     store_wait_read1()
                 else:
                     store_wait_read0()
             warp_barrier()
+        elif PRE == "map":
+            if leader:
+                store_wait_read0()
+            group_barrier(1 + consumer, 128)
         if EXTRA == "map":
             barrier_wait(arrived + 8 * (c % BUFFERS), extra_parity ^ (c // BUFFERS % 2))
+        line, below = ZERO, ZERO
+        if EXTRA == "line":
+            line = line_of(ends.extra, row, m)
+            below = line_of(ends.extra, row + 8, m)
         if EXTRA == "rows":
             fetch_rows(ends.extra, buffer, top + warp * 16, warp * 16, left, lane, m, n)
         if BIAS != "":
             for j in unrolled(WIDTH // 8):
                 b[2 * j], b[2 * j + 1] = shared_load2_f32(biases + (4 * COLUMN + 32 * j))
+                if TWO_BIASES:
+                    b1_at = biases + (4 * COLUMNS + 4 * COLUMN + 32 * j)
+                    b1[2 * j], b1[2 * j + 1] = shared_load2_f32(b1_at)
         for q in unrolled(WIDTH // 16):
             at = (own + BUFFER * BUFFER_BYTES) ^ (32 * q)
+            pre_at = (own + BUFFERS * BUFFER_BYTES) ^ (32 * q)
             column = left + 16 * q + 2 * (lane & 3)
             # an index that is no literal: `piece` is compiled once, and inlined with the constant
             index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
-            piece(acc, index, b, b_index, at, row, column, m, n, ends)
+            piece(
+                acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends, second
+            )  # fmt: skip
         if ALONE:
             copy_fence()
             warp_barrier()
             if lane == 0:
                 tensor_store(maps.out, left, top + warp * 16, place, buffer + warp * (32 * WIDTH))
-                if PRE == "map":
-                    own_pre = buffer + BUFFER_BYTES + warp * (32 * WIDTH)
-                    tensor_store(maps.pre, left, top + warp * 16, place, own_pre)
+                own_pre = staging + BUFFERS * BUFFER_BYTES + warp * (32 * WIDTH)
+                store_pre(maps, second, left, top + warp * 16, place, own_pre)
                 store_commit()
         elif OUT == "map":
             copy_fence()
             group_barrier(1 + consumer, 128)
             if leader:
                 tensor_store(maps.out, left, top, place, buffer)
+                store_pre(maps, second, left, top, place, staging + BUFFERS * BUFFER_BYTES)
                 store_commit()
                 if c + BUFFERS < CHUNKS:
                     NEXT = c + BUFFERS
@@ -151,6 +170,14 @@ def finish(
             warp_barrier()
 
 
+def store_pre(maps: Maps, second: Second, column, row, place, buffer):
+    """Have the copy engine store pieces of the pre-activations."""
+    if PRE == "map":
+        tensor_store(maps.pre, column, row, place, buffer)
+    if PRE1 == "map":
+        tensor_store(second.pre_map, column, row, place, buffer + BUFFER_BYTES)
+
+
 def piece_at(buffer, row, number):
     """Where a 16-byte piece of a row of a buffer is, as the copy engine's swizzle has it."""
     turned = (row & 7) if WIDTH == 64 else ((row >> 1) & 3)
@@ -164,36 +191,60 @@ def stores_read(thread):
             store_wait_read0()
 
 
-def piece(acc, index, b, b_index, at, row, column, m, n, ends: Ends):
-    """The epilogue of 16 columns of a warp's rows; `at`: where they are, or go, in `staging`."""
+def line_of(extra: Array, row, m):
+    """An operand by rows; 0 behind the last."""
+    at = extra.address + row * extra.row * EXTRA_SIZE
+    if EXTRA_SIZE == 4:
+        return global_load_f32(at, row < m)
+    else:
+        return LOW(global_load16(at, row < m))
+
+
+def piece(
+    acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends: Ends,
+    second: Second,
+):  # fmt: skip
+    """The epilogue of 16 columns of a warp's rows.
+
+    `at` and `pre_at`: where in `staging` they are, or go, and the pre-activations go. `line` and
+    `below`: an operand by rows, of a thread's two.
+    """
     words = cuda.local.array(4, types.int32)
     half = cuda.local.array(4, types.int32)
     v = cuda.local.array(4, types.float32)
     g = cuda.local.array(4, types.float32)
     kept = cuda.local.array(4, types.float32)
+    kept1 = cuda.local.array(4, types.float32)
     other = cuda.local.array(4, types.int32)
+    other1 = cuda.local.array(4, types.int32)
     row_in = row < m
     below_in = row + 8 < m
-    if STAGED and EXTRA != "":
+    if EXTRA == "rows" or EXTRA == "map":
         words[0], words[1], words[2], words[3] = matrix_load(at)
     for p in unrolled(2):
         if EXTRA == "float32":
             g[0], g[1] = LOAD_EXTRA(ends.extra, row, column, m, n)
             g[2], g[3] = LOAD_EXTRA(ends.extra, row + 8, column, m, n)
+        elif EXTRA == "line":
+            g[0], g[1], g[2], g[3] = line, line, below, below
         elif EXTRA != "":
             g[0], g[1] = LOW(words[2 * p]), HIGH(words[2 * p])
             g[2], g[3] = LOW(words[2 * p + 1]), HIGH(words[2 * p + 1])
         for i in unrolled(4):
-            if PRE != "":
-                v[i], kept[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
-            else:
-                v[i] = EPILOGUE(acc[index + 4 * p + i], b[b_index + 2 * p + i % 2], g[i])
+            own, bias = index + 4 * p + i, b_index + 2 * p + i % 2
+            v[i], kept[i], kept1[i] = element(acc, own, b[bias], b1[bias], g[i])
         if PRE == "map":
             other[2 * p] = PACK(kept[0], kept[1])
             other[2 * p + 1] = PACK(kept[2], kept[3])
         elif PRE != "":
             STORE_PRE(ends.pre, row, column, m, n, kept[0], kept[1])
             STORE_PRE(ends.pre, row + 8, column, m, n, kept[2], kept[3])
+        if PRE1 == "map":
+            other1[2 * p] = PACK(kept1[0], kept1[1])
+            other1[2 * p + 1] = PACK(kept1[2], kept1[3])
+        elif PRE1 != "":
+            STORE_PRE(second.pre, row, column, m, n, kept1[0], kept1[1])
+            STORE_PRE(second.pre, row + 8, column, m, n, kept1[2], kept1[3])
         if SUMS:
             # rows below the last are products of zeros and a bias: they do not count
             acc[index + 4 * p] = select(v[0], ZERO, row_in) + select(v[2], ZERO, below_in)
@@ -208,7 +259,33 @@ def piece(acc, index, b, b_index, at, row, column, m, n, ends: Ends):
     if STAGED:
         matrix_store(at, half[0], half[1], half[2], half[3])
     if PRE == "map":
-        matrix_store(at + BUFFER_BYTES, other[0], other[1], other[2], other[3])
+        matrix_store(pre_at, other[0], other[1], other[2], other[3])
+    if PRE1 == "map":
+        matrix_store(pre_at + BUFFER_BYTES, other1[0], other1[1], other1[2], other1[3])
+
+
+def element(acc, own, bias, bias1, extra):
+    """The results of an element; 0 in the place of those that are not there."""
+    value, first, second = ZERO, ZERO, ZERO
+    if TWO_SUMS and PRE1 != "":
+        value, first, second = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
+    elif TWO_SUMS and PRE != "":
+        value, first = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
+    elif TWO_SUMS:
+        value = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
+    elif TWO_BIASES and PRE1 != "":
+        value, first, second = EPILOGUE(acc[own], bias, bias1, extra)
+    elif TWO_BIASES and PRE != "":
+        value, first = EPILOGUE(acc[own], bias, bias1, extra)
+    elif TWO_BIASES:
+        value = EPILOGUE(acc[own], bias, bias1, extra)
+    elif PRE1 != "":
+        value, first, second = EPILOGUE(acc[own], bias, extra)
+    elif PRE != "":
+        value, first = EPILOGUE(acc[own], bias, extra)
+    else:
+        value = EPILOGUE(acc[own], bias, extra)
+    return value, first, second
 
 
 def fetch_rows(extra: Array, buffer, row, in_buffer, column, lane, m, n):

@@ -37,7 +37,7 @@ from numfuse.backends.cuda.compile.unroll import kernel_of, unrolled
 from numfuse.backends.cuda.kernels import layouts
 from numfuse.backends.cuda.kernels.hopper.kernel import planes_of
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
-from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY
+from numfuse.backends.cuda.kernels.hopper.tiling import HOPPER_COPY, HOPPER_COPY_K
 from numfuse.backends.cuda.plan.product import Launch, Operand, Product, Slot
 
 HALF = ("bfloat16", "float16")
@@ -75,9 +75,9 @@ def fitted(
 
 
 def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | None:
-    """How the kernel gets X ("x") or Y ("y")."""
-    operand, axis = (product.x, 1) if name == "x" else (product.y, 2)
-    long = product.m if name == "x" else product.n
+    """How the kernel gets X ("x", "x1") or Y ("y", "y1")."""
+    operand, axis = getattr(product, name), 1 if name[0] == "x" else 2
+    long = product.m if axis == 1 else product.n
     # strides along the operand's own axis, and along K
     own, deep = operand.strides[axis], operand.strides[3 - axis]
     places = product.places if operand.strides[0] else 1
@@ -92,7 +92,8 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
             made = TensorMap(kind, (inner, outer, places), fit, box)
             if made.possible():
                 return Factor(turned, Slot(name), made, int(places > 1), 0)
-        if product.m * product.n * product.k * product.places < HOPPER_COPY:
+        work = product.m * product.n * product.k * product.places
+        if product.k < HOPPER_COPY_K or work < HOPPER_COPY:
             return None
     # a copy: along its contiguous axis, where it may
     copy = Slot(f"{name} copy")
@@ -100,7 +101,7 @@ def factor_of(product: Product, name: str, kind: str, block: int) -> Factor | No
     outer, inner = (product.k, long) if turned else (long, product.k)
     parts, dtype = planes_of(kind), {"tf32": "float32", "bf16x6": "bfloat16"}.get(kind, kind)
     if kind == "tf32":
-        shape = (long, product.k) if name == "x" else (product.k, long)
+        shape = (long, product.k) if axis == 1 else (product.k, long)
         if not layouts.fits(shape, places, 3 - axis):
             return None
         launch, laid, _ = layouts.laid_out(

@@ -1,5 +1,8 @@
 """The product on Hopper's tensor cores, as templates: out[p] = epilogue(X[p] @ Y[p]).
 
+A sum may have a second term, X1[p] @ Y1[p], whose slices follow those of the first; or there are
+two sums, X[p] @ Y[p] and X[p] @ Y1[p]: a block's first half of columns is of Y, the other of Y1.
+
 One block per multiprocessor stays for the whole launch and takes one unit of work (a block of the
 result, or a part of its K) after the other.  Its threads have two roles:
 
@@ -50,7 +53,7 @@ from numfuse.backends.cuda.compile.intrinsics import (
     same,
     thread_index,
 )
-from numfuse.backends.cuda.compile.schema import Ends
+from numfuse.backends.cuda.compile.schema import Array, Ends
 from numfuse.backends.cuda.compile.toolchain import cuda, types
 from numfuse.backends.cuda.compile.unroll import unrolled
 from numfuse.backends.cuda.kernels.hopper.epilogue import (
@@ -64,7 +67,7 @@ from numfuse.backends.cuda.kernels.hopper.mainloop import (
     multiply_split,
     next_stage,
 )
-from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Unit, Work
+from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Unit, Work
 
 
 def gemm(
@@ -73,6 +76,7 @@ def gemm(
     maps: Maps,
     ends: Ends,
     sums,
+    second: Second,
     work: Work,
     slice_bytes,
 ):
@@ -87,12 +91,18 @@ def gemm(
     if thread == 0:
         map_prefetch(x.map)
         map_prefetch(y.map)
+        if TWO_TERMS:
+            map_prefetch(second.x.map)
+        if TWO_TERMS or TWO_SUMS:
+            map_prefetch(second.y.map)
         if OUT == "map":
             map_prefetch(maps.out)
         if EXTRA == "map":
             map_prefetch(maps.extra)
         if PRE == "map":
             map_prefetch(maps.pre)
+        if PRE1 == "map":
+            map_prefetch(second.pre_map)
         full = shared + FULL_AT
         for s in range(STAGES):
             barrier_init(full + 8 * s, 1)
@@ -108,11 +118,11 @@ def gemm(
         if CONSUMERS == 2:
             registers_few()
         if thread == 0:
-            produce(x, y, shared, work, slice_bytes)
+            produce(x, y, second, shared, work, slice_bytes)
     else:
         if CONSUMERS == 2:
             registers_many()
-        consume(maps, ends, sums, shared, work)
+        consume(maps, ends, second, sums, shared, work)
 
 
 def unit_at(unit, work: Work):
@@ -135,11 +145,11 @@ def unit_at(unit, work: Work):
     rest = block - first * work.column_blocks
     column = quotient(rest, height)
     row = first + rest - column * height
-    return Unit(part, place, row * BLOCK_M, column * BLOCK_N)
+    return Unit(part, place, row * BLOCK_M, column * COLUMNS)
 
 
 # --- the producer ---------------------------------------------------------------------------------
-def produce(x: Fetched, y: Fetched, shared, work: Work, slice_bytes):
+def produce(x: Fetched, y: Fetched, second: Second, shared, work: Work, slice_bytes):
     """The producer's thread: every slice of every unit of this block, in order."""
     full = shared + FULL_AT
     stage, parity, unit = 0, 1, block_index() + 0
@@ -154,26 +164,44 @@ def produce(x: Fetched, y: Fetched, shared, work: Work, slice_bytes):
             barrier_expect(barrier, slice_bytes)
             x_at = shared + stage * STAGE_BYTES
             k, x_place, y_place = at * DEPTH, here.place * x.places, here.place * y.places
-            for _plane in unrolled(PLANES):
-                y_at = x_at + X_BYTES
-                if X_TURNED:
-                    for i in unrolled(BLOCK_M // 64):
-                        box, row = x_at + 8192 * i, here.row0 + 64 * i
-                        tensor_load(box, x.map, row, k, x_place, barrier)
-                else:
-                    tensor_load(x_at, x.map, k, here.row0, x_place, barrier)
-                if Y_TURNED:
-                    for i in unrolled(BLOCK_N // Y_BOX):
-                        box, column = y_at + 128 * Y_BOX * i, here.column0 + Y_BOX * i
-                        tensor_load(box, y.map, column, k, y_place, barrier)
-                else:
-                    tensor_load(y_at, y.map, k, here.column0, y_place, barrier)
-                x_at += PLANE_BYTES
-                x_place += x.plane
-                y_place += y.plane
+            if TWO_TERMS and at >= work.term_slices:
+                k -= work.term_slices * DEPTH
+                x_place, y_place = here.place * second.x.places, here.place * second.y.places
+                fetch_x(second.x, x_at, here.row0, k, x_place, barrier)
+                fetch_y(second.y, x_at + X_BYTES, here.column0, k, y_place, barrier)
+            else:
+                for _plane in unrolled(PLANES):
+                    fetch_x(x, x_at, here.row0, k, x_place, barrier)
+                    fetch_y(y, x_at + X_BYTES, here.column0, k, y_place, barrier)
+                    if TWO_SUMS:
+                        y1_place = here.place * second.y.places
+                        y1_at = x_at + X_BYTES + 128 * COLUMNS
+                        fetch_y(second.y, y1_at, here.column0, k, y1_place, barrier)
+                    x_at += PLANE_BYTES
+                    x_place += x.plane
+                    y_place += y.plane
             stage, parity = next_stage(stage, parity)
             at += 1
         unit += block_count()
+
+
+def fetch_x(x: Fetched, at, row0, k, place, barrier):
+    """A slice of X, on its way to shared memory."""
+    if X_TURNED:
+        for i in unrolled(BLOCK_M // 64):
+            tensor_load(at + 8192 * i, x.map, row0 + 64 * i, k, place, barrier)
+    else:
+        tensor_load(at, x.map, k, row0, place, barrier)
+
+
+def fetch_y(y: Fetched, at, column0, k, place, barrier):
+    """A slice of Y, on its way to shared memory."""
+    if Y_TURNED:
+        for i in unrolled(COLUMNS // Y_BOX):
+            column = column0 + Y_BOX * i
+            tensor_load(at + 128 * Y_BOX * i, y.map, column, k, place, barrier)
+    else:
+        tensor_load(at, y.map, k, column0, place, barrier)
 
 
 # --- the consumers --------------------------------------------------------------------------------
@@ -209,7 +237,16 @@ def first_boxes(extra_map, staging, arrived, here: Unit):
             tensor_prefetch(extra_map, column, row, here.place)
 
 
-def consume(maps: Maps, ends: Ends, sums, shared, work: Work):
+def second_bias(bias: Array, here: Unit, column, n):
+    """The other bias of a column; 0 behind the last, and where there is none."""
+    if BIAS1:
+        at = bias.address + here.place * bias.place * BIAS_SIZE
+        return load_bias(at, column, n, bias.column)
+    else:
+        return ZERO
+
+
+def consume(maps: Maps, ends: Ends, second: Second, sums, shared, work: Work):
     """A consumer's thread: its blocks, or its 64 rows of every block."""
     thread = thread_index() - 128
     consumer = same(thread >> 7)
@@ -221,7 +258,7 @@ def consume(maps: Maps, ends: Ends, sums, shared, work: Work):
     if PLANES > 1:
         total = cuda.local.array(VALUES, types.float32)
         low = cuda.local.array(VALUES, types.float32)
-    staging = shared + STAGING_AT + consumer * BUFFERS * BUFFER_BYTES
+    staging = shared + STAGING_AT + consumer * OWN_STAGING
     biases = shared + BIAS_AT
     if PING_PONG:
         biases += 2 * BIAS_BYTES * consumer
@@ -248,7 +285,15 @@ def consume(maps: Maps, ends: Ends, sums, shared, work: Work):
             biases_at = ends.bias.address + here.place * ends.bias.place * BIAS_SIZE
             for i in unrolled(BIASES):
                 column = here.column0 + thread + 128 * i
-                ahead[i] = load_bias(biases_at, column, work.n, ends.bias.column)
+                if 128 * i >= COLUMNS and TWO_BIASES:
+                    ahead[i] = second_bias(second.bias, here, column - COLUMNS, work.n)
+                elif 128 * i + 128 > COLUMNS and TWO_BIASES:
+                    if thread + 128 * i >= COLUMNS:
+                        ahead[i] = second_bias(second.bias, here, column - COLUMNS, work.n)
+                    else:
+                        ahead[i] = load_bias(biases_at, column, work.n, ends.bias.column)
+                else:
+                    ahead[i] = load_bias(biases_at, column, work.n, ends.bias.column)
         if PLANES > 1:
             # nothing of the block before, so its epilogue has these registers; the waits, for
             # nothing, keep the compiler from setting them among the products
@@ -282,6 +327,7 @@ def consume(maps: Maps, ends: Ends, sums, shared, work: Work):
             maps,
             biases + turned,
             ends,
+            second,
             staging,
             arrived,
             extra_parity,

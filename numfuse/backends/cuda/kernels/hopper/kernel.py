@@ -42,7 +42,7 @@ class Gemm:
     tile: HopperTile
     #: "rows" or "map" (16-bit values), "float32".
     out: str
-    #: The residual or grad: "", "rows", "map" or "float32".
+    #: The residual or grad: "", "rows", "map", "float32" or, if it repeats in a row, "line".
     extra: str = ""
     #: "", "half" (16-bit values) or "float32".
     bias: str = ""
@@ -54,6 +54,12 @@ class Gemm:
     pre: str = ""
     #: Whether the pre-activation is stored in 16 bits.
     pre_half: bool = False
+    #: Whether the sum has a second term, and whether there are two sums.
+    two_terms: bool = False
+    two_sums: bool = False
+    #: Whether there is another bias, and how a third result is stored.
+    bias1: bool = False
+    pre1: str = ""
     formula: Formula = SUM
 
     def formulas(self) -> list[Expr]:
@@ -63,6 +69,11 @@ class Gemm:
     def __str__(self) -> str:
         layout = f"{'t' if self.x_turned else 'n'}{'t' if self.y_turned else 'n'}"
         return f"wgmma {self.operands} {layout} {self.tile} -> {self.out}"
+
+    @property
+    def columns(self) -> int:
+        """Columns of the result in a block."""
+        return self.tile.block_n // (1 + self.two_sums)
 
     @property
     def planes(self) -> int:
@@ -90,11 +101,11 @@ class Gemm:
     @property
     def width(self) -> int:
         """Columns of the pieces in which the epilogue takes a block."""
-        return min(64, self.tile.block_n)
+        return 32 if self.pre1 == "map" else min(64, self.columns)
 
     @property
     def chunks(self) -> int:
-        return self.tile.halves * self.tile.block_n // self.width
+        return self.tile.halves * self.columns // self.width
 
     @property
     def buffers(self) -> int:
@@ -102,7 +113,12 @@ class Gemm:
 
         Four in "ping-pong" would cost a stage of the ring: 0-2% slower at K = 4096.
         """
-        return 2 if self.pre == "map" else min(2, self.chunks)
+        return 1 if self.alone and self.pre == "map" else min(2, self.chunks)
+
+    @property
+    def _staged_pieces(self) -> int:
+        """The buffers, and those of the pre-activations."""
+        return self.buffers + [self.pre, self.pre1].count("map")
 
     @property
     def alone(self) -> bool:
@@ -110,13 +126,23 @@ class Gemm:
         return self.out == "map" and self.extra != "map"
 
     @property
+    def two_biases(self) -> bool:
+        """Whether the formula has two."""
+        return self.two_sums or self.bias1
+
+    @property
+    def _lines(self) -> int:
+        """Values of a block's biases."""
+        return self.columns * (1 + self.two_biases)
+
+    @property
     def bias_bytes(self) -> int:
-        """Bytes of a block's bias as float32; of each block at work two are kept by turns."""
-        return 4 * max(128, self.tile.block_n) if self.bias else 0
+        """Bytes of a block's biases as float32; of each block at work two are kept by turns."""
+        return 4 * max(128, self._lines) if self.bias else 0
 
     @property
     def staging_bytes(self) -> int:
-        needed = self.buffers * 128 * self.width if self.staged else 0
+        needed = self._staged_pieces * 128 * self.width if self.staged else 0
         if self.sums:
             needed = max(needed, 16 * self.tile.block_n)
         return -(-needed // 1024) * 1024 * self.tile.consumers
@@ -154,7 +180,8 @@ class Gemm:
         b |= bound(
             self,
             "values stages stage_bytes planes plane_bytes x_turned y_turned staging_at"
-            " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums",
+            " bias_at full_at bias_bytes alone buffers width chunks staged out extra bias sums"
+            " columns two_terms two_sums two_biases bias1 pre pre1",
         )
         b |= {
             "DEPTH": 32 if self.operands == "tf32" else 64,
@@ -162,15 +189,15 @@ class Gemm:
             # 2^32 / STAGES: exact quotients up to 2^28
             "PER_STAGE": -(-(1 << 32) // self.stages),
             "X_BYTES": t.block_m * 128,
-            "Y_BOX": min(64, t.block_n),
+            "Y_BOX": min(64, self.columns),
             "PROMOTE": PROMOTE,
-            "BIASES": max(1, t.block_n // 128),
-            "BUFFER_BYTES": self.staging_bytes // t.consumers // self.buffers,
-            "ROW_CHUNKS": t.block_n // self.width,
+            "BIASES": max(1, self._lines // 128),
+            "OWN_STAGING": self.staging_bytes // t.consumers,
+            "BUFFER_BYTES": self.staging_bytes // t.consumers // self._staged_pieces,
+            "ROW_CHUNKS": self.columns // self.width,
             "OUT_SIZE": 2 if self.staged else 4,
-            "EXTRA_SIZE": 4 if self.extra == "float32" else 2,
+            "EXTRA_SIZE": 2 if self.operands in HALVES else 4,
             "BIAS_SIZE": 4 if self.bias == "float32" else 2,
-            "PRE": self.pre,
             "EPILOGUE": self.formula,
             "ZERO": np.float32(0),
             "CLEAR": clear(self.values),
@@ -191,7 +218,7 @@ class Gemm:
     def _wgmma(self, kind: str) -> dict[str, Any]:
         """Return the names of the instruction and of its operands' descriptors."""
         t = self.tile
-        box = min(64, t.block_n)
+        box = min(64, self.columns)
         x_high, x_low = divmod(_descriptor(self.x_turned, 64), 1 << 32)
         y_high, y_low = divmod(_descriptor(self.y_turned, box), 1 << 32)
         # bytes of K (or of 16 rows of K) from one instruction to the next
@@ -208,6 +235,8 @@ class Gemm:
     def schema(self) -> Schema:
         """The arguments: strides are in elements."""
         there = {f"maps_{x}": getattr(self, x) == "map" for x in ("out", "extra", "pre")}
+        there |= {"second_x_map": self.two_terms, "second_pre_map": self.pre1 == "map"}
+        there["second_y_map"] = self.two_terms or self.two_sums
         maps = ["x_map", "y_map", *(name for name, is_map in there.items() if is_map)]
         return Schema(gemm.gemm, map=" ".join(maps))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from numfuse.backends.cuda.compile.schema import Array
+
 
 @dataclass
 class Fetched:
@@ -27,6 +29,17 @@ class Maps:
 
 
 @dataclass
+class Second:
+    """The factors of a second term of the sum, or those of a second sum and its other arrays."""
+
+    x: Fetched
+    y: Fetched
+    bias: Array
+    pre: Array
+    pre_map: Any
+
+
+@dataclass
 class Work:
     """The units of a launch: blocks of the result, each in parts of K."""
 
@@ -39,6 +52,8 @@ class Work:
     #: Of K, 128 bytes each; a unit has no more than `part_slices` of them.
     slices: Any
     part_slices: Any
+    #: Slices of the first term of the sum.
+    term_slices: Any
     #: Elements from the plane of a part of K to the next.
     part_step: Any
 

@@ -13,7 +13,7 @@ from numfuse.backends.cuda.kernels.epilogue import finishing, formula_of, in_ele
 from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
 from numfuse.backends.cuda.kernels.hopper.kernel import SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
-from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Work
+from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
     HopperTile,
     hopper_splits,
@@ -51,29 +51,28 @@ def take(product: Product, device: DeviceInfo) -> Plan | None:
         return None
     m, n, k, places = product.m, product.n, product.k, product.places
     split = kind == "bf16x6"
-    slices = -(-k // (32 if kind == "tf32" else 64))
+    if product.y1 is not None and kind not in HALF:
+        return None
+    slices = -(-k // (32 if kind == "tf32" else 64)) * (1 + (product.x1 is not None))
     x_places, y_places = (places if o.strides[0] else 1 for o in (product.x, product.y))
     if kind not in HALF and not hopper_splits(m, n, k, x_places, y_places, places, split):
         return None  # exact float32 is faster
     _, row, column = product.out.strides
     whole = fitted(product.out, m, n, row, column, places) is not None
-    tile, parts = hopper_tile(
-        m,
-        n,
-        slices,
-        places,
-        device.multiprocessors,
-        split=split,
-        heavy=product.is_curved,
-        free=product.free,
-        rows=kind in HALF and not whole,
-    )
+    how = {"split": split, "heavy": product.is_curved, "rows": kind in HALF and not whole}
+    sizes = m, n, slices, places, device.multiprocessors
+    tile, parts = hopper_tile(*sizes, **how, free=product.free)
+    if product.has_two_sums:
+        if parts > 1:
+            return None
+        tile, _ = hopper_tile(*sizes, **how, sums=2)
     return plan_with(product, kind, device, tile, parts)
 
 
 def _kind(product: Product) -> str | None:
     dtypes = {product.x.dtype, product.y.dtype}
-    dtypes |= {o.dtype for o in (product.bias, product.extra) if o is not None}
+    others = product.bias, product.extra, product.x1, product.y1, product.bias1
+    dtypes |= {o.dtype for o in others if o is not None}
     if product.out.dtype != "float32" or product.extra is not None:
         dtypes.add(product.out.dtype)  # but a bare sum may stay a float32
     if len(dtypes) > 1 or product.accumulator != "float32":
@@ -96,15 +95,24 @@ def plan_with(
 ) -> Plan | None:
     """The launches of a product in blocks of a tile, with K in so many parts."""
     m, n, places = product.m, product.n, product.places
-    slices = -(-product.k // (32 if kind == "tf32" else 64))
+    term_slices = -(-product.k // (32 if kind == "tf32" else 64))
+    slices = term_slices * (1 + (product.x1 is not None))
     part_slices = -(-slices // parts)
     parts = -(-slices // part_slices)
-    x = factor_of(product, "x", kind, tile.block_m)
-    y = factor_of(product, "y", kind, tile.block_n) if x is not None else None
-    row_blocks, column_blocks = -(-m // tile.block_m), -(-n // tile.block_n)
+    columns = tile.block_n // (1 + product.has_two_sums)
+    row_blocks, column_blocks = -(-m // tile.block_m), -(-n // columns)
     units = row_blocks * column_blocks * places * parts
-    if x is None or y is None or units >= 1 << 31:
+    found: dict[str, Factor] = {}
+    for name, block in ("x", tile.block_m), ("y", columns), ("x1", tile.block_m), ("y1", columns):
+        if getattr(product, name) is not None:
+            factor = factor_of(product, name, kind, block)
+            like = found.get(name[0], factor)
+            if factor is None or like is None or like.turned != factor.turned:
+                return None
+            found[name] = factor
+    if units >= 1 << 31:
         return None
+    x, y = found["x"], found["y"]
     out, slot, out_part = product.out, Slot("out"), 0
     joined: tuple[Launch, ...] = ()
     if parts > 1:
@@ -113,28 +121,40 @@ def plan_with(
         lengths, steps_of = (places, parts, m, n), (m * pitch, out_part, pitch)
         joined = (joins.rows(device, "float32", slot, out, lengths, steps_of, overlaps=True),)
         out = Operand("float32", (m * pitch, pitch, 1), 16)
-    ways = _ways(product, out, min(64, tile.block_n))
+    ways = _ways(product, out, min(64, columns))
     gemm = _gemm(product, kind, tile, x, y, out, ways, parts)
     slice_bytes = gemm.planes * sum(
         64 * b * 2 if f.turned else 128 * f.map.box[1]
-        for f, b in ((x, tile.block_m), (y, tile.block_n))
+        for f, b in ((x, tile.block_m), *[(y, columns)] * (1 + product.has_two_sums))
     )
+    there = {name: Fetched(Derived(f.slot, f.map), f.places, f.plane) for name, f in found.items()}
+    maps = {
+        name: Derived(Slot(name), made) if made else 0
+        for name, made in zip(("out", "extra", "pre", "pre1"), ways[2:], strict=True)
+    }
+    nothing = Fetched(0, 0, 0)
     arguments = gemm.schema(
-        x=Fetched(Derived(x.slot, x.map), x.places, x.plane),
-        y=Fetched(Derived(y.slot, y.map), y.places, y.plane),
-        maps=Maps(
-            Derived(Slot("out"), ways.out_map) if ways.out_map else 0,
-            Derived(Slot("extra"), ways.extra_map) if ways.extra_map else 0,
-            Derived(Slot("pre"), ways.pre_map) if ways.pre_map else 0,
+        x=there["x"],
+        y=there["y"],
+        second=Second(
+            there.get("x1", nothing),
+            there.get("y1", nothing),
+            in_elements(Slot("bias1"), product.bias1),
+            in_elements(Slot("pre1"), product.pre1),
+            maps.pop("pre1"),
         ),
-        work=Work(m, n, units, row_blocks, column_blocks, places, slices, part_slices, out_part),
+        maps=Maps(**maps),
+        work=Work(
+            *(m, n, units, row_blocks, column_blocks, places),
+            *(slices, part_slices, term_slices, out_part),
+        ),
         slice_bytes=slice_bytes,
         **finishing(product, out, slot, in_elements),
     )
     grid = (min(units, device.multiprocessors), 1, 1)
     launch = Launch(gemm.kernel(), grid, arguments, gemm.shared_bytes, overlaps=True)
     return Plan(
-        (*x.launches, *y.launches, launch, *joined),
+        (*(made for f in found.values() for made in f.launches), launch, *joined),
         f"{tile}, {gemm.stages} stages" + (f", K in {parts} parts" if parts > 1 else ""),
         workspace=parts * out_part * 4,
         block_m=64 * tile.halves,
@@ -150,22 +170,31 @@ class _Ways(NamedTuple):
     extra_map: TensorMap | None = None
     #: Of a pre-activation in 16 bits, where the result goes by warps.
     pre_map: TensorMap | None = None
+    pre1_map: TensorMap | None = None
 
 
 def _ways(product: Product, out: Operand, width: int) -> _Ways:
     extra = product.extra
+    line = extra is not None and not extra.strides[2]
     if out.dtype == "float32":
-        return _Ways("float32", "" if extra is None else "float32")
-    extra_map = None if extra is None else _boxed(extra, product, width, 64)
+        return _Ways("float32", "" if extra is None else "line" if line else "float32")
+    extra_map = None if extra is None or line else _boxed(extra, product, width, 64)
     # by warps, or by groups where the residual or grad takes the same way
-    out_map = _boxed(out, product, width, 16 if extra_map is None else 64)
+    rows = 16 if extra_map is None else 64
+    out_map = _boxed(out, product, width, rows)
     if out_map is None:
-        return _Ways("rows", "" if extra is None else "rows")
-    way = "" if extra is None else "rows" if extra_map is None else "map"
-    pre_map = None
-    if product.pre is not None and product.pre.dtype in HALF and extra is None:
-        pre_map = _boxed(product.pre, product, width, 16)
-    return _Ways("map", way, out_map, extra_map, pre_map)
+        return _Ways("rows", "" if extra is None else "line" if line else "rows")
+    way = "" if extra is None else "line" if line else "rows" if extra_map is None else "map"
+    pres = [x for x in (product.pre, product.pre1) if x is not None and x.dtype in HALF]
+    # (pieces of three results as wide as those of two would take a stage of the ring)
+    narrow = width if len(pres) < 2 else 32
+    pre_maps = [_boxed(x, product, narrow, rows) for x in pres]
+    if None in pre_maps or (product.pre1 is not None and len(pres) < 2):
+        return _Ways("map", way, out_map, extra_map)
+    if narrow < width:
+        out_map = _boxed(out, product, narrow, rows)
+        extra_map = _boxed(extra, product, narrow, 64) if extra_map and extra else None
+    return _Ways("map", way, out_map, extra_map, *pre_maps)
 
 
 def _gemm(
@@ -180,9 +209,8 @@ def _gemm(
 ) -> Gemm:
     """The kernel, of which the result is `out`."""
     n, pre, extra = product.n, product.pre, product.extra
-    stored = ""
-    if pre is not None:
-        stored = "map" if ways.pre_map else "pairs" if pre.in_wholes(n, 2) else "single"
+    pairs = all(x is None or x.in_wholes(n, 2) for x in (pre, product.pre1))
+    stored = "map" if ways.pre_map else "pairs" if pairs else "single"
     return Gemm(
         kind,
         x.turned,
@@ -195,7 +223,11 @@ def _gemm(
         # the planes' rows have room for a neighbour of the last column
         out_pairs=ways.out == "float32" and ((parts > 1 and n % 2 == 0) or out.in_wholes(n, 2)),
         extra_pairs=ways.extra == "float32" and extra is not None and extra.in_wholes(n, 2),
-        pre=stored,
+        pre="" if pre is None else stored,
+        pre1="" if product.pre1 is None else stored,
+        bias1=product.bias1 is not None,
+        two_terms=product.x1 is not None,
+        two_sums=product.has_two_sums,
         pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
         formula=formula_of(product, short=True),

@@ -74,9 +74,12 @@ HOPPER_START = 2500
 HOPPER_BYTES = 2300
 #: Slices of K of one part, at the least: the pipeline has to fill.
 HOPPER_PART = 8
-#: Below so many multiply-adds an operand is not copied for the copy engine's sake: the copy's
-#: launch and its way through memory cost more than tensor cores without it lose.
-HOPPER_COPY = 1 << 30
+#: Below so many multiply-adds, or so long a K, an operand is not copied for the copy engine's sake:
+#: the copy's launch and its way through memory cost more than tensor cores without it lose. Forward
+#: and backward in bfloat16 without and with copies, microseconds on an H100: (333,1000,777)
+#: 30 + 53 / 12 + 24, (64,3001,3001) 246 + 332 / 80 + 102, (4000,130,1001) 28 + 84 / 19 + 51,
+#: (20,515,777) 22 + 41 / 16 + 25; (100,77,129) 12 + 27 / 15 + 26, (1000,77,333) 12 + 39 / 24 + 28.
+HOPPER_COPY, HOPPER_COPY_K = 1 << 22, 128
 #: Of float32, in operations and bytes a second of an H200: its CUDA cores, its tensor cores as they
 #: are reached (a sixth of that for six products), its memory; and seconds of a launch.
 HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e12, 2.5e-6
@@ -96,15 +99,19 @@ def hopper_splits(
 @functools.lru_cache(maxsize=4096)
 def hopper_tile(
     m: int, n: int, slices: int, places: int, multiprocessors: int, *, split: bool = False,
-    heavy: bool = False, rows: bool = False, free: bool = False,
+    heavy: bool = False, rows: bool = False, free: bool = False, sums: int = 1,
 ) -> tuple[HopperTile, int]:  # fmt: skip
     """The tile, and the number of parts of K, of a product on Hopper.
 
     `split`: of operands in three parts.  `heavy`: an epilogue that computes an activation.
-    `rows`: a result of unaligned rows.  `free`: K may be cut.
+    `rows`: a result of unaligned rows.  `free`: K may be cut.  Of two `sums` a block has half its
+    columns each.
     """
+    n *= sums
     best: tuple[float, HopperTile, int] | None = None
     for tile, cycles in HOPPER_SPLIT_TILES if split else HOPPER_TILES:
+        if tile.block_n < 32 * sums:
+            continue  # rows of shared memory have 64 bytes at the least
         blocks = -(-m // tile.block_m) * -(-n // tile.block_n) * places
         elements, kind = tile.block_m * tile.block_n, 0 if heavy else 1
         finish = elements * (HOPPER_FINISH[kind] + (HOPPER_ROWS if rows else 0))
