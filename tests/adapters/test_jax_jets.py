@@ -65,6 +65,10 @@ def at_points(x, weights, biases):
     return jax.vmap(lambda p: jet(p[None], weights, biases))(x)
 
 
+def at_each(x, weights, biases, options):
+    return jax.vmap(lambda p: tuple(nf.mlp_jet(p[None], weights, biases, **options)))(x)
+
+
 def at_points_plain(x, weights, biases):
     return jax.vmap(lambda p: nested(p[None], weights, biases))(x)
 
@@ -155,6 +159,15 @@ def test_constants_of_a_call():
     assert none.u_ddot.shape == (0, 7, 1)
     one = nf.mlp_jet(x, weights, biases, directions=[[1.0, 0.0]])
     close(one.u_ddot, second[:1])
+    for options in ({"second": np.zeros((0, 2))}, {"directions": np.zeros((0, 2))}):
+        found, wanted = (
+            jax.grad(lambda w, f=f: f(w).sum())(weights)
+            for f in (
+                lambda w, more=options: at_each(x, w, biases, more)[0],
+                lambda w: value(x, w, biases),
+            )
+        )
+        close(found, wanted)
 
 
 def test_a_layer_is_differentiable_and_mapped():

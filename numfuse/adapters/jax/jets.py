@@ -8,6 +8,7 @@ compiles.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -139,10 +140,11 @@ class _Arrays(NamedTuple):
         # (members in front, as the core has them)
         moved = [g if i == 0 or g is None else np.moveaxis(g, n, 0) for i, g in enumerate(grads)]
         if shared:
-            own: list[Any] = [first.reshape(-1, first.shape[-1])]
+            rows = math.prod(first.shape[:-1])
+            own: list[Any] = [first.reshape(rows, first.shape[-1])]
             own.extend([y if y is None else y.reshape(y.shape[n:]) for y in x[1:]])
             moved = [
-                g if g is None else g.reshape((*g.shape[:1] * (i > 0), -1, g.shape[-1]))
+                g if g is None else g.reshape((*g.shape[:1] * (i > 0), rows, g.shape[-1]))
                 for i, g in enumerate(moved)
             ]
         else:
