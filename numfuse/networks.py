@@ -81,6 +81,9 @@ def mlp_jet(
 
     Notes
     -----
+    PyTorch's tensors on the CPU, JAX's arrays and autograd's boxes are differentiated through; `out`
+    must be None for them.
+
     Without `keep` the points go by blocks: 8 MiB are held between layers. Half types are widened to
     float32, and the results rounded once.
 
