@@ -81,6 +81,9 @@ def mlp_jet(
 
     Notes
     -----
+    PyTorch's tensors on the CPU, JAX's arrays and autograd's boxes are differentiated through;
+    `out` must be None for them.
+
     Without `keep` the points go by blocks: 8 MiB are held between layers. Half types are widened to
     float32, and the results rounded once. Arrays of a device (:func:`to_device`) stay there: their
     points go at once, and half types are rounded at every layer.
@@ -93,10 +96,11 @@ def mlp_jet(
     >>> nf.mlp_jet(np.zeros((1, 1)), w, None)
     NetworkJet(u=array([[0.]]), u_dot=array([[[1.]]]), u_ddot=array([[[0.]]]))
     """
-    adapter = adapter_for(x=x)
-    if hasattr(adapter, "mlp_jet"):
-        form = activation, directions, second, final
-        return adapter.mlp_jet(x, weights, biases, *form, keep, guard, out, backend)
+    weights, biases = _listed(weights), _listed(biases)
+    serve = _serving(x, weights, biases)
+    if serve is not None:
+        rest = (activation, final, guard, backend), (directions, second)
+        return serve(None, x, weights, biases, *rest, keep, (), out)
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet", x, weights, biases, *how)
     made, results = _outputs(net, out)
@@ -113,6 +117,23 @@ def mlp_jet(
             target[...] = y
     found = NetworkJet(*results)
     return (found, kept) if keep else found
+
+
+def _listed(given: Any) -> Any:
+    """Return a sequence of arrays as one of Python's: a library's own (a ParameterList) too."""
+    if given is None or isinstance(given, (Sequence, ndarray)) or not hasattr(given, "__len__"):
+        return given
+    return list(given)
+
+
+def _serving(x: Any, weights: Any, biases: Any, grads: Sequence[Any] = ()) -> Any:
+    """Return what an adapter runs the networks of its arrays with; None for NumPy's."""
+    if not isinstance(weights, Sequence):
+        return None
+    named = {"x": x} | {f"weights[{i}]": w for i, w in enumerate(weights)}
+    named |= {f"biases[{i}]": y for i, y in enumerate(biases or ()) if y is not None}
+    named |= {name: y for name, y in zip(("grad", "grad_dot", "grad_ddot"), grads, strict=False)}
+    return getattr(adapter_for(**named), "network", None)
 
 
 def _outputs(net: Network, out: Any) -> tuple[Any, list[ndarray]]:
@@ -176,14 +197,14 @@ def mlp_jet_bwd(
     ValueError, TypeError, BackendUnavailable
         As :func:`mlp_jet`.
     """
-    adapter, grads = adapter_for(x=x), (grad, grad_dot, grad_ddot)
-    if hasattr(adapter, "mlp_jet_bwd"):
-        form = activation, directions, second, final, needs, kept
-        gradients: NetworkGradients = adapter.mlp_jet_bwd(
-            grads, x, weights, biases, *form, guard, backend
-        )
-        return gradients
     wanted = check_needs(needs, _NEEDS)
+    grads = grad, grad_dot, grad_ddot
+    weights, biases = _listed(weights), _listed(biases)
+    serve = _serving(x, weights, biases, grads)
+    if serve is not None:
+        rest = (activation, final, guard, backend), (directions, second)
+        found: NetworkGradients = serve(grads, x, weights, biases, *rest, kept, wanted)
+        return found
     how = activation, directions, second, final, guard, backend
     net = Network("mlp_jet_bwd", x, weights, biases, *how)
     given = []
@@ -202,9 +223,9 @@ def mlp_jet_bwd(
     memory = Memory(net, blocks[0].stop, True, True, again)
     for rows in blocks:
         inputs, sums = net.run(rows, None, memory) if again else (kept.inputs, kept.sums)
-        found = net.back_through(given, rows, inputs, sums, wanted, totals, memory)
-        if d_x is not None and found is not None:
-            d_x[..., rows, :] = found
+        d_rows = net.back_through(given, rows, inputs, sums, wanted, totals, memory)
+        if d_x is not None and d_rows is not None:
+            d_x[..., rows, :] = d_rows
     memory.slab.release()
     made: list[list[Any]] = [[], []]
     for (w, bias, _), pair in zip(net.layers, totals, strict=True):

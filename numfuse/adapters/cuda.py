@@ -53,8 +53,7 @@ __all__ = [
     "checked",
     "fused",
     "jet",
-    "mlp_jet",
-    "mlp_jet_bwd",
+    "network",
     "run",
     "synchronize",
     "to_numpy",
@@ -130,7 +129,7 @@ def _put(x: ndarray, owner: Any) -> DeviceArray:
     return upload(owner, x)
 
 
-mlp_jet, mlp_jet_bwd = stacks.functions(_put, DeviceArray)
+network = stacks.network(_put, DeviceArray)
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
 

@@ -7,7 +7,7 @@ layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -21,7 +21,7 @@ from numfuse.jets import BACKWARD, FORWARD
 from numfuse.perceptron import Network
 from numfuse.problem.jets import outputs
 from numfuse.problem.operands import output, shaped
-from numfuse.problem.results import NetworkGradients, NetworkJet, check_needs
+from numfuse.problem.results import NetworkGradients, NetworkJet
 
 #: An array of a device, with the views of NumPy's (`numfuse.runtime.views.GhostViews`).
 Array: TypeAlias = Any
@@ -218,49 +218,50 @@ def _tall(stack: Array) -> Array:
     return stack.reshape(*batch, m * members, k)
 
 
-def functions(put: Callable[[ndarray, Any], Array], kind: Any) -> tuple[Any, Any]:
-    """Return ``mlp_jet`` and ``mlp_jet_bwd`` of a kind of arrays; `put` copies one to a device."""
+def network(put: Callable[[ndarray, Any], Array], kind: Any) -> Callable[..., Any]:
+    """Return what runs networks' jets of a kind of arrays; `put` copies one to a device."""
 
-    def mlp_jet(
-        x: Any, weights: Any, biases: Any, activation: Any, directions: Any, second: Any,
-        final: Any, keep: bool, guard: bool, out: Any, backend: Any,
+    def run(
+        grads: Sequence[Any] | None, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
+        form: tuple[Any, Any], keep: Any, needs: Sequence[str], out: Any = None,
     ) -> Any:  # fmt: skip
-        how = activation, directions, second, final, guard, backend
-        net = DeviceNetwork(put, kind, "mlp_jet", x, weights, biases, *how)
-        results = []
-        names = ("u", "u_dot", "u_ddot")
-        given = outputs(out, (), 3)
-        for name, y, shape in zip(names, given, net.net.shapes, strict=True):
-            net.check({name: y})
-            if y is not None:
-                output(name, y.ghost, shape, net.net.dtype, net.ghosts)
-                net.ghosts[name] = y.ghost
-            results.append(net.empty(shape) if y is None else y)
-        kept = net.run(keep, results)
-        found = NetworkJet(*results)
-        return (found, kept) if keep else found
+        """Return a forward's results or, with `grads`, the gradients; `keep`: what it kept."""
+        activation, final, guard, backend = how
+        name = "mlp_jet" if grads is None else "mlp_jet_bwd"
+        rest = activation, *form, final, guard, backend
+        net = DeviceNetwork(put, kind, name, x, weights, biases, *rest)
+        return _forward(net, keep, out) if grads is None else _backward(net, grads, x, keep, needs)
 
-    def mlp_jet_bwd(
-        grads: Sequence[Any], x: Any, weights: Any, biases: Any, activation: Any, directions: Any,
-        second: Any, final: Any, needs: Iterable[str], kept: Any, guard: bool, backend: Any,
-    ) -> NetworkGradients:  # fmt: skip
-        wanted = check_needs(needs, ("x", "weights", "biases"))
-        how = activation, directions, second, final, guard, backend
-        net = DeviceNetwork(put, kind, "mlp_jet_bwd", x, weights, biases, *how)
-        names = ("grad", "grad_dot", "grad_ddot")
-        for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
-            net.check({name: y})
-            if y is not None:
-                shaped(y.ghost, name, shape)
-        if kept is None:
-            kept = net.run(True, None)
-        d_x, d_weights, d_biases = net.back(grads, kept, wanted)
-        pairs = (("weights", d_weights), ("biases", d_biases))
-        groups = [tuple(made) if name in wanted else None for name, made in pairs]
-        if "x" not in wanted:
-            return NetworkGradients(None, *groups)
-        made = net.empty(x.shape)
-        net.copy(d_x, made)
-        return NetworkGradients(made, *groups)
+    return run
 
-    return mlp_jet, mlp_jet_bwd
+
+def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
+    results = []
+    names = ("u", "u_dot", "u_ddot")
+    for name, y, shape in zip(names, outputs(out, (), 3), net.net.shapes, strict=True):
+        net.check({name: y})
+        if y is not None:
+            output(name, y.ghost, shape, net.net.dtype, net.ghosts)
+            net.ghosts[name] = y.ghost
+        results.append(net.empty(shape) if y is None else y)
+    kept = net.run(keep, results)
+    found = NetworkJet(*results)
+    return (found, kept) if keep else found
+
+
+def _backward(
+    net: DeviceNetwork, grads: Sequence[Any], x: Any, kept: Any, needs: Sequence[str]
+) -> NetworkGradients:
+    names = ("grad", "grad_dot", "grad_ddot")
+    for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
+        net.check({name: y})
+        if y is not None:
+            shaped(y.ghost, name, shape)
+    d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs)
+    pairs = (("weights", d_weights), ("biases", d_biases))
+    groups = [tuple(made) if name in needs else None for name, made in pairs]
+    if "x" not in needs:
+        return NetworkGradients(None, *groups)
+    made = net.empty(x.shape)
+    net.copy(d_x, made)
+    return NetworkGradients(made, *groups)

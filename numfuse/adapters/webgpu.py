@@ -33,7 +33,7 @@ from numfuse.runtime.lifetimes import formulas_of
 if TYPE_CHECKING:
     from numfuse.operations import Operation
 
-__all__ = [*NAMES, "jet", "mlp_jet", "mlp_jet_bwd", "synchronize", "to_numpy"]
+__all__ = [*NAMES, "jet", "network", "synchronize", "to_numpy"]
 
 #: The types of a `backend` that is a part of a fingerprint as it is; equal ones mean the same.
 _BACKENDS = frozenset((str, type(None), WebGpuBackend))
@@ -247,7 +247,7 @@ def again(operation: Operation, *call: Any) -> Any:
     return result
 
 
-mlp_jet, mlp_jet_bwd = stacks.functions(to_device, DeviceArray)
+network = stacks.network(to_device, DeviceArray)
 #: What runs a call of an epilogue (`numfuse.fused_operations`).
 fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())

@@ -9,13 +9,16 @@ import once
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "gallery"
-# The Burgers equation is trained for a minute or more: it is run with the docs.
 QUICK = (
     "perceptron_and_gate",
     "gated_network",
     "hessian_vector_product",
     "newton_from_scipy",
     "own_epilogue",
+    "burgers",
+    "helmholtz",
+    "unknown_coefficient",
+    "wave_function",
 )
 
 

@@ -228,8 +228,8 @@ ARROWS: dict[str, set[str]] = {
     "adapters": {
         "activations", "backends", "backends.cpu", "backends.cuda", "backends.webgpu",
         "definitions", "devices", "differentials", "epilogues", "errors", "expr", "functional",
-        "fused_operations", "fusion", "gated", "jets", "language", "operations", "perceptron",
-        "problem", "runtime",
+        "fused_operations", "fusion", "gated", "jets", "language", "networks", "operations",
+        "perceptron", "problem", "runtime",
     },
     # The one that names the backends and the adapters to the core.
     "registry": {

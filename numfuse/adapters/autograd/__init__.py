@@ -16,18 +16,22 @@ from autograd.extend import defjvp_argnums, defvjp_argnums
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import getval, isbox
 
-from numfuse import fusion, gated
+from numfuse import fusion, gated, networks
+from numfuse import jets as layers
 from numfuse.activations import get
 from numfuse.adapters import pieces
 from numfuse.adapters.autograd.boxes import items, like, primitive, through
 from numfuse.adapters.autograd.epilogues import fused
+from numfuse.adapters.autograd.jets import layer as jet
+from numfuse.adapters.autograd.jets import network
 from numfuse.adapters.primitives import CORE, PRIMITIVES, How, Primitive
 from numfuse.adapters.surface import NAMES, Functions
 from numfuse.operations import OPERATIONS
 from numfuse.runtime.dispatch import AGAIN
 
-_FUSED = *fusion.__all__, *gated.__all__
-__all__ = [*NAMES, *_FUSED, "activation", "fused", "synchronize", "to_numpy"]
+_HOMES = fusion, gated, layers, networks
+_FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
+__all__ = [*NAMES, *_FUSED, "activation", "fused", "jet", "network", "synchronize", "to_numpy"]
 
 
 # --- primitives ---------------------------------------------------------------------------------
@@ -89,7 +93,7 @@ class _Autograd(Functions):
 _NONE = get("none")
 FUNCTIONS = _Autograd()
 globals().update(FUNCTIONS.functions())
-globals().update({x: getattr(fusion, x, None) or getattr(gated, x) for x in _FUSED})
+globals().update(_FUSED)
 activation = FUNCTIONS.activation
 
 

@@ -5,6 +5,7 @@ Here are the public functions.
 - `primitives`: the operations as JAX primitives, and their rules
 - `operations`: what these rules say, without JAX; an operation on NumPy arrays
 - `epilogue_rules`, `epilogues`: likewise for epilogues and the gated layer
+- `jets`: jets of layers and networks
 - `formulas`: formulas over JAX's arrays
 - `calls`: how JAX runs a call
 - `ffi`: operations as custom calls of XLA, recorded when they are lowered
@@ -23,14 +24,31 @@ import jax
 import numpy as np
 from numpy import ndarray
 
-from numfuse import fusion, gated
+from numfuse import fusion, gated, networks
+from numfuse import jets as layers
 from numfuse.adapters.jax.epilogue_rules import fused as _fused
 from numfuse.adapters.jax.ffi import describe
+from numfuse.adapters.jax.jets import layer as jet
+from numfuse.adapters.jax.jets import network
 from numfuse.adapters.jax.primitives import FUNCTIONS
 from numfuse.adapters.signatures import NAMES, of_module
 
-_FUSED = *fusion.__all__, *gated.__all__
-__all__ = [*NAMES, *_FUSED, "activation", "describe", "fused", "synchronize", "to_numpy"]
+_HOMES = fusion, gated, layers, networks
+_FUSED = {name: getattr(home, name) for home in _HOMES for name in home.__all__}
+#: Keywords of theirs that are constants on the host.
+_CONSTANTS: dict[str, tuple[str, ...]] = dict.fromkeys(layers.__all__, ("weights",))
+_CONSTANTS |= dict.fromkeys(networks.__all__, ("directions", "second"))
+__all__ = [
+    *NAMES,
+    *_FUSED,
+    "activation",
+    "describe",
+    "fused",
+    "jet",
+    "network",
+    "synchronize",
+    "to_numpy",
+]
 
 
 def to_numpy(x: Any) -> ndarray:
@@ -70,19 +88,19 @@ def _where(name: str, derived: Any) -> Any:
 
 def _over_arrays(function: Any) -> Any:
     """Return a public function that takes NumPy's arrays as JAX's."""
+    constants = _CONSTANTS.get(function.__name__, ())
 
     @functools.wraps(function)
     def serve(*args: Any, **options: Any) -> Any:
+        known = {name: options.pop(name) for name in constants if name in options}
         args, options = jax.tree.map(
             lambda x: jax.numpy.asarray(x) if isinstance(x, ndarray) else x, (args, options)
         )
-        return function(*args, **options)
+        return function(*args, **options, **known)
 
     return of_module(serve, __name__)
 
 
 fused = _where("fused", _fused)
 globals().update({name: _where(name, getattr(FUNCTIONS, name)) for name in NAMES})
-globals().update(
-    {name: _over_arrays(getattr(fusion, name, None) or getattr(gated, name)) for name in _FUSED}
-)
+globals().update({name: _over_arrays(function) for name, function in _FUSED.items()})

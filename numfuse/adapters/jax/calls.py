@@ -76,7 +76,7 @@ def _now(name: str, make: Make, *given: Any, form: Any) -> Any:
     return jax.device_put(found, where)
 
 
-def _results(make: Make, *avals: Any, form: Any) -> list[Any]:
+def abstract_results(make: Make, *avals: Any, form: Any) -> list[Any]:
     """The abstract results: of one shard's kind where JAX maps over a mesh."""
     found = []
     for shape, dtype in _call(make, form, avals).results():
@@ -123,7 +123,7 @@ def primitive(
     p = _PRIMITIVES[name] = Primitive(f"numfuse_{name}")
     p.multiple_results = True
     p.def_impl(functools.partial(_now, name, make))
-    p.def_abstract_eval(functools.partial(_results, make))
+    p.def_abstract_eval(functools.partial(abstract_results, make))
     mlir.register_lowering(p, functools.partial(_lowered, make), platform="cpu")
     mlir.register_lowering(p, functools.partial(_lowered_on_cuda, make), platform="cuda")
     mlir.register_lowering(p, _lowered_elsewhere)

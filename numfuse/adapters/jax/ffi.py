@@ -60,6 +60,8 @@ def refusal() -> str | None:
 
 def serves(form: Any) -> bool:
     """Return whether XLA may call machine code: such calls are the CPU backend's."""
+    if getattr(form, "calls_back", False):
+        return False
     return resolve(form.how.backend) is LOADED.get("cpu") and refusal() is None
 
 

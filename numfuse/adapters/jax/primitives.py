@@ -193,14 +193,14 @@ def _through(operation: Operation, form: Form, x: list[Any], dots: list[Any]) ->
         every = list(x)
         for i, value in zip(at, values, strict=True):
             every[i] = value
-        found = _mapped(one, form.lead, [v for v in every if v is not None])
+        found = mapped(one, form.lead, [v for v in every if v is not None])
         return [fitted(f, shapes.full(kind)) for f, kind in zip(found, kinds, strict=True)]
 
     _, found = jax.jvp(moving, [x[i] for i in at], [dots[i] for i in at])
     return operation.cotangents(found, form.how)
 
 
-def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
+def mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
     """A function over the `lead` axes in front, which have length 1 where all share a value."""
     if lead == 0:
         return function(*x)
@@ -209,7 +209,7 @@ def _mapped(function: Callable[..., Any], lead: int, x: Sequence[Any]) -> Any:
         length = 0
     axes = [0 if one.shape[0] == length else None for one in x]
     members = [one if axis == 0 else one[0] for one, axis in zip(x, axes, strict=True)]
-    return jax.vmap(lambda *rest: _mapped(function, lead - 1, rest), axes)(*members)
+    return jax.vmap(lambda *rest: mapped(function, lead - 1, rest), axes)(*members)
 
 
 def _primitive(operation: Operation) -> Primitive:

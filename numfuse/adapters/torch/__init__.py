@@ -5,6 +5,7 @@ often differentiable, and as modules.
 - `epilogues`: nodes of epilogues and gated layers, and what their derivatives are made of;
   `formulas`: derived formulas; `pieces`: calls that are no nodes
 - `eager`: a call at once, and nodes of PyTorch's graph for its gradients; `kept`: what nodes keep
+- `jets`: jets of layers and networks
 - `replayed`: calls on the CPU that come again
 - `compiled`: a layer that is trained in a program of torch.compile
 - `operators`: a primitive as an operator of PyTorch; `rules`: its derivatives
@@ -17,19 +18,23 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from numfuse import fusion, gated
+from numfuse import fusion, gated, networks
+from numfuse import jets as layers
 from numfuse.adapters.surface import NAMES
 from numfuse.adapters.torch.eager import TENSORS
 from numfuse.adapters.torch.functions import activation, again, public
 from numfuse.adapters.torch.functions import fused as fused
+from numfuse.adapters.torch.jets import layer as jet
+from numfuse.adapters.torch.jets import network
 from numfuse.adapters.torch.kept import recompute
 from numfuse.adapters.torch.modules import GatedLinear, Linear
 from numfuse.adapters.torch.operators import on_cuda
 from numfuse.adapters.torch.tensors import to_numpy
 from numfuse.runtime.dispatch import AGAIN, serve
 
-#: The functions of epilogues, which come here by their tensors.
-FUSED = *fusion.__all__, *gated.__all__
+_HOMES = fusion, gated, layers, networks
+#: The functions of epilogues and jets, which come here by their tensors.
+FUSED = tuple([name for home in _HOMES for name in home.__all__])
 
 __all__ = [
     *NAMES,
@@ -37,13 +42,15 @@ __all__ = [
     "GatedLinear",
     "Linear",
     "activation",
+    "jet",
+    "network",
     "recompute",
     "synchronize",
     "to_numpy",
 ]
 
 globals().update({name: public(name) for name in NAMES})
-globals().update({x: getattr(home, x) for home in (fusion, gated) for x in home.__all__})
+globals().update({x: getattr(home, x) for home in _HOMES for x in home.__all__})
 
 
 def synchronize(x: Any) -> None:

@@ -211,6 +211,8 @@ def again(
             return call(known, operands, get(activation), backend)
     if operation.kind == "fused":
         return fused(operation, operands, activation, flags, needs, out, backend)
+    if operation.kind == "jet":
+        return operation.other(operands, activation, flags, needs, out, backend)
     # (`public` tells an `out` that it was written)
     if not torch.compiler.is_compiling() and out is None:
         how = eager.mode(operands)
