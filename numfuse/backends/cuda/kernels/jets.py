@@ -35,7 +35,7 @@ _THREADS = 128
 
 
 class Pass(NamedTuple):
-    """What a pass computes; it is printed from this.
+    """The computation of a pass; it is printed from this.
 
     `parts` has the formulas of the results that are used, by what they are of: the value, a
     direction, what a direction adds to second derivatives (bend), a second derivative.
