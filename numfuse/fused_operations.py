@@ -26,9 +26,7 @@ EpilogueLike = str | UserEpilogue | Callable[..., Any]
 NUMBERS = frozenset((int, float))
 _FLAGS = {"forward": (), "tangent": ("guard",)}
 #: By kind, the end of a function's name.
-SUFFIXES = {
-    "forward": "", "backward": "_bwd", "tangent": "_jvp", "double_backward": "_double_bwd"
-}  # fmt: skip
+SUFFIXES = {"forward": "", "backward": "_bwd", "tangent": "_jvp", "double_backward": "_double_bwd"}
 
 
 class FusedOperation(Operation):
@@ -40,9 +38,13 @@ class FusedOperation(Operation):
     """
 
     def __init__(
-        self, name: str, form: Form, whole: Callable[[Any], Epilogue], keep: bool | str = False,
+        self,
+        name: str,
+        form: Form,
+        whole: Callable[[Any], Epilogue],
+        keep: bool | str = False,
         known: Callable[[Any], Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name, self.kind, self.form, self.whole, self.keep = name, "fused", form, whole, keep
         self.mark = name, form, keep
         own = [*form.factor_names, *form.others]

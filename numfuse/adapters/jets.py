@@ -52,9 +52,13 @@ class LayerCall:
         return found if keep else (found, None)
 
     def backward(
-        self, grads: Sequence[Any], x: Sequence[Any], constants: Constants, needs: Sequence[bool],
+        self,
+        grads: Sequence[Any],
+        x: Sequence[Any],
+        constants: Constants,
+        needs: Sequence[bool],
         kept: Any = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Return the gradient of each operand, None where it is not needed."""
         a, b, bias, a_dot, a_ddot = x
         wanted = tuple([name for name, need in zip(self.names, needs, strict=True) if need])
@@ -143,9 +147,13 @@ class NetworkCall:
         return found if keep else (found, None)
 
     def backward(
-        self, grads: Sequence[Any], x: Sequence[Any], constants: Constants, needs: Sequence[bool],
+        self,
+        grads: Sequence[Any],
+        x: Sequence[Any],
+        constants: Constants,
+        needs: Sequence[bool],
         kept: Any = None,
-    ) -> list[Any]:  # fmt: skip
+    ) -> list[Any]:
         """Return the gradient of each operand, None where it is not needed."""
         groups = dict(zip(("x", "weights", "biases"), self._apart(needs), strict=True))
         wanted = tuple([name for name, need in groups.items() if need is True or any_of(need)])

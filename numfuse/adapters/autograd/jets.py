@@ -113,9 +113,13 @@ def _run(call: JetCall, x: Sequence[Any], constants: Constants) -> Any:
 
 
 def _run_backward(
-    call: JetCall, grads: Sequence[Any], x: Sequence[Any], constants: Constants, kept: Any,
+    call: JetCall,
+    grads: Sequence[Any],
+    x: Sequence[Any],
+    constants: Constants,
+    kept: Any,
     needs: Sequence[str],
-) -> Any:  # fmt: skip
+) -> Any:
     pairs = zip(call.wanted(needs), x, strict=True)
     wanted = tuple([need and y is not None for need, y in pairs])
     found: Any = ()

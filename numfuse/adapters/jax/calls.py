@@ -116,9 +116,7 @@ def _lowered_elsewhere(ctx: Any, *operands: Any, form: Any) -> Any:
     raise _refused(ctx.module_context.platforms[0])
 
 
-def primitive(
-    name: str, make: Make, batched: Any, derived: Any, transposed: Any
-) -> Primitive:  # fmt: skip
+def primitive(name: str, make: Make, batched: Any, derived: Any, transposed: Any) -> Primitive:
     """Return a new primitive of JAX's, with its rules."""
     p = _PRIMITIVES[name] = Primitive(f"numfuse_{name}")
     p.multiple_results = True

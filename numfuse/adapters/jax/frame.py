@@ -60,9 +60,7 @@ ON_STREAM = Schema("C_TAKEN C_SIZE C_WORK C_PLAN C_BASES C_ARRAYS")
 #: Where an array of a program comes from.
 SOURCE = {"NOWHERE": 0, "OPERAND": 1, "RESULT": 2, "MEMORY": 3}
 
-_SCHEMAS = {
-    "ROOT": ROOT, "SLOT": SLOT, "RECORD": RECORD, "SEQUENCE": SEQUENCE, "STREAM": ON_STREAM
-}  # fmt: skip
+_SCHEMAS = {"ROOT": ROOT, "SLOT": SLOT, "RECORD": RECORD, "SEQUENCE": SEQUENCE, "STREAM": ON_STREAM}
 #: Numbers of 64-bit words in XLA's structs, and constants of its interface.
 _XLA = {
     "F_EXTENSION": 1, "F_API": 2, "F_CONTEXT": 3, "F_STAGE": 4, "F_ARGS": 9, "F_RETS": 14,

@@ -332,9 +332,12 @@ ad.primitive_transposes[TANGENT] = _tangent_transposed
 
 # --- calls ----------------------------------------------------------------------------------------
 def _run(
-    call: JetCall, grads: Sequence[Any], x: Sequence[Any], constants: Sequence[Any],
+    call: JetCall,
+    grads: Sequence[Any],
+    x: Sequence[Any],
+    constants: Sequence[Any],
     needs: Sequence[bool] = (),
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Return the results of a forward, or the gradients of a backward in their places."""
     names = *_GRADS[: len(grads)], *call.names
     for name, y in zip(names, (*grads, *x), strict=True):

@@ -121,9 +121,13 @@ _apply = super(Function, _Node).apply
 
 
 def record(
-    op: FusedOperation, f: Any, operands: Sequence[Any], keep: bool | str, backend: Any,
+    op: FusedOperation,
+    f: Any,
+    operands: Sequence[Any],
+    keep: bool | str,
+    backend: Any,
     flipped: tuple[int, ...] = (),
-) -> Any:  # fmt: skip
+) -> Any:
     """Run a forward as a node of PyTorch's graph; it keeps its sums with `keep`."""
     if keep and op.form.factors:
         op = sibling(op, f, "forward", keep)
@@ -135,9 +139,13 @@ def record(
 
 # --- formulas element by element ----------------------------------------------------------------
 def pulled(
-    f: UserEpilogue, gs: Sequence[Any], operands: Sequence[Any], needs: Sequence[int],
-    guard: bool, backend: Any,
-) -> dict[int, Any]:  # fmt: skip
+    f: UserEpilogue,
+    gs: Sequence[Any],
+    operands: Sequence[Any],
+    needs: Sequence[int],
+    guard: bool,
+    backend: Any,
+) -> dict[int, Any]:
     """Return by their positions the gradients of a formula's operands, in the results' shape.
 
     One that is zero everywhere is left out.

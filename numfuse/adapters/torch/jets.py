@@ -81,9 +81,13 @@ def _forward(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) 
 
 
 def _backward(
-    call: JetCall, grads: Sequence[Any], x: Sequence[Any], constants: Constants,
-    needs: Sequence[bool], kept: Any,
-) -> list[Any]:  # fmt: skip
+    call: JetCall,
+    grads: Sequence[Any],
+    x: Sequence[Any],
+    constants: Constants,
+    needs: Sequence[bool],
+    kept: Any,
+) -> list[Any]:
     """Return the gradient of each operand, None where it is not needed."""
     arrays = _arrays(grads), _arrays(x)
     found = run_beside(call.backward, *arrays, constants, needs, kept)
@@ -112,9 +116,12 @@ def _plain(call: JetCall, x: Sequence[Any], constants: Constants) -> tuple[Any, 
 
 
 def _plain_backward(
-    call: JetCall, grads: Sequence[Any], x: Sequence[Any], constants: Constants,
+    call: JetCall,
+    grads: Sequence[Any],
+    x: Sequence[Any],
+    constants: Constants,
     needs: Sequence[bool],
-) -> list[Any]:  # fmt: skip
+) -> list[Any]:
     """Return the gradients of a forward's operands, with derivatives of their own."""
     with torch.enable_grad():
         # (an operand that comes twice has a gradient for each of its places)
@@ -191,9 +198,13 @@ def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> A
 
 
 def _run_backward(
-    call: JetCall, grads: Sequence[Any], x: Sequence[Any], constants: Constants, kept: Any,
+    call: JetCall,
+    grads: Sequence[Any],
+    x: Sequence[Any],
+    constants: Constants,
+    kept: Any,
     needs: Sequence[str],
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the gradients of a jet's operands, as the public function has them."""
     names = "grad", "grad_dot", "grad_ddot"
     checked(**dict(zip(call.names, x, strict=True)), **dict(zip(names, grads, strict=True)))

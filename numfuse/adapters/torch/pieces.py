@@ -31,9 +31,13 @@ _GATE_TANGENT = OPERATIONS["activation_mul_jvp"]
 
 
 def composite(
-    op: FusedOperation, f: Any, given: Sequence[Any], flags: Sequence[Any], needs: Sequence[str],
+    op: FusedOperation,
+    f: Any,
+    given: Sequence[Any],
+    flags: Sequence[Any],
+    needs: Sequence[str],
     backend: Any,
-) -> Any:  # fmt: skip
+) -> Any:
     """Return what a call returns, by differentiable pieces."""
     form = op.form
     x = dict(zip(op.operands, with_tensors(given), strict=True))

@@ -64,9 +64,13 @@ class Pass(NamedTuple):
 
 
 def of(
-    jet: Jet, written: frozenset[str], backward: bool, counts: tuple[int, int], weighted: bool,
+    jet: Jet,
+    written: frozenset[str],
+    backward: bool,
+    counts: tuple[int, int],
+    weighted: bool,
     sums: bool,
-) -> Pass:  # fmt: skip
+) -> Pass:
     """Return the pass of a jet's formulas that writes these arrays."""
     parts = jet.parts(written, backward, *counts)
     made = Pass(parts, written, backward, *counts, weighted, sums)

@@ -234,9 +234,11 @@ def launch(
     slots = [x.slot for x in sources if not x.once] + [x.slot for x in results]
     arrays = {slot: operands[slot] for slot in slots}
     values = 16 // min((x.itemsize for x in arrays.values()), default=16)
-    if not info.capability[0] or n % values or not all(
-        x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2]
-    ):  # fmt: skip
+    if (
+        not info.capability[0]
+        or n % values
+        or not all(x.in_wholes(n, 16 // x.itemsize) for x in arrays.values() if x.strides[2])
+    ):
         values = 1
     length, ahead = (chunk_of(m, n), tiling.PASS_AHEAD) if sums.columns else (1, 1)
     lanes = WARP if sums.rows and info.capability[0] else 1

@@ -124,9 +124,13 @@ def _sum_of_products(
 
 
 def _two_terms(
-    rec: Recorder, p: FusedProblem, first: tuple[View, View], last: tuple[View, View], out: View,
+    rec: Recorder,
+    p: FusedProblem,
+    first: tuple[View, View],
+    last: tuple[View, View],
+    out: View,
     free: bool,
-) -> bool:  # fmt: skip
+) -> bool:
     """Record the sum of two products as one product, if a tier can."""
     (x, y), (x1, y1) = first, last
     if out.strides[-1] != 1:
@@ -150,9 +154,13 @@ class _Elements:
     """An epilogue of which less is left to do with every product that is recorded."""
 
     def __init__(
-        self, rec: Recorder, p: FusedProblem, bind: Bind, results: dict[str, View],
+        self,
+        rec: Recorder,
+        p: FusedProblem,
+        bind: Bind,
+        results: dict[str, View],
         summed: dict[str, View],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.rec, self.p, self.bind = rec, p, bind
         #: The arrays of results that are not made yet, and those to which results are summed.
         self.results, self.summed = results, summed
@@ -351,9 +359,13 @@ class _Elements:
 
 # --- the pass -------------------------------------------------------------------------------------
 def _pass(
-    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
-    results: dict[str, View], summed: dict[str, View],
-) -> None:  # fmt: skip
+    rec: Recorder,
+    p: FusedProblem,
+    epilogue: Epilogue,
+    sources: dict[str, View],
+    results: dict[str, View],
+    summed: dict[str, View],
+) -> None:
     """Record one pass over rows: an epilogue's results, stored or summed to arrays."""
     acc, m, n = p.acc_dtype.name, p.m, p.n
     columns = [name for name, target in summed.items() if _is_column(target)]
@@ -386,9 +398,12 @@ def _pass(
 
 
 def _flat(
-    rec: Recorder, p: FusedProblem, epilogue: Epilogue, sources: dict[str, View],
+    rec: Recorder,
+    p: FusedProblem,
+    epilogue: Epilogue,
+    sources: dict[str, View],
     results: dict[str, View],
-) -> bool:  # fmt: skip
+) -> bool:
     """Record a pass over arrays that are runs of memory in one order, and over single elements.
 
     Return False, and record nothing, for others.

@@ -178,9 +178,13 @@ def _backward(rec: Recorder, p: JetProblem, bind: Bind) -> None:
 
 # --- the pass -------------------------------------------------------------------------------------
 def _pass(
-    rec: Recorder, p: JetProblem, bind: Bind, arrays: Mapping[str, View],
-    written: Mapping[str, View], d_bias: View | None = None,
-) -> None:  # fmt: skip
+    rec: Recorder,
+    p: JetProblem,
+    bind: Bind,
+    arrays: Mapping[str, View],
+    written: Mapping[str, View],
+    d_bias: View | None = None,
+) -> None:
     """Record a pass over points, from `arrays` to those that are written and to d_bias."""
     acc = format_of(p.acc_dtype)
     written = {name: x for name, x in written.items() if 0 not in x.shape}

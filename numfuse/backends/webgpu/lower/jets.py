@@ -178,9 +178,13 @@ class _Pass:
     """Records a pass over points: from `arrays` to those that are written, and column sums."""
 
     def __init__(
-        self, store: Store, p: JetProblem, arrays: Mapping[str, Region],
-        written: Mapping[str, Region], sums: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        store: Store,
+        p: JetProblem,
+        arrays: Mapping[str, Region],
+        written: Mapping[str, Region],
+        sums: bool = False,
+    ) -> None:
         self.store, self.p, self.sums = store, p, sums
         self.written = {name: x for name, x in written.items() if 0 not in x.shape}
         made = p.jet.parts(self.written, p.backward, p.directions, p.seconds)

@@ -138,7 +138,7 @@ def finish(
             index, b_index = types.int64(BASE + 8 * q), types.int64(4 * q)
             piece(
                 acc, index, b, b1, b_index, line, below, at, pre_at, row, column, m, n, ends, second
-            )  # fmt: skip
+            )
         if ALONE:
             copy_fence()
             warp_barrier()

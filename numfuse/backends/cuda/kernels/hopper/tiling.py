@@ -87,7 +87,7 @@ HOPPER_CORES, HOPPER_TENSORS, HOPPER_MEMORY, HOPPER_LAUNCH = 48e12, 650e12, 3.5e
 
 def hopper_splits(
     m: int, n: int, k: int, x_places: int, y_places: int, places: int, split: bool
-) -> bool:  # fmt: skip
+) -> bool:
     """Whether a float32 product is worth the copies that tensor cores need: six bytes of parts (or
     four of tf32) for each element that is read."""
     strict = 2 * m * n * k * places / HOPPER_CORES
