@@ -13,11 +13,14 @@ import pytest
 from conftest import unavailable
 
 import numfuse as nf
-from numfuse import fusion, gated
+from numfuse import fusion, gated, jets, networks
 from numfuse.adapters.surface import NAMES, Functions
 
 DIFFERENTIATING = ("autograd", "torch", "jax")
-OWN = sorted({name for module in (fusion, gated) for name in module.__all__} & set(nf.__all__))
+OWN = sorted(
+    {name for module in (fusion, gated, jets, networks) for name in module.__all__}
+    & set(nf.__all__)
+)
 
 
 @pytest.mark.parametrize("library", DIFFERENTIATING)

@@ -352,7 +352,7 @@ CASES = [
     ],
     *[
         Case(f"jet {dtype}{' backward' if backward else ''}, {seconds}",
-             (jet(info, dtype, backward, seconds),), info, ("ld.global", "st.global"), 96)
+             (jet(info, dtype, backward, seconds),), info, ("ld.global", "st.global"), 128)
         for dtype, info in (("float32", HOPPER), ("float64", HOPPER), ("bfloat16", HOPPER),
                             ("float16", TURING))
         for backward in (False, True)
