@@ -107,7 +107,7 @@ def test_a_backend_without_jets_is_told():
 
 def test_arrays_of_another_library_are_told():
     torch = pytest.importorskip("torch")
-    with pytest.raises(TypeError, match="b must be a torch.Tensor as the other operands"):
+    with pytest.raises(TypeError, match=r"b must be a torch\.Tensor as the other operands"):
         forward(a=torch.ones(5, 7, dtype=torch.float64))
-    with pytest.raises(TypeError, match="must be a torch.Tensor as the other operands"):
+    with pytest.raises(TypeError, match=r"must be a torch\.Tensor as the other operands"):
         net(x=torch.ones(6, 2, dtype=torch.float64))
