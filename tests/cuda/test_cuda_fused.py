@@ -231,6 +231,13 @@ def test_a_product_ends_in_its_epilogue_where_it_can():
     assert len(names) == 1 and names[0].endswith("scaled")
     names = programs(lambda: nf.matmul_epilogue(a, b, lambda z, x: GELU(z + x), bias))
     assert len(names) == 1
+    names = programs(lambda: nf.matmul_epilogue(a, b, lambda z, x, y: GELU(z + x) * y, bias, bias))
+    assert len(names) == 1
+    halves = [there(nf.to_numpy(x).astype(np.float16)) for x in (a, b, c)]
+    names = programs(
+        lambda: nf.matmul_epilogue(halves[0], halves[1:], lambda z, w, s: z * w + s, 2)
+    )
+    assert not any("number" in name for name in names)
     backward = programs(lambda: nf.matmul_epilogue_bwd(grad, a, b, lambda z, x: GELU(z + x), bias))
     # the slope with its sums, their join, and a product for each gradient of a factor
     assert len(backward) == 4

@@ -494,12 +494,12 @@ class Group:
         }  # fmt: skip
 
     def epilogue(self, *given):
+        z, z1, bias, bias1, extra = given
         if self.kernel.two_sums:
-            z, z1, bias, bias1, extra = given
             made = z + bias - 3 * (z1 + bias1) + extra, z + bias, z1 + bias1
         else:
-            z, bias, *other, extra = given
-            made = z + bias + extra + 0.125 * (self.kernel.pre != "") + sum(other), z + bias
+            other = bias1 if self.kernel.bias1 else 0
+            made = z + bias + extra + 0.125 * (self.kernel.pre != "") + other, z + bias
         count = 1 + (self.kernel.pre != "") + (self.kernel.pre1 != "")
         return made[:count] if count > 1 else made[0]
 

@@ -17,9 +17,7 @@ def formula_of(product: Product, short: bool) -> Formula:
 
     It gives the result and, where that is stored too, the pre-activation.
     """
-    sums = ("z", "z1") if product.has_two_sums else ("z",)
-    lines = ("bias", "bias1") if product.has_two_sums or product.bias1 else ("bias",)
-    arguments = (*sums, *lines, product.extra_name)
+    arguments = ("z", "bias", product.extra_name)
     return formula(product.epilogue, arguments, product.accumulator, short=short)
 
 

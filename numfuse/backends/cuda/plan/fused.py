@@ -24,6 +24,7 @@ from numfuse.backends.cuda.plan.lower import Bind
 from numfuse.backends.cuda.plan.product import NUMBER
 from numfuse.backends.cuda.plan.program import Recorder, View
 from numfuse.backends.cuda.plan.second_order import zero
+from numfuse.backends.cuda.plan.tiers import takes_rich
 from numfuse.epilogues import Epilogue
 from numfuse.language.curves import inputs as leaves_of
 from numfuse.language.curves import leaf, rebuilt, replace_leaves
@@ -144,8 +145,8 @@ def _two_terms(
 
 
 # --- the epilogue ---------------------------------------------------------------------------------
-#: What an epilogue of two sums reads, and what it makes, by the names of a product.
-_SLOTS, _RESULTS = ("z", "z1", "bias", "bias1"), ("out", "pre", "pre1")
+#: What an epilogue makes, by the names of a product.
+_RESULTS = "out", "pre", "pre1"
 #: A result: its graph, and where it is stored.
 _Made = tuple[Expr, View]
 
@@ -221,6 +222,8 @@ class _Elements:
         p, storage = self.p, self.p.dtype.name
         names = p.epilogue.accumulators
         pairs = [pair for name in names for pair in p.sums[name]]
+        if not takes_rich(storage, self.rec.device.info):
+            return False
         if self.summed or not 1 <= len(self.results) <= 3 or not len(names) == len(pairs) == 2:
             return False
         if pairs[0][0] != pairs[1][0] or any(x.dtype != storage for x in self.results.values()):
@@ -232,19 +235,33 @@ class _Elements:
             return False
         if any(self.sources[x].dtype not in (storage, NUMBER) for x in used):
             return False
-        slots = dict(zip((*names, *lines, *wide), _SLOTS[: 2 + len(lines)], strict=False))
+        slots = dict(zip((*lines, *wide), ("bias", "bias1")[: len(lines)], strict=False))
         slots |= dict.fromkeys(wide, "extra")
-        graphs = replace_leaves(
-            list(self.graphs.values()), {leaf(x): leaf(slot) for x, slot in slots.items()}
-        )
-        views = dict(zip(_RESULTS, (self.results[x] for x in self.graphs), strict=False))
-        views |= {slots[x]: self._array(x) for x in used}
-        views |= zip(("x", "y", "y1"), map(self.bind, (*pairs[0], pairs[1][1])), strict=True)
-        how = (p.m, p.n, p.k), p.batch, range(len(p.batch)), views, self.acc
-        results = tuple(zip(_RESULTS, graphs, strict=False))
-        others = tuple(slot for x, slot in slots.items() if x in used)
-        made = Epilogue(p.epilogue.name, ("z", "z1"), others, results, p.epilogue.ties)
-        return batches.launch(self.rec, *how, epilogue=made)[1] >= 0
+        made = [(e, self.results[x]) for x, e in self.graphs.items()]
+        factors = dict(zip(("x", "y", "y1"), (*pairs[0], pairs[1][1]), strict=True))
+        return self._launch(names, factors, made, slots)[1] >= 0
+
+    def _launch(
+        self,
+        accumulators: Sequence[str],
+        factors: dict[str, str],
+        made: list[_Made],
+        slots: dict[str, str],
+        *,
+        sums: bool = False,
+    ) -> tuple[View | None, int]:
+        """Record a product of sums and the operands that `slots` names; see `batches.launch`."""
+        p = self.p
+        sources = dict(zip(accumulators, ("z", "z1"), strict=False)) | slots
+        leaves = {leaf(x): leaf(slot) for x, slot in sources.items()}
+        results = zip(_RESULTS, replace_leaves([e for e, _ in made], leaves), strict=False)
+        views = dict(zip(_RESULTS, [view for _, view in made], strict=False))
+        views |= {slot: self._array(x) for x, slot in slots.items()}
+        views |= {slot: self.bind(x) for slot, x in factors.items()}
+        k = views["x"].shape[-1]
+        how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
+        epilogue = self._epilogue(results, ("z", "z1")[: len(accumulators)])
+        return batches.launch(self.rec, *how, epilogue=epilogue, sums=sums)
 
     def _product(self, name: str, pair: tuple[str, str]) -> None:
         """Record the product whose sum is an input, and at its end what can be made of it there.
@@ -314,32 +331,29 @@ class _Elements:
         It takes one or two arrays that are the same for all rows, as biases, and another one of any
         shape, in the dtype of the factors. The columns of the first result may be summed to `sums`.
         """
-        p, storage = self.p, self.p.dtype.name
+        storage = self.p.dtype.name
         names = [x for x in leaves_of(e for e, _ in made) if x != name]
         lines = [x for x in names if self.sources[x].shape[-2] == 1]
         lines.sort(key=lambda x: self.sources[x].shape[-1] == 1)
-        slots = dict(zip(lines[: 1 if must else 2], ["bias", "bias1"], strict=False))
-        slots |= {x: f"extra{i or ''}" for i, x in enumerate(x for x in names if x not in slots)}
-        if "extra1" in slots.values() or any(
-            self.sources[x].dtype not in (storage, NUMBER) for x in names
-        ):
+        there = all(self.sources[x].dtype in (storage, NUMBER) for x in names)
+        # a second operand that is the same for all rows comes as a bias where a tier takes two
+        biases = 2 if takes_rich(storage, self.rec.device.info) and not must else 1
+        slots = dict(zip(lines[:biases], ("bias", "bias1"), strict=False))
+        others = [x for x in names if x not in slots]
+        if len(others) > 1 or not there:
             assert not must, "a sum has one bias"
             return False
-        leaves = {leaf(name): leaf("z")} | {leaf(x): leaf(slot) for x, slot in slots.items()}
-        graphs = replace_leaves([e for e, _ in made], leaves)
-        results = list(zip(("out", "pre"), graphs, strict=False))
-        views = dict(zip(("out", "pre"), [view for _, view in made], strict=False))
-        views |= {slot: self._array(x) for x, slot in slots.items()}
-        views |= zip("xy", map(self.bind, pair), strict=True)
-        k = views["x"].shape[-1]
-        how = (p.m, p.n, k), p.batch, range(len(p.batch)), views, self.acc
-        epilogue = self._epilogue(results, ("z",))
-        table, chunks = batches.launch(self.rec, *how, epilogue=epilogue, sums=bool(sums))
+        slots |= dict.fromkeys(others, "extra")
+        factors = dict(zip("xy", pair, strict=True))
+        table, chunks = self._launch([name], factors, made, slots, sums=bool(sums))
+        if chunks < 0 and "bias1" in slots.values() and not others:
+            slots[lines[1]] = "extra"
+            table, chunks = self._launch([name], factors, made, slots, sums=bool(sums))
         if chunks < 0:
             return False
         for target in sums:
             assert table is not None
-            _join(self.rec, p, table, chunks, target)
+            _join(self.rec, self.p, table, chunks, target)
         return True
 
     def _array(self, name: str) -> View:

@@ -8,13 +8,19 @@ from numfuse.backends.cuda.kernels.ampere.outer import SHORT_K
 from numfuse.backends.cuda.kernels.ampere.simt import CORES
 from numfuse.backends.cuda.kernels.ampere.tensor_core import TENSOR_CORES
 from numfuse.backends.cuda.kernels.ampere.thin import FEW_ROWS
-from numfuse.backends.cuda.kernels.hopper.tier import WGMMA
+from numfuse.backends.cuda.kernels.hopper.factors import HALF
+from numfuse.backends.cuda.kernels.hopper.tier import WGMMA, available
 from numfuse.backends.cuda.kernels.mirror import MIRROR
 from numfuse.backends.cuda.plan.product import DeviceInfo, Plan, Product, Tier
 from numfuse.epilogues import sum_of_terms
 
 #: The last takes every product.
 TIERS: tuple[Tier, ...] = (SHORT_K, FEW_ROWS, WGMMA, CORES, TENSOR_CORES, MIRROR)
+
+
+def takes_rich(dtype: str, info: DeviceInfo) -> bool:
+    """Return whether a tier of this device takes rich products of factors of a dtype."""
+    return dtype in HALF and available(info)
 
 
 def choose(product: Product, info: DeviceInfo) -> tuple[Tier, Plan] | None:

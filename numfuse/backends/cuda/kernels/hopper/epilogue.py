@@ -267,24 +267,15 @@ def piece(
 def element(acc, own, bias, bias1, extra):
     """The results of an element; 0 in the place of those that are not there."""
     value, first, second = ZERO, ZERO, ZERO
-    if TWO_SUMS and PRE1 != "":
-        value, first, second = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
-    elif TWO_SUMS and PRE != "":
-        value, first = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
-    elif TWO_SUMS:
-        value = EPILOGUE(acc[own], acc[own + BLOCK_N // 4], bias, bias1, extra)
-    elif TWO_BIASES and PRE1 != "":
-        value, first, second = EPILOGUE(acc[own], bias, bias1, extra)
-    elif TWO_BIASES and PRE != "":
-        value, first = EPILOGUE(acc[own], bias, bias1, extra)
-    elif TWO_BIASES:
-        value = EPILOGUE(acc[own], bias, bias1, extra)
-    elif PRE1 != "":
-        value, first, second = EPILOGUE(acc[own], bias, extra)
+    z, z1 = acc[own], ZERO
+    if TWO_SUMS:
+        z1 = acc[own + BLOCK_N // 4]
+    if PRE1 != "":
+        value, first, second = EPILOGUE(z, z1, bias, bias1, extra)
     elif PRE != "":
-        value, first = EPILOGUE(acc[own], bias, extra)
+        value, first = EPILOGUE(z, z1, bias, bias1, extra)
     else:
-        value = EPILOGUE(acc[own], bias, extra)
+        value = EPILOGUE(z, z1, bias, bias1, extra)
     return value, first, second
 
 

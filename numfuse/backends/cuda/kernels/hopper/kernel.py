@@ -26,8 +26,10 @@ PROMOTE = 4
 EXTRA_BYTES = 256
 
 
+#: What every formula takes: two sums and two biases, and behind them the residual or grad.
+ARGUMENTS = "z", "z1", "bias", "bias1"
 #: The formula of a product whose result is the sum itself.
-SUM = Formula(dumps((leaf("z"),)), "float32", ("z", "bias", "extra"))
+SUM = Formula(dumps((leaf("z"),)), "float32", (*ARGUMENTS, "extra"))
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from numfuse.backends.cuda.kernels import joins
-from numfuse.backends.cuda.kernels.epilogue import finishing, formula_of, in_elements
+from numfuse.backends.cuda.kernels.elementwise import formula
+from numfuse.backends.cuda.kernels.epilogue import finishing, in_elements
 from numfuse.backends.cuda.kernels.hopper.factors import HALF, Factor, factor_of, fitted
-from numfuse.backends.cuda.kernels.hopper.kernel import SHARED_BYTES, Gemm
+from numfuse.backends.cuda.kernels.hopper.kernel import ARGUMENTS, SHARED_BYTES, Gemm
 from numfuse.backends.cuda.kernels.hopper.maps import TensorMap
 from numfuse.backends.cuda.kernels.hopper.records import Fetched, Maps, Second, Work
 from numfuse.backends.cuda.kernels.hopper.tiling import (
@@ -44,10 +45,15 @@ def _boxed(operand: Operand, product: Product, width: int, rows: int) -> TensorM
     return made if made.possible() else None
 
 
+def available(device: DeviceInfo) -> bool:
+    """Return whether a device has the instructions, and the shared memory."""
+    return device.capability[0] == 9 and device.shared_per_block >= SHARED_BYTES
+
+
 def take(product: Product, device: DeviceInfo) -> Plan | None:
     """Launches for a product of 16-bit operands, or of float32 ones that may be split."""
     kind = _kind(product)
-    if device.capability[0] != 9 or kind is None or device.shared_per_block < SHARED_BYTES:
+    if kind is None or not available(device):
         return None
     m, n, k, places = product.m, product.n, product.k, product.places
     split = kind == "bf16x6"
@@ -230,5 +236,7 @@ def _gemm(
         two_sums=product.has_two_sums,
         pre_half=pre is not None and pre.dtype in HALF,
         # short: the sums themselves are good to some units in the last place
-        formula=formula_of(product, short=True),
+        formula=formula(
+            product.epilogue, (*ARGUMENTS, product.extra_name), product.accumulator, short=True
+        ),
     )
