@@ -11,6 +11,7 @@ a capture may forbid.
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from numfuse.backends import load
 load("cuda")
 
 import numfuse.adapters.cuda_arrays  # noqa: E402, F401  (adds its libraries)
-from numfuse.adapters import stacks  # noqa: E402
+from numfuse.adapters import cuda_networks, stacks  # noqa: E402
 from numfuse.backends.cuda.call.arrays import (  # noqa: E402
     DeviceArray,
     download,
@@ -129,9 +130,9 @@ def _put(x: ndarray, owner: Any) -> DeviceArray:
     return upload(owner, x)
 
 
-network = stacks.network(_put, DeviceArray)
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
+network = stacks.network(cuda_networks.arrays_of(sys.modules[__name__], _put))
 
 
 def _read(x: Any) -> tuple[Kind, Any, int]:

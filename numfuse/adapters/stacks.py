@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
-from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy import ndarray
@@ -23,10 +22,8 @@ from numfuse.problem.jets import outputs
 from numfuse.problem.operands import output, shaped
 from numfuse.problem.results import NetworkGradients, NetworkJet
 
-#: An array of a device, with the views of NumPy's (`numfuse.runtime.views.GhostViews`).
+#: An array of a device, with NumPy's shape, slices and reshape.
 Array: TypeAlias = Any
-#: Constants by device and content: directions, and zeros.
-_CONSTANTS: WeakKeyDictionary[Any, dict[Any, Array]] = WeakKeyDictionary()
 _MOST_CONSTANTS = 64
 
 
@@ -46,83 +43,138 @@ def _sum(x: Any, y: Any) -> Any:
     return x + y
 
 
-class DeviceNetwork:
-    """A network whose arrays are on a device; `net` has the checks and the sizes of the call."""
+class Arrays:
+    """What a network does with arrays of a kind beside its layers: here numfuse's own of a device.
 
-    def __init__(
-        self, put: Callable[[ndarray, Any], Array], kind: Any, name: str, x: Any,
-        weights: Any, biases: Any, *how: Any,
-    ) -> None:  # fmt: skip
-        if not isinstance(x, kind):
-            kinds = "NumPy arrays or numfuse's own (numfuse.to_device)"
-            raise TypeError(
-                f"{name} must have {kinds}, got {type(x).__module__}.{type(x).__qualname__}"
-            )
-        self.put, self.device, self.kind = put, x.device, kind
+    `put` copies an array of the host to a device.
+    """
 
-        def like(y: Any) -> Any:
-            if y is None or not hasattr(y, "dtype"):
-                return y
-            return np.broadcast_to(np.zeros((), y.dtype), y.shape)
+    def __init__(self, put: Callable[[ndarray, Any], Array], kind: Any) -> None:
+        self.put, self.kind = put, kind
+        #: Constants by device and content: directions, and zeros.
+        self._constants: dict[Any, Array] = {}
 
-        def each(y: Any) -> Any:
-            return [like(one) for one in y] if isinstance(y, Sequence) else y
+    def ghost(self, x: Array) -> ndarray:
+        """Return an array without memory that has the place and the strides of another one."""
+        found: ndarray = x.ghost
+        return found
 
-        self.net = Network(name, like(x), each(weights), each(biases), *how)
-        self.x, self.weights = x, weights
-        self.biases = (None,) * len(weights) if biases is None else tuple(biases)
-        self.backend = self.net.backend
-        named = {"x": x} | {f"weights[{i}]": y for i, y in enumerate(weights)}
-        named |= {f"biases[{i}]": y for i, y in enumerate(self.biases)}
-        self.check(named)
-        self.ghosts = {label: y.ghost for label, y in named.items() if y is not None}
+    def place(self, x: Array) -> Any:
+        """Return what tells an array's device from others."""
+        return x.device
 
-    def check(self, arrays: dict[str, Any]) -> None:
-        """Raise TypeError for an array that is not on the device."""
-        for label, y in arrays.items():
-            if y is not None and (not isinstance(y, self.kind) or y.device is not self.device):
-                raise TypeError(
-                    f"{label} must be an array on {self.device} as x, got {type(y).__name__}"
-                )
+    def dtype(self, x: Array) -> np.dtype[Any]:
+        """Return an array's dtype as NumPy has it."""
+        found: np.dtype[Any] = x.dtype
+        return found
 
-    # --- arrays -------------------------------------------------------------------------------
-    def constant(self, x: ndarray, shape: tuple[int, ...]) -> Array:
+    def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
+        """Return a new array of any content, of the dtype and on the device of another one."""
+        return self.kind.empty(like.device, shape, like.dtype)
+
+    def constant(self, x: ndarray, like: Array, shape: tuple[int, ...]) -> Array:
         """Return an array of the host, repeated along leading axes."""
-        known = _CONSTANTS.setdefault(self.device, {})
-        x = x.astype(self.x.dtype)
-        key = x.shape, x.dtype, x.tobytes()
-        if key not in known:
-            if len(known) >= _MOST_CONSTANTS:
-                known.clear()
-            known[key] = self.put(x, self.device)
-        made = known[key]
-        return made._view(np.broadcast_to(made.ghost, shape))
+        x = x.astype(self.dtype(like))
+        key = self.place(like), x.shape, x.dtype, x.tobytes()
+        if key not in self._constants:
+            if len(self._constants) >= _MOST_CONSTANTS:
+                self._constants.clear()
+            self._constants[key] = self.put(x, like.device)
+        return self.repeated(self._constants[key], shape)
+
+    def repeated(self, x: Array, shape: tuple[int, ...]) -> Array:
+        """Return a view of a larger shape."""
+        return x._view(np.broadcast_to(x.ghost, shape))
+
+    def turned(self, x: Array, axes: tuple[int, ...]) -> Array:
+        """Return a view with the axes in another order."""
+        return x.transpose(axes)
 
     def copy(self, source: Array | None, target: Array) -> None:
         """Write `target`; None is zero."""
         if target.size:
             if source is None:
-                source = self.constant(np.zeros((1,) * target.ndim), target.shape)
-            elementwise(_same, source, out=target, backend=self.backend)
+                source = self.constant(np.zeros((1,) * target.ndim), target, target.shape)
+            elementwise(_same, source, out=target)
 
+    def add(self, x: Array, y: Array, out: Array) -> None:
+        """Write x + y."""
+        elementwise(_sum, x, y, out=out)
+
+    def jet(self, operation: Any, *call: Any) -> Any:
+        """Return the results of a layer's operation."""
+        return operation(*call)
+
+    def product(self, a: Array, b: Array, backend: Any) -> Array:
+        """Return a product of matrices."""
+        return matmul_bias_activation(a, b, backend=backend)
+
+    def product_bwd(self, *operands: Any, needs: Sequence[str], backend: Any) -> Any:
+        """Return the gradients of a product."""
+        return matmul_bias_activation_bwd(*operands, needs=needs, backend=backend)
+
+
+def refuse_kind(name: str, x: Any, more: str = "") -> TypeError:
+    """Return the error of a function for an x of no kind that it serves."""
+    kinds = f"NumPy arrays or numfuse's own (numfuse.to_device){more}"
+    return TypeError(f"{name} must have {kinds}, got {type(x).__module__}.{type(x).__qualname__}")
+
+
+class DeviceNetwork:
+    """A network whose arrays are on a device; `net` has the checks and the sizes of the call."""
+
+    def __init__(
+        self, arrays: Arrays, name: str, x: Any, weights: Any, biases: Any, *how: Any
+    ) -> None:
+        self.arrays, self.device = arrays, getattr(x, "device", None)
+
+        def like(y: Any) -> Any:
+            if not isinstance(y, arrays.kind):
+                return y
+            return np.broadcast_to(np.zeros((), arrays.dtype(y)), tuple(y.shape))
+
+        def each(y: Any) -> Any:
+            return [like(one) for one in y] if isinstance(y, Sequence) else y
+
+        named = {"x": x} | {f"weights[{i}]": y for i, y in enumerate(weights)}
+        named |= {f"biases[{i}]": y for i, y in enumerate(biases or ())}
+        self.check(named)
+        self.net = Network(name, like(x), each(weights), each(biases), *how)
+        self.x, self.weights = x, weights
+        self.biases = (None,) * len(weights) if biases is None else tuple(biases)
+        self.backend = self.net.backend
+        self.named = {label: y for label, y in named.items() if y is not None}
+
+    def check(self, arrays: dict[str, Any]) -> None:
+        """Raise TypeError for an array that is not on the device."""
+        for label, y in arrays.items():
+            if y is None:
+                continue
+            if not isinstance(y, self.arrays.kind) or y.device != self.device:
+                place = f" on {y.device}" if hasattr(y, "device") else ""
+                raise TypeError(
+                    f"{label} must be an array on {self.device} as x, got {type(y).__name__}{place}"
+                )
+
+    # --- arrays -------------------------------------------------------------------------------
     def empty(self, shape: tuple[int, ...]) -> Array:
         """Return a new array of any content."""
-        return self.kind.empty(self.device, shape, self.x.dtype)
+        return self.arrays.empty(self.x, shape)
 
     def views(self, stack: Array, whole: bool = True) -> list[Array]:
         """Return the value, the directions and the second derivatives of a stack."""
         axis, d = stack.ndim - 2, self.net.directions
-        rest = stack.transpose((axis, *range(axis), axis + 1))
+        rest = self.arrays.turned(stack, (axis, *range(axis), axis + 1))
         return [rest[0], rest[1 : 1 + d], rest[1 + d :] if whole else None]
 
     # --- forward ------------------------------------------------------------------------------
     def first(self) -> Array:
         """Return the stack of the first layer's inputs."""
-        x = self.x
+        x, arrays = self.x, self.arrays
         stack = self.empty((*x.shape[:-1], self.net.members(0), x.shape[-1]))
-        self.copy(x, stack[..., 0, :])
+        arrays.copy(x, stack[..., 0, :])
         directions = stack[..., 1:, :]
-        self.copy(self.constant(self.net.units, directions.shape), directions)
+        arrays.copy(arrays.constant(self.net.units, x, directions.shape), directions)
         return stack
 
     def run(self, keep: bool, out: Sequence[Array] | None) -> Kept:
@@ -138,27 +190,27 @@ class DeviceNetwork:
             flags = net.guard, keep, net.pattern, net.stack(layer)
             operands = stack, w, bias, None, None, net.weights
             how = net.layers[layer][2], flags, (), None, self.backend
-            made, _, _, *sums = FORWARD(operands, *how)
+            made, _, _, *sums = self.arrays.jet(FORWARD, operands, *how)
             kept.sums += sums[:1]
             kept.inputs.append(made)
             if layer == last and out is not None:
                 for source, target in zip(self.views(made), out, strict=True):
-                    self.copy(source, target)
+                    self.arrays.copy(source, target)
         return kept
 
     def _last(self, stack: Array, u: Array, u_dot: Array, u_ddot: Array) -> None:
         """Run a last layer that is a product alone: of all members at once."""
-        w, bias = self.weights[-1], self.biases[-1]
-        made = matmul_bias_activation(_tall(stack), w, backend=self.backend)
+        w, bias, arrays = self.weights[-1], self.biases[-1], self.arrays
+        made = arrays.product(_tall(stack), w, self.backend)
         made = made.reshape(*made.shape[:-2], *stack.shape[-3:-1], made.shape[-1])
         value, dot, ddot = self.views(made, len(self.weights) > 1)
-        if bias is None or not value.size:
-            self.copy(value, u)
+        if bias is None or 0 in value.shape:
+            arrays.copy(value, u)
         else:
             line = bias if bias.ndim > 1 else bias.reshape(1, *bias.shape)
-            elementwise(_sum, value, line, out=u, backend=self.backend)
-        self.copy(dot, u_dot)
-        self.copy(ddot, u_ddot)
+            arrays.add(value, line, u)
+        arrays.copy(dot, u_dot)
+        arrays.copy(ddot, u_ddot)
 
     # --- backward -----------------------------------------------------------------------------
     def grads(self, given: Sequence[Array | None]) -> Array:
@@ -169,7 +221,7 @@ class DeviceNetwork:
         stack = self.empty((*value[:-1], members, value[-1]))
         for source, target in zip(given, self.views(stack, last > 0 or not net.plain), strict=True):
             if target is not None:
-                self.copy(source, target)
+                self.arrays.copy(source, target)
         return stack
 
     def back(
@@ -192,23 +244,23 @@ class DeviceNetwork:
                 flags = net.guard, False, net.pattern, net.stack(layer)
                 saved = sums, None, None
                 how = net.layers[layer][2], flags, tuple(wanted), None, self.backend
-                found = BACKWARD((*operands, *saved), *how)[:3]
+                found = self.arrays.jet(BACKWARD, (*operands, *saved), *how)[:3]
             grads, d_weights[layer], d_biases[layer] = found
             d_x = None if grads is None else grads[..., 0, :]
         return d_x, d_weights, d_biases
 
     def _back_last(self, grads: Array, stack: Array, wanted: Sequence[str]) -> list[Array | None]:
         """Return (d_a, d_b, d_bias) of a last layer that is a product alone."""
-        w, bias = self.weights[-1], self.biases[-1]
+        w, bias, backward = self.weights[-1], self.biases[-1], self.arrays.product_bwd
         needs = tuple(y for y in wanted if y != "bias")
         tall = _tall(grads), _tall(stack), w
-        made = matmul_bias_activation_bwd(*tall, needs=needs, backend=self.backend)
+        made = backward(*tall, needs=needs, backend=self.backend)
         found: list[Array | None] = [*made]
         if found[0] is not None:
             found[0] = found[0].reshape(stack.shape)
         if "bias" in wanted:
             value = grads[..., 0, :], stack[..., 0, :], w, bias
-            made = matmul_bias_activation_bwd(*value, needs=("bias",), backend=self.backend)
+            made = backward(*value, needs=("bias",), backend=self.backend)
             found[2] = made.d_bias
         return found
 
@@ -218,8 +270,8 @@ def _tall(stack: Array) -> Array:
     return stack.reshape(*batch, m * members, k)
 
 
-def network(put: Callable[[ndarray, Any], Array], kind: Any) -> Callable[..., Any]:
-    """Return what runs networks' jets of a kind of arrays; `put` copies one to a device."""
+def network(arrays_of: Callable[[str, Any], Arrays]) -> Callable[..., Any]:
+    """Return what runs networks' jets; `arrays_of` is given a function's name and x."""
 
     def run(
         grads: Sequence[Any] | None, x: Any, weights: Any, biases: Any, how: tuple[Any, ...],
@@ -229,20 +281,23 @@ def network(put: Callable[[ndarray, Any], Array], kind: Any) -> Callable[..., An
         activation, final, guard, backend = how
         name = "mlp_jet" if grads is None else "mlp_jet_bwd"
         rest = activation, *form, final, guard, backend
-        net = DeviceNetwork(put, kind, name, x, weights, biases, *rest)
+        net = DeviceNetwork(arrays_of(name, x), name, x, weights, biases, *rest)
         return _forward(net, keep, out) if grads is None else _backward(net, grads, x, keep, needs)
 
     return run
 
 
 def _forward(net: DeviceNetwork, keep: bool, out: Any) -> Any:
-    results = []
-    names = ("u", "u_dot", "u_ddot")
-    for name, y, shape in zip(names, outputs(out, (), 3), net.net.shapes, strict=True):
+    results, given = [], outputs(out, (), 3)
+    ghosts: dict[str, ndarray] = {}
+    if out is not None:
+        ghosts = {label: net.arrays.ghost(y) for label, y in net.named.items()}
+    for name, y, shape in zip(("u", "u_dot", "u_ddot"), given, net.net.shapes, strict=True):
         net.check({name: y})
         if y is not None:
-            output(name, y.ghost, shape, net.net.dtype, net.ghosts)
-            net.ghosts[name] = y.ghost
+            ghost = net.arrays.ghost(y)
+            output(name, ghost, shape, net.net.dtype, ghosts)
+            ghosts[name] = ghost
         results.append(net.empty(shape) if y is None else y)
     kept = net.run(keep, results)
     found = NetworkJet(*results)
@@ -256,12 +311,12 @@ def _backward(
     for name, y, shape in zip(names, grads, net.net.shapes, strict=True):
         net.check({name: y})
         if y is not None:
-            shaped(y.ghost, name, shape)
+            shaped(net.arrays.ghost(y), name, shape)
     d_x, d_weights, d_biases = net.back(grads, kept or net.run(True, None), needs)
     pairs = (("weights", d_weights), ("biases", d_biases))
     groups = [tuple(made) if name in needs else None for name, made in pairs]
     if "x" not in needs:
         return NetworkGradients(None, *groups)
     made = net.empty(x.shape)
-    net.copy(d_x, made)
+    net.arrays.copy(d_x, made)
     return NetworkGradients(made, *groups)

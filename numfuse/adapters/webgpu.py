@@ -247,7 +247,16 @@ def again(operation: Operation, *call: Any) -> Any:
     return result
 
 
-network = stacks.network(to_device, DeviceArray)
+_OWN = stacks.Arrays(to_device, DeviceArray)
+
+
+def _arrays(name: str, x: Any) -> stacks.Arrays:
+    if not isinstance(x, DeviceArray):
+        raise stacks.refuse_kind(name, x)
+    return _OWN
+
+
+network = stacks.network(_arrays)
 #: What runs a call of an epilogue (`numfuse.fused_operations`).
 fused = AGAIN[DeviceArray] = again
 globals().update(_WebGpu().functions())

@@ -7,8 +7,9 @@ differentiated again, torch.func and forward mode go the plain way.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -33,8 +34,16 @@ from numfuse.adapters.torch import eager
 from numfuse.adapters.torch.compiled import follows
 from numfuse.adapters.torch.kept import recomputes
 from numfuse.adapters.torch.keys import backend_key, backend_of, key_of
-from numfuse.adapters.torch.operators import BY_NAME, in_graph
-from numfuse.adapters.torch.tensors import array_over, autocast, checked, run_beside, to_tensor
+from numfuse.adapters.torch.operators import BY_NAME, in_graph, on_cuda
+from numfuse.adapters.torch.tensors import (
+    array_over,
+    autocast,
+    autocasts,
+    checked,
+    own_values,
+    run_beside,
+    to_tensor,
+)
 from numfuse.problem.results import LayerJet, NetworkJet
 
 _WHAT = "PyTorch's autograd, transformations, modes and tracing"
@@ -75,8 +84,26 @@ def _arrays(x: Sequence[Any]) -> list[Any]:
     return [None if y is None else array_over(y) for y in x]
 
 
+def _is_on_a_gpu(x: Iterable[Any]) -> bool:
+    """Return whether operands are tensors of a GPU, of which nothing but the call is asked."""
+    tensors = [y for y in x if isinstance(y, Tensor)]
+    first = tensors[0] if tensors else None
+    return first is not None and first.is_cuda and not autocasts(first) and eager.mode(tensors) == 1
+
+
+def _detached(x: Sequence[Any]) -> list[Any]:
+    return [None if y is None else own_values(y) for y in x]
+
+
+#: Operands have their dtype already; the core's functions come to `layer` and `network` again.
+_as_they_are = partial(torch.autocast, "cuda", enabled=False)
+
+
 def _forward(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> Any:
     """Return the results as tensors, and what is kept."""
+    if x[0].is_cuda:
+        with _as_they_are():
+            return call.forward(_detached(x), constants, keep)
     found, kept = run_beside(call.forward, _arrays(x), constants, keep)
     return [to_tensor(y) for y in found], kept
 
@@ -90,6 +117,9 @@ def _backward(
     kept: Any,
 ) -> list[Any]:
     """Return the gradient of each operand, None where it is not needed."""
+    if x[0].is_cuda:
+        with _as_they_are():
+            return call.backward(_detached(grads), _detached(x), constants, needs, kept)
     arrays = _arrays(grads), _arrays(x)
     found = run_beside(call.backward, *arrays, constants, needs, kept)
     return [None if d is None else to_tensor(d) for d in found]
@@ -174,9 +204,6 @@ def _run(call: JetCall, x: Sequence[Any], constants: Constants, keep: bool) -> A
     """Return a jet of tensors, and what is kept where that is asked for."""
     checked(**dict(zip(call.names, x, strict=True)))
     x = autocast(*x)
-    first = x[0]
-    if first.is_cuda:
-        raise TypeError(f"{call.names[0]} must be on the CPU, got a tensor on {first.device}")
     how = 0 if torch.compiler.is_compiling() else eager.mode(x)
     if keep:
         if how != 1:
@@ -218,6 +245,8 @@ def layer(
     out: Any, backend: Any,
 ) -> Any:  # fmt: skip
     """Run an operation of a layer's jet."""
+    if _is_on_a_gpu(operands):
+        return on_cuda().jet(operation, operands, activation, flags, needs, out, backend)
     how = operation, operands, activation, flags, out, backend
     call, grads, x, constants, keep = layer_call(*how, _WHAT)
     if grads:
@@ -227,7 +256,15 @@ def layer(
     return (*found[0], *found[1]) if keep else found
 
 
-network = network_entry(_run, _run_backward, _WHAT)
+_network = network_entry(_run, _run_backward, _WHAT)
+
+
+def network(grads: Any, x: Any, weights: Any, biases: Any, *rest: Any) -> Any:
+    """Run a network's jet, or with cotangents its backward; see `numfuse.adapters.stacks`."""
+    given = biases if isinstance(biases, Sequence) else ()
+    if _is_on_a_gpu([x, *weights, *given, *(grads or ())]):
+        return on_cuda().network(grads, x, weights, biases, *rest)
+    return _network(grads, x, weights, biases, *rest)
 
 
 # --- programs of torch.compile --------------------------------------------------------------------
@@ -313,7 +350,7 @@ def _results(
 ) -> list[Tensor]:
     call = _call_of(key, backend)
     made = [x[0].new_empty(shape) for shape in call.shapes(x, tuple(constants))]
-    return [*made, x[0].new_empty((1,), dtype=torch.int64)]
+    return [*made, torch.empty((1,), dtype=torch.int64)]  # (a ticket is on the host)
 
 
 def _gradients(x: list[Any], key: str, needs: str, backend: Any) -> list[Tensor]:

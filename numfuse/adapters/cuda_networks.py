@@ -1,0 +1,124 @@
+"""Networks' jets on the arrays of PyTorch and CuPy on a CUDA device: what `stacks` asks of them.
+
+Copies, views and new arrays are the library's own, so memory comes from its pool and work goes to
+its current stream, in a capture too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from numpy import ndarray
+
+from numfuse.adapters.cuda_arrays import CuPy, Torch
+from numfuse.adapters.stacks import Array, Arrays, refuse_kind
+from numfuse.backends.cuda.call.arrays import DeviceArray, dtype_of, ghost
+from numfuse.backends.cuda.call.foreign import Kind, Own, kind_of
+
+
+class Library(Arrays):
+    """A library's arrays; `functions` are numfuse's on these, `reader` says how they are read."""
+
+    def __init__(self, functions: Any, reader: Kind, put: Callable[..., Array], kind: Any) -> None:
+        super().__init__(put, kind)
+        self.functions, self.reader = functions, reader
+
+    def ghost(self, x: Array) -> ndarray:
+        read, _, _ = self.reader.read("out", x)
+        dtype = dtype_of(read.dtype)
+        steps = [s * dtype.itemsize for s in read.strides]
+        return ghost(read.address, tuple(read.shape), steps, dtype, read.writable)
+
+    def place(self, x: Array) -> int:
+        return self.reader.read("x", x)[1]
+
+    def dtype(self, x: Array) -> np.dtype[Any]:
+        return dtype_of(self.reader.read("x", x)[0].dtype)
+
+    def empty(self, like: Array, shape: tuple[int, ...]) -> Array:
+        read, ordinal, _ = self.reader.read("x", like)
+        return self.reader.maker(ordinal, shape, read.dtype)()
+
+    def jet(self, operation: Any, *call: Any) -> Any:
+        return self.functions.jet(operation, *call)
+
+    def product(self, a: Array, b: Array, backend: Any) -> Array:
+        return self.functions.matmul_bias_activation(a, b, backend=backend)
+
+    def product_bwd(self, *operands: Any, needs: Sequence[str], backend: Any) -> Any:
+        return self.functions.matmul_bias_activation_bwd(*operands, needs=needs, backend=backend)
+
+
+class TorchArrays(Library):
+    """PyTorch's tensors."""
+
+    def __init__(self, functions: Any, reader: Kind) -> None:
+        self._torch: Any = import_module("torch")
+
+        def put(x: ndarray, device: Any) -> Array:
+            half = x.dtype.kind != "f"  # bfloat16
+            made = self._torch.from_numpy(x.view(np.int16) if half else x)
+            return (made.view(self._torch.bfloat16) if half else made).to(device)
+
+        super().__init__(functions, reader, put, self._torch.Tensor)
+
+    def repeated(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return x.expand(shape)
+
+    def turned(self, x: Array, axes: tuple[int, ...]) -> Array:
+        return x.permute(axes)
+
+    def copy(self, source: Array | None, target: Array) -> None:
+        if source is None:
+            target.zero_()
+        else:
+            target.copy_(source)
+
+    def add(self, x: Array, y: Array, out: Array) -> None:
+        self._torch.add(x, y, out=out)
+
+
+class CupyArrays(Library):
+    """CuPy's arrays."""
+
+    def __init__(self, functions: Any, reader: Kind) -> None:
+        self._cupy: Any = import_module("cupy")
+
+        def put(x: ndarray, device: Any) -> Array:
+            with device:
+                return self._cupy.asarray(x)
+
+        super().__init__(functions, reader, put, self._cupy.ndarray)
+
+    def repeated(self, x: Array, shape: tuple[int, ...]) -> Array:
+        return self._cupy.broadcast_to(x, shape)
+
+    def copy(self, source: Array | None, target: Array) -> None:
+        target[...] = 0 if source is None else source
+
+    def add(self, x: Array, y: Array, out: Array) -> None:
+        self._cupy.add(x, y, out=out)
+
+
+_LIBRARIES: dict[type[Kind], type[Any]] = {Torch: TorchArrays, CuPy: CupyArrays}
+
+
+def arrays_of(functions: Any, put: Callable[..., DeviceArray]) -> Callable[[str, Any], Arrays]:
+    """Return what finds how a network goes with the arrays of a kind; see `stacks.network`."""
+    own, known = Arrays(put, DeviceArray), dict[Kind, Arrays]()
+
+    def find(name: str, x: Any) -> Arrays:
+        reader = kind_of(x)
+        if isinstance(reader, Own):
+            return own
+        made = _LIBRARIES.get(type(reader)) if reader is not None else None
+        if reader is None or made is None:
+            raise refuse_kind(name, x, ", PyTorch's or CuPy's of a CUDA device")
+        if reader not in known:
+            known[reader] = made(functions, reader)
+        return known[reader]
+
+    return find
