@@ -146,7 +146,7 @@ class JetProblem:
         """Return the gradients of operands."""
         return tuple([name for name in self.arrays if name.startswith("d_x_")])
 
-    def sums(self) -> FusedProblem:
+    def operand_sums(self) -> FusedProblem:
         """Return the sums of the gradients of operands to their shapes.
 
         What is summed are arrays of all points, in the accumulator's dtype, called ``whole_d_x_0``
