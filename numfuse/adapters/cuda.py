@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 __all__ = [
     *NAMES,
     "checked",
+    "epilogue_jet",
     "fused",
     "jet",
     "network",
@@ -129,6 +130,7 @@ def _put(x: ndarray, owner: Any) -> DeviceArray:
     return upload(owner, x)
 
 
+epilogue_jet = jet
 network = stacks.network(_put, DeviceArray)
 AGAIN[DeviceArray] = run
 globals().update(_Cuda().functions())
