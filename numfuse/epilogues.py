@@ -31,6 +31,7 @@ from numfuse.language.curves import (
 from numfuse.language.derivatives import forward, reverse, second_order
 from numfuse.language.graph import Expr, constant, node, topological
 from numfuse.language.keys import Keyed
+from numfuse.language.operations import TRUTH
 from numfuse.language.text import dumps
 
 _Made = TypeVar("_Made", bound=Callable[..., Any])
@@ -305,6 +306,8 @@ class Jet(NamedTuple):
             def cut(e: Expr) -> Expr:
                 if not whole[e] or e.op == "const":
                     return made[e]
+                if e.op in TRUTH:  # (what is handed on are numbers)
+                    return rebuilt(e, [cut(a) for a in e.args])
                 return shared.setdefault(e, leaf(f"shared_{len(shared)}"))
 
             for e in topological(of.graphs):

@@ -61,8 +61,8 @@ class _Ops:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
-    def elementwise(self, f: Any, z: Any) -> Any:
-        return elementwise(f, z, backend=self._backend) if f.graphs else ()
+    def elementwise(self, f: Any, *x: Any) -> Any:
+        return elementwise(f, *x, backend=self._backend) if f.graphs else ()
 
     @staticmethod
     def constant(x: Any, like: Any) -> Any:
@@ -130,13 +130,17 @@ def _run_backward(
     return call.gradients([next(rest) if need else None for need in wanted], needs)
 
 
+def _array(x: float, like: Any) -> Any:
+    return np.asarray(x, None if like is None else like.dtype)
+
+
 def layer(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], needs: Any,
     out: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """Run an operation of a layer's jet."""
+    """Run an operation of a layer's jet, or of a formula's."""
     how = operation, operands, activation, flags, out, backend
-    call, grads, x, constants, keep = layer_call(*how, _WHAT)
+    call, grads, x, constants, keep = layer_call(*how, _WHAT, _array)
     _refuse(keep)
     if grads:
         return _run_backward(call, grads, x, constants, None, needs)

@@ -104,8 +104,8 @@ class _Ops:
     def __init__(self, backend: Any) -> None:
         self._backend = backend
 
-    def elementwise(self, f: Any, z: Any) -> Any:
-        return elementwise(f, z, backend=self._backend) if f.graphs else ()
+    def elementwise(self, f: Any, *x: Any) -> Any:
+        return elementwise(f, *x, backend=self._backend) if f.graphs else ()
 
     def constant(self, x: Any, like: Any) -> Any:
         return torch.as_tensor(x, dtype=like.dtype, device=like.device)
@@ -218,13 +218,17 @@ def _run_backward(
 
 
 # --- calls of the public functions ----------------------------------------------------------------
+def _array(x: float, like: Any) -> Tensor:
+    return torch.tensor(x, dtype=None if like is None else like.dtype)
+
+
 def layer(
     operation: Any, operands: Sequence[Any], activation: Any, flags: Sequence[Any], needs: Any,
     out: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """Run an operation of a layer's jet."""
+    """Run an operation of a layer's jet, or of a formula's."""
     how = operation, operands, activation, flags, out, backend
-    call, grads, x, constants, keep = layer_call(*how, _WHAT)
+    call, grads, x, constants, keep = layer_call(*how, _WHAT, _array)
     if grads:
         kept = operands[-3:] if operands[-3] is not None else None
         return _run_backward(call, grads, x, constants, kept, needs)

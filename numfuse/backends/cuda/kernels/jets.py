@@ -75,7 +75,7 @@ def of(
 ) -> Pass:
     """Return the pass of a jet's formulas that writes these arrays."""
     parts = jet.parts(written, backward, *counts)
-    totals = tuple([x for x in jet.totals if x in written or x == "d_z"])
+    totals = "d_z", *sorted(x for x in written if x.startswith("d_x_"))
     made = Pass(parts, written, backward, *counts, weighted, sums, totals)
     return made._replace(weighted=weighted and made.bends)
 

@@ -265,7 +265,7 @@ class _Pass:
         count = lengths[-1] if lengths else 1
         for name, own in zip(arrays, merged, strict=False):
             values[f"{name}_place"] = own[-1] if own else 0
-        totals = [x for x in p.jet.totals if x in self.written or x == "d_z"]
+        totals = ["d_z", *(x for x in p.slopes if x in self.written)]
         members = tuple(Member(n, x.dtype, places[n][0]) for n, x in arrays.items())
         shader = JetPass(
             acc, p.activation.name, self.parts, members,
